@@ -1,0 +1,61 @@
+"""One small tree of errors for people: each message is one line and ends with the next step.
+
+The command line prints the message and exits with code 2; a traceback means a bug of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class ArmillaryError(Exception):
+    """Something the user can put right."""
+
+
+class NotFound(ArmillaryError):
+    """A name or file that is not there."""
+
+
+class BadInput(ArmillaryError):
+    """A value or key that cannot be used."""
+
+
+class BadRecipe(BadInput):
+    """A recipe that contradicts itself or does not parse."""
+
+
+class BadLayout(BadInput):
+    """A layout that does not divide the model or the devices."""
+
+
+class BadModel(BadInput):
+    """A model folder that is broken, or a shape the module cannot build."""
+
+
+class BadData(BadInput):
+    """Text, shards or an index that cannot be read."""
+
+
+class MissingPart(ArmillaryError):
+    """An optional package or program that is not installed."""
+
+
+def nearest(name: str, options: Iterable[str]) -> str | None:
+    """The option a person most likely meant, or None."""
+    found = get_close_matches(name.lower(), list(options), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def unknown(kind: str, name: str, options: Iterable[str], *, where: str = "") -> NotFound:
+    """A NotFound that offers the nearest real name, or says where the list is."""
+    options = list(options)
+    guess = nearest(name, options)
+    hint = f"did you mean {guess}?" if guess else f"one of: {', '.join(sorted(options)[:12])}"
+    tail = f" ({where})" if where else ""
+    return NotFound(f"no {kind} '{name}'; {hint}{tail}")
+
+
+def missing(package: str, needed_for: str, extra: str) -> MissingPart:
+    """A MissingPart that says which extra brings the package."""
+    return MissingPart(f"{needed_for} needs {package}: pip install 'armillary[{extra}]'")

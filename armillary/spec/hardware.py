@@ -1,0 +1,234 @@
+"""Chips, links, nodes, storage tiers, and the nested tiers of a cluster.
+
+All rates are dense and one-directional per device, in SI units; a figure that nobody published is None,
+never a guess. The rows are in hardware.toml, each figure with its source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+from armillary.errors import BadInput
+
+DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8")
+DTYPE_BYTES: Mapping[str, float] = {
+    "fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1, "fp4": 0.5, "int4": 0.5,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One accelerator (or one CPU socket) as a program sees it."""
+
+    name: str
+    """catalogue name"""
+    title: str
+    """what the vendor calls it"""
+    vendor: str
+    """who makes it"""
+    kind: Literal["gpu", "tpu", "npu", "cpu", "wafer"]
+    """class of device"""
+    year: int | None = None
+    """first shipped or announced"""
+    memory_bytes: float | None = None
+    """device memory"""
+    memory_type: str = ""
+    """HBM3, GDDR6, LPDDR5X, SRAM …"""
+    memory_bytes_per_s: float | None = None
+    """peak device memory bandwidth"""
+    flops: Mapping[str, float] = field(default_factory=dict)
+    """dense peak per dtype, operations a second (int8 in integer operations)"""
+    sparse_flops: Mapping[str, float] = field(default_factory=dict)
+    """peak with structured sparsity, where the vendor quotes one: never used in a roofline"""
+    l2_bytes: float | None = None
+    """last-level on-chip cache"""
+    num_sms: int | None = None
+    """multiprocessors, compute units or cores"""
+    tdp_w: float | None = None
+    """board power"""
+    host_link: str = ""
+    """link to the host (a name in [link])"""
+    node: str = ""
+    """node that CHIPxN fills (a name in [node])"""
+    frameworks: tuple[str, ...] = ()
+    """software that runs on it"""
+    precisions: tuple[str, ...] = ()
+    """number formats its matrix units take"""
+    list_price_usd: float | None = None
+    """reported purchase price of one"""
+    aliases: tuple[str, ...] = ()
+    """other names people type"""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """figure -> where it is published; 'all' covers what is not listed"""
+    note: str = ""
+    """traps: sparse headlines, disputed figures"""
+
+    def peak(self, dtype: str) -> float | None:
+        """Dense peak for `dtype`, or None where it is unknown or unsupported."""
+        return self.flops.get(dtype)
+
+    def source_of(self, figure: str) -> str:
+        return self.sources.get(figure) or self.sources.get("all", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A wire between devices; bandwidth is per device and per direction."""
+
+    name: str
+    """catalogue name"""
+    title: str
+    """what the vendor calls it"""
+    bytes_per_s: float
+    """one direction, one device's share"""
+    latency_s: float
+    """time for the smallest message to arrive"""
+    kind: Literal["scale_up", "scale_out", "host", "torus"]
+    """inside a node, between nodes, to the host, or a torus of chips"""
+    source: str = ""
+    """where the figures are published"""
+    note: str = ""
+    """what the headline figure counts"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A machine that can be bought or rented: chips, what joins them, what joins it to others."""
+
+    name: str
+    """catalogue name"""
+    title: str
+    """what it is called"""
+    chip: str
+    """a name in [chip]"""
+    num_chips: int
+    """accelerators in it"""
+    link: str
+    """between its chips (a name in [link]; the host link where they share no other)"""
+    network: str
+    """one chip's share of the way to other nodes (a name in [link])"""
+    shape: Literal["switch", "torus", "mesh"] = "switch"
+    """how its chips are joined"""
+    domain: int = 1
+    """how many such nodes share one scale-up domain (NVL72: 18 trays of 4)"""
+    cpu_cores: int | None = None
+    """host cores"""
+    memory_bytes: float | None = None
+    """host memory"""
+    storage: str = ""
+    """local storage (a name in [storage])"""
+    storage_bytes: float | None = None
+    """size of it"""
+    power_w: float | None = None
+    """maximum draw of the whole node"""
+    list_price_usd: float | None = None
+    """reported purchase price"""
+    aliases: tuple[str, ...] = ()
+    """other names people type"""
+    source: str = ""
+    """where the figures are published"""
+    note: str = ""
+    """anything unusual"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """A storage tier, from device memory down to an object store."""
+
+    name: str
+    """catalogue name"""
+    title: str
+    """what it is"""
+    read_bytes_per_s: float
+    """sequential read, one device or one client"""
+    write_bytes_per_s: float
+    """sequential write, one device or one client"""
+    latency_s: float
+    """first byte"""
+    usd_per_gb_month: float | None = None
+    """what keeping a gigabyte costs"""
+    source: str = ""
+    """where the figures are published"""
+    note: str = ""
+    """what was assumed"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What an hour of one accelerator costs at one provider."""
+
+    chip: str
+    """a name in [chip]"""
+    provider: str
+    """who rents it"""
+    usd_per_hour: float
+    """on demand, median of the offers"""
+    spot_usd_per_hour: float | None = None
+    """interruptible, median of the offers"""
+    date: str
+    """when it was read"""
+    source: str
+    """where"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """One ring of a cluster: `count` of the thing inside, joined by `link`."""
+
+    link: Link
+    """what joins them"""
+    count: int
+    """how many"""
+    oversubscription: float = 1.0
+    """bandwidth into the tier over bandwidth through it (2 = half)"""
+    shape: Literal["switch", "torus", "mesh"] = "switch"
+    """how they are joined"""
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.link.bytes_per_s / self.oversubscription
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Chips joined by nested tiers, innermost (fastest) first."""
+
+    name: str
+    """what the recipe called it"""
+    chip: Chip
+    """all chips are alike"""
+    tiers: tuple[Tier, ...] = ()
+    """innermost first; none for a single chip"""
+    node: Node | None = None
+    """the node it is built of, where it is one from the catalogue"""
+
+    def __post_init__(self) -> None:
+        for tier in self.tiers:
+            if tier.count < 1 or tier.oversubscription < 1:
+                raise BadInput(f"cluster {self.name}: a tier needs count ≥ 1 and oversubscription ≥ 1")
+
+    @property
+    def num_devices(self) -> int:
+        return prod(tier.count for tier in self.tiers)
+
+    @property
+    def fast_domain(self) -> int:
+        """Devices that share the innermost link."""
+        return self.tiers[0].count if self.tiers else 1
+
+    def tier_spanning(self, num_devices: int) -> Tier | None:
+        """The innermost tier that holds `num_devices` neighbours: the slowest link they cross."""
+        reach = 1
+        for tier in self.tiers:
+            reach *= tier.count
+            if num_devices <= reach:
+                return tier if num_devices > 1 else None
+        raise BadInput(f"{num_devices} devices are more than the {self.num_devices} of {self.name}")
+
+    def text(self) -> str:
+        """'64 × H100 SXM: 8 by NVLink 4, 8 by InfiniBand NDR'."""
+        inner = ", ".join(f"{tier.count} by {tier.link.title}" for tier in self.tiers if tier.count > 1)
+        return f"{self.num_devices} × {self.chip.title}" + (f": {inner}" if inner else "")

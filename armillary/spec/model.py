@@ -1,0 +1,291 @@
+"""ModelConfig: the shape of a decoder-only transformer, in the terms every loop shares.
+
+One frozen dataclass describes any catalogue model or Hugging Face folder; per-layer variation is one tuple
+of layer kinds. The module in `armillary.model` raises on what it cannot build; planning still does the sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from armillary.errors import BadModel
+
+Attention = Literal["full", "sliding", "chunked", "simplicial"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """What one layer is made of."""
+
+    attention: Attention = "full"
+    """full causal, sliding window, chunked (attends within its chunk) or 2-simplicial"""
+    mlp: Literal["dense", "moe"] = "dense"
+    """dense MLP or mixture of experts"""
+    rope: bool = True
+    """whether rotary positions are applied in this layer (False: NoPE)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary positions and how they are stretched beyond the original context."""
+
+    theta: float = 10_000.0
+    """base of the inverse frequencies"""
+    local_theta: float | None = None
+    """base used by sliding layers, where it differs (Gemma 3)"""
+    fraction: float = 1.0
+    """share of the head dim that is rotated (partial rotary)"""
+    interleaved: bool = False
+    """rotate pairs (2i, 2i+1) rather than halves (i, i + d/2)"""
+    scaling: RopeScaling = "none"
+    """rule that stretches the frequencies"""
+    factor: float = 1.0
+    """how many times the original context is stretched"""
+    original_context: int | None = None
+    """context before stretching"""
+    low_freq_factor: float = 1.0
+    """llama3: longest unscaled wavelength divisor"""
+    high_freq_factor: float = 4.0
+    """llama3: shortest scaled wavelength divisor"""
+    beta_fast: float = 32.0
+    """yarn: rotations above which a frequency is kept"""
+    beta_slow: float = 1.0
+    """yarn: rotations below which a frequency is interpolated"""
+    mscale: float | None = None
+    """yarn: numerator of the attention factor (DeepSeek)"""
+    mscale_all_dim: float | None = None
+    """yarn: denominator of the attention factor; also scales the softmax (DeepSeek)"""
+    truncate: bool = True
+    """yarn: round the correction range to whole dims"""
+    attention_factor: float | None = None
+    """multiplies cos and sin; None derives it from the rule"""
+    short_factors: tuple[float, ...] = ()
+    """longrope: divisor per frequency up to the original context"""
+    long_factors: tuple[float, ...] = ()
+    """longrope: divisor per frequency beyond it"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoE:
+    """Mixture of experts: which experts there are and how tokens are routed."""
+
+    num_experts: int
+    """routed experts"""
+    top_k: int
+    """routed experts a token visits"""
+    ffn: int
+    """inner size of one routed expert"""
+    shared_ffn: int = 0
+    """inner size of the shared expert(s) together; 0: none"""
+    shared_gate: bool = False
+    """a sigmoid gate on the shared expert (Qwen2-MoE)"""
+    score: Literal["softmax", "sigmoid", "softmax_topk"] = "softmax"
+    """over all experts, per expert, or over the chosen ones only (GPT-OSS)"""
+    normalize: bool = True
+    """chosen scores are divided by their sum"""
+    routed_scale: float = 1.0
+    """multiplies the routed experts' output (DeepSeek)"""
+    selection_bias: bool = False
+    """a per-expert bias used only to choose (loss-free balancing)"""
+    groups: int = 1
+    """expert groups for group-limited routing"""
+    top_groups: int = 1
+    """groups a token may reach"""
+    scale_input: bool = False
+    """the score multiplies the expert's input instead of its output (Llama 4)"""
+    router_bias: bool = False
+    """bias on the router"""
+    expert_bias: bool = False
+    """biases inside the experts (GPT-OSS)"""
+    aux_loss: float = 0.0
+    """weight of the load-balance loss in training"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLA:
+    """Multi-head latent attention (DeepSeek-V2): keys and values from one low-rank latent."""
+
+    q_rank: int | None
+    """rank of the query projection; None: full rank"""
+    kv_rank: int
+    """rank of the cached latent"""
+    nope_dim: int
+    """head dim without positions"""
+    rope_dim: int
+    """head dim with rotary positions, its key shared by all heads"""
+    v_dim: int
+    """head dim of the values"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simplicial:
+    """2-simplicial attention: each query attends to pairs (i, j) inside two windows."""
+
+    window_1: int
+    """window of the first key"""
+    window_2: int
+    """window of the second key"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer."""
+
+    name: str = "custom"
+    """catalogue name, or what the folder calls itself"""
+    family: str = "llama"
+    """Hugging Face model_type it is read from and written as"""
+    hidden: int
+    """width of the residual stream"""
+    heads: int
+    """query heads"""
+    kv_heads: int
+    """key/value heads (= heads: MHA, 1: MQA)"""
+    head_dim: int
+    """size of one head"""
+    ffn: int
+    """inner size of the dense MLP"""
+    vocab: int
+    """rows of the embedding"""
+    context: int
+    """longest sequence the model was made for"""
+    layers: tuple[LayerKind, ...]
+    """what each layer is made of"""
+    tied: bool = False
+    """the output projection is the embedding"""
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm or LayerNorm"""
+    norm_eps: float = 1e-5
+    """added to the mean square or variance"""
+    norm_bias: bool = False
+    """LayerNorm has a bias"""
+    norm_weight: bool = True
+    """norms have a weight (OLMo-1 has none)"""
+    norm_plus_one: bool = False
+    """norm weights are stored as w - 1 (Gemma)"""
+    norm_at: Literal["before", "after", "both"] = "before"
+    """norm the input of a sub-layer, its output, or both"""
+    final_norm: bool = True
+    """a norm before the output projection"""
+    parallel: Literal["none", "one_norm", "two_norms"] = "none"
+    """attention and MLP read the same input, through one norm or one each"""
+    embedding_scale: float = 1.0
+    """multiplies the embeddings"""
+    residual_scale: float = 1.0
+    """multiplies what each sub-layer adds (Granite)"""
+    attention_scale: float | None = None
+    """multiplies q·k; None: head_dim ** -0.5"""
+    logit_scale: float = 1.0
+    """multiplies the logits"""
+    attention_softcap: float | None = None
+    """c·tanh(x/c) on attention scores"""
+    logit_softcap: float | None = None
+    """c·tanh(x/c) on logits"""
+    activation: Activation = "silu"
+    """of the MLP"""
+    gated: bool = True
+    """activation(gate) * up, rather than activation(up)"""
+    positions: Literal["rope", "learned", "alibi", "none"] = "rope"
+    """how positions enter"""
+    learned_positions: int = 0
+    """rows of the position table when learned"""
+    alibi_max: float = 8.0
+    """ALiBi slopes are 2^(-alibi_max·i/heads)"""
+    rope: Rope = field(default_factory=Rope)
+    """rotary positions"""
+    qk_norm: Literal["none", "head", "all"] = "none"
+    """norm queries and keys per head, or over the whole projection"""
+    qk_norm_kind: Literal["weight", "plain"] = "weight"
+    """with a weight, or without one (Llama 4)"""
+    qkv_clip: float | None = None
+    """clamps the fused projection (MPT, OLMo, DBRX)"""
+    sinks: bool = False
+    """one learned sink logit a head (GPT-OSS)"""
+    qkv_bias: bool = False
+    """bias on the query, key and value projections"""
+    out_bias: bool = False
+    """bias on the attention output projection"""
+    mlp_bias: bool = False
+    """biases in the dense MLP"""
+    head_bias: bool = False
+    """bias on the output projection"""
+    window: int | None = None
+    """keys a sliding layer sees, itself included; chunk size for chunked layers"""
+    moe: MoE | None = None
+    """experts of the moe layers"""
+    mla: MLA | None = None
+    """latent attention; overrides kv_heads and head_dim"""
+    simplicial: Simplicial | None = None
+    """windows of the simplicial layers"""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_moe_layers(self) -> int:
+        return sum(kind.mlp == "moe" for kind in self.layers)
+
+    @property
+    def scale(self) -> float:
+        """What multiplies q·k."""
+        dim = self.mla.nope_dim + self.mla.rope_dim if self.mla else self.head_dim
+        return self.attention_scale if self.attention_scale is not None else dim**-0.5
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that are rotated (even)."""
+        dim = self.mla.rope_dim if self.mla else int(self.head_dim * self.rope.fraction)
+        return dim - dim % 2
+
+    def with_layers(self, num_layers: int) -> ModelConfig:
+        """The same model cut to, or continued to, another depth."""
+        return replace(self, layers=tile(self.layers, num_layers))
+
+
+def tile(layers: tuple[LayerKind, ...], num_layers: int) -> tuple[LayerKind, ...]:
+    """Cut `layers`, or continue its shortest repeating tail, to `num_layers`."""
+    if num_layers <= len(layers):
+        return layers[:num_layers]
+    start, period = _repeat(layers)
+    tail = [layers[start + (i - start) % period] for i in range(len(layers), num_layers)]
+    return layers + tuple(tail)
+
+
+def _repeat(layers: tuple[LayerKind, ...]) -> tuple[int, int]:
+    """(start, period) of the repeating tail with the smallest start + period."""
+    for total in range(1, len(layers) + 1):
+        for start in range(total):
+            period = total - start
+            if all(layers[i] == layers[i - period] for i in range(total, len(layers))):
+                return start, period
+    raise AssertionError("a tuple always repeats with its own length")
+
+
+def _check(config: ModelConfig) -> None:
+    name = config.name
+    sizes = {key: getattr(config, key) for key in ("hidden", "heads", "kv_heads", "head_dim", "vocab", "context")}
+    for key, value in sizes.items():
+        if not isinstance(value, int) or value <= 0:
+            raise BadModel(f"{name}: {key}={value} must be a positive whole number")
+    if not config.layers:
+        raise BadModel(f"{name}: a model needs at least one layer; set num_layers")
+    if config.heads % config.kv_heads:
+        raise BadModel(f"{name}: {config.kv_heads} KV heads do not divide {config.heads} heads; set kv_heads to a divisor")
+    kinds = {kind.attention for kind in config.layers}
+    if kinds & {"sliding", "chunked"} and not config.window:
+        raise BadModel(f"{name}: sliding or chunked layers need a window; set window")
+    if "simplicial" in kinds and config.simplicial is None:
+        raise BadModel(f"{name}: simplicial layers need [model.simplicial] window_1 and window_2")
+    if config.num_moe_layers and config.moe is None:
+        raise BadModel(f"{name}: moe layers need [model.moe]")
+    if config.moe and config.moe.top_k > config.moe.num_experts:
+        raise BadModel(f"{name}: top_k={config.moe.top_k} exceeds {config.moe.num_experts} experts; lower top_k")
+    if config.num_moe_layers < config.num_layers and config.ffn <= 0:
+        raise BadModel(f"{name}: dense layers need ffn > 0")

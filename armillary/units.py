@@ -1,0 +1,93 @@
+"""Bytes, FLOPs, seconds, counts and dollars as text, and back.
+
+Decimal prefixes throughout (1 GB = 1e9 bytes), as vendors and rooflines use; `GiB` is read, never written.
+"""
+
+from __future__ import annotations
+
+import re
+
+from armillary.errors import BadInput
+
+_PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15, "e": 1e18}
+_BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40, "pi": 2.0**50}
+_NUMBER = re.compile(r"^\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*$")
+
+
+def scaled(value: float, unit: str = "", digits: int = 3) -> str:
+    """`value` with a decimal prefix and about `digits` significant figures: 989.4e12 -> '989 TFLOP/s'."""
+    for factor, prefix in _PREFIXES:
+        if abs(value) >= factor * 0.9995:
+            return f"{_significant(value / factor, digits)} {prefix}{unit}".rstrip()
+    return f"{_significant(value, digits)} {unit}".rstrip()
+
+
+def _significant(value: float, digits: int) -> str:
+    if value == 0:
+        return "0"
+    whole = len(str(int(abs(value))))
+    decimals = max(0, digits - whole) if abs(value) >= 1 else digits
+    return f"{value:,.{decimals}f}"
+
+
+def bytes_text(value: float) -> str:
+    return scaled(value, "B")
+
+
+def count_text(value: float) -> str:
+    """Parameters and tokens as people say them: 8.03 B, 25.3 M, 512."""
+    return scaled(value).replace(" G", " B")
+
+
+def flops_text(value: float) -> str:
+    return scaled(value, "FLOP")
+
+
+def flops_per_s_text(value: float) -> str:
+    return scaled(value, "FLOP/s")
+
+
+def bandwidth_text(value: float) -> str:
+    return scaled(value, "B/s")
+
+
+def dollars_text(value: float) -> str:
+    return f"${value:,.2f}" if abs(value) < 1e4 else f"${scaled(value)}"
+
+
+def seconds_text(value: float) -> str:
+    """Seconds at the scale a person reads: 38 ms, 1.37 s, 2:05, 3 h 12 min, 5 d 4 h."""
+    if value < 1e-3:
+        return f"{value * 1e6:.3g} µs"
+    if value < 1:
+        return f"{value * 1e3:.3g} ms"
+    if value < 60:
+        return f"{value:.3g} s"
+    if value < 3600:
+        return f"{int(value // 60)}:{int(value % 60):02d}"
+    hours, minutes = divmod(round(value / 60), 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h"
+
+
+def parse_count(text: str | float | int) -> int:
+    """'16M' -> 16,000,000; '32_768' -> 32,768; '64GiB' and '80GB' -> bytes."""
+    if isinstance(text, int | float):
+        return int(text)
+    match = _NUMBER.match(text)
+    suffix = match.group(2).lower() if match else ""
+    factor = _factor(suffix)
+    if match is None or factor is None:
+        raise BadInput(f"'{text}' is not a number; write it like 512, 16M, 80GB or 64GiB")
+    return round(float(match.group(1).replace("_", "").replace(",", "")) * factor)
+
+
+def _factor(suffix: str) -> float | None:
+    for table in (_BINARY, _SCALE):
+        for key, factor in table.items():
+            if suffix in (key, key + "b" if key != "b" else "b"):
+                return factor
+    return None
