@@ -187,7 +187,9 @@ def _of_nodes(text: str, node: Node, count: int) -> Cluster:
     """`count` nodes; those that share a scale-up domain (NVL72) make up the inner tier together."""
     per_domain = min(node.domain, count)
     if count % per_domain:
-        raise BadInput(f"'{text}': {count} nodes do not fill domains of {per_domain}; try {node.name}x{count - count % per_domain}")
+        raise BadInput(
+            f"'{text}': {count} nodes do not fill domains of {per_domain}; try {node.name}x{count - count % per_domain}"
+        )
     inner = Tier(link=link(node.link), count=node.num_chips * per_domain, shape=node.shape)
     outer = Tier(link=link(node.network), count=count // per_domain)
     return Cluster(name=text, chip=chips()[node.chip], tiers=_only_real((inner, outer)), node=node)
@@ -201,7 +203,9 @@ def _of_chips(text: str, chip: Chip, count: int) -> Cluster:
     node = nodes()[chip.node]
     per_domain = node.num_chips * node.domain
     if count <= per_domain:
-        return Cluster(name=text, chip=chip, tiers=(Tier(link=link(node.link), count=count, shape=node.shape),), node=node)
+        return Cluster(
+            name=text, chip=chip, tiers=(Tier(link=link(node.link), count=count, shape=node.shape),), node=node
+        )
     if count % per_domain:
         near = max(per_domain, count - count % per_domain)
         raise BadInput(f"{count} × {chip.name} do not fill {node.name} nodes of {per_domain}; try {chip.name}x{near}")

@@ -12,7 +12,7 @@ from typing import Literal
 from armillary.errors import BadModel
 
 Attention = Literal["full", "sliding", "chunked", "simplicial"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped"]
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
@@ -277,7 +277,9 @@ def _check(config: ModelConfig) -> None:
     if not config.layers:
         raise BadModel(f"{name}: a model needs at least one layer; set num_layers")
     if config.heads % config.kv_heads:
-        raise BadModel(f"{name}: {config.kv_heads} KV heads do not divide {config.heads} heads; set kv_heads to a divisor")
+        raise BadModel(
+            f"{name}: {config.kv_heads} KV heads do not divide {config.heads} heads; set kv_heads to a divisor"
+        )
     kinds = {kind.attention for kind in config.layers}
     if kinds & {"sliding", "chunked"} and not config.window:
         raise BadModel(f"{name}: sliding or chunked layers need a window; set window")

@@ -1,0 +1,83 @@
+"""The attention layer: fused QKV, optional QK norm and rotary positions, then whatever `attend` does, then out.
+
+Rows of the fused weight are grouped per KV head as [q…, k, v], so a contiguous shard of the output dim holds
+whole heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from armillary.model.attend import Attend, How, alibi_slopes
+from armillary.model.norm import Norm
+from armillary.model.rope import rotate
+from armillary.spec.model import ModelConfig
+
+CosSin = dict[bool, tuple[Tensor, Tensor]]
+
+
+class Attention(nn.Module):
+    """Multi-head, grouped-query or multi-query attention of one layer."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        kind = config.layers[index]
+        self.index, self.head_dim = index, config.head_dim
+        self.group = config.heads // config.kv_heads
+        self.sliding = kind.attention == "sliding"
+        self.window = config.window if self.sliding else None
+        self.rotates = config.positions == "rope" and kind.rope
+        self.interleaved = config.rope.interleaved
+        self.scale, self.softcap, self.clip = config.scale, config.attention_softcap, config.qkv_clip
+        rows = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self.qkv = nn.Linear(config.hidden, rows, bias=config.qkv_bias)
+        self.out = nn.Linear(config.heads * config.head_dim, config.hidden, bias=config.out_bias)
+        self.q_norm, self.k_norm = _qk_norms(config)
+        self.norm_whole = config.qk_norm == "all"
+        self.sinks_N = nn.Parameter(torch.empty(config.heads)) if config.sinks else None
+        self.alibi = (config.heads, config.alibi_max) if config.positions == "alibi" else None
+
+    def forward(self, x_BTH: Tensor, cos_sin: CosSin | None, attend: Attend) -> Tensor:
+        q, k, v = self.split(self.qkv(x_BTH))
+        q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
+        if self.rotates:
+            assert cos_sin is not None
+            cos, sin = cos_sin[self.sliding]
+            q, k = (rotate(x, cos, sin, interleaved=self.interleaved) for x in (q, k))
+        mixed_BTND = attend(self.index, q, k, v, self._how(x_BTH.device))
+        return self.out(mixed_BTND.flatten(2))
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B,T,N,D], k [B,T,K,D], v [B,T,K,D] of the fused projection."""
+        if self.clip is not None:
+            qkv = qkv.clamp(-self.clip, self.clip)
+        grouped = qkv.unflatten(-1, (-1, self.group + 2, self.head_dim))
+        return grouped[..., : self.group, :].flatten(2, 3), grouped[..., self.group, :], grouped[..., self.group + 1, :]
+
+    def _normed(self, x_BTND: Tensor, norm: Norm | None) -> Tensor:
+        if norm is None:
+            return x_BTND
+        return norm(x_BTND.flatten(2)).view_as(x_BTND) if self.norm_whole else norm(x_BTND)
+
+    def _how(self, device: torch.device) -> How:
+        slopes_N = alibi_slopes(*self.alibi).to(device) if self.alibi else None
+        return How(scale=self.scale, window=self.window, softcap=self.softcap, sinks_N=self.sinks_N, slopes_N=slopes_N)
+
+
+def _qk_norms(config: ModelConfig) -> tuple[Norm | None, Norm | None]:
+    if config.qk_norm == "none":
+        return None, None
+    whole = config.qk_norm == "all"
+    sizes = [heads * config.head_dim if whole else config.head_dim for heads in (config.heads, config.kv_heads)]
+    q_norm, k_norm = (
+        Norm(
+            size,
+            kind=config.norm,
+            eps=config.norm_eps,
+            weight=config.qk_norm_kind == "weight",
+            plus_one=config.norm_plus_one,
+        )
+        for size in sizes
+    )
+    return q_norm, k_norm

@@ -1,0 +1,31 @@
+"""Which shapes the torch module can build, answered without torch.
+
+Counting and planning work for every shape; the module raises on the rest.
+"""
+
+from __future__ import annotations
+
+from armillary.errors import BadModel
+from armillary.spec.model import ModelConfig
+
+
+def unbuildable(config: ModelConfig) -> str | None:
+    """Why the module cannot build `config`, or None."""
+    kinds = {kind.attention for kind in config.layers}
+    if config.mla is not None:
+        return "multi-head latent attention"
+    if "chunked" in kinds:
+        return "chunked attention"
+    if "simplicial" in kinds:
+        return "2-simplicial attention"
+    if config.tied and config.head_bias:
+        return "a bias on a tied output projection"
+    return None
+
+
+def refuse_unbuildable(config: ModelConfig) -> None:
+    reason = unbuildable(config)
+    if reason:
+        raise BadModel(
+            f"{config.name}: {reason} cannot be built here; its figures are in: armillary models {config.name}"
+        )

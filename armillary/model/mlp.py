@@ -1,0 +1,45 @@
+"""The dense MLP: gated (gate and up rows alternate in one weight) or plain.
+
+Alternating rows let a contiguous shard of the output dim hold whole gate/up pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+_CLAMP_LIMIT, _CLAMP_ALPHA = 7.0, 1.702  # GPT-OSS
+
+
+def activate(x: Tensor, activation: str, *, gated: bool) -> Tensor:
+    """[..., 2F] with gate and up alternating -> [..., F], or [..., F] -> [..., F] when not gated."""
+    if not gated:
+        return ACTIVATIONS[activation](x)
+    gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+    if activation == "swiglu_clamped":
+        gate, up = gate.clamp(max=_CLAMP_LIMIT), up.clamp(-_CLAMP_LIMIT, _CLAMP_LIMIT)
+        return (up + 1) * gate * torch.sigmoid(_CLAMP_ALPHA * gate)
+    return ACTIVATIONS[activation](gate) * up
+
+
+class MLP(nn.Module):
+    """up (or gate and up), activation, down."""
+
+    def __init__(self, hidden: int, ffn: int, *, activation: str, gated: bool, bias: bool) -> None:
+        super().__init__()
+        self.activation, self.gated = activation, gated
+        self.up = nn.Linear(hidden, 2 * ffn if gated else ffn, bias=bias)
+        self.down = nn.Linear(ffn, hidden, bias=bias)
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        return self.down(activate(self.up(x_BTH), self.activation, gated=self.gated))

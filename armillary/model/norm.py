@@ -1,0 +1,55 @@
+"""RMSNorm and LayerNorm, with or without weight and bias, and Gemma's 1 + w.
+
+Statistics are taken in fp32 whatever the input dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from armillary.spec.model import ModelConfig
+
+
+class Norm(nn.Module):
+    """One norm over the last dim."""
+
+    def __init__(
+        self, size: int, *, kind: str, eps: float, weight: bool = True, bias: bool = False, plus_one: bool = False
+    ) -> None:
+        super().__init__()
+        self.size, self.kind, self.eps, self.plus_one = size, kind, eps, plus_one
+        self.weight = nn.Parameter(torch.empty(size)) if weight else None
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+
+    def reset(self) -> None:
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 0.0 if self.plus_one else 1.0)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        weight = None if self.weight is None else self.weight.float() + (1.0 if self.plus_one else 0.0)
+        if self.kind == "rms":
+            normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+            return (normed if weight is None else normed * weight).to(x.dtype)
+        bias = None if self.bias is None else self.bias.float()
+        return F.layer_norm(wide, (self.size,), weight, bias, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, {self.kind}, eps={self.eps}"
+
+
+def hidden_norm(config: ModelConfig) -> Norm:
+    """The norm a model uses on its residual stream."""
+    bias = config.norm == "layer" and config.norm_bias
+    return Norm(
+        config.hidden,
+        kind=config.norm,
+        eps=config.norm_eps,
+        weight=config.norm_weight,
+        bias=bias,
+        plus_one=config.norm_plus_one,
+    )

@@ -1,0 +1,125 @@
+"""Rotary positions: inverse frequencies under every scaling rule, and their application to queries and keys.
+
+Frequencies follow Su et al. 2021; linear (Chen et al. 2023), dynamic NTK, llama3 (Llama 3.1), yarn (Peng et al.
+2023) and longrope (Ding et al. 2024) stretch them. Cos and sin are computed once a forward, in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from armillary.spec.model import ModelConfig, Rope
+
+# B batch, T tokens, N heads, D head dim, R rotated dims / 2
+
+
+class RotaryTable(nn.Module):
+    """cos and sin for given positions, one pair for full layers and one for sliding layers where they differ."""
+
+    def __init__(self, config: ModelConfig, *, fixed_length: int | None = None) -> None:
+        """`fixed_length` settles rules that depend on the sequence length (dynamic, longrope) without a look at
+        the positions, as CUDA graphs and servers need; None looks at the largest position of each call."""
+        super().__init__()
+        self.rope = config.rope
+        self.dim = config.rotary_dim
+        self.context = config.context
+        self.fixed_length = fixed_length
+
+    def forward(self, positions_BT: Tensor) -> dict[bool, tuple[Tensor, Tensor]]:
+        """{False: (cos, sin) of full layers, True: of sliding layers}, each [B, T, 1, R]."""
+        length = self._length(positions_BT)
+        full = self._cos_sin(positions_BT, self.rope.theta, length, self.rope)
+        if self.rope.local_theta is None:
+            return {False: full, True: full}
+        return {False: full, True: self._cos_sin(positions_BT, self.rope.local_theta, length, Rope())}
+
+    def _length(self, positions_BT: Tensor) -> int:
+        if self.rope.scaling not in ("dynamic", "longrope"):
+            return 0
+        return self.fixed_length or int(positions_BT.max()) + 1
+
+    def _cos_sin(self, positions_BT: Tensor, theta: float, length: int, rope: Rope) -> tuple[Tensor, Tensor]:
+        frequencies_R, factor = inverse_frequencies(rope, theta, self.dim, self.context, length)
+        angles = positions_BT[..., None].float() * frequencies_R.to(positions_BT.device)
+        return angles.cos()[:, :, None] * factor, angles.sin()[:, :, None] * factor
+
+
+def inverse_frequencies(rope: Rope, theta: float, dim: int, context: int, length: int) -> tuple[Tensor, float]:
+    """(frequencies [dim/2] in fp32, what multiplies cos and sin)."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    plain = 1.0 / theta**exponents
+    if rope.scaling == "none":
+        return plain, 1.0
+    if rope.scaling == "linear":
+        return plain / rope.factor, 1.0
+    if rope.scaling == "dynamic":
+        return _dynamic(rope, theta, exponents, dim, context, length), 1.0
+    if rope.scaling == "llama3":
+        return _llama3(rope, plain), 1.0
+    if rope.scaling == "yarn":
+        return _yarn(rope, theta, plain, dim), attention_factor(rope)
+    factors = rope.long_factors if length > (rope.original_context or context) else rope.short_factors
+    return plain / torch.tensor(factors, dtype=torch.float32), attention_factor(rope)
+
+
+def _dynamic(rope: Rope, theta: float, exponents: Tensor, dim: int, context: int, length: int) -> Tensor:
+    stretch = rope.factor * max(length, context) / context - (rope.factor - 1)
+    return 1.0 / (theta * stretch ** (dim / (dim - 2))) ** exponents
+
+
+def _llama3(rope: Rope, plain: Tensor) -> Tensor:
+    """Long wavelengths are divided by the factor, short ones kept, those between blended."""
+    assert rope.original_context is not None
+    wavelength = 2 * math.pi / plain
+    blend = (rope.original_context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - blend) * plain / rope.factor + blend * plain
+    scaled = torch.where(wavelength > rope.original_context / rope.low_freq_factor, plain / rope.factor, blended)
+    return torch.where(wavelength < rope.original_context / rope.high_freq_factor, plain, scaled)
+
+
+def _yarn(rope: Rope, theta: float, plain: Tensor, dim: int) -> Tensor:
+    """Dims that turn often keep their frequency, those that turn rarely are interpolated, with a ramp between."""
+    assert rope.original_context is not None
+
+    def dim_of(rotations: float) -> float:
+        return dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dim_of(rope.beta_fast), dim_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return plain / rope.factor * ramp + plain * (1 - ramp)
+
+
+def attention_factor(rope: Rope) -> float:
+    """What multiplies cos and sin under yarn and longrope."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.scaling == "longrope":
+        assert rope.original_context is not None
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context)) if rope.factor > 1 else 1.0
+    if rope.mscale and rope.mscale_all_dim:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rotate(x_BTND: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate the first 2·R dims of each head; the rest pass through."""
+    size = 2 * cos.shape[-1]
+    part = x_BTND[..., :size].float()
+    first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
+    turned_first, turned_second = first * cos - second * sin, second * cos + first * sin
+    if interleaved:
+        turned = torch.stack((turned_first, turned_second), dim=-1).flatten(-2)
+    else:
+        turned = torch.cat((turned_first, turned_second), dim=-1)
+    turned = turned.to(x_BTND.dtype)
+    return turned if size == x_BTND.shape[-1] else torch.cat((turned, x_BTND[..., size:]), dim=-1)

@@ -1,0 +1,83 @@
+"""The safetensors files of a model folder, read by tensor name; everything wrong with them is said in one line.
+
+Nothing pickled is ever opened, and only plain floats are accepted: quantised weights have loaders of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from armillary.errors import BadModel
+
+FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
+
+
+class TensorFolder:
+    """The safetensors files of a folder, opened lazily and read by tensor name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+        self.files = self._index()
+
+    def __enter__(self) -> TensorFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _index(self) -> dict[str, str]:
+        """Tensor name -> file name."""
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            try:
+                named = json.loads(index.read_text())["weight_map"]
+            except (json.JSONDecodeError, KeyError, UnicodeDecodeError):
+                raise BadModel(f"{index} is not a safetensors index; take it anew from the model") from None
+            return dict(named)
+        found = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if not found:
+            old = any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pth"))
+            hint = "pickled weights are never read: save them as safetensors" if old else "give a folder with weights"
+            raise BadModel(f"{self.folder} has no safetensors; {hint}")
+        return {name: file for file in found for name in self._file(file).keys()}  # noqa: SIM118
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            path = self.folder / name
+            if not path.exists():
+                raise BadModel(f"{path} is named by the index but is not there; fetch the model again")
+            try:
+                self._open[name] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise BadModel(f"{path} is truncated or not safetensors ({error}); fetch it again") from None
+        return self._open[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def names(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def dtype(self) -> torch.dtype:
+        """Of the first tensor: what a folder without a dtype in config.json is in."""
+        return self.read(next(iter(self.files))).dtype
+
+    def read(self, name: str) -> Tensor:
+        try:
+            tensor = self._file(self.files[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise BadModel(f"{self.folder}: tensor {name} cannot be read ({error}); fetch the model again") from None
+        if tensor.dtype not in FLOATS:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise BadModel(f"{self.folder}: {name} is {kind}, not a plain float; use the unquantised weights")
+        return tensor

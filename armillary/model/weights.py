@@ -1,0 +1,230 @@
+"""Hugging Face folders in and out: config.json, safetensors (one file or many with an index), tokenizer files.
+
+Fusing happens at load and is undone at save; no pickle is ever read. A folder is written beside its place and
+moved there whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from armillary.errors import BadInput, BadModel
+from armillary.model.fusing import Rule, rules
+from armillary.model.tensors import FLOATS, TensorFolder
+from armillary.model.transformer import Transformer, build
+from armillary.spec.hf_config import from_hf, to_hf
+from armillary.spec.model import ModelConfig
+from armillary.store.atomic import staged_folder
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_ALONGSIDE = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+Progress = Callable[[int, int], None]
+
+
+def load_model(
+    folder: Path | str,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> Transformer:
+    """The model of a Hugging Face folder; `dtype` None keeps the folder's own."""
+    folder = Path(folder)
+    config, named = read_config(folder)
+    wanted = parse_dtype(dtype) if dtype is not None else named
+    with TensorFolder(folder) as stored:
+        _check_head(config, stored)
+        model = build(config, dtype=wanted or stored.dtype(), device=device)
+        fill(model, stored, progress)
+    return model
+
+
+def read_config(folder: Path) -> tuple[ModelConfig, torch.dtype | None]:
+    """(ModelConfig, dtype named in config.json)."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise BadModel(f"{folder} has no config.json; give a Hugging Face model folder") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise BadModel(f"{path} is not JSON ({error}); take it anew from the model") from None
+    text = raw.get("dtype") or raw.get("torch_dtype")
+    named = {name: dtype for dtype, name in FLOATS.items()}
+    return from_hf(raw, name=folder.name), named.get(text) if isinstance(text, str) else None
+
+
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise BadInput(f"dtype '{dtype}' is not known; choose {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _check_head(config: ModelConfig, stored: TensorFolder) -> None:
+    """Vocabulary rows, and tied against untied, said before anything is built."""
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    if embedding in stored:
+        rows = stored.read(embedding).shape[0]
+        if rows != config.vocab:
+            said = f"config.json says vocab_size {config.vocab}"
+            raise BadModel(f"{config.name}: the embedding has {rows} rows but {said}; set it to {rows}")
+    if not config.tied and embedding in stored and head not in stored:
+        found = "config.json says untied but lm_head.weight is missing"
+        raise BadModel(f"{config.name}: {found}; set tie_word_embeddings to true")
+    if config.tied and embedding in stored and head in stored:
+        ours, theirs = stored.read(embedding), stored.read(head)
+        if ours.shape != theirs.shape or not torch.equal(ours, theirs):
+            found = "config.json says tied but lm_head.weight differs from the embedding"
+            raise BadModel(f"{config.name}: {found}; set tie_word_embeddings to false")
+
+
+@torch.no_grad()
+def fill(model: Transformer, stored: TensorFolder, progress: Progress | None = None) -> None:
+    """Copy every tensor of the stored into the model, fused."""
+    found = [_as_stored(rule, stored) for rule in rules(model.config)]
+    _check_complete(model, found, stored)
+    parameters = dict(model.named_parameters())
+    for i, rule in enumerate(found):
+        parts = [stored.read(name) for name in rule.theirs]
+        target = parameters[rule.ours]
+        try:
+            fused = rule.join(parts)
+        except RuntimeError:
+            fused = parts[0]
+        if fused.shape != target.shape:
+            raise BadModel(
+                f"{model.config.name}: {rule.theirs[0]} makes {list(fused.shape)} where config.json says "
+                f"{list(target.shape)}; config.json and weights are not of one model"
+            )
+        target.copy_(fused)
+        if progress:
+            progress(i + 1, len(found))
+
+
+def _as_stored(rule: Rule, stored: TensorFolder) -> Rule:
+    """Experts may be stored stacked ([E, 2F, H] gates then ups; [E, H, F]) rather than one by one."""
+    if len(rule.theirs) < 2 or rule.theirs[0] in stored or ".experts.0." not in rule.theirs[0]:
+        return rule
+    prefix = rule.theirs[0].split(".experts.0.")[0].replace("block_sparse_moe", "mlp")
+    if rule.ours.endswith("up_E2FH"):
+        name, join = f"{prefix}.experts.gate_up_proj", _join_stacked_experts
+    else:
+        name, join = f"{prefix}.experts.down_proj", lambda parts: parts[0]
+    return Rule(ours=rule.ours, theirs=(name,), join=join, split=rule.split) if name in stored else rule
+
+
+def _join_stacked_experts(parts: Any) -> Tensor:
+    gate, up = parts[0].chunk(2, dim=1)
+    return torch.stack((gate, up), dim=2).flatten(1, 2)
+
+
+def _check_complete(model: Transformer, found: list[Rule], stored: TensorFolder) -> None:
+    name = model.config.name
+    made = {rule.ours for rule in found}
+    lacking = [ours for ours, _ in model.named_parameters() if ours not in made]
+    assert not lacking, f"no rule makes {lacking[:3]}"
+    wanted = {theirs for rule in found for theirs in rule.theirs}
+    missing = sorted(wanted - set(stored.names()))
+    if missing:
+        first = f"{len(missing)} tensors are missing, the first {missing[0]}"
+        raise BadModel(f"{name}: {first}; config.json and weights are not of one model")
+    ignored = ("lm_head.weight", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+    extra = sorted(each for each in set(stored.names()) - wanted if not each.endswith(ignored))
+    if extra:
+        first = (
+            f"{len(extra)} tensors are not part of a {model.config.family} model of this shape, the first {extra[0]}"
+        )
+        raise BadModel(f"{name}: {first}; config.json and weights are not of one model")
+
+
+# --- saving
+
+
+def save_model(
+    model: Transformer,
+    folder: Path | str,
+    *,
+    dtype: torch.dtype | str | None = None,
+    like: Path | None = None,
+    shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the model as a Hugging Face folder; tokenizer files and special-token ids are those of `like`."""
+    raw = to_hf(model.config) | _token_ids(like)
+    kept = parse_dtype(dtype) if dtype is not None else next(model.parameters()).dtype
+    raw["torch_dtype"] = FLOATS[kept]
+    with staged_folder(Path(folder), overwrite=overwrite) as staged:
+        _write_shards(model, staged, kept, shard_bytes, progress)
+        for path in [like / name for name in _ALONGSIDE] if like else []:
+            if path.exists():
+                shutil.copyfile(path, staged / path.name)
+        (staged / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    return Path(folder)
+
+
+def _token_ids(like: Path | None) -> dict[str, Any]:
+    """Always written: where they are left out, families fill in ids that may lie outside the vocabulary."""
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    for name in ("config.json", "generation_config.json"):
+        if like is not None and (like / name).exists():
+            raw = json.loads((like / name).read_text())
+            return {key: raw.get(key) for key in keys}
+    return dict.fromkeys(keys)
+
+
+def hf_tensors(model: Transformer, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of every weight, unfused."""
+    parameters = dict(model.named_parameters())
+    for rule in rules(model.config):
+        fused = parameters[rule.ours].detach().to("cpu", dtype)
+        for name, part in zip(rule.theirs, rule.split(fused), strict=True):
+            yield name, part.contiguous()
+
+
+def _write_shards(model: Transformer, folder: Path, dtype: torch.dtype, limit: int, progress: Progress | None) -> None:
+    """One file where it fits, else several and an index; each shard is written as soon as it is full."""
+    total = len(rules(model.config))
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    size = total_size = written = 0
+    for name, tensor in hf_tensors(model, dtype):
+        if pending and size + tensor.nbytes > limit:
+            shards.append(_write_shard(folder, len(shards), pending))
+            pending, size = {}, 0
+        pending[name] = tensor.clone() if tensor._base is not None else tensor
+        size, total_size, written = size + tensor.nbytes, total_size + tensor.nbytes, written + 1
+        if progress:
+            progress(min(written, total), total)
+    shards.append(_write_shard(folder, len(shards), pending))
+    _name_shards(folder, shards, total_size)
+
+
+def _write_shard(folder: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
+    save_file(tensors, folder / f"part-{index}.safetensors", metadata={"format": "pt"})
+    return list(tensors)
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total_size: int) -> None:
+    if len(shards) == 1:
+        (folder / "part-0.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"part-{i}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

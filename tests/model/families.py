@@ -1,0 +1,130 @@
+"""Random small Hugging Face configs of every family we exchange weights with, drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "gemma", "gemma2", "olmo2")
+_CLASSES = {
+    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe", "phi3": "Phi3", "gemma": "Gemma", "gemma2": "Gemma2", "olmo2": "Olmo2",
+}  # fmt: skip
+
+
+def random_config(family: str, seed: int) -> Any:
+    """A transformers config: shapes, biases, tying, rope rule and windows all vary with the seed."""
+    pick = random.Random(f"{family}/{seed}")
+    kv_heads, group = pick.choice([(1, 4), (2, 2), (4, 1), (2, 3), (3, 1)])
+    head_dim = pick.choice([8, 16, 24])
+    heads = kv_heads * group
+    fields: dict[str, Any] = {
+        "vocab_size": pick.choice([61, 128, 257]),
+        "hidden_size": heads * head_dim if family in ("olmo2", "phi3") else pick.choice([heads * head_dim, 48]),
+        "intermediate_size": pick.choice([33, 64, 96]),
+        "num_hidden_layers": pick.choice([1, 2, 3, 5]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": pick.choice([64, 128]),
+        "rms_norm_eps": pick.choice([1e-5, 1e-6]),
+        "tie_word_embeddings": pick.random() < 0.5,
+        "rope_parameters": _rope(pick, family, head_dim),
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    fields |= _EXTRA[family](pick, fields)
+    config = getattr(transformers, f"{_CLASSES[family]}Config")(**fields)
+    config._attn_implementation = "eager"  # soft caps are only there
+    config._experts_implementation = "eager"  # the grouped one refuses odd sizes
+    return config
+
+
+def random_model(family: str, seed: int) -> Any:
+    """A transformers model in fp32 with weights large enough that a mix-up shows."""
+    import torch
+
+    config = random_config(family, seed)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            wide = 0.3 if "norm" in name else 0.08
+            parameter.add_(torch.randn_like(parameter) * wide)
+    return model.eval()
+
+
+def _rope(pick: random.Random, family: str, head_dim: int) -> dict[str, Any]:
+    theta = {"rope_theta": pick.choice([10_000.0, 500_000.0])}
+    if family in ("gemma", "gemma2"):
+        return theta | {"rope_type": "default"}
+    rules = ["default", "longrope"] if family == "phi3" else ["default", "linear", "dynamic", "llama3", "yarn"]
+    rule = pick.choice(rules)
+    if rule == "default":
+        partial = {"partial_rotary_factor": 0.75} if family == "phi3" and head_dim == 16 else {}
+        return theta | {"rope_type": "default"} | partial
+    if rule in ("linear", "dynamic"):
+        return theta | {"rope_type": rule, "factor": 2.0}
+    if rule == "llama3":
+        extra = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+        return theta | {"rope_type": rule, "factor": 8.0} | extra
+    if rule == "yarn":
+        return theta | {"rope_type": rule, "factor": 4.0, "original_max_position_embeddings": 16}
+    factors = {
+        key: [round(pick.uniform(1, 3), 3) for _ in range(head_dim // 2)] for key in ("short_factor", "long_factor")
+    }
+    return theta | {"rope_type": rule, "original_max_position_embeddings": 20} | factors
+
+
+def _bias(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return {"attention_bias": pick.random() < 0.5}
+
+
+def _llama(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return _bias(pick, fields) | {"mlp_bias": pick.random() < 0.5}
+
+
+def _window(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": pick.choice([None, 5, 9])}
+
+
+def _qwen(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    slides = pick.random() < 0.5
+    extra = {"use_sliding_window": slides, "sliding_window": 6 if slides else None}
+    return extra | {"max_window_layers": pick.randint(0, fields["num_hidden_layers"])}
+
+
+def _mixtral(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return _window(pick, fields) | {
+        "num_local_experts": pick.choice([2, 4, 5]),
+        "num_experts_per_tok": pick.choice([1, 2]),
+    }
+
+
+def _qwen3_moe(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    slides = pick.random() < 0.3
+    dense = [0] if fields["num_hidden_layers"] > 1 and pick.random() < 0.4 else []
+    return _bias(pick, fields) | {
+        "use_sliding_window": slides, "sliding_window": 6 if slides else None,
+        "moe_intermediate_size": pick.choice([17, 32]),
+        "num_experts": pick.choice([4, 6]), "num_experts_per_tok": pick.choice([1, 2, 3]), "mlp_only_layers": dense,
+        "norm_topk_prob": pick.random() < 0.5, "decoder_sparse_step": pick.choice([1, 2]),
+    }  # fmt: skip
+
+
+def _gemma2(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return _bias(pick, fields) | {
+        "query_pre_attn_scalar": pick.choice([8, 24, 100]), "attn_logit_softcapping": pick.choice([None, 2.0, 50.0]),
+        "final_logit_softcapping": pick.choice([None, 3.0, 30.0]), "sliding_window": pick.choice([4, 7]),
+    }  # fmt: skip
+
+
+_EXTRA: dict[str, Any] = {
+    "llama": _llama, "mistral": _window, "qwen2": _qwen, "qwen3": lambda p, f: _qwen(p, f) | _bias(p, f),
+    "mixtral": _mixtral, "qwen3_moe": _qwen3_moe, "phi3": _window, "gemma": _bias, "gemma2": _gemma2, "olmo2": _bias,
+}  # fmt: skip

@@ -1,0 +1,71 @@
+"""Our module gives transformers' logits: full forward, cached decode, and after a round trip through a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from armillary.model.attend import ContiguousCache, plain
+from armillary.model.transformer import Transformer
+from armillary.model.weights import load_model, save_model
+from tests.model.families import FAMILIES, random_model, transformers
+
+CASES = [(family, seed) for family in FAMILIES for seed in range(6)]
+TOLERANCE = 1e-5
+
+
+@pytest.mark.parametrize(("family", "seed"), CASES)
+@torch.no_grad()
+def test_logits_equal_transformers(family: str, seed: int, tmp_path: Path) -> None:
+    theirs = random_model(family, seed)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_model(tmp_path / "theirs")
+    length = 40 if seed % 2 else 80  # beyond some contexts, so that length-dependent rope rules switch
+    generator = torch.Generator().manual_seed(seed)
+    tokens_BT = torch.randint(0, theirs.config.vocab_size, (2, length), generator=generator)
+    expected = theirs(tokens_BT, use_cache=False).logits
+    assert_close(full_logits(ours, tokens_BT), expected)
+    assert_close(cached_logits(ours, tokens_BT, prompt=17), their_cached_logits(theirs, tokens_BT, prompt=17))
+
+    save_model(ours, tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", attn_implementation="eager", experts_implementation="eager"
+    )
+    assert back.config.model_type == family
+    assert_close(back.eval()(tokens_BT, use_cache=False).logits, expected)
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert ours.shape == theirs.shape
+    difference = (ours - theirs).abs().max().item()
+    assert difference <= TOLERANCE, f"max abs diff {difference:.2e}"
+
+
+def full_logits(model: Transformer, tokens_BT: torch.Tensor) -> torch.Tensor:
+    positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
+    return model.head(model(tokens_BT, positions_BT, plain))
+
+
+def cached_logits(model: Transformer, tokens_BT: torch.Tensor, *, prompt: int) -> torch.Tensor:
+    """Prefill `prompt` tokens, then one token at a time."""
+    batch, length = tokens_BT.shape
+    cache = ContiguousCache(model.config, batch=batch, length=length, dtype=torch.float32, device="cpu")
+    spans = [(0, prompt)] + [(i, i + 1) for i in range(prompt, length)]
+    pieces = []
+    for start, stop in spans:
+        positions_BT = torch.arange(start, stop).expand(batch, -1)
+        hidden = model(tokens_BT[:, start:stop], positions_BT, cache.at(positions_BT, upto=stop))
+        pieces.append(model.head(hidden))
+    return torch.cat(pieces, dim=1)
+
+
+def their_cached_logits(model: torch.nn.Module, tokens_BT: torch.Tensor, *, prompt: int) -> torch.Tensor:
+    out = model(tokens_BT[:, :prompt], use_cache=True)
+    pieces, cache = [out.logits], out.past_key_values
+    for i in range(prompt, tokens_BT.shape[1]):
+        out = model(tokens_BT[:, i : i + 1], past_key_values=cache, use_cache=True)
+        pieces.append(out.logits)
+        cache = out.past_key_values
+    return torch.cat(pieces, dim=1)
