@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.errors import BadInput
+from armillary.model.dtype import widen
 from armillary.spec.model import ModelConfig
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
@@ -132,7 +133,7 @@ def _explicit(
     """Scores written out, for soft caps, sinks and ALiBi; softmax in fp32."""
     group = q_BTND.shape[2] // k_BSKD.shape[2]
     k_BSND, v_BSND = k_BSKD.repeat_interleave(group, dim=2), v_BSKD.repeat_interleave(group, dim=2)
-    scores_BNTS = torch.einsum("btnd,bsnd->bnts", q_BTND, k_BSND).float() * how.scale
+    scores_BNTS = widen(torch.einsum("btnd,bsnd->bnts", q_BTND, k_BSND)) * how.scale
     if how.softcap is not None:
         scores_BNTS = how.softcap * torch.tanh(scores_BNTS / how.softcap)
     if how.slopes_N is not None:
@@ -145,7 +146,7 @@ def _explicit(
 def _softmax(scores_BNTS: Tensor, sinks_N: Tensor | None) -> Tensor:
     if sinks_N is None:
         return scores_BNTS.softmax(dim=-1)
-    sink = sinks_N.float()[None, :, None, None].expand(*scores_BNTS.shape[:3], 1)
+    sink = sinks_N.to(scores_BNTS.dtype)[None, :, None, None].expand(*scores_BNTS.shape[:3], 1)
     return torch.cat((scores_BNTS, sink), dim=-1).softmax(dim=-1)[..., :-1]
 
 

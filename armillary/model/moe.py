@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from armillary.model.dtype import widen
 from armillary.model.mlp import MLP, activate
 from armillary.spec.model import ModelConfig, MoE
 
@@ -27,8 +28,8 @@ class Router(nn.Module):
             self.register_buffer("selection_bias", torch.zeros(moe.num_experts))
 
     def forward(self, x_MH: Tensor) -> tuple[Tensor, Tensor]:
-        """(weights_Mk in fp32, experts_Mk)."""
-        logits_ME = F.linear(x_MH, self.weight, self.bias).float()
+        """(weights_Mk in fp32 or wider, experts_Mk)."""
+        logits_ME = widen(F.linear(x_MH, self.weight, self.bias))
         if self.moe.score == "softmax_topk":
             top_Mk, experts_Mk = logits_ME.topk(self.moe.top_k, dim=-1)
             return top_Mk.softmax(dim=-1), experts_Mk

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from armillary.model.dtype import widen
 from armillary.spec.model import ModelConfig
 
 
@@ -30,12 +31,12 @@ class Norm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        weight = None if self.weight is None else self.weight.float() + (1.0 if self.plus_one else 0.0)
+        wide = widen(x)
+        weight = None if self.weight is None else widen(self.weight) + (1.0 if self.plus_one else 0.0)
         if self.kind == "rms":
             normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
             return (normed if weight is None else normed * weight).to(x.dtype)
-        bias = None if self.bias is None else self.bias.float()
+        bias = None if self.bias is None else widen(self.bias)
         return F.layer_norm(wide, (self.size,), weight, bias, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from armillary.model.dtype import widen
 from armillary.spec.model import ModelConfig, Rope
 
 # B batch, T tokens, N heads, D head dim, R rotated dims / 2
@@ -114,7 +115,7 @@ def _mscale(factor: float, mscale: float) -> float:
 def rotate(x_BTND: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """Rotate the first 2·R dims of each head; the rest pass through."""
     size = 2 * cos.shape[-1]
-    part = x_BTND[..., :size].float()
+    part = widen(x_BTND[..., :size])
     first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
     turned_first, turned_second = first * cos - second * sin, second * cos + first * sin
     if interleaved:

@@ -5,7 +5,6 @@ Nothing pickled is ever opened, and only plain floats are accepted: quantised we
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from armillary.errors import BadModel
-
-FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
+from armillary.model.dtype import HF_NAMES
+from armillary.store.hf_folder import weight_files
 
 
 class TensorFolder:
@@ -37,25 +36,12 @@ class TensorFolder:
 
     def _index(self) -> dict[str, str]:
         """Tensor name -> file name."""
-        index = self.folder / "model.safetensors.index.json"
-        if index.exists():
-            try:
-                named = json.loads(index.read_text())["weight_map"]
-            except (json.JSONDecodeError, KeyError, UnicodeDecodeError):
-                raise BadModel(f"{index} is not a safetensors index; take it anew from the model") from None
-            return dict(named)
-        found = sorted(path.name for path in self.folder.glob("*.safetensors"))
-        if not found:
-            old = any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pth"))
-            hint = "pickled weights are never read: save them as safetensors" if old else "give a folder with weights"
-            raise BadModel(f"{self.folder} has no safetensors; {hint}")
+        found = [path.name for path in weight_files(self.folder)]
         return {name: file for file in found for name in self._file(file).keys()}  # noqa: SIM118
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
             path = self.folder / name
-            if not path.exists():
-                raise BadModel(f"{path} is named by the index but is not there; fetch the model again")
             try:
                 self._open[name] = self._stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
@@ -77,7 +63,7 @@ class TensorFolder:
             tensor = self._file(self.files[name]).get_tensor(name)
         except SafetensorError as error:
             raise BadModel(f"{self.folder}: tensor {name} cannot be read ({error}); fetch the model again") from None
-        if tensor.dtype not in FLOATS:
+        if tensor.dtype not in HF_NAMES:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise BadModel(f"{self.folder}: {name} is {kind}, not a plain float; use the unquantised weights")
         return tensor

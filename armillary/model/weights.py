@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from armillary.errors import BadInput, BadModel
+from armillary.errors import BadModel
+from armillary.model.dtype import HF_NAMES, parse_dtype
 from armillary.model.fusing import Rule, rules
-from armillary.model.tensors import FLOATS, TensorFolder
+from armillary.model.tensors import TensorFolder
 from armillary.model.transformer import Transformer, build
 from armillary.spec.hf_config import from_hf, to_hf
 from armillary.spec.model import ModelConfig
 from armillary.store.atomic import staged_folder
+from armillary.store.hf_folder import read_config
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _ALONGSIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json",
@@ -41,8 +42,9 @@ def load_model(
 ) -> Transformer:
     """The model of a Hugging Face folder; `dtype` None keeps the folder's own."""
     folder = Path(folder)
-    config, named = read_config(folder)
-    wanted = parse_dtype(dtype) if dtype is not None else named
+    raw = read_config(folder)
+    config = from_hf(raw, name=folder.name)
+    wanted = parse_dtype(dtype) if dtype is not None else _named_dtype(raw)
     with TensorFolder(folder) as stored:
         _check_head(config, stored)
         model = build(config, dtype=wanted or stored.dtype(), device=device)
@@ -50,26 +52,10 @@ def load_model(
     return model
 
 
-def read_config(folder: Path) -> tuple[ModelConfig, torch.dtype | None]:
-    """(ModelConfig, dtype named in config.json)."""
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise BadModel(f"{folder} has no config.json; give a Hugging Face model folder") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise BadModel(f"{path} is not JSON ({error}); take it anew from the model") from None
+def _named_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that config.json names, in the old or the new spelling."""
     text = raw.get("dtype") or raw.get("torch_dtype")
-    named = {name: dtype for dtype, name in FLOATS.items()}
-    return from_hf(raw, name=folder.name), named.get(text) if isinstance(text, str) else None
-
-
-def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in DTYPES:
-        raise BadInput(f"dtype '{dtype}' is not known; choose {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+    return next((dtype for dtype, name in HF_NAMES.items() if name == text), None)
 
 
 def _check_head(config: ModelConfig, stored: TensorFolder) -> None:
@@ -165,7 +151,7 @@ def save_model(
     """Write the model as a Hugging Face folder; tokenizer files and special-token ids are those of `like`."""
     raw = to_hf(model.config) | _token_ids(like)
     kept = parse_dtype(dtype) if dtype is not None else next(model.parameters()).dtype
-    raw["torch_dtype"] = FLOATS[kept]
+    raw["torch_dtype"] = HF_NAMES[kept]
     with staged_folder(Path(folder), overwrite=overwrite) as staged:
         _write_shards(model, staged, kept, shard_bytes, progress)
         for path in [like / name for name in _ALONGSIDE] if like else []:

@@ -1,0 +1,179 @@
+"""Plain generation: prefill the prompts, then one token at a time over a contiguous cache.
+
+The slow twin of the serving engine: easy to read, batched, reproducible per prompt whatever stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from armillary.errors import BadInput
+from armillary.model.attend import ContiguousCache
+from armillary.model.tokenizer import Tokenizer
+from armillary.model.transformer import Transformer
+from armillary.model.weights import load_model
+
+# B prompts, T tokens, V vocabulary
+OnToken = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn."""
+
+    max_tokens: int = 128
+    """tokens to make at most"""
+    temperature: float = 0.8
+    """0 is greedy"""
+    top_k: int = 0
+    """keep the k likeliest; 0: all"""
+    top_p: float = 1.0
+    """keep the likeliest tokens whose probabilities reach p"""
+    seed: int = 0
+    """prompt i draws with seed + i"""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise BadInput(f"max_tokens={self.max_tokens} makes nothing; ask for at least 1")
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise BadInput("sampling wants temperature ≥ 0, 0 < top_p ≤ 1 and top_k ≥ 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What came after one prompt."""
+
+    prompt: str
+    text: str
+    tokens: tuple[int, ...]
+    finish: str
+    """stop: an end token came; length: max_tokens were made"""
+
+
+def generate(
+    folder: Path | str,
+    prompts: Sequence[str],
+    sampling: Sampling | None = None,
+    *,
+    dtype: str | None = None,
+    device: str = "cpu",
+) -> list[Completion]:
+    """Complete `prompts` with the model in a Hugging Face folder."""
+    tokenizer = Tokenizer.load(Path(folder))
+    model = load_model(folder, dtype=dtype, device=device)
+    return complete(model, tokenizer, prompts, sampling or Sampling())
+
+
+def complete(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    on_token: OnToken | None = None,
+) -> list[Completion]:
+    """Text to text; `on_token(prompt index, token id)` is called as tokens come."""
+    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    made = generate_tokens(model, encoded, sampling, stop_ids=tokenizer.eos_ids, on_token=on_token)
+    stops = set(tokenizer.eos_ids)
+    return [
+        Completion(
+            prompt=prompt,
+            text=tokenizer.decode([token for token in tokens if token not in stops]),
+            tokens=tuple(tokens),
+            finish="stop" if tokens and tokens[-1] in stops else "length",
+        )
+        for prompt, tokens in zip(prompts, made, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def generate_tokens(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    stop_ids: Sequence[int] = (),
+    on_token: OnToken | None = None,
+) -> list[list[int]]:
+    """Token ids that follow each prompt, the stop id included where one came."""
+    _check(model, prompts, sampling)
+    device = next(model.parameters()).device
+    lengths = [len(prompt) for prompt in prompts]
+    cache = _cache(model, len(prompts), max(lengths) + sampling.max_tokens)
+    draws = [torch.Generator().manual_seed(sampling.seed + i) for i in range(len(prompts))]
+    made: list[list[int]] = [[] for _ in prompts]
+    done = [False] * len(prompts)
+    logits_BV = _prefill(model, cache, prompts, device)
+    for step in range(sampling.max_tokens):
+        chosen = [_draw(logits_V, sampling, draw) for logits_V, draw in zip(logits_BV, draws, strict=True)]
+        for i, token in enumerate(chosen):
+            if not done[i]:
+                made[i].append(token)
+                done[i] = token in stop_ids
+                if on_token:
+                    on_token(i, token)
+        if all(done) or step + 1 == sampling.max_tokens:
+            break
+        positions_B1 = torch.tensor([[length + step] for length in lengths], device=device)
+        tokens_B1 = torch.tensor([[token] for token in chosen], device=device)
+        attend = cache.at(positions_B1, upto=max(lengths) + step + 1)
+        logits_BV = model.head(model(tokens_B1, positions_B1, attend)[:, -1]).float().cpu()
+    return made
+
+
+def _prefill(
+    model: Transformer, cache: ContiguousCache, prompts: Sequence[Sequence[int]], device: torch.device
+) -> Tensor:
+    """Logits after the last token of each prompt; shorter prompts are padded at the end, where nothing looks."""
+    longest = max(len(prompt) for prompt in prompts)
+    tokens_BT = torch.zeros(len(prompts), longest, dtype=torch.long)
+    for row, prompt in zip(tokens_BT, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    positions_BT = torch.arange(longest, device=device).expand(len(prompts), -1)
+    hidden_BTH = model(tokens_BT.to(device), positions_BT, cache.at(positions_BT, upto=longest))
+    last_B = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+    return model.head(hidden_BTH[torch.arange(len(prompts), device=device), last_B]).float().cpu()
+
+
+def _cache(model: Transformer, batch: int, length: int) -> ContiguousCache:
+    first = next(model.parameters())
+    return ContiguousCache(model.config, batch=batch, length=length, dtype=first.dtype, device=first.device)
+
+
+def _draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    if sampling.temperature == 0:
+        return int(logits_V.argmax())
+    scaled_V = logits_V / sampling.temperature
+    if sampling.top_k:
+        floor = scaled_V.topk(min(sampling.top_k, scaled_V.numel())).values[-1]
+        scaled_V = scaled_V.masked_fill(scaled_V < floor, -torch.inf)
+    probabilities_V = scaled_V.softmax(dim=-1)
+    if sampling.top_p < 1:
+        ordered, order = probabilities_V.sort(descending=True)
+        beyond = ordered.cumsum(0) - ordered >= sampling.top_p
+        probabilities_V = probabilities_V.scatter(0, order[beyond], 0.0)
+    return int(torch.multinomial(probabilities_V, 1, generator=generator))
+
+
+def _check(model: Transformer, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    vocab, context = model.config.vocab, model.config.context
+    if not prompts:
+        raise BadInput("there is no prompt; give at least one")
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise BadInput(f"prompt {i + 1} is empty; give at least one token")
+        if max(prompt) >= vocab or min(prompt) < 0:
+            wrong = next(token for token in prompt if not 0 <= token < vocab)
+            raise BadInput(
+                f"prompt {i + 1} has token {wrong} outside the model's vocabulary of {vocab}; use its tokenizer"
+            )
+        if len(prompt) + sampling.max_tokens > context:
+            wanted = f"{len(prompt)} + {sampling.max_tokens} tokens"
+            raise BadInput(
+                f"prompt {i + 1}: {wanted} exceed the context of {context}; ask for at most {context - len(prompt)}"
+            )
