@@ -6,20 +6,16 @@ refuses a shape that the family cannot say.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from armillary.errors import BadModel, nearest
 from armillary.spec.fields import build
-from armillary.spec.hf_families import (
-    EPS_BY_DEFAULT,
-    HEAD_DIM_BY_DEFAULT,
-    KV_HEADS_BY_DEFAULT,
-    READERS,
-    TIED_BY_DEFAULT,
-    kinds,
-)
+from armillary.spec.hf_families import READERS, kinds
 from armillary.spec.hf_rope import read_rope, write_rope
 from armillary.spec.model import ModelConfig
 
@@ -27,6 +23,7 @@ _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
+_SAME_AS = {"gemma3": "gemma3_text", "llama4": "llama4_text", "kimi_k2": "deepseek_v3"}
 _ACTIVATIONS_OUT = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2"}
 
 
@@ -39,8 +36,9 @@ def from_hf(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
         guess = nearest(str(family), READERS)
         hint = f"did you mean {guess}?" if guess else f"known: {', '.join(sorted(READERS))}"
         raise BadModel(f"{name}: model_type '{family}' in config.json is not known; {hint}")
+    raw = _defaults().get(_SAME_AS.get(family, family), {}) | dict(raw)
     try:
-        values = _common(raw, family) | READERS[family](raw)
+        values = _common(raw) | READERS[family](raw)
         return build(ModelConfig, {"name": name, "family": family} | values, f"{name}/config.json")
     except KeyError as error:
         raise BadModel(f"{name}: config.json lacks {error.args[0]}; take the model's own config.json") from None
@@ -48,31 +46,31 @@ def from_hf(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
         raise BadModel(f"{name}: config.json has a value of the wrong kind ({error}); take the model's own") from None
 
 
-def _common(raw: Mapping[str, Any], family: str) -> dict[str, Any]:
+@cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    return tomllib.loads((Path(__file__).parent / "hf_defaults.toml").read_text())
+
+
+def _common(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The Llama-like reading that most families share; readers override what differs."""
+    tied = raw.get("tie_word_embeddings") or False
     if "hidden_size" not in raw:
-        return {"vocab": raw["vocab_size"], "tied": _tied(raw, family), "rope": read_rope(raw)}
+        return {"vocab": raw["vocab_size"], "tied": tied, "rope": read_rope(raw)}
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
-    kv_heads = raw.get("num_key_value_heads") or KV_HEADS_BY_DEFAULT.get(family, heads)
     return {
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": raw.get("head_dim") or HEAD_DIM_BY_DEFAULT.get(family) or hidden // heads,
+        "kv_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or hidden // heads,
         "ffn": raw.get("intermediate_size", 4 * hidden),
         "vocab": raw["vocab_size"],
-        "context": raw.get("max_position_embeddings", 2048),
+        "context": raw["max_position_embeddings"],
         "layers": kinds(raw),
-        "tied": _tied(raw, family),
-        "norm_eps": raw.get("rms_norm_eps") or EPS_BY_DEFAULT.get(family, 1e-6),
+        "tied": tied,
+        "norm_eps": raw.get("rms_norm_eps", 1e-6),
         "activation": _activation(raw),
         "rope": read_rope(raw),
     }
-
-
-def _tied(raw: Mapping[str, Any], family: str) -> bool:
-    tied = raw.get("tie_word_embeddings")
-    return family in TIED_BY_DEFAULT if tied is None else tied
 
 
 def _activation(raw: Mapping[str, Any]) -> str:
@@ -179,8 +177,7 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_gemma(config: ModelConfig) -> dict[str, Any]:
-    name = _ACTIVATIONS_OUT[config.activation]
-    return {"attention_bias": config.qkv_bias, "hidden_activation": name, "hidden_act": name}
+    return {"attention_bias": config.qkv_bias}
 
 
 def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
@@ -188,6 +185,7 @@ def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
     whole = round(scalar)
     types = {"sliding": "sliding_attention", "full": "full_attention"}
     return _write_gemma(config) | {
+        "hidden_activation": _ACTIVATIONS_OUT[config.activation],
         # the scale is stored as its inverse square; a whole number is restored exactly
         "query_pre_attn_scalar": whole if whole**-0.5 == config.scale else scalar,
         "attn_logit_softcapping": config.attention_softcap,

@@ -7,6 +7,7 @@ the family's own configuration class, since older files leave them out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import log
 from typing import Any
 
@@ -125,11 +126,11 @@ def phi(raw: Raw) -> Fields:
 
 
 def gemma(raw: Raw) -> Fields:
-    return {
-        "norm_plus_one": True,
-        "embedding_scale": raw["hidden_size"] ** 0.5,
-        "activation": "gelu_tanh",
-    } | {key: value for key, value in llama(raw).items() if key != "mlp_bias"}
+    bias = raw.get("attention_bias", False)
+    fields = {"norm_plus_one": True, "embedding_scale": raw["hidden_size"] ** 0.5, "qkv_bias": bias, "out_bias": bias}
+    # the first Gemma files say gelu and mean its tanh form
+    says_gelu = raw.get("hidden_act") == "gelu" and not raw.get("hidden_activation")
+    return fields | ({"activation": "gelu_tanh"} if says_gelu else {})
 
 
 def gemma2(raw: Raw) -> Fields:
@@ -218,7 +219,7 @@ def falcon(raw: Raw) -> Fields:
 def mpt(raw: Raw) -> Fields:
     hidden, heads, attn = raw["d_model"], raw["n_heads"], raw.get("attn_config") or {}
     bias = not raw.get("no_bias", True)
-    alibi = attn.get("alibi", False)
+    alibi = attn.get("alibi", True)
     return {
         "hidden": hidden, "heads": heads, "kv_heads": attn.get("kv_n_heads", heads), "head_dim": hidden // heads,
         "ffn": raw.get("expansion_ratio", 4) * hidden, "context": raw.get("max_seq_len", 2048), "gated": False,
@@ -235,7 +236,7 @@ def deepseek(raw: Raw) -> Fields:
         "q_rank": raw.get("q_lora_rank"), "kv_rank": raw["kv_lora_rank"], "nope_dim": raw["qk_nope_head_dim"],
         "rope_dim": raw["qk_rope_head_dim"], "v_dim": raw["v_head_dim"],
     }  # fmt: skip
-    rope = read_rope(raw)
+    rope = replace(read_rope(raw), interleaved=raw.get("rope_interleave", True))
     scale = (mla["nope_dim"] + mla["rope_dim"]) ** -0.5
     return {
         "mla": mla, "head_dim": mla["nope_dim"] + mla["rope_dim"], "rope": rope, "moe": deepseek_moe(raw),
@@ -288,7 +289,7 @@ def llama4(raw: Raw) -> Fields:
         "normalize": False, "scale_input": True,
     }  # fmt: skip
     qk = {"qk_norm": "head", "qk_norm_kind": "plain"} if raw.get("use_qk_norm", True) else {}
-    rope = read_rope(raw, theta=500_000.0)
+    rope = replace(read_rope(raw, theta=500_000.0), interleaved=True)
     return with_window(layers, raw.get("attention_chunk_size", 8192)) | qk | {
         "ffn": raw.get("intermediate_size_mlp", raw["intermediate_size"]), "moe": moe, "rope": rope,
     }  # fmt: skip
@@ -307,24 +308,24 @@ def granite(raw: Raw) -> Fields:
     }  # fmt: skip
 
 
+def dbrx(raw: Raw) -> Fields:
+    attn, ffn, hidden, heads = raw["attn_config"], raw["ffn_config"], raw["d_model"], raw["n_heads"]
+    moe = {
+        "num_experts": ffn["moe_num_experts"], "top_k": ffn["moe_top_k"], "ffn": ffn["ffn_hidden_size"],
+        "aux_loss": ffn.get("moe_loss_weight", 0.01),
+    }  # fmt: skip
+    return {
+        "hidden": hidden, "heads": heads, "kv_heads": attn.get("kv_n_heads", 1), "head_dim": hidden // heads, "ffn": 0,
+        "context": raw["max_seq_len"], "layers": kinds(raw, moe=lambda i: True), "moe": moe, "norm": "layer",
+        "qkv_clip": attn.get("clip_qkv"), "rope": read_rope(attn),
+    }  # fmt: skip
+
+
 READERS: dict[str, Callable[[Raw], Fields]] = {
     "llama": llama, "mistral": mistral, "ministral": mistral, "mixtral": mixtral, "qwen2": qwen2, "qwen3": qwen3,
     "qwen2_moe": qwen2_moe, "qwen3_moe": qwen3_moe, "phi": phi, "phi3": phi3, "gemma": gemma, "gemma2": gemma2,
     "gemma3_text": gemma3, "gemma3": gemma3, "olmo": olmo, "olmo2": olmo2, "olmo3": olmo3, "olmoe": olmoe,
     "gpt2": gpt2, "gpt_neox": gpt_neox, "falcon": falcon, "mpt": mpt, "deepseek_v2": deepseek, "deepseek_v3": deepseek,
     "kimi_k2": deepseek, "gpt_oss": gpt_oss, "llama4": llama4, "llama4_text": llama4, "smollm3": smollm3,
-    "granite": granite,
+    "granite": granite, "dbrx": dbrx,
 }  # fmt: skip
-
-TIED_BY_DEFAULT = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "falcon", "mpt", "smollm3"})
-EPS_BY_DEFAULT = {
-    "mixtral": 1e-5,
-    "phi3": 1e-5,
-    "olmo2": 1e-5,
-    "olmo3": 1e-5,
-    "olmoe": 1e-5,
-    "gpt_oss": 1e-5,
-    "llama4_text": 1e-5,
-}
-KV_HEADS_BY_DEFAULT = {"mistral": 8, "mixtral": 8, "gemma2": 4, "gemma3_text": 4, "qwen3_moe": 4, "gpt_oss": 8}
-HEAD_DIM_BY_DEFAULT = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128, "gpt_oss": 64, "llama4_text": 128}

@@ -36,11 +36,15 @@ def read_rope(raw: Mapping[str, Any], *, theta: float = 10_000.0, fraction: floa
         local_theta=float(local) if local is not None and local != base else None,
         fraction=float(part),
         scaling=scaling,
-        **(_scaling_fields(table, raw) if scaling != "none" else {}),
+        **_scaling_fields(scaling, table, raw),
     )
 
 
-def _scaling_fields(table: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+def _scaling_fields(scaling: str, table: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    if scaling == "none":
+        return {}
+    if scaling in ("linear", "dynamic"):
+        return {"factor": float(table.get("factor") or 1.0)}
     context = raw.get("max_position_embeddings")
     original = table.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
     factor = table.get("factor")

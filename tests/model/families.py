@@ -9,11 +9,20 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
+_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "gemma", "gemma2", "olmo2")
 _CLASSES = {
-    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral",
-    "qwen3_moe": "Qwen3Moe", "phi3": "Phi3", "gemma": "Gemma", "gemma2": "Gemma2", "olmo2": "Olmo2",
-}  # fmt: skip
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
+    "phi3": "Phi3",
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "olmo2": "Olmo2",
+}
 
 
 def random_config(family: str, seed: int) -> Any:
@@ -33,9 +42,12 @@ def random_config(family: str, seed: int) -> Any:
         "max_position_embeddings": pick.choice([64, 128]),
         "rms_norm_eps": pick.choice([1e-5, 1e-6]),
         "tie_word_embeddings": pick.random() < 0.5,
+        ("hidden_activation" if family == "gemma2" else "hidden_act"): pick.choice(_ACTIVATIONS),
         "rope_parameters": _rope(pick, family, head_dim),
-        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     fields |= _EXTRA[family](pick, fields)
     config = getattr(transformers, f"{_CLASSES[family]}Config")(**fields)
     config._attn_implementation = "eager"  # soft caps are only there
@@ -110,21 +122,35 @@ def _qwen3_moe(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     slides = pick.random() < 0.3
     dense = [0] if fields["num_hidden_layers"] > 1 and pick.random() < 0.4 else []
     return _bias(pick, fields) | {
-        "use_sliding_window": slides, "sliding_window": 6 if slides else None,
+        "use_sliding_window": slides,
+        "sliding_window": 6 if slides else None,
         "moe_intermediate_size": pick.choice([17, 32]),
-        "num_experts": pick.choice([4, 6]), "num_experts_per_tok": pick.choice([1, 2, 3]), "mlp_only_layers": dense,
-        "norm_topk_prob": pick.random() < 0.5, "decoder_sparse_step": pick.choice([1, 2]),
-    }  # fmt: skip
+        "num_experts": pick.choice([4, 6]),
+        "num_experts_per_tok": pick.choice([1, 2, 3]),
+        "mlp_only_layers": dense,
+        "norm_topk_prob": pick.random() < 0.5,
+        "decoder_sparse_step": pick.choice([1, 2]),
+    }
 
 
 def _gemma2(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     return _bias(pick, fields) | {
-        "query_pre_attn_scalar": pick.choice([8, 24, 100]), "attn_logit_softcapping": pick.choice([None, 2.0, 50.0]),
-        "final_logit_softcapping": pick.choice([None, 3.0, 30.0]), "sliding_window": pick.choice([4, 7]),
-    }  # fmt: skip
+        "query_pre_attn_scalar": pick.choice([8, 24, 100]),
+        "attn_logit_softcapping": pick.choice([None, 2.0, 50.0]),
+        "final_logit_softcapping": pick.choice([None, 3.0, 30.0]),
+        "sliding_window": pick.choice([4, 7]),
+    }
 
 
 _EXTRA: dict[str, Any] = {
-    "llama": _llama, "mistral": _window, "qwen2": _qwen, "qwen3": lambda p, f: _qwen(p, f) | _bias(p, f),
-    "mixtral": _mixtral, "qwen3_moe": _qwen3_moe, "phi3": _window, "gemma": _bias, "gemma2": _gemma2, "olmo2": _bias,
-}  # fmt: skip
+    "llama": _llama,
+    "mistral": _window,
+    "qwen2": _qwen,
+    "qwen3": lambda p, f: _qwen(p, f) | _bias(p, f),
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+    "phi3": _window,
+    "gemma": _bias,
+    "gemma2": _gemma2,
+    "olmo2": _bias,
+}

@@ -7,10 +7,10 @@ import torch
 
 from armillary.errors import BadModel
 from armillary.model.attend import plain
+from armillary.model.buildable import unbuildable
 from armillary.model.transformer import Transformer, build
 from armillary.spec import catalogue
 from armillary.spec.params import parameters
-from armillary.model.buildable import unbuildable
 from tests.model.test_attend import SHAPES, randomised, small
 
 
@@ -69,23 +69,43 @@ def test_gradients_reach_every_parameter(name: str) -> None:
 
 
 PARTS = {
-    "learned positions": small(positions="learned", learned_positions=64, norm="layer", norm_bias=True, gated=False, activation="gelu"),
+    "learned positions": small(
+        positions="learned", learned_positions=64, norm="layer", norm_bias=True, gated=False, activation="gelu"
+    ),
     "parallel, one norm": small(parallel="one_norm", norm="layer", norm_bias=True),
     "parallel, two norms": small(parallel="two_norms"),
     "gemma-like": small(norm_at="both", norm_plus_one=True, embedding_scale=5.6, logit_softcap=10.0, tied=True),
     "olmo-like": small(norm_at="after", qk_norm="all"),
     "shared expert": small(moe={"num_experts": 4, "top_k": 2, "ffn": 16, "shared_ffn": 24, "shared_gate": True}),
     "gpt-oss-like": small(
-        activation="swiglu_clamped", sinks=True, qkv_bias=True, out_bias=True,
-        moe={"num_experts": 4, "top_k": 2, "ffn": 16, "score": "softmax_topk", "router_bias": True, "expert_bias": True},
+        activation="swiglu_clamped",
+        sinks=True,
+        qkv_bias=True,
+        out_bias=True,
+        moe={
+            "num_experts": 4,
+            "top_k": 2,
+            "ffn": 16,
+            "score": "softmax_topk",
+            "router_bias": True,
+            "expert_bias": True,
+        },
     ),
     "sigmoid groups": small(
-        moe={"num_experts": 8, "top_k": 2, "ffn": 16, "score": "sigmoid", "selection_bias": True, "groups": 4, "top_groups": 2,
-             "routed_scale": 2.5},
+        moe={
+            "num_experts": 8,
+            "top_k": 2,
+            "ffn": 16,
+            "score": "sigmoid",
+            "selection_bias": True,
+            "groups": 4,
+            "top_groups": 2,
+            "routed_scale": 2.5,
+        },
     ),
     "nope layers": small(num_layers=4, nope_every=2),
     "scales": small(residual_scale=0.3, attention_scale=0.1, logit_scale=0.5, qkv_clip=1.0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PARTS)

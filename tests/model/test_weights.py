@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -34,7 +35,8 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     for config in (small(), small(tied=True), MOE):
         model = build(config, dtype=torch.bfloat16, device="cpu", seed=1)
         seen: list[tuple[int, int]] = []
-        folder = save_model(model, tmp_path / config.family / str(config.tied), progress=lambda *at: seen.append(at))
+        note = functools.partial(lambda into, *at: into.append(at), seen)
+        folder = save_model(model, tmp_path / config.family / str(config.tied), progress=note)
         again = load_model(folder)
         assert next(again.parameters()).dtype == torch.bfloat16, "the folder's own dtype is kept"
         assert same(model, again)
@@ -126,15 +128,22 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"\x00" * 400), "truncated or not safetensors"),
     "wrong dtype": (lambda f: edit_tensors(f, quantise), "is int8, not a plain float"),
     "vocab mismatch": (lambda f: edit_config(f, vocab_size=60), "50 rows but config.json says vocab_size 60"),
-    "untied without head": (lambda f: edit_tensors(f, lambda t: t.pop("lm_head.weight")), "tie_word_embeddings to true"),
-    "tied with another head": (
-        lambda f: (edit_config(f, tie_word_embeddings=True), edit_tensors(f, different_head)), "tie_word_embeddings to false"
+    "untied without head": (
+        lambda f: edit_tensors(f, lambda t: t.pop("lm_head.weight")),
+        "tie_word_embeddings to true",
     ),
-    "missing tensor": (lambda f: edit_tensors(f, lambda t: t.pop("model.norm.weight")), "missing, the first model.norm"),
+    "tied with another head": (
+        lambda f: (edit_config(f, tie_word_embeddings=True), edit_tensors(f, different_head)),
+        "tie_word_embeddings to false",
+    ),
+    "missing tensor": (
+        lambda f: edit_tensors(f, lambda t: t.pop("model.norm.weight")),
+        "missing, the first model.norm",
+    ),
     "more layers than said": (lambda f: edit_config(f, num_hidden_layers=1), "not part of a llama model"),
     "wrong shape": (lambda f: edit_tensors(f, reshape), "not of one model"),
     "other ffn": (lambda f: edit_config(f, intermediate_size=64), "not of one model"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -167,7 +176,7 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_an_existing_folder_is_not_overwritten_unasked(folder: Path) -> None:
     model = load_model(folder)
-    with pytest.raises(ArmillaryError, match="is there|exists|already"):
+    with pytest.raises(ArmillaryError, match=r"is there|exists|already"):
         save_model(model, folder)
     save_model(model, folder, overwrite=True)
 
