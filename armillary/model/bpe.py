@@ -48,8 +48,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(Regex(_WORDS), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])  # type: ignore[assignment]
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
+    backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
         special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIAL],
@@ -59,7 +59,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     backend.train_from_iterator(texts, trainer)
     # every text starts with the end of the one before, so that the first word of a document is learned too
     ids = {text: number for number, text in enumerate(SPECIAL)}
-    backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+    backend.post_processor = processors.TemplateProcessing(
         single=f"{END_OF_TEXT} $A",
         pair=f"{END_OF_TEXT} $A {END_OF_TEXT} $B",
         special_tokens=[(END_OF_TEXT, ids[END_OF_TEXT])],

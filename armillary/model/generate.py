@@ -75,9 +75,12 @@ def complete(
     prompts: Sequence[str],
     sampling: Sampling,
     on_token: OnToken | None = None,
+    *,
+    special: bool = True,
 ) -> list[Completion]:
-    """Text to text; `on_token(prompt index, token id)` is called as tokens come."""
-    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    """Text to text; `on_token(prompt index, token id)` is called as tokens come. A rendered chat has its special
+    tokens already (`special=False`)."""
+    encoded = [tokenizer.encode(prompt, special=special) for prompt in prompts]
     made = generate_tokens(model, encoded, sampling, stop_ids=tokenizer.eos_ids, on_token=on_token)
     stops = set(tokenizer.eos_ids)
     return [

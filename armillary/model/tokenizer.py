@@ -1,6 +1,6 @@
 """Text to token ids and back, from the tokenizer files of a Hugging Face folder.
 
-`Tokenizer` gives the ids transformers gives on the same folder; `Detokenizer` streams text one token at a time.
+`Tokenizer` does what tokenizer.json says, as transformers does; `Detokenizer` streams text one token at a time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Tokenizer:
     """A vocabulary with its special tokens and chat templates."""
 
-    backend: tokenizers.Tokenizer
+    backend: tokenizers.Tokenizer = field(repr=False)
     """the Rust tokenizer, without truncation or padding"""
     named: Mapping[str, str]
     """bos_token, eos_token, pad_token … as text"""
@@ -40,14 +40,18 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """The tokenizer in a Hugging Face folder."""
+        """The tokenizer in a Hugging Face folder.
+
+        transformers 5 rebuilds a few old classes (LlamaTokenizer) in code instead: where their tokenizer.json
+        prepends ▁ in a normalizer, texts that begin with a space get one token less there.
+        """
         folder = Path(folder)
         backend = _backend(folder)
         config = _json(folder / "tokenizer_config.json")
         # newer folders keep everything in tokenizer_config.json; a special_tokens_map.json there is a leftover
         tokens = config if "added_tokens_decoder" in config else config | _json(folder / "special_tokens_map.json")
         named = {key: text for key, value in tokens.items() if key.endswith("_token") and (text := _text(value))}
-        _add_lacking(backend, config.get("added_tokens_decoder") or {}, named, tokens)
+        _add_lacking(backend, _listed(config, folder), named, tokens)
         ends = _json(folder / "generation_config.json").get("eos_token_id")
         return cls(
             backend=backend,
@@ -232,11 +236,23 @@ def _text(value: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
+def _listed(config: Mapping[str, Any], folder: Path) -> list[tuple[Any, bool]]:
+    """Tokens of added_tokens_decoder (a table from id to token) by id, and whether each is special."""
+    table = config.get("added_tokens_decoder") or {}
+    try:
+        return [(table[key], bool(table[key].get("special"))) for key in sorted(table, key=int)]
+    except (AttributeError, TypeError, ValueError):
+        path = folder / "tokenizer_config.json"
+        raise BadModel(f"{path}: added_tokens_decoder is no table of tokens by id; fetch the folder again") from None
+
+
 def _add_lacking(
-    backend: tokenizers.Tokenizer, decoder: Mapping[str, Any], named: Mapping[str, str], tokens: Mapping[str, Any]
+    backend: tokenizers.Tokenizer,
+    listed: list[tuple[Any, bool]],
+    named: Mapping[str, str],
+    tokens: Mapping[str, Any],
 ) -> None:
     """Tokens the configuration names and tokenizer.json lacks get the next free ids, in transformers' order."""
-    listed = [(decoder[key], bool(decoder[key].get("special"))) for key in sorted(decoder, key=int)]
     extra = tokens.get("extra_special_tokens") or tokens.get("additional_special_tokens") or ()
     extra = extra.values() if isinstance(extra, Mapping) else extra
     first = [named[name] for name in _NAMED if name in named]
@@ -254,4 +270,4 @@ def _add_lacking(
 
 def _eos_ids(own: int | None, ends: Any) -> tuple[int, ...]:
     more = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return tuple(dict.fromkeys(int(item) for item in [own, *more] if item is not None))
+    return tuple(dict.fromkeys(item for item in [own, *more] if isinstance(item, int)))

@@ -1,0 +1,167 @@
+"""Files and folders that appear whole or not at all.
+
+Everything is written beside its target under a hidden `.NAME.partial-…` name and renamed into place; a killed
+process leaves only that hidden name behind, and the next write of the same target clears it away.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from armillary.errors import ArmillaryError, BadInput
+from armillary.store import strict_json
+from armillary.store.process import Process
+from armillary.store.rename import exchange, rename_new
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
+
+
+class Taken(BadInput):
+    """A target that is already there."""
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`: a reader sees the old file or the new one."""
+    with plain_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path)
+        partial = _partial(path)
+        try:
+            _write_new(partial, data)
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        _sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, strict_json.dumps(value, indent=1) + "\n")
+
+
+@contextmanager
+def staged_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A hidden folder to fill, renamed to `target` when the block ends well and removed when it does not."""
+    if not overwrite and target.exists():
+        raise _taken(target)
+    with plain_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target)
+        partial = _partial(target)
+        partial.mkdir()
+        try:
+            yield partial
+            _sync_tree(partial)
+            _place(partial, target, overwrite=overwrite)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        _sync(target.parent)
+
+
+def _place(partial: Path, target: Path, *, overwrite: bool) -> None:
+    try:
+        rename_new(partial, target)
+    except FileExistsError:
+        if not overwrite:
+            raise _taken(target) from None
+        exchange(partial, target)  # the old content is now the hidden one
+        _remove(partial)
+
+
+def _taken(target: Path) -> Taken:
+    return Taken(f"{target} is already there; choose another name or remove it first")
+
+
+@contextmanager
+def plain_errors(path: Path) -> Iterator[None]:
+    """A full disk, or a place that may not be written, becomes one line for people."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise ArmillaryError(f"disk full while writing {path}; free some space or give --home DIR") from error
+        if error.errno in _REFUSED and _concerns(error, path):
+            raise ArmillaryError(f"cannot write {path} ({error.strerror}); choose a folder you may write to") from error
+        raise
+
+
+def _concerns(error: OSError, path: Path) -> bool:
+    """Whether the error is about the place written to, rather than something the caller was reading."""
+    place = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else path
+    return place == path or place in path.parents or path.parent in place.parents
+
+
+# --- hidden names: .NAME.partial-PID-BORN-RANDOM-HOST
+
+
+def _partial(target: Path) -> Path:
+    me = Process.this()
+    return target.with_name(f".{target.name}.partial-{me.pid}-{me.born}-{secrets.token_hex(4)}-{me.host}")
+
+
+def _sweep(target: Path) -> None:
+    """Remove what writers of this target that are gone have left behind."""
+    prefix = f".{target.name}.partial-"
+    for path in target.parent.iterdir():
+        if path.name.startswith(prefix) and _is_stale(path.name.removeprefix(prefix)):
+            _remove(path)
+
+
+def _is_stale(tag: str) -> bool:
+    parts = tag.split("-", 3)
+    if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):
+        return False
+    return Process(pid=int(parts[0]), born=int(parts[1]), host=parts[3]).is_gone
+
+
+def _remove(path: Path) -> None:
+    """Best effort: another process may be clearing the same leftovers."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# --- down to the disk
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_tree(folder: Path) -> None:
+    """Contents must reach the disk before the name does, or a power cut could leave a finished-looking shell."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(parent, name))
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    if not stat.S_ISREG(mode := os.lstat(path).st_mode) and not stat.S_ISDIR(mode):
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF):  # some file systems cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,171 @@
+"""gauges.jsonl: one JSON line a step or request, appended by one writer and readable while it is written.
+
+Each record is a single append, so a killed writer loses at most the record it was writing; the torn line it may
+leave is ignored by readers and cut off by the next writer.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from armillary.errors import BadData, BadInput, NotFound, nearest
+from armillary.spec.gauges import GAUGES
+from armillary.store import strict_json
+from armillary.store.atomic import plain_errors
+from armillary.store.lock import try_lock
+
+Record = dict[str, Any]
+KEYS = ("time", "step", "request", "source")
+"""What a record may hold besides gauges: unix seconds, the step or request it is of, where the figures come from."""
+_BLOCK = 65_536
+
+
+class GaugeWriter:
+    """The only writer of one file; a second one is refused."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._alone = threading.Lock()
+        with plain_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        if not try_lock(self._file):
+            self.close()
+            raise BadInput(f"{path} is being written by another process; stop that one first or start a new run")
+        os.ftruncate(self._file, _end_of_last_line(self._file))
+
+    def write(
+        self,
+        gauges: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        request: str | None = None,
+        source: str | Mapping[str, str] | None = None,
+        now: float | None = None,
+    ) -> None:
+        """Append one record; `source` says how the figures were measured, for all or per gauge."""
+        for name in gauges:
+            check_name(name)
+        record: Record = {"time": time.time() if now is None else now}
+        keys = {"step": step, "request": request, "source": source}
+        record |= {key: value for key, value in keys.items() if value is not None}
+        self._append(strict_json.dumps(record | dict(gauges)).encode() + b"\n")
+
+    def _append(self, line: bytes) -> None:
+        with self._alone, plain_errors(self.path):
+            before = os.fstat(self._file).st_size
+            try:
+                written = os.write(self._file, line)
+                if written < len(line):  # the disk filled up half-way: asking for the rest raises the reason
+                    os.write(self._file, line[written:])
+            except OSError:
+                os.ftruncate(self._file, before)
+                raise
+
+    def close(self) -> None:
+        """Let the file go; closing twice is fine."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def check_name(name: str) -> None:
+    """Refuse a gauge that is not in the vocabulary, with the nearest that is."""
+    if name not in GAUGES:
+        guess = nearest(name, GAUGES)
+        hint = f"did you mean {guess}?" if guess else "add it to spec/gauges.py"
+        raise BadInput(f"no gauge '{name}'; {hint}")
+
+
+def read_gauges(
+    path: Path,
+    *,
+    since: int = 0,
+    follow: bool = False,
+    poll_s: float = 0.2,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Record]:
+    """Every whole record from byte `since` on; `follow` waits for more until `stop()` says so."""
+    for record, _ in _records(path, since, follow, poll_s, stop):
+        yield record
+
+
+def read_since(path: Path, since: int = 0) -> tuple[list[Record], int]:
+    """The whole records from byte `since` on, and the `since` to ask with next time."""
+    found = list(_records(path, since, False, 0.0, lambda: True))
+    return [record for record, _ in found], found[-1][1] if found else since
+
+
+def columns(path: Path, names: Iterable[str]) -> dict[str, list[Any]]:
+    """Each name as a list over the records that have any of its gauges; None where a record lacks one."""
+    names = list(names)
+    gauges = [name for name in names if name not in KEYS]
+    for name in gauges:
+        check_name(name)
+    wanted = gauges or names
+    rows = [record for record in read_gauges(path) if any(name in record for name in wanted)]
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _records(
+    path: Path, since: int, follow: bool, poll_s: float, stop: Callable[[], bool]
+) -> Iterator[tuple[Record, int]]:
+    """(record, byte offset after it)."""
+    with _open(path) as file:
+        file.seek(since)
+        while True:
+            ending = stop()  # asked before reading, so that what was written until then is still read
+            yield from _whole_lines(file, path)
+            if not follow or ending:
+                return
+            time.sleep(poll_s)
+
+
+def _whole_lines(file: BinaryIO, path: Path) -> Iterator[tuple[Record, int]]:
+    position = file.tell()
+    while (line := file.readline()).endswith(b"\n"):
+        start, position = position, position + len(line)
+        yield _parse(line, path, start), position
+    file.seek(position)
+
+
+def _parse(line: bytes, path: Path, offset: int) -> Record:
+    try:
+        record = strict_json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        raise BadData(f"{path} has a broken record at byte {offset}; delete that line to read the rest")
+    if "request" in record:
+        record["request"] = str(record["request"])  # an id that reads "nan" is still an id
+    return record
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except FileNotFoundError:
+        raise NotFound(f"no gauges at {path}; the run has not taken a step yet") from None
+
+
+def _end_of_last_line(descriptor: int) -> int:
+    """Byte after the last newline: what comes later is torn."""
+    end = os.fstat(descriptor).st_size
+    while end > 0:
+        start = max(0, end - _BLOCK)
+        found = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0

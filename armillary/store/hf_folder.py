@@ -1,0 +1,90 @@
+"""A Hugging Face folder on disk: config.json, safetensors, tokenizer.json.
+
+Only looks and names; tensors are read by `armillary.model`. Pickled weights are never loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from armillary.errors import BadModel, NotFound
+
+INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_NOT_THE_MODEL = ("consolidated", "adapter_", "optimizer", "training_args")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json, given itself or its folder."""
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise BadModel(f"{path.parent} has no config.json; give a Hugging Face model folder or a config.json")
+    raw = _read_object(path)
+    if "model_type" not in raw:
+        raise BadModel(f"{path} names no model_type; give the config.json of a Hugging Face model")
+    return raw
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The model's safetensors files, all of them there; otherwise an error that says what is and what to do."""
+    names = _indexed(folder) or _unindexed(folder)
+    if not names:
+        raise _no_weights(folder)
+    lacking = [name for name in names if not (folder / name).is_file()]
+    if lacking:
+        count = f"{len(lacking)} of {len(names)} weight files, the first {lacking[0]}"
+        raise BadModel(f"{folder} lacks {count}; download or export the model again")
+    return [folder / name for name in names]
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there are safetensors, complete or not."""
+    return (folder / INDEX).is_file() or bool(_unindexed(folder))
+
+
+def _indexed(folder: Path) -> list[str]:
+    """File names from the index of a sharded model."""
+    if not (folder / INDEX).is_file():
+        return []
+    table = _read_object(folder / INDEX).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise BadModel(f"{folder / INDEX} has no weight_map; download or export the model again")
+    names = {str(name) for name in table.values()}
+    outside = sorted(name for name in names if Path(name).name != name)
+    if outside:
+        raise BadModel(f"{folder / INDEX} points outside its folder ({outside[0]}); take the model from its publisher")
+    return sorted(names)
+
+
+def _unindexed(folder: Path) -> list[str]:
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    found = (path.name for path in folder.glob("*.safetensors"))
+    return sorted(name for name in found if not name.startswith((".", *_NOT_THE_MODEL)))
+
+
+def _no_weights(folder: Path) -> BadModel:
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLES and not p.name.startswith(_NOT_THE_MODEL))
+    if pickles:
+        return BadModel(
+            f"{folder} has only pickled weights ({pickles[0]}), which can run code when loaded; "
+            "convert them with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
+        )
+    return BadModel(f"{folder} has no weights (*.safetensors); give a folder that has, or add --random-weights")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise NotFound(f"no file {path}; check the name") from None
+    except OSError as error:
+        raise BadModel(f"{path} cannot be read ({error.strerror}); check what it is and who may read it") from None
+    except (ValueError, RecursionError) as error:
+        raise BadModel(f"{path} is not JSON ({error}); download or export it again") from None
+    if not isinstance(value, dict):
+        raise BadModel(f"{path} is not a JSON object; download or export it again")
+    return value

@@ -1,0 +1,58 @@
+"""Home: where runs, data, releases and measurements are kept.
+
+Work (runs, data, registry) belongs to the current folder; what is true of the machine (peaks, kernel choices)
+belongs to the user's cache. `--home DIR` puts everything under one folder.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from armillary.errors import NotFound
+
+
+@dataclass(frozen=True, kw_only=True)
+class Home:
+    """Where things are."""
+
+    work: Path
+    """holds runs, data and registry"""
+    cache: Path
+    """holds what was measured or chosen on this machine"""
+
+    @classmethod
+    def default(cls) -> Home:
+        """The current folder and ~/.cache/armillary."""
+        try:
+            user = Path.home()
+        except RuntimeError:
+            raise NotFound("this user has no home folder to keep measurements in; give --home DIR") from None
+        return cls(work=Path.cwd(), cache=user / ".cache" / "armillary")
+
+    @classmethod
+    def at(cls, path: str | Path) -> Home:
+        """Everything under one folder."""
+        folder = Path(os.path.expanduser(path)).absolute()
+        return cls(work=folder, cache=folder)
+
+    @property
+    def runs(self) -> Path:
+        return self.work / "runs"
+
+    @property
+    def data(self) -> Path:
+        return self.work / "data"
+
+    @property
+    def registry(self) -> Path:
+        return self.work / "registry"
+
+    @property
+    def peaks(self) -> Path:
+        return self.cache / "peaks"
+
+    @property
+    def choices(self) -> Path:
+        return self.cache / "choices"

@@ -1,0 +1,127 @@
+"""Peaks: what a device, its links and its disk were measured to reach, kept in peaks/DEVICE.json.
+
+Lists of points by kind; a point's measured fields are what was found, its other fields say what was tried. Planning
+and diagnosis use them only for the very device they were measured on.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from armillary.errors import BadData, BadInput
+from armillary.store import strict_json
+from armillary.store.atomic import write_json
+from armillary.store.home import Home
+from armillary.store.lock import locked
+
+Point = Mapping[str, Any]
+MEASURED = ("flops", "bytes_per_s", "alpha_s", "seconds")
+"""Fields that hold a result: FLOP/s, bytes/s, start-up seconds of a collective, seconds of one go."""
+KINDS: dict[str, tuple[str, ...]] = {
+    "gemm": ("m", "n", "k", "dtype", "flops"),
+    "copy": ("bytes", "bytes_per_s"),
+    "read": ("bytes", "bytes_per_s"),
+    "collective": ("op", "world", "alpha_s", "bytes_per_s"),
+    "launch": ("seconds",),
+    "host_copy": ("direction", "bytes", "bytes_per_s"),
+    "disk": ("op", "bytes", "bytes_per_s"),
+}
+"""Fields every point of a kind has; further fields (pinned, path, …) and further kinds are kept as they come."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """Measured ceilings of one device."""
+
+    device: str
+    """as the driver names it"""
+    date: str
+    """day of the latest measurement"""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """driver, clocks, library versions: what may explain a difference"""
+    points: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
+    """kind -> points, see KINDS"""
+
+    def best(self, kind: str, measure: str, **where: Any) -> float | None:
+        """The highest `measure` among points that match `where`, or None when nothing was measured."""
+        rows = (point for point in self.points.get(kind, ()) if all(point.get(k) == v for k, v in where.items()))
+        return max((float(point[measure]) for point in rows), default=None)
+
+    def best_gemm(self, dtype: str) -> float | None:
+        """FLOP/s of the fastest matrix multiplication in `dtype`."""
+        return self.best("gemm", "flops", dtype=dtype)
+
+    def best_copy(self) -> float | None:
+        """bytes/s of the fastest copy in device memory."""
+        return self.best("copy", "bytes_per_s")
+
+    def with_points(self, kind: str, points: Iterable[Point]) -> Peaks:
+        """These points added; one that tries the same as an older one replaces it."""
+        rows = {_what_was_tried(point): point for point in self.points.get(kind, ())}
+        for point in points:
+            _check(kind, point, self.device)
+            rows[_what_was_tried(point)] = dict(point)
+        return replace(self, points={**self.points, kind: tuple(rows.values())})
+
+    def merge(self, newer: Peaks) -> Peaks:
+        """Both, the newer where they overlap."""
+        if newer.device != self.device:
+            raise BadInput(f"peaks of {newer.device} do not belong to {self.device}; measure each device by itself")
+        merged = replace(self, date=max(self.date, newer.date), about={**self.about, **newer.about})
+        for kind, points in newer.points.items():
+            merged = merged.with_points(kind, points)
+        return merged
+
+
+def new_peaks(device: str, about: Mapping[str, Any] | None = None) -> Peaks:
+    """Empty, dated today."""
+    return Peaks(device=device, date=time.strftime("%Y-%m-%d"), about=about or {})
+
+
+def load_peaks(home: Home, device: str) -> Peaks | None:
+    """What was measured on exactly this device, or None."""
+    path = peaks_path(home, device)
+    if not path.is_file():
+        return None
+    peaks = _from_json(strict_json.read_table(path), path)
+    return peaks if peaks.device == device else None
+
+
+def save_peaks(home: Home, peaks: Peaks) -> Peaks:
+    """Merge into what is already known of the device."""
+    path = peaks_path(home, peaks.device)
+    with locked(path.with_name(f".{path.name}.lock")):
+        known = load_peaks(home, peaks.device)
+        merged = known.merge(peaks) if known else peaks
+        write_json(path, {"device": merged.device, "date": merged.date, "about": merged.about, **merged.points})
+    return merged
+
+
+def peaks_path(home: Home, device: str) -> Path:
+    """'NVIDIA H200' -> peaks/nvidia-h200.json."""
+    return home.peaks / f"{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+
+
+def _from_json(table: Mapping[str, Any], path: Path) -> Peaks:
+    lists = {kind: points for kind, points in table.items() if isinstance(points, list)}
+    if not isinstance(table.get("device"), str) or not isinstance(table.get("date"), str):
+        raise BadData(f"{path} lacks device or date; delete it and measure again with armillary bench")
+    peaks = Peaks(device=table["device"], date=table["date"], about=table.get("about", {}))
+    for kind, points in lists.items():
+        peaks = peaks.with_points(kind, points)
+    return peaks
+
+
+def _check(kind: str, point: Point, device: str) -> None:
+    lacking = [name for name in KINDS.get(kind, ()) if name not in point] if isinstance(point, Mapping) else ["fields"]
+    if lacking:
+        raise BadData(f"a {kind} point of {device} lacks {', '.join(lacking)}; measure again with armillary bench")
+
+
+def _what_was_tried(point: Point) -> str:
+    return strict_json.dumps({key: point[key] for key in sorted(point) if key not in MEASURED})

@@ -1,0 +1,190 @@
+"""Runs: one folder a run, named like 2026-11-15-quiet-otter and found by that id or by quiet-otter.
+
+    recipe.toml  recipe.json   what was asked, as given and with overrides applied
+    plan.json                  what was predicted
+    state.json  gauges.jsonl   how far it is, and what it measured
+    checkpoints/STEP/          to go on from
+    export/STEP/               Hugging Face folders, for everything else
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from armillary.errors import ArmillaryError, BadInput, NotFound, unknown
+from armillary.spec.fields import to_plain
+from armillary.store import strict_json
+from armillary.store.atomic import Taken, staged_folder, write_json, write_text
+from armillary.store.home import Home
+from armillary.store.names import new_name
+from armillary.store.process import Process
+from armillary.store.run_state import RunState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run's folder."""
+
+    folder: Path
+    """runs/ID"""
+
+    @property
+    def id(self) -> str:
+        return self.folder.name
+
+    @property
+    def name(self) -> str:
+        """The id without its date: quiet-otter."""
+        return _short(self.id)
+
+    @property
+    def state(self) -> RunState:
+        """Read afresh each time."""
+        try:
+            return self._read_state()
+        except ArmillaryError as error:
+            return RunState(state="unreadable", error=str(error))
+
+    def _read_state(self) -> RunState:
+        path = self.folder / "state.json"
+        return RunState.from_json(strict_json.read_table(path), str(path))
+
+    def update(self, **changes: Any) -> RunState:
+        """Change fields of state.json; it is synced to disk, so call it about once a second at most."""
+        state = replace(self._read_state(), **({"updated": time.time()} | changes))
+        write_json(self.folder / "state.json", to_plain(state))
+        return state
+
+    def claim(self) -> RunState:
+        """This process takes the run over, to resume it; refused while another still runs it."""
+        state, me = self.state, Process.this()
+        if state.is_running and (state.pid, state.host) != (me.pid, me.host):
+            raise BadInput(f"run {self.name} is still running (process {state.pid} on {state.host}); stop it first")
+        return self.update(state="running", error="", pid=me.pid, born=me.born, host=me.host)
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The recipe with its overrides applied."""
+        return dict(strict_json.read_table(self.folder / "recipe.json")["recipe"])
+
+    @property
+    def overrides(self) -> list[str]:
+        """The `--set` texts it was started with."""
+        return list(strict_json.read_table(self.folder / "recipe.json")["overrides"])
+
+    @property
+    def plan(self) -> Path:
+        return self.folder / "plan.json"
+
+    @property
+    def gauges(self) -> Path:
+        return self.folder / "gauges.jsonl"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / str(step)
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps that have a finished checkpoint, in order."""
+        return _steps(self.folder / "checkpoints")
+
+    def export(self, step: int) -> Path:
+        return self.folder / "export" / str(step)
+
+    def latest_export(self) -> Path | None:
+        """The newest Hugging Face folder, or None before the first."""
+        done = [step for step in _steps(self.folder / "export") if (self.export(step) / "config.json").is_file()]
+        return self.export(done[-1]) if done else None
+
+
+def create_run(
+    home: Home,
+    recipe: Mapping[str, Any],
+    *,
+    text: str = "",
+    overrides: Sequence[str] = (),
+    plan: object = None,
+    model: str = "",
+    steps: int | None = None,
+) -> Run:
+    """A new run folder, whole at once: recipe (and `text`, the file as given), plan (a Plan or its table), state."""
+    while True:
+        names = {_short(path.name) for path in _folders(home)}
+        folder = home.runs / f"{time.strftime('%Y-%m-%d')}-{new_name(names)}"
+        try:
+            with staged_folder(folder) as partial:
+                _fill(partial, recipe, text, overrides, plan, RunState.new(model=model, steps=steps))
+            return Run(folder=folder)
+        except Taken:
+            continue  # another process drew the same name in the same moment
+
+
+def _fill(
+    folder: Path,
+    recipe: Mapping[str, Any],
+    text: str,
+    overrides: Sequence[str],
+    plan: object,
+    state: RunState,
+) -> None:
+    write_json(folder / "recipe.json", {"overrides": list(overrides), "recipe": to_plain(recipe)})
+    write_json(folder / "state.json", to_plain(state))
+    if text:
+        write_text(folder / "recipe.toml", text)
+    if plan is not None:
+        write_json(folder / "plan.json", to_plain(plan))
+    for name in ("checkpoints", "export"):
+        (folder / name).mkdir()
+
+
+def list_runs(home: Home) -> list[Run]:
+    """Every run, newest first."""
+    runs = [Run(folder=folder) for folder in _folders(home)]
+    return sorted(runs, key=lambda run: (run.state.started, run.id), reverse=True)
+
+
+def find_run(home: Home, name: str) -> Run:
+    """A run by id, by short name (the newest wins) or by the path of its folder."""
+    path = Path(os.path.expanduser(name))
+    if is_run_folder(path):
+        return Run(folder=path.absolute())
+    runs = list_runs(home)
+    for run in runs:
+        if name in (run.id, run.name):
+            return run
+    if not runs:
+        raise NotFound(f"no run '{name}': there is none in {home.runs} yet; armillary train starts one")
+    raise unknown("run", name, run_names(runs), where=f"armillary runs lists {len(runs)}")
+
+
+def run_names(runs: Sequence[Run]) -> list[str]:
+    """What find_run answers to."""
+    return [name for run in runs for name in (run.name, run.id)]
+
+
+def is_run_folder(path: Path) -> bool:
+    # os.path answers False where Path would raise, as for a name too long to be one
+    return all(os.path.isfile(path / name) for name in ("state.json", "recipe.json"))
+
+
+def _folders(home: Home) -> list[Path]:
+    if not home.runs.is_dir():
+        return []
+    return [path for path in home.runs.iterdir() if not path.name.startswith(".") and is_run_folder(path)]
+
+
+def _short(run_id: str) -> str:
+    dated = re.fullmatch(r"\d{4}-\d\d-\d\d-(.+)", run_id)
+    return dated.group(1) if dated else run_id
+
+
+def _steps(folder: Path) -> list[int]:
+    """Numbered subfolders in order; partial ones have hidden names."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())

@@ -1,0 +1,91 @@
+"""The index of a folder of token shards: what is in each file, and what it was made from.
+
+`index.json` is written last; a folder without it is not token data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from armillary.errors import BadData, BadInput, NotFound
+from armillary.spec.fields import build, to_plain
+from armillary.store import atomic, strict_json
+
+VERSION = 1
+NAME = "index.json"
+
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Two files: token ids one after another, and where each document starts."""
+
+    file: str
+    """ids, relative to the folder; the offsets are beside it, with suffix .idx"""
+    tokens: int
+    """ids in it"""
+    documents: int
+    """documents in it; none continues in another shard"""
+    sha256: str
+    """of the ids"""
+    offsets_sha256: str
+    """of the offsets: documents + 1 numbers (uint64), the last one being the number of tokens"""
+
+    @property
+    def offsets_file(self) -> str:
+        return str(Path(self.file).with_suffix(".idx"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """Everything about a folder of shards but the ids."""
+
+    version: int = VERSION
+    """of this format"""
+    dtype: Literal["uint16", "uint32"]
+    """of an id, little endian: the smaller one where the vocabulary fits"""
+    vocab: int
+    """ids are below this"""
+    tokenizer_sha256: str
+    """of tokenizer/tokenizer.json"""
+    splits: Mapping[str, tuple[Shard, ...]]
+    """train and validation"""
+    text_bytes: int
+    """size of the text in UTF-8"""
+    num_skipped: int
+    """files that could not be read as text"""
+    skipped: tuple[str, ...] = ()
+    """the first of them, with the reason"""
+    made_from: Mapping[str, Any]
+    """source and settings: the same ones need not be prepared again"""
+
+    def num_tokens(self, split: Split) -> int:
+        return sum(shard.tokens for shard in self.splits[split])
+
+    def num_documents(self, split: Split) -> int:
+        return sum(shard.documents for shard in self.splits[split])
+
+    def write(self, folder: Path) -> None:
+        atomic.write_json(folder / NAME, to_plain(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> Index:
+        """The index of a folder, checked for version and shape."""
+        if not (folder / NAME).is_file():
+            raise NotFound(f"no token data in {folder}; make it with: armillary data prepare SOURCE --out {folder}")
+        table = strict_json.read_table(folder / NAME)
+        if table.get("version") != VERSION:
+            found = table.get("version")
+            raise BadData(f"{folder} has token format {found}, this program reads {VERSION}; prepare the data again")
+        try:
+            index = build(cls, table, NAME)
+        except BadInput as error:
+            raise BadData(f"{folder / NAME} is damaged ({error}); prepare the data again") from None
+        if set(index.splits) != set(SPLITS):
+            raise BadData(f"{folder / NAME} is damaged (splits {sorted(index.splits)}); prepare the data again")
+        return index

@@ -1,0 +1,107 @@
+"""A first look over a corpus: how much there is, which documents are held out, and a sample to train a tokenizer on.
+
+All of it depends on what the documents say, not on their order or the files they are in, and memory stays bounded.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from armillary.errors import BadData
+from armillary.training.data.corpus import Corpus
+from armillary.training.data.readers import Document, Skipped
+
+Progress = Callable[[int, int, str], None]
+"""called with (done, total, what): bytes of text, and the stage in a few words"""
+
+_TOP = 2**64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What one pass over a corpus found."""
+
+    num_documents: int
+    """texts that are not blank"""
+    text_bytes: int
+    """their size in UTF-8"""
+    skipped: tuple[Skipped, ...]
+    """files left out"""
+    sample: tuple[str, ...]
+    """documents with the smallest hashes, up to a number of bytes"""
+    held_out_below: int
+    """a document is held out when its hash is below this"""
+    seed: int
+    """of the hash"""
+
+    def is_held_out(self, document: Document) -> bool:
+        return text_hash(document.text, self.seed) < self.held_out_below
+
+
+def text_hash(text: str, seed: int) -> int:
+    """64 bits that depend on the text and the seed only: copies of a document always land in the same split."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8, key=seed.to_bytes(8, "big")).digest(), "big")
+
+
+def survey(corpus: Corpus, *, held_out: float, seed: int, sample_bytes: int, progress: Progress) -> Survey:
+    """Read the corpus once. A corpus without a single document is an error."""
+    skipped: list[Skipped] = []
+    sample = Sample(sample_bytes)
+    count, size, total = 0, 0, corpus.num_bytes
+    lowest, highest = _TOP, -1
+    for item in corpus.documents():
+        if isinstance(item, Skipped):
+            skipped.append(item)
+            continue
+        number, length = text_hash(item.text, seed), len(item.text.encode())
+        lowest, highest = min(lowest, number), max(highest, number)
+        sample.add(number, item.text, length)
+        count, size = count + 1, size + length
+        progress(min(size, total), total, "reading")
+    if not count:
+        raise BadData(f"{corpus.source} holds no text{_said(skipped)}; give other files")
+    return Survey(
+        num_documents=count,
+        text_bytes=size,
+        skipped=tuple(skipped),
+        sample=sample.texts(),
+        held_out_below=_held_out_below(held_out, lowest, highest),
+        seed=seed,
+    )
+
+
+def _held_out_below(held_out: float, lowest: int, highest: int) -> int:
+    """The fraction as a hash; at least one document is held out, and at least one is not, where there are two."""
+    if held_out == 0 or lowest == highest:
+        return 0
+    return min(max(int(held_out * _TOP), lowest + 1), highest)
+
+
+def _said(skipped: list[Skipped]) -> str:
+    if not skipped:
+        return ""
+    first = skipped[0]
+    return f" ({len(skipped)} skipped: {first.origin} is {first.why}{', …' if len(skipped) > 1 else ''})"
+
+
+class Sample:
+    """The documents with the smallest hashes that fit into `limit` bytes: random, yet independent of their order."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._size = 0
+        self._heap: list[tuple[int, int, str]] = []
+
+    def add(self, number: int, text: str, length: int) -> None:
+        if not self._limit or (self._heap and self._size >= self._limit and number >= -self._heap[0][0]):
+            return
+        heapq.heappush(self._heap, (-number, length, text))
+        self._size += length
+        while len(self._heap) > 1 and self._size - self._heap[0][1] >= self._limit:
+            self._size -= heapq.heappop(self._heap)[1]
+
+    def texts(self) -> tuple[str, ...]:
+        return tuple(text for _, _, text in sorted(self._heap, reverse=True))
