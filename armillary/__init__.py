@@ -1,0 +1,66 @@
+"""Armillary plans, trains, serves and diagnoses transformer models.
+
+The names below are the verbs of the command line and their nouns; each is loaded when it is first used, so that
+`import armillary` is quick and needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from armillary.errors import ArmillaryError as ArmillaryError
+    from armillary.model.generate import generate as generate
+    from armillary.model.weights import load_model as load_model
+    from armillary.model.weights import save_model as save_model
+    from armillary.profiling.doctor import doctor as doctor
+    from armillary.profiling.machine import here as here
+    from armillary.profiling.machine import machine as machine
+    from armillary.spec.catalogue import chips as chips
+    from armillary.spec.catalogue import cluster as hardware
+    from armillary.spec.catalogue import models as models
+    from armillary.spec.model import ModelConfig as ModelConfig
+    from armillary.store.home import Home as Home
+    from armillary.store.runs import list_runs as runs
+    from armillary.store.source import resolve_model as resolve_model
+    from armillary.training.data.prepare import prepare as prepare
+    from armillary.training.loop import train as train
+
+__version__ = "0.1.0"
+
+# name -> module:attribute. A subpackage's name (model, cluster) cannot be used: importing it would take its place.
+_API = {
+    "ArmillaryError": "armillary.errors:ArmillaryError",
+    "Home": "armillary.store.home:Home",
+    "ModelConfig": "armillary.spec.model:ModelConfig",
+    "chips": "armillary.spec.catalogue:chips",
+    "doctor": "armillary.profiling.doctor:doctor",
+    "generate": "armillary.model.generate:generate",
+    "hardware": "armillary.spec.catalogue:cluster",
+    "here": "armillary.profiling.machine:here",
+    "load_model": "armillary.model.weights:load_model",
+    "machine": "armillary.profiling.machine:machine",
+    "models": "armillary.spec.catalogue:models",
+    "prepare": "armillary.training.data.prepare:prepare",
+    "resolve_model": "armillary.store.source:resolve_model",
+    "runs": "armillary.store.runs:list_runs",
+    "save_model": "armillary.model.weights:save_model",
+    "train": "armillary.training.loop:train",
+}
+
+__all__ = [
+    "ArmillaryError", "Home", "ModelConfig", "__version__", "chips", "doctor", "generate", "hardware", "here",
+    "load_model", "machine", "models", "prepare", "resolve_model", "runs", "save_model", "train",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _API:
+        raise AttributeError(f"module 'armillary' has no attribute '{name}'")
+    module, attribute = _API[name].split(":")
+    return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -15,8 +15,8 @@ from typing import Any
 
 from armillary.errors import BadInput, NotFound, nearest
 from armillary.spec.fields import build
-from armillary.spec.hardware import Chip, Cluster, Link, Node, Price, Storage, Tier
-from armillary.spec.model import LayerKind, ModelConfig
+from armillary.spec.hardware import DTYPES, Chip, Cluster, Link, Node, Price, Storage, Tier
+from armillary.spec.model import ModelConfig
 
 _HERE = Path(__file__).parent
 _PATTERN_KEYS = ("num_layers", "attention_pattern", "dense_first", "moe_every", "nope_every")
@@ -105,6 +105,10 @@ def layer_kinds(
 # --- hardware
 
 
+# bf16_flops -> bf16, int8_ops -> int8: no other key is a peak, so a misspelt one is refused
+_PEAKS = {f"{dtype}_{'ops' if dtype.startswith('int') else 'flops'}": dtype for dtype in DTYPES}
+
+
 @cache
 def chips() -> dict[str, Chip]:
     return {name: _chip(name, fields) for name, fields in _toml("hardware.toml")["chip"].items()}
@@ -114,9 +118,9 @@ def _chip(name: str, fields: Mapping[str, Any]) -> Chip:
     """TOML writes peaks as bf16_flops, sparse_fp8_flops …; the dataclass keeps them in mappings."""
     values: dict[str, Any] = {"name": name, "flops": {}, "sparse_flops": {}}
     for key, value in fields.items():
-        peak = re.fullmatch(r"(sparse_)?(\w+?)_(?:fl)?ops", key)
-        if peak:
-            values["sparse_flops" if peak.group(1) else "flops"][peak.group(2)] = value
+        dtype = _PEAKS.get(key.removeprefix("sparse_"))
+        if dtype:
+            values["sparse_flops" if key.startswith("sparse_") else "flops"][dtype] = value
         else:
             values[key] = value
     return build(Chip, values, f"chip.{name}")
@@ -139,7 +143,10 @@ def storages() -> dict[str, Storage]:
 
 @cache
 def prices() -> tuple[Price, ...]:
-    return tuple(build(Price, row, f"price[{i}]") for i, row in enumerate(_toml("hardware.toml")["price"]))
+    """Hourly prices; date and source stand once, above the rows."""
+    table = _toml("hardware.toml")["prices"]
+    common = {"date": table["date"], "source": table["source"]}
+    return tuple(build(Price, common | row, f"prices.rows[{i}]") for i, row in enumerate(table["rows"]))
 
 
 def _rows(kind: str, cls: type[Any]) -> dict[str, Any]:
@@ -151,13 +158,13 @@ def chip(name: str) -> Chip:
     """One chip, by name or alias."""
     found = _find(name, _toml("hardware.toml")["chip"])
     if found is None:
-        raise _no_such("chip", name, chips(), "armillary hardware")
+        raise _no_such("chip", name, _toml("hardware.toml")["chip"], "armillary hardware")
     return chips()[found]
 
 
 def link(name: str) -> Link:
     if name not in links():
-        raise _no_such("link", name, links(), "armillary hardware --links")
+        raise _no_such("link", name, _toml("hardware.toml")["link"], "armillary hardware --links")
     return links()[name]
 
 
@@ -166,50 +173,55 @@ def cluster(text: str) -> Cluster:
     name, count = _split(text)
     tables = _toml("hardware.toml")
     node_name, chip_name = _find(name, tables["node"]), _find(name, tables["chip"])
+    if not node_name and not chip_name:
+        raise _no_such("hardware", name, tables["chip"] | tables["node"], "armillary hardware")
     if count < 1:
         raise BadInput(f"'{text}' has {count} devices; write at least one, like {name}x8")
     if node_name:
         return _of_nodes(text, nodes()[node_name], count)
-    if chip_name:
-        return _of_chips(text, chips()[chip_name], count)
-    raise _no_such("hardware", name, [*tables["chip"], *tables["node"]], "armillary hardware")
+    return _of_chips(text, chip(name), count)
 
 
 def _split(text: str) -> tuple[str, int]:
-    tables = _toml("hardware.toml")
+    """'h100x64' -> ('h100', 64); a name that ends in x and digits of its own (mi300x) is tried whole first."""
+    text, tables = text.strip().lower(), _toml("hardware.toml")
     if _find(text, tables["chip"]) or _find(text, tables["node"]):
         return text, 1
-    match = re.fullmatch(r"(.+)x(-?\d+)", text.strip())
-    return (match.group(1), int(match.group(2))) if match else (text.strip(), 1)
+    match = re.fullmatch(r"(.+)x(-?\d+)", text)
+    return (match.group(1), int(match.group(2))) if match else (text, 1)
 
 
 def _of_nodes(text: str, node: Node, count: int) -> Cluster:
-    """`count` nodes; those that share a scale-up domain (NVL72) make up the inner tier together."""
+    """`count` nodes; those that share a scale-up domain (NVL72, a TPU pod) make up the inner tier together."""
     per_domain = min(node.domain, count)
     if count % per_domain:
-        raise BadInput(
-            f"'{text}': {count} nodes do not fill domains of {per_domain}; try {node.name}x{count - count % per_domain}"
-        )
+        raise _unfilled(text, count, per_domain, f"{node.title} domains of {per_domain} nodes")
     inner = Tier(link=link(node.link), count=node.num_chips * per_domain, shape=node.shape)
-    outer = Tier(link=link(node.network), count=count // per_domain)
+    outer = Tier(link=link(node.network), count=count // per_domain, oversubscription=node.oversubscription)
     return Cluster(name=text, chip=chips()[node.chip], tiers=_only_real((inner, outer)), node=node)
 
 
 def _of_chips(text: str, chip: Chip, count: int) -> Cluster:
+    """`count` chips in the chip's default node; more than one domain of them must fill whole domains."""
     if count == 1:
         return Cluster(name=text, chip=chip, node=nodes().get(chip.node))
     if not chip.node:
         raise BadInput(f"{chip.name} has no default node; describe the tiers in [hardware]")
     node = nodes()[chip.node]
     per_domain = node.num_chips * node.domain
-    if count <= per_domain:
-        return Cluster(
-            name=text, chip=chip, tiers=(Tier(link=link(node.link), count=count, shape=node.shape),), node=node
-        )
-    if count % per_domain:
-        near = max(per_domain, count - count % per_domain)
-        raise BadInput(f"{count} × {chip.name} do not fill {node.name} nodes of {per_domain}; try {chip.name}x{near}")
-    return _of_nodes(text, node, count // node.num_chips)
+    if count > per_domain and count % per_domain:
+        unit = "nodes" if node.domain == 1 else "domains"
+        raise _unfilled(text, count, per_domain, f"{node.title} {unit} of {per_domain}")
+    if count > per_domain:
+        return _of_nodes(text, node, count // node.num_chips)
+    tier = Tier(link=link(node.link), count=count, shape=node.shape)
+    return Cluster(name=text, chip=chip, tiers=(tier,), node=node)
+
+
+def _unfilled(text: str, count: int, size: int, what: str) -> BadInput:
+    """The two nearest sizes that would do, under the name the user wrote."""
+    name, below = _split(text)[0], count - count % size
+    return BadInput(f"'{text}': {count} do not fill {what}; try {name}x{below} or {name}x{below + size}")
 
 
 def _only_real(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
@@ -227,9 +239,10 @@ def _find(name: str, table: Mapping[str, Mapping[str, Any]]) -> str | None:
     return next((key for key, row in table.items() if wanted in row.get("aliases", ())), None)
 
 
-def _no_such(kind: str, name: str, options: Any, verb: str) -> NotFound:
-    guess = nearest(name, options)
-    hint = f"did you mean {guess}? ({verb} lists {len(options)})" if guess else f"{verb} lists {len(options)}"
+def _no_such(kind: str, name: str, table: Mapping[str, Mapping[str, Any]], verb: str) -> NotFound:
+    """A NotFound with the nearest name or alias."""
+    guess = nearest(name, [*table, *(alias for row in table.values() for alias in row.get("aliases", ()))])
+    hint = f"did you mean {guess}? ({verb} lists {len(table)})" if guess else f"{verb} lists {len(table)}"
     return NotFound(f"no {kind} '{name}'; {hint}")
 
 

@@ -12,6 +12,7 @@ import textwrap
 import types
 from collections.abc import Mapping
 from functools import cache
+from itertools import pairwise
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from armillary.errors import BadInput, nearest
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """`cls(**values)` with every key known and every value of the annotated type."""
-    hints = _hints(cls)
+    hints: dict[str, Any] = _hints(cls)  # type: ignore[arg-type]
     for key in values:
         if key not in hints:
             raise unknown_key(key, hints, where)
@@ -53,15 +54,21 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         return _convert_literal(get_args(hint), value, where)
     if origin is tuple:
-        items = value.strip("[]").split(",") if isinstance(value, str) else value
+        items = _split(value) if isinstance(value, str) else value
         if not isinstance(items, list | tuple):
-            raise BadInput(f"{where} wants a list, not {value!r}")
-        return tuple(convert(get_args(hint)[0], item, where) for item in items if item != "")
+            raise BadInput(f"{where} wants a list, not {value!r}; write it like [1, 2]")
+        return tuple(convert(get_args(hint)[0], item, where) for item in items)
     if origin in (dict, Mapping):
         return _convert_mapping(hint, value, where)
     if dataclasses.is_dataclass(hint):
         return _convert_table(hint, value, where)
     return _convert_scalar(hint, value, where)
+
+
+def _split(text: str) -> list[str]:
+    """'[a, "b"]' and 'a,b' alike."""
+    parts = [part.strip().strip("\"'") for part in text.strip().strip("[]").split(",")]
+    return [part for part in parts if part]
 
 
 def _convert_union(hint: Any, value: Any, where: str) -> Any:
@@ -106,7 +113,7 @@ def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
         return value
     try:
         converted = _CONVERTERS[hint](value)
-    except (ValueError, TypeError, BadInput):
+    except (ValueError, TypeError, OverflowError, BadInput):
         raise BadInput(f"{where}={value!r} is not {_PLAIN[hint]}") from None
     return converted
 
@@ -135,7 +142,12 @@ def _strict(kind: type[T], value: Any) -> T:
 
 
 _CONVERTERS: dict[Any, Any] = {bool: _to_bool, int: _to_int, float: _to_float, str: lambda v: _strict(str, v)}
-_PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_PLAIN = {
+    bool: "yes or no; write true or false",
+    int: "a whole number; write one like 8 or 16M",
+    float: "a number; write one like 0.5",
+    str: "text; put it in quotes",
+}
 
 
 @cache
@@ -143,14 +155,13 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-@cache
 def help_of(cls: type[Any]) -> dict[str, str]:
     """Field name -> the docstring under it."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     assert isinstance(tree.body[0], ast.ClassDef)
     found: dict[str, str] = {}
     body = tree.body[0].body
-    for item, after in zip(body, body[1:], strict=False):
+    for item, after in pairwise(body):
         is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and is_text:
             found[item.target.id] = str(ast.literal_eval(after.value))  # type: ignore[attr-defined]

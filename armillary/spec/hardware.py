@@ -56,7 +56,7 @@ class Chip:
     frameworks: tuple[str, ...] = ()
     """software that runs on it"""
     precisions: tuple[str, ...] = ()
-    """number formats its matrix units take"""
+    """number formats it computes in (a superset of the peaks: a rate may be unpublished)"""
     list_price_usd: float | None = None
     """reported purchase price of one"""
     aliases: tuple[str, ...] = ()
@@ -109,19 +109,23 @@ class Node:
     link: str
     """between its chips (a name in [link]; the host link where they share no other)"""
     network: str
-    """one chip's share of the way to other nodes (a name in [link])"""
+    """one link of the way to other nodes (a name in [link]); a chip has its own unless oversubscribed"""
     shape: Literal["switch", "torus", "mesh"] = "switch"
     """how its chips are joined"""
     domain: int = 1
-    """how many such nodes share one scale-up domain (NVL72: 18 trays of 4)"""
+    """how many such nodes share one scale-up domain (NVL72: 18 trays of 4; a TPU pod: its hosts)"""
+    oversubscription: float = 1.0
+    """chips that share one `network` link (p4d: 8 GPUs on 4 cards = 2)"""
     cpu_cores: int | None = None
-    """host cores"""
+    """host cores (vCPUs of a rented machine)"""
     memory_bytes: float | None = None
     """host memory"""
     storage: str = ""
     """local storage (a name in [storage])"""
+    num_drives: int = 1
+    """how many of them, read and written together"""
     storage_bytes: float | None = None
-    """size of it"""
+    """size of all of them"""
     power_w: float | None = None
     """maximum draw of the whole node"""
     list_price_usd: float | None = None
@@ -221,11 +225,13 @@ class Cluster:
 
     def tier_spanning(self, num_devices: int) -> Tier | None:
         """The innermost tier that holds `num_devices` neighbours: the slowest link they cross."""
+        if num_devices <= 1:
+            return None
         reach = 1
         for tier in self.tiers:
             reach *= tier.count
             if num_devices <= reach:
-                return tier if num_devices > 1 else None
+                return tier
         raise BadInput(f"{num_devices} devices are more than the {self.num_devices} of {self.name}")
 
     def text(self) -> str:

@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from armillary.errors import ArmillaryError, BadData, BadInput
+from armillary.errors import ArmillaryError, BadData
 from armillary.model.attend import Attend, packed, plain
 from armillary.model.device import pick_device
 from armillary.model.transformer import Transformer, build
 from armillary.model.weights import load_model, save_model
+from armillary.spec.model import ModelConfig
 from armillary.spec.plan import Plan
 from armillary.store.gauges import GaugeWriter
 from armillary.store.runs import Run
@@ -57,18 +58,26 @@ class Trained:
 
 
 def train(
-    plan: Plan, run: Run, data: Path, *, weights: Path | None = None, device: str | None = None, watch: Watch | None = None
+    plan: Plan,
+    run: Run,
+    data: Path,
+    *,
+    weights: Path | None = None,
+    device: str | None = None,
+    watch: Watch | None = None,
 ) -> Trained:
     """Train `plan.model` on the shards in `data`, from `weights` (a Hugging Face folder) or from scratch."""
     refuse_unsupported(plan)
+    job = plan.train
+    assert job is not None
     trainer = Trainer(plan, data, weights=weights, device=pick_device(device))
     report, step, stopped = None, 0, False
     try:
         with GaugeWriter(run.gauges) as gauges, StopRequest() as stop:
-            for step in range(plan.train.steps):
+            for step in range(job.steps):
                 report = trainer.step(step)
-                stopped = stop.asked and step + 1 < plan.train.steps
-                _record(report, gauges, run, plan.train.log_every, last=stopped or step + 1 == plan.train.steps)
+                stopped = stop.asked and step + 1 < job.steps
+                _record(report, gauges, run, job.log_every, last=stopped or step + 1 == job.steps)
                 if watch:
                     watch(report)
                 if stopped:
@@ -80,7 +89,12 @@ def train(
         raise
     run.update(state="interrupted" if stopped else "finished", step=step + 1, loss=report.gauges["loss"])
     return Trained(
-        run=run, steps=step + 1, finished=not stopped, loss=report.gauges["loss"], val_loss=trainer.val_loss, export=export
+        run=run,
+        steps=step + 1,
+        finished=not stopped,
+        loss=report.gauges["loss"],
+        val_loss=trainer.val_loss,
+        export=export,
     )
 
 
@@ -96,19 +110,33 @@ class Trainer:
     """Model, optimiser and data of one run; `step(n)` does everything of step n."""
 
     def __init__(self, plan: Plan, data: Path, *, weights: Path | None, device: torch.device) -> None:
+        assert plan.train is not None and plan.data is not None
         self.job, self.layout, self.device = plan.train, plan.layout, device
         shards = TokenShards.open(data, "train")
         self.validation = TokenShards.open(data, "validation")
         self.tokenizer_folder = shards.tokenizer_folder
-        _check_data(plan, shards, data)
+        _check_data(plan.model, shards, data)
         if self.job.deterministic:
             torch.use_deterministic_algorithms(True)
         rows = self.job.batch_tokens // self.job.sequence
         self.batches = Batches(shards=shards, sequence=self.job.sequence, batch=rows, seed=plan.data.seed)
-        self.model = _model(plan, weights, device)
+        self.model = self._start(plan.model, weights)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.optimizer = make_optimizer(self.model, self.job)
         self.val_loss: float | None = None
+
+    def _start(self, config: ModelConfig, weights: Path | None) -> Transformer:
+        """The model in fp32, the precision of the weights that are stepped."""
+        if weights is not None:
+            model = load_model(weights, dtype=torch.float32, device=self.device)
+        else:
+            model = build(config, dtype=torch.float32, device=self.device, seed=self.job.seed)
+        if self.layout.precision == "tf32":
+            torch.set_float32_matmul_precision("high")
+        if self.job.compile:
+            for block in model.blocks.values():
+                block.compile()
+        return model.train()
 
     def step(self, step: int) -> StepReport:
         begin = time.perf_counter()
@@ -171,20 +199,6 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16)
 
 
-def _model(plan: Plan, weights: Path | None, device: torch.device) -> Transformer:
-    """In fp32, the precision of the weights that are stepped."""
-    if weights is not None:
-        model = load_model(weights, dtype=torch.float32, device=device)
-    else:
-        model = build(plan.model, dtype=torch.float32, device=device, seed=plan.train.seed)
-    if plan.layout.precision == "tf32":
-        torch.set_float32_matmul_precision("high")
-    if plan.train.compile:
-        for block in model.blocks.values():
-            block.compile()
-    return model.train()
-
-
 def _attend(batch: Batch, documents_BT: Tensor) -> Attend:
     """Plain where every row is one document, which is quicker than a mask."""
     return plain if not batch.documents_BT.any() else packed(documents_BT)
@@ -195,15 +209,10 @@ def _micro_batches(batch: Batch, rows: int) -> list[Batch]:
     return [batch.rows(start, min(start + rows, count)) for start in range(0, count, rows)]
 
 
-def _check_data(plan: Plan, shards: TokenShards, data: Path) -> None:
-    if shards.index.vocab > plan.model.vocab:
-        need = f"{data} has token ids up to {shards.index.vocab - 1}, beyond the model's vocabulary of {plan.model.vocab}"
-        raise BadData(f"{need}; prepare it with --vocab {plan.model.vocab}, or --set model.vocab={shards.index.vocab}")
-    if plan.train.sequence > plan.model.context:
-        raise BadInput(
-            f"train.sequence={plan.train.sequence} exceeds the context of {plan.model.context}; "
-            f"try --set train.sequence={plan.model.context}"
-        )
+def _check_data(config: ModelConfig, shards: TokenShards, data: Path) -> None:
+    if shards.index.vocab > config.vocab:
+        need = f"{data} has token ids up to {shards.index.vocab - 1}, beyond the model's vocabulary of {config.vocab}"
+        raise BadData(f"{need}; prepare it with --vocab {config.vocab}, or --set model.vocab={shards.index.vocab}")
 
 
 def _refuse_nan(step: int, measured: dict[str, float]) -> None:

@@ -21,7 +21,9 @@ def make_optimizer(model: nn.Module, job: TrainJob) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": job.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=job.betas, eps=job.eps, fused=True)
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=0.0, betas=job.betas, eps=job.eps, fused=True
+    )
 
 
 def learning_rate(job: TrainJob, step: int, num_parameters: int) -> float:

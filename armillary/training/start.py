@@ -5,12 +5,15 @@ Nothing is written before every check has passed. The plan's predictions are han
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from armillary.errors import BadRecipe
 from armillary.profiling.machine import here
+from armillary.spec.fields import to_plain
 from armillary.spec.layout_rules import check_layout
 from armillary.spec.model import ModelConfig
 from armillary.spec.plan import Plan
@@ -18,7 +21,7 @@ from armillary.spec.recipe import Recipe, check_recipe, load_recipe, to_dict
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
 from armillary.store.source import ModelSource, resolve_model
-from armillary.training.data.prepare import Prepared, prepare
+from armillary.training.data.prepare import Prepared, folder_name, prepare
 from armillary.training.data.survey import Progress
 from armillary.training.loop import Trained, Watch, train
 from armillary.training.supported import refuse_unsupported
@@ -41,10 +44,13 @@ class Start:
     @property
     def data_folder(self) -> Path:
         data = self.recipe.data
-        if data.path:
-            return Path(data.path)
-        stem = Path(data.source).name or data.source
-        return self.home.data / f"{stem}-{self._tokenizer.name if self._tokenizer else self._vocab}"
+        return Path(data.path) if data.path else self.home.data / folder_name(data.source, **self._settings)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        data = self.recipe.data
+        chosen: dict[str, Any] = {"vocab": self._vocab, "tokenizer": self._tokenizer}
+        return chosen | {"key": data.key, "held_out": data.held_out, "seed": data.seed}
 
     @property
     def _tokenizer(self) -> Path | None:
@@ -59,18 +65,10 @@ class Start:
         return self.recipe.data.vocab or self.plan.model.vocab
 
     def prepare(self, progress: Progress = lambda done, total, what: None) -> Prepared:
-        """The recipe's text as shards, made now or earlier."""
+        """The recipe's text as shards, made now or earlier. A folder that the store named is made anew when the text
+        has changed; one that a person named is left alone."""
         data = self.recipe.data
-        return prepare(
-            data.source,
-            self.data_folder,
-            vocab=self._vocab,
-            tokenizer=self._tokenizer,
-            key=data.key,
-            held_out=data.held_out,
-            seed=data.seed,
-            progress=progress,
-        )
+        return prepare(data.source, self.data_folder, **self._settings, overwrite=not data.path, progress=progress)
 
     def create_run(self, *, text: str = "", overrides: Sequence[str] = ()) -> Run:
         """The run's folder with recipe and plan; `text` is the recipe file as it was given."""
@@ -79,9 +77,9 @@ class Start:
             to_dict(self.recipe),
             text=text,
             overrides=overrides,
-            plan=self.plan.to_dict(),
+            plan=to_plain(self.plan),
             model=self.plan.model.name,
-            steps=self.plan.train.steps,
+            steps=self.recipe.train.steps,
         )
 
 
@@ -99,7 +97,16 @@ def start(recipe: Recipe, home: Home, source: ModelSource, *, predict: Predict |
         recipe.layout, config, sequence=recipe.train.sequence, batch_tokens=recipe.train.batch_tokens, for_training=True
     )
     predicted = dict(predict(recipe, config)) if predict else {}
-    plan = Plan.of(recipe, config, cluster, predicted=predicted)
+    plan = Plan(
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        recipe=to_dict(recipe),
+        model=config,
+        cluster=cluster,
+        layout=recipe.layout,
+        train=recipe.train,
+        data=recipe.data,
+        predicted=predicted,
+    )
     refuse_unsupported(plan)
     return Start(recipe=recipe, plan=plan, source=source, home=home)
 
@@ -118,4 +125,6 @@ def train_recipe(
     source = resolve_model(ready.model.source, home, need_weights=False)
     begun = start(ready, home, source)
     data = begun.prepare().folder
-    return train(begun.plan, begun.create_run(overrides=overrides), data, weights=begun.weights, device=device, watch=watch)
+    return train(
+        begun.plan, begun.create_run(overrides=overrides), data, weights=begun.weights, device=device, watch=watch
+    )

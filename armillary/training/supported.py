@@ -20,6 +20,8 @@ def refuse_unsupported(plan: Plan) -> None:
             raise BadLayout(f"the trainer cannot do layout.{name}={given} yet; try --set layout.{name}={value}")
     if layout.precision not in ("fp32", "tf32", "bf16"):
         raise BadLayout(f"the trainer cannot do {layout.precision} yet; try --set layout.precision=bf16")
+    if plan.train is None or plan.data is None:
+        raise BadRecipe("this plan is not for training; plan it with --for train")
     if plan.train.save_every:
         raise BadRecipe("the trainer saves at the end and on Ctrl-C only; try --set train.save_every=0")
     if plan.data.workers:

@@ -5,10 +5,12 @@ Two passes stream the text: one surveys it (sizes, held-out documents, a sample 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,6 +92,25 @@ def prepare(
         with staged_folder(out, overwrite=overwrite) as folder:
             index = _make(corpus, folder, given, vocab, wanted, progress)
     return Prepared(folder=out, index=index, reused=reused, seconds=time.monotonic() - begin)
+
+
+def folder_name(
+    source: str | Path,
+    *,
+    vocab: int = 8192,
+    tokenizer: str | Path | None = None,
+    key: str = "text",
+    held_out: float = 0.01,
+    seed: int = 0,
+) -> str:
+    """A name for the shards of a source: readable, and different where the settings are."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(source).name).strip("-.") or "text"
+    name = f"{stem}-{Path(tokenizer).name if tokenizer else vocab}"
+    if (str(source), tokenizer, key, held_out, seed) == ("stdlib", None, "text", 0.01, 0):
+        return name
+    where = "stdlib" if str(source) == "stdlib" else str(Path(source).absolute())
+    settings = [where, str(Path(tokenizer).absolute()) if tokenizer else vocab, key, held_out, seed]
+    return f"{name}-{blake2b(repr(settings).encode(), digest_size=3).hexdigest()}"
 
 
 def _check(vocab: int, held_out: float, seed: int) -> None:

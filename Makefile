@@ -1,0 +1,85 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv first, once.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+BIN := .venv/bin
+KEY := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+READY := .venv/.ready-$(KEY)
+PEERS_READY := .venv-peers/.ready-$(KEY)
+
+# Held for every pip call, also those made inside builds: nothing may bring another torch.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test test-all test-gpu peers lint sizes docs setup clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
+
+demo: $(READY) ## the main job, small: prepare data, train, save, generate
+	@$(BIN)/armillary demo
+
+test: $(READY) lint ## lint, types and the tests that any machine can run
+	@$(BIN)/pytest -q
+
+test-all: $(READY) lint ## also the slow tests
+	@$(BIN)/pytest -q -m 'not gpu and not peers'
+
+test-gpu: $(READY) ## the tests that need an accelerator
+	@$(BIN)/pytest -q -m gpu
+
+peers: $(PEERS_READY) ## against other people's programs, in a venv of their own
+	@.venv-peers/bin/python -m pytest -q -m peers
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+sizes: ## lines per file
+	@find armillary -name '*.py' -size +0 -exec wc -l {} + | sort -n
+
+docs: $(READY) ## regenerate the reference pages
+	@$(BIN)/python docs/generate.py
+
+setup: $(READY) ## only set up .venv
+
+clean: ## remove caches and build output (.venv stays)
+	@rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find armillary tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY):
+	@$(call check_python)
+	@$(call install,.venv,'.[torch$(comma)data$(comma)dev]')
+	@touch $@
+	@echo 'ready: $(BIN)/armillary --help'
+
+$(PEERS_READY):
+	@$(call check_python)
+	@$(call install,.venv-peers,'.[torch$(comma)data$(comma)dev]')
+	@touch $@
+
+comma := ,
+
+define check_python
+fail() { echo "error: $$1" >&2; exit 2; }; \
+command -v $(PYTHON) >/dev/null || fail '$(PYTHON) not found; install Python 3.11 or newer (Debian: apt install python3 python3-venv)'; \
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+  || fail "$$($(PYTHON) --version) is too old; install Python 3.11 or newer, or name it: make PYTHON=python3.12 …"; \
+$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+  || fail 'this Python cannot make virtual environments; install its venv module (Debian: apt install python3-venv)'; \
+{ command -v c++ || command -v g++ || command -v clang++; } >/dev/null \
+  || echo 'note: no C++ compiler, so compiled CPU code is off and its tests skip (Debian: apt install g++ python3-dev)'
+endef
+
+# torch first and aloud: it is by far the largest download, and pip shows how far it is.
+define install
+test -x $(1)/bin/pip || { echo 'making $(1)'; $(PYTHON) -m venv $(1); }; \
+rm -f $(1)/.ready-*; \
+echo 'installing torch and armillary into $(1) (once; a few minutes)'; \
+$(1)/bin/python -m pip install torch; \
+$(1)/bin/python -m pip install --quiet --editable $(2)
+endef

@@ -1,0 +1,10 @@
+"""`python -m armillary` is the same as `armillary`."""
+
+from __future__ import annotations
+
+import sys
+
+from armillary.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""`armillary completion`: the script that makes TAB complete verbs, options and names."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import get_completion_class
+
+from armillary.cli.output import Output
+from armillary.cli.verb import verb
+from armillary.store.home import Home
+
+_INSTALL = {
+    "bash": 'eval "$(armillary completion bash)"    # in ~/.bashrc',
+    "zsh": 'eval "$(armillary completion zsh)"    # in ~/.zshrc, after compinit',
+    "fish": "armillary completion fish > ~/.config/fish/completions/armillary.fish",
+}
+
+
+@verb
+@click.argument("shell", type=click.Choice(list(_INSTALL)))
+def completion(out: Output, home: Home, shell: str) -> None:
+    """Print the completion script of SHELL; its first line says how to install it."""
+    script = completion_script(shell)
+    out.say(f"# {_INSTALL[shell]}\n{script}")
+    out.result({"shell": shell, "install": _INSTALL[shell], "script": script}, quiet=script)
+
+
+def completion_script(shell: str) -> str:
+    """What the shell sources: click asks `armillary` itself for the words."""
+    from armillary.cli.main import command
+
+    kind = get_completion_class(shell)
+    assert kind is not None, f"click knows no {shell}"
+    return kind(command(), {}, "armillary", "_ARMILLARY_COMPLETE").source().strip()

@@ -1,0 +1,49 @@
+"""`armillary convert`: any model this program can name, rewritten as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from armillary.cli import complete
+from armillary.cli.open_model import open_model
+from armillary.cli.output import Output
+from armillary.cli.verb import verb
+from armillary.store.home import Home
+from armillary.units import bytes_text, count_text, parse_count
+
+
+@verb
+@click.argument("model", shell_complete=complete.models)
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--dtype", help="fp32, bf16, fp16 or fp64.  [default: as it is]")
+@click.option("--random-weights", is_flag=True, help="Make weights for a shape that has none.")
+@click.option("--seed", default=0, show_default=True, help="Of the random weights.")
+@click.option("--shard-size", default="5GB", show_default=True, help="Largest weight file.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing folder.")
+def convert(
+    out: Output,
+    home: Home,
+    model: str,
+    target: Path,
+    dtype: str | None,
+    random_weights: bool,
+    seed: int,
+    shard_size: str,
+    overwrite: bool,
+) -> None:
+    """Write MODEL to the folder TARGET: config.json, safetensors, tokenizer.
+
+    MODEL is a Hugging Face folder, a Hub id, a run, or with --random-weights any name of the catalogue.
+    """
+    shard_bytes = parse_count(shard_size)
+    source, loaded = open_model(out, home, model, random_weights=random_weights, seed=seed, dtype=dtype, device="cpu")
+    from armillary.model.weights import save_model
+
+    with out.progress("writing", unit="tensor") as bar:
+        save_model(loaded, target, like=source.files, shard_bytes=shard_bytes, overwrite=overwrite, progress=bar.at)
+    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    parameters = sum(p.numel() for p in loaded.parameters())
+    out.say(f"{target} · {count_text(parameters)} parameters · {bytes_text(size)} in safetensors")
+    out.result({"folder": str(target), "parameters": parameters, "bytes": size}, quiet=str(target))

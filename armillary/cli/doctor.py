@@ -1,0 +1,50 @@
+"""`armillary doctor`: what this machine has, what will and will not work, and how to get the rest."""
+
+from __future__ import annotations
+
+from armillary.cli.output import Output
+from armillary.cli.verb import verb
+from armillary.profiling.doctor import Check
+from armillary.profiling.doctor import doctor as examine
+from armillary.profiling.machine import Machine, machine
+from armillary.store.home import Home
+from armillary.units import bytes_text, scaled
+
+_MARK = {"ok": "✓", "warn": "!", "missing": "✗"}
+
+
+@verb
+def doctor(out: Output, home: Home) -> None:
+    """Look at this machine: devices, software, room; say what will work and how to get the rest."""
+    found = machine()
+    out.fields("this machine", _machine_pairs(found))
+    checks = examine(home.work, found)
+    out.say()
+    out.table("", ["", "check", "found"], [[_MARK[check.state], check.name, check.found] for check in checks])
+    _advise(out, checks)
+    out.result({"machine": found, "checks": checks}, quiet=[f"{c.state} {c.name}: {c.found}" for c in checks])
+
+
+def _machine_pairs(found: Machine) -> list[tuple[str, object]]:
+    cpu = found.cpu
+    disks = [f"{disk.path} {bytes_text(disk.free_bytes)} free ({disk.kind})" for disk in found.disks]
+    network = [f"{card.name} {_speed(card.bits_per_s)}" for card in found.network]
+    gpus = [f"{gpu.name} {bytes_text(gpu.memory_bytes or 0)}" for gpu in found.gpus]
+    links = sorted(set(found.gpu_links.values()))
+    pairs: list[tuple[str, object]] = [
+        ("system", found.system), ("processor", f"{cpu.model}, {cpu.cores} cores, {cpu.usable} usable"),
+        ("extensions", " ".join(cpu.isa)), ("memory", bytes_text(found.memory_bytes)),
+        ("accelerators", gpus), ("between them", links), ("disks", disks), ("network", network),
+    ]  # fmt: skip
+    return [(name, value) for name, value in pairs if value not in ("", [])]
+
+
+def _speed(bits_per_s: float | None) -> str:
+    return scaled(bits_per_s, "bit/s") if bits_per_s else "speed unknown"
+
+
+def _advise(out: Output, checks: list[Check]) -> None:
+    notes = [check for check in checks if check.means]
+    if notes:
+        out.say()
+        out.table("limits", ["check", "means", "to change it"], [[c.name, c.means, c.fix] for c in notes])

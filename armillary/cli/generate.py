@@ -1,0 +1,111 @@
+"""`armillary generate`: text from a model, streamed as it comes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import click
+
+from armillary.cli import complete
+from armillary.cli.open_model import open_model
+from armillary.cli.output import Output
+from armillary.cli.verb import verb
+from armillary.errors import BadInput
+from armillary.store.home import Home
+
+if TYPE_CHECKING:
+    from armillary.model.generate import Completion, Sampling
+    from armillary.model.tokenizer import Tokenizer
+    from armillary.model.transformer import Transformer
+
+
+@verb
+@click.argument("model", shell_complete=complete.models)
+@click.argument("prompt", default="-")
+@click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
+@click.option("--max-tokens", default=128, show_default=True, help="Tokens to make at most.")
+@click.option("--temperature", default=0.8, show_default=True, help="0 is greedy.")
+@click.option("--top-p", default=0.95, show_default=True, help="Keep the likeliest tokens up to this probability.")
+@click.option("--seed", default=0, show_default=True, help="Same seed, same text.")
+@click.option("--dtype", help="fp32, bf16 or fp16.  [default: as stored]")
+@click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
+@click.option("--random-weights", is_flag=True, help="Run a shape that has no weights.")
+def generate(
+    out: Output,
+    home: Home,
+    model: str,
+    prompt: str,
+    chat: bool,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    dtype: str | None,
+    device: str | None,
+    random_weights: bool,
+) -> None:
+    """Continue PROMPT (- reads it from standard input) with MODEL.
+
+    MODEL is a Hugging Face folder, a Hub id or a run; a shape without a tokenizer takes token ids: "1 15 7".
+    """
+    from armillary.model.generate import Sampling
+
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    source, loaded = open_model(out, home, model, random_weights=random_weights, seed=seed, dtype=dtype, device=device)
+    if source.files is None or not (source.files / "tokenizer.json").is_file():
+        return generate_ids(out, loaded, source.name, text, sampling)
+    from armillary.model.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(source.files)
+    if chat:
+        text = tokenizer.chat([{"role": "user", "content": text}])
+    else:
+        out.stream(text)
+    begin = time.monotonic()
+    made = stream_completion(out.stream, loaded, tokenizer, text, sampling, special=not chat)
+    seconds = time.monotonic() - begin
+    out.say(f"\n\n{len(made.tokens)} tokens · {len(made.tokens) / seconds:.1f} tokens/s · {made.finish}")
+    answer = {"text": made.text, "tokens": made.tokens, "finish": made.finish, "seconds": seconds}
+    out.result(answer, quiet=made.text)
+
+
+def stream_completion(
+    emit: Callable[[str], None],
+    model: Transformer,
+    tokenizer: Tokenizer,
+    text: str,
+    sampling: Sampling,
+    *,
+    special: bool,
+) -> Completion:
+    """Complete one prompt, handing text to `emit` as whole characters become known."""
+    from armillary.model.generate import complete as library_complete
+    from armillary.model.tokenizer import Detokenizer
+
+    stream = Detokenizer(tokenizer)
+    ends = set(tokenizer.eos_ids)
+
+    def show(index: int, token: int) -> None:
+        if token not in ends:
+            emit(stream.push(token))
+
+    made = library_complete(model, tokenizer, [text], sampling, show, special=special)[0]
+    emit(stream.finish())
+    return made
+
+
+def generate_ids(out: Output, model: Transformer, name: str, text: str, sampling: Sampling) -> None:
+    """Token ids in, token ids out, for a shape that comes without a tokenizer."""
+    from armillary.model.generate import generate_tokens
+
+    try:
+        ids = [int(word) for word in text.split()]
+    except ValueError:
+        raise BadInput(f'{name} has no tokenizer; give the prompt as token ids, like "1 15 7"') from None
+    made = generate_tokens(model, [ids], sampling)[0]
+    out.say(" ".join(map(str, made)))
+    out.result({"tokens": made}, quiet=" ".join(map(str, made)))

@@ -1,0 +1,161 @@
+"""`armillary models`: the catalogue as a table, or everything known about one model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import click
+
+from armillary.cli import complete
+from armillary.cli.find_model import find_model
+from armillary.cli.output import Output
+from armillary.cli.verb import verb
+from armillary.model.buildable import unbuildable
+from armillary.spec import catalogue
+from armillary.spec.fields import to_plain
+from armillary.spec.model import ModelConfig
+from armillary.spec.params import kv_bytes, kv_bytes_per_token, parameters
+from armillary.store.home import Home
+from armillary.units import bytes_text, count_text, flops_text
+
+_BF16_BYTES = 2
+_PARTS = ("embedding", "positions", "attention", "mlp", "router", "experts", "shared", "norms", "head")
+
+
+@verb
+@click.argument("name", required=False, shell_complete=complete.models)
+def models(out: Output, home: Home, name: str | None) -> None:
+    """List the catalogue, or show one model.
+
+    NAME is a catalogue name, a Hugging Face folder, a config.json, a Hub id (org/name[@revision]) or a run.
+    """
+    if name:
+        _show_one(out, home, name)
+    else:
+        _show_all(out)
+
+
+def _show_all(out: Output) -> None:
+    entries = catalogue.models()
+    columns = ["name", "params", "active", "layers", "hidden", "heads/kv", "context", "KV/token", "family"]
+    out.table("", columns, [_row(entry.config) for entry in entries.values()])
+    out.say(f"\n{len(entries)} models; armillary models NAME shows one")
+    out.result([summary(entry.config) for entry in entries.values()], quiet=entries)
+
+
+def summary(config: ModelConfig) -> dict[str, Any]:
+    """One model in a few numbers."""
+    count = parameters(config)
+    return {
+        "name": config.name, "family": config.family, "parameters": count.total, "active_parameters": count.active,
+        "num_layers": config.num_layers, "hidden": config.hidden, "heads": config.heads, "kv_heads": config.kv_heads,
+        "context": config.context, "kv_bytes_per_token": kv_bytes_per_token(config),
+        "buildable": unbuildable(config) is None,
+    }  # fmt: skip
+
+
+def _row(config: ModelConfig) -> list[object]:
+    facts = summary(config)
+    active = facts["active_parameters"]
+    heads = "latent" if config.mla else f"{config.heads}/{config.kv_heads}"
+    return [
+        config.name, count_text(facts["parameters"]), count_text(active) if active != facts["parameters"] else None,
+        config.num_layers, config.hidden, heads, config.context, bytes_text(facts["kv_bytes_per_token"]), config.family,
+    ]  # fmt: skip
+
+
+# --- one model
+
+
+def _show_one(out: Output, home: Home, name: str) -> None:
+    config, about = _find(out, home, name)
+    count = parameters(config)
+    out.fields(str(about.get("title") or config.name), _pairs(config, about))
+    rows = [(part, getattr(count, part)) for part in _PARTS if getattr(count, part)]
+    out.say()
+    shares = [(part, size, f"{100 * size / count.total:.1f} %") for part, size in [*rows, ("total", count.total)]]
+    out.table("parameters", ["part", "count", "share"], shares)
+    breakdown = to_plain(count)
+    out.result(
+        summary(config) | about | {"breakdown": breakdown, "config": config, "unbuildable": unbuildable(config)},
+        quiet=str(count.total),
+    )
+
+
+def _find(out: Output, home: Home, name: str) -> tuple[ModelConfig, dict[str, Any]]:
+    """The model and what is known about it; the catalogue knows more than a folder does."""
+    source = find_model(out, home, name, need_weights=False)
+    if source.origin != "catalogue":
+        return source.config, {"source": f"{source.origin} {source.files or name}"}
+    entry = to_plain(catalogue.model(source.name))
+    return source.config, {key: value for key, value in entry.items() if key != "config"}
+
+
+def _pairs(config: ModelConfig, about: dict[str, Any]) -> list[tuple[str, object]]:
+    count, reason = parameters(config), unbuildable(config)
+    pairs = [
+        ("name", config.name), ("family", config.family), ("parameters", _counted(count.total)),
+        ("active a token", _counted(count.active) if count.active != count.total else ""),
+        ("published as", about.get("published_parameters")), *_shape_pairs(config),
+        ("weights in bf16", bytes_text(count.total * _BF16_BYTES)),
+        ("KV cache in bf16", _kv_text(config)), ("forward", f"{flops_text(2 * count.multiplied)} a token + attention"),
+        ("the module", f"cannot build it: {reason}" if reason else "can build it"),
+        ("hub", about.get("hub")), ("also called", about.get("aliases")), ("source", about.get("source")),
+        ("note", about.get("note")),
+    ]  # fmt: skip
+    return [(name, value) for name, value in pairs if value not in (None, "", [])]
+
+
+def _shape_pairs(config: ModelConfig) -> list[tuple[str, object]]:
+    heads = f"{config.heads} heads of {config.head_dim}, {config.kv_heads} KV heads"
+    if config.mla:
+        heads = f"{config.heads} heads, latent of {config.mla.kv_rank} + {config.mla.rope_dim}"
+    dense = config.num_moe_layers < config.num_layers
+    kind = f"{config.activation}, gated" if config.gated else config.activation
+    return [
+        ("layers", _layers_text(config)), ("hidden", config.hidden), ("attention", heads),
+        ("MLP", f"{config.ffn:,}, {kind}" if dense else ""), ("experts", _experts_text(config)),
+        ("vocabulary", f"{config.vocab:,}{', tied' if config.tied else ''}"), ("context", config.context),
+        ("positions", _positions_text(config)), ("norm", _norm_text(config)),
+    ]  # fmt: skip
+
+
+def _layers_text(config: ModelConfig) -> str:
+    kinds = Counter(kind.attention for kind in config.layers)
+    parts = [f"{count} {kind}" for kind, count in kinds.items() if len(kinds) > 1 or kind != "full"]
+    if config.window:
+        parts.append(f"window {config.window:,}")
+    if 0 < config.num_moe_layers < config.num_layers:
+        parts.append(f"{config.num_moe_layers} with experts")
+    return f"{config.num_layers}" + (f": {', '.join(parts)}" if parts else "")
+
+
+def _experts_text(config: ModelConfig) -> str:
+    moe = config.moe
+    if moe is None:
+        return ""
+    shared = f" + shared {moe.shared_ffn:,}" if moe.shared_ffn else ""
+    return f"{moe.top_k} of {moe.num_experts} × {moe.ffn:,}{shared}"
+
+
+def _positions_text(config: ModelConfig) -> str:
+    if config.positions != "rope":
+        return config.positions
+    rope = config.rope
+    stretch = f", {rope.scaling} × {rope.factor:g}" if rope.scaling != "none" else ""
+    return f"rope, theta {rope.theta:,.0f}{stretch}"
+
+
+def _counted(count: int) -> str:
+    return f"{count:,} ({count_text(count)})"
+
+
+def _kv_text(config: ModelConfig) -> str:
+    whole = kv_bytes(config, config.context)
+    return f"{bytes_text(kv_bytes_per_token(config))} a token, {bytes_text(whole)} at {config.context:,} tokens"
+
+
+def _norm_text(config: ModelConfig) -> str:
+    where = "before and after" if config.norm_at == "both" else config.norm_at
+    return f"{'RMSNorm' if config.norm == 'rms' else 'LayerNorm'} {where} the sub-layers"

@@ -1,0 +1,83 @@
+"""`armillary runs`: the runs of this home, newest first, or everything about one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+from armillary.cli import complete
+from armillary.cli.output import Output
+from armillary.cli.verb import verb
+from armillary.spec.fields import to_plain
+from armillary.store.home import Home
+from armillary.store.run_state import RunState
+from armillary.store.runs import Run, find_run, list_runs
+from armillary.units import seconds_text
+
+
+@verb
+@click.argument("name", required=False, shell_complete=complete.runs)
+def runs(out: Output, home: Home, name: str | None) -> None:
+    """List runs with state, step, loss and age; with NAME (an id, a short name or a folder) show one."""
+    if name:
+        _show_one(out, find_run(home, name))
+    else:
+        _show_all(out, home)
+
+
+def _show_all(out: Output, home: Home) -> None:
+    found = [(run, run.state) for run in list_runs(home)]
+    if found:
+        columns = ["run", "model", "state", "step", "loss", "started", "took"]
+        out.table("", columns, [_row(run, state) for run, state in found])
+    else:
+        out.say(f"no runs in {home.runs}; armillary train starts one")
+    out.result([_facts(run, state) for run, state in found], quiet=[run.id for run, _ in found])
+
+
+def _row(run: Run, state: RunState) -> list[object]:
+    return [run.id, state.model, state.shown, _step(state), state.loss, _ago(state.started), _took(state)]
+
+
+def _show_one(out: Output, run: Run) -> None:
+    state = run.state
+    facts = _facts(run, state)
+    pairs: list[tuple[str, object]] = [
+        ("model", state.model), ("state", state.shown), ("error", state.error), ("step", _step(state)),
+        ("loss", state.loss), ("started", _ago(state.started)), ("took", _took(state)), ("host", state.host),
+        ("checkpoints", facts["checkpoints"]), ("export", facts["export"]), ("overrides", facts["overrides"]),
+        ("folder", str(run.folder)),
+    ]  # fmt: skip
+    out.fields(run.id, [(name, value) for name, value in pairs if value not in (None, "", [])])
+    if facts["export"]:
+        out.say(f"next: armillary generate {run.name}")
+    out.result(facts, quiet=str(run.folder))
+
+
+def _facts(run: Run, state: RunState) -> dict[str, Any]:
+    export = run.latest_export()
+    return {
+        "id": run.id,
+        "name": run.name,
+        "folder": str(run.folder),
+        **to_plain(state),
+        "state": state.shown,
+        "overrides": run.overrides,
+        "checkpoints": run.checkpoint_steps(),
+        "export": str(export) if export else None,
+    }
+
+
+def _step(state: RunState) -> str:
+    return f"{state.step:,}" + (f"/{state.steps:,}" if state.steps else "")
+
+
+def _ago(then: float) -> str | None:
+    return f"{seconds_text(max(0.0, time.time() - then))} ago" if then else None
+
+
+def _took(state: RunState) -> str | None:
+    """From start to the last sign of life."""
+    return seconds_text(max(0.0, state.updated - state.started)) if state.started else None

@@ -1,0 +1,47 @@
+"""The verbs of the command line: one table, from which help, completion and the lazy loading are made.
+
+A verb's module is imported only when the verb is run, so that `armillary --help` stays quick.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Verb(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    target: str
+    """module:attribute of the click command"""
+    ring: str
+    """a key of RINGS"""
+    help: str
+    """one line"""
+
+
+RINGS = {
+    "know": "Know",
+    "plan": "Plan",
+    "inner": "Inner loop (one device)",
+    "train": "Training loop (many devices)",
+    "serve": "Product loop (serving)",
+    "all": "All loops",
+}
+
+VERBS = (
+    Verb("models", "armillary.cli.models:models", "know", "Models of the catalogue; all facts about one."),
+    Verb("hardware", "armillary.cli.hardware:hardware", "know", "Chips, nodes, links, prices; several side by side."),
+    Verb("runs", "armillary.cli.runs:runs", "know", "Runs of this home: state, step, loss."),
+    Verb("doctor", "armillary.cli.doctor:doctor", "know", "What this machine has, what will work, what is missing."),
+    Verb("data", "armillary.cli.data:data", "train", "Prepare text as token shards."),
+    Verb("train", "armillary.cli.train:train", "train", "Train the model of a recipe."),
+    Verb("generate", "armillary.cli.generate:generate", "serve", "Generate text from a model."),
+    Verb("convert", "armillary.cli.convert:convert", "serve", "Rewrite a model as a Hugging Face folder."),
+    Verb("demo", "armillary.cli.demo:demo", "all", "Prepare, train, save and generate, small, on this machine."),
+    Verb("completion", "armillary.cli.completion:completion", "all", "Print the completion script of your shell."),
+)
+
+
+def by_name() -> dict[str, Verb]:
+    return {verb.name: verb for verb in VERBS}

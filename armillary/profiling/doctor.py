@@ -1,0 +1,237 @@
+"""What will and will not work on this machine, and how to get the rest.
+
+`doctor()` is a list of checks, each with what was found, what it means and what to do; nothing reaches for the
+network. torch is imported here late, because asking it is the only way to know what it can do.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from armillary.profiling.machine import Machine, machine
+from armillary.units import bytes_text
+
+TORCH_TESTED = ((2, 11), (2, 13))
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "data": ("pyarrow",),
+    "http": ("fastapi", "httpx", "prometheus_client", "uvicorn"),
+    "reports": ("matplotlib",),
+    "tracking": ("mlflow", "tensorboard"),
+    "cluster": ("kubernetes",),
+    "dev": ("hypothesis", "mypy", "pytest", "ruff", "transformers"),
+}
+"""extra -> the modules it brings"""
+
+_EXTRA_FOR = {
+    "torch": "training, generating and converting",
+    "data": "reading Parquet",
+    "http": "serving over HTTP",
+    "reports": "drawing reports",
+    "tracking": "TensorBoard and MLflow",
+    "cluster": "Kubernetes",
+    "dev": "running the tests",
+}
+_LOW_DISK_BYTES, _LOW_SHM_BYTES, _LOW_MEMORY_BYTES, _LOW_FILES = 10e9, 1e9, 4e9, 4096
+
+State = Literal["ok", "warn", "missing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    """what"""
+    state: State
+    """ok; warn: works, with a limit; missing: something will not work"""
+    found: str
+    """what there is"""
+    means: str = ""
+    """what does or does not work because of it"""
+    fix: str = ""
+    """how to get it"""
+
+
+def doctor(directory: Path = Path("."), found: Machine | None = None) -> list[Check]:
+    """Every check, in the order a person would ask; `directory` is where work will be written."""
+    found = found or machine()
+    torch = _import_torch()
+    return [
+        _python(),
+        _torch(torch),
+        _accelerators(torch, found),
+        _triton(),
+        _compiler(),
+        _collectives(torch),
+        _memory(found),
+        _shm(found),
+        _disk(directory),
+        _open_files(),
+        _hub(os.environ),
+        *_extras(),
+    ]
+
+
+# --- software
+
+
+def _python() -> Check:
+    text = f"{platform.python_version()} at {sys.executable}"
+    return Check(name="python", state="ok", found=text)
+
+
+def _import_torch() -> Any:
+    """torch, or None where it is not installed; one that is installed and broken raises, which is worth seeing."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    return torch
+
+
+def _torch(torch: Any) -> Check:
+    if torch is None:
+        return Check(name="torch", state="missing", found="not installed", means=f"no {_EXTRA_FOR['torch']}",
+                     fix="pip install 'armillary[torch]'")  # fmt: skip
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "ROCm" if torch.version.hip else "CPU build"
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    low, high = (".".join(map(str, bound)) for bound in TORCH_TESTED)
+    if TORCH_TESTED[0] <= version <= TORCH_TESTED[1]:
+        return Check(name="torch", state="ok", found=f"{torch.__version__}, {build}")
+    return Check(name="torch", state="warn", found=f"{torch.__version__}, {build}",
+                 means=f"tested with {low} to {high} only", fix=f"pip install 'torch=={high}.*'")  # fmt: skip
+
+
+def _accelerators(torch: Any, found: Machine) -> Check:
+    if torch is not None and torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        return Check(name="accelerator", state="ok", found=f"{len(names)} × {', '.join(dict.fromkeys(names))}")
+    if torch is not None and torch.backends.mps.is_available():
+        return Check(name="accelerator", state="ok", found="Apple GPU (mps)")
+    if found.gpus:
+        return Check(name="accelerator", state="missing", found=f"{found.gpus[0].name}, but torch cannot use it",
+                     means="work runs on the CPU",
+                     fix="install a CUDA or ROCm build of torch that suits the driver")  # fmt: skip
+    isa = " ".join(flag for flag in ("amx_bf16", "avx512f", "avx2", "sve") if flag in found.cpu.isa)
+    return Check(name="accelerator", state="warn", found=f"none; {found.cpu.usable} CPU cores {isa}".rstrip(),
+                 means="small models only; CUDA paths are off and their tests skip")  # fmt: skip
+
+
+def _triton() -> Check:
+    version = _version("triton")
+    if version:
+        return Check(name="triton", state="ok", found=version)
+    return Check(name="triton", state="warn", found="not installed",
+                 means="Triton kernels are off; references are used",
+                 fix="comes with CUDA builds of torch on Linux")  # fmt: skip
+
+
+def _compiler() -> Check:
+    compiler = next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
+    headers = (Path(sysconfig.get_path("include")) / "Python.h").is_file()
+    if compiler and headers:
+        return Check(name="C++ compiler", state="ok", found=compiler)
+    lacking = "no compiler" if not compiler else "no Python.h"
+    return Check(name="C++ compiler", state="warn", found=lacking,
+                 means="torch.compile on the CPU is off; its tests skip",
+                 fix="Debian: apt install g++ python3-dev; macOS: xcode-select --install")  # fmt: skip
+
+
+def _collectives(torch: Any) -> Check:
+    if torch is None or not torch.distributed.is_available():
+        return Check(name="collectives", state="missing", found="none", means="one process only",
+                     fix="install torch with distributed support")  # fmt: skip
+    dist = torch.distributed
+    backends = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available(), "mpi": dist.is_mpi_available()}
+    present = [name for name, there in backends.items() if there]
+    if torch.cuda.is_available() and "nccl" not in present:
+        return Check(name="collectives", state="warn", found=", ".join(present), means="many GPUs will be slow",
+                     fix="install a torch build with NCCL")  # fmt: skip
+    return Check(name="collectives", state="ok" if present else "missing", found=", ".join(present) or "none")
+
+
+def _extras() -> list[Check]:
+    return [_extra(name, modules) for name, modules in EXTRAS.items() if name != "torch"]
+
+
+def _extra(name: str, modules: tuple[str, ...]) -> Check:
+    absent = [module for module in modules if importlib.util.find_spec(module) is None]
+    if not absent:
+        return Check(name=f"extra {name}", state="ok", found=", ".join(modules))
+    return Check(name=f"extra {name}", state="warn", found=f"without {', '.join(absent)}",
+                 means=f"{'no' if len(absent) == len(modules) else 'not all of'} {_EXTRA_FOR[name]}",
+                 fix=f"pip install 'armillary[{name}]'")  # fmt: skip
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# --- room
+
+
+def _memory(found: Machine) -> Check:
+    free = found.available_bytes
+    text = f"{bytes_text(found.memory_bytes)}" + (f", {bytes_text(free)} free" if free is not None else "")
+    if (found.memory_bytes if free is None else free) >= _LOW_MEMORY_BYTES:
+        return Check(name="memory", state="ok", found=text)
+    return Check(name="memory", state="warn", found=text, means="training may be killed for lack of memory",
+                 fix="close other programs, or lower train.batch_tokens")  # fmt: skip
+
+
+def _shm(found: Machine) -> Check:
+    if found.shm_bytes is None or found.shm_bytes >= _LOW_SHM_BYTES:
+        text = bytes_text(found.shm_bytes) if found.shm_bytes is not None else "not used on this system"
+        return Check(name="shared memory", state="ok", found=text)
+    return Check(name="shared memory", state="warn", found=bytes_text(found.shm_bytes),
+                 means="loader workers and ranks may die with a bus error",
+                 fix="in a container: docker run --shm-size=8g (or --ipc=host)")  # fmt: skip
+
+
+def _disk(directory: Path) -> Check:
+    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    text = f"{bytes_text(free)} free at {there}"
+    if free >= _LOW_DISK_BYTES:
+        return Check(name="disk", state="ok", found=text)
+    return Check(name="disk", state="warn", found=text, means="checkpoints may not fit",
+                 fix="free some space, or name another place with --home DIR")  # fmt: skip
+
+
+def _open_files() -> Check:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return Check(name="open files", state="ok", found="no limit known")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"{soft:,} (may be raised to {hard:,})"
+    if soft >= _LOW_FILES or soft == resource.RLIM_INFINITY:
+        return Check(name="open files", state="ok", found=text)
+    return Check(name="open files", state="warn", found=text, means="many ranks, shards or connections may run out",
+                 fix=f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}")  # fmt: skip
+
+
+def _hub(environment: Mapping[str, str]) -> Check:
+    """Settings of huggingface_hub, which reads them itself; whether the Hub answers is not tried."""
+    cache = Path(environment.get("HF_HOME") or Path.home() / ".cache/huggingface")
+    token = bool(environment.get("HF_TOKEN")) or (cache / "token").is_file()
+    if environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return Check(name="Hugging Face Hub", state="warn", found=f"offline mode; cache at {cache}",
+                     means="only models already in the cache", fix="unset HF_HUB_OFFLINE")  # fmt: skip
+    text = f"{'token set' if token else 'no token'}; cache at {cache}"
+    means = "" if token else "gated models (Llama, Gemma) cannot be downloaded"
+    return Check(name="Hugging Face Hub", state="ok", found=text, means=means, fix="" if token else "hf auth login")

@@ -1,0 +1,118 @@
+"""The accelerators of this machine, as nvidia-smi and rocm-smi tell it.
+
+Nothing is imported and nothing is guessed: what a tool does not say stays None. Parsing is apart from running,
+so that it can be tested on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_QUERY = ("name", "memory.total", "driver_version", "pcie.link.gen.max", "pcie.link.width.max", "compute_cap")
+_TIMEOUT_S = 20
+_MIB = 2**20
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One accelerator of this machine."""
+
+    name: str
+    """what its driver calls it"""
+    vendor: str
+    """NVIDIA or AMD"""
+    memory_bytes: float | None = None
+    """device memory"""
+    driver: str = ""
+    """driver version"""
+    pcie_generation: int | None = None
+    """of its slot"""
+    pcie_lanes: int | None = None
+    """of its slot"""
+    capability: str = ""
+    """compute capability (NVIDIA) or gfx name (AMD)"""
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Every NVIDIA and AMD accelerator whose driver tools answer."""
+    nvidia = _ask("nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits")
+    amd = _ask("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--showdriverversion", "--json")
+    return (*parse_nvidia(nvidia or ""), *parse_amd(amd or ""))
+
+
+def gpu_links() -> Mapping[str, str]:
+    """'0-1' -> 'NV18', 'PIX', 'SYS' … for each pair of NVIDIA GPUs."""
+    return parse_topology(_ask("nvidia-smi", "topo", "-m") or "")
+
+
+def parse_nvidia(text: str) -> tuple[Gpu, ...]:
+    """Lines of `nvidia-smi --query-gpu` in the order of _QUERY; fields a driver does not know are '[N/A]'."""
+    rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if len(row) == len(_QUERY)]
+    return tuple(
+        Gpu(
+            name=name,
+            vendor="NVIDIA",
+            memory_bytes=float(memory) * _MIB if _is_number(memory) else None,
+            driver=driver,
+            pcie_generation=_whole(generation),
+            pcie_lanes=_whole(lanes),
+            capability=capability if _is_number(capability) else "",
+        )
+        for name, memory, driver, generation, lanes, capability in rows
+    )
+
+
+def parse_amd(text: str) -> tuple[Gpu, ...]:
+    """The JSON of rocm-smi: one object a card, beside a 'system' object with the driver."""
+    try:
+        cards = json.loads(text) if text else {}
+    except json.JSONDecodeError:
+        return ()
+    driver = str(cards.get("system", {}).get("Driver version", ""))
+    return tuple(_amd_card(card, driver) for key, card in sorted(cards.items()) if key.startswith("card"))
+
+
+def _amd_card(card: Mapping[str, str], driver: str) -> Gpu:
+    lower = {key.lower(): value for key, value in card.items()}
+    memory = lower.get("vram total memory (b)", "")
+    return Gpu(
+        name=lower.get("card series") or lower.get("card model") or "AMD GPU",
+        vendor="AMD",
+        memory_bytes=float(memory) if _is_number(memory) else None,
+        driver=driver,
+        capability=lower.get("gfx version", ""),
+    )
+
+
+def parse_topology(text: str) -> Mapping[str, str]:
+    """The matrix of `nvidia-smi topo -m`, upper triangle."""
+    rows = [_ANSI.sub("", line).split() for line in text.splitlines()]
+    gpu_rows = [row[1:] for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
+    count = len(gpu_rows)
+    return {f"{i}-{j}": gpu_rows[i][j] for i in range(count) for j in range(i + 1, count) if j < len(gpu_rows[i])}
+
+
+def _ask(program: str, *arguments: str) -> str | None:
+    """What a driver tool prints, or None where it is absent, fails or hangs."""
+    if shutil.which(program) is None:
+        return None
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (subprocess.TimeoutExpired, OSError):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"\d+(\.\d+)?", text) is not None
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.isdigit() else None

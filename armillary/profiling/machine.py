@@ -1,0 +1,147 @@
+"""What this machine is, without importing torch: a description, and a Cluster that plans can be made for.
+
+`machine()` reads what the system and the driver tools say; `here()` maps it to the catalogue where name and memory
+match. What nobody says stays unknown (None, or NaN for a link's speed) until it is measured; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from armillary.errors import BadInput, NotFound
+from armillary.profiling import system
+from armillary.profiling.gpus import Gpu, gpu_links, gpus
+from armillary.profiling.system import Cpu, Disk, Interface
+from armillary.spec import catalogue
+from armillary.spec.hardware import Chip, Cluster, Link, Tier
+
+_NOT_THE_MODEL = re.compile(r"\d+gb|hbm\d\w*|sxm\d?|oam|generation|server|edition")
+_BEST_ISA = {"amx_bf16": "amx", "avx512f": "avx512", "avx2": "avx2", "sve": "sve", "asimd": "neon"}
+_SHARED_MEMORY = Link(
+    name="shared-memory", title="shared memory", bytes_per_s=math.nan, latency_s=math.nan, kind="scale_up"
+)
+_SAME_MEMORY = 0.12
+"""vendors round, and drivers count in GiB: an H200 of '141 GB' reports 151e9 bytes"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """This machine."""
+
+    system: str
+    """operating system and architecture"""
+    cpu: Cpu
+    """processor"""
+    memory_bytes: float
+    """memory this process may use: a container's limit counted"""
+    available_bytes: float | None
+    """memory free right now"""
+    shm_bytes: float | None
+    """size of /dev/shm, through which ranks and loader workers talk"""
+    gpus: tuple[Gpu, ...]
+    """accelerators"""
+    gpu_links: Mapping[str, str]
+    """pair of accelerators -> NV#, PIX, SYS …"""
+    disks: tuple[Disk, ...]
+    """file systems"""
+    network: tuple[Interface, ...]
+    """interfaces that are up"""
+
+
+def machine(root: Path = Path("/")) -> Machine:
+    """Read this machine; `root` is where /proc and /sys are looked for."""
+    found = gpus()
+    return Machine(
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpu=system.read_cpu(root),
+        memory_bytes=system.read_memory(root),
+        available_bytes=system.read_available(root),
+        shm_bytes=system.read_shm(root),
+        gpus=found,
+        gpu_links=gpu_links() if len(found) > 1 else {},
+        disks=system.read_disks(root),
+        network=system.read_network(root),
+    )
+
+
+# --- as a cluster
+
+
+def here(found: Machine | None = None) -> Cluster:
+    """This machine as a cluster: its GPUs, or else its CPU cores, each one a device."""
+    found = found or machine()
+    return _of_gpus(found) if found.gpus else _of_cores(found)
+
+
+def chip_of(gpu: Gpu) -> Chip:
+    """The catalogue's chip where name and memory agree; else a chip of which only that much is known."""
+    known = _in_catalogue(gpu)
+    if known is not None:
+        return replace(known, memory_bytes=gpu.memory_bytes or known.memory_bytes)
+    return Chip(name=_slug(gpu.name), title=gpu.name, vendor=gpu.vendor, kind="gpu", memory_bytes=gpu.memory_bytes)
+
+
+def _in_catalogue(gpu: Gpu) -> Chip | None:
+    words = _slug(gpu.name).split("-")
+    while words:
+        try:
+            chip = catalogue.chip("-".join(words))
+        except NotFound:
+            if not _NOT_THE_MODEL.fullmatch(words.pop()):
+                return None
+            continue
+        return chip if _same_memory(chip, gpu) else None
+    return None
+
+
+def _slug(name: str) -> str:
+    """'NVIDIA GeForce RTX 4090' -> 'rtx-4090'."""
+    words = re.findall(r"[a-z0-9.]+", name.lower())
+    return "-".join(word for word in words if word not in ("nvidia", "amd", "instinct", "geforce", "tesla"))
+
+
+def _same_memory(chip: Chip, gpu: Gpu) -> bool:
+    if chip.memory_bytes is None or gpu.memory_bytes is None:
+        return True
+    return abs(gpu.memory_bytes / chip.memory_bytes - 1) <= _SAME_MEMORY
+
+
+def _of_gpus(found: Machine) -> Cluster:
+    """The GPUs of the commonest kind: a cluster's chips are all alike."""
+    name, count = Counter(gpu.name for gpu in found.gpus).most_common(1)[0]
+    gpu = next(gpu for gpu in found.gpus if gpu.name == name)
+    chip = chip_of(gpu)
+    tiers = (Tier(link=_gpu_link(chip, gpu, found.gpu_links), count=count),) if count > 1 else ()
+    return Cluster(name="here", chip=chip, tiers=tiers)
+
+
+def _gpu_link(chip: Chip, gpu: Gpu, pairs: Mapping[str, str]) -> Link:
+    """NVLink where every pair has it, at the speed of the chip's usual node; else the PCIe slot."""
+    by_nvlink = bool(pairs) and all(link.startswith("NV") for link in pairs.values())
+    node = catalogue.nodes().get(chip.node)
+    slot = f"pcie{gpu.pcie_generation}-x{gpu.pcie_lanes}"
+    name = node.link if by_nvlink and node else chip.host_link if slot not in catalogue.links() else slot
+    if name not in catalogue.links():
+        raise BadInput(f"nothing says how the {chip.title}s of this machine are joined; describe it in [hardware]")
+    return catalogue.links()[name]
+
+
+def _of_cores(found: Machine) -> Cluster:
+    """One device a usable core, memory shared out evenly; peaks unknown until they are measured."""
+    cpu = found.cpu
+    best = next((name for flag, name in _BEST_ISA.items() if flag in cpu.isa), "")
+    chip = Chip(
+        name=f"cpu-core-{best}".rstrip("-"), title=f"core of {cpu.model}", vendor=cpu.vendor, kind="cpu",
+        memory_bytes=found.memory_bytes / cpu.usable, memory_type="shared DRAM", num_sms=1,
+    )  # fmt: skip
+    tiers = (Tier(link=_SHARED_MEMORY, count=cpu.usable),) if cpu.usable > 1 else ()
+    return Cluster(name="here", chip=chip, tiers=tiers)
+
+
+

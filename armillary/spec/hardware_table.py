@@ -1,0 +1,61 @@
+"""The recipe's [hardware] table: a hardware string, or a chip and the nested tiers that join its copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from armillary.errors import BadRecipe
+from armillary.spec import catalogue
+from armillary.spec.hardware import Cluster, Tier
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierTable:
+    """One ring of a cluster, innermost first."""
+
+    link: str
+    """what joins them (a link of the catalogue)"""
+    count: int
+    """how many of the thing inside"""
+    oversubscription: float = 1.0
+    """bandwidth into the tier over bandwidth through it (2: half)"""
+    shape: Literal["switch", "torus", "mesh"] = "switch"
+    """how they are joined"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareTable:
+    """Where it runs."""
+
+    on: str = "here"
+    """CHIPxN or NODExN, like h100x64 or dgx-h200x8; here: this machine"""
+    chip: str = ""
+    """instead of on: a chip of the catalogue"""
+    tiers: tuple[TierTable, ...] = ()
+    """with chip: what joins its copies, innermost first; none: a single chip"""
+
+    def __post_init__(self) -> None:
+        if self.on != "here" and (self.chip or self.tiers):
+            raise BadRecipe("[hardware] takes on, or chip with tiers, not both; leave one out")
+        if self.tiers and not self.chip:
+            raise BadRecipe("[hardware] tiers need a chip; try --set hardware.chip=h100-sxm")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller has to find out what this machine is."""
+        return not self.chip and self.on == "here"
+
+    def cluster(self, here: Cluster | None = None) -> Cluster:
+        """The devices; `here` stands for this machine."""
+        if self.is_here:
+            assert here is not None, "the caller resolves `here`"
+            return here
+        if not self.chip:
+            return catalogue.cluster(self.on)
+        tiers = tuple(
+            Tier(link=catalogue.link(t.link), count=t.count, oversubscription=t.oversubscription, shape=t.shape)
+            for t in self.tiers
+        )
+        chip = catalogue.chip(self.chip)
+        return Cluster(name=f"{chip.name} by tiers", chip=chip, tiers=tiers)

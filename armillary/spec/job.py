@@ -1,0 +1,252 @@
+"""What is asked for: the recipe tables [data], [train], [serve], [traffic], [objective] and [cost].
+
+Few dials with good defaults; what is left out is derived by the rule in its docstring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, Literal
+
+from armillary.errors import BadRecipe
+
+
+def _refuse(job: Any, table: str, name: str, rule: str, better: Any = None) -> BadRecipe:
+    """A sentence that suggests `better`, or the field's default, which is always sound."""
+    default = getattr(type(job), name) if better is None else better
+    shown = "none" if default is None else default
+    return BadRecipe(f"{table}.{name}={getattr(job, name)} must be {rule}; try --set {table}.{name}={shown}")
+
+
+def _at_least(job: Any, table: str, low: float, *names: str) -> None:
+    """Each is finite and no less than `low`; a None is derived elsewhere."""
+    for name in names:
+        value = getattr(job, name)
+        if value is not None and not (isfinite(value) and value >= low):
+            raise _refuse(job, table, name, f"at least {low:g}")
+
+
+def _above_zero(job: Any, table: str, *names: str, most: float = float("inf")) -> None:
+    for name in names:
+        value = getattr(job, name)
+        if value is not None and not (isfinite(value) and 0 < value <= most):
+            raise _refuse(job, table, name, "above 0" if most > 1 else f"above 0 and at most {most:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What is read: text to prepare, or prepared shards."""
+
+    source: str = "stdlib"
+    """text: a file, a folder, a glob, or stdlib: the Python library on this machine"""
+    key: str = "text"
+    """key of JSONL records or column of Parquet files that holds the text"""
+    tokenizer: str = ""
+    """folder with a tokenizer.json; empty: the model's own, or one trained on the source"""
+    vocab: int | None = None
+    """ids of a trained tokenizer; none: as many as the model has"""
+    held_out: float = 0.01
+    """share of the documents kept for validation"""
+    path: str = ""
+    """folder of prepared shards; empty: kept in the store, named after source and settings"""
+    seed: int = 0
+    """of the held-out choice and of the sample order"""
+    workers: int = 0
+    """loader processes; 0: the training process reads by itself"""
+
+    def __post_init__(self) -> None:
+        _at_least(self, "data", 256, "vocab")
+        _at_least(self, "data", 0, "seed", "workers", "held_out")
+        if not self.held_out < 1:
+            raise _refuse(self, "data", "held_out", "below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """How long and how fast to train."""
+
+    sequence: int = 1024
+    """tokens of a sequence"""
+    batch_tokens: int = 65_536
+    """tokens of a step, over all ranks and micro-batches"""
+    steps: int = 1000
+    """optimiser steps"""
+    lr: float | None = None
+    """peak learning rate; none: 3e-4·(7e9/N)^⅓, N the parameters, at most 3e-3 (through Llama 7B, 65B and 405B)"""
+    min_lr: float | None = None
+    """learning rate at the end; none: a tenth of the peak"""
+    warmup_steps: int | None = None
+    """steps of linear warm-up; none: a tenth of the steps, at most 2000"""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """how the learning rate falls after the warm-up; wsd stays at the peak and then falls"""
+    decay_fraction: float = 0.2
+    """wsd: share of the steps over which it falls"""
+    weight_decay: float = 0.1
+    """AdamW's, on matrices only"""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's averaging of gradients and of their squares"""
+    eps: float = 1e-8
+    """AdamW's, added to the root"""
+    clip: float = 1.0
+    """largest gradient norm; 0: no clipping"""
+    seed: int = 0
+    """of the initial weights and of dropout"""
+    eval_every: int = 50
+    """steps between validations; 0: only at the end"""
+    eval_batches: int = 8
+    """batches a validation reads"""
+    save_every: int = 0
+    """steps between checkpoints; 0: only at the end"""
+    log_every: int = 1
+    """steps between records in gauges.jsonl"""
+    compile: bool = False
+    """compile the blocks with torch.compile"""
+    deterministic: bool = False
+    """bit-equal results on the same machine; slower, and no kernel is chosen by timing"""
+    loss_chunk: int | None = None
+    """tokens whose logits exist at once; none: a chunk of about 64 MB of logits, 0: all at once"""
+
+    def __post_init__(self) -> None:
+        _at_least(self, "train", 1, "sequence", "batch_tokens", "steps", "eval_batches", "log_every")
+        _at_least(self, "train", 0, "min_lr", "warmup_steps", "clip", "weight_decay", "seed", "eval_every")
+        _at_least(self, "train", 0, "save_every", "loss_chunk")
+        _above_zero(self, "train", "lr", "eps")
+        _above_zero(self, "train", "decay_fraction", most=1)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise _refuse(self, "train", "betas", "two numbers below 1", "0.9,0.95")
+        if self.batch_tokens < self.sequence:
+            raise _refuse(self, "train", "batch_tokens", f"a sequence of {self.sequence} at least", self.sequence)
+        if self.warmup > self.steps:
+            raise _refuse(self, "train", "warmup_steps", f"at most train.steps={self.steps}", self.steps // 10)
+        if self.lr is not None and self.min_lr is not None and self.min_lr > self.lr:
+            raise _refuse(self, "train", "min_lr", f"at most train.lr={self.lr}")
+
+    @property
+    def total_tokens(self) -> int:
+        return self.batch_tokens * self.steps
+
+    @property
+    def warmup(self) -> int:
+        """Warm-up steps, given or derived."""
+        return min(2000, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
+
+    def peak_lr(self, num_parameters: int) -> float:
+        """Given, or 3e-4·(7e9/N)^⅓ up to 3e-3. The rule passes through the published rates of Llama 7B (3e-4) and 65B
+        (1.5e-4; arXiv 2302.13971, table 2) and of Llama 3 405B (8e-5; arXiv 2407.21783, section 3.4.1)."""
+        derived: float = min(3e-3, 3e-4 * (7e9 / num_parameters) ** (1 / 3))
+        return derived if self.lr is None else self.lr
+
+    def final_lr(self, num_parameters: int) -> float:
+        """Given, or a tenth of the peak (Hoffmann et al., Chinchilla, arXiv 2203.15556)."""
+        return self.peak_lr(num_parameters) / 10 if self.min_lr is None else self.min_lr
+
+    def chunk_tokens(self, vocab: int) -> int:
+        """Tokens whose logits exist at once; 0: all."""
+        return max(1, 64_000_000 // (4 * vocab)) if self.loss_chunk is None else self.loss_chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """How the engine is set up."""
+
+    max_model_len: int | None = None
+    """longest prompt and answer together; none: the model's context"""
+    kv_bytes: int | None = None
+    """size of the KV cache on a device; none: what is left when weights and working memory are in"""
+    kv_dtype: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    """number format of the KV cache; auto: that of the activations"""
+    block_tokens: int = 16
+    """tokens of a KV block"""
+    max_tokens_per_step: int = 2048
+    """token budget of an engine step: decodes first, prefill chunks fill the rest"""
+    max_running: int = 256
+    """requests decoded together at most"""
+    batching: Literal["none", "static", "dynamic", "continuous"] = "continuous"
+    """how requests are put together; all but continuous are there to be compared with it"""
+    prefix_cache: bool = True
+    """keep the KV blocks of finished prompts for those that begin alike"""
+
+    def __post_init__(self) -> None:
+        _at_least(self, "serve", 1, "max_model_len", "kv_bytes", "block_tokens", "max_tokens_per_step", "max_running")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What arrives."""
+
+    requests_per_s: float = 1.0
+    """mean arrival rate"""
+    tokens_in: int = 512
+    """mean prompt length"""
+    tokens_out: int = 128
+    """mean answer length"""
+    arrival: Literal["poisson", "gamma", "constant"] = "poisson"
+    """how arrivals are spaced"""
+    burstiness: float = 1.0
+    """gamma: coefficient of variation of the gaps; 1 is Poisson, more is burstier"""
+    shared_prefix: int = 0
+    """prompt tokens that all requests have in common"""
+    duration_s: float = 60.0
+    """how long a load test or simulation lasts"""
+    seed: int = 0
+    """of arrivals and prompts"""
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "traffic", "requests_per_s", "burstiness", "duration_s")
+        _at_least(self, "traffic", 1, "tokens_in", "tokens_out")
+        _at_least(self, "traffic", 0, "shared_prefix", "seed")
+        if self.shared_prefix > self.tokens_in:
+            raise _refuse(self, "traffic", "shared_prefix", f"at most tokens_in={self.tokens_in}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What serving must meet; what is left out is not asked for."""
+
+    ttft_p99_s: float | None = None
+    """time to first token, 99th percentile"""
+    itl_p99_s: float | None = None
+    """gap between consecutive tokens, 99th percentile"""
+    tpot_p99_s: float | None = None
+    """(end-to-end − TTFT) / (tokens − 1), 99th percentile"""
+    e2e_p99_s: float | None = None
+    """request sent to last token, 99th percentile"""
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "objective", "ttft_p99_s", "itl_p99_s", "tpot_p99_s", "e2e_p99_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What devices cost: rented by the hour, or owned."""
+
+    owned: bool = False
+    """bought rather than rented"""
+    usd_per_device_hour: float | None = None
+    """rent of one device; none: the provider's in the catalogue"""
+    provider: str = ""
+    """who rents it out; empty: the median of all"""
+    spot: bool = False
+    """interruptible offers"""
+    usd_per_device: float | None = None
+    """purchase of one device with its share of the node; none: the catalogue's reported price"""
+    years: float = 4.0
+    """owned: time over which the purchase is written off"""
+    utilisation: float = 0.8
+    """owned: share of that time in use"""
+    usd_per_kwh: float = 0.1
+    """owned: price of electricity"""
+    pue: float = 1.3
+    """owned: power of the whole site over power of the machines, cooling included"""
+    staff_usd_per_year: float = 0.0
+    """owned: people, for all devices together"""
+
+    def __post_init__(self) -> None:
+        _at_least(self, "cost", 0, "usd_per_device_hour", "usd_per_device", "usd_per_kwh", "staff_usd_per_year")
+        _at_least(self, "cost", 1, "pue")
+        _above_zero(self, "cost", "years")
+        _above_zero(self, "cost", "utilisation", most=1)

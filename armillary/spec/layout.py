@@ -1,0 +1,94 @@
+"""Layout: how one model is spread over many devices, and what each of them keeps.
+
+Devices = dp × tp × pp × cp. Experts (ep) are spread over devices that are there already: over dp × cp, each expert
+then cut by tp like a dense MLP; or, where ep only divides dp × cp × tp, over all of these, experts staying whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from armillary.errors import BadLayout
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the model is spread over devices, and what each keeps."""
+
+    dp: int = 1
+    """data-parallel ranks (for serving: replicas)"""
+    zero: Literal[0, 1, 2, 3] = 0
+    """what dp ranks share out: 0 nothing, 1 optimiser states, 2 and gradients, 3 and weights (FSDP)"""
+    shard: int | None = None
+    """dp ranks that share one copy (HSDP); none: all of dp"""
+    tp: int = 1
+    """tensor-parallel ranks, which cut heads and MLPs"""
+    sequence_parallel: bool = True
+    """between the cut parts, tp ranks split the tokens (training with tp > 1)"""
+    pp: int = 1
+    """pipeline stages; layers may be uneven, and embedding and head may be chunks of their own"""
+    interleave: int = 1
+    """chunks of layers a stage holds"""
+    schedule: Schedule = "1f1b"
+    """order of micro-batches in the pipeline"""
+    cp: int = 1
+    """context-parallel ranks, which cut the sequence"""
+    ep: int = 1
+    """expert-parallel ranks, among dp × cp (or dp × cp × tp)"""
+    micro_batch: int = 1
+    """sequences a rank runs at once"""
+    recompute: Recompute = "none"
+    """what the backward pass makes again: nothing; all but matrix products and attention; whole layers"""
+    recompute_every: int = 1
+    """recompute one layer in this many"""
+    precision: Precision = "bf16"
+    """of the matrix products; weights below fp32 have an fp32 master in training"""
+    offload: Literal["none", "optimizer", "activations", "both", "nvme"] = "none"
+    """what waits in host memory (nvme: optimiser states on disk)"""
+    bucket_bytes: int = 25_000_000
+    """gradients sent together"""
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "interleave", "cp", "ep", "micro_batch", "recompute_every", "bucket_bytes"):
+            if getattr(self, name) < 1:
+                raise BadLayout(f"layout.{name}={getattr(self, name)} must be at least 1; try --set layout.{name}=1")
+        if self.shard is not None and self.shard < 1:
+            raise BadLayout(f"layout.shard={self.shard} must be at least 1; try --set layout.shard=none")
+        if self.zero not in (0, 1, 2, 3):
+            raise BadLayout(f"layout.zero={self.zero} is not a stage; try --set layout.zero=3")
+
+    @property
+    def num_devices(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that share one copy of what `zero` shares out."""
+        return (self.shard or self.dp) if self.zero else 1
+
+    @property
+    def expert_tp(self) -> int:
+        """Into how many pieces tp cuts each expert."""
+        return self.tp if (self.dp * self.cp) % self.ep == 0 else 1
+
+    def num_micro_batches(self, batch_tokens: int, sequence: int) -> int:
+        """Micro-batches a rank runs in a step (gradient accumulation)."""
+        return batch_tokens // (sequence * self.micro_batch * self.dp)
+
+    def on_devices(self, num_devices: int) -> Layout:
+        """The same layout with as much dp as fills `num_devices`."""
+        inner = self.num_devices // self.dp
+        if num_devices % inner or num_devices < inner:
+            near = max(inner, num_devices - num_devices % inner)
+            raise BadLayout(f"{num_devices} devices are not a multiple of {self.text('tp', 'pp', 'cp')}; use {near}")
+        return replace(self, dp=num_devices // inner)
+
+    def text(self, *axes: str) -> str:
+        """The axes in use: 'tp=4 × pp=4'."""
+        sizes = {axis: getattr(self, axis) for axis in axes or ("dp", "tp", "pp", "cp")}
+        return " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp=1"

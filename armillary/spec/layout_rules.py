@@ -1,0 +1,283 @@
+"""The rules by which a layout divides a model, its devices and its batch, and what to change when it does not.
+
+Each rule is a test and a sentence; the sentence ends with a change after which that test holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from armillary.errors import BadLayout
+from armillary.spec.layout import Layout
+from armillary.spec.model import ModelConfig
+
+
+class Problem(NamedTuple):
+    """A rule that a layout breaks, in words that end with what to change."""
+
+    rule: str
+    """name of the rule"""
+    text: str
+    """one line for a person"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What a layout is checked against."""
+
+    model: ModelConfig
+    """what is cut"""
+    num_devices: int | None = None
+    """devices there are; None: not known yet"""
+    sequence: int | None = None
+    """tokens of a training sequence"""
+    batch_tokens: int | None = None
+    """tokens of a step"""
+    for_training: bool = True
+    """serving replicates KV heads where tp exceeds them, and has no batch to divide"""
+
+
+def check_layout(
+    layout: Layout, model: ModelConfig, *, num_devices: int | None = None, sequence: int | None = None,
+    batch_tokens: int | None = None, for_training: bool = True,
+) -> None:  # fmt: skip
+    """Raise BadLayout if the layout does not divide the model, the devices or the batch. Fewer devices than there are
+    is allowed: the rest stays idle."""
+    case = Case(model=model, num_devices=num_devices, sequence=sequence, batch_tokens=batch_tokens,
+                for_training=for_training)  # fmt: skip
+    if num_devices is not None and num_devices < 1:
+        raise BadLayout(f"{num_devices} devices cannot run anything; give at least one, like --on h100x8")
+    for problem in layout_problems(layout, case):
+        raise BadLayout(problem.text)
+
+
+def layout_problems(layout: Layout, case: Case) -> Iterator[Problem]:
+    """Every rule the layout breaks, the most telling first."""
+    for name, (holds, says) in _RULES.items():
+        if not holds(layout, case):
+            yield Problem(name, says(layout, case))
+
+
+# --- suggestions
+
+
+def _near(value: int, options: Iterable[int]) -> str:
+    """The options next to `value` on both sides: '2 or 4'."""
+    fitting = sorted(set(options))
+    below = [option for option in fitting if option < value][-1:]
+    above = [option for option in fitting if option > value][:1]
+    return " or ".join(map(str, below + above))
+
+
+def _first_clean(layout: Layout, case: Case, options: list[dict[str, Any]]) -> str:
+    """The first change after which every rule holds, else the first: '--set layout.pp=2'."""
+
+    def clean(change: dict[str, Any]) -> bool:
+        changed = replace(layout, **change)
+        return all(holds(changed, case) for holds, _ in _RULES.values())
+
+    best = next((option for option in options if clean(option)), options[0])
+    return " ".join(f"--set layout.{key}={str(value).lower()}" for key, value in best.items())
+
+
+# --- tp
+
+
+def _cut_by_tp(layout: Layout, case: Case) -> Iterator[tuple[int, str]]:
+    """What tp must divide. Vocabulary rows are padded and hidden is never cut, so neither is here."""
+    model = case.model
+    kinds = {kind.mlp for kind in model.layers}
+    replicated = not case.for_training and layout.tp % model.kv_heads == 0
+    if model.mla is None and model.kv_heads < model.heads and not replicated:
+        yield model.kv_heads, f"{model.kv_heads} KV heads"
+    yield model.heads, f"{model.heads} heads"
+    if "dense" in kinds:
+        yield model.ffn, f"the ffn of {model.ffn}"
+    if model.moe and "moe" in kinds and layout.expert_tp > 1:
+        yield model.moe.ffn, f"the expert ffn of {model.moe.ffn}"
+    if model.moe and "moe" in kinds and model.moe.shared_ffn:
+        yield model.moe.shared_ffn, f"the shared ffn of {model.moe.shared_ffn}"
+
+
+def _tp_holds(layout: Layout, case: Case) -> bool:
+    return all(size % layout.tp == 0 for size, _ in _cut_by_tp(layout, case))
+
+
+def _tp_says(layout: Layout, case: Case) -> str:
+    what = next(words for size, words in _cut_by_tp(layout, case) if size % layout.tp)
+    fitting = [tp for tp in range(1, case.model.heads + 1) if _tp_holds(replace(layout, tp=tp), case)]
+    near = _near(layout.tp, fitting)
+    return f"tp={layout.tp} does not divide {what} of {case.model.name}; try --set layout.tp={near}"
+
+
+def _tokens_hold(layout: Layout, case: Case) -> bool:
+    if case.sequence is None or not case.for_training or layout.tp == 1 or not layout.sequence_parallel:
+        return True
+    return case.sequence % (layout.cp * layout.tp) == 0
+
+
+def _tokens_say(layout: Layout, case: Case) -> str:
+    axes = layout.text("cp", "tp")
+    return f"{axes} does not divide a sequence of {case.sequence}; try --set layout.sequence_parallel=false"
+
+
+# --- pp
+
+
+def _max_chunks(case: Case) -> int:
+    return case.model.num_layers + 2
+
+
+def _pp_holds(layout: Layout, case: Case) -> bool:
+    return layout.pp == 1 or layout.pp * layout.interleave <= _max_chunks(case)
+
+
+def _pp_says(layout: Layout, case: Case) -> str:
+    most = _max_chunks(case)
+    options: list[dict[str, Any]] = []
+    options += [{"interleave": v} for v in range(min(layout.interleave - 1, most // layout.pp), 0, -1)]
+    options += [{"pp": pp} for pp in range(min(layout.pp - 1, most // layout.interleave), 1, -1)]
+    options += [{"pp": most if layout.pp > most else layout.pp, "interleave": 1, "schedule": "1f1b"}, {"pp": 1}]
+    return (f"{layout.text('pp', 'interleave')} makes more chunks than {case.model.name} has layers, embedding and "
+            f"head ({most}); try {_first_clean(layout, case, options)}")  # fmt: skip
+
+
+def _schedule_holds(layout: Layout, case: Case) -> bool:
+    if layout.pp == 1:
+        return layout.interleave == 1
+    if layout.schedule == "zero_bubble":
+        return True
+    return (layout.interleave > 1) == (layout.schedule == "interleaved")
+
+
+def _schedule_says(layout: Layout, case: Case) -> str:
+    if layout.pp == 1:
+        return f"interleave={layout.interleave} needs pipeline stages; try --set layout.interleave=1"
+    if layout.interleave > 1:
+        return (f"schedule={layout.schedule} runs one chunk a stage, not interleave={layout.interleave}; "
+                "try --set layout.schedule=interleaved")  # fmt: skip
+    return "schedule=interleaved needs two chunks a stage or more; try --set layout.schedule=1f1b"
+
+
+# --- cp, ep, shard
+
+
+def _cp_holds(layout: Layout, case: Case) -> bool:
+    return layout.cp == 1 or case.sequence is None or case.sequence % (2 * layout.cp) == 0
+
+
+def _cp_says(layout: Layout, case: Case) -> str:
+    assert case.sequence is not None
+    fitting = [cp for cp in range(1, case.sequence // 2 + 1) if case.sequence % (2 * cp) == 0] or [1]
+    return (f"cp={layout.cp} does not cut a sequence of {case.sequence} into 2 × {layout.cp} equal pieces (zig-zag); "
+            f"try --set layout.cp={_near(layout.cp, fitting)}")  # fmt: skip
+
+
+def _ep_holds(layout: Layout, case: Case) -> bool:
+    if layout.ep == 1:
+        return True
+    experts = case.model.moe.num_experts if case.model.moe else 0
+    return experts > 0 and experts % layout.ep == 0 and (layout.dp * layout.cp * layout.tp) % layout.ep == 0
+
+
+def _ep_says(layout: Layout, case: Case) -> str:
+    if case.model.moe is None:
+        return f"ep={layout.ep} but {case.model.name} has no experts; try --set layout.ep=1"
+    experts, ranks = case.model.moe.num_experts, layout.dp * layout.cp * layout.tp
+    fitting = [ep for ep in range(1, experts + 1) if _ep_holds(replace(layout, ep=ep), case)]
+    what = f"{experts} experts of {case.model.name}" if experts % layout.ep else f"dp × cp × tp = {ranks}"
+    return f"ep={layout.ep} does not divide {what}; try --set layout.ep={_near(layout.ep, fitting)}"
+
+
+def _shard_holds(layout: Layout, case: Case) -> bool:
+    return layout.shard is None or (layout.zero > 0 and layout.dp % layout.shard == 0)
+
+
+def _shard_says(layout: Layout, case: Case) -> str:
+    assert layout.shard is not None
+    fitting = [size for size in range(1, layout.dp + 1) if layout.dp % size == 0]
+    if layout.zero == 0:
+        change = "zero=3" if layout.shard in fitting else "shard=none"
+        return f"shard={layout.shard} but zero=0 shares nothing out; try --set layout.{change}"
+    near = _near(layout.shard, fitting)
+    return f"shard={layout.shard} does not divide dp={layout.dp}; try --set layout.shard={near}"
+
+
+# --- devices and batch
+
+
+def _devices_hold(layout: Layout, case: Case) -> bool:
+    return case.num_devices is None or layout.num_devices <= case.num_devices
+
+
+def _devices_say(layout: Layout, case: Case) -> str:
+    room = case.num_devices
+    assert room is not None
+    options = [change for axis in _SHRINK if (change := _shrunk(layout, case, room, (axis,)))]
+    options = options or [_shrunk(layout, case, room, _SHRINK)]
+    return f"{room} device{'s' * (room != 1)} cannot hold {layout.text()}: try {_first_clean(layout, case, options)}"
+
+
+_SHRINK = ("dp", "pp", "cp", "tp")
+
+
+def _shrunk(layout: Layout, case: Case, room: int, axes: tuple[str, ...]) -> dict[str, Any]:
+    """The least reduction of `axes`, in that order, that fits into `room` devices; empty if none does."""
+    change: dict[str, Any] = {}
+    for axis in axes:
+        small = replace(layout, **change)
+        if small.num_devices <= room:
+            break
+        size = getattr(small, axis)
+        most = max(1, min(size, room // (small.num_devices // size)))
+        change[axis] = next(n for n in range(most, 0, -1) if n == 1 or _divides(_with(small, axis, n), case))
+    return change if replace(layout, **change).num_devices <= room else {}
+
+
+def _with(layout: Layout, axis: str, size: int) -> Layout:
+    change: dict[str, Any] = {axis: size}
+    return replace(layout, **change)
+
+
+def _divides(layout: Layout, case: Case) -> bool:
+    return all(_RULES[name][0](layout, case) for name in ("tp", "pp", "schedule", "cp"))
+
+
+def _unit(layout: Layout, case: Case) -> int:
+    """Tokens the batch must be a multiple of; the interleaved schedule takes micro-batches pp at a time."""
+    assert case.sequence is not None
+    rounds = layout.pp if layout.schedule == "interleaved" else 1
+    return case.sequence * layout.micro_batch * layout.dp * rounds
+
+
+def _batch_holds(layout: Layout, case: Case) -> bool:
+    if case.sequence is None or case.batch_tokens is None or not case.for_training:
+        return True
+    return case.batch_tokens >= 1 and case.batch_tokens % _unit(layout, case) == 0
+
+
+def _batch_says(layout: Layout, case: Case) -> str:
+    assert case.batch_tokens is not None
+    unit = _unit(layout, case)
+    smaller = [n for n in range(layout.micro_batch - 1, 0, -1) if _batch_holds(replace(layout, micro_batch=n), case)]
+    below = case.batch_tokens - case.batch_tokens % unit
+    hint = f"layout.micro_batch={smaller[0]}" if smaller else f"train.batch_tokens={below or unit}"
+    pp = f" × pp={layout.pp}" if layout.schedule == "interleaved" and layout.pp > 1 else ""
+    return (f"a batch of {case.batch_tokens} tokens is not a multiple of sequence={case.sequence} × "
+            f"micro_batch={layout.micro_batch} × dp={layout.dp}{pp}; try --set {hint}")  # fmt: skip
+
+
+_Rule = tuple[Callable[[Layout, Case], bool], Callable[[Layout, Case], str]]
+_RULES: dict[str, _Rule] = {
+    "tp": (_tp_holds, _tp_says),
+    "pp": (_pp_holds, _pp_says),
+    "schedule": (_schedule_holds, _schedule_says),
+    "cp": (_cp_holds, _cp_says),
+    "ep": (_ep_holds, _ep_says),
+    "shard": (_shard_holds, _shard_says),
+    "devices": (_devices_hold, _devices_say),
+    "tokens": (_tokens_hold, _tokens_say),
+    "batch": (_batch_holds, _batch_says),
+}

@@ -1,0 +1,83 @@
+"""Plan: a recipe resolved once, with what was predicted for it; every rank and engine reads this file.
+
+Predictions are keyed by gauge names, so that each stands beside its measurement.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from armillary.errors import BadInput, unknown
+from armillary.spec.fields import build, to_plain
+from armillary.spec.gauges import GAUGES
+from armillary.spec.hardware import Cluster
+from armillary.spec.job import Data, Serve, TrainJob
+from armillary.spec.layout import Layout
+from armillary.spec.model import ModelConfig
+
+VERSION = 1
+"""raised when an older armillary could misread what is written"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What will run, where and how, and what is expected of it."""
+
+    version: int = VERSION
+    """of this file's form"""
+    created: str
+    """when, in UTC: 2026-11-15T09:30:00Z"""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """the recipe it was made from, overrides applied"""
+    model: ModelConfig
+    """the model's shape"""
+    cluster: Cluster
+    """the devices"""
+    layout: Layout
+    """how the model is spread over them"""
+    train: TrainJob | None = None
+    """how it is trained; none in a plan for serving"""
+    data: Data | None = None
+    """what it is trained on; none in a plan for serving"""
+    serve: Serve | None = None
+    """how it is served; none in a plan for training"""
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    """gauge -> value"""
+    notes: tuple[str, ...] = ()
+    """what was assumed, and what to mind"""
+
+    def __post_init__(self) -> None:
+        for name, value in self.predicted.items():
+            if name not in GAUGES:
+                raise unknown("gauge", name, GAUGES, where="docs/gauges.md lists them")
+            if not isfinite(value):
+                raise BadInput(f"predicted {name}={value} is not a number; leave out what cannot be predicted")
+
+    def to_json(self) -> str:
+        """The plan as text; from_json gives the same plan back."""
+        return json.dumps(to_plain(self), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str, where: str = "plan.json") -> Plan:
+        """The plan that to_json wrote."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise BadInput(f"{where} is not JSON ({error}); make the plan again") from None
+        if not isinstance(values, dict):
+            raise BadInput(f"{where} holds no plan; make the plan again")
+        return Plan.from_dict(values, where)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any], where: str = "plan.json") -> Plan:
+        """The plan from parsed JSON; one written by a newer armillary is refused."""
+        version = values.get("version")
+        if not isinstance(version, int) or version < 1:
+            raise BadInput(f"{where} holds no plan; make the plan again")
+        if version > VERSION:
+            raise BadInput(f"{where} has version {version} and this armillary reads up to {VERSION}; upgrade armillary")
+        return build(Plan, values, where)

@@ -1,0 +1,206 @@
+"""Recipe: the one TOML file that goes through every verb, and `--set a.b=c` over it.
+
+Tables are frozen dataclasses; an unknown table or key is refused with the nearest real name. Reading a recipe needs
+no model and no machine: `model_config` and `cluster` resolve those.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from armillary.errors import BadRecipe, NotFound, nearest
+from armillary.spec import catalogue, toml_text
+from armillary.spec.fields import build, to_plain
+from armillary.spec.hardware import Cluster
+from armillary.spec.hardware_table import HardwareTable
+from armillary.spec.job import Cost, Data, Objective, Serve, Traffic, TrainJob
+from armillary.spec.layout import Layout
+from armillary.spec.model import ModelConfig
+from armillary.spec.model_table import ModelTable, apply_model_overrides, model_table, table_to_plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is to be planned, trained or served, where and how."""
+
+    model: ModelTable
+    """which model"""
+    hardware: HardwareTable = field(default_factory=HardwareTable)
+    """where it runs"""
+    layout: Layout = field(default_factory=Layout)
+    """how it is spread over devices"""
+    data: Data = field(default_factory=Data)
+    """what it is trained on"""
+    train: TrainJob = field(default_factory=TrainJob)
+    """how it is trained"""
+    serve: Serve = field(default_factory=Serve)
+    """how it is served"""
+    traffic: Traffic = field(default_factory=Traffic)
+    """what arrives"""
+    objective: Objective = field(default_factory=Objective)
+    """what serving must meet"""
+    cost: Cost = field(default_factory=Cost)
+    """what devices cost"""
+
+    def model_config(self, base: ModelConfig | None = None) -> ModelConfig:
+        """The model's shape with the recipe's overrides: of `base`, or of the catalogue model that is named."""
+        config = base if base is not None else catalogue.model(self.model.source).config
+        return apply_model_overrides(config, self.model.overrides)
+
+    def cluster(self, here: Cluster | None = None) -> Cluster:
+        """The devices; `here` is what the caller found this machine to be."""
+        return self.hardware.cluster(here)
+
+
+TABLES: Mapping[str, type[Any]] = {
+    "model": ModelTable, "hardware": HardwareTable, "layout": Layout, "data": Data, "train": TrainJob, "serve": Serve,
+    "traffic": Traffic, "objective": Objective, "cost": Cost,
+}  # fmt: skip
+
+
+# --- reading
+
+
+def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe file and apply `a.b=c` overrides over it."""
+    return recipe_from_dict(_parse(_read(Path(path)), str(path)), overrides)
+
+
+def recipe_from_dict(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
+    """A recipe from parsed TOML or JSON tables."""
+    for name, table in values.items():
+        if name not in TABLES:
+            raise _unknown_table(name)
+        if not isinstance(table, Mapping):
+            raise BadRecipe(f"{name} = {table!r} stands alone; write it as a table: [{name}]")
+    tables: dict[str, dict[str, Any]] = {name: dict(table) for name, table in values.items()}
+    for text in overrides:
+        _apply(tables, *parse_set(text))
+    return _build(tables)
+
+
+def _build(tables: Mapping[str, Mapping[str, Any]]) -> Recipe:
+    parts: dict[str, Any] = {
+        name: build(TABLES[name], table, name) for name, table in tables.items() if name != "model"
+    }
+    return Recipe(model=model_table(tables.get("model", {})), **parts)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise _no_file(path) from None
+    except UnicodeDecodeError:
+        raise BadRecipe(f"{path} is not text in UTF-8; save it as UTF-8") from None
+    except IsADirectoryError:
+        raise NotFound(f"{path} is a folder; name the recipe file in it") from None
+    except OSError as error:
+        raise BadRecipe(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+
+
+def _no_file(path: Path) -> NotFound:
+    others = {str(other): other for folder in {path.parent, Path("recipes")} for other in folder.glob("*.toml")}
+    same = (name for name, other in others.items() if other.name == path.name)
+    guess = next(same, None) or nearest(str(path), others)
+    hint = f"did you mean {guess}?" if guess else "give the path of a .toml file"
+    return NotFound(f"no recipe '{path}'; {hint}")
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise BadRecipe(_at_line(str(error), text, where)) from None
+
+
+def _at_line(message: str, text: str, where: str) -> str:
+    """tomllib's message with the place in front: 'tour.toml:3: …'."""
+    place = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)", message)
+    line = (place and place.group(1)) or max(1, len(text.splitlines()))
+    said = re.sub(r" \(at .*?\)$", "", message).splitlines()[0]
+    return f"{where}:{line}: not valid TOML: {said[:1].lower()}{said[1:]}; correct that line"
+
+
+def _unknown_table(name: str) -> BadRecipe:
+    guess = nearest(name, TABLES)
+    hint = f"did you mean [{guess}]?" if guess else f"it takes {', '.join(f'[{table}]' for table in TABLES)}"
+    return BadRecipe(f"unknown table [{name}]; {hint}")
+
+
+# --- --set a.b=c
+
+
+def parse_set(text: str) -> tuple[tuple[str, ...], Any]:
+    """'layout.tp=2' -> (('layout', 'tp'), '2'). Values stay text, to be read by the type of their field; lists of
+    tables are TOML."""
+    key, equals, value = text.partition("=")
+    path = tuple(part.strip() for part in key.split("."))
+    if not equals or len(path) < 2 or not all(path):
+        raise BadRecipe(f"cannot read --set {text!r}; write it like --set layout.tp=2")
+    if path[0] not in TABLES:
+        raise _unknown_table(path[0])
+    value = value.strip()
+    return path, _parse(f"value = {value}", f"--set {key}")["value"] if value.startswith(("[{", "{")) else value
+
+
+_EXCLUSIVE: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    ("model", "name"): ("path",), ("model", "path"): ("name",), ("hardware", "on"): ("chip", "tiers"),
+    ("hardware", "chip"): ("on",), ("hardware", "tiers"): ("on",),
+}  # fmt: skip
+
+
+def _apply(tables: dict[str, dict[str, Any]], path: tuple[str, ...], value: Any) -> None:
+    """Set one value; what it replaces by another key (model.name for model.path) goes."""
+    table = tables.setdefault(path[0], {})
+    for other in _EXCLUSIVE.get(path[:2], ()):
+        table.pop(other, None)
+    for part in path[1:-1]:
+        inner = table.get(part)
+        table[part] = dict(inner) if isinstance(inner, Mapping) else {}
+        table = table[part]
+    table[path[-1]] = value
+
+
+# --- writing
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """Tables with the values that are not the defaults; recipe_from_dict gives the same recipe back."""
+    tables = {"model": table_to_plain(recipe.model)}
+    for name, cls in TABLES.items():
+        if name != "model":
+            tables[name] = _changed(getattr(recipe, name), cls())
+    return {name: table for name, table in tables.items() if table}
+
+
+def _changed(table: Any, default: Any) -> dict[str, Any]:
+    standard = to_plain(default)
+    return {key: value for key, value in to_plain(table).items() if value != standard[key]}
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The recipe as a file that load_recipe reads back to the same."""
+    return toml_text.dumps(to_dict(recipe))
+
+
+# --- what tables must agree on
+
+
+def check_recipe(recipe: Recipe, config: ModelConfig, *, for_training: bool = True) -> None:
+    """Raise BadRecipe where tables contradict the model: lengths beyond its context, a vocabulary it lacks."""
+    if for_training and recipe.train.sequence > config.context:
+        raise BadRecipe(f"train.sequence={recipe.train.sequence} is longer than the context of {config.name}; "
+                        f"try --set train.sequence={config.context}")  # fmt: skip
+    if for_training and recipe.data.vocab and recipe.data.vocab > config.vocab:
+        raise BadRecipe(f"data.vocab={recipe.data.vocab} is more than the {config.vocab} rows of {config.name}; "
+                        f"try --set data.vocab={config.vocab}")  # fmt: skip
+    longest = recipe.serve.max_model_len
+    if not for_training and longest and longest > config.context:
+        raise BadRecipe(f"serve.max_model_len={longest} is longer than the context of {config.name}; "
+                        f"try --set serve.max_model_len={config.context}")  # fmt: skip

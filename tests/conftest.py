@@ -1,0 +1,58 @@
+"""Fixtures that every test may use: a home of its own, the command line in process, a pool of gloo ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from armillary.store.home import Home
+from tests.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run of the command line left."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """stdout as the one JSON document that --json promises."""
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home.at(tmp_path / "home")
+
+
+@pytest.fixture
+def cli(home: Home, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """`cli("models", "gpt2", "--json")` runs that line in this process, with `home` as its --home."""
+    from armillary.cli.main import main
+
+    def run(*args: str) -> Ran:
+        capfd.readouterr()
+        code = main([*args, "--home", str(home.work)] if _takes_home(args) else args)
+        captured = capfd.readouterr()
+        return Ran(code=code, out=captured.out, err=captured.err)
+
+    return run
+
+
+def _takes_home(args: tuple[str, ...]) -> bool:
+    return bool(args) and not args[0].startswith("-") and "--home" not in args and "--help" not in args
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """One pool of gloo ranks for the whole test run: `ranks.run(2, function, *args)` gives a result a rank."""
+    with Ranks(tmp_path_factory.mktemp("ranks")) as pool:
+        yield pool

@@ -1,0 +1,171 @@
+"""This machine, and machines made of recorded files."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from armillary.errors import BadInput
+from armillary.profiling.gpus import Gpu
+from armillary.profiling.machine import Machine, chip_of, here, machine
+from armillary.profiling.system import read_cpu, read_disks, read_memory, read_network, usable_cores
+
+CPU = """\
+processor\t: {n}
+vendor_id\t: GenuineIntel
+model name\t: Intel(R) Xeon(R) Platinum 8480+
+physical id\t: {socket}
+core id\t\t: {core}
+flags\t\t: fpu sse2 avx avx2 fma avx512f avx512_bf16 amx_tile amx_bf16 amx_int8
+
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two sockets of two cores with two threads each, 8 GiB, one fast network card."""
+    text = "".join(CPU.format(n=n, socket=n // 4, core=n // 2 % 2) for n in range(8))
+    files = {
+        "proc/cpuinfo": text,
+        "proc/meminfo": "MemTotal:        8388608 kB\nMemAvailable:    4194304 kB\nHugePages_Total:       0\n",
+        "sys/class/net/ib0/operstate": "up\n",
+        "sys/class/net/ib0/speed": "400000\n",
+        "sys/class/net/eth0/operstate": "up\n",
+        "sys/class/net/eth0/speed": "-1\n",
+        "sys/class/net/eth1/operstate": "down\n",
+        "sys/class/net/lo/operstate": "unknown\n",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    return tmp_path
+
+
+def bare(**changes: object) -> Machine:
+    """This machine without accelerators, with changes."""
+    return replace(machine(), **({"gpus": (), "gpu_links": {}} | changes))  # type: ignore[arg-type]
+
+
+def gpu(name: str, gib: float | None = None, **fields: object) -> Gpu:
+    return Gpu(name=name, vendor="NVIDIA", memory_bytes=gib and gib * 2**30, **fields)  # type: ignore[arg-type]
+
+
+# --- reading
+
+
+def test_this_machine_can_be_read() -> None:
+    found = machine()
+    assert 1 <= found.cpu.usable <= (os.cpu_count() or 1)
+    assert found.memory_bytes > 2**28 and found.system
+
+
+def test_the_processor(root: Path) -> None:
+    cpu = read_cpu(root)
+    assert (cpu.model, cpu.sockets, cpu.cores) == ("Intel(R) Xeon(R) Platinum 8480+", 2, 4)
+    assert cpu.isa == ("avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
+
+
+def test_memory_is_what_the_container_may_use(root: Path) -> None:
+    assert read_memory(root) == 8 * 2**30
+    (root / "sys/fs/cgroup").mkdir(parents=True)
+    (root / "sys/fs/cgroup/memory.max").write_text("max\n")
+    assert read_memory(root) == 8 * 2**30
+    (root / "sys/fs/cgroup/memory.max").write_text(f"{2**30}\n")
+    assert read_memory(root) == 2**30
+
+
+def test_cores_are_what_the_container_may_use(root: Path) -> None:
+    allowed = usable_cores(root)
+    (root / "sys/fs/cgroup").mkdir(parents=True)
+    (root / "sys/fs/cgroup/cpu.max").write_text("max 100000\n")
+    assert usable_cores(root) == allowed
+    (root / "sys/fs/cgroup/cpu.max").write_text("50000 100000\n")
+    assert usable_cores(root) == 1
+
+
+def test_network_cards_that_are_up(root: Path) -> None:
+    assert {card.name: card.bits_per_s for card in read_network(root)} == {"ib0": 400e9, "eth0": None}
+
+
+def test_disks_are_those_one_can_write_to(root: Path) -> None:
+    mounts = ["/dev/nvme0n1p1 / ext4 rw 0 0", "/dev/loop3 /usr squashfs ro 0 0", "proc /proc proc rw 0 0"]
+    (root / "proc/mounts").write_text("\n".join(mounts))
+    assert [(disk.path, disk.kind) for disk in read_disks(root)] == [("/", "ext4 on nvme")]
+
+
+def test_a_system_without_these_files_is_still_described(tmp_path: Path) -> None:
+    found = machine(tmp_path)
+    assert found.cpu.cores >= 1 and found.memory_bytes > 0
+    assert (found.available_bytes, found.shm_bytes, found.disks, found.network) == (None, None, (), ())
+
+
+# --- as a cluster
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "chip"),
+    [
+        ("NVIDIA H200", 140.4, "h200"),
+        ("NVIDIA H100 80GB HBM3", 79.6, "h100-sxm"),
+        ("NVIDIA H100 PCIe", 79.6, "h100-pcie"),
+        ("NVIDIA H100 NVL", 93.6, "h100-nvl"),
+        ("NVIDIA A100-SXM4-80GB", 80, "a100-80gb-sxm"),
+        ("NVIDIA A100-SXM4-40GB", 40, "a100-40gb-sxm"),
+        ("NVIDIA A100 80GB PCIe", 80, "a100-80gb-pcie"),
+        ("NVIDIA GeForce RTX 4090", 24, "rtx-4090"),
+        ("NVIDIA RTX 6000 Ada Generation", 48, "rtx-6000-ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 95.6, "rtx-pro-6000"),
+        ("Tesla V100-SXM2-16GB", 16, "v100-16gb"),
+        ("Tesla T4", 15, "t4"),
+        ("AMD Instinct MI300X OAM", 192, "mi300x"),
+    ],
+)
+def test_a_gpu_is_found_in_the_catalogue(name: str, gib: float, chip: str) -> None:
+    found = chip_of(gpu(name, gib))
+    assert found.name == chip
+    assert found.memory_bytes == gib * 2**30  # what the driver reports, not what the box says
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("NVIDIA A100-PCIE-40GB", 40),  # the catalogue has its 80 GB sister only
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16),
+        ("NVIDIA H999", 500),
+    ],
+)
+def test_a_gpu_that_only_resembles_one_is_not_taken_for_it(name: str, gib: float) -> None:
+    found = chip_of(gpu(name, gib))
+    assert (found.title, found.flops, found.memory_bytes_per_s) == (name, {}, None)
+
+
+def test_gpus_with_nvlink_between_all_of_them() -> None:
+    two = (gpu("NVIDIA H200", 140.4), gpu("NVIDIA H200", 140.4))
+    cluster = here(bare(gpus=two, gpu_links={"0-1": "NV18"}))
+    assert cluster.num_devices == 2 and cluster.tiers[0].link.name == "nvlink-4"
+
+
+def test_gpus_without_nvlink_talk_over_their_slots() -> None:
+    two = (gpu("NVIDIA L4", 22.5, pcie_generation=4, pcie_lanes=16),) * 2
+    assert here(bare(gpus=two, gpu_links={"0-1": "SYS"})).tiers[0].link.name == "pcie4-x16"
+
+
+def test_gpus_nobody_knows_the_link_of_are_refused() -> None:
+    with pytest.raises(BadInput, match=r"describe it in \[hardware\]"):
+        here(bare(gpus=(gpu("NVIDIA H999", 500),) * 2))
+
+
+def test_one_gpu_has_no_tiers() -> None:
+    assert here(bare(gpus=(gpu("NVIDIA H200", 140.4),))).tiers == ()
+
+
+def test_without_gpus_the_cores_are_devices_of_unknown_peak() -> None:
+    found = bare()
+    found = replace(found, cpu=replace(found.cpu, usable=4, isa=("avx2", "amx_bf16")), memory_bytes=8e9)
+    cluster = here(found)
+    assert (cluster.chip.name, cluster.num_devices, cluster.chip.memory_bytes) == ("cpu-core-amx", 4, 2e9)
+    assert cluster.chip.flops == {} and math.isnan(cluster.tiers[0].bytes_per_s)

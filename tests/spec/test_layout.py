@@ -1,0 +1,185 @@
+"""Layouts divide or say what to change; what they suggest works."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.errors import BadLayout
+from armillary.spec.fields import build, to_plain
+from armillary.spec.layout import Layout
+from armillary.spec.layout_rules import Case, check_layout, layout_problems
+from armillary.spec.model import LayerKind, ModelConfig, MoE
+
+
+def model(**changes: Any) -> ModelConfig:
+    base: dict[str, Any] = {
+        "name": "armillary-25m", "hidden": 512, "heads": 16, "kv_heads": 8, "head_dim": 32, "ffn": 1536, "vocab": 8192,
+        "context": 1024, "layers": (LayerKind(),) * 8,
+    }  # fmt: skip
+    return ModelConfig(**(base | changes))
+
+
+def experts(num: int = 8, **changes: Any) -> ModelConfig:
+    return model(layers=(LayerKind(mlp="moe"),) * 8, moe=MoE(num_experts=num, top_k=2, ffn=256), **changes)
+
+
+def refusal(layout: Layout, config: ModelConfig | None = None, **case: Any) -> str:
+    with pytest.raises(BadLayout) as caught:
+        check_layout(layout, config or model(), **case)
+    return str(caught.value)
+
+
+def test_devices_are_dp_tp_pp_cp() -> None:
+    layout = Layout(dp=2, tp=4, pp=3, cp=5, ep=2)
+    assert layout.num_devices == 120 and layout.text() == "dp=2 × tp=4 × pp=3 × cp=5"
+    assert Layout(dp=3, tp=2).on_devices(16).dp == 8
+    with pytest.raises(BadLayout, match="9 devices are not a multiple of tp=2; use 8"):
+        Layout(tp=2).on_devices(9)
+
+
+def test_what_zero_shares_out() -> None:
+    assert Layout(dp=8).shard_size == 1
+    assert Layout(dp=8, zero=1).shard_size == 8
+    assert Layout(dp=8, zero=3, shard=4).shard_size == 4
+
+
+def test_experts_are_cut_by_tp_unless_ep_takes_the_tp_ranks() -> None:
+    assert Layout(dp=4, tp=2, ep=4).expert_tp == 2
+    assert Layout(dp=4, tp=2, ep=8).expert_tp == 1
+    check_layout(Layout(dp=4, tp=2, ep=8), experts())
+
+
+def test_the_tour_s_refusals() -> None:
+    assert refusal(Layout(tp=3)) == ("tp=3 does not divide 8 KV heads of armillary-25m; try --set layout.tp=2 or 4")
+    assert refusal(Layout(tp=4, pp=4), num_devices=8) == "8 devices cannot hold tp=4 × pp=4: try --set layout.pp=2"
+
+
+@pytest.mark.parametrize(
+    ("layout", "config", "case", "sentence"),
+    [
+        (Layout(tp=16), model(), {}, "tp=16 does not divide 8 KV heads of armillary-25m; try --set layout.tp=8"),
+        (Layout(tp=3), model(kv_heads=16), {},
+         "tp=3 does not divide 16 heads of armillary-25m; try --set layout.tp=2 or 4"),
+        (Layout(tp=8), model(ffn=1540), {},
+         "tp=8 does not divide the ffn of 1540 of armillary-25m; try --set layout.tp=4"),
+        (Layout(dp=2), model(), {"num_devices": 1}, "1 device cannot hold dp=2: try --set layout.dp=1"),
+        (Layout(pp=11), model(), {},
+         "pp=11 makes more chunks than armillary-25m has layers, embedding and head (10); try --set layout.pp=10"),
+        (Layout(pp=4, interleave=3, schedule="interleaved"), model(), {},
+         "pp=4 × interleave=3 makes more chunks than armillary-25m has layers, embedding and head (10); "
+         "try --set layout.interleave=2"),
+        (Layout(pp=2, interleave=2), model(), {},
+         "schedule=1f1b runs one chunk a stage, not interleave=2; try --set layout.schedule=interleaved"),
+        (Layout(pp=2, schedule="interleaved"), model(), {},
+         "schedule=interleaved needs two chunks a stage or more; try --set layout.schedule=1f1b"),
+        (Layout(interleave=2), model(), {}, "interleave=2 needs pipeline stages; try --set layout.interleave=1"),
+        (Layout(cp=3), model(), {"sequence": 512},
+         "cp=3 does not cut a sequence of 512 into 2 × 3 equal pieces (zig-zag); try --set layout.cp=2 or 4"),
+        (Layout(tp=2), model(), {"sequence": 511},
+         "tp=2 does not divide a sequence of 511; try --set layout.sequence_parallel=false"),
+        (Layout(ep=2), model(), {}, "ep=2 but armillary-25m has no experts; try --set layout.ep=1"),
+        (Layout(dp=12, ep=3), experts(), {},
+         "ep=3 does not divide 8 experts of armillary-25m; try --set layout.ep=2 or 4"),
+        (Layout(dp=2, ep=4), experts(), {}, "ep=4 does not divide dp × cp × tp = 2; try --set layout.ep=2"),
+        (Layout(dp=8, zero=3, shard=3), model(), {}, "shard=3 does not divide dp=8; try --set layout.shard=2 or 4"),
+        (Layout(dp=8, shard=4), model(), {}, "shard=4 but zero=0 shares nothing out; try --set layout.zero=3"),
+        (Layout(dp=2, micro_batch=3), model(), {"sequence": 512, "batch_tokens": 32_768},
+         "a batch of 32768 tokens is not a multiple of sequence=512 × micro_batch=3 × dp=2; "
+         "try --set layout.micro_batch=2"),
+        (Layout(dp=3), model(), {"sequence": 512, "batch_tokens": 32_768},
+         "a batch of 32768 tokens is not a multiple of sequence=512 × micro_batch=1 × dp=3; "
+         "try --set train.batch_tokens=32256"),
+    ],
+)  # fmt: skip
+def test_refusals_say_what_to_change(layout: Layout, config: ModelConfig, case: dict[str, Any], sentence: str) -> None:
+    assert refusal(layout, config, **case) == sentence
+
+
+def test_serving_replicates_kv_heads_and_training_does_not() -> None:
+    check_layout(Layout(tp=16), model(), for_training=False)
+    assert "KV heads" in refusal(Layout(tp=16))
+
+
+def test_uneven_stages_and_idle_devices_are_allowed() -> None:
+    check_layout(Layout(pp=3), model(), num_devices=8)
+    check_layout(Layout(pp=5, interleave=2, schedule="interleaved"), model())  # embedding and head alone
+
+
+def test_interleaved_takes_micro_batches_pp_at_a_time() -> None:
+    layout = Layout(pp=4, interleave=2, schedule="interleaved")
+    check_layout(layout, model(), sequence=512, batch_tokens=512 * 8)
+    assert refusal(layout, sequence=512, batch_tokens=512 * 6).endswith("× pp=4; try --set train.batch_tokens=2048")
+
+
+def test_latent_attention_has_no_kv_heads_to_cut() -> None:
+    from armillary.spec.model import MLA
+
+    latent = MLA(q_rank=None, kv_rank=64, nope_dim=32, rope_dim=16, v_dim=32)
+    check_layout(Layout(tp=16), model(kv_heads=1, mla=latent))
+
+
+@pytest.mark.parametrize("field", ["dp", "tp", "pp", "cp", "ep", "micro_batch", "recompute_every", "shard"])
+def test_zero_of_anything_is_refused(field: str) -> None:
+    with pytest.raises(BadLayout, match=rf"layout\.{field}=0 must be at least 1; try --set layout\.{field}="):
+        Layout(**{field: 0})
+    with pytest.raises(BadLayout, match="0 devices"):
+        check_layout(Layout(), model(), num_devices=0)
+
+
+def test_a_layout_is_its_table() -> None:
+    layout = Layout(dp=4, zero=3, shard=2, precision="fp8")
+    assert build(Layout, to_plain(layout), "layout") == layout
+    assert build(Layout, {"zero": "3", "shard": "none"}, "layout") == Layout(zero=3)
+
+
+LAYOUTS = st.builds(
+    Layout, dp=st.integers(1, 9), tp=st.integers(1, 20), pp=st.integers(1, 14), interleave=st.integers(1, 4),
+    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"]), cp=st.integers(1, 5),
+    ep=st.integers(1, 9),
+    zero=st.sampled_from([0, 1, 2, 3]), shard=st.none() | st.integers(1, 9), micro_batch=st.integers(1, 6),
+)  # fmt: skip
+CASES = st.builds(
+    Case, model=st.sampled_from([model(), model(kv_heads=16, ffn=1000), experts(), experts(12, heads=8, kv_heads=2)]),
+    num_devices=st.none() | st.integers(1, 64), sequence=st.sampled_from([None, 512, 1000, 37]),
+    batch_tokens=st.sampled_from([None, 37_000, 65_536, 512]), for_training=st.booleans(),
+)  # fmt: skip
+
+
+def changes(text: str) -> list[dict[str, str]]:
+    """Every alternative that a sentence offers: 'layout.tp=2 or 4' is two."""
+    offered = re.findall(r"--set ((?:layout|train)\.\w+)=(\S+)(?: or (\S+))?", text)
+    options = [[(key, value) for value in values if value] for key, *values in offered]
+    return [dict(choice) for choice in product(*options)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(LAYOUTS, CASES)
+def test_every_suggestion_removes_its_error(layout: Layout, case: Case) -> None:
+    for problem in layout_problems(layout, case):
+        assert changes(problem.text), problem.text
+        for change in changes(problem.text):
+            values = to_plain(layout) | {
+                k.removeprefix("layout."): v for k, v in change.items() if k.startswith("layout.")
+            }
+            batch = change.get("train.batch_tokens")
+            against = replace(case, batch_tokens=int(batch)) if batch else case
+            left = {other.rule for other in layout_problems(build(Layout, values, "layout"), against)}
+            assert problem.rule not in left, problem.text
+
+
+@settings(deadline=None)
+@given(LAYOUTS, CASES)
+def test_check_raises_the_first_problem_or_passes(layout: Layout, case: Case) -> None:
+    problems = list(layout_problems(layout, case))
+    arguments = {k: getattr(case, k) for k in ("num_devices", "sequence", "batch_tokens", "for_training")}
+    if not problems:
+        check_layout(layout, case.model, **arguments)
+    else:
+        assert refusal(layout, case.model, **arguments) == problems[0].text

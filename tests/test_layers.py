@@ -1,0 +1,149 @@
+"""Imports point down, siblings never import each other, and what needs no torch never imports it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "armillary"
+
+# Lowest first; what shares a row are siblings.
+ROWS = (
+    ("errors",),
+    ("units",),
+    ("spec",),
+    ("store",),
+    ("kernels",),
+    ("model", "profiling"),
+    ("parallel",),
+    ("training", "serving", "cluster"),
+    ("planning",),
+    ("diagnosis",),
+    ("cli", "web"),
+)
+LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
+
+TORCH_FREE = (
+    "armillary", "armillary.errors", "armillary.units", "armillary.spec*", "armillary.store*", "armillary.cluster*",
+    "armillary.planning*", "armillary.diagnosis*", "armillary.serving.gateway*", "armillary.serving.autoscale*",
+    "armillary.serving.engine.sequence", "armillary.serving.engine.kv_cache", "armillary.serving.engine.scheduler",
+    "armillary.profiling.machine", "armillary.profiling.gpus", "armillary.profiling.system",
+    "armillary.profiling.doctor", "armillary.profiling.roofline", "armillary.profiling.trace",
+    "armillary.profiling.budget", "armillary.profiling.amdahl", "armillary.model.buildable",
+    "armillary.cli*", "armillary.web.app",
+)  # fmt: skip
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file, of every module of the package."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name: str, path: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of every import, those inside functions too."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base]).rstrip(".")
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def part(name: str) -> str:
+    """armillary.spec.model -> spec."""
+    return [*name.split("."), ""][1]
+
+
+def offences(name: str, path: Path) -> Iterator[str]:
+    """Imports that point up or sideways; the package's own lazy front door stands outside the rows."""
+    here = part(name)
+    for line, target in imports(name, path):
+        there = part(target)
+        if target.split(".")[0] != "armillary" or there not in LEVEL or there == here or here not in LEVEL:
+            continue
+        if LEVEL[there] >= LEVEL[here]:
+            yield f"{name}:{line} imports {target}"
+
+
+def test_imports_point_down() -> None:
+    assert [offence for name, path in modules().items() for offence in offences(name, path)] == []
+
+
+def test_every_package_has_a_row() -> None:
+    named = {part(name) for name in modules()} - {"", "__main__"}
+    assert named <= set(LEVEL), f"give {named - set(LEVEL)} a row"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "wrong"),
+    [
+        ("armillary.spec.x", "from armillary.store.home import Home", True),
+        ("armillary.spec.x", "def f():\n    import armillary.model.rope", True),
+        ("armillary.spec.x", "from ..store import home", True),
+        ("armillary.spec.x", "from armillary import store", True),
+        ("armillary.training.x", "from armillary.serving import api", True),
+        ("armillary.training.x", "from armillary.model import rope", False),
+        ("armillary.spec.x", "from . import model", False),
+        ("armillary.store.x", "from armillary.spec.model import ModelConfig", False),
+    ],
+)
+def test_the_check_sees(tmp_path: Path, name: str, code: str, wrong: bool) -> None:
+    path = tmp_path / "x.py"
+    path.write_text(code)
+    assert bool(list(offences(name, path))) is wrong
+
+
+def test_spec_needs_the_standard_library_only() -> None:
+    foreign = [
+        f"{name}:{line} imports {target}"
+        for name, path in modules().items()
+        if part(name) in ("spec", "errors", "units")
+        for line, target in imports(name, path)
+        if target.split(".")[0] not in (*sys.stdlib_module_names, "armillary")
+    ]
+    assert foreign == []
+
+
+def bringing_in(heavy: tuple[str, ...], names: list[str]) -> list[str]:
+    """Import `names` one after another in a fresh interpreter: which of them brings in what."""
+    code = (
+        "import importlib, sys\n"
+        f"heavy, seen = {heavy!r}, set()\n"
+        f"for name in {names!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    new = {top for top in heavy if top in sys.modules} - seen\n"
+        "    seen |= new\n"
+        "    if new: print(name, 'imports', *sorted(new))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_what_needs_no_torch_does_not_import_it() -> None:
+    names = [name for name in modules() if any(fnmatchcase(name, pattern) for pattern in TORCH_FREE)]
+    assert {"armillary.spec.model", "armillary.store.home", "armillary.cli.main"} <= set(names)
+    assert bringing_in(("torch",), names) == []
+
+
+def test_the_front_door_and_help_import_nothing_heavy() -> None:
+    assert bringing_in(("torch", "numpy", "rich", "click"), ["armillary"]) == []
+    assert bringing_in(("torch", "numpy", "rich"), ["armillary.cli.main", "armillary.cli.verb"]) == []
+
+
+def test_the_check_for_heavy_imports_sees() -> None:
+    assert bringing_in(("click",), ["armillary", "click"]) == ["click imports click"]

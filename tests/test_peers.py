@@ -1,0 +1,37 @@
+"""Other people's programs on our files: they must read what we write and say what we say.
+
+Each peer runs as a program of its own that knows nothing of armillary.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.peers
+
+TRANSFORMERS_GREEDY = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+prompt = torch.tensor([json.loads(sys.argv[2])])
+made = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+print(json.dumps(made[0, prompt.shape[1]:].tolist()))
+"""
+
+
+@pytest.mark.parametrize("name", ["armillary-2m", "armillary-5m"])
+def test_transformers_continues_as_we_do(cli: Callable[..., Any], tmp_path: Path, name: str) -> None:
+    folder, prompt = tmp_path / name, [1, 15, 7, 4000]
+    assert cli("convert", name, str(folder), "--random-weights", "-q").code == 0
+    text = " ".join(map(str, prompt))
+    ours = cli("generate", str(folder), text, "--temperature", "0", "--max-tokens", "24", "--device", "cpu", "--json")
+    command = [sys.executable, "-c", TRANSFORMERS_GREEDY, str(folder), json.dumps(prompt)]
+    theirs = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert ours.json["tokens"] == json.loads(theirs.stdout)

@@ -1,0 +1,154 @@
+"""The loop: losses fall, micro-batches and chunks change nothing, a run ends with an export or a clear line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from armillary.errors import ArmillaryError, BadData, BadInput
+from armillary.model.weights import load_model
+from armillary.spec.model_table import ModelTable
+from armillary.spec.plan import Plan
+from armillary.spec.recipe import Recipe
+from armillary.store.gauges import columns
+from armillary.store.home import Home
+from armillary.store.runs import find_run
+from armillary.store.source import resolve_model
+from armillary.training.loop import StepReport, Trainer, train
+from armillary.training.start import Start, start, train_recipe
+from tests.model.families import transformers
+
+Make = Callable[..., Recipe]
+
+
+def begin(recipe: Recipe, home: Home) -> Start:
+    return start(recipe, home, resolve_model(recipe.model.source, home, need_weights=False))
+
+
+def losses(recipe: Recipe, home: Home, steps: int = 4) -> list[float]:
+    begun = begin(recipe, home)
+    trainer = Trainer(begun.plan, begun.prepare().folder, weights=None, device=torch.device("cpu"))
+    return [trainer.step(step).gauges["loss"] for step in range(steps)]
+
+
+def test_a_run_from_recipe_to_export(recipe: Make, home: Home) -> None:
+    seen: list[StepReport] = []
+    done = train_recipe(recipe("train.steps=40", "train.lr=0.01"), home=home, watch=seen.append)
+    assert done.finished and done.steps == len(seen) == 40
+    assert seen[0].gauges["loss"] == pytest.approx(math.log(320), rel=0.05), "an untrained model knows nothing"
+    assert done.loss < 0.5 * seen[0].gauges["loss"]
+    assert done.val_loss is not None and done.val_loss < 0.6 * seen[0].gauges["loss"]
+    run = find_run(home, done.run.name)
+    assert run.state.shown == "finished" and run.state.step == 40
+    table = columns(run.gauges, ["loss", "val_loss", "step_s", "data_wait_s", "grad_norm", "lr", "memory_peak_bytes"])
+    assert table["loss"] == [report.gauges["loss"] for report in seen]
+    assert len([value for value in table["val_loss"] if value is not None]) == 7  # every 6 steps and at the end
+    plan = Plan.from_json(run.plan.read_text())
+    assert plan.model.num_layers == 2 and plan.train is not None and plan.train.steps == 40
+
+
+def test_the_export_is_a_model_for_everything_else(recipe: Make, home: Home) -> None:
+    done = train_recipe(recipe(), home=home)
+    source = resolve_model(done.run.name, home, need_weights=True)
+    assert source.origin == "run" and source.folder == done.export
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(done.export)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(done.export)
+    generation = json.loads((done.export / "generation_config.json").read_text())
+    assert theirs.config.eos_token_id == generation["eos_token_id"]
+    assert tokenizer.decode(tokenizer.encode("def f(x):", add_special_tokens=False)) == "def f(x):"
+
+
+def test_micro_batches_give_the_same_losses(recipe: Make, home: Home) -> None:
+    whole = losses(recipe("layout.micro_batch=8"), home)
+    parts = losses(recipe("layout.micro_batch=1"), home)
+    uneven = losses(recipe("layout.micro_batch=2"), home)
+    assert parts == pytest.approx(whole, rel=1e-6) and uneven == pytest.approx(whole, rel=1e-6)
+
+
+def test_chunks_of_the_loss_give_the_same_losses(recipe: Make, home: Home) -> None:
+    assert losses(recipe("train.loss_chunk=7"), home) == pytest.approx(
+        losses(recipe("train.loss_chunk=0"), home), rel=1e-6
+    )
+
+
+def test_the_same_recipe_gives_bit_equal_losses(recipe: Make, home: Home) -> None:
+    assert losses(recipe(), home) == losses(recipe(), home)
+    assert losses(recipe(), home) != losses(recipe("train.seed=1"), home)
+    assert losses(recipe(), home) != losses(recipe("data.seed=1"), home)
+
+
+def test_bf16_stays_near_fp32(recipe: Make, home: Home) -> None:
+    assert losses(recipe("layout.precision=bf16"), home) == pytest.approx(losses(recipe(), home), rel=0.02)
+
+
+def test_training_goes_on_from_weights(recipe: Make, home: Home) -> None:
+    first = train_recipe(recipe("train.steps=40", "train.lr=0.01"), home=home)
+    base = recipe("train.steps=2", "train.lr=1e-5", "train.warmup_steps=0")
+    again = replace(base, model=ModelTable(path=str(first.export)))
+    second = train_recipe(again, home=home)
+    assert second.val_loss == pytest.approx(first.val_loss, rel=0.05)
+    before, after = load_model(first.export), load_model(second.export)
+    assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_after_the_step_and_keeps_the_model(number: signal.Signals, recipe: Make, home: Home) -> None:
+    def interrupt(report: StepReport) -> None:
+        if report.step == 2:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    done = train_recipe(recipe("train.steps=500"), home=home, watch=interrupt)
+    assert not done.finished and done.steps in (3, 4)
+    assert done.run.state.shown == "interrupted"
+    load_model(done.export)
+    assert signal.getsignal(number) == before
+
+
+def test_a_loss_that_is_no_number_ends_the_run(recipe: Make, home: Home) -> None:
+    begun = begin(recipe("train.lr=1e30", "train.warmup_steps=0", "train.clip=0"), home)
+    run = begun.create_run()
+    with pytest.raises(ArmillaryError, match=r"is (nan|inf) at step \d+; try --set train.lr="):
+        train(begun.plan, run, begun.prepare().folder)
+    assert run.state.shown == "failed" and "train.lr" in run.state.error
+    assert run.latest_export() is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["layout.tp=3"], "tp=3 does not divide"),
+        (["layout.dp=2"], "uses one device and dp=2 needs 2; try --set layout.dp=1"),
+        (["layout.recompute=full"], "cannot do layout.recompute=full yet; try --set layout.recompute=none"),
+        (["layout.precision=fp8"], "cannot do fp8 yet; try --set layout.precision=bf16"),
+        (["train.save_every=5"], "try --set train.save_every=0"),
+        (["data.workers=2"], "try --set data.workers=0"),
+        (["train.sequence=256"], "longer than the context"),
+        (["train.batch_tokens=100"], "batch_tokens"),
+        (["model.ffnn=3"], "did you mean ffn"),
+        (["layot.tp=2"], "did you mean .layout."),
+    ],
+)
+def test_a_recipe_that_cannot_run_is_refused_before_anything_is_written(
+    overrides: list[str], expected: str, recipe: Make, home: Home
+) -> None:
+    with pytest.raises(BadInput, match=expected) as caught:
+        begin(recipe(*overrides), home)
+    assert "\n" not in str(caught.value)
+    assert not home.runs.exists() and not home.data.exists()
+
+
+def test_data_with_more_ids_than_the_model_is_refused(recipe: Make, home: Home) -> None:
+    begun = begin(recipe(), home)
+    folder = begun.prepare().folder
+    small = begin(recipe("model.vocab=300", f"data.path={folder}"), home)
+    with pytest.raises(BadData, match=r"beyond the model's vocabulary of 300; prepare it with --vocab 300"):
+        Trainer(small.plan, Path(folder), weights=None, device=torch.device("cpu"))

@@ -1,0 +1,52 @@
+"""The learning rate as a function of the step, and what is decayed."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from armillary.model.transformer import build
+from armillary.spec.job import TrainJob
+from armillary.training.optim import clip_gradients, learning_rate, make_optimizer
+from tests.model.test_attend import small
+
+N = 1_000_000
+
+
+def rates(**fields: object) -> list[float]:
+    job = TrainJob(steps=100, lr=1.0, min_lr=0.1, warmup_steps=10, **fields)  # type: ignore[arg-type]
+    return [learning_rate(job, step, N) for step in range(100)]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_every_schedule_warms_up_and_ends_where_it_should(schedule: str) -> None:
+    found = rates(schedule=schedule)
+    assert found[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert found[10] == pytest.approx(1.0)
+    assert found[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(found[10:]))
+
+
+def test_halfway_values() -> None:
+    assert rates(schedule="linear")[10 + 89 // 2] == pytest.approx(0.1 + 0.9 * (1 - 44 / 89))
+    assert rates(schedule="cosine")[55] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 45 / 89)))
+    stable = rates(schedule="wsd", decay_fraction=0.2)
+    assert set(stable[10:80]) == {1.0} and stable[90] < 1.0
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = build(small(qkv_bias=True), dtype=torch.float32, device="cpu", seed=0)
+    decayed, kept = make_optimizer(model, TrainJob(weight_decay=0.3)).param_groups
+    assert decayed["weight_decay"] == 0.3 and all(p.ndim >= 2 for p in decayed["params"])
+    assert kept["weight_decay"] == 0.0 and all(p.ndim == 1 for p in kept["params"])
+    assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
+
+
+def test_clipping_measures_the_norm_before_it_and_zero_only_measures() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    weight.grad = torch.tensor([3.0, 4.0, 0.0, 0.0])
+    assert clip_gradients([weight], 0) == pytest.approx(5.0) and weight.grad.norm() == pytest.approx(5.0)
+    assert clip_gradients([weight], 1.0) == pytest.approx(5.0) and weight.grad.norm() == pytest.approx(1.0)
