@@ -83,10 +83,11 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
 
 def _yarn(rope: Rope, theta: float, plain: Tensor, dim: int) -> Tensor:
     """Dims that turn often keep their frequency, those that turn rarely are interpolated, with a ramp between."""
-    assert rope.original_context is not None
+    context = rope.original_context
+    assert context is not None
 
     def dim_of(rotations: float) -> float:
-        return dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dim_of(rope.beta_fast), dim_of(rope.beta_slow)
     if rope.truncate:

@@ -207,7 +207,7 @@ def _name_shards(folder: Path, shards: list[list[str]], total_size: int) -> None
     if len(shards) == 1:
         (folder / "part-0.safetensors").rename(folder / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"part-{i}.safetensors").rename(folder / file)

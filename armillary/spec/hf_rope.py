@@ -7,13 +7,13 @@ layers differ. We read both and write the old spelling, which every release of e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from armillary.errors import BadModel
-from armillary.spec.model import Rope
+from armillary.spec.model import Rope, RopeScaling
 
-_TYPES = {"default": "none", "su": "longrope", "none": "none"}
-_KNOWN = ("none", "linear", "dynamic", "llama3", "yarn", "longrope")
+_OTHER_NAMES = {"default": "none", "su": "longrope"}
+_KNOWN: dict[str, RopeScaling] = {name: name for name in get_args(RopeScaling)}
 
 
 def read_rope(raw: Mapping[str, Any], *, theta: float = 10_000.0, fraction: float = 1.0) -> Rope:
@@ -28,14 +28,14 @@ def read_rope(raw: Mapping[str, Any], *, theta: float = 10_000.0, fraction: floa
     base = table.get("rope_theta") or raw.get("rope_theta") or raw.get("rotary_emb_base") or theta
     part = _first(table.get("partial_rotary_factor"), raw.get("partial_rotary_factor"), raw.get("rotary_pct"), fraction)
     scaling = table.get("rope_type") or table.get("type") or "default"
-    scaling = _TYPES.get(scaling, scaling)
+    scaling = _OTHER_NAMES.get(scaling, scaling)
     if scaling not in _KNOWN:
         raise BadModel(f"rope type '{scaling}' is not known; it can be one of {', '.join(_KNOWN)}")
     return Rope(
         theta=float(base),
         local_theta=float(local) if local is not None and local != base else None,
         fraction=float(part),
-        scaling=scaling,
+        scaling=_KNOWN[scaling],
         **_scaling_fields(scaling, table, raw),
     )
 
