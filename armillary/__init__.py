@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from armillary.errors import ArmillaryError as ArmillaryError
+    from armillary.model.convert import convert as convert
     from armillary.model.generate import generate as generate
     from armillary.model.weights import load_model as load_model
     from armillary.model.weights import save_model as save_model
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from armillary.store.runs import list_runs as runs
     from armillary.store.source import resolve_model as resolve_model
     from armillary.training.data.prepare import prepare as prepare
-    from armillary.training.loop import train as train
+    from armillary.training.start import train_recipe as train
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ _API = {
     "Home": "armillary.store.home:Home",
     "ModelConfig": "armillary.spec.model:ModelConfig",
     "chips": "armillary.spec.catalogue:chips",
+    "convert": "armillary.model.convert:convert",
     "doctor": "armillary.profiling.doctor:doctor",
     "generate": "armillary.model.generate:generate",
     "hardware": "armillary.spec.catalogue:cluster",
@@ -46,12 +48,12 @@ _API = {
     "resolve_model": "armillary.store.source:resolve_model",
     "runs": "armillary.store.runs:list_runs",
     "save_model": "armillary.model.weights:save_model",
-    "train": "armillary.training.loop:train",
+    "train": "armillary.training.start:train_recipe",
 }
 
 __all__ = [
-    "ArmillaryError", "Home", "ModelConfig", "__version__", "chips", "doctor", "generate", "hardware", "here",
-    "load_model", "machine", "models", "prepare", "resolve_model", "runs", "save_model", "train",
+    "ArmillaryError", "Home", "ModelConfig", "__version__", "chips", "convert", "doctor", "generate", "hardware",
+    "here", "load_model", "machine", "models", "prepare", "resolve_model", "runs", "save_model", "train",
 ]  # fmt: skip
 
 

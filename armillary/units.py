@@ -6,6 +6,7 @@ Decimal prefixes throughout (1 GB = 1e9 bytes), as vendors and rooflines use; `G
 from __future__ import annotations
 
 import re
+from math import floor, log10
 
 from armillary.errors import BadInput
 
@@ -18,17 +19,17 @@ _NUMBER = re.compile(r"^\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z
 def scaled(value: float, unit: str = "", digits: int = 3) -> str:
     """`value` with a decimal prefix and about `digits` significant figures: 989.4e12 -> '989 TFLOP/s'."""
     for factor, prefix in _PREFIXES:
-        if abs(value) >= factor * 0.9995:
+        if abs(float(f"{value:.{digits}g}")) >= factor:
             return f"{_significant(value / factor, digits)} {prefix}{unit}".rstrip()
-    return f"{_significant(value, digits)} {unit}".rstrip()
+    whole = value == int(value)
+    return f"{value:,.0f} {unit}".rstrip() if whole else f"{_significant(value, digits)} {unit}".rstrip()
 
 
 def _significant(value: float, digits: int) -> str:
-    if value == 0:
-        return "0"
-    whole = len(str(int(abs(value))))
-    decimals = max(0, digits - whole) if abs(value) >= 1 else digits
-    return f"{value:,.{decimals}f}"
+    """`value` rounded to `digits` figures, without an exponent."""
+    rounded = float(f"{value:.{digits}g}")
+    decimals = max(0, digits - 1 - floor(log10(abs(rounded))))
+    return f"{rounded:,.{decimals}f}"
 
 
 def bytes_text(value: float) -> str:

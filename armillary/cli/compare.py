@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import isnan
 from statistics import median
 
 from armillary.spec import catalogue
@@ -69,9 +68,13 @@ def _tier(level: int) -> Callable[[Cluster], object]:
 def _tier_text(tier: Tier) -> str:
     shape = f" {tier.shape}" if tier.shape != "switch" else ""
     over = f", {tier.oversubscription:g}:1" if tier.oversubscription != 1 else ""
-    known = not isnan(tier.bytes_per_s)
-    speed = f"{bandwidth_text(tier.bytes_per_s)}, {seconds_text(tier.link.latency_s)}" if known else "not measured"
-    return f"{tier.count} by {tier.link.title}{shape} ({speed}{over})"
+    return f"{tier.count} by {tier.link.title}{shape} ({link_speed(tier.bytes_per_s, tier.link.latency_s)}{over})"
+
+
+def link_speed(bytes_per_s: float | None, latency_s: float | None) -> str:
+    if bytes_per_s is None or latency_s is None:
+        return "not measured"
+    return f"{bandwidth_text(bytes_per_s)}, {seconds_text(latency_s)}"
 
 
 def _memory(chip: Chip) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from armillary.cli import complete
-from armillary.cli.compare import columns_of, sources_of
+from armillary.cli.compare import columns_of, link_speed, sources_of
 from armillary.cli.output import Output
 from armillary.cli.verb import verb
 from armillary.profiling.machine import here
@@ -101,8 +101,8 @@ def _show_nodes(out: Output) -> None:
 
 def _show_links(out: Output) -> None:
     links = catalogue.links()
-    rows = [[x.name, x.title, x.kind, bandwidth_text(x.bytes_per_s), seconds_text(x.latency_s)] for x in links.values()]
-    out.table("", ["name", "title", "kind", "bandwidth", "latency"], rows)
+    rows = [[x.name, x.title, x.kind, link_speed(x.bytes_per_s, x.latency_s)] for x in links.values()]
+    out.table("", ["name", "title", "kind", "bandwidth, latency"], rows)
     out.say("\none direction, one device's share")
     out.result(list(links.values()), quiet=links)
 

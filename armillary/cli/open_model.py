@@ -20,17 +20,13 @@ def open_model(
     """(where it was found, the model on its device), with a bar while weights are read."""
     source = find_model(out, home, text, need_weights=not random_weights)
     need_torch("running a model")
-    from armillary.model.device import pick_device
-    from armillary.model.dtype import parse_dtype
-    from armillary.model.transformer import build
-    from armillary.model.weights import load_model
+    from armillary.model.convert import open_weights
 
-    where = pick_device(device)
-    if random_weights:
-        return source, build(source.config, dtype=parse_dtype(dtype or "fp32"), device=where, seed=seed)
-    assert source.folder is not None
     with out.progress(f"loading {source.name}", unit="tensor") as bar:
-        return source, load_model(source.folder, dtype=dtype, device=where, progress=bar.at)
+        model = open_weights(
+            source, random_weights=random_weights, seed=seed, dtype=dtype, device=device, progress=bar.at
+        )
+    return source, model
 
 
 def need_torch(needed_for: str) -> None:

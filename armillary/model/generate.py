@@ -14,9 +14,12 @@ from torch import Tensor
 
 from armillary.errors import BadInput
 from armillary.model.attend import ContiguousCache
+from armillary.model.device import pick_device
 from armillary.model.tokenizer import Tokenizer
 from armillary.model.transformer import Transformer
 from armillary.model.weights import load_model
+from armillary.store.home import Home
+from armillary.store.source import resolve_model
 
 # B prompts, T tokens, V vocabulary
 OnToken = Callable[[int, int], None]
@@ -56,17 +59,19 @@ class Completion:
 
 
 def generate(
-    folder: Path | str,
+    model: Path | str,
     prompts: Sequence[str],
     sampling: Sampling | None = None,
     *,
+    home: Home | None = None,
     dtype: str | None = None,
-    device: str = "cpu",
+    device: str | None = None,
 ) -> list[Completion]:
-    """Complete `prompts` with the model in a Hugging Face folder."""
-    tokenizer = Tokenizer.load(Path(folder))
-    model = load_model(folder, dtype=dtype, device=device)
-    return complete(model, tokenizer, prompts, sampling or Sampling())
+    """Complete `prompts` with a Hugging Face folder, a Hub id, a run or a release."""
+    source = resolve_model(str(model), home or Home.default(), need_weights=True)
+    assert source.folder is not None
+    loaded = load_model(source.folder, dtype=dtype, device=pick_device(device))
+    return complete(loaded, Tokenizer.load(source.folder), prompts, sampling or Sampling())
 
 
 def complete(

@@ -6,7 +6,6 @@ match. What nobody says stays unknown (None, or NaN for a link's speed) until it
 
 from __future__ import annotations
 
-import math
 import platform
 import re
 from collections import Counter
@@ -24,7 +23,7 @@ from armillary.spec.hardware import Chip, Cluster, Link, Tier
 _NOT_THE_MODEL = re.compile(r"\d+gb|hbm\d\w*|sxm\d?|oam|generation|server|edition")
 _BEST_ISA = {"amx_bf16": "amx", "avx512f": "avx512", "avx2": "avx2", "sve": "sve", "asimd": "neon"}
 _SHARED_MEMORY = Link(
-    name="shared-memory", title="shared memory", bytes_per_s=math.nan, latency_s=math.nan, kind="scale_up"
+    name="shared-memory", title="shared memory", bytes_per_s=None, latency_s=None, kind="scale_up"
 )
 _SAME_MEMORY = 0.12
 """vendors round, and drivers count in GiB: an H200 of '141 GB' reports 151e9 bytes"""

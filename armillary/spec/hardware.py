@@ -82,10 +82,10 @@ class Link:
     """catalogue name"""
     title: str
     """what the vendor calls it"""
-    bytes_per_s: float
-    """one direction, one device's share"""
-    latency_s: float
-    """time for the smallest message to arrive"""
+    bytes_per_s: float | None
+    """one direction, one device's share; none: not known before it is measured"""
+    latency_s: float | None
+    """time for the smallest message to arrive; none: not known before it is measured"""
     kind: Literal["scale_up", "scale_out", "host", "torus"]
     """inside a node, between nodes, to the host, or a torus of chips"""
     source: str = ""
@@ -192,8 +192,9 @@ class Tier:
     """how they are joined"""
 
     @property
-    def bytes_per_s(self) -> float:
-        return self.link.bytes_per_s / self.oversubscription
+    def bytes_per_s(self) -> float | None:
+        speed = self.link.bytes_per_s
+        return None if speed is None else speed / self.oversubscription
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,184 @@
+"""data prepare, train, generate and convert through the command line: human, json and quiet, and what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from armillary.model.weights import load_model
+from armillary.store.home import Home
+from tests.conftest import Ran
+
+Cli = Callable[..., Ran]
+RECIPE = """
+[model]
+name = "armillary-2m"
+num_layers = 1
+hidden = 32
+heads = 4
+kv_heads = 2
+head_dim = 8
+ffn = 64
+vocab = 320
+context = 128
+
+[data]
+source = "{source}"
+held_out = 0.1
+
+[layout]
+precision = "fp32"
+
+[train]
+sequence = 32
+batch_tokens = 128
+steps = 6
+eval_every = 3
+"""
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(30):
+        (folder / f"{i}.txt").write_text(f"line one of {i}\nthe quick brown fox number {i} jumps\n" * 6)
+    return folder
+
+
+@pytest.fixture
+def recipe(text: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(RECIPE.format(source=text))
+    return path
+
+
+@pytest.fixture
+def trained(cli: Cli, recipe: Path) -> str:
+    """The name of a run that has an export."""
+    return str(cli("train", str(recipe), "--json").json["run"])
+
+
+def test_data_prepare(cli: Cli, text: Path, home: Home) -> None:
+    ran = cli("data", "prepare", str(text), "--vocab", "300", "--json")
+    assert ran.code == 0 and ran.json["documents"] == 30 and ran.json["vocab"] <= 300
+    assert Path(ran.json["folder"]).parent == home.data
+    again = cli("data", "prepare", str(text), "--vocab", "300")
+    assert "already there" in again.out and "30 documents" in again.out
+    assert cli("data", "prepare", str(text), "--vocab", "300", "--quiet").out.strip() == ran.json["folder"]
+
+
+def test_train_says_what_it_does_and_exports(cli: Cli, recipe: Path) -> None:
+    ran = cli("train", str(recipe))
+    assert ran.code == 0, ran.err
+    for said in (
+        "from scratch",
+        "6 steps of 128 tokens",
+        "finished after 6 steps",
+        "held-out loss",
+        "exported",
+        "next: ",
+    ):
+        assert said in ran.out
+    listed = cli("runs", "--json").json
+    assert len(listed) == 1 and listed[0]["state"] == "finished" and listed[0]["step"] == 6
+
+
+def test_train_dry_run_writes_nothing(cli: Cli, recipe: Path, home: Home) -> None:
+    ran = cli("train", str(recipe), "--dry-run", "--json")
+    assert ran.code == 0 and ran.json["plan"]["train"]["steps"] == 6
+    assert not home.runs.exists() and not home.data.exists()
+
+
+def test_train_takes_overrides(cli: Cli, recipe: Path) -> None:
+    assert cli("train", str(recipe), "--set", "train.steps=2", "--json").json["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("layout.tp=3", "tp=3 does not divide 2 KV heads of armillary-2m; try --set layout.tp=2"),
+        ("train.stepz=3", "did you mean steps"),
+        ("model.name=armillary-2n", "did you mean armillary-2m"),
+        ("train.lr=fast", "train.lr"),
+        ("nonsense", "write it like --set"),
+        ("data.source=/nowhere/at/all.txt", "/nowhere/at/all.txt"),
+    ],
+)
+def test_a_recipe_that_cannot_run_is_one_line_and_code_2(
+    change: str, expected: str, cli: Cli, recipe: Path, home: Home
+) -> None:
+    ran = cli("train", str(recipe), "--set", change)
+    assert ran.code == 2 and ran.err.startswith("error: ") and expected in ran.err
+    assert ran.err.count("\n") == 1
+    assert not home.runs.exists()
+
+
+def test_generate_from_a_run(cli: Cli, trained: str) -> None:
+    human = cli("generate", trained, "the quick", "--max-tokens", "5", "--seed", "3")
+    assert human.code == 0 and human.out.startswith("the quick") and "tokens/s" in human.out
+    machine = cli("generate", trained, "the quick", "--max-tokens", "5", "--seed", "3", "--json").json
+    assert len(machine["tokens"]) <= 5 and machine["text"] in human.out
+    quiet = cli("generate", trained, "the quick", "--max-tokens", "5", "--seed", "3", "--quiet")
+    assert quiet.out.rstrip("\n") == machine["text"].rstrip("\n")
+    assert cli("generate", trained, "hello", "--chat", "--max-tokens", "3").code == 0
+
+
+def test_generate_from_a_shape_takes_token_ids(cli: Cli) -> None:
+    line = ("generate", "armillary-2m", "1 15 7", "--random-weights", "--max-tokens", "4", "--json")
+    assert len(cli(*line).json["tokens"]) == 4
+    ran = cli("generate", "armillary-2m", "hello", "--random-weights")
+    assert ran.code == 2 and "has no tokenizer; give the prompt as token ids" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (("generate", "armillary-2m", "hi"), "--random-weights"),
+        (("generate", "armillary-3m", "hi"), "did you mean armillary-"),
+        (("generate", "RUN", "hi", "--temperature", "-1"), "temperature"),
+        (("generate", "RUN", "hi", "--max-tokens", "1000"), "exceed the context of 128"),
+        (("generate", "RUN", "hi", "--dtype", "fp7"), "dtype 'fp7' is not known"),
+        (("generate", "RUN", "hi", "--device", "cuda:77"), "no cuda:77 on this machine"),
+        (("generate", "RUN", "hi", "--device", "gpuu"), "device 'gpuu' is not known"),
+        (("convert", "RUN", "OUT", "--dtype", "int3"), "dtype 'int3' is not known"),
+        (("convert", "gpt2", "OUT"), "--random-weights"),
+        (("convert", "gpt2", "OUT", "--random-weights"), "is not supported"),
+        (("convert", "deepseek-v3", "OUT", "--random-weights"), "cannot be built"),
+    ],
+)
+def test_wrong_lines(line: tuple[str, ...], expected: str, cli: Cli, trained: str, tmp_path: Path) -> None:
+    named = {"RUN": trained, "OUT": str(tmp_path / "out")}
+    ran = cli(*[named.get(word, word) for word in line])
+    assert ran.code == 2 and expected in ran.err and ran.err.count("\n") == 1, ran.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_changes_dtype_and_keeps_the_tokenizer(cli: Cli, trained: str, tmp_path: Path) -> None:
+    target = tmp_path / "half"
+    ran = cli("convert", trained, str(target), "--dtype", "bf16", "--json")
+    assert ran.code == 0 and ran.json["bytes"] > 2 * ran.json["parameters"]
+    assert str(next(load_model(target).parameters()).dtype) == "torch.bfloat16"
+    assert (target / "tokenizer.json").is_file()
+    again = cli("convert", trained, str(target))
+    assert again.code == 2 and "half" in again.err
+    assert cli("convert", trained, str(target), "--overwrite").code == 0
+
+
+def test_convert_makes_weights_for_a_shape(cli: Cli, tmp_path: Path) -> None:
+    ran = cli("convert", "armillary-2m", str(tmp_path / "m"), "--random-weights", "--shard-size", "1MB", "--json")
+    assert ran.code == 0
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) > 1
+    assert cli("models", str(tmp_path / "m"), "--json").json["parameters"] == ran.json["parameters"]
+
+
+def test_demo_end_to_end(cli: Cli, text: Path) -> None:
+    """The real demo, on less text and for fewer steps."""
+    small = ["train.steps=4", "model.num_layers=1", "model.vocab=300", f"data.source={text}", "train.sequence=32",
+             "train.batch_tokens=256", "data.held_out=0.1"]  # fmt: skip
+    sets = [word for change in small for word in ("--set", change)]
+    ran = cli("demo", *sets, "--max-tokens", "3")
+    assert ran.code == 0, ran.err
+    assert "» def read_lines(path):" in ran.out and "finished after 4 steps" in ran.out
