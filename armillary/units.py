@@ -11,8 +11,11 @@ from math import floor, log10
 from armillary.errors import BadInput
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-_SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15, "e": 1e18}
-_BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40, "pi": 2.0**50}
+_DECIMAL = {letter: 10.0 ** (3 * power) for power, letter in enumerate("kmgtpe", start=1)}
+_BINARY = {f"{letter}i": 2.0 ** (10 * power) for power, letter in enumerate("kmgtpe", start=1)}
+_FACTORS = {"": 1.0, "b": 1e9} | {
+    name + end: factor for name, factor in (_DECIMAL | _BINARY).items() for end in ("", "b")
+}
 _NUMBER = re.compile(r"^\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*$")
 
 
@@ -75,20 +78,12 @@ def seconds_text(value: float) -> str:
 
 
 def parse_count(text: str | float | int) -> int:
-    """'16M' -> 16,000,000; '32_768' -> 32,768; '64GiB' and '80GB' -> bytes."""
+    """'16M' -> 16,000,000; '32_768' -> 32,768; '64GiB' and '80GB' -> bytes; '7B' is seven billion."""
     if isinstance(text, int | float):
         return int(text)
     match = _NUMBER.match(text)
     suffix = match.group(2).lower() if match else ""
-    factor = _factor(suffix)
+    factor = _FACTORS.get(suffix)
     if match is None or factor is None:
         raise BadInput(f"'{text}' is not a number; write it like 512, 16M, 80GB or 64GiB")
     return round(float(match.group(1).replace("_", "").replace(",", "")) * factor)
-
-
-def _factor(suffix: str) -> float | None:
-    for table in (_BINARY, _SCALE):
-        for key, factor in table.items():
-            if suffix in (key, key + "b" if key != "b" else "b"):
-                return factor
-    return None
