@@ -42,7 +42,9 @@ def random_config(family: str, seed: int) -> Any:
         "max_position_embeddings": pick.choice([64, 128]),
         "rms_norm_eps": pick.choice([1e-5, 1e-6]),
         "tie_word_embeddings": pick.random() < 0.5,
-        ("hidden_activation" if family == "gemma2" else "hidden_act"): pick.choice(_ACTIVATIONS),
+        ("hidden_activation" if family == "gemma2" else "hidden_act"): pick.choice(
+            _ACTIVATIONS if family != "gemma" else ("silu", "gelu_pytorch_tanh")  # releases disagree on its gelu
+        ),
         "rope_parameters": _rope(pick, family, head_dim),
         "pad_token_id": 0,
         "bos_token_id": 1,

@@ -23,7 +23,8 @@ def test_logits_equal_the_cpu_s(name: str) -> None:
     gpu = build(ALL[name], dtype=torch.float64, device="cuda", seed=1)
     positions_BT = torch.arange(33, device="cuda").expand(2, -1)
     ours = gpu.head(gpu(tokens_BT.cuda(), positions_BT, plain)).cpu()
-    torch.testing.assert_close(ours, full_logits(cpu, tokens_BT), rtol=1e-10, atol=1e-10)
+    # weights and sums are in fp64, but cos and sin of the rotary angles are fp32 everywhere
+    torch.testing.assert_close(ours, full_logits(cpu, tokens_BT), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -152,3 +153,9 @@ def test_data_with_more_ids_than_the_model_is_refused(recipe: Make, home: Home) 
     small = begin(recipe("model.vocab=300", f"data.path={folder}"), home)
     with pytest.raises(BadData, match=r"beyond the model's vocabulary of 300; prepare it with --vocab 300"):
         Trainer(small.plan, Path(folder), weights=None, device=torch.device("cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("c++"), reason="compiled CPU code needs a C++ compiler (Debian: apt install g++)")
+def test_compiled_blocks_give_the_same_losses(recipe: Make, home: Home) -> None:
+    assert losses(recipe("train.compile=true"), home) == pytest.approx(losses(recipe(), home), rel=1e-5)
