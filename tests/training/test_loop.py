@@ -156,6 +156,7 @@ def test_data_with_more_ids_than_the_model_is_refused(recipe: Make, home: Home) 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # torch's compiler warns about its own code
 @pytest.mark.skipif(not shutil.which("c++"), reason="compiled CPU code needs a C++ compiler (Debian: apt install g++)")
 def test_compiled_blocks_give_the_same_losses(recipe: Make, home: Home) -> None:
     assert losses(recipe("train.compile=true"), home) == pytest.approx(losses(recipe(), home), rel=1e-5)

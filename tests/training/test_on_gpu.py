@@ -28,6 +28,7 @@ def test_losses_follow_the_cpu_s(precision: str, tolerance: float, recipe: Calla
     assert losses(recipe(f"layout.precision={precision}"), home, "cuda") == pytest.approx(cpu, rel=tolerance)
 
 
+@pytest.mark.filterwarnings("default")  # torch's compiler warns about its own code
 def test_a_compiled_run_on_the_gpu(recipe: Callable[..., Recipe], home: Home) -> None:
     plain, compiled = (losses(recipe(f"train.compile={on}"), home, "cuda") for on in ("false", "true"))
     assert compiled == pytest.approx(plain, rel=1e-4)
