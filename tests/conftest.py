@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Small tensors gain nothing from threads, and threads that spin on a busy machine make tests many times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from armillary.store.home import Home
 from tests.ranks import Ranks

@@ -6,13 +6,16 @@ whole heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 from torch import Tensor, nn
 
 from armillary.model.attend import Attend, How, alibi_slopes
 from armillary.model.norm import Norm
 from armillary.model.rope import rotate
-from armillary.spec.model import ModelConfig
+from armillary.spec.model import LayerKind, ModelConfig
 
 CosSin = dict[bool, tuple[Tensor, Tensor]]
 
@@ -20,10 +23,11 @@ CosSin = dict[bool, tuple[Tensor, Tensor]]
 class Attention(nn.Module):
     """Multi-head, grouped-query or multi-query attention of one layer."""
 
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    slopes_N: Tensor | None
+
+    def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         super().__init__()
-        kind = config.layers[index]
-        self.index, self.head_dim = index, config.head_dim
+        self.head_dim = config.head_dim
         self.group = config.heads // config.kv_heads
         self.sliding = kind.attention == "sliding"
         self.window = config.window if self.sliding else None
@@ -37,15 +41,22 @@ class Attention(nn.Module):
         self.norm_whole = config.qk_norm == "all"
         self.sinks_N = nn.Parameter(torch.empty(config.heads)) if config.sinks else None
         self.alibi = (config.heads, config.alibi_max) if config.positions == "alibi" else None
+        self.register_buffer("slopes_N", alibi_slopes(*self.alibi) if self.alibi else None, persistent=False)
 
-    def forward(self, x_BTH: Tensor, cos_sin: CosSin | None, attend: Attend) -> Tensor:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if self.alibi:  # made anew in fp32: neither a cast nor an empty copy may touch it
+            self.slopes_N = alibi_slopes(*self.alibi).to(self.qkv.weight.device)
+        return self
+
+    def forward(self, x_BTH: Tensor, cos_sin: CosSin | None, attend: Attend, layer: int) -> Tensor:
         q, k, v = self.split(self.qkv(x_BTH))
         q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if self.rotates:
             assert cos_sin is not None
             cos, sin = cos_sin[self.sliding]
             q, k = (rotate(x, cos, sin, interleaved=self.interleaved) for x in (q, k))
-        mixed_BTND = attend(self.index, q, k, v, self._how(x_BTH.device))
+        mixed_BTND = attend(layer, q, k, v, self._how())
         return self.out(mixed_BTND.flatten(2))
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,9 +71,10 @@ class Attention(nn.Module):
             return x_BTND
         return norm(x_BTND.flatten(2)).view_as(x_BTND) if self.norm_whole else norm(x_BTND)
 
-    def _how(self, device: torch.device) -> How:
-        slopes_N = alibi_slopes(*self.alibi).to(device) if self.alibi else None
-        return How(scale=self.scale, window=self.window, softcap=self.softcap, sinks_N=self.sinks_N, slopes_N=slopes_N)
+    def _how(self) -> How:
+        return How(
+            scale=self.scale, window=self.window, softcap=self.softcap, sinks_N=self.sinks_N, slopes_N=self.slopes_N
+        )
 
 
 def _qk_norms(config: ModelConfig) -> tuple[Norm | None, Norm | None]:

@@ -28,6 +28,13 @@ class Rule:
     join: Join
     split: Split
 
+    def made_shape(self, shapes: Sequence[torch.Size]) -> torch.Size | None:
+        """What `join` would make of tensors of these shapes; None where they do not fit together."""
+        try:
+            return self.join([torch.empty(shape, device="meta") for shape in shapes]).shape
+        except (RuntimeError, ValueError):
+            return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Names:

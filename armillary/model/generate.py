@@ -1,6 +1,7 @@
 """Plain generation: prefill the prompts, then one token at a time over a contiguous cache.
 
-The slow twin of the serving engine: easy to read, batched, reproducible per prompt whatever stands beside it.
+The slow twin of the serving engine: easy to read, batched, reproducible per prompt whatever stands beside it (but for
+dynamic and longrope positions, whose frequencies follow the longest sequence of the batch, as in transformers).
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ This is the plain dispatch that others are held against: tokens are gathered exp
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,13 +22,24 @@ from armillary.spec.model import ModelConfig, MoE
 class Router(nn.Module):
     """Scores experts for each token and chooses the top k."""
 
+    selection_bias: Tensor | None
+
     def __init__(self, hidden: int, moe: MoE) -> None:
         super().__init__()
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden))
         self.bias = nn.Parameter(torch.empty(moe.num_experts)) if moe.router_bias else None
-        if moe.selection_bias:
-            self.register_buffer("selection_bias", torch.zeros(moe.num_experts))
+        self.register_buffer("selection_bias", torch.zeros(moe.num_experts) if moe.selection_bias else None)
+
+    def reset(self) -> None:
+        if self.selection_bias is not None:
+            self.selection_bias = torch.zeros(self.moe.num_experts, device=self.weight.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if self.selection_bias is not None:  # small steps of balancing would vanish below fp32
+            self.selection_bias = self.selection_bias.float()
+        return self
 
     def forward(self, x_MH: Tensor) -> tuple[Tensor, Tensor]:
         """(weights_Mk in fp32 or wider, experts_Mk)."""
@@ -41,7 +55,7 @@ class Router(nn.Module):
         return weights_Mk * self.moe.routed_scale, experts_Mk
 
     def _choose(self, scores_ME: Tensor) -> Tensor:
-        choice_ME = scores_ME + self.selection_bias if self.moe.selection_bias else scores_ME
+        choice_ME = scores_ME if self.selection_bias is None else scores_ME + self.selection_bias
         if self.moe.groups > 1:
             choice_ME = self._limit_groups(choice_ME)
         return choice_ME.topk(self.moe.top_k, dim=-1).indices
@@ -110,5 +124,5 @@ class MixtureOfExperts(nn.Module):
                 out = self.experts(x_MH[tokens] * weights_m1, expert)
             else:
                 out = self.experts(x_MH[tokens], expert) * weights_m1
-            mixed_MH = mixed_MH.index_add(0, tokens, out)
+            mixed_MH = mixed_MH.index_add(0, tokens, out.to(mixed_MH.dtype))
         return mixed_MH

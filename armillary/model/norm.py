@@ -32,7 +32,9 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = widen(x)
-        weight = None if self.weight is None else widen(self.weight) + (1.0 if self.plus_one else 0.0)
+        weight = None if self.weight is None else widen(self.weight)
+        if weight is not None and self.plus_one:
+            weight = weight + 1.0
         if self.kind == "rms":
             normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
             return (normed if weight is None else normed * weight).to(x.dtype)

@@ -7,6 +7,8 @@ Frequencies follow Su et al. 2021; linear (Chen et al. 2023), dynamic NTK, llama
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -18,52 +20,73 @@ from armillary.spec.model import ModelConfig, Rope
 
 
 class RotaryTable(nn.Module):
-    """cos and sin for given positions, one pair for full layers and one for sliding layers where they differ."""
+    """cos and sin for given positions, one pair for full layers and one for sliding layers where they differ.
+
+    Frequencies are buffers made anew in fp32 whenever the module changes device or dtype, so a forward copies nothing
+    from the host. Rules that depend on the length of the sequence look at the largest position, which waits for the
+    device; `fixed_length` settles them beforehand, as CUDA graphs and servers need.
+    """
+
+    full_R: Tensor
+    local_R: Tensor
 
     def __init__(self, config: ModelConfig, *, fixed_length: int | None = None) -> None:
-        """`fixed_length` settles rules that depend on the sequence length (dynamic, longrope) without a look at
-        the positions, as CUDA graphs and servers need; None looks at the largest position of each call."""
         super().__init__()
-        self.rope = config.rope
-        self.dim = config.rotary_dim
-        self.context = config.context
+        self.rope, self.dim, self.context = config.rope, config.rotary_dim, config.context
         self.fixed_length = fixed_length
+        self.factor = attention_factor(self.rope)
+        for name, frequencies_R in self._frequencies(fixed_length or 0).items():
+            self.register_buffer(name, frequencies_R, persistent=False)
+
+    def _frequencies(self, length: int) -> dict[str, Tensor]:
+        """Of full layers, and of sliding layers where they have a base of their own."""
+        made = {"full_R": inverse_frequencies(self.rope, self.rope.theta, self.dim, self.context, length)}
+        if self.rope.local_theta is not None:
+            made["local_R"] = inverse_frequencies(Rope(), self.rope.local_theta, self.dim, self.context, length)
+        return made
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        for name, frequencies_R in self._frequencies(self.fixed_length or 0).items():
+            setattr(self, name, frequencies_R.to(self.full_R.device))
+        return self
 
     def forward(self, positions_BT: Tensor) -> dict[bool, tuple[Tensor, Tensor]]:
         """{False: (cos, sin) of full layers, True: of sliding layers}, each [B, T, 1, R]."""
-        length = self._length(positions_BT)
-        full = self._cos_sin(positions_BT, self.rope.theta, length, self.rope)
+        full = self._cos_sin(positions_BT, self._full(positions_BT), self.factor)
         if self.rope.local_theta is None:
             return {False: full, True: full}
-        return {False: full, True: self._cos_sin(positions_BT, self.rope.local_theta, length, Rope())}
+        return {False: full, True: self._cos_sin(positions_BT, self.local_R, 1.0)}
 
-    def _length(self, positions_BT: Tensor) -> int:
-        if self.rope.scaling not in ("dynamic", "longrope"):
-            return 0
-        return self.fixed_length or int(positions_BT.max()) + 1
+    def _full(self, positions_BT: Tensor) -> Tensor:
+        if self.rope.scaling not in ("dynamic", "longrope") or self.fixed_length is not None:
+            return self.full_R
+        length = int(positions_BT.max()) + 1
+        made_R = inverse_frequencies(self.rope, self.rope.theta, self.dim, self.context, length)
+        return made_R.to(positions_BT.device)
 
-    def _cos_sin(self, positions_BT: Tensor, theta: float, length: int, rope: Rope) -> tuple[Tensor, Tensor]:
-        frequencies_R, factor = inverse_frequencies(rope, theta, self.dim, self.context, length)
-        angles = positions_BT[..., None].float() * frequencies_R.to(positions_BT.device)
+    @staticmethod
+    def _cos_sin(positions_BT: Tensor, frequencies_R: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        angles = positions_BT[..., None].float() * frequencies_R
         return angles.cos()[:, :, None] * factor, angles.sin()[:, :, None] * factor
 
 
-def inverse_frequencies(rope: Rope, theta: float, dim: int, context: int, length: int) -> tuple[Tensor, float]:
-    """(frequencies [dim/2] in fp32, what multiplies cos and sin)."""
+def inverse_frequencies(rope: Rope, theta: float, dim: int, context: int, length: int) -> Tensor:
+    """Frequencies [dim/2] in fp32; `length` matters to dynamic and longrope only."""
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     plain = 1.0 / theta**exponents
     if rope.scaling == "none":
-        return plain, 1.0
+        return plain
     if rope.scaling == "linear":
-        return plain / rope.factor, 1.0
+        return plain / rope.factor
     if rope.scaling == "dynamic":
-        return _dynamic(rope, theta, exponents, dim, context, length), 1.0
+        return _dynamic(rope, theta, exponents, dim, context, length)
     if rope.scaling == "llama3":
-        return _llama3(rope, plain), 1.0
+        return _llama3(rope, plain)
     if rope.scaling == "yarn":
-        return _yarn(rope, theta, plain, dim), attention_factor(rope)
+        return _yarn(rope, theta, plain, dim)
     factors = rope.long_factors if length > (rope.original_context or context) else rope.short_factors
-    return plain / torch.tensor(factors, dtype=torch.float32), attention_factor(rope)
+    return plain / torch.tensor(factors, dtype=torch.float32)
 
 
 def _dynamic(rope: Rope, theta: float, exponents: Tensor, dim: int, context: int, length: int) -> Tensor:
@@ -98,7 +121,9 @@ def _yarn(rope: Rope, theta: float, plain: Tensor, dim: int) -> Tensor:
 
 
 def attention_factor(rope: Rope) -> float:
-    """What multiplies cos and sin under yarn and longrope."""
+    """What multiplies cos and sin: 1 but for yarn and longrope."""
+    if rope.scaling not in ("yarn", "longrope"):
+        return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.scaling == "longrope":

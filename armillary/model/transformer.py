@@ -19,7 +19,7 @@ from armillary.model.mlp import MLP
 from armillary.model.moe import MixtureOfExperts, Router
 from armillary.model.norm import Norm, hidden_norm
 from armillary.model.rope import RotaryTable
-from armillary.spec.model import ModelConfig
+from armillary.spec.model import LayerKind, ModelConfig
 
 # B batch, T tokens, H hidden, V vocabulary
 
@@ -27,43 +27,51 @@ from armillary.spec.model import ModelConfig
 class Block(nn.Module):
     """One layer: attention and an MLP (or experts), each with its norms and residual."""
 
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         super().__init__()
         self.parallel, self.residual_scale = config.parallel != "none", config.residual_scale
         before, after = config.norm_at in ("before", "both"), config.norm_at in ("after", "both")
-        self.attention = Attention(config, index)
-        self.mlp = _mlp(config, index)
+        self.attention = Attention(config, kind)
+        self.mlp = _mlp(config, kind)
         self.attention_norm = hidden_norm(config) if before else None
         self.attention_post_norm = hidden_norm(config) if after else None
         self.mlp_norm = hidden_norm(config) if before and config.parallel != "one_norm" else None
         self.mlp_post_norm = hidden_norm(config) if after else None
 
-    def forward(self, x_BTH: Tensor, cos_sin: CosSin | None, attend: Attend) -> Tensor:
+    def forward(self, x_BTH: Tensor, cos_sin: CosSin | None, attend: Attend, layer: int) -> Tensor:
+        """`layer` is an argument, not an attribute, so that compiled blocks of one kind share one graph."""
         normed_BTH = _maybe(self.attention_norm, x_BTH)
-        mixed_BTH = _maybe(self.attention_post_norm, self.attention(normed_BTH, cos_sin, attend))
+        mixed_BTH = _maybe(self.attention_post_norm, self.attention(normed_BTH, cos_sin, attend, layer))
         if self.parallel:
             mlp_in = normed_BTH if self.mlp_norm is None else self.mlp_norm(x_BTH)
-            return x_BTH + (mixed_BTH + self.mlp(mlp_in)) * self.residual_scale
-        x_BTH = x_BTH + mixed_BTH * self.residual_scale
+            return torch.add(x_BTH, mixed_BTH + self.mlp(mlp_in), alpha=self.residual_scale)
+        x_BTH = torch.add(x_BTH, mixed_BTH, alpha=self.residual_scale)
         added_BTH = _maybe(self.mlp_post_norm, self.mlp(_maybe(self.mlp_norm, x_BTH)))
-        return x_BTH + added_BTH * self.residual_scale
+        return torch.add(x_BTH, added_BTH, alpha=self.residual_scale)
 
 
 class Transformer(nn.Module):
     """A decoder, or the stage of one that holds `layers` and, at the ends, the embedding and the head."""
 
     def __init__(
-        self, config: ModelConfig, *, layers: range | None = None, first: bool = True, last: bool = True
+        self,
+        config: ModelConfig,
+        *,
+        layers: range | None = None,
+        first: bool = True,
+        last: bool = True,
+        rope_length: int | None = None,
     ) -> None:
+        """`rope_length` settles rotary rules that depend on the sequence length (dynamic, longrope) beforehand."""
         super().__init__()
         refuse_unbuildable(config)
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.hidden) if first else None
         learned = first and config.positions == "learned"
         self.position_embedding = nn.Embedding(config.learned_positions, config.hidden) if learned else None
-        self.rotary = RotaryTable(config) if config.positions == "rope" else None
+        self.rotary = RotaryTable(config, fixed_length=rope_length) if config.positions == "rope" else None
         span = range(config.num_layers) if layers is None else layers
-        self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in span})
+        self.blocks = nn.ModuleDict({str(i): Block(config, config.layers[i]) for i in span})
         self.norm = hidden_norm(config) if last and config.final_norm else None
         own_head = last and not (config.tied and first)
         self.output = nn.Linear(config.hidden, config.vocab, bias=config.head_bias) if own_head else None
@@ -72,16 +80,15 @@ class Transformer(nn.Module):
         """Token ids [B, T] (or hidden [B, T, H] on a later stage) to hidden [B, T, H], normed on the last stage."""
         x_BTH = self.embed(x, positions_BT) if self.embedding is not None else x
         cos_sin = self.rotary(positions_BT) if self.rotary is not None else None
-        for block in self.blocks.values():
-            x_BTH = block(x_BTH, cos_sin, attend)
+        for name, block in self.blocks.items():
+            x_BTH = block(x_BTH, cos_sin, attend, int(name))
         return _maybe(self.norm, x_BTH)
 
     def embed(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
         assert self.embedding is not None
         x_BTH = self.embedding(tokens_BT)
         if self.config.embedding_scale != 1.0:
-            # rounded to the weights' dtype first, as Gemma was trained
-            x_BTH = x_BTH * torch.tensor(self.config.embedding_scale, dtype=x_BTH.dtype, device=x_BTH.device)
+            x_BTH = x_BTH * _rounded(self.config.embedding_scale, x_BTH.dtype)
         return x_BTH if self.position_embedding is None else x_BTH + self.position_embedding(positions_BT)
 
     def head(self, hidden_BTH: Tensor) -> Tensor:
@@ -100,7 +107,8 @@ class Transformer(nn.Module):
     def initialize(self, *, seed: int, std: float = 0.02) -> None:
         """Random weights: normal(std), projections back into the residual stream divided by sqrt(2·layers).
 
-        Each tensor has a generator of its own, seeded by (seed, name): a stage or shard draws what the whole would.
+        Each tensor has a generator of its own, seeded by (seed, name), so a pipeline stage draws what the whole would.
+        Shards of a tensor are not drawn here: initialise first, or load.
         """
         into_residual = std / (2 * self.config.num_layers) ** 0.5
         for module in self.modules():
@@ -112,29 +120,41 @@ class Transformer(nn.Module):
             if name.endswith(("bias", "bias_E2F", "bias_EH", "sinks_N")):
                 parameter.zero_()
                 continue
+            if name == "output.weight" and self.config.tied:
+                name = "embedding.weight"  # a last stage of its own holds a copy
             generator = torch.Generator(device="cpu").manual_seed(_seed_of(seed, name))
             width = into_residual if name.endswith(("out.weight", "down.weight", "down_EHF")) else std
             drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, width, generator=generator)
             parameter.copy_(drawn)
-        for module in self.modules():
-            if isinstance(module, Router) and module.moe.selection_bias:
-                module.selection_bias.zero_()
 
 
 def build(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, seed: int | None = None
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int | None = None,
+    rope_length: int | None = None,
 ) -> Transformer:
     """A model on `device`, built on meta first; with random weights where a seed is given, else uninitialised."""
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(config, rope_length=rope_length)
     model = model.to(dtype).to_empty(device=device)
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.reset()
     if seed is not None:
         model.initialize(seed=seed)
     return model
 
 
-def _mlp(config: ModelConfig, index: int) -> nn.Module:
-    if config.layers[index].mlp == "moe":
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """`value` as the dtype has it: Gemma was trained with a rounded scale."""
+    return torch.tensor(value, dtype=dtype, device="cpu").item()
+
+
+def _mlp(config: ModelConfig, kind: LayerKind) -> nn.Module:
+    if kind.mlp == "moe":
         return MixtureOfExperts(config)
     return MLP(config.hidden, config.ffn, activation=config.activation, gated=config.gated, bias=config.mlp_bias)
 

@@ -85,15 +85,14 @@ def fill(model: Transformer, stored: TensorFolder, progress: Progress | None = N
     for i, rule in enumerate(found):
         parts = [stored.read(name) for name in rule.theirs]
         target = parameters[rule.ours]
-        try:
-            fused = rule.join(parts)
-        except RuntimeError:
-            fused = parts[0]
-        if fused.shape != target.shape:
+        made = rule.made_shape([part.shape for part in parts])
+        if made != target.shape:
+            found_shape = list(made) if made is not None else [list(part.shape) for part in parts[:3]]
             raise BadModel(
-                f"{model.config.name}: {rule.theirs[0]} makes {list(fused.shape)} where config.json says "
+                f"{model.config.name}: {rule.theirs[0]} makes {found_shape} where config.json says "
                 f"{list(target.shape)}; config.json and weights are not of one model"
             )
+        fused = rule.join(parts)
         target.copy_(fused)
         if progress:
             progress(i + 1, len(found))
@@ -182,7 +181,7 @@ def hf_tensors(model: Transformer, dtype: torch.dtype) -> Iterator[tuple[str, Te
 
 def _write_shards(model: Transformer, folder: Path, dtype: torch.dtype, limit: int, progress: Progress | None) -> None:
     """One file where it fits, else several and an index; each shard is written as soon as it is full."""
-    total = len(rules(model.config))
+    total = sum(len(rule.theirs) for rule in rules(model.config))
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     size = total_size = written = 0
@@ -193,7 +192,7 @@ def _write_shards(model: Transformer, folder: Path, dtype: torch.dtype, limit: i
         pending[name] = tensor.clone() if tensor._base is not None else tensor
         size, total_size, written = size + tensor.nbytes, total_size + tensor.nbytes, written + 1
         if progress:
-            progress(min(written, total), total)
+            progress(written, total)
     shards.append(_write_shard(folder, len(shards), pending))
     _name_shards(folder, shards, total_size)
 

@@ -43,7 +43,7 @@ def test_halves_of_the_output_dim_are_a_model_of_half_the_heads() -> None:
             ours.weight.data.copy_(theirs.weight.data.chunk(2)[half])
         for ours, theirs in ((part.attention.out, whole.attention.out), (part.mlp.down, whole.mlp.down)):
             ours.weight.data.copy_(theirs.weight.data.chunk(2, dim=1)[half])
-        sums["attention"] = sums["attention"] + part.attention(x, rotary, plain)
+        sums["attention"] = sums["attention"] + part.attention(x, rotary, plain, 0)
         sums["mlp"] = sums["mlp"] + part.mlp(x)
-    torch.testing.assert_close(sums["attention"], whole.attention(x, rotary, plain))
+    torch.testing.assert_close(sums["attention"], whole.attention(x, rotary, plain, 0))
     torch.testing.assert_close(sums["mlp"], whole.mlp(x))

@@ -48,3 +48,18 @@ def test_greedy_generation_equals_the_cpu_s() -> None:
         for device in ("cpu", "cuda")
     ]
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if not ALL[name].num_moe_layers])
+def test_a_forward_can_be_captured_in_a_cuda_graph(name: str) -> None:
+    """No host tensor is copied and nothing waits, as serving needs. (Plain dispatch to experts does wait.)"""
+    model = build(ALL[name], dtype=torch.float32, device="cuda", seed=1)
+    tokens_BT = torch.randint(0, 50, (2, 33), device="cuda")
+    positions_BT = torch.arange(33, device="cuda").expand(2, -1).contiguous()
+    with torch.no_grad():
+        expected = model.head(model(tokens_BT, positions_BT, plain))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = model.head(model(tokens_BT, positions_BT, plain))
+        graph.replay()
+    torch.testing.assert_close(made, expected)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 from armillary.errors import BadModel
-from armillary.model.attend import plain
+from armillary.model.attend import ContiguousCache, plain
 from armillary.model.buildable import unbuildable
 from armillary.model.transformer import Transformer, build
 from armillary.spec import catalogue
@@ -40,8 +42,6 @@ def test_pipeline_stages_make_up_the_whole(tied: bool) -> None:
     last = Transformer(config, layers=range(3, 5), first=False).double()
     for stage in (first, middle, last):
         stage.initialize(seed=7)
-    if tied:  # a last stage of its own keeps a copy of the embedding
-        last.output.weight.data.copy_(first.embedding.weight.data)
     tokens_BT, positions_BT = torch.randint(0, 50, (2, 9)), torch.arange(9).expand(2, -1)
     hidden = tokens_BT
     for stage in (first, middle, last):
@@ -120,3 +120,51 @@ def test_every_part_counts_exactly_and_is_causal(name: str) -> None:
     after = model(changed, positions_BT, plain)
     torch.testing.assert_close(after[:, :6], before[:, :6], rtol=1e-12, atol=1e-12)
     assert not torch.allclose(after[:, 6:], before[:, 6:])
+
+
+def test_compiled_blocks_of_one_kind_share_a_graph_whatever_attend_does_with_the_layer() -> None:
+    """A cache is indexed by layer; with the index baked in, the compiler would give up after eight layers."""
+    from torch._dynamo.utils import counters
+
+    config = small(num_layers=12)
+    model = build(config, dtype=torch.float32, device="cpu", seed=1)
+    cache = ContiguousCache(config, batch=1, length=16, dtype=torch.float32, device="cpu")
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's compiler warns about its own code
+        for block in model.blocks.values():
+            block.compile(backend="eager")
+        positions_BT = torch.arange(9)[None]
+        with torch.no_grad():
+            made = model(positions_BT, positions_BT, cache.at(positions_BT, upto=9))
+    assert counters["stats"]["unique_graphs"] <= 2
+    plainly = build(config, dtype=torch.float32, device="cpu", seed=1)(positions_BT, positions_BT, plain)
+    torch.testing.assert_close(made, plainly)
+
+
+def test_tables_survive_casts_and_moves() -> None:
+    """Frequencies, slopes and the selection bias stay fp32 and right; weights take the dtype."""
+    moe = {"num_experts": 8, "top_k": 2, "ffn": 16, "score": "sigmoid", "selection_bias": True}
+    for config in (small(rope={"theta": 5e5, "local_theta": 1e4}), small(positions="alibi"), small(moe=moe)):
+        fresh = Transformer(config)
+        cast = build(config, dtype=torch.bfloat16, device="cpu").to(torch.float16)
+        assert {p.dtype for p in cast.parameters()} == {torch.float16}
+        for (name, ours), (_, theirs) in zip(cast.named_buffers(), fresh.named_buffers(), strict=True):
+            assert ours.dtype == torch.float32 and torch.equal(ours, theirs), name
+
+
+def test_a_settled_rope_length_gives_what_the_length_would_give() -> None:
+    rope = {
+        "scaling": "longrope",
+        "factor": 4.0,
+        "original_context": 16,
+        "short_factors": [1.0] * 4,
+        "long_factors": [2.0] * 4,
+    }
+    config = small(rope=rope)
+    free, settled = (build(config, dtype=torch.float32, device="cpu", seed=1, rope_length=n) for n in (None, 64))
+    for length, equal in ((10, False), (30, True)):
+        tokens_BT, positions_BT = torch.ones(1, length, dtype=torch.long), torch.arange(length)[None]
+        same = torch.equal(free(tokens_BT, positions_BT, plain), settled(tokens_BT, positions_BT, plain))
+        assert same == equal, "up to the original context the settled model uses the long factors already"
