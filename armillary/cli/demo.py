@@ -6,11 +6,9 @@ from pathlib import Path
 
 import click
 
-from armillary.cli.find_model import find_model
 from armillary.cli.generate import stream_completion
-from armillary.cli.open_model import need_torch
 from armillary.cli.output import Output
-from armillary.cli.train import run_training, say_start, summary
+from armillary.cli.train import begin, run_training, say_start, summary
 from armillary.cli.verb import set_option, verb
 from armillary.spec.recipe import load_recipe
 from armillary.store.home import Home
@@ -27,11 +25,7 @@ def demo(out: Output, home: Home, overrides: tuple[str, ...], max_tokens: int) -
 
     Needs no download. The recipe is printed by --json, and recipes/ has larger ones.
     """
-    need_torch("the demo")
-    from armillary.training.start import start
-
-    loaded = load_recipe(_RECIPE, overrides)
-    begun = start(loaded, home, find_model(out, home, loaded.model.source, need_weights=False))
+    begun = begin(out, home, load_recipe(_RECIPE, overrides), random_weights=False)
     say_start(out, begun)
     done = run_training(out, begun, text=_RECIPE.read_text(), overrides=overrides, device=None)
     samples = write_samples(out, done.export, max_tokens)

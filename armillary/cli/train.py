@@ -12,7 +12,7 @@ from armillary.cli.find_model import find_model
 from armillary.cli.open_model import need_torch
 from armillary.cli.output import Output, path_text
 from armillary.cli.verb import set_option, verb
-from armillary.spec.recipe import load_recipe
+from armillary.spec.recipe import Recipe, load_recipe
 from armillary.store.home import Home
 from armillary.units import bytes_text, count_text, scaled
 
@@ -25,24 +25,45 @@ if TYPE_CHECKING:
 @click.argument("recipe", type=click.Path(path_type=Path))
 @set_option
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
+@click.option("--random-weights", is_flag=True, help="Take only the shape of a model that has weights.")
 @click.option("--dry-run", is_flag=True, help="Check everything and stop before anything is written.")
-def train(out: Output, home: Home, recipe: Path, overrides: tuple[str, ...], device: str | None, dry_run: bool) -> None:
+def train(
+    out: Output,
+    home: Home,
+    recipe: Path,
+    overrides: tuple[str, ...],
+    device: str | None,
+    random_weights: bool,
+    dry_run: bool,
+) -> None:
     """Train the model of RECIPE and export it as a Hugging Face folder.
+
+    A name of the catalogue starts from scratch; a folder, a run or a Hub id goes on from its weights.
 
     Ctrl-C stops after the current step and keeps what was learnt.
     """
     loaded = load_recipe(recipe, overrides)
-    source = find_model(out, home, loaded.model.source, need_weights=False)
-    need_torch("training")
-    from armillary.training.start import start
-
-    begun = start(loaded, home, source)
+    begun = begin(out, home, loaded, random_weights=random_weights)
     say_start(out, begun)
     if dry_run:
         out.result({"plan": begun.plan})
         return
     done = run_training(out, begun, text=recipe.read_text(), overrides=overrides, device=device)
     out.result(summary(done), quiet=done.run.id)
+
+
+def begin(out: Output, home: Home, recipe: Recipe, *, random_weights: bool) -> Start:
+    """Find the model, fetching its weights if it must, and check everything."""
+    need_torch("training")
+    from armillary.training.start import start, starting_point
+
+    source = find_model(out, home, recipe.model.source, need_weights=False)
+    if source.origin == "hub" and not random_weights:
+        find_model(out, home, recipe.model.source, need_weights=True)
+    begun = start(recipe, home, starting_point(recipe, home, random_weights=random_weights))
+    for note in begun.plan.notes:
+        out.warn(note)
+    return begun
 
 
 def run_training(out: Output, begun: Start, *, text: str, overrides: tuple[str, ...], device: str | None) -> Trained:
@@ -62,7 +83,7 @@ def run_training(out: Output, begun: Start, *, text: str, overrides: tuple[str, 
             shown.update(live(report))
             bar.update(1, **shown)
 
-        done = library_train(begun.plan, run, made.folder, weights=begun.weights, device=device, watch=watch)
+        done = library_train(begun.plan, run, device=device, watch=watch)
     say_end(out, done)
     return done
 
@@ -74,7 +95,7 @@ def live(report: StepReport) -> dict[str, object]:
     if "val_loss" in gauges:
         fields["val"] = f"{gauges['val_loss']:.3f}"
     fields["speed"] = f"{scaled(gauges['tokens_per_s_per_device'])} tok/s"
-    fields["memory"] = bytes_text(gauges["memory_peak_bytes"])
+    fields["memory"] = bytes_text(gauges.get("memory_peak_bytes") or gauges["host_memory_bytes"])
     return fields
 
 
@@ -82,7 +103,7 @@ def say_start(out: Output, begun: Start) -> None:
     from armillary.spec.params import parameters
 
     plan = begun.plan
-    origin = f"from the weights in {begun.weights}" if begun.weights else "from scratch"
+    origin = f"from the weights in {path_text(Path(plan.weights))}" if plan.weights else "from scratch"
     count = count_text(parameters(plan.model).total)
     out.say(f"{plan.model.name} on {plan.cluster.text()} · {count} parameters · {plan.layout.precision} · {origin}")
 

@@ -1,7 +1,7 @@
 """What this machine is, without importing torch: a description, and a Cluster that plans can be made for.
 
 `machine()` reads what the system and the driver tools say; `here()` maps it to the catalogue where name and memory
-match. What nobody says stays unknown (None, or NaN for a link's speed) until it is measured; nothing is guessed.
+match. What nobody says stays unknown (None) until it is measured; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from armillary.errors import BadInput, NotFound
+from armillary.errors import NotFound
 from armillary.profiling import system
 from armillary.profiling.gpus import Gpu, gpu_links, gpus
 from armillary.profiling.system import Cpu, Disk, Interface
@@ -25,6 +25,7 @@ _BEST_ISA = {"amx_bf16": "amx", "avx512f": "avx512", "avx2": "avx2", "sve": "sve
 _SHARED_MEMORY = Link(
     name="shared-memory", title="shared memory", bytes_per_s=None, latency_s=None, kind="scale_up"
 )
+_UNKNOWN_LINK = Link(name="unknown", title="an unknown link", bytes_per_s=None, latency_s=None, kind="scale_up")
 _SAME_MEMORY = 0.12
 """vendors round, and drivers count in GiB: an H200 of '141 GB' reports 151e9 bytes"""
 
@@ -126,9 +127,7 @@ def _gpu_link(chip: Chip, gpu: Gpu, pairs: Mapping[str, str]) -> Link:
     node = catalogue.nodes().get(chip.node)
     slot = f"pcie{gpu.pcie_generation}-x{gpu.pcie_lanes}"
     name = node.link if by_nvlink and node else chip.host_link if slot not in catalogue.links() else slot
-    if name not in catalogue.links():
-        raise BadInput(f"nothing says how the {chip.title}s of this machine are joined; describe it in [hardware]")
-    return catalogue.links()[name]
+    return catalogue.links().get(name, _UNKNOWN_LINK)
 
 
 def _of_cores(found: Machine) -> Cluster:

@@ -105,7 +105,7 @@ class TrainJob:
     deterministic: bool = False
     """bit-equal results on the same machine; slower, and no kernel is chosen by timing"""
     loss_chunk: int | None = None
-    """tokens whose logits exist at once; none: a chunk of about 64 MB of logits, 0: all at once"""
+    """tokens whose logits exist at once; none: about 64 MB of logits but at least 1024 tokens, 0: all at once"""
 
     def __post_init__(self) -> None:
         _at_least(self, "train", 1, "sequence", "batch_tokens", "steps", "eval_batches", "log_every")
@@ -146,7 +146,7 @@ class TrainJob:
 
     def chunk_tokens(self, vocab: int) -> int:
         """Tokens whose logits exist at once; 0: all."""
-        return max(1, 64_000_000 // (4 * vocab)) if self.loss_chunk is None else self.loss_chunk
+        return max(1024, 64_000_000 // (4 * vocab)) if self.loss_chunk is None else self.loss_chunk
 
 
 @dataclass(frozen=True, kw_only=True)

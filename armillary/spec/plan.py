@@ -42,9 +42,11 @@ class Plan:
     train: TrainJob | None = None
     """how it is trained; none in a plan for serving"""
     data: Data | None = None
-    """what it is trained on; none in a plan for serving"""
+    """what it is trained on, its path the folder of shards; none in a plan for serving"""
     serve: Serve | None = None
     """how it is served; none in a plan for training"""
+    weights: str = ""
+    """Hugging Face folder that training starts from; empty: from scratch"""
     predicted: Mapping[str, float] = field(default_factory=dict)
     """gauge -> value"""
     notes: tuple[str, ...] = ()

@@ -22,6 +22,8 @@ from armillary.store.lock import locked
 Point = Mapping[str, Any]
 MEASURED = ("flops", "bytes_per_s", "alpha_s", "seconds")
 """Fields that hold a result: FLOP/s, bytes/s, start-up seconds of a collective, seconds of one go."""
+BESIDE = "beside"
+"""A sub-table of a point for what was seen along with the result (spread, clocks, date): no part of what was tried."""
 KINDS: dict[str, tuple[str, ...]] = {
     "gemm": ("m", "n", "k", "dtype", "flops"),
     "copy": ("bytes", "bytes_per_s"),
@@ -31,7 +33,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "host_copy": ("direction", "bytes", "bytes_per_s"),
     "disk": ("op", "bytes", "bytes_per_s"),
 }
-"""Fields every point of a kind has; further fields (pinned, path, …) and further kinds are kept as they come."""
+"""Fields every point of a kind has; further fields (pinned, path, …) say more of what was tried, and further kinds are
+kept as they come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,4 +127,4 @@ def _check(kind: str, point: Point, device: str) -> None:
 
 
 def _what_was_tried(point: Point) -> str:
-    return strict_json.dumps({key: point[key] for key in sorted(point) if key not in MEASURED})
+    return strict_json.dumps({key: point[key] for key in sorted(point) if key not in (*MEASURED, BESIDE)})

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +27,14 @@ from armillary.store.runs import Run
 from armillary.training.data.batches import Batch, Batches, validation_batches
 from armillary.training.data.shards import TokenShards
 from armillary.training.loss import loss_sum
-from armillary.training.measure import peak_memory
+from armillary.training.measure import memory_gauges, source_of
 from armillary.training.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
+from armillary.training.precision import autocast, numerics
 from armillary.training.stop import StopRequest
-from armillary.training.supported import refuse_unsupported
 
 Watch = Callable[["StepReport"], None]
+_UPDATE_S = 2.0
+"""seconds between notes of how far a run is, each of which is synced to disk"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,82 +58,72 @@ class Trained:
     export: Path
 
 
-def train(
-    plan: Plan,
-    run: Run,
-    data: Path,
-    *,
-    weights: Path | None = None,
-    device: str | None = None,
-    watch: Watch | None = None,
-) -> Trained:
-    """Train `plan.model` on the shards in `data`, from `weights` (a Hugging Face folder) or from scratch."""
-    refuse_unsupported(plan)
+def train(plan: Plan, run: Run, *, device: str | None = None, watch: Watch | None = None) -> Trained:
+    """Train what the plan says, and export it when it ends or is stopped."""
     job = plan.train
-    assert job is not None
-    trainer = Trainer(plan, data, weights=weights, device=pick_device(device))
-    report, step, stopped = None, 0, False
+    assert job is not None and plan.data is not None, "a plan for training"
+    step, stopped = 0, False
     try:
-        with GaugeWriter(run.gauges) as gauges, StopRequest() as stop:
-            for step in range(job.steps):
-                report = trainer.step(step)
-                stopped = stop.asked and step + 1 < job.steps
-                _record(report, gauges, run, job.log_every, last=stopped or step + 1 == job.steps)
-                if watch:
-                    watch(report)
-                if stopped:
-                    break
-        assert report is not None
+        with numerics(tf32=plan.layout.precision == "tf32", deterministic=job.deterministic):
+            trainer = Trainer(plan, device=pick_device(device))
+            with GaugeWriter(run.gauges) as gauges, StopRequest() as stop:
+                record = Recorder(run, gauges, every=job.log_every)
+                for step in range(job.steps):
+                    report = trainer.step(step)
+                    stopped = stop.asked and step + 1 < job.steps
+                    record(report, last=stopped or step + 1 == job.steps)
+                    if watch:
+                        watch(report)
+                    if stopped:
+                        break
         export = save_model(trainer.model, run.export(step + 1), like=trainer.tokenizer_folder, overwrite=True)
     except BaseException as error:
-        run.update(state="failed", step=step, error=str(error) or type(error).__name__)
+        run.update(state="failed", error=str(error) or type(error).__name__)
         raise
-    run.update(state="interrupted" if stopped else "finished", step=step + 1, loss=report.gauges["loss"])
-    return Trained(
-        run=run,
-        steps=step + 1,
-        finished=not stopped,
-        loss=report.gauges["loss"],
-        val_loss=trainer.val_loss,
-        export=export,
-    )
+    loss = report.gauges["loss"]
+    run.update(state="interrupted" if stopped else "finished", step=step + 1, loss=loss)
+    return Trained(run=run, steps=step + 1, finished=not stopped, loss=loss, val_loss=trainer.val_loss, export=export)
 
 
-def _record(report: StepReport, gauges: GaugeWriter, run: Run, every: int, *, last: bool) -> None:
-    if last or report.step % every == 0:
-        gauges.write(report.gauges, step=report.step, source="wall clock")
-    state = run.state
-    if last or time.time() - state.updated > 2:
-        run.update(step=report.step + 1, loss=report.gauges["loss"])
+class Recorder:
+    """Writes a step's gauges, and now and then how far the run is."""
+
+    def __init__(self, run: Run, gauges: GaugeWriter, *, every: int) -> None:
+        self.run, self.gauges, self.every = run, gauges, every
+        self._updated = time.monotonic()
+
+    def __call__(self, report: StepReport, *, last: bool) -> None:
+        if last or report.step % self.every == 0 or "val_loss" in report.gauges:
+            self.gauges.write(report.gauges, step=report.step, source=source_of(report.gauges))
+        if last or time.monotonic() - self._updated > _UPDATE_S:
+            self.run.update(step=report.step + 1, loss=report.gauges["loss"])
+            self._updated = time.monotonic()
 
 
 class Trainer:
     """Model, optimiser and data of one run; `step(n)` does everything of step n."""
 
-    def __init__(self, plan: Plan, data: Path, *, weights: Path | None, device: torch.device) -> None:
+    def __init__(self, plan: Plan, *, device: torch.device) -> None:
         assert plan.train is not None and plan.data is not None
         self.job, self.layout, self.device = plan.train, plan.layout, device
+        data = Path(plan.data.path)
         shards = TokenShards.open(data, "train")
         self.validation = TokenShards.open(data, "validation")
         self.tokenizer_folder = shards.tokenizer_folder
         _check_data(plan.model, shards, data)
-        if self.job.deterministic:
-            torch.use_deterministic_algorithms(True)
         rows = self.job.batch_tokens // self.job.sequence
         self.batches = Batches(shards=shards, sequence=self.job.sequence, batch=rows, seed=plan.data.seed)
-        self.model = self._start(plan.model, weights)
+        self.model = self._start(plan.model, plan.weights)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.optimizer = make_optimizer(self.model, self.job)
         self.val_loss: float | None = None
 
-    def _start(self, config: ModelConfig, weights: Path | None) -> Transformer:
+    def _start(self, config: ModelConfig, weights: str) -> Transformer:
         """The model in fp32, the precision of the weights that are stepped."""
-        if weights is not None:
+        if weights:
             model = load_model(weights, dtype=torch.float32, device=self.device)
         else:
             model = build(config, dtype=torch.float32, device=self.device, seed=self.job.seed)
-        if self.layout.precision == "tf32":
-            torch.set_float32_matmul_precision("high")
         if self.job.compile:
             for block in model.blocks.values():
                 block.compile()
@@ -146,12 +137,17 @@ class Trainer:
         set_learning_rate(self.optimizer, rate)
         loss = self.forward_backward(batch)
         norm = clip_gradients(self.model.parameters(), self.job.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         measured = {"loss": float(loss), "grad_norm": float(norm), "lr": rate}  # float() waits for the device
         _refuse_nan(step, measured)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._finish_device_work()
         seconds = time.perf_counter() - begin
         return StepReport(step=step, gauges=measured | self._speed(seconds, data_wait) | self._validated(step))
+
+    def _finish_device_work(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Mean loss of the batch's targets; gradients are those of that mean, whatever the micro-batches."""
@@ -167,18 +163,19 @@ class Trainer:
             torch.from_numpy(array).to(self.device)
             for array in (batch.tokens_BT, batch.targets_BT, batch.positions_BT, batch.documents_BT)
         )
-        with self._autocast():
+        with autocast(self.layout.precision, self.device):
             hidden = self.model(tokens, positions, _attend(batch, documents))
             return loss_sum(self.model, hidden, targets, chunk=self.job.chunk_tokens(self.model.config.vocab))
 
     @torch.no_grad()
     def validate(self) -> float | None:
-        """Mean loss on held-out text; None where nothing is held out."""
+        """Mean loss on held-out text, the same text whatever the micro-batch; None where nothing is held out."""
         total, count = 0.0, 0
-        rows = self.layout.micro_batch
+        rows = self.batches.batch
         for batch in validation_batches(self.validation, self.job.sequence, rows, limit=self.job.eval_batches):
-            if batch.num_targets:
-                total, count = total + float(self.loss_sum(batch)), count + batch.num_targets
+            for micro in _micro_batches(batch, self.layout.micro_batch):
+                if micro.num_targets:
+                    total, count = total + float(self.loss_sum(micro)), count + micro.num_targets
         return total / count if count else None
 
     def _validated(self, step: int) -> dict[str, float]:
@@ -191,12 +188,7 @@ class Trainer:
     def _speed(self, seconds: float, data_wait: float) -> dict[str, float]:
         rate = self.job.batch_tokens / seconds
         speed = {"step_s": seconds, "data_wait_s": data_wait, "tokens_per_s": rate, "tokens_per_s_per_device": rate}
-        return speed | {"memory_peak_bytes": peak_memory(self.device)}
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self.layout.precision != "bf16":
-            return nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)
+        return speed | memory_gauges(self.device)
 
 
 def _attend(batch: Batch, documents_BT: Tensor) -> Attend:

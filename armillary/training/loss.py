@@ -25,7 +25,7 @@ def loss_sum(model: Transformer, hidden_BTH: Tensor, targets_BT: Tensor, *, chun
     total = hidden_MH.new_zeros((), dtype=torch.float32)
     for hidden_mH, targets_m in zip(hidden_MH.split(chunk), targets_M.split(chunk), strict=True):
         if torch.is_grad_enabled():
-            part = checkpoint(_sum, model, hidden_mH, targets_m, use_reentrant=False)
+            part = checkpoint(_sum, model, hidden_mH, targets_m, use_reentrant=False, preserve_rng_state=False)
         else:
             part = _sum(model, hidden_mH, targets_m)
         total = total + part

@@ -1,19 +1,22 @@
-"""From a recipe to a run: find the model, check that everything divides, prepare the data, make the run folder.
+"""From a recipe to a run: find the model, check that everything divides and can be exported, prepare the data.
 
-Nothing is written before every check has passed. The plan's predictions are handed in by whoever can make them.
+Nothing is written before every check has passed. The plan that comes out says all that a rank needs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from armillary.errors import BadRecipe
+from armillary.model.buildable import refuse_unbuildable
+from armillary.model.fusing import rules
 from armillary.profiling.machine import here
 from armillary.spec.fields import to_plain
+from armillary.spec.hf_config import to_hf
 from armillary.spec.layout_rules import check_layout
 from armillary.spec.model import ModelConfig
 from armillary.spec.plan import Plan
@@ -24,51 +27,30 @@ from armillary.store.source import ModelSource, resolve_model
 from armillary.training.data.prepare import Prepared, folder_name, prepare
 from armillary.training.data.survey import Progress
 from armillary.training.loop import Trained, Watch, train
-from armillary.training.supported import refuse_unsupported
+from armillary.training.supported import refuse_unsupported, unsupported_notes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Everything a run needs, checked."""
+    """A checked recipe, its plan, and where its data goes."""
 
     recipe: Recipe
+    """as it was given, overrides applied"""
     plan: Plan
-    source: ModelSource
+    """what every rank reads"""
     home: Home
-
-    @property
-    def weights(self) -> Path | None:
-        """The folder to start from, or None to start from scratch."""
-        return self.source.folder
-
-    @property
-    def data_folder(self) -> Path:
-        data = self.recipe.data
-        return Path(data.path) if data.path else self.home.data / folder_name(data.source, **self._settings)
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        data = self.recipe.data
-        chosen: dict[str, Any] = {"vocab": self._vocab, "tokenizer": self._tokenizer}
-        return chosen | {"key": data.key, "held_out": data.held_out, "seed": data.seed}
-
-    @property
-    def _tokenizer(self) -> Path | None:
-        """The tokenizer asked for, or the model's own."""
-        if self.recipe.data.tokenizer:
-            return Path(self.recipe.data.tokenizer)
-        files = self.source.files
-        return files if files is not None and (files / "tokenizer.json").is_file() else None
-
-    @property
-    def _vocab(self) -> int:
-        return self.recipe.data.vocab or self.plan.model.vocab
+    """where runs and data are kept"""
+    settings: dict[str, Any]
+    """how the data is prepared"""
 
     def prepare(self, progress: Progress = lambda done, total, what: None) -> Prepared:
         """The recipe's text as shards, made now or earlier. A folder that the store named is made anew when the text
         has changed; one that a person named is left alone."""
-        data = self.recipe.data
-        return prepare(data.source, self.data_folder, **self._settings, overwrite=not data.path, progress=progress)
+        assert self.plan.data is not None
+        named = bool(self.recipe.data.path)
+        return prepare(
+            self.plan.data.source, self.plan.data.path, **self.settings, overwrite=not named, progress=progress
+        )
 
     def create_run(self, *, text: str = "", overrides: Sequence[str] = ()) -> Run:
         """The run's folder with recipe and plan; `text` is the recipe file as it was given."""
@@ -83,20 +65,21 @@ class Start:
         )
 
 
-Predict = Callable[[Recipe, ModelConfig], Mapping[str, float]]
-
-
-def start(recipe: Recipe, home: Home, source: ModelSource, *, predict: Predict | None = None) -> Start:
-    """Check the recipe against its model, its devices and what the trainer can do."""
+def start(recipe: Recipe, home: Home, source: ModelSource) -> Start:
+    """Check the recipe against its model, its devices and what the trainer can do; training starts from the weights
+    of `source`, or from scratch where it has none."""
     config = recipe.model_config(source.config)
     if source.folder is not None and config != source.config:
-        raise BadRecipe(f"{source.name} has weights, so its shape cannot be overridden; leave [model] at path or name")
-    check_recipe(recipe, config)
+        raise BadRecipe(f"{source.name} has weights, so its shape cannot be overridden; add --random-weights")
+    _check_model(recipe, config)
+    refuse_unsupported(recipe)
     cluster = recipe.cluster(here())
+    job = recipe.train
     check_layout(
-        recipe.layout, config, sequence=recipe.train.sequence, batch_tokens=recipe.train.batch_tokens, for_training=True
+        recipe.layout, config, num_devices=cluster.num_devices, sequence=job.sequence, batch_tokens=job.batch_tokens
     )
-    predicted = dict(predict(recipe, config)) if predict else {}
+    settings = _data_settings(recipe, config, source)
+    path = recipe.data.path or str(home.data / folder_name(recipe.data.source, **settings))
     plan = Plan(
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         recipe=to_dict(recipe),
@@ -104,11 +87,40 @@ def start(recipe: Recipe, home: Home, source: ModelSource, *, predict: Predict |
         cluster=cluster,
         layout=recipe.layout,
         train=recipe.train,
-        data=recipe.data,
-        predicted=predicted,
+        data=replace(recipe.data, path=path),
+        weights=str(source.folder or ""),
+        notes=tuple(unsupported_notes(config)),
     )
-    refuse_unsupported(plan)
-    return Start(recipe=recipe, plan=plan, source=source, home=home)
+    return Start(recipe=recipe, plan=plan, home=home, settings=settings)
+
+
+def _check_model(recipe: Recipe, config: ModelConfig) -> None:
+    """What is trained must be buildable and, in the end, exportable: better said now than after the last step."""
+    refuse_unbuildable(config)
+    rules(config)
+    to_hf(config)
+    check_recipe(recipe, config)
+    # tp first: a layout that could never divide the model is a plainer message than "one device only"
+    check_layout(recipe.layout, config)
+
+
+def _data_settings(recipe: Recipe, config: ModelConfig, source: ModelSource) -> dict[str, Any]:
+    """The tokenizer asked for, or the model's own, or one trained on the text with as many ids as the model has."""
+    data = recipe.data
+    own = source.files if source.files is not None and (source.files / "tokenizer.json").is_file() else None
+    tokenizer = Path(data.tokenizer) if data.tokenizer else own
+    chosen: dict[str, Any] = {"vocab": data.vocab or config.vocab, "tokenizer": tokenizer}
+    return chosen | {"key": data.key, "held_out": data.held_out, "seed": data.seed}
+
+
+def starting_point(recipe: Recipe, home: Home, *, random_weights: bool = False) -> ModelSource:
+    """The recipe's model: a name of the catalogue or a bare config.json is trained from scratch; a folder, a run, a
+    release or a Hub id goes on from its weights, unless `random_weights` asks for its shape only."""
+    source = resolve_model(recipe.model.source, home, need_weights=False)
+    if random_weights:
+        return replace(source, folder=None)
+    shape_only = source.origin in ("catalogue", "config")
+    return source if shape_only else resolve_model(recipe.model.source, home, need_weights=True)
 
 
 def train_recipe(
@@ -116,15 +128,13 @@ def train_recipe(
     overrides: Sequence[str] = (),
     *,
     home: Home | None = None,
+    random_weights: bool = False,
     device: str | None = None,
     watch: Watch | None = None,
 ) -> Trained:
     """Train what a recipe (or its file) says, from beginning to end."""
     home = home or Home.default()
     ready = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
-    source = resolve_model(ready.model.source, home, need_weights=False)
-    begun = start(ready, home, source)
-    data = begun.prepare().folder
-    return train(
-        begun.plan, begun.create_run(overrides=overrides), data, weights=begun.weights, device=device, watch=watch
-    )
+    begun = start(ready, home, starting_point(ready, home, random_weights=random_weights))
+    begun.prepare()
+    return train(begun.plan, begun.create_run(overrides=overrides), device=device, watch=watch)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from armillary.errors import BadLayout, BadRecipe
-from armillary.spec.plan import Plan
+from armillary.spec.model import ModelConfig
+from armillary.spec.recipe import Recipe
 
 
-def refuse_unsupported(plan: Plan) -> None:
-    layout = plan.layout
+def refuse_unsupported(recipe: Recipe) -> None:
+    layout = recipe.layout
+    if not recipe.hardware.is_here:
+        raise BadRecipe("the trainer runs on this machine only; try --set hardware.on=here")
     if layout.num_devices > 1:
         axes = [name for name in ("dp", "tp", "pp", "cp") if getattr(layout, name) > 1]
         shown = " × ".join(f"{name}={getattr(layout, name)}" for name in axes)
@@ -20,9 +25,13 @@ def refuse_unsupported(plan: Plan) -> None:
             raise BadLayout(f"the trainer cannot do layout.{name}={given} yet; try --set layout.{name}={value}")
     if layout.precision not in ("fp32", "tf32", "bf16"):
         raise BadLayout(f"the trainer cannot do {layout.precision} yet; try --set layout.precision=bf16")
-    if plan.train is None or plan.data is None:
-        raise BadRecipe("this plan is not for training; plan it with --for train")
-    if plan.train.save_every:
+    if recipe.train.save_every:
         raise BadRecipe("the trainer saves at the end and on Ctrl-C only; try --set train.save_every=0")
-    if plan.data.workers:
+    if recipe.data.workers:
         raise BadRecipe("the trainer reads data in its own process; try --set data.workers=0")
+
+
+def unsupported_notes(config: ModelConfig) -> Iterator[str]:
+    """What a model asks for that does not stop training but is not done."""
+    if config.moe is not None and config.moe.aux_loss:
+        yield f"the balance loss of the router (model.moe.aux_loss={config.moe.aux_loss}) is not trained with yet"

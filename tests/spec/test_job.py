@@ -80,7 +80,7 @@ def test_learning_rate_follows_published_models() -> None:
 def test_warmup_and_chunks_are_derived_unless_given() -> None:
     assert TrainJob(steps=200).warmup == 20 and TrainJob(steps=1_000_000).warmup == 2000
     assert TrainJob(steps=200, warmup_steps=0).warmup == 0
-    assert TrainJob().chunk_tokens(128_256) == 124 and TrainJob(loss_chunk=0).chunk_tokens(128_256) == 0
+    assert TrainJob().chunk_tokens(128_256) == 1024 and TrainJob(loss_chunk=0).chunk_tokens(128_256) == 0
     assert TrainJob(steps=10, batch_tokens=2048).total_tokens == 20_480
 
 

@@ -85,3 +85,10 @@ def test_points_that_lack_something(home: Home, h200: Peaks) -> None:
     path.write_text('{"gemm": []}')
     with pytest.raises(BadData, match="lacks device or date; delete it and measure again"):
         load_peaks(home, "NVIDIA H200")
+
+
+def test_what_was_seen_beside_a_result_is_no_part_of_what_was_tried() -> None:
+    point = {"m": 8192, "n": 8192, "k": 8192, "dtype": "bf16", "flops": 7.9e14, "beside": {"spread": 0.01}}
+    again = point | {"flops": 7.6e14, "beside": {"spread": 0.03, "clock_hz": 1.98e9}}
+    peaks = new_peaks("NVIDIA H200").with_points("gemm", [point]).with_points("gemm", [again])
+    assert peaks.points["gemm"] == (again,) and peaks.best_gemm("bf16") == 7.6e14

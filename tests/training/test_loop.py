@@ -9,7 +9,6 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,19 +23,20 @@ from armillary.store.home import Home
 from armillary.store.runs import find_run
 from armillary.store.source import resolve_model
 from armillary.training.loop import StepReport, Trainer, train
-from armillary.training.start import Start, start, train_recipe
+from armillary.training.start import Start, start, starting_point, train_recipe
 from tests.model.families import transformers
 
 Make = Callable[..., Recipe]
 
 
 def begin(recipe: Recipe, home: Home) -> Start:
-    return start(recipe, home, resolve_model(recipe.model.source, home, need_weights=False))
+    return start(recipe, home, starting_point(recipe, home))
 
 
 def losses(recipe: Recipe, home: Home, steps: int = 4) -> list[float]:
     begun = begin(recipe, home)
-    trainer = Trainer(begun.plan, begun.prepare().folder, weights=None, device=torch.device("cpu"))
+    begun.prepare()
+    trainer = Trainer(begun.plan, device=torch.device("cpu"))
     return [trainer.step(step).gauges["loss"] for step in range(steps)]
 
 
@@ -49,7 +49,7 @@ def test_a_run_from_recipe_to_export(recipe: Make, home: Home) -> None:
     assert done.val_loss is not None and done.val_loss < 0.6 * seen[0].gauges["loss"]
     run = find_run(home, done.run.name)
     assert run.state.shown == "finished" and run.state.step == 40
-    table = columns(run.gauges, ["loss", "val_loss", "step_s", "data_wait_s", "grad_norm", "lr", "memory_peak_bytes"])
+    table = columns(run.gauges, ["loss", "val_loss", "step_s", "data_wait_s", "grad_norm", "lr", "host_memory_bytes"])
     assert table["loss"] == [report.gauges["loss"] for report in seen]
     assert len([value for value in table["val_loss"] if value is not None]) == 7  # every 6 steps and at the end
     plan = Plan.from_json(run.plan.read_text())
@@ -86,6 +86,30 @@ def test_the_same_recipe_gives_bit_equal_losses(recipe: Make, home: Home) -> Non
     assert losses(recipe(), home) != losses(recipe("data.seed=1"), home)
 
 
+def test_held_out_loss_is_of_the_same_text_whatever_the_micro_batch(recipe: Make, home: Home) -> None:
+    found = []
+    for micro_batch in (1, 4, 8):
+        begun = begin(recipe(f"layout.micro_batch={micro_batch}"), home)
+        begun.prepare()
+        found.append(Trainer(begun.plan, device=torch.device("cpu")).validate())
+    assert found == pytest.approx([found[0]] * 3, rel=1e-6)
+
+
+def test_a_deterministic_run_leaves_torch_as_it_was(recipe: Make, home: Home) -> None:
+    done = train_recipe(recipe("train.deterministic=true", "layout.precision=tf32", "train.steps=2"), home=home)
+    assert done.finished
+    assert not torch.are_deterministic_algorithms_enabled() and torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_mixture_of_experts_trains_and_says_what_it_leaves_out(recipe: Make, home: Home) -> None:
+    experts = ["model.family=mixtral", "model.ffn=0", "model.moe_every=1", "model.moe.num_experts=4",
+               "model.moe.top_k=2", "model.moe.ffn=32", "model.moe.aux_loss=0.01", "layout.precision=bf16"]  # fmt: skip
+    begun = begin(recipe(*experts), home)
+    assert begun.plan.notes == ("the balance loss of the router (model.moe.aux_loss=0.01) is not trained with yet",)
+    begun.prepare()
+    assert train(begun.plan, begun.create_run()).loss < 6
+
+
 def test_bf16_stays_near_fp32(recipe: Make, home: Home) -> None:
     assert losses(recipe("layout.precision=bf16"), home) == pytest.approx(losses(recipe(), home), rel=0.02)
 
@@ -98,6 +122,8 @@ def test_training_goes_on_from_weights(recipe: Make, home: Home) -> None:
     assert second.val_loss == pytest.approx(first.val_loss, rel=0.05)
     before, after = load_model(first.export), load_model(second.export)
     assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+    shape_only = start(again, home, starting_point(again, home, random_weights=True))
+    assert shape_only.plan.weights == "" and begin(again, home).plan.weights == str(first.export)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -118,7 +144,8 @@ def test_a_loss_that_is_no_number_ends_the_run(recipe: Make, home: Home) -> None
     begun = begin(recipe("train.lr=1e30", "train.warmup_steps=0", "train.clip=0"), home)
     run = begun.create_run()
     with pytest.raises(ArmillaryError, match=r"is (nan|inf) at step \d+; try --set train.lr="):
-        train(begun.plan, run, begun.prepare().folder)
+        begun.prepare()
+        train(begun.plan, run)
     assert run.state.shown == "failed" and "train.lr" in run.state.error
     assert run.latest_export() is None
 
@@ -136,6 +163,10 @@ def test_a_loss_that_is_no_number_ends_the_run(recipe: Make, home: Home) -> None
         (["train.batch_tokens=100"], "batch_tokens"),
         (["model.ffnn=3"], "did you mean ffn"),
         (["layot.tp=2"], "did you mean .layout."),
+        (["hardware.on=h100x64"], "on this machine only; try --set hardware.on=here"),
+        (["model.norm_at=after"], "a 'llama' config.json cannot say norm_at"),
+        (["model.family=gpt2"], "model_type 'gpt2' are not supported"),
+        (["model.qk_norm=head"], "cannot say qk_norm"),
     ],
 )
 def test_a_recipe_that_cannot_run_is_refused_before_anything_is_written(
@@ -148,11 +179,10 @@ def test_a_recipe_that_cannot_run_is_refused_before_anything_is_written(
 
 
 def test_data_with_more_ids_than_the_model_is_refused(recipe: Make, home: Home) -> None:
-    begun = begin(recipe(), home)
-    folder = begun.prepare().folder
+    folder = begin(recipe(), home).prepare().folder
     small = begin(recipe("model.vocab=300", f"data.path={folder}"), home)
     with pytest.raises(BadData, match=r"beyond the model's vocabulary of 300; prepare it with --vocab 300"):
-        Trainer(small.plan, Path(folder), weights=None, device=torch.device("cpu"))
+        Trainer(small.plan, device=torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
 from armillary.training.loop import Trainer
+from armillary.training.precision import numerics
 from armillary.training.start import train_recipe
 from tests.training.test_loop import begin
 
@@ -18,8 +19,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def losses(recipe: Recipe, home: Home, device: str) -> list[float]:
     begun = begin(recipe, home)
-    trainer = Trainer(begun.plan, begun.prepare().folder, weights=None, device=torch.device(device))
-    return [trainer.step(step).gauges["loss"] for step in range(8)]
+    begun.prepare()
+    with numerics(tf32=recipe.layout.precision == "tf32", deterministic=False):
+        trainer = Trainer(begun.plan, device=torch.device(device))
+        return [trainer.step(step).gauges["loss"] for step in range(8)]
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("tf32", 1e-2), ("bf16", 2e-2)])

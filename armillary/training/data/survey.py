@@ -31,7 +31,7 @@ class Survey:
     skipped: tuple[Skipped, ...]
     """files left out"""
     sample: tuple[str, ...]
-    """documents with the smallest hashes, up to a number of bytes"""
+    """documents with the largest hashes, up to a number of bytes: those held out come last"""
     held_out_below: int
     """a document is held out when its hash is below this"""
     seed: int
@@ -58,7 +58,7 @@ def survey(corpus: Corpus, *, held_out: float, seed: int, sample_bytes: int, pro
             continue
         number, length = text_hash(item.text, seed), len(item.text.encode())
         lowest, highest = min(lowest, number), max(highest, number)
-        sample.add(number, item.text, length)
+        sample.add(_TOP - number, item.text, length)  # from the other end than what is held out
         count, size = count + 1, size + length
         progress(min(size, total), total, "reading")
     if not count:

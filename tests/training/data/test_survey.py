@@ -87,3 +87,10 @@ def test_a_corpus_without_text_says_what_was_skipped(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"\xff")
     with pytest.raises(BadData, match=r"holds no text \(1 skipped: b.txt is not UTF-8 text\); give other files"):
         look(tmp_path)
+
+
+def test_the_tokenizer_does_not_see_held_out_text_while_there_is_other(tmp_path: Path) -> None:
+    for i in range(200):
+        (tmp_path / f"{i}.txt").write_text(f"document number {i} " * 5)
+    found = survey(find_corpus(tmp_path), held_out=0.2, seed=0, sample_bytes=4_000, progress=lambda *_: None)
+    assert found.sample and not any(text_hash(text, 0) < found.held_out_below for text in found.sample)
