@@ -15,7 +15,8 @@ from typing import Any
 
 from armillary.errors import BadModel, nearest
 from armillary.spec.fields import build
-from armillary.spec.hf_families import READERS, kinds
+from armillary.spec.hf_families import READERS
+from armillary.spec.hf_layers import kinds
 from armillary.spec.hf_rope import read_rope, write_rope
 from armillary.spec.model import ModelConfig
 
