@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
@@ -122,6 +120,7 @@ def test_every_part_counts_exactly_and_is_causal(name: str) -> None:
     assert not torch.allclose(after[:, 6:], before[:, 6:])
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its own code
 def test_compiled_blocks_of_one_kind_share_a_graph_whatever_attend_does_with_the_layer() -> None:
     """A cache is indexed by layer; with the index baked in, the compiler would give up after eight layers."""
     from torch._dynamo.utils import counters
@@ -131,13 +130,11 @@ def test_compiled_blocks_of_one_kind_share_a_graph_whatever_attend_does_with_the
     cache = ContiguousCache(config, batch=1, length=16, dtype=torch.float32, device="cpu")
     torch._dynamo.reset()
     counters.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's compiler warns about its own code
-        for block in model.blocks.values():
-            block.compile(backend="eager")
-        positions_BT = torch.arange(9)[None]
-        with torch.no_grad():
-            made = model(positions_BT, positions_BT, cache.at(positions_BT, upto=9))
+    for block in model.blocks.values():
+        block.compile(backend="eager")
+    positions_BT = torch.arange(9)[None]
+    with torch.no_grad():
+        made = model(positions_BT, positions_BT, cache.at(positions_BT, upto=9))
     assert counters["stats"]["unique_graphs"] <= 2
     plainly = build(config, dtype=torch.float32, device="cpu", seed=1)(positions_BT, positions_BT, plain)
     torch.testing.assert_close(made, plainly)
