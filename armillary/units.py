@@ -6,6 +6,7 @@ Decimal prefixes throughout (1 GB = 1e9 bytes), as vendors and rooflines use; `G
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from math import floor, log10
 
 from armillary.errors import BadInput
@@ -84,6 +85,10 @@ def parse_count(text: str | float | int) -> int:
     match = _NUMBER.match(text)
     suffix = match.group(2).lower() if match else ""
     factor = _FACTORS.get(suffix)
-    if match is None or factor is None:
+    if match is None or factor is None or len(match.group(1).partition("e")[2]) > 3:
         raise BadInput(f"'{text}' is not a number; write it like 512, 16M, 80GB or 64GiB")
-    return round(float(match.group(1).replace("_", "").replace(",", "")) * factor)
+    digits = match.group(1).replace("_", "").replace(",", "")
+    exact = Fraction(digits) * Fraction(factor)
+    if exact.denominator != 1 or exact >= 2**63:
+        raise BadInput(f"'{text}' is not a whole number that fits 63 bits; write it like 512, 16M, 80GB or 64GiB")
+    return int(exact)

@@ -38,7 +38,9 @@ def convert(
     MODEL is a Hugging Face folder, a Hub id, a run, or with --random-weights any name of the catalogue.
     """
     shard_bytes = parse_count(shard_size)
-    source, loaded = open_model(out, home, model, random_weights=random_weights, seed=seed, dtype=dtype, device="cpu")
+    source, loaded = open_model(
+        out, home, model, random_weights=random_weights, seed=seed, dtype=dtype, device="cpu", to_write=True
+    )
     from armillary.model.weights import save_model
 
     with out.progress("writing", unit="tensor") as bar:

@@ -25,7 +25,7 @@ def demo(out: Output, home: Home, overrides: tuple[str, ...], max_tokens: int) -
 
     Needs no download. The recipe is printed by --json, and recipes/ has larger ones.
     """
-    begun = begin(out, home, load_recipe(_RECIPE, overrides), random_weights=False)
+    begun = begin(out, home, load_recipe(_RECIPE, overrides))
     say_start(out, begun)
     done = run_training(out, begun, text=_RECIPE.read_text(), overrides=overrides, device=None)
     samples = write_samples(out, done.export, max_tokens)
@@ -43,9 +43,8 @@ def write_samples(out: Output, folder: Path, max_tokens: int) -> list[str]:
     texts = []
     for prompt in _PROMPTS:
         out.say()
-        out.stream(f"» {prompt}")
         sampling = Sampling(max_tokens=max_tokens, temperature=0.7, top_p=0.9)
-        made = stream_completion(out.stream, model, tokenizer, prompt, sampling, special=True)
+        made = stream_completion(out.stream, model, tokenizer, prompt, sampling, special=True, before=f"» {prompt}")
         out.say()
         texts.append(prompt + made.text)
     return texts

@@ -63,10 +63,9 @@ def generate(
     tokenizer = Tokenizer.load(source.files)
     if chat:
         text = tokenizer.chat([{"role": "user", "content": text}])
-    else:
-        out.stream(text)
+    prompt_shown = "" if chat else text
     begin = time.monotonic()
-    made = stream_completion(out.stream, loaded, tokenizer, text, sampling, special=not chat)
+    made = stream_completion(out.stream, loaded, tokenizer, text, sampling, special=not chat, before=prompt_shown)
     seconds = time.monotonic() - begin
     out.say(f"\n\n{len(made.tokens)} tokens · {len(made.tokens) / seconds:.1f} tokens/s · {made.finish}")
     answer = {"text": made.text, "tokens": made.tokens, "finish": made.finish, "seconds": seconds}
@@ -81,15 +80,21 @@ def stream_completion(
     sampling: Sampling,
     *,
     special: bool,
+    before: str = "",
 ) -> Completion:
-    """Complete one prompt, handing text to `emit` as whole characters become known."""
+    """Complete one prompt, handing text to `emit` as whole characters become known; `before` goes ahead of it, once
+    there is something to follow it."""
     from armillary.model.generate import complete as library_complete
     from armillary.model.tokenizer import Detokenizer
 
     stream = Detokenizer(tokenizer)
     ends = set(tokenizer.eos_ids)
 
+    waiting = [before]
+
     def show(index: int, token: int) -> None:
+        if waiting:
+            emit(waiting.pop())
         if token not in ends:
             emit(stream.push(token))
 

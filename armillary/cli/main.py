@@ -5,7 +5,9 @@ Only click and the table of verbs are imported here; torch, rich and numpy come 
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import os
 import sys
 import traceback
@@ -85,6 +87,7 @@ def command() -> click.Group:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 2 for what the user can put right, 1 for a bug, 130 for ^C."""
     args = list(sys.argv[1:] if argv is None else argv)
+    _prepare_streams()
     try:
         code = command().main(args, prog_name="armillary", standalone_mode=False)
         sys.stdout.flush()
@@ -99,6 +102,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error, as_json="--json" in (args[: args.index("--")] if "--" in args else args))
 
 
+def _prepare_streams() -> None:
+    """Output that the terminal cannot show, or that nobody reads, is no reason to fail."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it lives as long as the process
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not (stream.encoding or "").lower().startswith("utf"):
+            stream.reconfigure(errors="replace")
+
+
 def _report(error: Exception, *, as_json: bool) -> int:
     found = _for_the_user(error)
     if found is None:
@@ -110,7 +122,8 @@ def _report(error: Exception, *, as_json: bool) -> int:
     if as_json:
         from armillary.cli.output import json_text
 
-        print(json_text({"error": message, "kind": kind}))
+        with contextlib.suppress(OSError):  # the error may be that stdout cannot be written
+            print(json_text({"error": message, "kind": kind}), flush=True)
     return USER_ERROR
 
 

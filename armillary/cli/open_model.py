@@ -15,13 +15,24 @@ if TYPE_CHECKING:
 
 
 def open_model(
-    out: Output, home: Home, text: str, *, random_weights: bool, seed: int = 0, dtype: str | None, device: str | None
+    out: Output,
+    home: Home,
+    text: str,
+    *,
+    random_weights: bool,
+    seed: int = 0,
+    dtype: str | None,
+    device: str | None,
+    to_write: bool = False,
 ) -> tuple[ModelSource, Transformer]:
-    """(where it was found, the model on its device), with a bar while weights are read."""
+    """(where it was found, the model on its device), with a bar while weights are read; `to_write` refuses at once
+    what could not be written again."""
     source = find_model(out, home, text, need_weights=not random_weights)
     need_torch("running a model")
-    from armillary.model.convert import open_weights
+    from armillary.model.convert import open_weights, refuse_unwritable
 
+    if to_write:
+        refuse_unwritable(source)
     with out.progress(f"loading {source.name}", unit="tensor") as bar:
         model = open_weights(
             source, random_weights=random_weights, seed=seed, dtype=dtype, device=device, progress=bar.at

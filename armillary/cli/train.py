@@ -43,7 +43,7 @@ def train(
     Ctrl-C stops after the current step and keeps what was learnt.
     """
     loaded = load_recipe(recipe, overrides)
-    begun = begin(out, home, loaded, random_weights=random_weights)
+    begun = begin(out, home, loaded, random_weights=random_weights, device=device)
     say_start(out, begun)
     if dry_run:
         out.result({"plan": begun.plan})
@@ -52,15 +52,17 @@ def train(
     out.result(summary(done), quiet=done.run.id)
 
 
-def begin(out: Output, home: Home, recipe: Recipe, *, random_weights: bool) -> Start:
+def begin(out: Output, home: Home, recipe: Recipe, *, random_weights: bool = False, device: str | None = None) -> Start:
     """Find the model, fetching its weights if it must, and check everything."""
     need_torch("training")
+    from armillary.model.device import pick_device
     from armillary.training.start import start, starting_point
 
     source = find_model(out, home, recipe.model.source, need_weights=False)
     if source.origin == "hub" and not random_weights:
         find_model(out, home, recipe.model.source, need_weights=True)
     begun = start(recipe, home, starting_point(recipe, home, random_weights=random_weights))
+    pick_device(device)
     for note in begun.plan.notes:
         out.warn(note)
     return begun

@@ -16,6 +16,7 @@ from armillary.model.tokenizer import Tokenizer
 END_OF_TEXT, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END_OF_TEXT, PAD, TURN_START, TURN_END)
 SMALLEST = 256 + len(SPECIAL)
+LARGEST = 2**20
 
 # How GPT-4's cl100k_base cuts text into words (the pattern is published in OpenAI's tiktoken), except that numbers are
 # cut after two digits rather than three: in a small vocabulary a thousand triples would crowd out words.
@@ -45,6 +46,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     """A tokenizer of at most `vocab` ids (fewer where the text is small); the same texts give the same tokenizer."""
     if vocab < SMALLEST:
         raise BadInput(f"a vocabulary of {vocab} cannot hold 256 bytes and {len(SPECIAL)} special tokens; try 512")
+    if vocab > LARGEST:
+        raise BadInput(f"a vocabulary of {vocab:,} is more than the {LARGEST:,} we train; try 131072")
     backend = tokenizers.Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(Regex(_WORDS), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

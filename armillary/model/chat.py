@@ -26,10 +26,17 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> template source; files beside the tokenizer win over the entry in tokenizer_config.json."""
     found: dict[str, str] = {}
     if (folder / "chat_template.jinja").is_file():
-        found["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        found["default"] = _read(folder / "chat_template.jinja")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = path.read_text(encoding="utf-8")
+        found[path.stem] = _read(path)
     return found or _configured(config.get("chat_template"), folder)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise BadModel(f"{path} is not text in UTF-8; save it as UTF-8") from None
 
 
 def _configured(entry: Any, folder: Path) -> dict[str, str]:
@@ -74,7 +81,7 @@ def render(
     values |= {"messages": [_message(item) for item in messages], "tools": tools and list(tools)}
     try:
         return template.render(add_generation_prompt=add_generation_prompt, **{k: _plain(v) for k, v in values.items()})
-    except (_template_error(), TypeError, ValueError, KeyError, AttributeError) as error:
+    except (_template_error(), TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         reason = " ".join(str(error).split())
         raise BadInput(f"the chat template refuses these messages: {reason}; check their roles and content") from error
 

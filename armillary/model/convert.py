@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from armillary.model.buildable import refuse_unbuildable
 from armillary.model.device import pick_device
 from armillary.model.dtype import parse_dtype
-from armillary.model.transformer import Transformer, build
-from armillary.model.weights import Progress, load_model, save_model
+from armillary.model.fusing import rules
+from armillary.model.transformer import Progress, Transformer, build
+from armillary.model.weights import load_model, save_model
+from armillary.spec.hf_config import to_hf
 from armillary.store.home import Home
 from armillary.store.source import ModelSource, resolve_model
 
@@ -25,8 +28,16 @@ def convert(
 ) -> Path:
     """Write a folder, Hub id, run or release (or, with random weights, any catalogue name) to the folder `target`."""
     source = resolve_model(str(model), home or Home.default(), need_weights=not random_weights)
+    refuse_unwritable(source)
     loaded = open_weights(source, random_weights=random_weights, seed=seed, dtype=dtype, device="cpu")
     return save_model(loaded, target, like=source.files, shard_bytes=shard_bytes, overwrite=overwrite)
+
+
+def refuse_unwritable(source: ModelSource) -> None:
+    """Said before weights are made or read: what cannot be written need not be loaded."""
+    refuse_unbuildable(source.config)
+    to_hf(source.config)
+    rules(source.config)
 
 
 def open_weights(
@@ -41,6 +52,6 @@ def open_weights(
     """The model of a source on its device: its own weights, or random ones."""
     where = pick_device(device)
     if random_weights:
-        return build(source.config, dtype=parse_dtype(dtype or "fp32"), device=where, seed=seed)
+        return build(source.config, dtype=parse_dtype(dtype or "fp32"), device=where, seed=seed, progress=progress)
     assert source.folder is not None
     return load_model(source.folder, dtype=dtype, device=where, progress=progress)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from armillary.errors import BadInput
+from armillary.units import bytes_text
 
 
 def pick_device(asked: str | None = None) -> torch.device:
@@ -15,6 +18,27 @@ def pick_device(asked: str | None = None) -> torch.device:
         device = torch.device(asked)
     except RuntimeError:
         raise BadInput(f"device '{asked}' is not known; try cpu, cuda or cuda:1") from None
+    if device.type not in ("cpu", "cuda"):
+        raise BadInput(f"device '{asked}' is not one we run on; try cpu, cuda or cuda:1")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise BadInput(f"there is no {asked} on this machine; armillary doctor says why, or use --device cpu")
     return device
+
+
+def free_bytes(device: torch.device) -> float | None:
+    """Memory that can still be taken on `device`; None where nobody says."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+
+
+def refuse_too_big(name: str, num_bytes: float, device: torch.device) -> None:
+    """One line instead of the machine running out of memory."""
+    free = free_bytes(device)
+    if free is not None and num_bytes > free:
+        need = f"{name} needs {bytes_text(num_bytes)} for its weights and {device} has {bytes_text(free)} free"
+        raise BadInput(f"{need}; try --dtype bf16, a smaller model or a larger machine")

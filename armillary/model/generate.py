@@ -6,6 +6,7 @@ dynamic and longrope positions, whose frequencies follow the longest sequence of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from armillary.errors import BadInput
+from armillary.errors import BadInput, BadModel
 from armillary.model.attend import ContiguousCache
 from armillary.model.device import pick_device
 from armillary.model.tokenizer import Tokenizer
@@ -44,8 +45,10 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise BadInput(f"max_tokens={self.max_tokens} makes nothing; ask for at least 1")
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+        if not (0 <= self.temperature < math.inf and 0 < self.top_p <= 1 and self.top_k >= 0):
             raise BadInput("sampling wants temperature ≥ 0, 0 < top_p ≤ 1 and top_k ≥ 0")
+        if not 0 <= self.seed < 2**62:
+            raise BadInput(f"seed={self.seed} is not between 0 and 2^62; use a small whole number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,9 @@ def complete(
 ) -> list[Completion]:
     """Text to text; `on_token(prompt index, token id)` is called as tokens come. A rendered chat has its special
     tokens already (`special=False`)."""
+    if tokenizer.vocab_size > model.config.vocab:
+        rows = f"the model has {model.config.vocab} rows and its tokenizer ids up to {tokenizer.vocab_size - 1}"
+        raise BadModel(f"{model.config.name}: {rows}; use the tokenizer the model was trained with")
     encoded = [tokenizer.encode(prompt, special=special) for prompt in prompts]
     made = generate_tokens(model, encoded, sampling, stop_ids=tokenizer.eos_ids, on_token=on_token)
     stops = set(tokenizer.eos_ids)
@@ -155,6 +161,8 @@ def _cache(model: Transformer, batch: int, length: int) -> ContiguousCache:
 
 
 def _draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    if not logits_V.isfinite().all():
+        raise BadModel("the model's logits are not numbers; its weights are broken or its dtype too narrow")
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     scaled_V = logits_V / sampling.temperature
@@ -181,8 +189,8 @@ def _check(model: Transformer, prompts: Sequence[Sequence[int]], sampling: Sampl
             raise BadInput(
                 f"prompt {i + 1} has token {wrong} outside the model's vocabulary of {vocab}; use its tokenizer"
             )
-        if len(prompt) + sampling.max_tokens > context:
-            wanted = f"{len(prompt)} + {sampling.max_tokens} tokens"
-            raise BadInput(
-                f"prompt {i + 1}: {wanted} exceed the context of {context}; ask for at most {context - len(prompt)}"
-            )
+        room = context - len(prompt)
+        if room < sampling.max_tokens:
+            wanted = f"{len(prompt)} + {sampling.max_tokens} tokens exceed the context of {context}"
+            fix = f"ask for at most {room}" if room > 0 else "shorten the prompt"
+            raise BadInput(f"prompt {i + 1}: {wanted}; {fix}")

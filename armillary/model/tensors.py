@@ -5,6 +5,7 @@ Nothing pickled is ever opened, and only plain floats are accepted: quantised we
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,6 +43,8 @@ class TensorFolder:
     def _file(self, name: str) -> Any:
         if name not in self._open:
             path = self.folder / name
+            if not os.access(path, os.R_OK):
+                raise BadModel(f"{path} may not be read; check its permissions")
             try:
                 self._open[name] = self._stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:

@@ -6,6 +6,7 @@ separate, for chunked losses and last-token logits. The module knows nothing of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from armillary.model.attend import Attend
 from armillary.model.attention import Attention, CosSin
 from armillary.model.buildable import refuse_unbuildable
+from armillary.model.device import refuse_too_big
 from armillary.model.mlp import MLP
 from armillary.model.moe import MixtureOfExperts, Router
 from armillary.model.norm import Norm, hidden_norm
@@ -22,6 +24,7 @@ from armillary.model.rope import RotaryTable
 from armillary.spec.model import LayerKind, ModelConfig
 
 # B batch, T tokens, H hidden, V vocabulary
+Progress = Callable[[int, int], None]
 
 
 class Block(nn.Module):
@@ -104,7 +107,7 @@ class Transformer(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     @torch.no_grad()
-    def initialize(self, *, seed: int, std: float = 0.02) -> None:
+    def initialize(self, *, seed: int, std: float = 0.02, progress: Progress | None = None) -> None:
         """Random weights: normal(std), projections back into the residual stream divided by sqrt(2·layers).
 
         Each tensor has a generator of its own, seeded by (seed, name), so a pipeline stage draws what the whole would.
@@ -114,7 +117,10 @@ class Transformer(nn.Module):
         for module in self.modules():
             if isinstance(module, Norm):
                 module.reset()
-        for name, parameter in self.named_parameters():
+        parameters = list(self.named_parameters())
+        for done, (name, parameter) in enumerate(parameters, start=1):
+            if progress:
+                progress(done, len(parameters))
             if _is_norm(name):
                 continue
             if name.endswith(("bias", "bias_E2F", "bias_EH", "sinks_N")):
@@ -135,16 +141,19 @@ def build(
     device: torch.device | str,
     seed: int | None = None,
     rope_length: int | None = None,
+    progress: Progress | None = None,
 ) -> Transformer:
     """A model on `device`, built on meta first; with random weights where a seed is given, else uninitialised."""
     with torch.device("meta"):
         model = Transformer(config, rope_length=rope_length)
+    size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    refuse_too_big(config.name, size, torch.device(device))
     model = model.to(dtype).to_empty(device=device)
     for module in model.modules():
         if isinstance(module, Router):
             module.reset()
     if seed is not None:
-        model.initialize(seed=seed)
+        model.initialize(seed=seed, progress=progress)
     return model
 
 

@@ -7,20 +7,23 @@ moved there whole.
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from armillary.errors import BadModel
+from armillary.errors import BadInput, BadModel
 from armillary.model.dtype import HF_NAMES, parse_dtype
 from armillary.model.fusing import Rule, rules
 from armillary.model.tensors import TensorFolder
-from armillary.model.transformer import Transformer, build
+from armillary.model.transformer import Progress, Transformer, build
 from armillary.spec.hf_config import from_hf, to_hf
 from armillary.spec.model import ModelConfig
 from armillary.store.atomic import staged_folder
@@ -30,7 +33,6 @@ _ALONGSIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json",
 )  # fmt: skip
-Progress = Callable[[int, int], None]
 
 
 def load_model(
@@ -62,7 +64,8 @@ def _check_head(config: ModelConfig, stored: TensorFolder) -> None:
     """Vocabulary rows, and tied against untied, said before anything is built."""
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     if embedding in stored:
-        rows = stored.read(embedding).shape[0]
+        shape = stored.read(embedding).shape
+        rows = shape[0] if shape else 0
         if rows != config.vocab:
             said = f"config.json says vocab_size {config.vocab}"
             raise BadModel(f"{config.name}: the embedding has {rows} rows but {said}; set it to {rows}")
@@ -148,9 +151,12 @@ def save_model(
     progress: Progress | None = None,
 ) -> Path:
     """Write the model as a Hugging Face folder; tokenizer files and special-token ids are those of `like`."""
+    if shard_bytes < 1:
+        raise BadInput(f"a weight file of at most {shard_bytes} bytes holds nothing; try --shard-size 5GB")
     raw = to_hf(model.config) | _token_ids(like)
     kept = parse_dtype(dtype) if dtype is not None else next(model.parameters()).dtype
     raw["torch_dtype"] = HF_NAMES[kept]
+    _refuse_foreign(Path(folder))
     with staged_folder(Path(folder), overwrite=overwrite) as staged:
         _write_shards(model, staged, kept, shard_bytes, progress)
         for path in [like / name for name in _ALONGSIDE] if like else []:
@@ -158,6 +164,16 @@ def save_model(
                 shutil.copyfile(path, staged / path.name)
         (staged / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     return Path(folder)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Only a model folder, or an empty one, may be replaced: `--overwrite` never takes anything else with it."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    ours = re.compile(r"config\.json|model[\w.-]*\.safetensors(\.index\.json)?|" + "|".join(map(re.escape, _ALONGSIDE)))
+    others = sorted(path.name for path in folder.iterdir() if not ours.fullmatch(path.name))
+    if others:
+        raise BadInput(f"{folder} holds {others[0]}, which is no part of a model we write; choose another folder")
 
 
 def _token_ids(like: Path | None) -> dict[str, Any]:
@@ -198,8 +214,22 @@ def _write_shards(model: Transformer, folder: Path, dtype: torch.dtype, limit: i
 
 
 def _write_shard(folder: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
-    save_file(tensors, folder / f"part-{index}.safetensors", metadata={"format": "pt"})
+    path = folder / f"part-{index}.safetensors"
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        said = re.search(r"os error (\d+)", str(error))
+        if said is None:
+            raise
+        raise OSError(int(said.group(1)), os.strerror(int(said.group(1))), str(path)) from error
+    path.chmod(0o666 & ~_umask())  # the library writes files only their owner can read
     return list(tensors)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total_size: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from armillary.errors import BadInput, NotFound, nearest
 from armillary.spec.fields import build
 from armillary.spec.hardware import DTYPES, Chip, Cluster, Link, Node, Price, Storage, Tier
-from armillary.spec.model import ModelConfig
+from armillary.spec.model import ModelConfig, refuse_too_deep
 
 _HERE = Path(__file__).parent
 _PATTERN_KEYS = ("num_layers", "attention_pattern", "dense_first", "moe_every", "nope_every")
@@ -91,6 +91,7 @@ def layer_kinds(
 ) -> list[dict[str, Any]]:
     """One table a layer: attention cycles through the pattern, every `moe_every`-th layer after the first
     `dense_first` has experts, every `nope_every`-th has no rotary positions."""
+    refuse_too_deep(num_layers)
     pattern = attention_pattern or ["full"]
     return [
         {

@@ -17,7 +17,7 @@ from armillary.errors import BadModel, nearest
 from armillary.spec.fields import build
 from armillary.spec.hf_families import READERS
 from armillary.spec.hf_layers import kinds
-from armillary.spec.hf_rope import read_rope, write_rope
+from armillary.spec.hf_rope import brief_longrope, read_rope, write_rope
 from armillary.spec.model import ModelConfig
 
 _ACTIVATIONS = {
@@ -33,7 +33,7 @@ def from_hf(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
     if isinstance(raw.get("text_config"), Mapping):
         raw = {"model_type": raw.get("model_type")} | dict(raw["text_config"])
     family = raw.get("model_type")
-    if family not in READERS:
+    if not isinstance(family, str) or family not in READERS:
         guess = nearest(str(family), READERS)
         hint = f"did you mean {guess}?" if guess else f"known: {', '.join(sorted(READERS))}"
         raise BadModel(f"{name}: model_type '{family}' in config.json is not known; {hint}")
@@ -43,7 +43,7 @@ def from_hf(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
         return build(ModelConfig, {"name": name, "family": family} | values, f"{name}/config.json")
     except KeyError as error:
         raise BadModel(f"{name}: config.json lacks {error.args[0]}; take the model's own config.json") from None
-    except (TypeError, AttributeError, IndexError) as error:
+    except (TypeError, AttributeError, IndexError, ValueError, OverflowError, ZeroDivisionError) as error:
         raise BadModel(f"{name}: config.json has a value of the wrong kind ({error}); take the model's own") from None
 
 
@@ -113,9 +113,9 @@ def _shared_fields(config: ModelConfig) -> dict[str, Any]:
 
 def _refuse_loss(config: ModelConfig, read_back: ModelConfig) -> None:
     """Writing must not change the model: what the family cannot say is an error, not a silent loss."""
+    family = f"a '{config.family}' config.json"
     lost = [f.name for f in fields(ModelConfig) if getattr(config, f.name) != getattr(read_back, f.name)]
     if lost:
-        family = f"a '{config.family}' config.json"
         raise BadModel(f"{config.name}: {family} cannot say {', '.join(lost)}; choose another family")
 
 
@@ -128,8 +128,11 @@ def _write_mistral(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_phi3(config: ModelConfig) -> dict[str, Any]:
-    extra = {"sliding_window": config.window, "partial_rotary_factor": config.rope.fraction}
-    return extra | {"original_max_position_embeddings": config.rope.original_context or config.context}
+    original = config.rope.original_context or config.context
+    extra: dict[str, Any] = {"sliding_window": config.window, "partial_rotary_factor": config.rope.fraction}
+    if config.rope.scaling == "longrope" and config.rope.factor == config.context / original:
+        extra["rope_scaling"] = brief_longrope(config.rope)
+    return extra | {"original_max_position_embeddings": original}
 
 
 def _write_qwen(config: ModelConfig) -> dict[str, Any]:
@@ -191,7 +194,7 @@ def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": whole if whole**-0.5 == config.scale else scalar,
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.logit_softcap,
-        "sliding_window": config.window,
+        "sliding_window": config.window or config.context,  # readers want a number even where no layer slides
         "layer_types": [types.get(kind.attention, kind.attention) for kind in config.layers],
     }
 

@@ -27,7 +27,7 @@ def qwen3(raw: Raw) -> Fields:
 
 
 def phi3(raw: Raw) -> Fields:
-    return all_sliding(raw)
+    return all_sliding(raw) | {"rope": read_rope(raw, fraction=1.0)}
 
 
 def phi(raw: Raw) -> Fields:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from armillary.spec.model import refuse_too_deep
+
 Raw = Mapping[str, Any]
 Fields = dict[str, Any]
 
@@ -19,6 +21,7 @@ def kinds(
     types = raw.get("layer_types")
     names = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked"}
     count = raw.get("num_hidden_layers") or raw.get("n_layer") or raw.get("n_layers") or 0
+    refuse_too_deep(count)
     no_rope = raw.get("no_rope_layers") or [1] * count
     layers = []
     for i in range(count):

@@ -12,12 +12,13 @@ from typing import Any, get_args
 from armillary.errors import BadModel
 from armillary.spec.model import Rope, RopeScaling
 
-_OTHER_NAMES = {"default": "none", "su": "longrope"}
+_OTHER_NAMES = {"default": "none"}
 _KNOWN: dict[str, RopeScaling] = {name: name for name in get_args(RopeScaling)}
 
 
-def read_rope(raw: Mapping[str, Any], *, theta: float = 10_000.0, fraction: float = 1.0) -> Rope:
-    """`Rope` from a config's rope fields; `theta` and `fraction` are the family's defaults."""
+def read_rope(raw: Mapping[str, Any], *, theta: float = 10_000.0, fraction: float | None = None) -> Rope:
+    """`Rope` from a config's rope fields; `theta` and `fraction` are the family's defaults. A family that gives no
+    fraction rotates whole heads, whatever its file says, as transformers does."""
     table = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     local = None
     if "full_attention" in table:
@@ -26,8 +27,11 @@ def read_rope(raw: Mapping[str, Any], *, theta: float = 10_000.0, fraction: floa
     elif raw.get("rope_local_base_freq"):
         local = raw["rope_local_base_freq"]
     base = table.get("rope_theta") or raw.get("rope_theta") or raw.get("rotary_emb_base") or theta
-    part = _first(table.get("partial_rotary_factor"), raw.get("partial_rotary_factor"), raw.get("rotary_pct"), fraction)
+    said = (table.get("partial_rotary_factor"), raw.get("partial_rotary_factor"), raw.get("rotary_pct"), fraction)
+    part = 1.0 if fraction is None else _first(*said)
     scaling = table.get("rope_type") or table.get("type") or "default"
+    if "short_factor" in table:
+        scaling = "longrope"  # early Phi-3 files call it su or yarn
     scaling = _OTHER_NAMES.get(scaling, scaling)
     if scaling not in _KNOWN:
         raise BadModel(f"rope type '{scaling}' is not known; it can be one of {', '.join(_KNOWN)}")
@@ -73,8 +77,6 @@ def write_rope(rope: Rope) -> dict[str, Any]:
         raw["partial_rotary_factor"] = rope.fraction
     if rope.scaling == "none":
         return raw | {"rope_scaling": None}
-    if rope.scaling == "longrope":
-        return raw | {"rope_scaling": _write_longrope(rope), "original_max_position_embeddings": rope.original_context}
     table = {"rope_type": rope.scaling, "factor": rope.factor} | _WRITERS[rope.scaling](rope)
     return raw | {"rope_scaling": table}
 
@@ -101,7 +103,11 @@ def _write_yarn(rope: Rope) -> dict[str, Any]:
 
 
 def _write_longrope(rope: Rope) -> dict[str, Any]:
-    """Exactly these three keys, as Phi-3's own readers insist; the factor follows from the two contexts."""
+    return brief_longrope(rope) | {"original_max_position_embeddings": rope.original_context}
+
+
+def brief_longrope(rope: Rope) -> dict[str, Any]:
+    """These three keys only, as Phi-3's own readers insist; the factor follows from the two contexts."""
     table: dict[str, Any] = {"type": "longrope"}
     table |= {"short_factor": list(rope.short_factors), "long_factor": list(rope.long_factors)}
     return table if rope.attention_factor is None else table | {"attention_factor": rope.attention_factor}
@@ -112,6 +118,7 @@ _WRITERS: dict[str, Any] = {
     "dynamic": lambda rope: {},
     "llama3": _write_llama3,
     "yarn": _write_yarn,
+    "longrope": _write_longrope,
 }
 
 

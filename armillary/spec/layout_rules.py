@@ -90,7 +90,7 @@ def _cut_by_tp(layout: Layout, case: Case) -> Iterator[tuple[int, str]]:
     model = case.model
     kinds = {kind.mlp for kind in model.layers}
     replicated = not case.for_training and layout.tp % model.kv_heads == 0
-    if model.mla is None and model.kv_heads < model.heads and not replicated:
+    if model.mla is None and not replicated:
         yield model.kv_heads, f"{model.kv_heads} KV heads"
     yield model.heads, f"{model.heads} heads"
     if "dense" in kinds:

@@ -251,11 +251,17 @@ class ModelConfig:
 
 def tile(layers: tuple[LayerKind, ...], num_layers: int) -> tuple[LayerKind, ...]:
     """Cut `layers`, or continue its shortest repeating tail, to `num_layers`."""
+    refuse_too_deep(num_layers)
     if num_layers <= len(layers):
         return layers[:num_layers]
     start, period = _repeat(layers)
     tail = [layers[start + (i - start) % period] for i in range(len(layers), num_layers)]
     return layers + tuple(tail)
+
+
+def refuse_too_deep(num_layers: int) -> None:
+    if not 1 <= num_layers <= _DEEPEST:
+        raise BadModel(f"num_layers={num_layers} must be from 1 to {_DEEPEST:,}")
 
 
 def _repeat(layers: tuple[LayerKind, ...]) -> tuple[int, int]:
@@ -268,12 +274,20 @@ def _repeat(layers: tuple[LayerKind, ...]) -> tuple[int, int]:
     raise AssertionError("a tuple always repeats with its own length")
 
 
+_DEEPEST = 10_000
+_LARGEST = 2**40
+"""no size of a model is near it; beyond it, arithmetic elsewhere overflows"""
+
+
 def _check(config: ModelConfig) -> None:
     name = config.name
+    if not config.norm_eps > 0 or not config.rope.theta > 0:
+        raise BadModel(f"{name}: norm_eps={config.norm_eps} and rope.theta={config.rope.theta} must be above 0")
+    _check_rope(config)
     sizes = {key: getattr(config, key) for key in ("hidden", "heads", "kv_heads", "head_dim", "vocab", "context")}
     for key, value in sizes.items():
-        if not isinstance(value, int) or value <= 0:
-            raise BadModel(f"{name}: {key}={value} must be a positive whole number")
+        if not isinstance(value, int) or not 0 < value <= _LARGEST:
+            raise BadModel(f"{name}: {key}={value} must be a whole number from 1 to {_LARGEST:,}")
     if not config.layers:
         raise BadModel(f"{name}: a model needs at least one layer; set num_layers")
     if config.heads % config.kv_heads:
@@ -289,5 +303,17 @@ def _check(config: ModelConfig) -> None:
         raise BadModel(f"{name}: moe layers need [model.moe]")
     if config.moe and config.moe.top_k > config.moe.num_experts:
         raise BadModel(f"{name}: top_k={config.moe.top_k} exceeds {config.moe.num_experts} experts; lower top_k")
-    if config.num_moe_layers < config.num_layers and config.ffn <= 0:
-        raise BadModel(f"{name}: dense layers need ffn > 0")
+    if config.num_moe_layers < config.num_layers and not 0 < config.ffn <= _LARGEST:
+        raise BadModel(f"{name}: dense layers need ffn from 1 to {_LARGEST:,}")
+
+
+def _check_rope(config: ModelConfig) -> None:
+    rope, name = config.rope, config.name
+    if rope.scaling in ("llama3", "yarn", "longrope") and not rope.original_context:
+        raise BadModel(f"{name}: rope.scaling={rope.scaling} needs the context it stretches; set rope.original_context")
+    if not rope.factor > 0 or not 0 < rope.fraction <= 1:
+        raise BadModel(f"{name}: rope.factor={rope.factor} must be above 0 and rope.fraction={rope.fraction} up to 1")
+    if rope.scaling == "longrope":
+        lengths = {len(rope.short_factors), len(rope.long_factors)}
+        if lengths != {config.rotary_dim // 2}:
+            raise BadModel(f"{name}: longrope needs {config.rotary_dim // 2} short and as many long factors; set both")

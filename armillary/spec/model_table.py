@@ -47,10 +47,10 @@ class ModelTable:
 def model_table(values: Mapping[str, Any]) -> ModelTable:
     """The table from a recipe: its keys known, its values of the right type."""
     texts = {key: convert(str, values[key], f"model.{key}") for key in ("name", "path") if key in values}
+    overrides = typed_overrides({key: value for key, value in values.items() if key not in texts})
     if bool(texts.get("name")) == bool(texts.get("path")):
         raise BadRecipe("[model] needs either a name or a path; try --set model.name=armillary-25m")
-    overrides = {key: value for key, value in values.items() if key not in texts}
-    return ModelTable(**texts, overrides=typed_overrides(overrides))
+    return ModelTable(**texts, overrides=overrides)
 
 
 def table_to_plain(table: ModelTable) -> dict[str, Any]:

@@ -64,18 +64,18 @@ def train(plan: Plan, run: Run, *, device: str | None = None, watch: Watch | Non
     assert job is not None and plan.data is not None, "a plan for training"
     step, stopped = 0, False
     try:
-        with numerics(tf32=plan.layout.precision == "tf32", deterministic=job.deterministic):
+        settings = numerics(tf32=plan.layout.precision == "tf32", deterministic=job.deterministic)
+        with StopRequest() as stop, settings, GaugeWriter(run.gauges) as gauges:
             trainer = Trainer(plan, device=pick_device(device))
-            with GaugeWriter(run.gauges) as gauges, StopRequest() as stop:
-                record = Recorder(run, gauges, every=job.log_every)
-                for step in range(job.steps):
-                    report = trainer.step(step)
-                    stopped = stop.asked and step + 1 < job.steps
-                    record(report, last=stopped or step + 1 == job.steps)
-                    if watch:
-                        watch(report)
-                    if stopped:
-                        break
+            record = Recorder(run, gauges, every=job.log_every)
+            for step in range(job.steps):
+                report = trainer.step(step)
+                stopped = stop.asked and step + 1 < job.steps
+                record(report, last=stopped or step + 1 == job.steps)
+                if watch:
+                    watch(report)
+                if stopped:
+                    break
         export = save_model(trainer.model, run.export(step + 1), like=trainer.tokenizer_folder, overwrite=True)
     except BaseException as error:
         run.update(state="failed", error=str(error) or type(error).__name__)

@@ -13,6 +13,7 @@ from typing import Any
 
 from armillary.errors import BadRecipe
 from armillary.model.buildable import refuse_unbuildable
+from armillary.model.device import pick_device
 from armillary.model.fusing import rules
 from armillary.profiling.machine import here
 from armillary.spec.fields import to_plain
@@ -24,6 +25,7 @@ from armillary.spec.recipe import Recipe, check_recipe, load_recipe, to_dict
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
 from armillary.store.source import ModelSource, resolve_model
+from armillary.training.data.corpus import find_corpus
 from armillary.training.data.prepare import Prepared, folder_name, prepare
 from armillary.training.data.survey import Progress
 from armillary.training.loop import Trained, Watch, train
@@ -80,6 +82,8 @@ def start(recipe: Recipe, home: Home, source: ModelSource) -> Start:
     )
     settings = _data_settings(recipe, config, source)
     path = recipe.data.path or str(home.data / folder_name(recipe.data.source, **settings))
+    if not Path(path).exists():
+        find_corpus(recipe.data.source, key=recipe.data.key)  # said now if there is no such text
     plan = Plan(
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         recipe=to_dict(recipe),
@@ -136,5 +140,6 @@ def train_recipe(
     home = home or Home.default()
     ready = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     begun = start(ready, home, starting_point(ready, home, random_weights=random_weights))
+    pick_device(device)
     begun.prepare()
     return train(begun.plan, begun.create_run(overrides=overrides), device=device, watch=watch)

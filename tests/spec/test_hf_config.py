@@ -115,7 +115,7 @@ def test_the_text_part_of_a_multimodal_config_is_read() -> None:
         ({"num_attention_heads": 3}, "KV heads do not divide"),
         ({"hidden_act": "mish"}, "activation 'mish'"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope type 'spiral'"),
-        ({"num_hidden_layers": 0}, "at least one layer"),
+        ({"num_hidden_layers": 0}, "num_layers=0 must be from 1"),
         ({"vocab_size": "many"}, "vocab"),
     ],
 )

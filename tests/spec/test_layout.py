@@ -66,7 +66,7 @@ def test_the_tour_s_refusals() -> None:
     [
         (Layout(tp=16), model(), {}, "tp=16 does not divide 8 KV heads of armillary-25m; try --set layout.tp=8"),
         (Layout(tp=3), model(kv_heads=16), {},
-         "tp=3 does not divide 16 heads of armillary-25m; try --set layout.tp=2 or 4"),
+         "tp=3 does not divide 16 KV heads of armillary-25m; try --set layout.tp=2 or 4"),
         (Layout(tp=8), model(ffn=1540), {},
          "tp=8 does not divide the ffn of 1540 of armillary-25m; try --set layout.tp=4"),
         (Layout(dp=2), model(), {"num_devices": 1}, "1 device cannot hold dp=2: try --set layout.dp=1"),

@@ -20,10 +20,11 @@ from armillary.spec.plan import VERSION, Plan
 
 CHIP = Chip(name="c", title="C", vendor="v", kind="gpu", memory_bytes=80e9, flops={"bf16": 989.4e12, "fp8": 1979e12})
 LINK = Link(name="l", title="L", bytes_per_s=450e9, latency_s=1e-6, kind="scale_up")
+FACTORS = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7)
 MODEL = ModelConfig(
     name="m", hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=512, context=1024, norm_eps=1e-6,
     layers=(LayerKind(), LayerKind(mlp="moe", rope=False)), moe=MoE(num_experts=8, top_k=2, ffn=32),
-    rope=Rope(scaling="longrope", short_factors=(1.0, 1.1), long_factors=(2.0, 2.2)),
+    rope=Rope(scaling="longrope", original_context=16, short_factors=FACTORS, long_factors=FACTORS),
 )  # fmt: skip
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from armillary.errors import ArmillaryError, BadInput, BadModel
-from armillary.model.bpe import SMALLEST, train_tokenizer
+from armillary.model.bpe import LARGEST, SMALLEST, train_tokenizer
 from armillary.model.tokenizer import Tokenizer
-from armillary.store.atomic import staged_folder
+from armillary.store.atomic import Taken, staged_folder
 from armillary.training.data.corpus import Corpus, find_corpus
 from armillary.training.data.index import NAME, SPLITS, Index, Split
 from armillary.training.data.readers import Document
@@ -89,8 +89,13 @@ def prepare(
     index = _finished(out, wanted, overwrite=overwrite)
     reused = index is not None
     if index is None:
-        with staged_folder(out, overwrite=overwrite) as folder:
-            index = _make(corpus, folder, given, vocab, wanted, progress)
+        try:
+            with staged_folder(out, overwrite=overwrite) as folder:
+                index = _make(corpus, folder, given, vocab, wanted, progress)
+        except Taken:  # another process was quicker; what it made may be just what was asked for
+            index = _finished(out, wanted, overwrite=False)
+            assert index is not None
+            reused = True
     return Prepared(folder=out, index=index, reused=reused, seconds=time.monotonic() - begin)
 
 
@@ -116,6 +121,8 @@ def folder_name(
 def _check(vocab: int, held_out: float, seed: int) -> None:
     if vocab < SMALLEST:
         raise BadInput(f"a vocabulary of {vocab} is below the {SMALLEST} of byte-level BPE; try --vocab 8192")
+    if vocab > LARGEST:
+        raise BadInput(f"a vocabulary of {vocab:,} is more than the {LARGEST:,} we train; try --vocab 131072")
     if not 0 <= held_out <= 0.5:
         raise BadInput(f"held_out={held_out} is not a fraction between 0 and 0.5; 0.01 holds out one document in 100")
     if not 0 <= seed < 2**63:
