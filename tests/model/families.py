@@ -25,8 +25,8 @@ _CLASSES = {
 }
 
 
-def random_config(family: str, seed: int) -> Any:
-    """A transformers config: shapes, biases, tying, rope rule and windows all vary with the seed."""
+def random_config(family: str, seed: int, **changes: Any) -> Any:
+    """A transformers config: shapes, biases, tying, rope rule and windows all vary with the seed; then `changes`."""
     pick = random.Random(f"{family}/{seed}")
     kv_heads, group = pick.choice([(1, 4), (2, 2), (4, 1), (2, 3), (3, 1)])
     head_dim = pick.choice([8, 16, 24])
@@ -50,18 +50,18 @@ def random_config(family: str, seed: int) -> Any:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    fields |= _EXTRA[family](pick, fields)
+    fields |= _EXTRA[family](pick, fields) | changes
     config = getattr(transformers, f"{_CLASSES[family]}Config")(**fields)
     config._attn_implementation = "eager"  # soft caps are only there
     config._experts_implementation = "eager"  # the grouped one refuses odd sizes
     return config
 
 
-def random_model(family: str, seed: int) -> Any:
+def random_model(family: str, seed: int, **changes: Any) -> Any:
     """A transformers model in fp32 with weights large enough that a mix-up shows."""
     import torch
 
-    config = random_config(family, seed)
+    config = random_config(family, seed, **changes)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"

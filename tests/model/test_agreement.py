@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,13 @@ TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize(("family", "seed"), CASES)
-@torch.no_grad()
 def test_logits_equal_transformers(family: str, seed: int, tmp_path: Path) -> None:
-    theirs = random_model(family, seed)
+    compare(random_model(family, seed), family, seed, tmp_path)
+
+
+@torch.no_grad()
+def compare(theirs: Any, family: str, seed: int, tmp_path: Path) -> None:
+    """Full forward, prefill and single steps, and transformers on what we exported, all against transformers."""
     theirs.save_pretrained(tmp_path / "theirs")
     ours = load_model(tmp_path / "theirs")
     length = 40 if seed % 2 else 80  # beyond some contexts, so that length-dependent rope rules switch
@@ -69,3 +74,35 @@ def their_cached_logits(model: torch.nn.Module, tokens_BT: torch.Tensor, *, prom
         pieces.append(out.logits)
         cache = out.past_key_values
     return torch.cat(pieces, dim=1)
+
+
+ODD = {
+    "a fraction that the family does not use": (
+        "llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+    ),
+    "no layer slides": ("gemma2", {"layer_types": ["full_attention"] * 3, "num_hidden_layers": 3}),
+    "longrope outside phi3": (
+        "llama",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 3.0, "short_factor": [1.1] * 4,
+                             "long_factor": [2.2] * 4, "original_max_position_embeddings": 20}, "head_dim": 8},
+    ),
+    "longrope with an attention factor": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "attention_factor": 1.3, "head_dim": 8,
+                             "short_factor": [1.1] * 4, "long_factor": [2.2] * 4}, "head_dim": 8,
+         "original_max_position_embeddings": 20, "max_position_embeddings": 80},
+    ),
+    "yarn with everything": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 20.0, "beta_slow": 2.0,
+                             "attention_factor": 1.2, "original_max_position_embeddings": 16}},
+    ),
+    "every expert": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}),
+    "one expert": ("qwen3_moe", {"num_experts": 1, "num_experts_per_tok": 1, "mlp_only_layers": []}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_configs(name: str, tmp_path: Path) -> None:
+    family, changes = ODD[name]
+    compare(random_model(family, 3, **changes), family, 4, tmp_path)
