@@ -57,7 +57,7 @@ class Data:
 
     def __post_init__(self) -> None:
         if not self.source.strip() and not self.path:
-            raise _refuse("data", "source", repr(self.source), "a file, a folder or stdlib", "stdlib")
+            raise _refuse(self, "data", "source", "a file, a folder or stdlib")
         _at_least(self, "data", 256, "vocab")
         _at_least(self, "data", 0, "seed", "workers", "held_out")
         if not self.held_out < 1:

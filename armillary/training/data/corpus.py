@@ -18,8 +18,9 @@ from armillary.errors import BadData, NotFound, nearest
 from armillary.training.data.readers import Document, Skipped, reader_of
 
 STDLIB = "stdlib"
-# tests of the library are as large as the library, repetitive, and in part deliberately badly encoded
-_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+# tests of the library are as large as the library, repetitive, and in part deliberately badly encoded; encodings and
+# pydoc_data are tables, not text
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 @dataclass(frozen=True, kw_only=True)
