@@ -43,7 +43,7 @@ def write_samples(out: Output, folder: Path, max_tokens: int) -> list[str]:
     texts = []
     for prompt in _PROMPTS:
         out.say()
-        sampling = Sampling(max_tokens=max_tokens, temperature=0.7, top_p=0.9)
+        sampling = Sampling(max_tokens=max_tokens, temperature=0.5, top_p=0.9)
         made = stream_completion(out.stream, model, tokenizer, prompt, sampling, special=True, before=f"» {prompt}")
         out.say()
         texts.append(prompt + made.text)

@@ -27,7 +27,7 @@ from armillary.store import strict_json
 
 Mode = Literal["human", "json", "quiet"]
 PIPED_WIDTH = 100
-_NUMBER = re.compile(r"[-−+±~<>$]?\d[\d.,_]*( ?\S+)?( [\w/]+)?")
+_NUMBER = re.compile(r"[-−+±~<>$]?\d[\d.,_]*(/\d[\d,]*)?( ?[A-Za-z%µ/]+)?( [\w/]+)?")
 
 
 class Output:
