@@ -1,0 +1,201 @@
+"""Profile: what one look at a program found, whatever it was read from; torch-free, and the same as JSON.
+
+The budget says where the wall time of the steps went, in seconds that add up to it; rows say what operators and kernels
+did against the measured roof; gaps say when the device waited, and for what.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from armillary.errors import BadInput
+from armillary.spec.fields import build, to_plain
+
+BUDGET = {
+    "useful": "work at the speed of the roofline",
+    "inefficiency": "kernel time beyond what the roofline allows",
+    "comm_exposed": "communication with no computation beside it",
+    "launch_gap": "device idle because the next launch came late",
+    "host": "device idle while Python or the loader ran",
+    "sync": "synchronisation and copies between host and device",
+    "idle": "device idle for another known reason",
+    "unknown": "what could not be attributed",
+}
+"""parts of a step's wall time, in the order they are shown; each is the gauge NAME_fraction"""
+
+Bound = Literal["compute", "memory", "overhead", "unknown"]
+Cause = Literal["launch", "loader", "gil", "sync", "copy", "collective", "host", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One operator or one kernel, all its calls together."""
+
+    name: str
+    """as the trace has it"""
+    kind: Literal["operator", "kernel"]
+    """host operator, or what ran on the device"""
+    work: str = "other"
+    """class: gemm, attention, conv, norm, elementwise, softmax, embedding, optimizer, copy, collective or other"""
+    calls: int
+    """how often"""
+    device_s: float = 0.0
+    """time on the device, of all calls"""
+    cpu_s: float = 0.0
+    """time on the host without children, of all calls"""
+    flops: float | None = None
+    """operations of all calls, where a model of them exists"""
+    bytes: float | None = None
+    """memory traffic of all calls, where a model of it exists"""
+    roof_s: float | None = None
+    """least time the measured roof allows for that work"""
+    bound: Bound = "unknown"
+    """which side of the roof it is under; overhead: too short to be either"""
+    module: str = ""
+    """the module it was called from, where the trace says"""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """occupancy, registers, shared memory, grid … where the trace has them"""
+
+    @property
+    def seconds(self) -> float:
+        return self.device_s or self.cpu_s
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs a byte."""
+        return self.flops / self.bytes if self.flops is not None and self.bytes else None
+
+    @property
+    def flops_per_s(self) -> float | None:
+        return self.flops / self.seconds if self.flops is not None and self.seconds else None
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self.bytes / self.seconds if self.bytes is not None and self.seconds else None
+
+    @property
+    def roof_fraction(self) -> float | None:
+        """Share of the roof that was reached."""
+        return self.roof_s / self.seconds if self.roof_s is not None and self.seconds else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """A stretch in which the device did nothing."""
+
+    start_s: float
+    """from the beginning of the window"""
+    seconds: float
+    """how long"""
+    cause: Cause
+    """what the host was at"""
+    what: str = ""
+    """the host's event that ran longest in it"""
+    where: str = ""
+    """file:line, where the trace has stacks"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryTimeline:
+    """Memory in use over the window."""
+
+    times_s: tuple[float, ...]
+    """from the beginning of the window"""
+    bytes: tuple[float, ...]
+    """in use at those times"""
+    peak_bytes: float
+    """most of it"""
+    peak_s: float
+    """when"""
+    by_category: Mapping[str, float] = field(default_factory=dict)
+    """at the peak: weights, gradients, optimizer, activations, other"""
+    by_module: Mapping[str, float] = field(default_factory=dict)
+    """at the peak: what each module holds"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roof:
+    """The ceilings a profile is held against."""
+
+    device: str
+    """what it is the roof of"""
+    flops: Mapping[str, float] = field(default_factory=dict)
+    """dtype -> FLOP/s"""
+    bytes_per_s: float | None = None
+    """memory traffic"""
+    launch_s: float | None = None
+    """cost of one launch"""
+    source: Literal["measured", "catalogue", "unknown"] = "unknown"
+    """measured on this machine, taken from the catalogue, or not known"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Where the time of a number of steps went."""
+
+    source: str
+    """the trace, script or recipe it was made from"""
+    device: str
+    """what ran it: cuda or cpu, and its name where known"""
+    wall_s: float
+    """length of the window"""
+    steps: int = 1
+    """steps in it"""
+    budget: Mapping[str, float]
+    """part of BUDGET -> seconds; they add up to wall_s"""
+    rows: tuple[Row, ...] = ()
+    """operators and kernels, the longest first"""
+    gaps: tuple[Gap, ...] = ()
+    """the longest first"""
+    memory: MemoryTimeline | None = None
+    """where it was recorded"""
+    roof: Roof
+    """what it was held against"""
+    findings: tuple[str, ...] = ()
+    """what to look at first, in plain words, the largest gain first"""
+    notes: tuple[str, ...] = ()
+    """what the trace lacks or what was assumed"""
+
+    def __post_init__(self) -> None:
+        unknown = set(self.budget) - set(BUDGET)
+        if unknown:
+            raise BadInput(f"no part of a budget: {', '.join(sorted(unknown))}; parts are {', '.join(BUDGET)}")
+
+    @property
+    def step_s(self) -> float:
+        return self.wall_s / self.steps
+
+    def fraction(self, part: str) -> float:
+        return self.budget.get(part, 0.0) / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def kernels(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.kind == "kernel")
+
+    @property
+    def operators(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.kind == "operator")
+
+    def to_json(self) -> str:
+        return json.dumps(to_plain(self), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str, where: str = "profile.json") -> Profile:
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise BadInput(f"{where} is not JSON ({error}); profile again") from None
+        if not isinstance(values, dict) or "budget" not in values:
+            raise BadInput(f"{where} holds no profile; make one with armillary profile")
+        return build(Profile, values, where)
+
+
+def read_profile(path: Path) -> Profile:
+    try:
+        return Profile.from_json(path.read_text(), str(path))
+    except FileNotFoundError:
+        raise BadInput(f"no profile {path}; make one with armillary profile") from None
