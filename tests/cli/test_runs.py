@@ -44,5 +44,5 @@ def test_one_run_by_its_short_name(cli: Cli, home: Home) -> None:
 
 def test_a_misspelt_run_gets_the_nearest(cli: Cli, home: Home) -> None:
     run = a_run(home)
-    ran = cli("runs", run.name[:-1] + "x")
+    ran = cli("runs", run.name[:-1] + "q")
     assert ran.code == 2 and f"did you mean {run.name}?" in ran.err
