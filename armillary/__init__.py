@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from armillary.model.generate import generate as generate
     from armillary.model.weights import load_model as load_model
     from armillary.model.weights import save_model as save_model
+    from armillary.profiling.capture import profile as profile
     from armillary.profiling.doctor import doctor as doctor
     from armillary.profiling.machine import here as here
     from armillary.profiling.machine import machine as machine
@@ -45,6 +46,7 @@ _API = {
     "machine": "armillary.profiling.machine:machine",
     "models": "armillary.spec.catalogue:models",
     "prepare": "armillary.training.data.prepare:prepare",
+    "profile": "armillary.profiling.capture:profile",
     "resolve_model": "armillary.store.source:resolve_model",
     "runs": "armillary.store.runs:list_runs",
     "save_model": "armillary.model.weights:save_model",
@@ -53,7 +55,7 @@ _API = {
 
 __all__ = [
     "ArmillaryError", "Home", "ModelConfig", "__version__", "chips", "convert", "doctor", "generate", "hardware",
-    "here", "load_model", "machine", "models", "prepare", "resolve_model", "runs", "save_model", "train",
+    "here", "load_model", "machine", "models", "prepare", "profile", "resolve_model", "runs", "save_model", "train",
 ]  # fmt: skip
 
 

@@ -35,7 +35,8 @@ TORCH_FREE = (
     "armillary.serving.engine.sequence", "armillary.serving.engine.kv_cache", "armillary.serving.engine.scheduler",
     "armillary.profiling.machine", "armillary.profiling.gpus", "armillary.profiling.system",
     "armillary.profiling.doctor", "armillary.profiling.roofline", "armillary.profiling.trace",
-    "armillary.profiling.budget", "armillary.profiling.amdahl", "armillary.model.buildable",
+    "armillary.profiling.budget", "armillary.profiling.amdahl", "armillary.profiling.analyse",
+    "armillary.profiling.compare", "armillary.model.buildable",
     "armillary.cli*", "armillary.web.app",
 )  # fmt: skip
 

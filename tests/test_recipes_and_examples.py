@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +26,23 @@ def test_a_recipe_can_be_started_and_exported(path: Path, home: Home) -> None:
     assert start(recipe, home, starting_point(recipe, home)).plan.model.name
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
-def test_an_example_runs(path: Path) -> None:
-    ran = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=300, cwd=ROOT)
+EXAMPLES = {
+    "python_api": ((), ("loss", "converted to half")),
+    "resnet50_profile": (("--quick",), ("ResNet-50 on cpu", "1. aten::", "memory peak")),
+}
+"""example -> its arguments, and what it must print"""
+
+
+def test_every_example_is_tried() -> None:
+    found = {path.stem for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text()}
+    assert found == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name: str) -> None:
+    arguments, printed = EXAMPLES[name]
+    line = [sys.executable, ROOT / "examples" / f"{name}.py", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment)
     assert ran.returncode == 0, ran.stderr
-    assert "loss" in ran.stdout and "converted to half" in ran.stdout
+    assert all(text in ran.stdout for text in printed), ran.stdout

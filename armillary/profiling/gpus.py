@@ -42,14 +42,14 @@ class Gpu:
 
 def gpus() -> tuple[Gpu, ...]:
     """Every NVIDIA and AMD accelerator whose driver tools answer."""
-    nvidia = _ask("nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits")
-    amd = _ask("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--showdriverversion", "--json")
+    nvidia = ask("nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits")
+    amd = ask("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--showdriverversion", "--json")
     return (*parse_nvidia(nvidia or ""), *parse_amd(amd or ""))
 
 
 def gpu_links() -> Mapping[str, str]:
     """'0-1' -> 'NV18', 'PIX', 'SYS' … for each pair of NVIDIA GPUs."""
-    return parse_topology(_ask("nvidia-smi", "topo", "-m") or "")
+    return parse_topology(ask("nvidia-smi", "topo", "-m") or "")
 
 
 def parse_nvidia(text: str) -> tuple[Gpu, ...]:
@@ -99,7 +99,7 @@ def parse_topology(text: str) -> Mapping[str, str]:
     return {f"{i}-{j}": gpu_rows[i][j] for i in range(count) for j in range(i + 1, count) if j < len(gpu_rows[i])}
 
 
-def _ask(program: str, *arguments: str) -> str | None:
+def ask(program: str, *arguments: str) -> str | None:
     """What a driver tool prints, or None where it is absent, fails or hangs."""
     if shutil.which(program) is None:
         return None

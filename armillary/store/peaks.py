@@ -28,10 +28,16 @@ KINDS: dict[str, tuple[str, ...]] = {
     "gemm": ("m", "n", "k", "dtype", "flops"),
     "copy": ("bytes", "bytes_per_s"),
     "read": ("bytes", "bytes_per_s"),
+    "write": ("bytes", "bytes_per_s"),
+    "triad": ("bytes", "bytes_per_s"),
+    "cache": ("op", "bytes", "bytes_per_s"),
+    "fma": ("dtype", "flops"),
     "collective": ("op", "world", "alpha_s", "bytes_per_s"),
+    "collective_time": ("op", "world", "bytes", "seconds"),
     "launch": ("seconds",),
     "host_copy": ("direction", "bytes", "bytes_per_s"),
     "disk": ("op", "bytes", "bytes_per_s"),
+    "loader": ("path", "tokens", "seconds"),
 }
 """Fields every point of a kind has; further fields (pinned, path, …) say more of what was tried, and further kinds are
 kept as they come."""

@@ -1,0 +1,223 @@
+"""`armillary bench`: measure what this machine reaches (ceilings, collectives, loader) and keep it as peaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from armillary.cli.bench_tables import bests, shares, show_peaks
+from armillary.cli.data import on_bar, say_prepared
+from armillary.cli.open_model import need_torch
+from armillary.cli.output import Output
+from armillary.cli.progress import Bar
+from armillary.cli.verb import VerbGroup
+from armillary.errors import BadInput, NotFound
+from armillary.store.home import Home
+from armillary.store.peaks import Peaks, load_peaks, new_peaks, peaks_path, save_peaks
+from armillary.units import scaled, seconds_text
+
+if TYPE_CHECKING:
+    from armillary.profiling.loader import Fed
+
+bench = VerbGroup("bench", help="Measure what this machine can reach, and keep it as peaks.")
+_device = click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
+_quick = click.option("--quick", is_flag=True, help="Fewer sizes and shorter looks.")
+
+
+@bench.verb
+@_device
+@_quick
+@click.option("--only", multiple=True, metavar="SECTION", help="bandwidth, gemm, fma, launch, host_copy, disk; often.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Whose disk is measured.  [default: this folder]")
+@click.option("--show", is_flag=True, help="Print what is stored, measure nothing.")
+def ceilings(
+    out: Output, home: Home, device: str | None, quick: bool, only: tuple[str, ...], folder: Path | None, show: bool
+) -> None:
+    """Measure memory, matrix products, launches, host copies and the disk.
+
+    Random data, buffers in turn, the median of many. A minute on a CPU, a few on a GPU; --quick takes seconds.
+    """
+    target = _pick(device)
+    from armillary.profiling.ceilings import measure_ceilings, name_of
+    from armillary.profiling.others import BUSY_CORES
+
+    if show:
+        _answer(out, _stored(home, name_of(target)))
+        return
+    where = folder or Path.cwd()
+    if not where.is_dir():
+        raise NotFound(f"no folder {where} to measure the disk of; give --folder DIR")
+    with out.progress("measuring", unit="case") as bar:
+        found = measure_ceilings(target, quick=quick, folder=where, only=only, watch=_on_bar(bar))
+    save_peaks(home, found.peaks)
+    if target.type == "cpu" and (found.other_cores or 0) > BUSY_CORES:
+        busy = f"other work kept {found.other_cores:.1f} cores busy"
+        out.warn(f"{busy}, so these figures are too low; measure again when the machine is quiet")
+    if found.skipped:
+        out.warn(f"{found.skipped} cases were left out when the time was over; --only SECTION measures some")
+    _answer(out, found.peaks)
+    out.say(f"\nmeasured in {seconds_text(found.seconds)}, kept in {peaks_path(home, found.peaks.device)}")
+
+
+@bench.verb
+@_device
+@_quick
+@click.option("--world", "worlds", multiple=True, type=int, help="Number of ranks; often.  [default: 2, 4 … devices]")
+@click.option("--op", "ops", multiple=True, help="all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send.")
+@click.option("--size", "sizes", multiple=True, help="Bytes, like 4MiB; at least two.  [default: 1 kiB to 64 MiB]")
+def collectives(
+    out: Output, home: Home, device: str | None, quick: bool, worlds: tuple[int, ...], ops: tuple[str, ...],
+    sizes: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Measure collectives between local ranks and fit latency and bandwidth.
+
+    gloo between processes on a CPU, NCCL between GPUs.
+    """
+    target = _pick(device)
+    from armillary.profiling.collective_ranks import OPS
+    from armillary.profiling.collectives import QUICK_SIZES, SIZES, default_worlds, measure_collectives
+    from armillary.profiling.system import usable_cores
+    from armillary.units import parse_count
+
+    chosen = worlds or default_worlds(target, usable_cores())
+    if not chosen:
+        raise BadInput("collectives need two GPUs and there is one; use --device cpu")
+    spans = tuple(map(parse_count, sizes)) or (QUICK_SIZES if quick else SIZES)
+    with out.progress("measuring", unit="case") as bar:
+        found = measure_collectives(
+            target, worlds=chosen, ops=ops or tuple(OPS), sizes=spans, budget_s=0.05 if quick else 0.15,
+            watch=_on_bar(bar),
+        )  # fmt: skip
+    save_peaks(home, found.peaks)
+    _say_times(out, found.peaks)
+    _answer(out, found.peaks)
+
+
+@bench.verb
+@click.argument("data", required=False, type=click.Path(path_type=Path))
+@_device
+@_quick
+@click.option("--sequence", default=512, show_default=True, help="Tokens in a row.")
+@click.option("--batch", default=32, show_default=True, help="Rows in a batch.")
+@click.option("--workers", "workers", multiple=True, type=int, help="Loader processes; often.  [default: 0, 1, 2]")
+def loader(
+    out: Output, home: Home, data: Path | None, device: str | None, quick: bool, sequence: int, batch: int,
+    workers: tuple[int, ...],
+) -> None:  # fmt: skip
+    """Measure how fast the data path feeds a trainer.
+
+    DATA is a folder of prepared shards (armillary data prepare); without it the standard library is prepared.
+    """
+    target = _pick(device)
+    from armillary.cli.feeding import PlainReads, TrainingBatches
+    from armillary.profiling.ceilings import about, name_of
+    from armillary.profiling.loader import Way, default_ways, measure_loader
+    from armillary.training.data.batches import Batches
+    from armillary.training.data.shards import TokenShards
+
+    if any(count < 0 for count in workers):
+        raise BadInput("a loader cannot have fewer than no workers; use --workers 0 or more")
+    folder = data or _prepared(out, home)
+    Batches(shards=TokenShards.open(folder), sequence=sequence, batch=batch)  # refused now where too small
+    shape: dict[str, Any] = {"folder": folder.absolute(), "sequence": sequence, "batch": batch}
+    budget_s = 0.5 if quick else 2.0
+    ways = default_ways(target, workers or ((0, 1) if quick else (0, 1, 2)))
+    with out.progress("measuring", unit="way") as bar:
+        watch = _on_bar(bar)
+        plain = measure_loader(PlainReads(**shape), [Way()], device=target, budget_s=budget_s)
+        fed = measure_loader(TrainingBatches(**shape), ways, device=target, budget_s=budget_s, watch=watch)
+    points = [_loader_point("plain mmap", one, sequence * batch) for one in plain]
+    points += [_loader_point("batches", one, sequence * batch) for one in fed]
+    peaks = new_peaks(name_of(target), about(target)).with_points("loader", points)
+    save_peaks(home, peaks)
+    best = max(fed, key=lambda one: one.tokens_per_s)
+    show_peaks(out, peaks)
+    speed = f"{scaled(best.tokens_per_s)} tok/s"
+    out.say(f"\nbest: {best.way.text()}, {speed}; a trainer that is faster will wait for data")
+    out.result(_as_json(peaks), quiet=f"{best.tokens_per_s:.0f}")
+
+
+# --- parts
+
+
+def _pick(device: str | None) -> Any:
+    need_torch("measuring")
+    from armillary.model.device import pick_device
+
+    return pick_device(device)
+
+
+def _stored(home: Home, device: str) -> Peaks:
+    peaks = load_peaks(home, device)
+    if peaks is None:
+        raise NotFound(f"nothing was measured on {device} yet; run armillary bench ceilings")
+    return peaks
+
+
+def _on_bar(bar: Bar) -> Any:
+    return lambda done, total, what: bar.at(done, total, now=what)
+
+
+def _answer(out: Output, peaks: Peaks) -> None:
+    show_peaks(out, peaks)
+    out.result(_as_json(peaks), quiet=_quiet(peaks))
+
+
+def _as_json(peaks: Peaks) -> dict[str, Any]:
+    return {
+        "device": peaks.device,
+        "date": peaks.date,
+        "about": peaks.about,
+        "of_catalogue": shares(peaks),
+        "points": peaks.points,
+    }
+
+
+def _quiet(peaks: Peaks) -> list[str]:
+    """The best of each, one a line: 'gemm bf16 7.9e+14'."""
+    lines = []
+    for kind in peaks.points:
+        if kind in ("gemm", "fma"):
+            lines += [f"{kind} {name} {best:.4g}" for name, best in bests(peaks, kind)]
+        elif kind in ("copy", "read", "write", "triad", "disk", "host_copy"):
+            lines += [f"{kind} {best:.4g}" for _, best in bests(peaks, kind)]
+        elif kind == "collective":
+            lines += [f"{p['op']} {p['world']} {p['alpha_s']:.4g} {p['bytes_per_s']:.4g}" for p in peaks.points[kind]]
+        elif kind == "launch":
+            lines += [f"launch {point['mode']} {point['seconds']:.4g}" for point in peaks.points[kind]]
+    return lines
+
+
+def _say_times(out: Output, peaks: Peaks) -> None:
+    from armillary.units import bandwidth_text, bytes_text
+
+    rows = [
+        [p["op"].replace("_", " "), p["world"], bytes_text(p["bytes"]), seconds_text(p["seconds"]),
+         bandwidth_text(p["beside"]["algorithm_bytes_per_s"]), bandwidth_text(p["beside"]["bus_bytes_per_s"]),
+         f"{50 * p['beside']['spread']:.1f}%"]
+        for p in peaks.points["collective_time"]
+    ]  # fmt: skip
+    out.table("", ["operation", "ranks", "size", "time", "algorithm", "bus", "spread"], rows)
+    out.say()
+
+
+def _prepared(out: Output, home: Home) -> Path:
+    from armillary.training.data.corpus import STDLIB
+    from armillary.training.data.prepare import folder_name, prepare
+
+    with out.progress("preparing", unit="B") as bar:
+        made = prepare(STDLIB, home.data / folder_name(STDLIB), progress=on_bar(bar))
+    say_prepared(out, made)
+    return made.folder
+
+
+def _loader_point(path: str, fed: Fed, tokens: int) -> dict[str, Any]:
+    import time
+
+    way = fed.way
+    tried = {"path": path, "tokens": tokens, "workers": way.workers, "prefetch": way.prefetch, "pinned": way.pinned,
+             "to_device": way.to_device}  # fmt: skip
+    seen = {"tokens_per_s": fed.tokens_per_s, "bytes_per_s": fed.bytes_per_s, "batches": fed.batches}
+    return {**tried, "seconds": fed.seconds, "beside": seen | {"date": time.strftime("%Y-%m-%d")}}

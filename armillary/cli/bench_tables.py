@@ -1,0 +1,201 @@
+"""Measured peaks as tables: every figure with its spread, and beside the catalogue's peak where the chip is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from armillary.cli.output import Output
+from armillary.profiling.gpus import Gpu
+from armillary.profiling.machine import chip_of
+from armillary.spec.hardware import Chip
+from armillary.store.peaks import Peaks, Point
+from armillary.units import bandwidth_text, bytes_text, flops_per_s_text, scaled, seconds_text
+
+MEMORY = ("copy", "read", "write", "triad")
+_CLOCKS: dict[str, Callable[[float], str]] = {
+    "sm_clock_hz": lambda value: f"{value / 1e6:.0f} MHz",
+    "memory_clock_hz": lambda value: f"{value / 1e6:.0f} MHz",
+    "cpu_clock_hz": lambda value: f"{value / 1e6:.0f} MHz",
+    "power_w": lambda value: f"{value:.0f} W",
+    "temperature_c": lambda value: f"{value:.0f} °C",
+}
+
+
+def show_peaks(out: Output, peaks: Peaks, kinds: Sequence[str] = ()) -> None:
+    """A table for each group of kinds that was measured, or of those in `kinds`."""
+    chip = catalogue_chip(peaks)
+    out.say(f"{peaks.device} · {peaks.date}" + (f" · catalogue: {chip.title}" if chip else ""))
+    for wanted, draw in _TABLES:
+        if any(peaks.points.get(kind) and (not kinds or kind in kinds) for kind in wanted):
+            out.say()
+            draw(out, peaks, chip)
+    clocks = clock_texts(peaks)
+    if clocks and not kinds:
+        out.say("\nseen meanwhile: " + ", ".join(clocks))
+
+
+def catalogue_chip(peaks: Peaks) -> Chip | None:
+    """The catalogue's row of the measured device, where there is one with peaks."""
+    chip = chip_of(Gpu(name=peaks.device, vendor=""))
+    return chip if chip.flops else None
+
+
+def shares(peaks: Peaks) -> dict[str, dict[str, float]]:
+    """Best of each over the catalogue's peak: {'gemm': {'bf16': 0.78}, 'copy': {'memory': 0.89}}."""
+    chip = catalogue_chip(peaks)
+    if chip is None:
+        return {}
+    found: dict[str, dict[str, float]] = {}
+    for kind in ("gemm", "fma", *MEMORY):
+        for name, best in bests(peaks, kind):
+            share = _share(best, chip.memory_bytes_per_s if kind in MEMORY else chip.peak(name))
+            if share is not None:
+                found.setdefault(kind, {})["memory" if kind in MEMORY else name] = share
+    return found
+
+
+def bests(peaks: Peaks, kind: str) -> list[tuple[str, float]]:
+    """(dtype, or the kind itself, and its highest rate)."""
+    points = peaks.points.get(kind, ())
+    if kind in ("gemm", "fma"):
+        names = dict.fromkeys(point["dtype"] for point in points)
+        return [(name, max(point["flops"] for point in points if point["dtype"] == name)) for name in names]
+    return [(kind, max(point["bytes_per_s"] for point in points))] if points else []
+
+
+def clock_texts(peaks: Peaks) -> list[str]:
+    """'sm clock 1755 MHz to 1980 MHz' over all points."""
+    seen = [point.get("beside", {}) for points in peaks.points.values() for point in points]
+    texts = []
+    for name, text in _CLOCKS.items():
+        values = [row[name] for row in seen if name in row]
+        if values:
+            low, high = text(min(values)), text(max(values))
+            texts.append(f"{name.rpartition('_')[0].replace('_', ' ')} {low if low == high else f'{low} to {high}'}")
+    return texts
+
+
+# --- the tables
+
+
+def _memory(out: Output, peaks: Peaks, chip: Chip | None) -> None:
+    sizes = sorted({point["bytes"] for kind in MEMORY for point in peaks.points.get(kind, ())})
+    rows = [[bytes_text(size), *(_at(peaks.points.get(kind, ()), bytes=size) for kind in MEMORY)] for size in sizes]
+    if chip and chip.memory_bytes_per_s:
+        best = [dict(bests(peaks, kind)).get(kind) for kind in MEMORY]
+        rows.append(["best of catalogue", *(_percent(_share(rate, chip.memory_bytes_per_s)) for rate in best)])
+    out.table("memory, bytes/s read and written together", ["working set", *MEMORY], rows)
+
+
+def _cache(out: Output, peaks: Peaks, chip: Chip | None) -> None:
+    points = peaks.points.get("cache", ())
+    sizes = sorted({point["bytes"] for point in points})
+    rows = [[bytes_text(size), *(_at(points, bytes=size, op=op) for op in MEMORY)] for size in sizes]
+    out.table("caches: the same buffers again and again", ["working set", *MEMORY], rows)
+
+
+def _gemm(out: Output, peaks: Peaks, chip: Chip | None) -> None:
+    points = peaks.points["gemm"]
+    dtypes = list(dict.fromkeys(point["dtype"] for point in points))
+    shapes = sorted({(p["m"], p["n"], p["k"]) for p in points}, key=lambda s: (len(set(s)) > 1, s[0] * s[1] * s[2]))
+    rows = [
+        [f"{m:,} × {n:,} × {k:,}", *(_at(points, m=m, n=n, k=k, dtype=dtype) for dtype in dtypes)] for m, n, k in shapes
+    ]
+    if chip:
+        best = dict(bests(peaks, "gemm"))
+        rows.append(["best of catalogue", *(_percent(_share(best[name], chip.peak(name))) for name in dtypes)])
+    out.table("matrix products m × n × k, FLOP/s", ["shape", *dtypes], rows)
+
+
+def _fma(out: Output, peaks: Peaks, chip: Chip | None) -> None:
+    rows = [[dtype, flops_per_s_text(best), _percent(_share(best, chip.peak(dtype) if chip else None))]
+            for dtype, best in bests(peaks, "fma")]  # fmt: skip
+    out.table("plain multiply-adds, without the matrix units", ["dtype", "measured", "of catalogue"], rows)
+
+
+def _launch(out: Output, peaks: Peaks, chip: Chip | None) -> None:
+    rows = [[p.get("mode", ""), seconds_text(p["seconds"]), _spread(p)] for p in peaks.points["launch"]]
+    out.table("starting an operation", ["mode", "time", "spread"], rows)
+
+
+def _host_copy(out: Output, peaks: Peaks, chip: Chip | None) -> None:
+    rows = [
+        [p["direction"].replace("_", " "), "pinned" if p.get("pinned") else "pageable", bytes_text(p["bytes"]),
+         bandwidth_text(p["bytes_per_s"]), _spread(p)]
+        for p in peaks.points["host_copy"]
+    ]  # fmt: skip
+    out.table("host and device", ["direction", "host memory", "size", "bandwidth", "spread"], rows)
+
+
+def _disk(out: Output, peaks: Peaks, chip: Chip | None) -> None:
+    rows = [
+        [p["op"].replace("_", " "), p.get("threads"), bytes_text(p.get("block_bytes", 0)),
+         bandwidth_text(p["bytes_per_s"]), _spread(p), p.get("beside", {}).get("page_cache", ""), p.get("path", "")]
+        for p in peaks.points["disk"]
+    ]  # fmt: skip
+    out.table("disk", ["operation", "threads", "block", "bandwidth", "spread", "page cache", "on"], rows)
+
+
+def _collective(out: Output, peaks: Peaks, chip: Chip | None) -> None:
+    rows = [
+        [p["op"].replace("_", " "), p["world"], p.get("backend", ""), seconds_text(p["alpha_s"]),
+         bandwidth_text(p["bytes_per_s"]), bandwidth_text(p["beside"]["bus_bytes_per_s"]),
+         _percent(p["beside"]["error"])]
+        for p in peaks.points["collective"]
+    ]  # fmt: skip
+    columns = ["operation", "ranks", "backend", "latency", "algorithm", "bus", "fit off by"]
+    out.table("collectives: time = latency + bytes / bandwidth", columns, rows)
+
+
+def _loader(out: Output, peaks: Peaks, chip: Chip | None) -> None:
+    rows = [
+        [p["path"], p.get("workers"), p.get("prefetch") if p.get("workers") else None,
+         _how(p), f"{scaled(p['beside']['tokens_per_s'])} tok/s", seconds_text(p["seconds"])]
+        for p in peaks.points["loader"]
+    ]  # fmt: skip
+    out.table("loader", ["path", "workers", "ahead", "to", "speed", "batch"], rows)
+
+
+def _how(point: Point) -> str:
+    if not point.get("to_device"):
+        return "host"
+    return "device, pinned" if point.get("pinned") else "device, pageable"
+
+
+_TABLES: tuple[tuple[tuple[str, ...], Callable[[Output, Peaks, Chip | None], None]], ...] = (
+    (MEMORY, _memory),
+    (("cache",), _cache),
+    (("gemm",), _gemm),
+    (("fma",), _fma),
+    (("launch",), _launch),
+    (("host_copy",), _host_copy),
+    (("disk",), _disk),
+    (("collective",), _collective),
+    (("loader",), _loader),
+)
+
+
+# --- cells
+
+
+def _at(points: Iterable[Point], **where: Any) -> str | None:
+    """'4.17 T ±1%' of the point that tried exactly this."""
+    found: Iterator[Point] = (p for p in points if all(p.get(key) == value for key, value in where.items()))
+    point = next(found, None)
+    if point is None:
+        return None
+    return f"{scaled(point.get('flops') or point['bytes_per_s'])} ±{_spread(point)}"
+
+
+def _spread(point: Point) -> str:
+    """Half the interquartile range over the median."""
+    return f"{50 * point.get('beside', {}).get('spread', 0):.1f}%"
+
+
+def _share(value: float | None, peak: float | None) -> float | None:
+    return value / peak if value is not None and peak else None
+
+
+def _percent(share: float | None) -> str | None:
+    return f"{100 * share:.1f}%" if share is not None else None

@@ -1,0 +1,45 @@
+"""Amdahl's law: what speeding up a part of the time buys for the whole (Amdahl, AFIPS 1967)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+
+from armillary.errors import BadInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class AmdahlRow:
+    """What one class of work is worth."""
+
+    work: str
+    """class of work, or part of a budget"""
+    share: float
+    """of the time, 0 to 1"""
+    ceiling: float
+    """speedup of the whole if it cost nothing: 1 / (1 − share)"""
+    doubled: float
+    """speedup of the whole if it ran twice as fast: 1 / (1 − share / 2)"""
+
+
+def speedup(fraction: float, factor: float) -> float:
+    """Of the whole, when `fraction` of it runs `factor` times as fast: 1 / (1 − p + p/s)."""
+    if not 0 <= fraction <= 1:
+        raise BadInput(f"a share of {fraction:g} is not between 0 and 1; write 80 % as 0.8")
+    if not factor > 0:
+        raise BadInput(f"{factor:g} times as fast makes no sense; give a factor above 0")
+    rest = 1 - fraction + fraction / factor
+    return 1 / rest if rest > 0 else inf
+
+
+def amdahl(shares: Mapping[str, float]) -> tuple[AmdahlRow, ...]:
+    """A row a class of work, the largest first; the shares are of the same whole."""
+    total = sum(shares.values())
+    if total > 1 + 5e-3:
+        raise BadInput(f"shares add up to {total:.3g}, more than the whole; give fractions of one whole")
+    rows = (
+        AmdahlRow(work=work, share=share, ceiling=speedup(share, inf), doubled=speedup(share, 2))
+        for work, share in shares.items()
+    )
+    return tuple(sorted(rows, key=lambda row: -row.share))

@@ -1,0 +1,81 @@
+"""From a trace to a Profile: the step budget, the tables, the gaps, the memory, and what to look at first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from armillary.profiling.amdahl import AmdahlRow, amdahl
+from armillary.profiling.budget import Budget, budget
+from armillary.profiling.findings import findings
+from armillary.profiling.gaps import as_gaps
+from armillary.profiling.judged import Judged, judge
+from armillary.profiling.memory_timeline import memory_timeline
+from armillary.profiling.profile import Profile, Roof
+from armillary.profiling.rows import rows
+from armillary.profiling.trace import Trace, read_trace
+
+
+def analyse(trace: Trace | str | Path, *, roof: Roof, source: str = "") -> Profile:
+    """Where the time of a trace went, held against `roof`."""
+    trace = trace if isinstance(trace, Trace) else read_trace(trace)
+    judged = judge(trace, roof)
+    spent = budget(judged)
+    table = rows(judged, spent)
+    gaps = as_gaps(spent.stretches, judged.host, spent.window.span)
+    profile = Profile(
+        source=source or trace.source, device=device_of(trace, spent), wall_s=spent.window.seconds,
+        steps=spent.window.steps, budget=spent.parts, rows=table, gaps=gaps,
+        memory=memory_timeline(judged, spent.window, spent.device), roof=roof, notes=_notes(judged, spent),
+    )  # fmt: skip
+    return findings(profile, judged, spent)
+
+
+def device_of(trace: Trace, spent: Budget) -> str:
+    if spent.device < 0:
+        return "cpu"
+    known = spent.device < len(trace.devices) and trace.devices[spent.device]
+    return f"cuda {known}" if known else f"cuda:{spent.device}"
+
+
+def device_name(trace: Trace) -> str:
+    """What the driver calls the device a trace was recorded on, or '' where the trace does not say."""
+    from armillary.profiling.budget import busiest_device
+
+    number = busiest_device(trace)
+    return trace.devices[number] if 0 <= number < len(trace.devices) else ""
+
+
+def amdahl_of(profile: Profile) -> tuple[AmdahlRow, ...]:
+    """What each class of kernels and each other part of the budget is worth."""
+    kernel_s = profile.budget.get("useful", 0.0) + profile.budget.get("inefficiency", 0.0)
+    worked = [row for row in (profile.kernels or profile.operators) if row.work != "collective"]
+    total = sum(row.device_s for row in worked)
+    shares: dict[str, float] = {}
+    for row in worked:
+        share = row.device_s / total * kernel_s / profile.wall_s if total and profile.wall_s else 0.0
+        shares[row.work] = shares.get(row.work, 0.0) + share
+    others = {part: profile.fraction(part) for part in profile.budget if part not in ("useful", "inefficiency")}
+    return amdahl({**{work: share for work, share in shares.items() if share > 0}, **others})
+
+
+def _notes(judged: Judged, spent: Budget) -> tuple[str, ...]:
+    trace, notes = judged.trace, []
+    if judged.roof.source == "unknown":
+        notes.append("no ceiling of this device is known, so kernel time is shown whole as useful: "
+                     "measure it with armillary bench")  # fmt: skip
+    elif spent.kernels.judged < 0.95:
+        share = 1 - spent.kernels.judged
+        notes.append(f"{share:.0%} of kernel time has no model of its work (no shapes in the trace): "
+                     "it is divided as the rest is")  # fmt: skip
+    if judged.roof.source == "catalogue":
+        notes.append("held against the catalogue's peaks, which no kernel quite reaches: measure with armillary bench")
+    if judged.links.graph.any():
+        count = int(judged.links.graph.sum())
+        notes.append(f"{count:,} kernels ran in CUDA graphs, which hide operators and shapes: known by name only")
+    if not len(trace.signatures):
+        notes.append("no shapes in the trace: record with record_shapes=True for FLOPs and bytes")
+    if len(set(trace.device[trace.on_device].tolist())) > 1:
+        notes.append(f"several devices in the trace: device {spent.device}, the busiest, is shown")
+    if not (trace.kind == 2).any():
+        notes.append("no Python stacks in the trace: record with with_stack=True for source lines and modules")
+    return tuple(notes)

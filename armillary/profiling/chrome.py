@@ -1,0 +1,154 @@
+"""Chrome trace JSON read as a stream: an event at a time, whatever the size of the file.
+
+Only a window of the text is held. A file that breaks off or is no trace is refused with how far it could be read,
+because a budget of half a step would look like an answer.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from armillary.errors import BadData
+
+_CHUNK = 1 << 22
+_LONGEST_VALUE = 1 << 27
+"""characters: no event and no header is longer, so a longer one is a broken file"""
+_EDGE = 64
+"""characters from the window's end within which a fault may only be a cut"""
+_SPACE = re.compile(r"[\s,]*")
+_DECODER = json.JSONDecoder(strict=False)  # control characters occur in kernel names
+
+
+class _BreaksOff(Exception):
+    """The text ends inside a value."""
+
+
+@dataclass
+class ChromeTrace:
+    """A file's events as an iterator; what stands beside them is in `about` once it is exhausted."""
+
+    path: Path
+    """the file"""
+    gzipped: bool
+    """whether to unpack it on the way"""
+    about: dict[str, Any] = field(default_factory=dict)
+    """deviceProperties, distributedInfo …"""
+    count: int = 0
+    """events so far"""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        try:
+            with _open(self.path, self.gzipped) as file:
+                yield from self._events(_Text(file))
+        except _BreaksOff:
+            raise BadData(f"{self.path} breaks off after {self.count:,} events; {_AGAIN}") from None
+        except (EOFError, zlib.error):
+            raise BadData(f"{self.path} is a gzip file that breaks off after {self.count:,} events; {_AGAIN}") from None
+        except gzip.BadGzipFile as error:
+            raise BadData(f"{self.path} is not a whole gzip file ({error}); {_AGAIN}") from None
+        except json.JSONDecodeError as error:
+            raise BadData(f"{self.path} is broken after {self.count:,} events ({error.msg}); {_AGAIN}") from None
+
+    def _events(self, text: _Text) -> Iterator[dict[str, Any]]:
+        opening = text.peek()
+        if opening == "[":
+            yield from self._array(text)
+        elif opening == "{":
+            yield from self._object(text)
+        else:
+            raise BadData(f"{self.path} is not JSON; give a torch-profiler trace or an nsys SQLite export")
+
+    def _object(self, text: _Text) -> Iterator[dict[str, Any]]:
+        text.skip()
+        found = False
+        while text.peek() != "}":
+            key = text.value()
+            if text.peek() != ":":
+                raise json.JSONDecodeError("a key without a value", "", 0)
+            text.skip()
+            if key == "traceEvents" and text.peek() == "[":
+                found = True
+                yield from self._array(text)
+            else:
+                self.about[str(key)] = text.value()
+        if not found:
+            raise BadData(f"{self.path} is JSON without traceEvents; give a torch-profiler trace")
+
+    def _array(self, text: _Text) -> Iterator[dict[str, Any]]:
+        text.skip()
+        while text.peek() != "]":
+            event = text.value()
+            if not isinstance(event, dict):
+                raise BadData(f"{self.path} holds a list that is not of events; give a torch-profiler trace")
+            self.count += 1
+            yield event
+        text.skip()
+
+
+_AGAIN = "record it again and let the program end"
+
+
+def _open(path: Path, gzipped: bool) -> TextIO:
+    if gzipped:
+        return gzip.open(path, "rt", encoding="utf-8-sig", errors="replace")
+    return path.open(encoding="utf-8-sig", errors="replace")
+
+
+@dataclass
+class _Text:
+    """A window of the file that moves forward."""
+
+    file: TextIO
+    buffer: str = ""
+    at: int = 0
+
+    def peek(self) -> str:
+        """The next character that is neither space nor comma."""
+        while True:
+            match = _SPACE.match(self.buffer, self.at)
+            self.at = match.end() if match else self.at
+            if self.at < len(self.buffer):
+                return self.buffer[self.at]
+            self._more()
+
+    def skip(self) -> None:
+        self.at += 1
+
+    def value(self) -> Any:
+        """The next JSON value; a value cut by the window's edge is tried again with more text."""
+        self.peek()
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self.buffer, self.at)
+            except json.JSONDecodeError as error:
+                self._more_or(error)
+                continue
+            if end == len(self.buffer) and not isinstance(value, dict | list | str) and self._try_more():
+                continue  # a number may go on
+            self.at = end
+            return value
+
+    def _more_or(self, error: json.JSONDecodeError) -> None:
+        """More text, unless the fault lies well inside the window: then the file is broken there."""
+        left = len(self.buffer) - self.at
+        inside = len(self.buffer) - error.pos > _EDGE and not error.msg.startswith("Unterminated")
+        if inside or left > _LONGEST_VALUE:
+            raise error
+        if not self._try_more():
+            raise _BreaksOff
+
+    def _more(self) -> None:
+        if not self._try_more():
+            raise _BreaksOff
+
+    def _try_more(self) -> bool:
+        text = self.file.read(max(_CHUNK, len(self.buffer) - self.at))
+        self.buffer, self.at = self.buffer[self.at :] + text, 0
+        return bool(text)

@@ -1,0 +1,86 @@
+"""Two profiles side by side: eager and compiled, before and after; budget by budget and kernel by kernel, per step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from armillary.profiling.profile import BUDGET, Profile, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One line of a comparison; seconds are of one step."""
+
+    name: str
+    """part of the budget, kernel or operator"""
+    before_s: float
+    """0 where it did not occur"""
+    after_s: float
+    """0 where it no longer occurs"""
+    before_calls: float = 0.0
+    """a step"""
+    after_calls: float = 0.0
+    """a step"""
+
+    @property
+    def saved_s(self) -> float:
+        """Negative: it got slower."""
+        return self.before_s - self.after_s
+
+    @property
+    def speedup(self) -> float | None:
+        """None where it came or went."""
+        return self.before_s / self.after_s if self.before_s and self.after_s else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What changed between two profiles."""
+
+    before: str
+    """source of the first"""
+    after: str
+    """source of the second"""
+    before_step_s: float
+    """wall time of a step"""
+    after_step_s: float
+    """wall time of a step"""
+    budget: tuple[Change, ...]
+    """a line a part, in the budget's order"""
+    kernels: tuple[Change, ...]
+    """the largest change first; operators where there are no kernels"""
+    operators: tuple[Change, ...]
+    """the largest change first"""
+
+    @property
+    def speedup(self) -> float:
+        return self.before_step_s / self.after_step_s if self.after_step_s else float("inf")
+
+
+def compare(before: Profile, after: Profile) -> Comparison:
+    """The second profile against the first."""
+    parts = tuple(
+        Change(name=part, before_s=before.budget.get(part, 0.0) / before.steps,
+               after_s=after.budget.get(part, 0.0) / after.steps)
+        for part in BUDGET
+    )  # fmt: skip
+    on_device = bool(before.kernels and after.kernels)
+    operators = _changes(before.operators, after.operators, before.steps, after.steps)
+    kernels = _changes(before.kernels, after.kernels, before.steps, after.steps) if on_device else operators
+    return Comparison(before=before.source, after=after.source, before_step_s=before.step_s, after_step_s=after.step_s,
+                      budget=parts, kernels=kernels, operators=operators)  # fmt: skip
+
+
+def _changes(before: Iterable[Row], after: Iterable[Row], steps_before: int, steps_after: int) -> tuple[Change, ...]:
+    old, new = {row.name: row for row in before}, {row.name: row for row in after}
+    changes = (_change(name, old.get(name), new.get(name), steps_before, steps_after) for name in {**old, **new})
+    return tuple(sorted(changes, key=lambda change: -abs(change.saved_s)))
+
+
+def _change(name: str, old: Row | None, new: Row | None, steps_before: int, steps_after: int) -> Change:
+    return Change(
+        name=name,
+        before_s=old.seconds / steps_before if old else 0.0, after_s=new.seconds / steps_after if new else 0.0,
+        before_calls=old.calls / steps_before if old else 0.0, after_calls=new.calls / steps_after if new else 0.0,
+    )  # fmt: skip

@@ -1,0 +1,124 @@
+"""What to look at first, in plain words: each finding with the speedup if what it names cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from armillary.profiling.amdahl import speedup
+from armillary.profiling.budget import Budget
+from armillary.profiling.gaps import gil_waits
+from armillary.profiling.judged import Judged
+from armillary.profiling.profile import Cause, Gap, Profile
+from armillary.profiling.trace import Array
+from armillary.units import seconds_text
+
+_WORTH = 0.03
+"""share of the time below which nothing is said"""
+_MOST_KERNELS = 4
+"""kernels that are spoken of one by one"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that costs time."""
+
+    saves: float
+    """share of the wall time that would go, 0 to 1"""
+    text: str
+
+    def line(self) -> str:
+        return f"{self.text}: at most {speedup(min(self.saves, 0.999), float('inf')):.2f} × faster without it"
+
+
+def findings(profile: Profile, judged: Judged, spent: Budget) -> Profile:
+    """The profile with its findings, the largest gain first."""
+    found = [*_launches(profile, spent), *_causes(profile, judged, spent), *_kernels(profile)]
+    ranked = sorted((one for one in found if one.saves >= _WORTH), key=lambda one: -one.saves)
+    lines = [one.line() for one in ranked]
+    if not lines:
+        lines = [f"nothing stands out: {profile.fraction('useful'):.0%} of the time is work at the roof"]
+    return replace(profile, findings=tuple(lines))
+
+
+def _launches(profile: Profile, spent: Budget) -> Iterator[Finding]:
+    share = profile.fraction("launch_gap")
+    rows = profile.kernels or profile.operators
+    calls = sum(row.calls for row in rows)
+    if not calls:
+        return
+    lengths: Array = np.repeat([row.seconds / row.calls for row in rows], [row.calls for row in rows])
+    what = "kernels" if profile.kernels else "operators"
+    median = seconds_text(float(np.median(lengths)))
+    yield Finding(share, f"{calls / profile.steps:,.0f} {what} a step, {median} median, launch-bound; "
+                         "torch.compile or CUDA graphs join them")  # fmt: skip
+
+
+_SAY: dict[Cause, str] = {
+    "loader": "the loader starves the device {time} a step{where}; more workers, prefetching or pinned memory",
+    "sync": "{what}{where} blocks {time} a step; read the value later or less often",
+    "copy": "copies between host and device take {time} a step alone{where}; pin the memory and copy with non_blocking",
+    "collective": "communication stands alone {time} a step{where}; overlap it with computation or send less",
+    "gil": "Python threads fight for the interpreter lock {time} a step{where}; move the busy thread to a process",
+    "host": "Python holds the device up {time} a step{where} ({what}); move that work off the critical path",
+}
+
+
+def _causes(profile: Profile, judged: Judged, spent: Budget) -> Iterator[Finding]:
+    """One finding a cause, with the line that cost most."""
+    seconds: dict[Cause, float] = {}
+    gil = gil_waits(spent.stretches, judged.host)
+    for stretch in spent.stretches:
+        for (_, cause), length in stretch.causes.items():
+            seconds[cause] = seconds.get(cause, 0.0) + length
+    if gil:
+        seconds["gil"] = seconds.pop("host", 0.0)
+    for cause, total in seconds.items():
+        if cause in _SAY:
+            worst = _worst(profile.gaps, cause)
+            where = f" at {worst.where}" if worst and worst.where else ""
+            text = _SAY[cause].format(time=seconds_text(total / profile.steps), where=where,
+                                      what=_what(worst, cause))  # fmt: skip
+            yield Finding(total / profile.wall_s, text)
+
+
+def _worst(gaps: tuple[Gap, ...], cause: Cause) -> Gap | None:
+    """The place that cost most in sum, shown by its longest gap."""
+    mine = [gap for gap in gaps if gap.cause == cause]
+    places: dict[tuple[str, str], float] = {}
+    for gap in mine:
+        places[(gap.what, gap.where)] = places.get((gap.what, gap.where), 0.0) + gap.seconds
+    return max(mine, key=lambda gap: (places[(gap.what, gap.where)], gap.seconds), default=None)
+
+
+def _what(gap: Gap | None, cause: Cause) -> str:
+    if gap is None or not gap.what:
+        return "a synchronisation" if cause == "sync" else "Python"
+    return ".item()" if gap.what in ("aten::item", "aten::_local_scalar_dense") else gap.what
+
+
+def _kernels(profile: Profile) -> Iterator[Finding]:
+    """Kernels far from their roof, and chains of small memory-bound ones that fusing would join."""
+    rows = profile.kernels or profile.operators
+    for row in rows[:_MOST_KERNELS]:
+        if row.roof_s is None or not row.seconds or row.work == "collective" or row.bound == "overhead":
+            continue
+        lost = max(0.0, row.seconds - row.roof_s) / profile.wall_s
+        reached = f"{min(1.0, row.roof_fraction or 0.0):.0%} of the {row.bound} roof"
+        yield Finding(lost, f"{_short(row.name)} ({row.work}) takes {row.seconds / profile.wall_s:.0%} of the time at "
+                            f"{reached}")  # fmt: skip
+    chain = [row for row in rows if row.bound == "memory" and row.work in ("elementwise", "norm", "copy", "softmax")]
+    seconds, calls = sum(row.seconds for row in chain), sum(row.calls for row in chain)
+    if calls > 1:
+        count = f"{calls / profile.steps:,.0f}"
+        text = f"{count} memory-bound operations a step pass data through memory again and again; fuse them"
+        yield Finding(seconds / profile.wall_s * (1 - 1 / max(2, min(calls / profile.steps, 4))), text)
+
+
+def _short(name: str) -> str:
+    name = name.removeprefix("void ").partition("<")[0].partition("(")[0] or name
+    return name if len(name) <= 60 else name[:57] + "…"
+
+

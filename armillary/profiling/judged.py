@@ -1,0 +1,183 @@
+"""Each operator and kernel of a trace held against the roof: its FLOPs, its bytes, and the least time they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from armillary.profiling.host import STATES, Host, read_host, state_codes
+from armillary.profiling.links import Links, mark_blocking_copies, read_links
+from armillary.profiling.names import is_host_copy, kernel_work
+from armillary.profiling.profile import Roof
+from armillary.profiling.roofline import peak_flops
+from armillary.profiling.trace import MEMCPY, MEMSET, OP, Array, Trace
+from armillary.profiling.work import WORK_OF_KIND, is_explicit, op_of
+from armillary.spec.ops import Op
+
+_MOST = 0.3
+"""share of an operator's bytes that makes an inner one the one that does the work"""
+_SCALAR = 32
+"""bytes moved when one number is cast"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A trace, its tree, its links, and the work of each event; NaN where no model of the work exists."""
+
+    trace: Trace
+    host: Host
+    links: Links
+    roof: Roof
+    work: Array
+    """class of work, an index into works; -1 for what is none"""
+    works: tuple[str, ...]
+    flops: Array
+    bytes: Array
+    flops_s: Array
+    """least time for the FLOPs"""
+    bytes_s: Array
+    """least time for the bytes"""
+
+    @property
+    def roof_s(self) -> Array:
+        """The larger of the two; NaN where neither is known."""
+        return np.fmax(self.flops_s, self.bytes_s)
+
+    @cached_property
+    def forward_of(self) -> dict[int, int]:
+        """Autograd's sequence number -> the operator of the forward that has it."""
+        forward = np.flatnonzero((self.trace.sequence >= 0) & (self.host.module >= 0))
+        return dict(zip(self.trace.sequence[forward].tolist(), forward.tolist(), strict=True))
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.trace.on_device.any())
+
+
+def judge(trace: Trace, roof: Roof) -> Judged:
+    model, table = _models(trace)
+    host = read_host(trace, model >= 0)
+    links = read_links(trace, host)
+    mark_blocking_copies(trace, host, links)
+    _drop_wrappers(trace, host, model, table)
+    columns = _per_op(trace, model, table, roof)
+    works = tuple(sorted({*WORK_OF_KIND.values(), "other", "collective"}))
+    work = _classes(trace, links, model, table, works)
+    if trace.on_device.any():
+        _share_among_kernels(trace, links, model, columns)
+        _copies(trace, columns, roof)
+        _by_twin(trace, columns)
+        for values in columns.values():  # a wire has another roof
+            values[trace.on_device & (work == works.index("collective"))] = np.nan
+    return Judged(trace=trace, host=host, links=links, roof=roof, work=work, works=works, **columns)
+
+
+def _models(trace: Trace) -> tuple[Array, list[Op]]:
+    """A number into the table of models for each operator; each (name, signature) is modelled once."""
+    model: Array = np.full(len(trace), -1, dtype=np.int64)
+    ops = np.flatnonzero((trace.kind == OP) & (trace.signature >= 0) & (state_codes(trace) == STATES.index("op")))
+    pairs, inverse = np.unique(trace.name[ops].astype(np.int64) << 32 | trace.signature[ops], return_inverse=True)
+    table: list[Op] = []
+    numbers: Array = np.full(len(pairs), -1, dtype=np.int64)
+    for i, pair in enumerate(pairs.tolist()):
+        op = op_of(trace.names[pair >> 32], trace.signatures[pair & 0xFFFFFFFF])
+        if op is not None:
+            numbers[i] = len(table)
+            table.append(op)
+    model[ops] = numbers[inverse] if len(pairs) else -1
+    return model, table
+
+
+def _drop_wrappers(trace: Trace, host: Host, model: Array, table: list[Op]) -> None:
+    """An operator that hands its work to another that is modelled has none of its own."""
+    events = np.flatnonzero(model >= 0)
+    parents = host.parent[events]
+    above = np.where(parents >= 0, host.worker[parents], -1)
+    inner, outer = events[above >= 0], above[above >= 0]
+    if not len(inner):
+        return
+    kinds = np.array([hash(op.kind) for op in table])
+    explicit = np.array([is_explicit(op.name) for op in table], dtype=bool)
+    moved = np.array([op.bytes for op in table])
+    same = kinds[model[inner]] == kinds[model[outer]]
+    inside = moved[model[inner]]
+    whole = (inside >= _MOST * moved[model[outer]]) & (inside > _SCALAR)  # a number's cast is not the operator's work
+    model[outer[whole & (same | ~explicit[model[outer]])]] = -1
+
+
+def _per_op(trace: Trace, model: Array, table: list[Op], roof: Roof) -> dict[str, Array]:
+    """Of each modelled operator, by the call."""
+    peaks = [peak_flops(roof, op.dtype, matrix=op.on_matrix_units) for op in table]
+    values = {
+        "flops": [op.flops for op in table],
+        "bytes": [op.bytes for op in table],
+        "flops_s": [op.flops / peak if peak else np.nan for op, peak in zip(table, peaks, strict=True)],
+        "bytes_s": [op.bytes / roof.bytes_per_s if roof.bytes_per_s else np.nan for op in table],
+    }
+    known = model >= 0
+    columns = {}
+    for name, numbers in values.items():
+        columns[name] = np.full(len(trace), np.nan)
+        columns[name][known] = np.array(numbers, dtype=float)[model[known]] if table else np.nan
+    return columns
+
+
+def _share_among_kernels(trace: Trace, links: Links, model: Array, columns: dict[str, Array]) -> None:
+    """Kernels of one operator share its work in proportion to their time; the operator's own figures stay."""
+    kernels = np.flatnonzero(trace.on_device & (links.op >= 0))
+    kernels = kernels[model[links.op[kernels]] >= 0]
+    total = np.zeros(len(trace))
+    np.add.at(total, links.op[kernels], trace.seconds[kernels])
+    whole = total[links.op[kernels]]
+    share = np.where(whole > 0, trace.seconds[kernels] / np.where(whole > 0, whole, 1), 0.0)
+    for values in columns.values():
+        values[kernels] = values[links.op[kernels]] * share
+
+
+def _copies(trace: Trace, columns: dict[str, Array], roof: Roof) -> None:
+    """A copy on the device reads and writes its bytes, a memset writes them; a copy to the host has another roof."""
+    host_copy = np.array([is_host_copy(name) for name in trace.names], dtype=bool)[trace.name]
+    for kind, factor in ((MEMCPY, 2.0), (MEMSET, 1.0)):
+        events = np.flatnonzero((trace.kind == kind) & ~host_copy & (trace.size >= 0))
+        columns["flops"][events], columns["flops_s"][events] = 0.0, 0.0
+        columns["bytes"][events] = factor * trace.size[events]
+        columns["bytes_s"][events] = factor * trace.size[events] / roof.bytes_per_s if roof.bytes_per_s else np.nan
+    to_host = np.flatnonzero((trace.kind == MEMCPY) & host_copy)
+    for values in columns.values():
+        values[to_host] = np.nan
+
+
+def _by_twin(trace: Trace, columns: dict[str, Array]) -> None:
+    """A kernel without an operator (a CUDA graph's) is given the mean work of the same kernel with the same grid
+    elsewhere in the trace."""
+    kernels = np.flatnonzero(trace.on_device)
+    _, key = np.unique(trace.name[kernels].astype(np.int64) << 32 | (trace.detail[kernels].astype(np.int64) + 1),
+                       return_inverse=True)  # fmt: skip
+    known = ~np.isnan(columns["flops"][kernels])
+    count = np.bincount(key[known], minlength=key.max() + 1)
+    for values in columns.values():
+        mine = values[kernels]
+        total = np.bincount(key[known], weights=np.nan_to_num(mine[known]), minlength=key.max() + 1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean = total / count
+        values[kernels[~known]] = mean[key[~known]]
+
+
+def _classes(trace: Trace, links: Links, model: Array, table: list[Op], works: tuple[str, ...]) -> Array:
+    """By the operator's model where there is one, else by the name."""
+    by_name = np.array([works.index(kernel_work(name)) for name in trace.names], dtype=np.int8)
+    by_model = np.array([works.index(WORK_OF_KIND[op.kind]) for op in table], dtype=np.int8)
+    work: Array = np.full(len(trace), -1, dtype=np.int8)
+    own = model >= 0
+    shown = trace.on_device | (trace.kind == OP)
+    work[shown] = by_name[trace.name[shown]]
+    if len(by_model):
+        work[own] = by_model[model[own]]
+        linked = np.flatnonzero(trace.on_device & (links.op >= 0))
+        linked = linked[(model[links.op[linked]] >= 0) & (work[linked] != works.index("collective"))]
+        from_op = by_model[model[links.op[linked]]]
+        vague = (from_op == works.index("elementwise")) & (work[linked] != works.index("other"))
+        work[linked] = np.where(vague, work[linked], from_op)
+    return work

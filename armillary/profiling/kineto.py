@@ -1,0 +1,131 @@
+"""torch-profiler (Kineto) events as columns.
+
+Every version since 2021 is read: categories and argument names changed over time, and AMD, Intel and MTIA builds use
+names of their own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from armillary.profiling.chrome import ChromeTrace
+from armillary.profiling.trace import ANNOTATION, KERNEL, MEMCPY, MEMSET, OP, PYTHON, RUNTIME, Recorder, Trace
+
+CATEGORIES = {
+    "cpu_op": OP, "operator": OP, "user_annotation": ANNOTATION, "python_function": PYTHON,
+    "cuda_runtime": RUNTIME, "cuda_driver": RUNTIME, "runtime": RUNTIME, "hip_runtime": RUNTIME,
+    "xpu_runtime": RUNTIME, "xpu_driver": RUNTIME, "mtia_runtime": RUNTIME, "privateuse1_runtime": RUNTIME,
+    "kernel": KERNEL, "gpu_memcpy": MEMCPY, "memcpy": MEMCPY, "gpu_memset": MEMSET, "memset": MEMSET,
+    "mtia_ccp_events": KERNEL, "concurrent_kernel": KERNEL, "privateuse1_kernel": KERNEL,
+}  # fmt: skip
+_WITH_NUMBERS = (
+    "aten::conv", "aten::_conv", "aten::scaled_dot", "aten::_scaled_dot", "aten::_flash", "aten::_efficient",
+    "aten::sum", "aten::mean", "aten::randn", "aten::rand", "aten::zeros", "aten::ones", "aten::full", "aten::empty",
+    "flash_attn", "aten::embedding_dense", "aten::repeat", "aten::expand",
+)  # fmt: skip
+"""operators whose numbers (stride, causal, dims …) a model of their work needs"""
+_DETAILS = {
+    "grid": "grid", "block": "block", "registers per thread": "registers", "shared memory": "shared_bytes",
+    "est. achieved occupancy %": "occupancy_percent", "warps per SM": "warps_per_sm",
+}  # fmt: skip
+
+
+def read(path: Path, *, gzipped: bool) -> Trace:
+    file = ChromeTrace(path, gzipped)
+    recorder = Recorder(source=str(path))
+    origin: float | None = None
+    for event in file:
+        if origin is None and isinstance(event.get("ts"), int | float):
+            origin = float(int(event["ts"]))
+        _take(recorder, event, origin or 0.0)
+    devices = sorted((d for d in _list(file.about.get("deviceProperties"))), key=lambda d: int(d.get("id", 0)))
+    job = file.about.get("distributedInfo")
+    world = job.get("world_size", 1) if isinstance(job, dict) else 1
+    return recorder.finish(
+        devices=tuple(str(d.get("name", "")) for d in devices),
+        device_bytes=tuple(float(d.get("totalGlobalMem", 0)) for d in devices),
+        world=world if isinstance(world, int) else 1,
+    )
+
+
+def _take(recorder: Recorder, event: dict[str, Any], origin: float) -> None:
+    phase = event.get("ph")
+    if phase == "X":
+        category = event.get("cat")
+        kind = CATEGORIES.get(category.lower()) if isinstance(category, str) else None
+        start, length = event.get("ts"), event.get("dur", 0)
+        if kind is not None and isinstance(start, int | float) and isinstance(length, int | float):
+            _keep(recorder, kind, event, (start - origin) * 1e-6, max(length, 0) * 1e-6)
+    elif phase == "i" and event.get("name") == "[memory]":
+        _keep_memory(recorder, event, origin)
+
+
+def _keep(recorder: Recorder, kind: int, event: dict[str, Any], start: float, seconds: float) -> None:
+    args = event.get("args")
+    args = args if isinstance(args, dict) else {}
+    name = str(event.get("name", ""))
+    thread = f"{event.get('pid')}/{event.get('tid')}"
+    if kind == PYTHON:
+        recorder.add(kind, name, start, seconds, thread)
+    elif kind in (OP, ANNOTATION):
+        recorder.add(_kind_of(kind, name), name, start, seconds, thread, external=_integer(args, "External id"),
+                     sequence=_integer(args, "Sequence number"), signature=_signature(recorder, name, args),
+                     detail=_context(recorder, args))  # fmt: skip
+    elif kind == RUNTIME:
+        recorder.add(kind, name, start, seconds, thread, correlation=_integer(args, "correlation"),
+                     external=_integer(args, "External id"))  # fmt: skip
+    else:
+        device = _integer(args, "device")
+        device = device if device >= 0 else event["pid"] if isinstance(event.get("pid"), int) else 0
+        stream = args.get("stream", event.get("tid"))
+        recorder.add(kind, name, start, seconds, f"{device}/{stream}", device=device % 32768,
+                     correlation=_integer(args, "correlation"), external=_integer(args, "External id"),
+                     detail=_detail(recorder, args), size=float(args.get("bytes", -1) or -1))  # fmt: skip
+
+
+def _kind_of(kind: int, name: str) -> int:
+    """Compiled regions are marked by annotations, but they are code that runs, as an operator is."""
+    compiled = kind == ANNOTATION and ("CompiledFxGraph" in name or name.startswith("Torch-Compiled Region"))
+    return OP if compiled else kind
+
+
+def _keep_memory(recorder: Recorder, event: dict[str, Any], origin: float) -> None:
+    args = event.get("args") or {}
+    on_host = _integer(args, "Device Type") <= 0
+    recorder.add_memory(
+        (float(event.get("ts", origin)) - origin) * 1e-6, int(args.get("Bytes", 0)),
+        int(args.get("Total Allocated", 0)), int(args.get("Addr", 0)) & (2**63 - 1),
+        -1 if on_host else max(_integer(args, "Device Id"), 0), f"{event.get('pid')}/{event.get('tid')}",
+    )  # fmt: skip
+
+
+def _signature(recorder: Recorder, name: str, args: dict[str, Any]) -> int:
+    dims = args.get("Input Dims") or args.get("Input dims")
+    if not isinstance(dims, list) or not dims:
+        return -1
+    types = args.get("Input type") or []
+    numbers = args.get("Concrete Inputs") or [] if name.startswith(_WITH_NUMBERS) else []
+    return recorder.intern_signature((str(dims), str(types), str(numbers)), dims, types, numbers)
+
+
+def _context(recorder: Recorder, args: dict[str, Any]) -> int:
+    """Call stack and module, as traces of 2021 to 2022 carry them."""
+    stack, module = args.get("Call stack"), args.get("Module Hierarchy")
+    if not stack and not module:
+        return -1
+    return recorder.intern_detail((stack, module), {"stack": stack or "", "module": module or ""})
+
+
+def _detail(recorder: Recorder, args: dict[str, Any]) -> int:
+    found = {ours: args[theirs] for theirs, ours in _DETAILS.items() if theirs in args}
+    return recorder.intern_detail(str(found), found) if found else -1
+
+
+def _integer(args: dict[str, Any], key: str) -> int:
+    value = args.get(key, -1)
+    return value if isinstance(value, int) and -(2**62) < value < 2**62 else -1
+
+
+def _list(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -1,0 +1,162 @@
+"""Loader: how fast a data path hands out batches, read plainly, by workers, ahead of time, and onto the device.
+
+A factory makes the batches; it is called in every worker with the worker's number and their count, so that each reads
+its own share. Start-up is left out: the clock runs from the first batch on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import pairwise
+from multiprocessing.util import Finalize
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from armillary.errors import BadData
+
+Factory = Callable[[int, int], Iterable[Any]]
+"""(worker, workers) -> batches: mappings or dataclasses of arrays, or arrays; must pickle where workers are used"""
+Watch = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way of feeding."""
+
+    workers: int = 0
+    """processes that read; 0: the training process itself"""
+    prefetch: int = 2
+    """batches each worker is ahead"""
+    pinned: bool = False
+    """batches pass through pinned memory"""
+    to_device: bool = False
+    """batches are copied to the device"""
+
+    def text(self) -> str:
+        ahead = f", {self.prefetch} ahead" if self.workers else ""
+        how = [name for name, on in (("pinned", self.pinned), ("to device", self.to_device)) if on]
+        return ", ".join([f"{self.workers} workers{ahead}", *how])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fed:
+    """How fast one way was."""
+
+    way: Way
+    """how"""
+    batches: int
+    """how many were timed"""
+    seconds: float
+    """median of one batch"""
+    tokens_per_s: float
+    """tokens over the whole time"""
+    bytes_per_s: float
+    """bytes of the arrays over the whole time"""
+
+
+def default_ways(device: torch.device, workers: Sequence[int] = (0, 1, 2)) -> list[Way]:
+    """Each number of workers, two batches ahead and eight; on a GPU also from plain and from pinned memory."""
+    plain = [Way(workers=count) for count in workers]
+    ahead = [Way(workers=count, prefetch=8) for count in workers if count]
+    if device.type != "cuda":
+        return plain + ahead
+    copies = [Way(workers=count, pinned=pinned, to_device=True) for count in workers for pinned in (False, True)]
+    return plain + ahead + copies
+
+
+def measure_loader(
+    factory: Factory,
+    ways: Sequence[Way],
+    *,
+    device: torch.device,
+    budget_s: float = 2.0,
+    watch: Watch = lambda done, total, what: None,
+) -> list[Fed]:
+    """Feed in each way for about `budget_s`."""
+    found = []
+    for number, way in enumerate(ways):
+        watch(number, len(ways), way.text())
+        found.append(_feed(factory, way, device, budget_s))
+    watch(len(ways), len(ways), "done")
+    return found
+
+
+def _feed(factory: Factory, way: Way, device: torch.device, budget_s: float) -> Fed:
+    batches = _batches(factory, way, device)
+    if next(batches, None) is None:
+        raise BadData("the data path gave no batch; prepare more text or use shorter sequences")
+    ends, tokens, num_bytes = [time.perf_counter()], 0, 0
+    for batch in batches:
+        tokens, num_bytes = tokens + _tokens(batch), num_bytes + _bytes(batch)
+        ends.append(time.perf_counter())
+        if ends[-1] - ends[0] >= budget_s:
+            break
+    if len(ends) < 2:
+        raise BadData("the data path gave one batch only; prepare more text or use shorter sequences")
+    took = ends[-1] - ends[0]
+    each = [end - begin for begin, end in pairwise(ends)]
+    return Fed(
+        way=way,
+        batches=len(each),
+        seconds=median(each),
+        tokens_per_s=tokens / took,
+        bytes_per_s=num_bytes / took,
+    )
+
+
+def _batches(factory: Factory, way: Way, device: torch.device) -> Iterator[Mapping[str, torch.Tensor]]:
+    ahead: dict[str, Any] = {}
+    if way.workers:
+        ahead = {"prefetch_factor": way.prefetch, "multiprocessing_context": "spawn", "worker_init_fn": _end_at_once}
+    loader = DataLoader(_Reading(factory), batch_size=None, num_workers=way.workers, pin_memory=way.pinned, **ahead)
+    for batch in loader:
+        if way.to_device:
+            batch = {name: array.to(device, non_blocking=way.pinned) for name, array in batch.items()}
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        yield batch
+
+
+def _end_at_once(worker: int) -> None:
+    """When a worker's queues are closed, end it there: threads of a GPU build of torch abort an ordinary exit."""
+    Finalize(None, os._exit, args=(0,), exitpriority=-100)
+
+
+class _Reading(IterableDataset):  # type: ignore[misc, type-arg, unused-ignore]
+    """The factory's batches as tensors; made in the worker that reads them."""
+
+    def __init__(self, factory: Factory) -> None:
+        self._factory = factory
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        return map(as_tensors, self._factory(worker, workers))
+
+
+def as_tensors(batch: Any) -> dict[str, torch.Tensor]:
+    """A mapping, dataclass or array of numpy as named tensors."""
+    if is_dataclass(batch) and not isinstance(batch, type):
+        named = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    else:
+        named = dict(batch) if isinstance(batch, Mapping) else {"tokens": batch}
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in named.items()}
+
+
+def _tokens(batch: Mapping[str, torch.Tensor]) -> int:
+    """Elements of the array that holds tokens, or of the first one."""
+    name = next((name for name in batch if name.startswith("tokens")), next(iter(batch)))
+    return int(batch[name].numel())
+
+
+def _bytes(batch: Mapping[str, torch.Tensor]) -> int:
+    return sum(array.numel() * array.element_size() for array in batch.values())
+
+

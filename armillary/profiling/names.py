@@ -1,0 +1,89 @@
+"""What a name in a trace means: the class of work of an operator or kernel, and what a host call waits for.
+
+Names are all that is left of a kernel inside a CUDA graph, so the tables are ordered from the most telling part on.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+_KERNELS: tuple[tuple[str, str], ...] = (
+    ("collective", r"nccl|rccl|oneccl|allreduce|all_reduce|allgather|all_gather|reducescatter|reduce_scatter"
+                   r"|alltoall|all_to_all|cross_device|symm_mem|deep_?ep|nvshmem"),
+    ("attention", r"flash|fmha|attention|attn|mha_|_sdpa|cudnn_generated_fort_native_sdpa|flex_"),
+    ("conv", r"conv(?!ert)|wgrad|dgrad|winograd|implicit_gemm|im2col|cudnn_infer|fprop|xdnn"),
+    ("optimizer", r"adam|sgd|\blamb(?!da)|adagrad|optimizer|muon"),
+    ("embedding", r"embedding|index_?select"),
+    ("gemm", r"gemm|matmul|cublas|cutlass|wgmma|_mm_|\bmm\b|addmm|bmm|cijk_|sm\d\d_xmma|gemv|splitk|dot_kernel"
+             r"|triton_tem|nvjet|dot_product"),
+    ("norm", r"layer_?norm|rms_?norm|batch_?norm|group_?norm|\bbn_|bn_fw|bn_bw"),
+    ("softmax", r"softmax|cross_entropy|nll|logsumexp"),
+    ("copy", r"memcpy|memset|copy|cat_?array|catarray|transpose|permute|fill|triton_poi_fused_clone|convert"),
+    ("elementwise", r"elementwise|triton_poi|triton_red|triton_per|pointwise|reduce|dropout|gelu|relu|silu|distribution"
+                    r"|index|scatter|sort|topk|scan|cpp_fused|multi_tensor|foreach|fused"),
+)  # fmt: skip
+_KERNEL_PATTERNS = tuple((work, re.compile(pattern)) for work, pattern in _KERNELS)
+
+_SYNC_CALLS = re.compile(
+    r"^(cuda|hip|cu)(Stream|Device|Event|Ctx)Synchronize|^(cuda|hip)Memcpy(2D|3D|ToSymbol|FromSymbol)?$"
+    r"|^cuMemcpy\w*_v2$"
+)
+_SYNC_OPS = frozenset({
+    "aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal",
+})  # fmt: skip
+_COMM = re.compile(r"^(c10d::|_c10d_functional::|gloo:|nccl:|mpi:|ucc:|record_param_comms|ProcessGroup)")
+_LOADER = re.compile(r"^enumerate\(DataLoader\)|dataloader\.py\(\d+\): (__next__|_next_data|_get_data|_try_get_data)")
+_LAUNCHES = re.compile(r"Launch|MemcpyAsync|MemsetAsync")
+_SLOW_CALLS = re.compile(
+    r"Malloc|Free|HostAlloc|HostRegister|ModuleLoad|LibraryLoad|GetFunction|GraphInstantiate|PriorityRange"
+)
+_PRIVATE = re.compile(r"^(autograd::|CompiledFunction|Torch-Compiled|## Call|TorchDynamo|Optimizer\.|torch::autograd)")
+_VIEWS = """
+    view as_strided expand expand_as t transpose permute reshape _reshape_alias _unsafe_view detach detach_ alias empty
+    empty_like empty_strided new_empty new_empty_strided resize_ select slice narrow unbind split split_with_sizes chunk
+    squeeze unsqueeze squeeze_ unsqueeze_ flatten unflatten view_as diagonal lift_fresh result_type set_ swapaxes
+    movedim numpy_T mT unfold broadcast_tensors resolve_conj resolve_neg is_same_size unsafe_split is_pinned
+    contiguous to
+"""  # `to` and `contiguous` do their work in copy_, a child
+VIEWS = frozenset("aten::" + name for name in _VIEWS.split())
+"""operators that touch no element"""
+
+
+@cache
+def kernel_work(name: str) -> str:
+    """gemm, attention, conv … by a kernel's name."""
+    text = name.lower()
+    if text.startswith(("triton_poi", "triton_red", "triton_per")):  # their names list what was fused, products too
+        return "elementwise"
+    return next((work for work, pattern in _KERNEL_PATTERNS if pattern.search(text)), "other")
+
+
+@cache
+def is_comm_kernel(name: str) -> bool:
+    return kernel_work(name) == "collective"
+
+
+@cache
+def host_state(name: str, kind: str) -> str:
+    """What the host is at during a call: sync, comm, loader, slow, launch, view, code (autograd, compiled), op, python
+    or annotation."""
+    if _LOADER.search(name):
+        return "loader"
+    if kind in ("op", "annotation") and _COMM.search(name):
+        return "comm"
+    if kind == "runtime":
+        return "sync" if _SYNC_CALLS.match(name) else "slow" if _SLOW_CALLS.search(name) else "launch"
+    if kind == "op":
+        return "sync" if name in _SYNC_OPS else "view" if name in VIEWS else "code" if _PRIVATE.match(name) else "op"
+    return kind
+
+
+@cache
+def is_launch(name: str) -> bool:
+    return bool(_LAUNCHES.search(name))
+
+
+def is_host_copy(name: str) -> bool:
+    """Between host and device, in either direction."""
+    return "HtoD" in name or "DtoH" in name or "Host" in name

@@ -1,0 +1,67 @@
+"""Random numbers to measure on: zeros are quicker on real chips, and hide unwritten results.
+
+A pool is one long row of random values; buffers and matrices are stretches of it, so that many of them cost one fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+_BLOCK = 4_194_301
+"""prime, so that rows of matrices do not fall on the same values again and again"""
+
+
+def random_row(count: int, dtype: torch.dtype, device: torch.device, *, seed: int = 0) -> torch.Tensor:
+    """`count` random values: normal for floats, the whole range for int8."""
+    generator = torch.Generator(device).manual_seed(seed)
+    drawn = _drawn(min(count, _BLOCK), dtype, device, generator)
+    if count <= _BLOCK:
+        return drawn
+    row = torch.empty(count, dtype=dtype, device=device)
+    for start in range(0, count, _BLOCK):  # repeating a block fills memory at its own speed
+        row[start : start + _BLOCK] = drawn[: count - start]
+    return row
+
+
+def _drawn(count: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    if dtype == torch.int8:
+        return torch.randint(-128, 128, (count,), dtype=dtype, device=device, generator=generator)
+    return torch.randn(count, device=device, generator=generator).to(dtype)
+
+
+_ALIGN = 64
+"""elements; every buffer starts at a multiple, so that the quickest loads can be used"""
+
+
+class Pool:
+    """A row that is handed out in sets of buffers, from the start again when it is used up; buffers of one set never
+    overlap."""
+
+    def __init__(self, row: torch.Tensor) -> None:
+        self._row = row
+
+    def sets(self, count: int, shapes: Sequence[tuple[int, ...]]) -> list[list[torch.Tensor]]:
+        """`count` times one buffer of each shape."""
+        size = set_elements(shapes)
+        fitting = self._row.numel() // size
+        assert fitting, "the pool is smaller than one set"
+        return [self._set(number % fitting * size, shapes) for number in range(count)]
+
+    def _set(self, start: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+        buffers = []
+        for shape in shapes:
+            buffers.append(self._row[start : start + prod(shape)].view(*shape))
+            start += _aligned(prod(shape))
+        return buffers
+
+
+def set_elements(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Elements of the row that one set takes."""
+    return sum(_aligned(prod(shape)) for shape in shapes)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGN) * _ALIGN

@@ -1,0 +1,111 @@
+"""One recording: torch's profiler, module names and Python samples, joined in one Chrome trace.
+
+Only torch and the standard library are used, because this also runs inside other people's scripts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from armillary.profiling.module_names import ModuleNames
+from armillary.profiling.sample_places import sample_events
+from armillary.profiling.sampler import Sampler
+
+STEP = "ProfilerStep#"
+"""what the annotation of a step begins with, as torch.profiler writes it"""
+
+
+class Recorder:
+    """`start()`, then `begin_step()` before each step, `stop()`, and `save(path)`."""
+
+    def __init__(self, *, memory: bool = True, stacks: bool = True) -> None:
+        _quiet()
+        self._profiler = torch.profiler.profile(
+            activities=activities(), record_shapes=True, profile_memory=memory
+        )
+        self._sampler = Sampler() if stacks else None
+        self._modules = ModuleNames()
+        self._step: Any = None
+        self.steps = 0
+        self.running = False
+
+    def start(self) -> None:
+        self.running = True
+        with warnings.catch_warnings():  # torch 2.11 warns at every start that it forgets earlier recordings
+            warnings.simplefilter("ignore")
+            self._profiler.start()
+        self._modules.__enter__()
+        with record_function("armillary: first annotation"):  # pays what the first one costs
+            pass
+        if self._sampler:
+            self._sampler.start()
+
+    def begin_step(self) -> None:
+        self.end_step()
+        self._step = record_function(f"{STEP}{self.steps}")
+        self._step.__enter__()
+
+    def end_step(self) -> None:
+        """Close the step in progress; on an accelerator, once its work is done."""
+        if self._step is not None:
+            finish()
+            self._step.__exit__(None, None, None)
+            self._step = None
+            self.steps += 1
+
+    def stop(self) -> None:
+        self.running = False
+        if self._sampler:
+            self._sampler.stop()
+        self._modules.__exit__(None, None, None)
+        self._profiler.stop_trace()
+
+    def save(self, path: Path) -> Path:
+        """The trace as JSON, samples included."""
+        raw = path.with_name(f".{path.name}.raw.json")
+        profiler = self._profiler.profiler
+        assert profiler is not None
+        profiler.kineto_results.save(str(raw))
+        try:
+            self._join(raw, path)
+        finally:
+            raw.unlink()
+        return path
+
+
+    def _join(self, raw: Path, path: Path) -> None:
+        """Names and samples go in front of torch's own events, whose text stays as it is."""
+        text = raw.read_text(errors="replace")
+        mark = re.search(r'"traceEvents":\s*\[', text)
+        assert mark, "a trace has events"
+        whole = json.loads(text, strict=False)
+        base_ns, pid = int(whole.get("baseTimeNanoseconds", 0)), os.getpid()
+        added = self._modules.events(pid, base_ns)
+        if self._sampler:
+            added += sample_events(self._sampler.samples(), [*added, *whole["traceEvents"]], base_ns, pid)
+        lines = "".join(json.dumps(event) + ",\n" for event in added)
+        path.write_text(f"{text[: mark.end()]}\n{lines}{text[mark.end() :]}")
+
+
+def activities() -> list[ProfilerActivity]:
+    found = [ProfilerActivity.CPU]
+    return [*found, ProfilerActivity.CUDA] if torch.cuda.is_available() else found
+
+
+def finish() -> None:
+    """Wait for the accelerator, so that a step holds all of its own work."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _quiet() -> None:
+    """The profiler prints lines of its own on stderr at every start; its variable is read at the first."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")

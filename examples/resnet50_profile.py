@@ -1,0 +1,79 @@
+"""Profile a forward pass of ResNet-50: top operators, eager against compiled, the layer of peak memory.
+
+    python examples/resnet50_profile.py              the GPU where there is one, and the CPU
+    python examples/resnet50_profile.py --quick      small images on the CPU, for a look in seconds
+
+docs/resnet50.md goes through what it prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from resnet import resnet50
+
+import armillary
+from armillary.profiling.page import write_page
+from armillary.profiling.profile import Profile, Row
+from armillary.profiling.words import budget_line, memory_line
+from armillary.units import seconds_text
+
+
+def forward(device: str, batch: int, size: int, *, compiled: bool = False) -> Callable[[], object]:
+    """One forward pass on random images, as a callable; gradients are kept, so activations are too."""
+    torch.manual_seed(0)
+    model = resnet50().to(device)
+    images = torch.randn(batch, 3, size, size, device=device)
+    run = torch.compile(model) if compiled else model
+    return lambda: run(images)
+
+
+def show(title: str, found: Profile) -> None:
+    print(f"\n{title}: {budget_line(found)}")
+    for place, row in enumerate(top_three(found), start=1):
+        times = f"CPU {seconds_text(row.cpu_s / found.steps)}, device {seconds_text(row.device_s / found.steps)}"
+        kernel = next((each.name for each in found.kernels if each.work == row.work), "it runs on the host")
+        print(f"  {place}. {row.name}, {row.calls // found.steps} calls: {times}; {row.bound} bound; kernel {kernel}")
+    for finding in found.findings[:3]:
+        print(f"  - {finding}")
+    if found.memory:
+        print(f"  {memory_line(found)}")
+
+
+def top_three(found: Profile) -> list[Row]:
+    return sorted(found.operators, key=lambda row: -row.device_s)[:3]
+
+
+def compare(eager: Profile, compiled: Profile) -> None:
+    faster = eager.step_s / compiled.step_s
+    print(f"\ncompiled: {seconds_text(eager.step_s)} → {seconds_text(compiled.step_s)}, {faster:.2f} × as fast")
+    print(f"  kernels and operators a step: {calls(eager):,} → {calls(compiled):,}")
+
+
+def calls(found: Profile) -> int:
+    return sum(row.calls for row in found.kernels or found.operators) // found.steps
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--quick", action="store_true", help="small images on the CPU, nothing compiled")
+    options.add_argument("--html", type=Path, help="also write a page")
+    quick, html = vars(options.parse_args()).values()
+    batch, size, steps = (2, 32, 2) if quick else (16, 224, 5)
+    devices = ["cpu"] if quick or not torch.cuda.is_available() else ["cpu", "cuda"]
+    eager = {device: armillary.profile(forward(device, batch, size), steps=steps, warmup=2) for device in devices}
+    for device, found in eager.items():
+        show(f"ResNet-50 on {device}, {batch} images of {size} × {size}", found)
+        if html:
+            print(f"  page: {write_page(found, html.with_stem(f'{html.stem}-{device}'))}")
+    for device in [] if quick else devices:  # last: modules are not named any more once something was compiled
+        compiled = armillary.profile(forward(device, batch, size, compiled=True), steps=steps)
+        show(f"compiled on {device}", compiled)
+        compare(eager[device], compiled)
+
+
+if __name__ == "__main__":
+    main()

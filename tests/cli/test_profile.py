@@ -1,0 +1,133 @@
+"""profile and plan amdahl through the command line: each kind of target, human, json and quiet, and what goes wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from armillary.profiling.profile import Profile, read_profile
+from armillary.store.home import Home
+from tests.cli.test_model_verbs import RECIPE
+from tests.conftest import Ran
+from tests.profiling.profiles import made_profile
+
+Cli = Callable[..., Ran]
+STEP = """
+import torch
+
+x = torch.randn(64, 64)
+
+def step():
+    return x @ x
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def error(ran: Ran) -> str:
+    assert ran.code == 2 and ran.err.startswith("error: ") and ran.err.count("\n") == 1, ran.err
+    return ran.err.removeprefix("error: ").rstrip()
+
+
+@pytest.fixture
+def module(here: Path) -> str:
+    """A module of its own name, as Python keeps what it has imported."""
+    name = f"profiled_{here.name}"
+    (here / f"{name}.py").write_text(STEP)
+    return name
+
+
+def test_a_callable_and_its_trace(cli: Cli, module: str, here: Path) -> None:
+    ran = cli("profile", f"{module}:step", "--steps", "2", "--trace", "t.json")
+    assert ran.code == 0, ran.err
+    assert "\nstep " in ran.out and "aten::mm" in ran.out and "report: profile.html" in ran.out
+    assert "<svg" in (here / "profile.html").read_text()
+    again = cli("profile", "t.json", "--json", "--html", "again.html")
+    assert again.code == 0, again.err
+    found = Profile.from_json(again.out)
+    assert found.steps == 2 and next(row for row in found.operators if row.name == "aten::mm").calls == 2
+    (here / "before.json").write_text(again.out)
+    assert read_profile(here / "before.json") == found
+    compared = cli("profile", "t.json", "--compare", "before.json")
+    assert compared.code == 0 and ", 1.00 ×" in compared.out
+    assert cli("profile", "before.json", "--quiet").out == "profile.html\n"
+
+
+def test_a_recipe(cli: Cli, here: Path) -> None:
+    source = here / "text"
+    source.mkdir()
+    for i in range(20):
+        (source / f"{i}.py").write_text(f"def f_{i}(x):\n    return x + {i}\n" * 20)
+    (here / "r.toml").write_text(RECIPE.format(source=source))
+    ran = cli("profile", "r.toml", "--steps", "2", "--device", "cpu", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["steps"] == 2 and sum(ran.json["budget"].values()) == pytest.approx(ran.json["wall_s"], rel=0.005)
+    assert not (here / "home" / "runs").exists()
+
+
+@pytest.mark.slow  # a real run
+def test_a_script(cli: Cli, home: Home, here: Path) -> None:
+    (here / "s.py").write_text("import torch, sys\nprint('said')\ntorch.ones(9, 9).mm(torch.ones(9, 9))\nsys.exit(7)")
+    ran = cli("profile", "--json", "--home", str(home.work), "--", sys.executable, "s.py")
+    assert ran.code == 7 and "said\n" in ran.err and "exit code 7" in ran.err
+    assert ran.json["source"] == "s.py" and any("whole run" in note for note in ran.json["notes"])
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("nothing",), "nothing to profile in 'nothing'; give a recipe.toml"),
+        (("train.py",), "write armillary profile -- python train.py"),
+        (("absent.json",), "no trace absent.json"),
+        (("absent_module:step",), "no module 'absent_module' here"),
+        (("x.json", "--device", "cpu"), "--set and --device are for recipes"),
+        (("x.json", "y.json"), "'y.json' comes after x.json"),
+        (("x.json", "--compare", "absent.json"), "no trace absent.json"),
+        (("x.json", "--steps", "0"), "0 is not in the range"),
+    ],
+)
+def test_what_cannot_be_profiled(cli: Cli, args: tuple[str, ...], said: str) -> None:
+    assert said in error(cli("profile", *args))
+
+
+@pytest.mark.parametrize("name", ["number", "absent", ""])
+def test_a_name_that_is_no_function(cli: Cli, module: str, name: str) -> None:
+    assert f"has no function '{name}'" in error(cli("profile", f"{module}:{name}"))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "not json", '{"traceEvents": []}', '{"wall_s": 1}'])
+def test_a_broken_file_is_said(cli: Cli, here: Path, text: str) -> None:
+    (here / "t.json").write_text(text)
+    assert "t.json" in error(cli("profile", "t.json"))
+
+
+def test_a_profile_made_elsewhere_is_shown(cli: Cli, here: Path) -> None:
+    (here / "p.json").write_text(made_profile().to_json())
+    ran = cli("profile", "p.json")
+    assert ran.out.startswith("step 100 ms = useful 28 %") and "1. loader starves" in ran.out
+    assert "train.py:88" in ran.out and "memory peak 5.00 GB" in ran.out
+
+
+# --- plan amdahl
+
+
+def test_amdahl(cli: Cli) -> None:
+    ran = cli("plan", "amdahl", "gemm=0.8")
+    assert "80 %" in ran.out and "1.67 ×" in ran.out and "5.00 ×" in ran.out
+    rows = cli("plan", "amdahl", "norm=10%", "gemm=0.8", "--speedup", "4", "--json").json
+    assert [row["part"] for row in rows] == ["gemm", "norm"] and rows[0]["speedup"] == pytest.approx(2.5)
+    assert cli("plan", "amdahl", "gemm=0.8", "--quiet").out == "1.667\n"
+
+
+@pytest.mark.parametrize("part", ["gemm", "gemm=x", "gemm=1.5", "=", "gemm=-1", "gemm=nan"])
+def test_shares_that_make_no_sense(cli: Cli, part: str) -> None:
+    assert ";" in error(cli("plan", "amdahl", part))

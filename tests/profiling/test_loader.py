@@ -1,0 +1,67 @@
+"""Loader: what a factory gives is counted, from this process and from a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from armillary.errors import BadData
+from armillary.profiling.loader import Way, as_tensors, default_ways, measure_loader
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens_BT: np.ndarray
+    targets_BT: np.ndarray
+
+
+def batches(worker: int, workers: int) -> Iterator[Batch]:
+    for step in count(worker, workers):
+        tokens = np.full((2, 8), step, np.int64)
+        yield Batch(tokens_BT=tokens, targets_BT=tokens + 1)
+
+
+def two(worker: int, workers: int) -> Iterator[Any]:
+    return islice(batches(worker, workers), 1)
+
+
+def test_tokens_and_bytes_are_those_of_the_arrays() -> None:
+    (fed,) = measure_loader(batches, [Way()], device=CPU, budget_s=0.01)
+    assert fed.batches > 1 and fed.seconds > 0
+    assert fed.bytes_per_s == pytest.approx(fed.tokens_per_s * 16), "two int64 arrays, tokens counted once"
+
+
+def test_a_worker_reads_its_share() -> None:
+    told: list[tuple[int, int, str]] = []
+    way = Way(workers=1, prefetch=4)
+    (fed,) = measure_loader(batches, [way], device=CPU, budget_s=0.01, watch=lambda *state: told.append(state))
+    assert fed.way == way and fed.tokens_per_s > 0
+    assert told == [(0, 1, "1 workers, 4 ahead"), (1, 1, "done")]
+
+
+def test_a_path_that_ends_at_once_is_refused() -> None:
+    with pytest.raises(BadData, match="one batch only"):
+        measure_loader(two, [Way()], device=CPU, budget_s=0.01)
+    with pytest.raises(BadData, match="no batch"):
+        measure_loader(lambda worker, workers: [], [Way()], device=CPU, budget_s=0.01)
+
+
+def test_batches_of_any_make_become_named_tensors() -> None:
+    row = np.arange(6, dtype=np.int32)
+    assert list(as_tensors(Batch(row, row))) == ["tokens_BT", "targets_BT"]
+    assert torch.equal(as_tensors({"x": row})["x"], torch.arange(6, dtype=torch.int32))
+    assert list(as_tensors(row)) == ["tokens"]
+
+
+def test_ways_of_a_cpu_and_of_a_gpu() -> None:
+    assert [way.workers for way in default_ways(CPU)] == [0, 1, 2, 1, 2]
+    on_gpu = default_ways(torch.device("cuda"), (0, 2))
+    assert {(way.pinned, way.to_device) for way in on_gpu} == {(False, False), (False, True), (True, True)}
