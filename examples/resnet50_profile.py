@@ -35,8 +35,8 @@ def show(title: str, found: Profile) -> None:
     print(f"\n{title}: {budget_line(found)}")
     for place, row in enumerate(top_three(found), start=1):
         times = f"CPU {seconds_text(row.cpu_s / found.steps)}, device {seconds_text(row.device_s / found.steps)}"
-        kernel = next((each.name for each in found.kernels if each.work == row.work), "it runs on the host")
-        print(f"  {place}. {row.name}, {row.calls // found.steps} calls: {times}; {row.bound} bound; kernel {kernel}")
+        kernel = row.details.get("kernels", ["on the host, no kernel"])[0]
+        print(f"  {place}. {row.name}, {row.calls // found.steps} calls: {times}; {row.bound} bound; {kernel}")
     for finding in found.findings[:3]:
         print(f"  - {finding}")
     if found.memory:

@@ -13,6 +13,9 @@ import pytest
 
 # Small tensors gain nothing from threads, and threads that spin on a busy machine make tests many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Without a GPU, Triton kernels are interpreted; triton looks at this when it is first imported.
+if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from armillary.store.home import Home
 from tests.ranks import Ranks

@@ -13,6 +13,7 @@ from armillary.cli.open_model import need_torch
 from armillary.cli.output import Output, path_text
 from armillary.cli.profile_tables import say_comparison, say_profile
 from armillary.cli.profiled_step import callable_step, recipe_step
+from armillary.cli.roof import measure_once
 from armillary.cli.verb import set_option, verb
 from armillary.errors import BadInput, NotFound
 from armillary.store.home import Home
@@ -107,8 +108,10 @@ def _profile(out: Output, home: Home, target: tuple[str, ...], asked: Asked) -> 
 def _script(out: Output, home: Home, target: tuple[str, ...], asked: Asked) -> tuple[Profile, int]:
     if asked.overrides or asked.device:
         raise BadInput("--set and --device are for recipes; give a script its own options after its name")
-    from armillary.profiling.script import profile_script
+    from armillary.profiling.script import parse, profile_script
 
+    parse(target)
+    measure_once(out, home)
     # with --json or --quiet stdout is for the answer alone
     stdout = None if out.mode == "human" else sys.stderr.fileno()
     sys.stdout.flush()
@@ -126,6 +129,7 @@ def _step(out: Output, home: Home, name: str, asked: Asked) -> Profile:
 
     make = recipe_step if name.endswith(".toml") else callable_step
     with make(out, home, name, asked.overrides, asked.device) as step:
+        measure_once(out, home, asked.device)
         out.say(f"profiling {asked.steps} steps of {name}")
         return capture(step, steps=asked.steps, home=home, trace_path=asked.trace, source=name)
 

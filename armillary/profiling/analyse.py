@@ -9,6 +9,7 @@ from armillary.profiling.budget import Budget, budget
 from armillary.profiling.findings import findings
 from armillary.profiling.gaps import as_gaps
 from armillary.profiling.judged import Judged, judge
+from armillary.profiling.kernel_time import KERNEL_PARTS
 from armillary.profiling.memory_timeline import memory_timeline
 from armillary.profiling.profile import Profile, Roof
 from armillary.profiling.rows import rows
@@ -47,26 +48,26 @@ def device_name(trace: Trace) -> str:
 
 def amdahl_of(profile: Profile) -> tuple[AmdahlRow, ...]:
     """What each class of kernels and each other part of the budget is worth."""
-    kernel_s = profile.budget.get("useful", 0.0) + profile.budget.get("inefficiency", 0.0)
+    kernel_s = sum(profile.budget.get(part, 0.0) for part in KERNEL_PARTS)
     worked = [row for row in (profile.kernels or profile.operators) if row.work != "collective"]
     total = sum(row.device_s for row in worked)
     shares: dict[str, float] = {}
     for row in worked:
         share = row.device_s / total * kernel_s / profile.wall_s if total and profile.wall_s else 0.0
         shares[row.work] = shares.get(row.work, 0.0) + share
-    others = {part: profile.fraction(part) for part in profile.budget if part not in ("useful", "inefficiency")}
+    others = {part: profile.fraction(part) for part in profile.budget if part not in KERNEL_PARTS}
     return amdahl({**{work: share for work, share in shares.items() if share > 0}, **others})
 
 
 def _notes(judged: Judged, spent: Budget) -> tuple[str, ...]:
     trace, notes = judged.trace, []
     if judged.roof.source == "unknown":
-        notes.append("no ceiling of this device is known, so kernel time is shown whole as useful: "
-                     "measure it with armillary bench")  # fmt: skip
+        notes.append("no ceiling of this device is known, so kernel time is not judged: "
+                     "measure it with armillary bench ceilings on that machine")  # fmt: skip
     elif spent.kernels.judged < 0.95:
         share = 1 - spent.kernels.judged
-        notes.append(f"{share:.0%} of kernel time has no model of its work (no shapes in the trace): "
-                     "it is divided as the rest is")  # fmt: skip
+        notes.append(f"{share:.0%} of kernel time has no model of its work (no shapes in the trace, or code of "
+                     "one's own): it is not judged")  # fmt: skip
     if judged.roof.source == "catalogue":
         notes.append("held against the catalogue's peaks, which no kernel quite reaches: measure with armillary bench")
     if judged.links.graph.any():

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from armillary.profiling.random_data import Pool, random_row, set_elements
+from armillary.kernels.random_data import Pool, random_row, set_elements
+from armillary.kernels.timing import Call
 from armillary.profiling.settings import Settings
-from armillary.profiling.timing import Call
 
 _MIB = 1 << 20
 _TIMES_CACHE = 4

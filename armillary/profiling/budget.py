@@ -104,7 +104,7 @@ def _gpu_budget(judged: Judged, window: Window) -> Budget:
     kernels = split_kernel_time(judged, compute, (end - start)[work], length(start[work], end[work]))
     stretches = idle_stretches(trace, judged.host, judged.links, events, window.span)
     stretches += _running(alone, "comm") + _running(copies, "copy")
-    parts = {"useful": kernels.useful_s, "inefficiency": kernels.inefficient_s}
+    parts = dict(kernels.parts)
     for stretch in stretches:
         for (part, _), seconds in stretch.causes.items():
             parts[part] = parts.get(part, 0.0) + seconds

@@ -86,7 +86,8 @@ def _argument(signature: Signature, index: int) -> Tensor | tuple[Tensor, ...] |
     if not isinstance(dims, tuple):
         return None
     if dims and isinstance(dims[0], tuple):
-        return tuple(Tensor(tuple(shape)) for shape in dims if all(isinstance(n, int) for n in shape))
+        number = _TYPES.get(kind.removeprefix("TensorList").strip(), ("fp32", 4))  # torch does not tell: fp32
+        return tuple(Tensor(tuple(shape), *number) for shape in dims if all(isinstance(n, int) for n in shape))
     if kind not in _TYPES or not all(isinstance(n, int) for n in dims):
         return None
     return Tensor(tuple(dims), *_TYPES[kind])

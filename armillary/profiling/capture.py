@@ -37,11 +37,14 @@ def profile(
     stacks: bool = True,
     trace_path: str | Path | None = None,
     source: str = "",
+    twin: Callable[[], object] | None = None,
 ) -> Profile:
     """Where the time of `steps` calls of `step` goes, after `warmup` calls that do not count.
 
     `memory` records allocations and `stacks` where Python stands; the Chrome trace is kept at `trace_path`. The roof
-    is the one measured on this device and kept in `home`, or the catalogue's.
+    is the one measured on this device and kept in `home`, or the catalogue's. A step that replays a CUDA graph hides
+    its operators and shapes: `twin` does the same work without the graph, is called once beside the steps, and lends
+    its kernels' FLOPs and bytes to those of the graph.
     """
     if steps < 1 or warmup < 0:
         raise BadInput(f"cannot profile {steps} steps after {warmup}; give at least 1 after 0 or more")
@@ -49,7 +52,7 @@ def profile(
         step()
     plain_s = _timed(step, steps)
     recorder = Recorder(memory=memory, stacks=stacks)
-    record(recorder, step, steps)
+    record(recorder, step, steps, twin)
     with ExitStack() as stack:
         folder = Path(trace_path).parent if trace_path else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         path = recorder.save(folder / (Path(trace_path).name if trace_path else "trace.json"))
@@ -57,10 +60,14 @@ def profile(
     return with_overhead(found, plain_s)
 
 
-def record(recorder: Recorder, step: Callable[[], object], steps: int) -> None:
+def record(
+    recorder: Recorder, step: Callable[[], object], steps: int, twin: Callable[[], object] | None = None
+) -> None:
     """`steps` calls in a recording, after one that pays what the first costs; one that raises still ends it."""
     recorder.start()
     try:
+        if twin is not None:
+            twin()
         step()
         finish()
         for _ in range(steps):

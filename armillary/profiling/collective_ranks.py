@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import ArmillaryError
-from armillary.profiling.timing import Call, calls_per_sample, num_samples, summary
+from armillary.kernels.timing import Call, calls_per_sample, num_samples, summary
 
 _SPAWN = get_context("spawn")
 _SILENCE_S = 120.0

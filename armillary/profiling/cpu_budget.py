@@ -12,7 +12,7 @@ import numpy as np
 from armillary.profiling.gaps import CAUSE_OF_STATE, GLUE_S, Stretch
 from armillary.profiling.host import QUIET, STATES, Segments
 from armillary.profiling.judged import Judged
-from armillary.profiling.kernel_time import KernelTime, split_kernel_time
+from armillary.profiling.kernel_time import NO_TIME, KernelTime, split_kernel_time
 from armillary.profiling.roofline import LAUNCH_S
 from armillary.profiling.spans import clip, covered_within, gaps_between
 from armillary.profiling.trace import OP, Array
@@ -24,8 +24,7 @@ Parts = dict[str, float]
 def cpu_budget(judged: Judged, span: tuple[float, float]) -> tuple[Parts, list[Stretch], KernelTime, Array]:
     host = judged.host
     if host.main_thread is None:
-        nothing = KernelTime(useful_s=0.0, inefficient_s=0.0, judged=1.0)
-        return {"unknown": span[1] - span[0]}, [], nothing, np.zeros(0, dtype=np.int64)
+        return {"unknown": span[1] - span[0]}, [], NO_TIME, np.zeros(0, dtype=np.int64)
     segments = host.threads[host.main_thread]
     start, end = clip(segments.start, segments.end, *span)
     seconds, state = end - start, segments.state
@@ -33,7 +32,7 @@ def cpu_budget(judged: Judged, span: tuple[float, float]) -> tuple[Parts, list[S
     work = _working(judged, segments)
     owner = np.where(host.worker[segments.event] >= 0, host.worker[segments.event], segments.event)
     events, kernels, dispatch_s = _operators(judged, owner[work], seconds[work])
-    parts["useful"], parts["inefficiency"] = kernels.useful_s, kernels.inefficient_s
+    parts |= kernels.parts
     comm, loader, slow = (state == STATES.index(name) for name in ("comm", "loader", "slow"))
     sync = np.isin(state, [STATES.index("copy"), STATES.index("sync")]) & ~work
     overhead = (state >= QUIET) & ~work & ~comm & ~loader & ~slow & ~sync

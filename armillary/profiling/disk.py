@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from armillary.kernels.timing import Timing, summary
 from armillary.profiling.settings import Settings
-from armillary.profiling.timing import Timing, summary
 
 _MIB = 1 << 20
 _SEQUENTIAL, _RANDOM = 4 * _MIB, 4096

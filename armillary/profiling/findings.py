@@ -11,12 +11,14 @@ from armillary.profiling.amdahl import speedup
 from armillary.profiling.budget import Budget
 from armillary.profiling.gaps import gil_waits
 from armillary.profiling.judged import Judged
-from armillary.profiling.profile import Cause, Gap, Profile
+from armillary.profiling.profile import Cause, Gap, Profile, Row
 from armillary.profiling.trace import Array
 from armillary.units import seconds_text
 
 _WORTH = 0.03
 """share of the time below which nothing is said"""
+_LARGE = 0.3
+"""share of the time from which a kernel is spoken of though it is near its roof"""
 _MOST_KERNELS = 4
 """kernels that are spoken of one by one"""
 
@@ -28,9 +30,11 @@ class Finding:
     saves: float
     """share of the wall time that would go, 0 to 1"""
     text: str
+    hope: str = "without it"
+    """what would have to happen"""
 
     def line(self) -> str:
-        return f"{self.text}: at most {speedup(min(self.saves, 0.999), float('inf')):.2f} × faster without it"
+        return f"{self.text}: at most {speedup(min(self.saves, 0.999), float('inf')):.2f} × faster {self.hope}"
 
 
 def findings(profile: Profile, judged: Judged, spent: Budget) -> Profile:
@@ -39,8 +43,14 @@ def findings(profile: Profile, judged: Judged, spent: Budget) -> Profile:
     ranked = sorted((one for one in found if one.saves >= _WORTH), key=lambda one: -one.saves)
     lines = [one.line() for one in ranked]
     if not lines:
-        lines = [f"nothing stands out: {profile.fraction('useful'):.0%} of the time is work at the roof"]
+        lines = [_nothing(profile)]
     return replace(profile, findings=tuple(lines))
+
+
+def _nothing(profile: Profile) -> str:
+    if profile.fraction("unjudged") > profile.fraction("useful"):
+        return f"nothing stands out; {profile.fraction('unjudged'):.0%} of the time is kernels that cannot be judged"
+    return f"nothing stands out: {profile.fraction('useful'):.0%} of the time is work at the roof"
 
 
 def _launches(profile: Profile, spent: Budget) -> Iterator[Finding]:
@@ -103,18 +113,29 @@ def _kernels(profile: Profile) -> Iterator[Finding]:
     """Kernels far from their roof, and chains of small memory-bound ones that fusing would join."""
     rows = profile.kernels or profile.operators
     for row in rows[:_MOST_KERNELS]:
-        if row.roof_s is None or not row.seconds or row.work == "collective" or row.bound == "overhead":
-            continue
-        lost = max(0.0, row.seconds - row.roof_s) / profile.wall_s
-        reached = f"{min(1.0, row.roof_fraction or 0.0):.0%} of the {row.bound} roof"
-        yield Finding(lost, f"{_short(row.name)} ({row.work}) takes {row.seconds / profile.wall_s:.0%} of the time at "
-                            f"{reached}")  # fmt: skip
+        if row.seconds and row.work != "collective" and row.bound != "overhead":
+            yield _kernel(row, profile.wall_s)
     chain = [row for row in rows if row.bound == "memory" and row.work in ("elementwise", "norm", "copy", "softmax")]
     seconds, calls = sum(row.seconds for row in chain), sum(row.calls for row in chain)
     if calls > 1:
         count = f"{calls / profile.steps:,.0f}"
         text = f"{count} memory-bound operations a step pass data through memory again and again; fuse them"
         yield Finding(seconds / profile.wall_s * (1 - 1 / max(2, min(calls / profile.steps, 4))), text)
+
+
+def _kernel(row: Row, wall_s: float) -> Finding:
+    """Far from its roof, the distance can be won; near it or unjudged, only a faster or smaller version of it helps."""
+    share = row.seconds / wall_s
+    text = f"{_short(row.name)} ({row.work}) takes {share:.0%} of the time"
+    if row.roof_s is None:
+        least = share / 2 if share >= _LARGE else 0.0
+        return Finding(least, f"{text}, and its least time is not known", "if it ran twice as fast")
+    reached = f"{min(1.0, row.roof_fraction or 0.0):.0%} of the {row.bound} roof"
+    lost = max(0.0, row.seconds - row.roof_s) / wall_s
+    if share >= _LARGE and lost < share / 2:
+        less = "a narrower dtype or less of it" if row.bound == "compute" else "fewer bytes: fuse or narrow it"
+        return Finding(share / 2, f"{text} at {reached}: only {less} helps", "if it ran twice as fast")
+    return Finding(lost, f"{text} at {reached}")
 
 
 def _short(name: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from armillary.profiling.random_data import random_row
+from armillary.kernels.random_data import random_row
 from armillary.profiling.settings import Settings
 
 _ELEMENTS = 1 << 24

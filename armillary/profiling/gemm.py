@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from armillary.profiling.random_data import Pool, random_row, set_elements
+from armillary.kernels.random_data import Pool, random_row, set_elements
+from armillary.kernels.timing import Call, Timing
 from armillary.profiling.settings import Settings
-from armillary.profiling.timing import Call, Timing
 
 _TORCH = {
     "fp32": torch.float32,

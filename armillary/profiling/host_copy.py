@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from armillary.profiling.random_data import random_row
+from armillary.kernels.random_data import random_row
+from armillary.kernels.timing import Timing, calls_per_sample, num_samples, summary
 from armillary.profiling.settings import Settings
-from armillary.profiling.timing import Timing, calls_per_sample, num_samples, summary
 
 _KIB = 1 << 10
 _SIZES = (64 * _KIB, 1024 * _KIB, 16 * 1024 * _KIB, 256 * 1024 * _KIB)

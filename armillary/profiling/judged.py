@@ -9,7 +9,7 @@ import numpy as np
 
 from armillary.profiling.host import STATES, Host, read_host, state_codes
 from armillary.profiling.links import Links, mark_blocking_copies, read_links
-from armillary.profiling.names import is_host_copy, kernel_work
+from armillary.profiling.names import is_host_copy, is_plain_fp32, kernel_work
 from armillary.profiling.profile import Roof
 from armillary.profiling.roofline import peak_flops
 from armillary.profiling.trace import MEMCPY, MEMSET, OP, Array, Trace
@@ -67,6 +67,7 @@ def judge(trace: Trace, roof: Roof) -> Judged:
     work = _classes(trace, links, model, table, works)
     if trace.on_device.any():
         _share_among_kernels(trace, links, model, columns)
+        _plain_fp32(trace, links, model, table, columns, roof)
         _copies(trace, columns, roof)
         _by_twin(trace, columns)
         for values in columns.values():  # a wire has another roof
@@ -100,11 +101,13 @@ def _drop_wrappers(trace: Trace, host: Host, model: Array, table: list[Op]) -> N
         return
     kinds = np.array([hash(op.kind) for op in table])
     explicit = np.array([is_explicit(op.name) for op in table], dtype=bool)
+    listed = np.array(["_foreach_" in op.name for op in table], dtype=bool)
     moved = np.array([op.bytes for op in table])
     same = kinds[model[inner]] == kinds[model[outer]]
     inside = moved[model[inner]]
     whole = (inside >= _MOST * moved[model[outer]]) & (inside > _SCALAR)  # a number's cast is not the operator's work
-    model[outer[whole & (same | ~explicit[model[outer]])]] = -1
+    one_by_one = listed[model[outer]]  # a list of tensors, each handed to an operator of its own
+    model[outer[(whole & (same | ~explicit[model[outer]])) | one_by_one]] = -1
 
 
 def _per_op(trace: Trace, model: Array, table: list[Op], roof: Roof) -> dict[str, Array]:
@@ -136,6 +139,21 @@ def _share_among_kernels(trace: Trace, links: Links, model: Array, columns: dict
         values[kernels] = values[links.op[kernels]] * share
 
 
+def _plain_fp32(
+    trace: Trace, links: Links, model: Array, table: list[Op], columns: dict[str, Array], roof: Roof
+) -> None:
+    """fp32 products run on the matrix units as tf32, or outside them: the kernel's name tells, and the roof follows."""
+    if "tf32" not in roof.flops or "fp32" not in roof.flops or not table:
+        return
+    plain = np.array([is_plain_fp32(name) for name in trace.names], dtype=bool)
+    fp32 = np.array([op.dtype == "fp32" and op.on_matrix_units for op in table], dtype=bool)
+    kernels = np.flatnonzero(trace.on_device & (links.op >= 0) & plain[trace.name])
+    kernels = kernels[model[links.op[kernels]] >= 0]
+    kernels = kernels[fp32[model[links.op[kernels]]]]
+    for events in (kernels, np.unique(links.op[kernels])):
+        columns["flops_s"][events] = columns["flops"][events] / roof.flops["fp32"]
+
+
 def _copies(trace: Trace, columns: dict[str, Array], roof: Roof) -> None:
     """A copy on the device reads and writes its bytes, a memset writes them; a copy to the host has another roof."""
     host_copy = np.array([is_host_copy(name) for name in trace.names], dtype=bool)[trace.name]
@@ -153,7 +171,10 @@ def _by_twin(trace: Trace, columns: dict[str, Array]) -> None:
     """A kernel without an operator (a CUDA graph's) is given the mean work of the same kernel with the same grid
     elsewhere in the trace."""
     kernels = np.flatnonzero(trace.on_device)
-    _, key = np.unique(trace.name[kernels].astype(np.int64) << 32 | (trace.detail[kernels].astype(np.int64) + 1),
+    seen: dict[str, int] = {}
+    grids = [f"{detail.get('grid')} {detail.get('block')}" for detail in trace.details]
+    shape = np.array([*(seen.setdefault(grid, len(seen)) for grid in grids), -1])  # the last is for no detail at all
+    _, key = np.unique(trace.name[kernels].astype(np.int64) << 32 | (shape[trace.detail[kernels]] + 1),
                        return_inverse=True)  # fmt: skip
     known = ~np.isnan(columns["flops"][kernels])
     count = np.bincount(key[known], minlength=key.max() + 1)

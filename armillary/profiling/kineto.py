@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.profiling.chrome import ChromeTrace
+from armillary.profiling.long_lists import fill_lists
 from armillary.profiling.trace import ANNOTATION, KERNEL, MEMCPY, MEMSET, OP, PYTHON, RUNTIME, Recorder, Trace
 
 CATEGORIES = {
@@ -38,7 +39,7 @@ def read(path: Path, *, gzipped: bool) -> Trace:
     for event in file:
         if origin is None and isinstance(event.get("ts"), int | float):
             origin = float(int(event["ts"]))
-        _take(recorder, event, origin or 0.0)
+        _take(recorder, event, origin or 0.0, file.about)
     devices = sorted((d for d in _list(file.about.get("deviceProperties"))), key=lambda d: int(d.get("id", 0)))
     job = file.about.get("distributedInfo")
     world = job.get("world_size", 1) if isinstance(job, dict) else 1
@@ -49,19 +50,21 @@ def read(path: Path, *, gzipped: bool) -> Trace:
     )
 
 
-def _take(recorder: Recorder, event: dict[str, Any], origin: float) -> None:
+def _take(recorder: Recorder, event: dict[str, Any], origin: float, about: dict[str, Any]) -> None:
     phase = event.get("ph")
     if phase == "X":
         category = event.get("cat")
         kind = CATEGORIES.get(category.lower()) if isinstance(category, str) else None
         start, length = event.get("ts"), event.get("dur", 0)
         if kind is not None and isinstance(start, int | float) and isinstance(length, int | float):
-            _keep(recorder, kind, event, (start - origin) * 1e-6, max(length, 0) * 1e-6)
+            _keep(recorder, kind, event, (start - origin) * 1e-6, max(length, 0) * 1e-6, about)
     elif phase == "i" and event.get("name") == "[memory]":
         _keep_memory(recorder, event, origin)
 
 
-def _keep(recorder: Recorder, kind: int, event: dict[str, Any], start: float, seconds: float) -> None:
+def _keep(
+    recorder: Recorder, kind: int, event: dict[str, Any], start: float, seconds: float, about: dict[str, Any]
+) -> None:
     args = event.get("args")
     args = args if isinstance(args, dict) else {}
     name = str(event.get("name", ""))
@@ -70,7 +73,7 @@ def _keep(recorder: Recorder, kind: int, event: dict[str, Any], start: float, se
         recorder.add(kind, name, start, seconds, thread)
     elif kind in (OP, ANNOTATION):
         recorder.add(_kind_of(kind, name), name, start, seconds, thread, external=_integer(args, "External id"),
-                     sequence=_integer(args, "Sequence number"), signature=_signature(recorder, name, args),
+                     sequence=_integer(args, "Sequence number"), signature=_signature(recorder, name, args, about),
                      detail=_context(recorder, args))  # fmt: skip
     elif kind == RUNTIME:
         recorder.add(kind, name, start, seconds, thread, correlation=_integer(args, "correlation"),
@@ -100,11 +103,13 @@ def _keep_memory(recorder: Recorder, event: dict[str, Any], origin: float) -> No
     )  # fmt: skip
 
 
-def _signature(recorder: Recorder, name: str, args: dict[str, Any]) -> int:
+def _signature(recorder: Recorder, name: str, args: dict[str, Any], about: dict[str, Any]) -> int:
     dims = args.get("Input Dims") or args.get("Input dims")
     if not isinstance(dims, list) or not dims:
         return -1
     types = args.get("Input type") or []
+    if about and "TensorList" in types:
+        dims, types = fill_lists(name, dims, types, args.get("Concrete Inputs") or [], about)
     numbers = args.get("Concrete Inputs") or [] if name.startswith(_WITH_NUMBERS) else []
     return recorder.intern_signature((str(dims), str(types), str(numbers)), dims, types, numbers)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from armillary.profiling.random_data import random_row
+from armillary.kernels.random_data import random_row
+from armillary.kernels.timing import Timing, summary
 from armillary.profiling.settings import Settings
-from armillary.profiling.timing import Timing, summary
 
 _ELEMENTS = 1024
 _LAUNCHES = 1000

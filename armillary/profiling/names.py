@@ -39,6 +39,7 @@ _SLOW_CALLS = re.compile(
     r"Malloc|Free|HostAlloc|HostRegister|ModuleLoad|LibraryLoad|GetFunction|GraphInstantiate|PriorityRange"
 )
 _PRIVATE = re.compile(r"^(autograd::|CompiledFunction|Torch-Compiled|## Call|TorchDynamo|Optimizer\.|torch::autograd)")
+_PLAIN_FP32 = re.compile(r"sgemm|f32f32_f32f32|simt|scudnn|gemv|gemmk1")
 _VIEWS = """
     view as_strided expand expand_as t transpose permute reshape _reshape_alias _unsafe_view detach detach_ alias empty
     empty_like empty_strided new_empty new_empty_strided resize_ select slice narrow unbind split split_with_sizes chunk
@@ -82,6 +83,13 @@ def host_state(name: str, kind: str) -> str:
 @cache
 def is_launch(name: str) -> bool:
     return bool(_LAUNCHES.search(name))
+
+
+@cache
+def is_plain_fp32(name: str) -> bool:
+    """A matrix product in fp32 outside the matrix units, as cuBLAS, cuDNN and CUTLASS name them."""
+    text = name.lower()
+    return "tf32" not in text and "s1688" not in text and bool(_PLAIN_FP32.search(text))
 
 
 def is_host_copy(name: str) -> bool:

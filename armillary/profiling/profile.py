@@ -18,6 +18,7 @@ from armillary.spec.fields import build, to_plain
 BUDGET = {
     "useful": "work at the speed of the roofline",
     "inefficiency": "kernel time beyond what the roofline allows",
+    "unjudged": "kernel time whose least time is not known: no ceiling, or no model of the work",
     "comm_exposed": "communication with no computation beside it",
     "launch_gap": "device idle because the next launch came late",
     "host": "device idle while Python or the loader ran",

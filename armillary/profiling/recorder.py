@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
+from armillary.profiling.long_lists import KEY as OPTIMIZERS
 from armillary.profiling.module_names import ModuleNames
+from armillary.profiling.optimizer_sizes import OptimizerSizes
 from armillary.profiling.sample_places import sample_events
 from armillary.profiling.sampler import Sampler
 
@@ -33,6 +35,7 @@ class Recorder:
         )
         self._sampler = Sampler() if stacks else None
         self._modules = ModuleNames()
+        self._optimizers = OptimizerSizes()
         self._step: Any = None
         self.steps = 0
         self.running = False
@@ -43,6 +46,7 @@ class Recorder:
             warnings.simplefilter("ignore")
             self._profiler.start()
         self._modules.__enter__()
+        self._optimizers.start()
         with record_function("armillary: first annotation"):  # pays what the first one costs
             pass
         if self._sampler:
@@ -66,6 +70,7 @@ class Recorder:
         if self._sampler:
             self._sampler.stop()
         self._modules.__exit__(None, None, None)
+        self._optimizers.stop()
         self._profiler.stop_trace()
 
     def save(self, path: Path) -> Path:
@@ -80,7 +85,6 @@ class Recorder:
             raw.unlink()
         return path
 
-
     def _join(self, raw: Path, path: Path) -> None:
         """Names and samples go in front of torch's own events, whose text stays as it is."""
         text = raw.read_text(errors="replace")
@@ -92,7 +96,8 @@ class Recorder:
         if self._sampler:
             added += sample_events(self._sampler.samples(), [*added, *whole["traceEvents"]], base_ns, pid)
         lines = "".join(json.dumps(event) + ",\n" for event in added)
-        path.write_text(f"{text[: mark.end()]}\n{lines}{text[mark.end() :]}")
+        about = f'"{OPTIMIZERS}": {json.dumps(self._optimizers.lists)},\n'
+        path.write_text(f"{text[: mark.start()]}{about}{mark.group()}\n{lines}{text[mark.end() :]}")
 
 
 def activities() -> list[ProfilerActivity]:

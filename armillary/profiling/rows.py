@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from armillary.profiling.judged import Judged
 from armillary.profiling.profile import Row
 from armillary.profiling.roofline import LAUNCH_S, bound
 from armillary.profiling.trace import OP, Array
+
+_MOST_KERNELS = 3
+"""kernels named with an operator"""
 
 
 def rows(judged: Judged, budget: Budget) -> tuple[Row, ...]:
@@ -52,10 +56,26 @@ def _operators(judged: Judged, inside: Array, work: Array, owner: Array, seconds
     device_s = np.zeros(len(trace))
     np.add.at(device_s, owner[owner >= 0], seconds[owner >= 0])
     shown = np.flatnonzero(inside & (trace.kind == OP))
-    return [
-        _row(judged, trace.names[name], "operator", group, device_s[group], float(judged.host.self_s[group].sum()))
-        for name, group in _groups(trace.name[shown], shown)
-    ]
+    kernels = _kernels_of(judged, work, owner, seconds)
+    made = []
+    for name, group in _groups(trace.name[shown], shown):
+        cpu_s = float(judged.host.self_s[group].sum())
+        row = _row(judged, trace.names[name], "operator", group, device_s[group], cpu_s)
+        made.append(replace(row, details={**row.details, "kernels": kernels[name]}) if name in kernels else row)
+    return made
+
+
+def _kernels_of(judged: Judged, work: Array, owner: Array, seconds: Array) -> dict[int, list[str]]:
+    """Name of an operator -> the kernels that did its work, the longest first."""
+    trace = judged.trace
+    known = (owner >= 0) & trace.on_device[work]
+    pairs = trace.name[owner[known]].astype(np.int64) << 32 | trace.name[work[known]]
+    keys, inverse = np.unique(pairs, return_inverse=True)
+    total = np.bincount(inverse, weights=seconds[known], minlength=len(keys))
+    found: dict[int, list[str]] = {}
+    for key in keys[np.argsort(-total, kind="stable")].tolist():
+        found.setdefault(key >> 32, []).append(trace.names[key & 0xFFFFFFFF])
+    return {name: kernels[:_MOST_KERNELS] for name, kernels in found.items()}
 
 
 def _groups(keys: Array, events: Array) -> list[tuple[int, Array]]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from armillary.kernels.timing import Call, Timing, time_calls
 from armillary.profiling.clocks import Clocks, cpu_clocks, gpu_clocks
 from armillary.profiling.system import read_available
-from armillary.profiling.timing import Call, Timing, time_calls
 
 _UNKNOWN_CACHE = 32 << 20
 _UNKNOWN_FREE = 4e9

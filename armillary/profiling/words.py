@@ -10,7 +10,8 @@ from armillary.profiling.profile import BUDGET, Profile, Row
 from armillary.units import bandwidth_text, bytes_text, flops_per_s_text, scaled, seconds_text
 
 PART_WORDS = {
-    "useful": "useful", "inefficiency": "inefficient kernels", "comm_exposed": "exposed communication",
+    "useful": "useful", "inefficiency": "inefficient kernels",
+    "unjudged": "kernels not judged", "comm_exposed": "exposed communication",
     "launch_gap": "launch gaps", "host": "host", "sync": "sync and copies", "idle": "idle", "unknown": "unknown",
 }  # fmt: skip
 ROW_HEADS = ("name", "work", "calls", "device", "CPU", "FLOP/s", "B/s", "FLOP/B", "of roof", "bound by", "module")

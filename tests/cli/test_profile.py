@@ -5,11 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from armillary.profiling.ceilings import Ceilings
+from armillary.profiling.device_name import device_name
 from armillary.profiling.profile import Profile, read_profile
 from armillary.store.home import Home
+from armillary.store.peaks import new_peaks, save_peaks
 from tests.cli.test_model_verbs import RECIPE
 from tests.conftest import Ran
 from tests.profiling.profiles import made_profile
@@ -31,6 +36,33 @@ number = 3
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def measured(home: Home) -> None:
+    """This processor has ceilings, so that nothing is measured first."""
+    save_peaks(home, ceilings_here().peaks)
+
+
+def ceilings_here() -> Ceilings:
+    peaks = new_peaks(device_name("cpu", threads=torch.get_num_threads()))
+    peaks = peaks.with_points("gemm", [{"m": 512, "n": 512, "k": 512, "dtype": "fp32", "flops": 1e11}])
+    peaks = peaks.with_points("copy", [{"bytes": 1 << 28, "bytes_per_s": 1e10}])
+    return Ceilings(peaks=peaks, skipped=0, seconds=0.0, other_cores=None)
+
+
+def test_a_device_without_ceilings_is_measured_once(
+    cli: Cli, module: str, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in home.peaks.iterdir():
+        path.unlink()
+    looks: list[Any] = []
+    monkeypatch.setattr("armillary.profiling.ceilings.measure_ceilings",
+                        lambda *args, **kwargs: looks.append(kwargs) or ceilings_here())  # fmt: skip
+    first = cli("profile", f"{module}:step", "--steps", "1")
+    assert "a quick look now" in first.out and looks[0]["quick"], first.err
+    again = cli("profile", f"{module}:step", "--steps", "1", "--json")
+    assert len(looks) == 1 and again.json["roof"]["source"] == "measured"
 
 
 def error(ran: Ran) -> str:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from armillary.kernels.timing import time_calls
 from armillary.profiling import gemm
 from armillary.profiling.ceilings import measure_ceilings
 from armillary.profiling.settings import settings_for
-from armillary.profiling.timing import time_calls
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

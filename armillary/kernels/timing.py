@@ -50,11 +50,13 @@ class Timing:
     """and after the last"""
 
 
-def time_calls(calls: Sequence[Call], device: torch.device, *, budget_s: float, rest_s: float = 0.0) -> Timing:
+def time_calls(
+    calls: Sequence[Call], device: torch.device, *, budget_s: float, rest_s: float = 0.0, graph: bool | None = None
+) -> Timing:
     """One call's time from about `budget_s` seconds of taking `calls` in turn, after a warm-up; a GPU rests for
-    `rest_s` after every burst."""
+    `rest_s` after every burst. `graph` says whether calls are captured; by default short ones are."""
     if device.type == "cuda":
-        return _on_cuda(calls, device, budget_s, rest_s)
+        return _on_cuda(calls, device, budget_s, rest_s, graph)
     return _on_host(calls, budget_s)
 
 
@@ -105,12 +107,14 @@ def _clocked(turns: Any, count: int) -> float:
 # --- on a GPU
 
 
-def _on_cuda(calls: Sequence[Call], device: torch.device, budget_s: float, rest_s: float) -> Timing:
+def _on_cuda(
+    calls: Sequence[Call], device: torch.device, budget_s: float, rest_s: float, graph: bool | None
+) -> Timing:
     turns = cycle(calls)
     _warm(turns, len(calls), device)
     once = _evented(lambda: _take(turns, len(calls)), 3)[-1] / len(calls)
     count = calls_per_sample(once)
-    graph = once < GRAPH_BELOW_S
+    graph = once < GRAPH_BELOW_S if graph is None else graph
     run = _captured(turns, count) if graph else lambda: _take(turns, count)
     _evented(run, 2)
     began = time.monotonic()
