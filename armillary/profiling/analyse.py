@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from armillary.profiling.amdahl import AmdahlRow, amdahl
 from armillary.profiling.budget import Budget, budget
 from armillary.profiling.findings import findings
@@ -13,7 +15,7 @@ from armillary.profiling.kernel_time import KERNEL_PARTS
 from armillary.profiling.memory_timeline import memory_timeline
 from armillary.profiling.profile import Profile, Roof
 from armillary.profiling.rows import rows
-from armillary.profiling.trace import Trace, read_trace
+from armillary.profiling.trace import OP, Trace, read_trace
 
 
 def analyse(trace: Trace | str | Path, *, roof: Roof, source: str = "") -> Profile:
@@ -73,6 +75,8 @@ def _notes(judged: Judged, spent: Budget) -> tuple[str, ...]:
     if judged.links.graph.any():
         count = int(judged.links.graph.sum())
         notes.append(f"{count:,} kernels ran in CUDA graphs, which hide operators and shapes: known by name only")
+    if spent.device < 0 and (said := _items(judged, spent)):
+        notes.append(said)
     if not len(trace.signatures):
         notes.append("no shapes in the trace: record with record_shapes=True for FLOPs and bytes")
     if len(set(trace.device[trace.on_device].tolist())) > 1:
@@ -80,3 +84,16 @@ def _notes(judged: Judged, spent: Budget) -> tuple[str, ...]:
     if not (trace.kind == 2).any():
         notes.append("no Python stacks in the trace: record with with_stack=True for source lines and modules")
     return tuple(notes)
+
+
+def _items(judged: Judged, spent: Budget) -> str:
+    """Free on a CPU, `.item()` in a loop is dear on a GPU: said before the program moves there."""
+    trace, window = judged.trace, spent.window
+    inside = (trace.start >= window.low) & (trace.start < window.high)
+    calls = np.flatnonzero((trace.kind == OP) & trace.named("aten::item") & inside)
+    count = len(calls) / window.steps
+    if count < 1:
+        return ""
+    where = judged.host.where(int(calls[0]))
+    at = f" at {where}" if where else ""
+    return f".item() is called {count:,.0f} times a step{at}: on a GPU each call would wait for the device"

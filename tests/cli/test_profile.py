@@ -106,7 +106,6 @@ def test_a_recipe(cli: Cli, here: Path) -> None:
     assert not (here / "home" / "runs").exists()
 
 
-@pytest.mark.slow  # a real run
 def test_a_script(cli: Cli, home: Home, here: Path) -> None:
     (here / "s.py").write_text("import torch, sys\nprint('said')\ntorch.ones(9, 9).mm(torch.ones(9, 9))\nsys.exit(7)")
     ran = cli("profile", "--json", "--home", str(home.work), "--", sys.executable, "s.py")

@@ -26,6 +26,7 @@ EXACT = {
     "pythia-6.9b": 6_857_302_016,
     "pythia-12b": 11_846_072_320,
     "gpt-neox-20b": 20_554_567_680,
+    "gpt-j-6b": 6_050_882_784,
     "llama-7b": 6_738_415_616,
     "llama-13b": 13_015_864_320,
     "llama-33b": 32_528_943_616,
@@ -33,6 +34,7 @@ EXACT = {
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
     "llama-2-70b": 68_976_648_192,
+    "codellama-34b": 33_743_970_304,
     "tinyllama-1.1b": 1_100_048_384,
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
@@ -95,6 +97,7 @@ EXACT = {
     "mpt-7b": 6_649_286_656,
     "falcon-7b": 6_921_720_704,
     "falcon-40b": 41_303_293_952,
+    "mistral-7b-v0.2": 7_241_732_096,
 }
 
 # published total, and what the count that was published has beyond ours

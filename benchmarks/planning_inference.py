@@ -1,0 +1,128 @@
+"""Holds the serving predictor against published measurements, and fits what engines declare.
+
+    python benchmarks/planning_inference.py published_inference.csv            the error table, fitted and physics only
+    python benchmarks/planning_inference.py published_inference.csv --fit      the parameters of engines.toml again
+
+Parameters are fitted on rows whose config id ends in an even hex digit; errors are quoted on the others.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, median
+
+import numpy as np
+
+from armillary.planning.engines import Engine, engine_for, engines, physics
+from armillary.planning.inference_row import InferenceRow, Row, inference_row, is_fitted, with_rates
+from armillary.planning.inference_table import InferencePrediction, error_of, predict_rows
+
+FITTED_KINDS = ("static batch", "batch 1")
+SWITCHES = ("experts_in_16_bits",)
+"""parameters that are on or off: chosen by hand, not fitted"""
+
+
+def read(path: str) -> list[dict[str, str]]:
+    with Path(path).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+# --- fitting
+
+
+def fit(engine: Engine, rows: Iterable[Row]) -> dict[str, float]:
+    """The engine's continuous parameters that make the mean absolute error of the even half smallest."""
+    mine = [row for row in rows if engine_for(row["engine"]) == engine and is_fitted(row)]
+    found = [(row, inference_row(row)) for row in mine]
+    found = [(row, case) for row, case in found if case.kind in FITTED_KINDS]
+    names = [name for name in engine.parameters if name not in SWITCHES]
+    fixed = {name: value for name, value in engine.parameters.items() if name in SWITCHES}
+
+    def loss(logs: np.ndarray) -> float:
+        rates = replace(physics(), **fixed, **_named(names, logs))
+        return mean(abs(_error(row, with_rates(case, rates))) for row, case in found)
+
+    start = np.log([engine.parameters[name] for name in names])
+    best = nelder_mead(loss, start)
+    return {**fixed, **{name: float(f"{value:.3g}") for name, value in _named(names, best).items()}}
+
+
+def _named(names: list[str], logs: np.ndarray) -> dict[str, float]:
+    return {name: float(np.exp(value)) for name, value in zip(names, logs, strict=True)}
+
+
+def _error(row: Row, case: InferenceRow) -> float:
+    error = error_of(row, case)
+    assert error is not None
+    return error
+
+
+def nelder_mead(loss: Callable[[np.ndarray], float], start: np.ndarray, rounds: int = 80) -> np.ndarray:
+    """The simplex method (Nelder & Mead 1965): no derivatives, two or three parameters."""
+    points = [start, *(start + 0.2 * axis for axis in np.eye(len(start)))]
+    values = [loss(point) for point in points]
+    for _ in range(rounds):
+        order = np.argsort(values)
+        points, values = [points[i] for i in order], [values[i] for i in order]
+        centre = np.mean(points[:-1], axis=0)
+        for step in (2.0, 1.0, 0.5, -0.5):
+            point = centre + step * (centre - points[-1])
+            value = loss(point)
+            if value < values[-1 if abs(step) < 1 else (-2 if step == 1 else 0)]:
+                points[-1], values[-1] = point, value
+                break
+        else:
+            points = [points[0], *(points[0] + 0.5 * (point - points[0]) for point in points[1:])]
+            values = [values[0], *(loss(point) for point in points[1:])]
+    return points[int(np.argmin(values))]
+
+
+# --- reporting
+
+
+def report(rows: list[dict[str, str]]) -> None:
+    fitted, plain = predict_rows(rows), predict_rows(rows, physics_only=True)
+    print("| source | what | rows | predicted | mean error | median | bias | worst | physics only, mean |")
+    print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for i, one in enumerate(fitted):
+        groups[(one.row.get("engine", ""), one.kind or "not predicted")].append(i)
+    for (engine, kind), index in sorted(groups.items()):
+        quoted = [i for i in index if not fitted[i].fitted] if kind in FITTED_KINDS and engine_for(engine) else index
+        half = " (odd half)" if quoted != index else ""
+        print(line(engine, kind + half, [fitted[i] for i in quoted], [plain[i] for i in quoted]))
+    reasons: Mapping[str, int] = defaultdict(int)
+    for one in fitted:
+        if one.reason:
+            reasons[one.reason] += 1  # type: ignore[index]
+    print("\nNot predicted:")
+    print("\n".join(f"- {count} × {reason}" for reason, count in reasons.items()))
+
+
+def line(engine: str, kind: str, fitted: list[InferencePrediction], plain: list[InferencePrediction]) -> str:
+    errors = [one.error for one in fitted if one.error is not None]
+    others = [abs(one.error) for one in plain if one.error is not None]
+    if not errors:
+        return f"| {engine} | {kind} | {len(fitted)} | 0 | | | | | |"
+    worst = max(errors, key=abs)
+    cells = [mean(map(abs, errors)), median(map(abs, errors)), mean(errors), worst, mean(others)]
+    shown = " | ".join(f"{cell * 100:+.1f} %" if i in (2, 3) else f"{cell * 100:.1f} %" for i, cell in enumerate(cells))
+    return f"| {engine} | {kind} | {len(fitted)} | {len(errors)} | {shown} |"
+
+
+def main(arguments: list[str]) -> None:
+    rows = read(arguments[0])
+    if "--fit" in arguments:
+        for name, engine in engines().items():
+            print(f"[engine.{name}]\nparameters = {fit(engine, rows)}".replace("'", "").replace(":", " ="))
+    else:
+        report(rows)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
