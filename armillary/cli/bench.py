@@ -1,4 +1,4 @@
-"""`armillary bench`: measure what this machine reaches (ceilings, collectives, loader) and keep it as peaks."""
+"""`armillary bench`: measure what this machine reaches (ceilings, collectives, loader, kernels) and keep it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from armillary.cli.bench_kernels import kernels
 from armillary.cli.bench_tables import bests, shares, show_peaks
-from armillary.cli.data import on_bar, say_prepared
-from armillary.cli.open_model import need_torch
+from armillary.cli.data import on_bar as on_bytes
+from armillary.cli.data import say_prepared
+from armillary.cli.measuring import device_option, on_bar, pick, quick_option
 from armillary.cli.output import Output
-from armillary.cli.progress import Bar
 from armillary.cli.verb import VerbGroup
 from armillary.errors import BadInput, NotFound
 from armillary.store.home import Home
@@ -22,13 +23,12 @@ if TYPE_CHECKING:
     from armillary.profiling.loader import Fed
 
 bench = VerbGroup("bench", help="Measure what this machine can reach, and keep it as peaks.")
-_device = click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
-_quick = click.option("--quick", is_flag=True, help="Fewer sizes and shorter looks.")
+bench.add_command(kernels)
 
 
 @bench.verb
-@_device
-@_quick
+@device_option
+@quick_option
 @click.option("--only", multiple=True, metavar="SECTION", help="bandwidth, gemm, fma, launch, host_copy, disk; often.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Whose disk is measured.  [default: this folder]")
 @click.option("--show", is_flag=True, help="Print what is stored, measure nothing.")
@@ -39,7 +39,7 @@ def ceilings(
 
     Random data, buffers in turn, the median of many. A minute on a CPU, a few on a GPU; --quick takes seconds.
     """
-    target = _pick(device)
+    target = pick(device)
     from armillary.profiling.ceilings import measure_ceilings, name_of
     from armillary.profiling.others import BUSY_CORES
 
@@ -50,7 +50,7 @@ def ceilings(
     if not where.is_dir():
         raise NotFound(f"no folder {where} to measure the disk of; give --folder DIR")
     with out.progress("measuring", unit="case") as bar:
-        found = measure_ceilings(target, quick=quick, folder=where, only=only, watch=_on_bar(bar))
+        found = measure_ceilings(target, quick=quick, folder=where, only=only, watch=on_bar(bar))
     save_peaks(home, found.peaks)
     if target.type == "cpu" and (found.other_cores or 0) > BUSY_CORES:
         busy = f"other work kept {found.other_cores:.1f} cores busy"
@@ -62,8 +62,8 @@ def ceilings(
 
 
 @bench.verb
-@_device
-@_quick
+@device_option
+@quick_option
 @click.option("--world", "worlds", multiple=True, type=int, help="Number of ranks; often.  [default: 2, 4 … devices]")
 @click.option("--op", "ops", multiple=True, help="all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send.")
 @click.option("--size", "sizes", multiple=True, help="Bytes, like 4MiB; at least two.  [default: 1 kiB to 64 MiB]")
@@ -75,7 +75,7 @@ def collectives(
 
     gloo between processes on a CPU, NCCL between GPUs.
     """
-    target = _pick(device)
+    target = pick(device)
     from armillary.profiling.collective_ranks import OPS
     from armillary.profiling.collectives import QUICK_SIZES, SIZES, default_worlds, measure_collectives
     from armillary.profiling.system import usable_cores
@@ -88,7 +88,7 @@ def collectives(
     with out.progress("measuring", unit="case") as bar:
         found = measure_collectives(
             target, worlds=chosen, ops=ops or tuple(OPS), sizes=spans, budget_s=0.05 if quick else 0.15,
-            watch=_on_bar(bar),
+            watch=on_bar(bar),
         )  # fmt: skip
     save_peaks(home, found.peaks)
     _say_times(out, found.peaks)
@@ -97,8 +97,8 @@ def collectives(
 
 @bench.verb
 @click.argument("data", required=False, type=click.Path(path_type=Path))
-@_device
-@_quick
+@device_option
+@quick_option
 @click.option("--sequence", default=512, show_default=True, help="Tokens in a row.")
 @click.option("--batch", default=32, show_default=True, help="Rows in a batch.")
 @click.option("--workers", "workers", multiple=True, type=int, help="Loader processes; often.  [default: 0, 1, 2]")
@@ -110,7 +110,7 @@ def loader(
 
     DATA is a folder of prepared shards (armillary data prepare); without it the standard library is prepared.
     """
-    target = _pick(device)
+    target = pick(device)
     from armillary.cli.feeding import PlainReads, TrainingBatches
     from armillary.profiling.ceilings import about, name_of
     from armillary.profiling.loader import Way, default_ways, measure_loader
@@ -125,7 +125,7 @@ def loader(
     budget_s = 0.5 if quick else 2.0
     ways = default_ways(target, workers or ((0, 1) if quick else (0, 1, 2)))
     with out.progress("measuring", unit="way") as bar:
-        watch = _on_bar(bar)
+        watch = on_bar(bar)
         plain = measure_loader(PlainReads(**shape), [Way()], device=target, budget_s=budget_s)
         fed = measure_loader(TrainingBatches(**shape), ways, device=target, budget_s=budget_s, watch=watch)
     points = [_loader_point("plain mmap", one, sequence * batch) for one in plain]
@@ -142,22 +142,11 @@ def loader(
 # --- parts
 
 
-def _pick(device: str | None) -> Any:
-    need_torch("measuring")
-    from armillary.model.device import pick_device
-
-    return pick_device(device)
-
-
 def _stored(home: Home, device: str) -> Peaks:
     peaks = load_peaks(home, device)
     if peaks is None:
         raise NotFound(f"nothing was measured on {device} yet; run armillary bench ceilings")
     return peaks
-
-
-def _on_bar(bar: Bar) -> Any:
-    return lambda done, total, what: bar.at(done, total, now=what)
 
 
 def _answer(out: Output, peaks: Peaks) -> None:
@@ -208,7 +197,7 @@ def _prepared(out: Output, home: Home) -> Path:
     from armillary.training.data.prepare import folder_name, prepare
 
     with out.progress("preparing", unit="B") as bar:
-        made = prepare(STDLIB, home.data / folder_name(STDLIB), progress=on_bar(bar))
+        made = prepare(STDLIB, home.data / folder_name(STDLIB), progress=on_bytes(bar))
     say_prepared(out, made)
     return made.folder
 

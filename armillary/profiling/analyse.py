@@ -13,9 +13,10 @@ from armillary.profiling.gaps import as_gaps
 from armillary.profiling.judged import Judged, judge
 from armillary.profiling.kernel_time import KERNEL_PARTS
 from armillary.profiling.memory_timeline import memory_timeline
+from armillary.profiling.names import is_host_copy, is_launch
 from armillary.profiling.profile import Profile, Roof
 from armillary.profiling.rows import rows
-from armillary.profiling.trace import OP, Trace, read_trace
+from armillary.profiling.trace import OP, RUNTIME, Trace, read_trace
 
 
 def analyse(trace: Trace | str | Path, *, roof: Roof, source: str = "") -> Profile:
@@ -51,7 +52,8 @@ def device_name(trace: Trace) -> str:
 def amdahl_of(profile: Profile) -> tuple[AmdahlRow, ...]:
     """What each class of kernels and each other part of the budget is worth."""
     kernel_s = sum(profile.budget.get(part, 0.0) for part in KERNEL_PARTS)
-    worked = [row for row in (profile.kernels or profile.operators) if row.work != "collective"]
+    rows = profile.kernels or profile.operators
+    worked = [row for row in rows if row.work != "collective" and not is_host_copy(row.name)]
     total = sum(row.device_s for row in worked)
     shares: dict[str, float] = {}
     for row in worked:
@@ -75,6 +77,11 @@ def _notes(judged: Judged, spent: Budget) -> tuple[str, ...]:
     if judged.links.graph.any():
         count = int(judged.links.graph.sum())
         notes.append(f"{count:,} kernels ran in CUDA graphs, which hide operators and shapes: known by name only")
+    if spent.device < 0 and any(is_launch(trace.names[name]) for name in np.unique(trace.name[trace.kind == RUNTIME])):
+        notes.append("the trace has launches but nothing of the device: record with ProfilerActivity.CUDA; "
+                     "what follows is the host's side alone")  # fmt: skip
+    if spent.device < 0 and trace.memory is not None:
+        notes.append("memory on a CPU is counted from the beginning of the recording, without what was held before")
     if spent.device < 0 and (said := _items(judged, spent)):
         notes.append(said)
     if not len(trace.signatures):

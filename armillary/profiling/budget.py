@@ -16,6 +16,7 @@ from armillary.profiling.cpu_budget import cpu_budget
 from armillary.profiling.gaps import Stretch, exposed, idle_stretches
 from armillary.profiling.judged import Judged
 from armillary.profiling.kernel_time import KernelTime, split_kernel_time
+from armillary.profiling.links import Links
 from armillary.profiling.names import is_host_copy
 from armillary.profiling.profile import BUDGET
 from armillary.profiling.spans import clip, length
@@ -62,20 +63,21 @@ class Budget:
 
 def budget(judged: Judged, window: Window | None = None) -> Budget:
     """The budget of a trace; its window is its steps, or else all of it."""
-    window = window or window_of(judged.trace)
+    window = window or window_of(judged.trace, judged.links)
     if not judged.on_gpu:
         parts, stretches, kernels, events = cpu_budget(judged, window.span)
         return Budget(window=window, parts=_whole(parts, window), stretches=stretches, kernels=kernels, events=events)
     return _gpu_budget(judged, window)
 
 
-def window_of(trace: Trace) -> Window:
+def window_of(trace: Trace, links: Links) -> Window:
     """From the first step's beginning to the last one's end, and on until the device has done what they launched."""
     steps = np.flatnonzero((trace.kind == ANNOTATION) & trace.named(STEP))
     if not len(steps):
         return Window(low=float(trace.start.min()), high=float(trace.end.max()))
     low, high = float(trace.start[steps].min()), float(trace.end[steps].max())
-    tail = trace.end[trace.on_device & (trace.start >= low)]
+    asked = np.where(links.launch >= 0, trace.start[links.launch], trace.start)
+    tail = trace.end[trace.on_device & (asked >= low) & (asked <= high)]
     high = max(high, float(tail.max())) if len(tail) else high
     return Window(low=low, high=high, steps=len({int(name) for name in trace.name[steps]}))
 
@@ -101,7 +103,8 @@ def _gpu_budget(judged: Judged, window: Window) -> Budget:
     work = ~comm & ~copying
     alone = exposed(start[comm], end[comm], start[work], end[work])
     copies = exposed(start[copying], end[copying], start[~copying], end[~copying])
-    kernels = split_kernel_time(judged, compute, (end - start)[work], length(start[work], end[work]))
+    first, last = start[work], end[work]
+    kernels = split_kernel_time(judged, compute, last - first, lambda some: length(first[some], last[some]))
     stretches = idle_stretches(trace, judged.host, judged.links, events, window.span)
     stretches += _running(alone, "comm") + _running(copies, "copy")
     parts = dict(kernels.parts)

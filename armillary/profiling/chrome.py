@@ -53,6 +53,8 @@ class ChromeTrace:
             raise BadData(f"{self.path} is a gzip file that breaks off after {self.count:,} events; {_AGAIN}") from None
         except gzip.BadGzipFile as error:
             raise BadData(f"{self.path} is not a whole gzip file ({error}); {_AGAIN}") from None
+        except RecursionError:
+            raise BadData(f"{self.path} is nested too deep after {self.count:,} events; {_AGAIN}") from None
         except json.JSONDecodeError as error:
             raise BadData(f"{self.path} is broken after {self.count:,} events ({error.msg}); {_AGAIN}") from None
 

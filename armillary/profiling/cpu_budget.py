@@ -68,7 +68,7 @@ def _operators(judged: Judged, owner: Array, seconds: Array) -> tuple[Array, Ker
     roof = np.nan_to_num(np.fmax(judged.flops_s[events], judged.bytes_s[events]))
     dispatch = np.minimum(np.maximum(time - roof, 0.0), judged.roof.launch_s or LAUNCH_S)
     left = time - dispatch
-    return events, split_kernel_time(judged, events, left, float(left.sum())), float(dispatch.sum())
+    return events, split_kernel_time(judged, events, left, lambda some: float(left[some].sum())), float(dispatch.sum())
 
 
 def _quiet(judged: Judged, segments: Segments, span: tuple[float, float]) -> list[Stretch]:

@@ -29,9 +29,10 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "reports": ("matplotlib",),
     "tracking": ("mlflow", "tensorboard"),
     "cluster": ("kubernetes",),
-    "dev": ("hypothesis", "mypy", "pytest", "ruff", "transformers"),
+    "dev": ("hypothesis", "mypy", "pytest", "ruff", "transformers", "triton"),
 }
 """extra -> the modules it brings"""
+_LINUX_ONLY = ("triton",)
 
 _EXTRA_FOR = {
     "torch": "training, generating and converting",
@@ -134,7 +135,7 @@ def _triton() -> Check:
         return Check(name="triton", state="ok", found=version)
     return Check(name="triton", state="warn", found="not installed",
                  means="Triton kernels are off; references are used",
-                 fix="comes with CUDA builds of torch on Linux")  # fmt: skip
+                 fix="comes with CUDA builds of torch on Linux, and with 'armillary[dev]'")  # fmt: skip
 
 
 def _compiler() -> Check:
@@ -166,6 +167,7 @@ def _extras() -> list[Check]:
 
 
 def _extra(name: str, modules: tuple[str, ...]) -> Check:
+    modules = tuple(module for module in modules if sys.platform == "linux" or module not in _LINUX_ONLY)
     absent = [module for module in modules if importlib.util.find_spec(module) is None]
     if not absent:
         return Check(name=f"extra {name}", state="ok", found=", ".join(modules))

@@ -17,6 +17,11 @@ from armillary.units import seconds_text
 
 _WORTH = 0.03
 """share of the time below which nothing is said"""
+_NEARLY_ALL = 0.95
+_SHORT_S = 50e-6
+"""kernels below this are too short for the host to keep ahead of"""
+_REACHED = 0.1
+"""share of the memory roof from which a chain is held up by memory, and fusing it helps"""
 _LARGE = 0.3
 """share of the time from which a kernel is spoken of though it is near its roof"""
 _MOST_KERNELS = 4
@@ -34,7 +39,9 @@ class Finding:
     """what would have to happen"""
 
     def line(self) -> str:
-        return f"{self.text}: at most {speedup(min(self.saves, 0.999), float('inf')):.2f} × faster {self.hope}"
+        if self.saves > _NEARLY_ALL:
+            return f"{self.text}: it is nearly all of the time"
+        return f"{self.text}: at most {speedup(self.saves, float('inf')):.2f} × faster {self.hope}"
 
 
 def findings(profile: Profile, judged: Judged, spent: Budget) -> Profile:
@@ -61,17 +68,19 @@ def _launches(profile: Profile, spent: Budget) -> Iterator[Finding]:
         return
     lengths: Array = np.repeat([row.seconds / row.calls for row in rows], [row.calls for row in rows])
     what = "kernels" if profile.kernels else "operators"
-    median = seconds_text(float(np.median(lengths)))
-    yield Finding(share, f"{calls / profile.steps:,.0f} {what} a step, {median} median, launch-bound; "
-                         "torch.compile or CUDA graphs join them")  # fmt: skip
+    median = float(np.median(lengths))
+    many = f"{calls / profile.steps:,.0f} {what} a step, {seconds_text(median)} median"
+    bound = "launch-bound" if median < _SHORT_S else "launched too late though long"
+    yield Finding(share, f"{many}, {bound}; torch.compile or CUDA graphs join them")
 
 
 _SAY: dict[Cause, str] = {
     "loader": "the loader starves the device {time} a step{where}; more workers, prefetching or pinned memory",
     "sync": "{what}{where} blocks {time} a step; read the value later or less often",
-    "copy": "copies between host and device take {time} a step alone{where}; pin the memory and copy with non_blocking",
+    "copy": "copies between host and device take {time} a step alone{where}; {copying}",
     "collective": "communication stands alone {time} a step{where}; overlap it with computation or send less",
     "gil": "Python threads fight for the interpreter lock {time} a step{where}; move the busy thread to a process",
+    "unrecorded": "the device is held {time} a step by work that the trace does not hold; record all of it",
     "host": "Python holds the device up {time} a step{where} ({what}); move that work off the critical path",
 }
 
@@ -80,6 +89,8 @@ def _causes(profile: Profile, judged: Judged, spent: Budget) -> Iterator[Finding
     """One finding a cause, with the line that cost most."""
     seconds: dict[Cause, float] = {}
     gil = gil_waits(spent.stretches, judged.host)
+    pageable = any("Pageable" in name for name in judged.trace.names)
+    copying = "pin the memory and copy with non_blocking" if pageable else "overlap them with kernels, or copy less"
     for stretch in spent.stretches:
         for (_, cause), length in stretch.causes.items():
             seconds[cause] = seconds.get(cause, 0.0) + length
@@ -90,7 +101,7 @@ def _causes(profile: Profile, judged: Judged, spent: Budget) -> Iterator[Finding
             worst = _worst(profile.gaps, cause)
             where = f" at {worst.where}" if worst and worst.where else ""
             text = _SAY[cause].format(time=seconds_text(total / profile.steps), where=where,
-                                      what=_what(worst, cause))  # fmt: skip
+                                      what=_what(worst, cause), copying=copying)  # fmt: skip
             yield Finding(total / profile.wall_s, text)
 
 
@@ -117,7 +128,8 @@ def _kernels(profile: Profile) -> Iterator[Finding]:
             yield _kernel(row, profile.wall_s)
     chain = [row for row in rows if row.bound == "memory" and row.work in ("elementwise", "norm", "copy", "softmax")]
     seconds, calls = sum(row.seconds for row in chain), sum(row.calls for row in chain)
-    if calls > 1:
+    reached = sum(min(row.roof_s or 0.0, row.seconds) for row in chain) / seconds if seconds else 0.0
+    if calls > 1 and reached > _REACHED:
         count = f"{calls / profile.steps:,.0f}"
         text = f"{count} memory-bound operations a step pass data through memory again and again; fuse them"
         yield Finding(seconds / profile.wall_s * (1 - 1 / max(2, min(calls / profile.steps, 4))), text)

@@ -22,6 +22,8 @@ GLUE_S = 50e-6
 """Python between two operators; longer is the program's own time"""
 _TURN_S = 20e-6
 """longest turn-around of a device with work in its queue"""
+_LATENCY_S = 200e-6
+"""longest way of a launch to a device that stands still: a graph is slower than a kernel"""
 _SLOW_LAUNCH_S = 1e-3
 """a launch that takes longer loads its code or grows a pool first"""
 _CPU_OP_S = 100e-6
@@ -30,7 +32,7 @@ SWITCH_S = (4.5e-3, 7e-3)
 """CPython hands the interpreter lock over every 5 ms: a thread that waits for a busy one waits about that long"""
 _PART: dict[Cause, str] = {
     "launch": "launch_gap", "loader": "host", "gil": "host", "host": "host", "sync": "sync", "copy": "sync",
-    "collective": "comm_exposed", "unknown": "unknown",
+    "collective": "comm_exposed", "unrecorded": "unjudged", "unknown": "unknown",
 }  # fmt: skip
 CAUSE_OF_STATE: dict[str, Cause] = {
     "sync": "sync", "comm": "collective", "loader": "loader", "copy": "copy", "slow": "host",
@@ -45,8 +47,8 @@ class Stretch:
     end: float
     causes: dict[tuple[str, Cause], float] = field(default_factory=dict)
     """(part of the budget, cause) -> seconds"""
-    longest: tuple[float, int] = (0.0, -1)
-    """the host's event that took most of it"""
+    longest: dict[Cause, tuple[float, int]] = field(default_factory=dict)
+    """cause -> the host's event that took most of it"""
     note: str = ""
     """said instead of an event"""
 
@@ -54,8 +56,8 @@ class Stretch:
         if seconds > 0:
             key = (part or _PART[cause], cause)
             self.causes[key] = self.causes.get(key, 0.0) + seconds
-            if seconds > self.longest[0]:
-                self.longest = (seconds, event)
+            if seconds > self.longest.get(cause, (0.0, -1))[0]:
+                self.longest[cause] = (seconds, event)
 
 
 def idle_stretches(trace: Trace, host: Host, links: Links, device: Array, window: tuple[float, float]) -> list[Stretch]:
@@ -63,8 +65,7 @@ def idle_stretches(trace: Trace, host: Host, links: Links, device: Array, window
     starts, ends = gaps_between(trace.start[device], trace.end[device], *window)
     ordered = device[np.argsort(trace.start[device], kind="stable")]
     begins = trace.start[ordered]
-    waits = any("StreamWaitEvent" in name for name in trace.names)
-    asker = _Asker(trace, host, links, waits)
+    asker = _Asker(trace, host, links)
     stretches = []
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         index = int(np.searchsorted(begins, end, side="left"))
@@ -81,8 +82,6 @@ class _Asker:
     trace: Trace
     host: Host
     links: Links
-    waits: bool
-    """whether streams wait for each other in this trace"""
     syncs: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
     def ask(self, stretch: Stretch, before: int, following: int) -> None:
@@ -108,12 +107,13 @@ class _Asker:
 
     def _queued(self, stretch: Stretch, since: float, launch: int, returned: float, *, fresh: bool = False) -> None:
         """From the launch to the start: the call itself (beyond _SLOW_LAUNCH_S it loads code), a turn-around, and then
-        a wait for a copy that some thread is at, or for another stream."""
+        a wait for a copy that some thread is at. A queue that still does not move is held by work that the trace does
+        not have: of before the recording, of another device or rank, or left out of the file."""
         launching = max(0.0, min(returned, stretch.end) - since)
         copying = STATES[self.host.state[launch]] == "copy"
         stretch.add("copy" if copying else "host" if launching > _SLOW_LAUNCH_S else "launch", launching, launch)
         rest = stretch.end - since - launching
-        turn = min(rest, _TURN_S)
+        turn = min(rest, _LATENCY_S if fresh else _TURN_S)
         if fresh or launching or rest <= _TURN_S:
             stretch.add("launch", turn, launch, part="launch_gap" if fresh or launching else "idle")
             rest -= turn
@@ -122,9 +122,9 @@ class _Asker:
         edges = covered_before(*self._copies, np.array([stretch.end - rest, stretch.end]))
         copies = float(edges[1] - edges[0])
         stretch.add("copy", copies, launch)
-        stretch.add("launch" if self.waits else "unknown", rest - copies, part="idle" if self.waits else "unknown")
-        if rest - copies > _TURN_S and self.waits:
-            stretch.note = "waiting for another stream"
+        stretch.add("unrecorded", rest - copies)
+        if rest - copies > _TURN_S:
+            stretch.note = "queued behind work that the trace does not hold"
 
     @cached_property
     def _copies(self) -> tuple[Array, Array]:
@@ -140,7 +140,7 @@ class _Asker:
             if cause == "launch" and after_sync >= 0:
                 stretch.add("sync", seconds, after_sync)
             else:
-                stretch.add(cause, seconds, own.longest[1], part)
+                stretch.add(cause, seconds, own.longest[cause][1], part)
 
     def _after_sync(self, thread: int, low: float, high: float) -> int:
         """The synchronisation that emptied the queue before or within [low, high], or -1."""
@@ -185,7 +185,7 @@ def _quiet(stretch: Stretch, host: Host, segments: Segments, low: float, high: f
 def _busy(stretch: Stretch, host: Host, event: int, state: str, seconds: float) -> None:
     if state in CAUSE_OF_STATE:
         stretch.add(CAUSE_OF_STATE[state], seconds, event)
-    elif state == "op" and seconds > _CPU_OP_S:
+    elif state in ("op", "code") and seconds > _CPU_OP_S:
         stretch.add("host", seconds, event)
     else:
         stretch.add("launch", seconds, event)
@@ -205,7 +205,7 @@ def _as_gap(stretch: Stretch, host: Host, origin: float, gil: bool) -> Gap:
     _, cause = max(stretch.causes, key=lambda both: stretch.causes[both])
     if cause == "host" and gil and SWITCH_S[0] <= stretch.end - stretch.start <= 3 * SWITCH_S[1]:
         cause = "gil"
-    event = stretch.longest[1]
+    event = stretch.longest["host" if cause == "gil" else cause][1]
     what = stretch.note or (_telling(host, event) if event >= 0 else "Python")
     return Gap(start_s=stretch.start - origin, seconds=stretch.end - stretch.start, cause=cause, what=what,
                where=host.where(event) if event >= 0 else "")  # fmt: skip

@@ -6,7 +6,7 @@ apart: it is neither called useful nor wasted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,18 +46,18 @@ class KernelTime:
 NO_TIME = KernelTime()
 
 
-def split_kernel_time(judged: Judged, events: Array, seconds: Array, covered_s: float) -> KernelTime:
-    """`seconds` is each event's time; `covered_s` what they cover together, overlap counted once."""
-    total = float(seconds.sum())
-    if total <= 0:
+def split_kernel_time(judged: Judged, events: Array, seconds: Array, covered: Callable[[Array], float]) -> KernelTime:
+    """`seconds` is each event's time; `covered` tells what some of them cover together, overlap counted once.
+
+    Kernels side by side share the time they cover: what the roof asks of all of them is useful, as far as there is
+    time for it, and time is unjudged only where none of the judged ones runs.
+    """
+    if float(seconds.sum()) <= 0:
         return NO_TIME
     roof = np.fmax(judged.flops_s[events], judged.bytes_s[events])
     length = judged.trace.seconds[events]
     inside = np.where(length > 0, np.minimum(1.0, seconds / np.where(length > 0, length, 1.0)), 0.0)
     known = ~np.isnan(roof)
-    useful = float(np.minimum(np.nan_to_num(roof) * inside, seconds)[known].sum())
-    unjudged = float(seconds[~known].sum())
-    once = covered_s / total
-    return KernelTime(
-        useful_s=useful * once, inefficient_s=(total - useful - unjudged) * once, unjudged_s=unjudged * once
-    )
+    judged_s, all_s = covered(known), covered(np.ones(len(known), dtype=bool))
+    useful = min(judged_s, float(np.minimum(np.nan_to_num(roof) * inside, seconds)[known].sum()))
+    return KernelTime(useful_s=useful, inefficient_s=judged_s - useful, unjudged_s=all_s - judged_s)

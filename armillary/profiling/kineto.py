@@ -32,12 +32,16 @@ _DETAILS = {
 }  # fmt: skip
 
 
+_LATEST_US = 1e17
+"""year 5138"""
+
+
 def read(path: Path, *, gzipped: bool) -> Trace:
     file = ChromeTrace(path, gzipped)
     recorder = Recorder(source=str(path))
     origin: float | None = None
     for event in file:
-        if origin is None and isinstance(event.get("ts"), int | float):
+        if origin is None and _is_time(event.get("ts")):
             origin = float(int(event["ts"]))
         _take(recorder, event, origin or 0.0, file.about)
     devices = sorted((d for d in _list(file.about.get("deviceProperties"))), key=lambda d: int(d.get("id", 0)))
@@ -56,7 +60,7 @@ def _take(recorder: Recorder, event: dict[str, Any], origin: float, about: dict[
         category = event.get("cat")
         kind = CATEGORIES.get(category.lower()) if isinstance(category, str) else None
         start, length = event.get("ts"), event.get("dur", 0)
-        if kind is not None and isinstance(start, int | float) and isinstance(length, int | float):
+        if kind is not None and _is_time(start) and _is_time(length):
             _keep(recorder, kind, event, (start - origin) * 1e-6, max(length, 0) * 1e-6, about)
     elif phase == "i" and event.get("name") == "[memory]":
         _keep_memory(recorder, event, origin)
@@ -84,7 +88,7 @@ def _keep(
         stream = args.get("stream", event.get("tid"))
         recorder.add(kind, name, start, seconds, f"{device}/{stream}", device=device % 32768,
                      correlation=_integer(args, "correlation"), external=_integer(args, "External id"),
-                     detail=_detail(recorder, args), size=float(args.get("bytes", -1) or -1))  # fmt: skip
+                     detail=_detail(recorder, args), size=float(_integer(args, "bytes")))  # fmt: skip
 
 
 def _kind_of(kind: int, name: str) -> int:
@@ -94,11 +98,14 @@ def _kind_of(kind: int, name: str) -> int:
 
 
 def _keep_memory(recorder: Recorder, event: dict[str, Any], origin: float) -> None:
-    args = event.get("args") or {}
+    args = event.get("args")
+    if not isinstance(args, dict) or not _is_time(event.get("ts")):
+        return
     on_host = _integer(args, "Device Type") <= 0
+    address = args.get("Addr", 0)
     recorder.add_memory(
-        (float(event.get("ts", origin)) - origin) * 1e-6, int(args.get("Bytes", 0)),
-        int(args.get("Total Allocated", 0)), int(args.get("Addr", 0)) & (2**63 - 1),
+        (float(event["ts"]) - origin) * 1e-6, _integer(args, "Bytes", 0), _integer(args, "Total Allocated", 0),
+        address & (2**63 - 1) if isinstance(address, int) else 0,
         -1 if on_host else max(_integer(args, "Device Id"), 0), f"{event.get('pid')}/{event.get('tid')}",
     )  # fmt: skip
 
@@ -107,10 +114,12 @@ def _signature(recorder: Recorder, name: str, args: dict[str, Any], about: dict[
     dims = args.get("Input Dims") or args.get("Input dims")
     if not isinstance(dims, list) or not dims:
         return -1
-    types = args.get("Input type") or []
+    types = args.get("Input type")
+    types = types if isinstance(types, list) else []
     if about and "TensorList" in types:
         dims, types = fill_lists(name, dims, types, args.get("Concrete Inputs") or [], about)
-    numbers = args.get("Concrete Inputs") or [] if name.startswith(_WITH_NUMBERS) else []
+    numbers = args.get("Concrete Inputs") if name.startswith(_WITH_NUMBERS) else []
+    numbers = numbers if isinstance(numbers, list) else []
     return recorder.intern_signature((str(dims), str(types), str(numbers)), dims, types, numbers)
 
 
@@ -127,9 +136,14 @@ def _detail(recorder: Recorder, args: dict[str, Any]) -> int:
     return recorder.intern_detail(str(found), found) if found else -1
 
 
-def _integer(args: dict[str, Any], key: str) -> int:
-    value = args.get(key, -1)
-    return value if isinstance(value, int) and -(2**62) < value < 2**62 else -1
+def _integer(args: dict[str, Any], key: str, default: int = -1) -> int:
+    value = args.get(key, default)
+    return value if isinstance(value, int) and -(2**62) < value < 2**62 else default
+
+
+def _is_time(value: Any) -> bool:
+    """A number of microseconds: neither text nor NaN nor beyond any clock."""
+    return isinstance(value, int | float) and abs(value) < _LATEST_US
 
 
 def _list(value: Any) -> list[dict[str, Any]]:

@@ -10,6 +10,9 @@ from armillary.profiling.host import STATES, Host
 from armillary.profiling.names import is_launch
 from armillary.profiling.trace import MEMCPY, OP, RUNTIME, Array, Trace
 
+_CLOCKS_S = 1e-5
+"""how far the clocks of host and device may be apart"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
@@ -38,18 +41,26 @@ def read_links(trace: Trace, host: Host) -> Links:
 
 
 def _launches(trace: Trace) -> Array:
-    """By correlation id; where several calls share one, the one that launches."""
+    """By correlation id; where several calls share one, the one that launches, and of those the last before the work
+    began: processes count from one each."""
     result: Array = np.full(len(trace), -1, dtype=np.int64)
     launches = np.array([is_launch(name) for name in trace.names], dtype=bool)
     calls = np.flatnonzero((trace.kind == RUNTIME) & (trace.correlation >= 0))
     device = np.flatnonzero(trace.on_device & (trace.correlation >= 0))
     if not len(calls) or not len(device):
         return result
-    calls = calls[np.lexsort((calls, ~launches[trace.name[calls]], trace.correlation[calls]))]
+    launching = launches[trace.name[calls]]
+    others = ~np.isin(trace.correlation[calls], trace.correlation[calls[launching]])
+    calls = calls[launching | others]
+    calls = calls[np.lexsort((trace.start[calls], trace.correlation[calls]))]
     ids, first = np.unique(trace.correlation[calls], return_index=True)
     at = np.minimum(np.searchsorted(ids, trace.correlation[device]), len(ids) - 1)
     match = ids[at] == trace.correlation[device]
-    result[device[match]] = calls[first[at[match]]]
+    device, at = device[match], at[match]
+    span = float(trace.end.max()) + 1.0
+    keys = np.searchsorted(ids, trace.correlation[calls]) * span + trace.start[calls]
+    before = np.searchsorted(keys, at * span + trace.start[device] + _CLOCKS_S, side="right") - 1
+    result[device] = calls[np.maximum(before, first[at])]
     return result
 
 

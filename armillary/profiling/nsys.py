@@ -33,6 +33,8 @@ def read(path: Path) -> Trace:
             database.row_factory = sqlite3.Row
             _take_all(recorder, database, tables)
             devices = _devices(database, tables)
+    except IndexError as error:  # a Row's way to say that it has no such column
+        raise BadData(f"{path} lacks a column of nsys exports ({error}); export it with a recent nsys") from None
     except sqlite3.DatabaseError as error:
         raise BadData(f"{path} is a broken SQLite file ({error}); export it again") from None
     return recorder.finish(devices=tuple(name for name, _ in devices), device_bytes=tuple(size for _, size in devices))
@@ -40,20 +42,25 @@ def read(path: Path) -> Trace:
 
 def _take_all(recorder: Recorder, database: sqlite3.Connection, tables: set[str]) -> None:
     texts = dict(database.execute("select id, value from StringIds").fetchall()) if "StringIds" in tables else {}
+    kernel_columns = {row["name"] for row in database.execute("pragma table_info(CUPTI_ACTIVITY_KIND_KERNEL)")}
+    processes: dict[int, int] | None = {} if "globalPid" in kernel_columns else None
     for row in _rows(database, tables, "CUPTI_ACTIVITY_KIND_RUNTIME"):
         name = _VERSION.sub("", str(texts.get(row["nameId"], "runtime")))
-        recorder.add(RUNTIME, name, *_span(row), _host(row), correlation=row["correlationId"] or -1)
+        recorder.add(RUNTIME, name, *_span(row), _host(row), correlation=_correlation(row, processes))
     for row in _rows(database, tables, "CUPTI_ACTIVITY_KIND_KERNEL"):
         detail = _detail(row)
         recorder.add(KERNEL, str(texts.get(row["demangledName"], "kernel")), *_span(row), _stream(row),
-                     device=row["deviceId"], correlation=row["correlationId"] or -1,
+                     device=row["deviceId"], correlation=_correlation(row, processes),
                      detail=recorder.intern_detail(str(detail), detail))  # fmt: skip
+    for row in _rows(database, tables, "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"):  # a graph as one, unless nodes are asked for
+        recorder.add(KERNEL, "CUDA graph", *_span(row), _stream(row), device=row["deviceId"],
+                     correlation=_correlation(row, processes))  # fmt: skip
     for row in _rows(database, tables, "CUPTI_ACTIVITY_KIND_MEMCPY"):
         recorder.add(MEMCPY, _copy_name(row), *_span(row), _stream(row), device=row["deviceId"],
-                     correlation=row["correlationId"] or -1, size=float(row["bytes"]))  # fmt: skip
+                     correlation=_correlation(row, processes), size=float(row["bytes"]))  # fmt: skip
     for row in _rows(database, tables, "CUPTI_ACTIVITY_KIND_MEMSET"):
         recorder.add(MEMSET, "Memset (Device)", *_span(row), _stream(row), device=row["deviceId"],
-                     correlation=row["correlationId"] or -1, size=float(row["bytes"]))  # fmt: skip
+                     correlation=_correlation(row, processes), size=float(row["bytes"]))  # fmt: skip
     for row in _rows(database, tables, "NVTX_EVENTS"):
         text = row["text"] or texts.get(_get(row, "textId"))
         if text and row["end"] is not None:
@@ -64,6 +71,14 @@ def _take_all(recorder: Recorder, database: sqlite3.Connection, tables: set[str]
 def _rows(database: sqlite3.Connection, tables: set[str], table: str) -> Iterator[sqlite3.Row]:
     if table in tables:
         yield from database.execute(f"select * from {table} order by start")
+
+
+def _correlation(row: sqlite3.Row, processes: dict[int, int] | None) -> int:
+    """Every process counts its calls from one: its number goes above the count. Old exports do not tell processes."""
+    if not row["correlationId"] or processes is None:
+        return row["correlationId"] or -1
+    process = int(_get(row, "globalPid") or _get(row, "globalTid") or 0) >> 24 & 0xFFFFFF
+    return processes.setdefault(process, len(processes)) << 40 | int(row["correlationId"])
 
 
 def _span(row: sqlite3.Row) -> tuple[float, float]:

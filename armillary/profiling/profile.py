@@ -18,7 +18,7 @@ from armillary.spec.fields import build, to_plain
 BUDGET = {
     "useful": "work at the speed of the roofline",
     "inefficiency": "kernel time beyond what the roofline allows",
-    "unjudged": "kernel time whose least time is not known: no ceiling, or no model of the work",
+    "unjudged": "device time that cannot be judged: no ceiling, no model of the work, or work that the trace lacks",
     "comm_exposed": "communication with no computation beside it",
     "launch_gap": "device idle because the next launch came late",
     "host": "device idle while Python or the loader ran",
@@ -29,7 +29,7 @@ BUDGET = {
 """parts of a step's wall time, in the order they are shown; each is the gauge NAME_fraction"""
 
 Bound = Literal["compute", "memory", "overhead", "unknown"]
-Cause = Literal["launch", "loader", "gil", "sync", "copy", "collective", "host", "unknown"]
+Cause = Literal["launch", "loader", "gil", "sync", "copy", "collective", "host", "unrecorded", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from armillary.profiling.host import MODULE
 from armillary.profiling.judged import Judged
 from armillary.profiling.profile import Row
 from armillary.profiling.roofline import LAUNCH_S, bound
+from armillary.profiling.spans import clip
 from armillary.profiling.trace import OP, Array
 
 _MOST_KERNELS = 3
@@ -22,15 +23,25 @@ _MOST_KERNELS = 3
 def rows(judged: Judged, budget: Budget) -> tuple[Row, ...]:
     """Kernels and operators inside the window, the longest first."""
     trace, window = judged.trace, budget.window
-    inside = (trace.start >= window.low) & (trace.start < window.high)
-    found = []
     if budget.device >= 0:
+        inside = (trace.start < window.high) & (trace.end > window.low)
         on_it = np.flatnonzero(trace.on_device & (trace.device == budget.device) & inside)
-        found += _kernels(judged, on_it)
-        found += _operators(judged, inside, on_it, judged.links.op[on_it], trace.seconds[on_it])
+        start, end = clip(trace.start[on_it], trace.end[on_it], *window.span)
+        found = _kernels(judged, on_it, end - start)
+        found += _operators(judged, inside & _same_process(judged), on_it, judged.links.op[on_it], end - start)
     else:
-        found += _operators(judged, inside, budget.events, budget.events, _own_time(judged, budget.events))
+        mine = (trace.start >= window.low) & (trace.start < window.high) & (trace.thread == judged.host.main_thread)
+        found = _operators(judged, mine, budget.events, budget.events, _own_time(judged, budget.events))
     return tuple(sorted(found, key=lambda row: -row.seconds))
+
+
+def _same_process(judged: Judged) -> Array:
+    """Events of the program's own process: a trace may hold those of several ranks."""
+    threads, main = judged.trace.threads, judged.host.main_thread
+    if main is None:
+        return np.ones(len(judged.trace), dtype=bool)
+    process = threads[main].partition("/")[0]
+    return np.array([thread.partition("/")[0] == process for thread in threads])[judged.trace.thread]
 
 
 def _own_time(judged: Judged, events: Array) -> Array:
@@ -43,9 +54,11 @@ def _own_time(judged: Judged, events: Array) -> Array:
     return time[events]
 
 
-def _kernels(judged: Judged, events: Array) -> list[Row]:
+def _kernels(judged: Judged, events: Array, seconds: Array) -> list[Row]:
+    time = np.zeros(len(judged.trace))
+    time[events] = seconds
     return [
-        _row(judged, judged.trace.names[name], "kernel", group, judged.trace.seconds[group], 0.0)
+        _row(judged, judged.trace.names[name], "kernel", group, time[group], 0.0)
         for name, group in _groups(judged.trace.name[events], events)
     ]
 

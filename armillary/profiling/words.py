@@ -11,7 +11,7 @@ from armillary.units import bandwidth_text, bytes_text, flops_per_s_text, scaled
 
 PART_WORDS = {
     "useful": "useful", "inefficiency": "inefficient kernels",
-    "unjudged": "kernels not judged", "comm_exposed": "exposed communication",
+    "unjudged": "not judged", "comm_exposed": "exposed communication",
     "launch_gap": "launch gaps", "host": "host", "sync": "sync and copies", "idle": "idle", "unknown": "unknown",
 }  # fmt: skip
 ROW_HEADS = ("name", "work", "calls", "device", "CPU", "FLOP/s", "B/s", "FLOP/B", "of roof", "bound by", "module")

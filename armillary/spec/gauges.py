@@ -39,7 +39,7 @@ _Rows = tuple[tuple[str, str, str], ...]  # name, unit, meaning
 _INNER: _Rows = (
     ("useful_fraction", "fraction", "step budget: work at the speed of the roofline"),
     ("inefficiency_fraction", "fraction", "step budget: kernel time beyond what the roofline allows"),
-    ("unjudged_fraction", "fraction", "step budget: kernel time whose least time is not known"),
+    ("unjudged_fraction", "fraction", "step budget: device time that cannot be judged against a roof"),
     ("comm_exposed_fraction", "fraction", "step budget: communication with no computation beside it"),
     ("launch_gap_fraction", "fraction", "step budget: device idle because the next launch came late"),
     ("host_fraction", "fraction", "step budget: device idle while Python or the loader ran"),

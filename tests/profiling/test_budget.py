@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.profiling.analyse import analyse
+from armillary.profiling.analyse import amdahl_of, analyse
 from armillary.profiling.profile import Profile
 from armillary.profiling.trace import read_trace
 from tests.profiling.traces import ROOF, SHARED, HandMade
@@ -155,11 +155,58 @@ def test_fused_triton_kernels_by_their_tensors(profiled) -> None:
     assert (row.bytes, row.work, row.bound) == (4e6, "elementwise", "memory")
 
 
-def test_a_queue_that_waits_for_another_stream_is_idle_and_without_a_reason_unknown(profiled) -> None:
+def test_a_queue_that_does_not_move_is_held_by_work_the_trace_lacks(profiled) -> None:
     made = HandMade().step(1_000).kernel("elementwise", launched=0, at=10, takes=90)
-    made.kernel("elementwise", launched=5, at=600, takes=400)
-    assert us(profiled(made), "unknown") == pytest.approx(500)
-    assert us(profiled(made.call("cudaStreamWaitEvent", 20, 2)), "idle") == pytest.approx(500)
+    profile = profiled(made.kernel("elementwise", launched=5, at=600, takes=400))
+    assert us(profile, "unjudged") == pytest.approx(500 + 490)
+    assert profile.gaps[0].cause == "unrecorded" and "does not hold" in profile.gaps[0].what
+
+
+def test_a_step_ends_with_what_it_launched(profiled) -> None:
+    """What another part of the program launches after the last step is none of its."""
+    made = HandMade().step(100).kernel("elementwise", launched=5, at=60, takes=90)
+    profile = profiled(made.kernel("elementwise", launched=5_000, at=5_010, takes=50))
+    assert profile.wall_s == pytest.approx(150e-6)
+
+
+def test_a_kernel_that_runs_into_the_window_counts_with_its_part(profiled) -> None:
+    made = HandMade().step(500).kernel("elementwise", launched=-400, at=-300, takes=400)
+    profile = profiled(made.kernel("other_elementwise", launched=10, at=100, takes=400))
+    assert sum(row.device_s for row in profile.kernels) == pytest.approx(500e-6)
+
+
+def test_kernels_side_by_side_share_the_time_they_cover(profiled) -> None:
+    """A product at its roof stays useful though a small kernel runs beside it."""
+    made = HandMade().step(210).op("aten::mm", 0, 10, [1000, 1000], [1000, 1000])
+    made.kernel("sgemm_128x128", launched=2, at=10, takes=200).op("aten::neg", 10, 5, [4])
+    profile = profiled(made.kernel("neg_elementwise", launched=11, at=10, takes=200, stream=8))
+    assert us(profile, "useful") == pytest.approx(200, abs=0.1)
+
+
+def test_two_processes_that_count_alike_are_told_apart(profiled) -> None:
+    """Both launches carry the number 1: a kernel belongs to the last one before it."""
+    made = HandMade().step(1_000).op("aten::mm", 0, 10, [1000, 1000], [1000, 1000])
+    made.kernel("sgemm", launched=2, at=20, takes=300)
+    made.correlation = 0
+    made.op("aten::relu", 600, 10, [10, 10]).kernel("relu_elementwise", launched=602, at=620, takes=300)
+    works = {row.name: row.work for row in profiled(made).kernels}
+    assert works == {"sgemm": "gemm", "relu_elementwise": "elementwise"}
+
+
+def test_copies_to_the_host_are_no_class_of_kernels(profiled) -> None:
+    made = HandMade().step(1_000).op("aten::mm", 0, 10, [1000, 1000], [1000, 1000])
+    made.kernel("sgemm", launched=2, at=20, takes=500)
+    made.kernel("Memcpy DtoH (Device -> Pinned)", launched=520, at=530, takes=400, cat="gpu_memcpy",
+                call="cudaMemcpyAsync", bytes=4)  # fmt: skip
+    shares = {row.work: row.share for row in amdahl_of(profiled(made))}
+    assert shares["gemm"] == pytest.approx(0.5) and "copy" not in shares
+
+
+def test_a_recompilation_is_the_hosts_time(profiled) -> None:
+    made = HandMade().step(2_000_000).kernel("elementwise", launched=2, at=10, takes=90)
+    made.add("user_annotation", "Torch-Compiled Region: 0/1", 100, 1_999_000)
+    profile = profiled(made.kernel("elementwise", launched=1_999_500, at=1_999_510, takes=400))
+    assert profile.fraction("host") > 0.9
 
 
 def test_a_device_without_a_known_roof(tmp_path: Path) -> None:

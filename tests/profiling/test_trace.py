@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from armillary.errors import ArmillaryError
+from armillary.errors import ArmillaryError, BadData
 from armillary.profiling import chrome
+from armillary.profiling.analyse import analyse
+from armillary.profiling.judged import judge
 from armillary.profiling.trace import KERNEL, OP, RUNTIME, read_trace
-from tests.profiling.traces import HandMade
+from tests.profiling.traces import ROOF, HandMade
 
 
 def example() -> HandMade:
@@ -95,7 +97,28 @@ def test_odd_values_do_not_stop_the_reading(tmp_path: Path) -> None:
     assert len(read_trace(made.write(tmp_path / "odd.json"))) == 6
 
 
-def nsys(path: Path) -> Path:
+@pytest.mark.parametrize(("where", "value"), [
+    ("ts", "late"), ("ts", float("inf")), ("ts", 1e300), ("dur", float("nan")), ("args", []),
+    ("args", {"bytes": "x", "Input Dims": [[2]], "Input type": 3, "Concrete Inputs": 7}), ("pid", None),
+])  # fmt: skip
+@pytest.mark.parametrize("category", ["cpu_op", "kernel", "gpu_memcpy"])
+def test_hostile_fields_are_no_bugs(tmp_path: Path, category: str, where: str, value: object) -> None:
+    made = example()
+    made.events.insert(0, {"ph": "X", "cat": category, "name": "hostile", "pid": 1, "tid": 1, "ts": 5, "dur": 2,
+                           where: value})  # fmt: skip
+    made.events.append({"ph": "i", "name": "[memory]", "ts": "x", "args": value})
+    profile = analyse(made.write(tmp_path / "hostile.json"), roof=ROOF)
+    assert sum(profile.budget.values()) == pytest.approx(profile.wall_s)
+
+
+def test_a_trace_nested_beyond_reason_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text('{"traceEvents": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(ArmillaryError):
+        read_trace(path)
+
+
+def nsys(path: Path, more: str = "") -> Path:
     base = sqlite3.connect(path)
     base.executescript("""
         create table StringIds (id integer, value text);
@@ -110,7 +133,7 @@ def nsys(path: Path) -> Path:
         insert into CUPTI_ACTIVITY_KIND_MEMCPY values (20000, 30000, 1, 0, 2, 4096, 10, 0, 7);
         create table NVTX_EVENTS (start, end, text, textId, globalTid);
         insert into NVTX_EVENTS values (500, 6000, 'aten::mm, seq = 3', null, 281479271743489);
-    """)
+    """ + more)
     base.commit()
     base.close()
     return path
@@ -123,6 +146,37 @@ def test_nsys_exports_read_like_kineto(tmp_path: Path) -> None:
     call, kernel = (int(np.flatnonzero(trace.kind == kind)[0]) for kind in (RUNTIME, KERNEL))
     assert trace.correlation[call] == trace.correlation[kernel] == 9
     assert trace.details[trace.detail[kernel]]["registers"] == 64
+
+
+def test_an_nsys_graph_is_one_piece_of_work(tmp_path: Path) -> None:
+    more = """
+        create table CUPTI_ACTIVITY_KIND_GRAPH_TRACE (start, end, deviceId, streamId, graphId, correlationId);
+        insert into CUPTI_ACTIVITY_KIND_GRAPH_TRACE values (40000, 90000, 0, 7, 1, 11);
+        insert into StringIds values (3, 'cudaGraphLaunch_v10000');
+        insert into CUPTI_ACTIVITY_KIND_RUNTIME values (31000, 38000, 3, 11, 281479271743489);
+    """
+    profile = analyse(nsys(tmp_path / "report.sqlite", more), roof=ROOF)
+    assert next(row for row in profile.kernels if row.name == "CUDA graph").device_s == pytest.approx(50e-6)
+    assert profile.fraction("unjudged") > 0.5
+
+
+def test_nsys_processes_count_for_themselves(tmp_path: Path) -> None:
+    first, second = (281479271743489 + (n << 24) for n in (0, 1))
+    more = f"""
+        alter table CUPTI_ACTIVITY_KIND_KERNEL add column globalPid;
+        update CUPTI_ACTIVITY_KIND_KERNEL set globalPid = {second};
+        insert into CUPTI_ACTIVITY_KIND_RUNTIME values (2000, 6000, 1, 9, {second});
+    """
+    trace = read_trace(nsys(tmp_path / "report.sqlite", more))
+    kernel = int(np.flatnonzero(trace.kind == KERNEL)[0])
+    links = judge(trace, ROOF).links
+    assert trace.start[links.launch[kernel]] == pytest.approx(1.5e-6) and first != second
+
+
+def test_an_nsys_export_without_a_column_is_refused(tmp_path: Path) -> None:
+    path = nsys(tmp_path / "r.sqlite", "alter table CUPTI_ACTIVITY_KIND_KERNEL drop column gridX;")
+    with pytest.raises(BadData, match="lacks a column"):
+        read_trace(path)
 
 
 def test_another_sqlite_file_is_refused(tmp_path: Path) -> None:
