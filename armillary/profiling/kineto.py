@@ -7,7 +7,7 @@ names of their own.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from armillary.profiling.chrome import ChromeTrace
 from armillary.profiling.long_lists import fill_lists
@@ -141,7 +141,7 @@ def _integer(args: dict[str, Any], key: str, default: int = -1) -> int:
     return value if isinstance(value, int) and -(2**62) < value < 2**62 else default
 
 
-def _is_time(value: Any) -> bool:
+def _is_time(value: Any) -> TypeGuard[float]:
     """A number of microseconds: neither text nor NaN nor beyond any clock."""
     return isinstance(value, int | float) and abs(value) < _LATEST_US
 
