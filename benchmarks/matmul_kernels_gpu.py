@@ -275,6 +275,9 @@ def tiles() -> None:
         "key_tiles": [(64, 128, 8, 3), (64, 64, 4, 2), (32, 128, 8, 3), (64, 128, 8, 1), (32, 64, 4, 3)],
         "query_tiles": [(128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 8, 3), (128, 128, 8, 1), (64, 64, 4, 3)],
     }
+    can_copy, attention_own.can_copy = attention_own.can_copy, lambda *_: False
+    attempt("attention 8k without TMA", lambda: attention_case(op, case, attention_own.attention))
+    attention_own.can_copy = can_copy
     for name, options in sweeps.items():
         kept = getattr(attention_own, name)
         for queries, keys, warps, stages in options:

@@ -29,7 +29,7 @@ from armillary.store.home import Home
 Watch = Callable[[int, int, str], None]
 """called with cases done, cases in all, and what comes next"""
 LIMIT_S = 440.0
-_CEILING_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
+_CEILING_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
 _SQUARE = {"cuda": 8192, "cpu": 1024}
 _OURS = "triton"
 

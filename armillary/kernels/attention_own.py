@@ -1,0 +1,304 @@
+"""The launches of our attention kernels, as one custom op forward and one backward.
+
+What the mask allows is boiled down on the device to stretches (documents) or lists (block-sparse masks) of blocks, so
+that kernels skip what is not seen and nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from armillary.kernels.attention import BLOCK
+from armillary.kernels.attention_backward_triton import delta_kernel, key_kernel, query_kernel
+from armillary.kernels.attention_triton import forward_kernel
+from armillary.kernels.launch import ceil_div, on, power_of_two
+
+# B batch, T queries, S keys, N query heads, K KV heads, D head dim, X and Y blocks of queries and keys
+
+_LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How a kernel cuts its work."""
+
+    queries: int
+    """of a block"""
+    keys: int
+    """of a block"""
+    warps: int
+    """of a program"""
+    stages: int
+    """loads in flight"""
+
+
+def attention(
+    q_BTND: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    documents_BT: Tensor | None = None,
+    blocks_XY: Tensor | None = None,
+    sinks_N: Tensor | None = None,
+    slopes_N: Tensor | None = None,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    causal: bool = True,
+) -> Tensor:
+    """attention.reference in kernels of our own."""
+    scale = q_BTND.shape[-1] ** -0.5 if scale is None else scale
+    return _attention(
+        q_BTND, k_BSKD, v_BSKD, documents_BT, blocks_XY, sinks_N, slopes_N, scale, window, softcap, causal
+    )[0]
+
+
+_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? blocks, Tensor? sinks, Tensor? slopes, float scale, "
+    "int window, float softcap, bool causal"
+)
+
+
+@torch.library.custom_op("armillary::attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, blocks: Tensor | None, sinks: Tensor | None,
+    slopes: Tensor | None, scale: float, window: int, softcap: float, causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(output, log-sum-exp in base 2 [B, N, T])."""
+    out, lse = _empty(q, k, v, documents, blocks, sinks, slopes, scale, window, softcap, causal)
+    if not out.numel():
+        return out, lse
+    q, k, v = (_with_unit_stride(x) for x in (q, k, v))
+    (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
+    tiles = forward_tiles(D, q.dtype)
+    flags, mask, lists = _mask(documents, blocks, window, softcap, causal, slopes, T, S, tiles.keys)
+    listed, counts = lists.by_query if lists else (lse, lse)
+    tma = can_copy(k, v)
+    k_src, v_src = (described(x, tiles.keys) if tma else x for x in (k, v))
+    with on(q):
+        forward_kernel[(ceil_div(T, tiles.queries), N, B)](
+            q, k_src, v_src, out, lse, mask.documents, mask.begin, mask.run, listed, counts, sinks, slopes,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T, S, N, N // K, *_scales(scale, softcap)[1:], window,
+            listed.shape[-1], **flags, SINKS=sinks is not None, FP32=q.dtype == torch.float32, D=D,
+            BLOCK_D=max(16, power_of_two(D)), BLOCK_M=tiles.queries, BLOCK_N=tiles.keys, STAGES=tiles.stages,
+            RAW=scale > 0 and not softcap and slopes is None, TMA=tma, num_warps=tiles.warps,
+        )  # fmt: skip
+    return out, lse
+
+
+@_attention.register_fake
+def _empty(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, blocks: Tensor | None, sinks: Tensor | None,
+    slopes: Tensor | None, scale: float, window: int, softcap: float, causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    B, T, N, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(B, N, T, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "armillary::attention_backward", mutates_args=(),
+    schema=f"(Tensor grad, Tensor out, Tensor lse, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+)  # fmt: skip
+def _attention_backward(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
+    blocks: Tensor | None, sinks: Tensor | None, slopes: Tensor | None, scale: float, window: int, softcap: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dQ, dK, dV, gradient of the sinks or empty)."""
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) if not out.numel()
+                  else torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))  # fmt: skip
+    if not out.numel():
+        return dq, dk, dv, q.new_zeros(0) if sinks is None else torch.zeros_like(sinks)
+    q, k, v, grad = (_with_unit_stride(x) for x in (q, k, v, grad))
+    (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
+    delta = torch.empty_like(lse)
+    shared = {"FP32": q.dtype == torch.float32, "D": D, "BLOCK_D": max(16, power_of_two(D))}
+    with on(q):
+        delta_kernel[(ceil_div(T, 64), N, B)](
+            out, grad, delta, *grad.stride()[:3], T, N, D=D, BLOCK_D=shared["BLOCK_D"], BLOCK_M=64, num_warps=4
+        )
+        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3])
+        sizes = (T, S, N, N // K, *_scales(scale, softcap), window)
+        tiles = key_tiles(D, q.dtype)
+        flags, mask, lists = _mask(documents, blocks, window, softcap, causal, slopes, T, S, tiles.queries)
+        listed, counts = lists.by_key if lists else (lse, lse)
+        tma = can_copy(q, grad)
+        q_src, grad_src = (described(x, tiles.queries) if tma else x for x in (q, grad))
+        key_kernel[(ceil_div(S, tiles.keys), K, B)](
+            q_src, k, v, grad_src, dk, dv, lse, delta, mask.documents, mask.end, mask.run_end, listed, counts, slopes,
+            *strides, *sizes, listed.shape[-1], **flags, **shared, EVEN=T % tiles.queries == 0,
+            BLOCK_M=tiles.queries, BLOCK_N=tiles.keys, STAGES=tiles.stages, TMA=tma, num_warps=tiles.warps,
+        )  # fmt: skip
+        tiles = query_tiles(D, q.dtype)
+        flags["LISTED"] = BLOCK // tiles.keys if lists else 0
+        listed, counts = lists.by_query if lists else (lse, lse)
+        tma = can_copy(k, v)
+        k_src, v_src = (described(x, tiles.keys) if tma else x for x in (k, v))
+        query_kernel[(ceil_div(T, tiles.queries), N, B)](
+            q, k_src, v_src, grad, dq, lse, delta, mask.documents, mask.begin, mask.run, listed, counts, slopes,
+            *strides, *sizes, listed.shape[-1], **flags, **shared,
+            BLOCK_M=tiles.queries, BLOCK_N=tiles.keys, STAGES=tiles.stages, TMA=tma, num_warps=tiles.warps,
+        )  # fmt: skip
+    if sinks is None:
+        return dq, dk, dv, q.new_empty(0)
+    weights = torch.exp2(sinks.float()[:, None] * _LOG2E - lse)
+    return dq, dk, dv, -(weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
+@_attention_backward.register_fake
+def _(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
+    blocks: Tensor | None, sinks: Tensor | None, slopes: Tensor | None, scale: float, window: int, softcap: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, documents, blocks, sinks, slopes, *ctx.options = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, documents, blocks, sinks, slopes, out, lse)
+
+
+def _gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    q, k, v, documents, blocks, sinks, slopes, out, lse = ctx.saved_tensors
+    if grad is None:
+        return (None,) * 11
+    arguments = (q, k, v, documents, blocks, sinks, slopes, *ctx.options)
+    dq, dk, dv, dsinks = _attention_backward(grad, out, lse, *arguments)
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(None,) * 5
+
+
+_attention.register_autograd(_gradients, setup_context=_keep)
+
+
+# --- what the mask allows
+
+
+@dataclass(frozen=True)
+class _Documents:
+    """Per token: its document, the first and last key or query that may share it, and its unbroken run."""
+
+    documents: Tensor | None = None
+    begin: Tensor | None = None
+    run: Tensor | None = None
+    end: Tensor | None = None
+    run_end: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Blocks to visit, those first that are allowed, and how many they are."""
+
+    by_query: tuple[Tensor, Tensor]
+    by_key: tuple[Tensor, Tensor]
+
+
+def _mask(
+    documents: Tensor | None, blocks: Tensor | None, window: int, softcap: float, causal: bool, slopes: Tensor | None,
+    T: int, S: int, step: int,
+) -> tuple[dict[str, Any], _Documents, _Lists | None]:  # fmt: skip
+    flags = {
+        "CAUSAL": causal, "WINDOW": 0 < window < S, "DOCS": documents is not None, "SLOPES": slopes is not None,
+        "CAPPED": softcap != 0.0, "LISTED": 0 if blocks is None else BLOCK // step,
+    }  # fmt: skip
+    runs = _Documents() if documents is None else _runs(documents)
+    return flags, runs, None if blocks is None else _lists(blocks, causal, T, S)
+
+
+def _runs(documents_BT: Tensor) -> _Documents:
+    """Where numbers never fall along a row, a document is one run; otherwise it may go on anywhere."""
+    documents = documents_BT.contiguous()
+    length = documents.shape[1]
+    index = torch.arange(length, device=documents.device, dtype=torch.int32).expand_as(documents)
+    changes = documents[:, 1:] != documents[:, :-1]
+    edge = torch.ones_like(documents[:, :1], dtype=torch.bool)
+    run = torch.where(torch.cat((edge, changes), 1), index, 0).cummax(1).values.int()
+    ends = torch.where(torch.cat((changes, edge), 1), index + 1, length)
+    run_end = ends.flip(1).cummin(1).values.flip(1).int()
+    sorted_B1 = (documents[:, 1:] >= documents[:, :-1]).all(1, keepdim=True)
+    begin, end = torch.where(sorted_B1, run, 0).int(), torch.where(sorted_B1, run_end, length).int()
+    return _Documents(documents, begin.contiguous(), run.contiguous(), end.contiguous(), run_end.contiguous())
+
+
+def _lists(blocks_XY: Tensor, causal: bool, T: int, S: int) -> _Lists:
+    blocks = blocks_XY.bool()
+    if causal:  # blocks that lie wholly ahead are left out
+        last = (torch.arange(blocks.shape[0], device=blocks.device) + 1) * BLOCK - 1 + S - T
+        blocks = blocks & (torch.arange(blocks.shape[1], device=blocks.device) * BLOCK <= last[:, None])
+    return _Lists(_list(blocks), _list(blocks.t()))
+
+
+def _list(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    order = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return order.int().contiguous(), blocks.sum(1).int()
+
+
+def _scales(scale: float, softcap: float) -> tuple[float, float, float]:
+    """The scale itself, what multiplies q·k in the kernel, and the cap, both in base-2 units."""
+    return (scale, scale / softcap, softcap * _LOG2E) if softcap else (scale, scale * _LOG2E, 0.0)
+
+
+def _with_unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# --- the copy engine
+
+
+def can_copy(*tensors: Tensor) -> bool:
+    """Whether tiles can come by TMA: a Hopper chip or newer, whole heads, everything aligned to 16 bytes."""
+    return all(
+        (not x.is_cuda or _has_tma(x.device))
+        and x.shape[-1] >= 16
+        and x.shape[-1] == power_of_two(x.shape[-1])
+        and x.data_ptr() % 16 == 0
+        and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+        for x in tensors
+    )
+
+
+@cache
+def _has_tma(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def described(x_BTND: Tensor, length: int) -> TensorDescriptor:
+    """Tiles of `length` tokens of one head."""
+    return TensorDescriptor.from_tensor(x_BTND, [1, length, 1, x_BTND.shape[-1]])
+
+
+# --- tiles
+
+
+def forward_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
+    if dtype == torch.float32:
+        return Tiles(queries=64, keys=32, warps=4, stages=2)
+    if head_dim <= 64:
+        return Tiles(queries=128, keys=128, warps=8, stages=3)
+    return Tiles(queries=128, keys=64, warps=8, stages=3 if head_dim <= 128 else 2)
+
+
+def key_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
+    if dtype == torch.float32:
+        return Tiles(queries=16, keys=32, warps=4, stages=1)
+    if head_dim <= 128:
+        return Tiles(queries=64, keys=128, warps=8, stages=2)
+    return Tiles(queries=32, keys=64, warps=8, stages=1)
+
+
+def query_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
+    if dtype == torch.float32:
+        return Tiles(queries=32, keys=16, warps=4, stages=1)
+    if head_dim <= 128:
+        return Tiles(queries=128, keys=64, warps=8, stages=2)
+    return Tiles(queries=64, keys=32, warps=8, stages=1)

@@ -1,0 +1,207 @@
+"""Attention for training in Triton, forward: online softmax in base 2 over key blocks.
+
+A query block sees three stretches of key blocks: some at the far edge (window, start of its document) that need a mask,
+the many that are seen whole, and those on the diagonal. A block-sparse mask instead gives a list of key blocks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# B batch, T queries, S keys, N query heads, K KV heads, D head dim
+
+
+@triton.jit
+def scores(
+    qk, query, key, query_doc, key_doc, slope, scale2, softcap, T, S, window, shift,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, SLOPES: tl.constexpr,
+    CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Raw products to scores in base-2 units, -inf where not seen. query, key and their documents broadcast to qk."""
+    qk = qk * scale2
+    if CAPPED:  # scale2 is then scale / softcap, and softcap in base-2 units
+        qk = (2 * tl.sigmoid(2 * qk) - 1) * softcap
+    distance = query + shift - key
+    if SLOPES:
+        qk = qk - slope * distance.to(tl.float32)
+    if MASKED:
+        seen = (key < S) & (query < T)
+        if CAUSAL:
+            seen = seen & (distance >= 0)
+        if WINDOW:
+            seen = seen & (distance < window)
+        if DOCS:
+            seen = seen & (query_doc == key_doc)
+        qk = tl.where(seen, qk, float("-inf"))
+    return qk
+
+
+@triton.jit
+def rows(
+    base, stride, first, limit, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):
+    """A tile of rows from `first` on; those from `limit` on and columns from D on are zero. Only the base moves, so
+    offsets stay the same from tile to tile and cost few registers."""
+    index, d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    at = base + first.to(tl.int64) * stride + (index[:, None] * stride + d[None, :])
+    if BLOCK_D != D:
+        x = tl.load(at, mask=(index[:, None] < limit - first) & (d[None, :] < D), other=0.0)
+    elif MASKED:
+        x = tl.load(at, mask=index[:, None] < limit - first, other=0.0)
+    else:
+        x = tl.load(at)
+    return x
+
+
+@triton.jit
+def tile(
+    source, stride, batch, head, first, limit, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows of one head by the copy engine, from a descriptor of [B, T, heads, D]; or from a pointer to the head."""
+    if TMA:  # the compiler also visits what stands after a return, hence the else
+        x = source.load([batch, first, head, 0]).reshape(BLOCK, BLOCK_D)
+    else:
+        x = rows(source, stride, first, limit, D, BLOCK_D, BLOCK, MASKED)
+    return x
+
+
+@triton.jit
+def key_range(
+    block, begin_ptr, run_ptr, row, T, S, window, shift,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Key blocks of a query block: from the first to the last seen at least in part, in the stretch within whole."""
+    first_query, last_query = block * BLOCK_M, tl.minimum(block * BLOCK_M + BLOCK_M, T) - 1
+    begin, whole = 0, 0
+    if WINDOW:
+        begin = tl.maximum(0, first_query + shift - window + 1)
+        whole = tl.maximum(0, last_query + shift - window + 1)
+    if DOCS:
+        begin = tl.maximum(begin, tl.load(begin_ptr + row + first_query))
+        whole = tl.maximum(whole, tl.load(run_ptr + row + last_query))
+    end, diagonal = S, S
+    if CAUSAL:
+        end = tl.maximum(0, tl.minimum(S, last_query + shift + 1))
+        diagonal = tl.maximum(0, tl.minimum(S, first_query + shift + 1))
+    last = tl.cdiv(end, BLOCK_N)
+    first = tl.minimum(begin // BLOCK_N, last)
+    full_first = tl.maximum(first, tl.minimum(tl.cdiv(whole, BLOCK_N), last))
+    full_last = tl.maximum(full_first, diagonal // BLOCK_N)
+    return first, full_first, full_last, last
+
+
+@triton.jit
+def _over_keys(
+    acc, total, top, q, query, query_doc, k_src, v_src, k_stride, v_stride, batch, kv_head, doc_ptr, list_ptr,
+    first, last, slope, scale2, softcap, T, S, window, shift,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, SLOPES: tl.constexpr,
+    CAPPED: tl.constexpr, LISTED: tl.constexpr, FP32: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, RAW: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """RAW leaves the scale to the exponential, where it costs nothing."""
+    for step in tl.range(first, last, num_stages=STAGES):
+        if LISTED > 0:  # LISTED steps share a listed block
+            begin = (tl.load(list_ptr + step // LISTED) * LISTED + step % LISTED) * BLOCK_N
+        else:
+            begin = step * BLOCK_N
+        key = begin + tl.arange(0, BLOCK_N)
+        k = tile(k_src, k_stride, batch, kv_head, begin, S, D, BLOCK_D, BLOCK_N, MASKED, TMA)
+        qk = tl.dot(q, tl.trans(k), input_precision="tf32x3" if FP32 else "tf32")
+        key_doc = key
+        if MASKED and DOCS:
+            key_doc = tl.load(doc_ptr + key, mask=key < S, other=-1)
+        qk = scores(
+            qk, query[:, None], key[None, :], query_doc[:, None], key_doc[None, :], slope, 1.0 if RAW else scale2,
+            softcap, T, S, window, shift, MASKED, CAUSAL, WINDOW, DOCS, SLOPES, CAPPED,
+        )  # fmt: skip
+        highest = tl.max(qk, 1)
+        new = tl.maximum(top, highest * scale2 if RAW else highest)
+        base = new
+        if MASKED:
+            base = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(qk * scale2 - base[:, None]) if RAW else tl.exp2(qk - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        v = tile(v_src, v_stride, batch, kv_head, begin, S, D, BLOCK_D, BLOCK_N, MASKED, TMA)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="tf32x3" if FP32 else "tf32")
+        top = new
+    return acc, total, top
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, doc_ptr, begin_ptr, run_ptr, list_ptr, count_ptr, sink_ptr, slope_ptr,
+    q_b, q_t, q_n, k_b, k_s, k_n, v_b, v_s, v_n, T, S, N, group, scale2, softcap, window, lists,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, SLOPES: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, LISTED: tl.constexpr, FP32: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, RAW: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Queries of one block and head; late blocks, which see most, come first."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, batch = tl.program_id(1), tl.program_id(2)
+    shift = S - T
+    query = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    kv_head = head // group
+    k_src, v_src = k_ptr, v_ptr
+    if not TMA:
+        k_src += batch.to(tl.int64) * k_b + kv_head * k_n
+        v_src += batch.to(tl.int64) * v_b + kv_head * v_n
+    if DOCS:
+        doc_ptr += batch.to(tl.int64) * S
+    q = rows(q_ptr + batch.to(tl.int64) * q_b + head * q_n, q_t, block * BLOCK_M, T, D, BLOCK_D, BLOCK_M, True)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    slope = 0.0
+    if SLOPES:
+        slope = tl.load(slope_ptr + head).to(tl.float32) * 1.4426950408889634
+    query_doc = query
+    if DOCS:
+        query_doc = tl.load(doc_ptr + query, mask=query < T, other=-2)
+    if LISTED > 0:
+        many: tl.constexpr = LISTED * BLOCK_N // BLOCK_M
+        listed = block // many
+        acc, total, top = _over_keys(
+            acc, total, top, q, query, query_doc, k_src, v_src, k_s, v_s, batch, kv_head, doc_ptr,
+            list_ptr + listed * lists, 0, tl.load(count_ptr + listed) * LISTED, slope, scale2, softcap, T, S, window,
+            shift, True, CAUSAL, WINDOW, DOCS, SLOPES, CAPPED, LISTED, FP32, D, BLOCK_D, BLOCK_N, STAGES, RAW, TMA,
+        )  # fmt: skip
+    else:
+        first, full_first, full_last, last = key_range(
+            block, begin_ptr, run_ptr, batch.to(tl.int64) * S, T, S, window, shift, CAUSAL, WINDOW, DOCS,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        if WINDOW or DOCS:
+            acc, total, top = _over_keys(
+                acc, total, top, q, query, query_doc, k_src, v_src, k_s, v_s, batch, kv_head, doc_ptr, list_ptr,
+                first, full_first, slope, scale2, softcap, T, S, window, shift, True,
+                CAUSAL, WINDOW, DOCS, SLOPES, CAPPED, LISTED, FP32, D, BLOCK_D, BLOCK_N, STAGES, RAW, TMA,
+            )  # fmt: skip
+        acc, total, top = _over_keys(
+            acc, total, top, q, query, query_doc, k_src, v_src, k_s, v_s, batch, kv_head, doc_ptr, list_ptr,
+            full_first, full_last, slope, scale2, softcap, T, S, window, shift, False,
+            CAUSAL, WINDOW, DOCS, SLOPES, CAPPED, LISTED, FP32, D, BLOCK_D, BLOCK_N, STAGES, RAW, TMA,
+        )  # fmt: skip
+        acc, total, top = _over_keys(
+            acc, total, top, q, query, query_doc, k_src, v_src, k_s, v_s, batch, kv_head, doc_ptr, list_ptr,
+            full_last, last, slope, scale2, softcap, T, S, window, shift, True,
+            CAUSAL, WINDOW, DOCS, SLOPES, CAPPED, LISTED, FP32, D, BLOCK_D, BLOCK_N, STAGES, RAW, TMA,
+        )  # fmt: skip
+    if SINKS:
+        sink = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
+        new = tl.maximum(top, sink)
+        shrink = tl.exp2(top - new)
+        total = total * shrink + tl.exp2(sink - new)
+        acc = acc * shrink[:, None]
+        top = new
+    # a query that sees nothing gives zeros, and an infinite lse makes its weights zero in the backward
+    nothing = total == 0.0
+    acc = acc / tl.where(nothing, 1.0, total)[:, None]
+    lse = tl.where(nothing, float("inf"), top + tl.log2(tl.where(nothing, 1.0, total)))
+    tl.store(lse_ptr + (batch.to(tl.int64) * N + head) * T + query, lse, mask=query < T)
+    d = tl.arange(0, BLOCK_D)
+    at = ((batch.to(tl.int64) * T + query) * N + head)[:, None] * D + d[None, :]
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(query[:, None] < T) & (d[None, :] < D))

@@ -1,0 +1,191 @@
+"""Bias, activation and dropout in one Triton kernel, and their backward with the bias's gradient in another.
+
+Both draw the mask of philox.py, word for word. The bias's gradient is summed by each program for its own rows and added
+up in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from armillary.kernels.activations_triton import act, act_and_slope
+from armillary.kernels.column_sums_triton import column_sums
+from armillary.kernels.launch import ceil_div, num_programs, on, power_of_two
+from armillary.kernels.philox import LANES, keep_scale, threshold
+
+_FORWARD = (2048, 4096, 4)
+_BACKWARD = (2048, 2048, 8, 4)
+"""columns and numbers a program takes at a time, its warps, programs a multiprocessor"""
+
+
+def bias_act_dropout(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float) -> Tensor:
+    """bias_act_dropout.bias_act_dropout in one kernel."""
+    result: Tensor = _run(x, bias, seed, activation, p)
+    return result
+
+
+@torch.library.custom_op(
+    "armillary::bias_act_dropout", mutates_args=(),
+    schema="(Tensor x, Tensor? bias, Tensor seed, str activation, float p) -> Tensor",
+)  # fmt: skip
+def _run(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float) -> Tensor:
+    y = _empty(x, bias, seed, activation, p)
+    if x.numel():
+        rows, columns = x.numel() // x.shape[-1], x.shape[-1]
+        block, held, warps = _tile(columns, *_FORWARD)
+        pieces = ceil_div(columns, block)
+        with on(x):
+            _forward_kernel[(ceil_div(rows, held) * pieces,)](
+                x.contiguous(), bias, seed, y, rows, columns, pieces, threshold(p), keep_scale(p), **_flags(x, bias, p),
+                ACT=activation, HELD=held, BLOCK=block, num_warps=warps,
+            )  # fmt: skip
+    return y
+
+
+@_run.register_fake
+def _empty(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(
+    "armillary::bias_act_dropout_backward", mutates_args=(),
+    schema="(Tensor dy, Tensor x, Tensor? bias, Tensor seed, str activation, float p) -> (Tensor, Tensor)",
+)  # fmt: skip
+def _run_backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float
+) -> tuple[Tensor, Tensor]:
+    """(gradient of x, of bias or empty)."""
+    dx, db = _empty_backward(dy, x, bias, seed, activation, p)
+    if not x.numel():
+        return dx, db.zero_()
+    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
+    block, held, warps = _tile(columns, *_BACKWARD[:3])
+    pieces = ceil_div(columns, block)
+    programs = max(1, min(num_programs(x, _BACKWARD[3]) // pieces, ceil_div(rows, held)))
+    parts = x.new_empty(programs if bias is not None else 0, columns, dtype=torch.float32)
+    with on(x):
+        _backward_kernel[(pieces, programs)](
+            dy.contiguous(), x.contiguous(), bias, seed, dx, parts, rows, columns, threshold(p), keep_scale(p),
+            **_flags(x, bias, p), ACT=activation, HELD=held, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    if bias is not None:
+        column_sums(parts, db)
+    return dx, db
+
+
+@_run_backward.register_fake
+def _empty_backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float
+) -> tuple[Tensor, Tensor]:
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return dx, x.new_empty(0) if bias is None else torch.empty_like(bias)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, bias, seed, ctx.activation, ctx.p = inputs
+    ctx.save_for_backward(x, bias, seed)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, bias, seed = ctx.saved_tensors
+    dx, db = _run_backward(dy, x, bias, seed, ctx.activation, ctx.p)
+    return dx, None if bias is None else db, None, None, None
+
+
+_run.register_autograd(_gradients, setup_context=_keep)
+
+
+def _tile(columns: int, widest: int, elements: int, warps: int) -> tuple[int, int, int]:
+    """Columns and rows a program takes at a time, and its warps."""
+    block = max(LANES, min(widest, power_of_two(columns)))
+    return block, max(1, elements // block), warps
+
+
+def _flags(x: Tensor, bias: Tensor | None, p: float) -> dict[str, bool]:
+    """Where rows are a multiple of a counter's lanes, a counter is drawn once for all of them."""
+    return {"BIAS": bias is not None, "DROP": p > 0, "ALIGNED": x.shape[-1] % LANES == 0}
+
+
+# --- kernels
+
+
+@triton.jit
+def _words(seed, row, start, columns, ALIGNED: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr):
+    """The 16-bit words of a tile: rows `row` [HELD, 1], columns from `start`."""
+    if ALIGNED:
+        counter = row * (columns // 8) + (start // 8 + tl.arange(0, BLOCK // 8))[None, :]
+        r0, r1, r2, r3 = _draw(seed, counter)
+        low = tl.join(tl.join(r0 & 0xFFFF, r2 & 0xFFFF), tl.join(r1 & 0xFFFF, r3 & 0xFFFF))
+        high = tl.join(tl.join(r0 >> 16, r2 >> 16), tl.join(r1 >> 16, r3 >> 16))
+        words = tl.reshape(tl.join(low, high), [HELD, BLOCK])
+    else:
+        at = row * columns + (start + tl.arange(0, BLOCK))[None, :]
+        r0, r1, r2, r3 = _draw(seed, at // 8)
+        lane = (at % 8).to(tl.int32)
+        word = tl.where(lane < 4, tl.where(lane < 2, r0, r1), tl.where(lane < 6, r2, r3))
+        words = tl.where(lane % 2 == 0, word & 0xFFFF, word >> 16)
+    return words.to(tl.int32)
+
+
+@triton.jit
+def _draw(seed, counter):
+    low = (counter & 0xFFFFFFFF).to(tl.uint32)
+    high = (counter >> 32).to(tl.uint32)
+    return tl.philox(seed, low, high, low * 0, low * 0)
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, bias_ptr, seed_ptr, y_ptr, rows, columns, pieces, threshold, scale, BIAS: tl.constexpr, DROP: tl.constexpr,
+    ALIGNED: tl.constexpr, ACT: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    start = (tl.program_id(0) % pieces) * BLOCK
+    row = (tl.program_id(0) // pieces) * HELD + tl.arange(0, HELD).to(tl.int64)[:, None]
+    column = (start + tl.arange(0, BLOCK))[None, :]
+    inside = (row < rows) & (column < columns)
+    x = tl.load(x_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        x += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
+    y = act(x, ACT, x_ptr.dtype.element_ty != tl.float32)
+    if DROP:
+        words = _words(tl.load(seed_ptr), row, start, columns, ALIGNED, HELD, BLOCK)
+        y = y * tl.where(words >= threshold, scale, 0.0)
+    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr, x_ptr, bias_ptr, seed_ptr, dx_ptr, parts_ptr, rows, columns, threshold, scale, BIAS: tl.constexpr,
+    DROP: tl.constexpr, ALIGNED: tl.constexpr, ACT: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0) * BLOCK
+    column = (start + tl.arange(0, BLOCK))[None, :]
+    if BIAS:
+        bias = tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
+    if DROP:
+        seed = tl.load(seed_ptr)
+    total = tl.zeros([HELD, BLOCK], tl.float32)
+    for block in range(tl.program_id(1), tl.cdiv(rows, HELD), tl.num_programs(1)):
+        row = block * HELD + tl.arange(0, HELD).to(tl.int64)[:, None]
+        inside = (row < rows) & (column < columns)
+        x = tl.load(x_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        dx = tl.load(dy_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            x += bias
+        if DROP:
+            words = _words(seed, row, start, columns, ALIGNED, HELD, BLOCK)
+            dx = dx * tl.where(words >= threshold, scale, 0.0)
+        _, slope = act_and_slope(x, ACT, x_ptr.dtype.element_ty != tl.float32)
+        dx = dx * slope
+        if BIAS:
+            total += tl.where(inside, dx, 0.0)
+        tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    if BIAS:
+        at = start + tl.arange(0, BLOCK)
+        part = tl.program_id(1).to(tl.int64) * columns
+        tl.store(parts_ptr + part + at, tl.sum(total, axis=0), mask=at < columns)

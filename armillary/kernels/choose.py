@@ -1,0 +1,208 @@
+"""choose(): of the versions of an op that agree with the reference for a case, the fastest on this device, with proof.
+
+It is asked when a model is built or benched, never inside a step. What it found is remembered in the store; where
+nothing may be timed, the first deterministic version in the op's own order is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from armillary.kernels.agree import Expected, check, expect
+from armillary.kernels.identity import device_name, revision
+from armillary.kernels.needs import lacking
+from armillary.kernels.op import Case, Op, Version
+from armillary.kernels.trial import input_sets, time_version
+from armillary.store.choices import load_choice, save_choice
+from armillary.store.home import Home
+
+LOG = logging.getLogger("armillary.kernels")
+BUDGET_S = 0.1
+_REST_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What became of one version."""
+
+    version: str
+    """its name"""
+    refused: str = ""
+    """why it was not tried, or how it failed"""
+    agreed: bool = False
+    """whether it agrees with the reference, forward and backward"""
+    error: float | None = None
+    """largest relative error against the wide reference"""
+    forward_s: float | None = None
+    """seconds of a forward"""
+    backward_s: float | None = None
+    """seconds of a backward"""
+
+    @property
+    def seconds(self) -> float | None:
+        return None if self.forward_s is None else self.forward_s + (self.backward_s or 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The version to use, and why."""
+
+    op: str
+    """name of the operation"""
+    case: str
+    """the case as text"""
+    version: str
+    """name of the version"""
+    run: Callable[..., Any]
+    """the function, ready to be called"""
+    trials: tuple[Trial, ...]
+    """every version and what became of it"""
+    remembered: bool = False
+    """whether it was found in an earlier run"""
+
+
+def choose(
+    op: Op, case: Case, *, home: Home | None = None, deterministic: bool = False, budget_s: float = BUDGET_S,
+    again: bool = False,
+) -> Choice:  # fmt: skip
+    """The version of `op` for `case`; `budget_s` is the time to look at each version, a direction. `again` tries anew
+    what is remembered."""
+    if deterministic:
+        return _chosen(op, case, _without_timing(op, case))
+    device = device_name(case.device)
+    known = load_choice(home, device, _key(op, case)) if home and not again else None
+    if known is not None:
+        choice = _recalled(op, case, known)
+        if choice is not None:
+            return choice
+    choice = _chosen(op, case, tuple(try_versions(op, case, budget_s=budget_s)))
+    if home is not None:
+        record = {"version": choice.version, "trials": [asdict(trial) for trial in choice.trials]}
+        save_choice(home, device, _key(op, case), record)
+    return choice
+
+
+def explain(choice: Choice) -> list[str]:
+    """One line a version, the fastest first: its time, its error, or why it is out."""
+    order = sorted(choice.trials, key=lambda t: (not t.agreed, t.seconds is None, t.seconds or 0.0))
+    head = f"{choice.op} {choice.case}: {choice.version}" + (" (remembered)" if choice.remembered else "")
+    return [head, *(f"  {_reason(trial)}" for trial in order)]
+
+
+def try_versions(op: Op, case: Case, *, budget_s: float = BUDGET_S, timed: bool = True) -> Iterator[Trial]:
+    """Check each version on a small case, and time those that agree; the reference comes last."""
+    small = op.small(case)
+    generator = torch.Generator(torch.device(case.device)).manual_seed(1)
+    expected = expect(op, op.inputs(small, generator), generator)
+    sets = input_sets(op, case) if timed else []
+    for version in op.all_versions:
+        why = lacking(version.needs, case.device) or version.refuses(case)
+        yield Trial(version=version.name, refused=why) if why else _tried(op, version, case, expected, sets, budget_s)
+
+
+def time_rivals(op: Op, case: Case, *, budget_s: float = BUDGET_S) -> Iterator[Trial]:
+    """The op's rivals, timed and not checked."""
+    sets = input_sets(op, case) if op.rivals else []
+    for version in op.rivals:
+        why = lacking(version.needs, case.device) or version.refuses(case)
+        if why:
+            yield Trial(version=version.name, refused=why)
+            continue
+        times = time_version(version.load(), op, sets, budget_s=budget_s, rest_s=_rest_s(op, case))
+        yield Trial(version=version.name, forward_s=times.forward_s, backward_s=times.backward_s)
+
+
+def _tried(op: Op, version: Version, case: Case, expected: Expected, sets: list[Any], budget_s: float) -> Trial:
+    try:
+        run = version.load()
+        written = replace(op, writes=(*op.writes, *version.overwrites))
+        found = check(run, written, expected, tolerance=op.tolerance.get(case.dtype))
+        trial = Trial(version=version.name, agreed=found.agreed, error=found.error, refused=found.why_not)
+        if not found.agreed or not sets:
+            return trial
+        times = time_version(run, op, sets, budget_s=budget_s, rest_s=_rest_s(op, case))
+        return replace(trial, forward_s=times.forward_s, backward_s=times.backward_s)
+    except Exception as error:
+        # A compiler or a library may fail in its own way on a new chip or shape; the reference is there for that, and
+        # may itself be too large for the memory.
+        if version.run is op.reference and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        return Trial(version=version.name, refused=f"failed: {type(error).__name__}: {_first_line(error)}")
+
+
+def _rest_s(op: Op, case: Case) -> float:
+    """Matrix products run into the power limit within a tenth of a second; their ceiling is measured with rests too."""
+    return _REST_S if op.work(case).ceiling in ("gemm", "fp8") and torch.device(case.device).type == "cuda" else 0.0
+
+
+def _without_timing(op: Op, case: Case) -> tuple[Trial, ...]:
+    """In the op's own order, up to the first that is deterministic and agrees."""
+    trials: list[Trial] = []
+    only = replace(op, versions=tuple(version for version in op.versions if version.deterministic))
+    for trial in try_versions(only, case, timed=False):
+        trials.append(trial)
+        if trial.agreed:
+            break
+    return tuple(trials)
+
+
+def _chosen(op: Op, case: Case, trials: tuple[Trial, ...]) -> Choice:
+    for trial in trials:
+        if trial.refused and not _is_plain_absence(op, trial, case):
+            note_once(f"{op.name} {case.label}: version {trial.version} is not used: {trial.refused}")
+    agreed = [trial for trial in trials if trial.agreed]
+    best = min(agreed, key=lambda t: t.seconds or 0.0).version if agreed else "eager"
+    return _choice(op, case, best, trials)
+
+
+def _choice(op: Op, case: Case, name: str, trials: tuple[Trial, ...], *, remembered: bool = False) -> Choice:
+    version = op.version(name)
+    assert version is not None
+    run = version.load()
+    return Choice(op=op.name, case=case.label, version=name, run=run, trials=trials, remembered=remembered)
+
+
+def _recalled(op: Op, case: Case, record: Any) -> Choice | None:
+    """What the store holds, where its version still exists and can be had."""
+    version = op.version(str(record.get("version")))
+    if version is None or lacking(version.needs, case.device) or version.refuses(case):
+        return None
+    trials = tuple(Trial(**trial) for trial in record.get("trials", ()))
+    return _choice(op, case, version.name, trials, remembered=True)
+
+
+def _is_plain_absence(op: Op, trial: Trial, case: Case) -> bool:
+    """A part that is not there for every shape (no GPU, no Liger) is no news; triton missing beside a GPU is."""
+    version = op.version(trial.version)
+    if version is None or not lacking(version.needs, case.device):
+        return False
+    return not ("triton" in version.needs and torch.device(case.device).type == "cuda")
+
+
+def _key(op: Op, case: Case) -> str:
+    return f"{op.name} {case.key} {revision()}"
+
+
+def _reason(trial: Trial) -> str:
+    if trial.refused:
+        return f"{trial.version}: {trial.refused}"
+    times = "not timed" if trial.forward_s is None else f"forward {trial.forward_s * 1e6:.1f} µs"
+    if trial.backward_s is not None:
+        times += f", backward {trial.backward_s * 1e6:.1f} µs"
+    return f"{trial.version}: {times}, off by {trial.error:.2g}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+@cache
+def note_once(text: str) -> None:
+    """Say it on the log, once a process."""
+    LOG.warning(text)

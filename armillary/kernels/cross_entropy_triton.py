@@ -1,0 +1,218 @@
+"""Softmax cross-entropy in Triton: the forward reads the logits once (online softmax, Milakov & Gimelshein, arXiv
+1805.02867), the backward reads them once more and writes their gradient, in their place where that is wanted.
+
+The largest logit and the log of the sum are kept apart, so that logits of ±1e4 lose nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from armillary.kernels.cross_entropy import IGNORED
+from armillary.kernels.launch import as_rows, ceil_div, on, power_of_two
+
+_FORWARD = (4096, 4, 3)
+_BACKWARD = (4096, 4)
+"""numbers a program takes at a time, its warps, pieces loaded ahead"""
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int = IGNORED, smoothing: float = 0.0, z_loss: float = 0.0,
+    overwrite: bool = False,
+) -> Tensor:  # fmt: skip
+    """cross_entropy.cross_entropy in one kernel; `overwrite` lets the backward write the gradient over the logits."""
+    losses: Tensor = _cross_entropy(logits, targets, ignore_index, smoothing, z_loss, overwrite)[0]
+    return losses
+
+
+@torch.library.custom_op(
+    "armillary::cross_entropy", mutates_args=(),
+    schema="(Tensor logits, Tensor targets, int ignore_index, float smoothing, float z_loss, bool overwrite)"
+    " -> (Tensor, Tensor)",
+)  # fmt: skip
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, z_loss: float, overwrite: bool
+) -> tuple[Tensor, Tensor]:
+    """(losses, [rows, 2]: the largest logit and the log of the sum of exponentials under it)."""
+    losses, kept = _empty_cross_entropy(logits, targets, ignore_index, smoothing, z_loss, overwrite)
+    if not logits.numel():
+        return losses.zero_(), kept
+    logits_MV = as_rows(logits)
+    rows, vocab = logits_MV.shape
+    widest, warps, stages = _FORWARD
+    with on(logits):
+        _forward_kernel[(rows,)](
+            logits_MV, targets.contiguous(), losses, kept, vocab, logits_MV.stride(0), ignore_index, smoothing, z_loss,
+            SMOOTH=smoothing != 0, ALIGNED=logits_MV.stride(0) % 16 == 0 and vocab % 16 == 0,
+            BLOCK=min(widest, power_of_two(vocab)), STAGES=stages, num_warps=warps,
+        )  # fmt: skip
+    return losses, kept
+
+
+@_cross_entropy.register_fake
+def _empty_cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, z_loss: float, overwrite: bool
+) -> tuple[Tensor, Tensor]:
+    losses = logits.new_empty(targets.shape, dtype=torch.float32)
+    return losses, logits.new_empty(targets.numel(), 2, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "armillary::cross_entropy_backward", mutates_args=(),
+    schema="(Tensor dloss, Tensor logits, Tensor targets, Tensor kept, int ignore_index, float smoothing, float z_loss)"
+    " -> Tensor",
+)  # fmt: skip
+def _backward(
+    dloss: Tensor, logits: Tensor, targets: Tensor, kept: Tensor, ignore_index: int, smoothing: float, z_loss: float
+) -> Tensor:
+    dlogits = _empty_backward(dloss, logits, targets, kept, ignore_index, smoothing, z_loss)
+    _write_gradient(dlogits, dloss, logits, targets, kept, ignore_index, smoothing, z_loss)
+    return dlogits
+
+
+@_backward.register_fake
+def _empty_backward(
+    dloss: Tensor, logits: Tensor, targets: Tensor, kept: Tensor, ignore_index: int, smoothing: float, z_loss: float
+) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(
+    "armillary::cross_entropy_backward_", mutates_args=("logits",),
+    schema="(Tensor dloss, Tensor(a!) logits, Tensor targets, Tensor kept, int ignore_index, float smoothing,"
+    " float z_loss) -> ()",
+)  # fmt: skip
+def _backward_in_place(
+    dloss: Tensor, logits: Tensor, targets: Tensor, kept: Tensor, ignore_index: int, smoothing: float, z_loss: float
+) -> None:
+    _write_gradient(logits, dloss, logits, targets, kept, ignore_index, smoothing, z_loss)
+
+
+def _write_gradient(
+    out: Tensor, dloss: Tensor, logits: Tensor, targets: Tensor, kept: Tensor, ignore_index: int, smoothing: float,
+    z_loss: float,
+) -> None:  # fmt: skip
+    if not logits.numel():
+        return
+    logits_MV, out_MV = as_rows(logits), out.view(-1, out.shape[-1])
+    rows, vocab = logits_MV.shape
+    widest, warps = _BACKWARD
+    block = min(widest, power_of_two(vocab))
+    aligned = logits_MV.stride(0) % 16 == 0 and vocab % 16 == 0
+    if not aligned and logits_MV.stride(0) != out_MV.stride(0):  # both must begin at the same place of 16 bytes
+        logits_MV = logits_MV.contiguous()
+    pieces = ceil_div(vocab + (0 if aligned else 7), block)
+    with on(logits):
+        _backward_kernel[(rows * pieces,)](
+            logits_MV, targets.contiguous(), dloss.contiguous(), kept, out_MV, vocab, pieces, logits_MV.stride(0),
+            out_MV.stride(0), ignore_index, smoothing, z_loss, ALIGNED=aligned, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, targets, *ctx.settings, ctx.overwrite = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, targets, output[1])
+
+
+def _gradients(ctx: Any, dloss: Tensor | None, _: Any) -> tuple[Any, ...]:
+    none = (None,) * 5
+    if dloss is None:
+        return None, *none
+    logits, targets, kept = ctx.saved_tensors
+    if ctx.overwrite and logits.is_contiguous():
+        _backward_in_place(dloss, logits, targets, kept, *ctx.settings)
+        return logits, *none
+    return _backward(dloss, logits, targets, kept, *ctx.settings), *none
+
+
+_cross_entropy.register_autograd(_gradients, setup_context=_keep)
+
+
+# --- kernels
+
+
+@triton.jit
+def _span(start, vocab, ALIGNED: tl.constexpr):
+    """A row from where whole 16 bytes begin: (that place, first and last + 1 of the row counted from it, and the end
+    rounded up to whole 16 bytes). Reading a few neighbours and leaving them out is quicker than reading one by one."""
+    if ALIGNED:
+        return start, 0, vocab, vocab
+    begin = tl.multiple_of(start // 8 * 8, 8)
+    first = (start - begin).to(tl.int32)
+    last = first + vocab
+    return begin, first, last, tl.multiple_of((last + 7) // 8 * 8, 8)
+
+
+@triton.jit
+def _forward_kernel(
+    logits_ptr, targets_ptr, losses_ptr, kept_ptr, vocab, stride, ignore_index, smoothing, z_loss,
+    SMOOTH: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + row)
+    if target == ignore_index:
+        tl.store(losses_ptr + row, 0.0)
+        return
+    begin, first, last, bound = _span(row * stride, vocab, ALIGNED)
+    largest = -float("inf")
+    sums = tl.zeros([BLOCK], tl.float32)
+    plain = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, bound, BLOCK, num_stages=STAGES):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + begin + at, mask=at < bound, other=-float("inf")).to(tl.float32)
+        if not ALIGNED:
+            x = tl.where((at >= first) & (at < last), x, -float("inf"))
+        newer = tl.maximum(largest, tl.max(x))
+        under = tl.where(newer == -float("inf"), 0.0, newer)  # so far nothing but minus infinity
+        sums = sums * tl.exp2((largest - under) * _LOG2E) + tl.exp2((x - under) * _LOG2E)
+        largest = newer
+        if SMOOTH:
+            plain += tl.where((at >= first) & (at < last), x, 0.0)
+    log_sum = tl.log(tl.sum(sums))
+    known = (target >= 0) & (target < vocab)
+    x = tl.load(logits_ptr + row * stride + target, mask=known, other=float("nan")).to(tl.float32)
+    loss = (largest - x) + log_sum
+    if SMOOTH:
+        loss = (1.0 - smoothing) * loss + smoothing * ((largest - tl.sum(plain) / vocab) + log_sum)
+    whole = largest + log_sum
+    loss += z_loss * whole * whole
+    tl.store(losses_ptr + row, loss)
+    tl.store(kept_ptr + 2 * row, largest)
+    tl.store(kept_ptr + 2 * row + 1, log_sum)
+
+
+@triton.jit
+def _backward_kernel(
+    logits_ptr, targets_ptr, dloss_ptr, kept_ptr, out_ptr, vocab, pieces, stride, out_stride, ignore_index, smoothing,
+    z_loss, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    begin, first, last, bound = _span(row * stride, vocab, ALIGNED)
+    start = (tl.program_id(0) % pieces) * BLOCK
+    at = start + tl.arange(0, BLOCK)
+    inside = (at >= first) & (at < last)
+    target = tl.load(targets_ptr + row)
+    dx = tl.zeros([BLOCK], tl.float32)
+    if target != ignore_index:
+        dloss = tl.load(dloss_ptr + row)
+        largest = tl.load(kept_ptr + 2 * row)
+        log_sum = tl.load(kept_ptr + 2 * row + 1)
+        x = tl.load(logits_ptr + begin + at, mask=at < bound, other=0.0).to(tl.float32)
+        share = tl.exp2(((x - largest) - log_sum) * _LOG2E) * (1.0 + 2.0 * z_loss * (largest + log_sum))
+        dx = dloss * (share - smoothing / vocab - tl.where(at == target + first, 1.0 - smoothing, 0.0))
+    if ALIGNED:
+        tl.store(out_ptr + row * out_stride + at, dx.to(out_ptr.dtype.element_ty), mask=at < vocab)
+    else:
+        out = out_ptr + tl.multiple_of(row * out_stride - first, 8)
+        if (start >= first) & (start + BLOCK <= last):
+            tl.store(out + at, dx.to(out_ptr.dtype.element_ty))
+        else:
+            tl.store(out + at, dx.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,42 @@
+"""What every Triton launch needs: the right device, the size of a persistent grid, powers of two."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+from torch import Tensor
+
+INTERPRETED_PROGRAMS = 3
+"""a grid for the interpreter on a CPU: more than one, so that sums over programs are tested"""
+
+
+def on(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device: make it the tensor's."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def num_programs(x: Tensor, per_multiprocessor: int) -> int:
+    """Programs that all run at once."""
+    return _multiprocessors(x.device) * per_multiprocessor if x.is_cuda else INTERPRETED_PROGRAMS
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def power_of_two(count: int) -> int:
+    """The next one at or above; 1 for 0."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[…, N] as [rows, N] with neighbours adjacent, a view where strides allow it."""
+    rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+    return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -1,0 +1,97 @@
+"""Cross-entropy of a linear layer's outputs, with vocabularies too large for their logits to be held at once.
+
+The reference holds them; `chunked` (in its own file) holds a chunk of tokens and gives loss and gradients in one go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from armillary.kernels.compiled import compiled
+from armillary.kernels.dtype import widen
+from armillary.kernels.op import Case, Late, Op, Version, Work
+
+# M tokens, H hidden, V vocabulary
+
+
+def reference(
+    x_MH: Tensor,
+    weight_VH: Tensor,
+    targets_M: Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    softcap: float = 0.0,
+    scale: float = 1.0,
+) -> Tensor:
+    """Plain torch: logits in the inputs' dtype, what follows in at least fp32. `softcap` 0 is none; `reduction` is
+    'mean' over the targets that count, or 'sum'."""
+    logits = widen(F.linear(x_MH, weight_VH)) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    flat, targets = logits.flatten(0, -2), targets_M.flatten()
+    return F.cross_entropy(flat, targets, ignore_index=ignore_index, reduction=reduction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearLoss(Case):
+    """Tokens against a vocabulary."""
+
+    tokens: int
+    """rows of x"""
+    hidden: int
+    """columns of x and of the weight"""
+    vocab: int
+    """rows of the weight"""
+    softcap: float = 0.0
+    """0 is none"""
+    frozen: bool = False
+    """the weight gets no gradient"""
+
+
+def inputs(case: LinearLoss, generator: torch.Generator) -> tuple[object, ...]:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=generator.device).to(case.torch_dtype)
+
+    x, weight = normal(case.tokens, case.hidden), normal(case.vocab, case.hidden) * case.hidden**-0.5
+    targets = torch.randint(0, case.vocab, (case.tokens,), generator=generator, device=generator.device)
+    targets[::17] = -100
+    return x, weight, targets, -100, "mean", case.softcap, 1.0
+
+
+def work(case: LinearLoss) -> Work:
+    """Three products of 2·M·H·V; all of them in the forward when gradients are asked for, as counted together."""
+    product = 2.0 * case.tokens * case.hidden * case.vocab
+    moved = case.torch_dtype.itemsize * case.hidden * (case.tokens + case.vocab)
+    return Work(
+        flops=product, bytes=moved, backward_flops=2 * product, backward_bytes=2 * moved, ceiling="gemm"
+    )
+
+
+def _case(tokens: int, hidden: int, vocab: int, softcap: float = 0.0) -> LinearLoss:
+    return LinearLoss(tokens=tokens, hidden=hidden, vocab=vocab, softcap=softcap)
+
+
+LINEAR_CROSS_ENTROPY = Op(
+    name="linear_cross_entropy",
+    reference=reference,
+    versions=(
+        Version(name="chunked", run=Late("armillary.kernels.linear_cross_entropy_chunked", "chunked")),
+        compiled(reference),
+    ),
+    inputs=inputs,
+    work=work,
+    grads=(0, 1),
+    cases={
+        "llama-3-8b": _case(8192, 4096, 128256),
+        "8k": _case(8192, 4096, 131072),
+        "16k": _case(16384, 4096, 131072),
+        "32k": _case(32768, 4096, 131072),
+        "gemma-2-9b": _case(4096, 3584, 256000, 30.0),
+        "gpt2": _case(8192, 768, 50257),
+    },
+    small=lambda case: replace(case, tokens=min(case.tokens, 256)),
+)

@@ -1,0 +1,148 @@
+"""Paged attention on a GPU: two launches for rows of few queries, a third one where prompts are in the batch.
+
+The launches depend on shapes and on `max_query` only, never on what is on the device, so a CUDA graph that holds them
+serves any lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from armillary.kernels.launch import ceil_div, num_programs, on, power_of_two
+from armillary.kernels.paged_decode import combine, decode
+from armillary.kernels.paged_prefill import prefill
+
+_TILE_BYTES = 16384
+"""of the keys of a tile: with three stages of keys and values two programs fit a multiprocessor"""
+_MAX_DECODE_ROWS = 64
+"""(query, head) pairs that the split kernel takes as one product"""
+_COMBINE_ELEMENTS, _COMBINE_PROGRAMS = 8192, 8
+"""numbers that a program adds up at a time; programs that share the rows of a product"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """Sizes of one launch."""
+
+    queries: int
+    """rows of up to so many queries go to the split kernel"""
+    m: int
+    """rows of a product"""
+    n: int
+    """keys of a tile"""
+    warps: int
+    """of a program"""
+    stages: int
+    """of the loads' pipeline"""
+    workers: int = 0
+    """of the split kernel, on a multiprocessor"""
+
+
+def paged_attention(
+    q_TND: Tensor,
+    cache: Tensor,
+    tables_BP: Tensor,
+    starts: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    max_query: int,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
+    slopes_N: Tensor | None = None,
+    scales_2K: Tensor | None = None,
+) -> Tensor:
+    """See `armillary.kernels.paged_attention.paged_attention`."""
+    return _paged_attention(q_TND, cache, tables_BP, starts, lengths_B, sinks_N, slopes_N, scales_2K, scale, max_query,
+                            window or 0, softcap or 0.0)  # fmt: skip
+
+
+@torch.library.custom_op("armillary::paged_attention", mutates_args=())
+def _paged_attention(
+    q: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    scales: Tensor | None,
+    scale: float,
+    max_query: int,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    num_rows, heads = tables.shape[0], cache.shape[2]
+    if not num_rows or not q.numel():
+        return out.zero_()
+    q = q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
+    group = q.shape[1] // heads
+    pointers = [q, cache, tables, starts, lengths, *(q if x is None else x for x in (sinks, slopes, scales)), out]
+    strides = (q.stride(0), *cache.stride()[:4], tables.stride(0))
+    split = split_tiling(group, max_query, q.shape[2], cache.dtype)
+    shape = {
+        "WINDOW": window, "QUERIES": split.queries, "ROWS": power_of_two(num_rows), "HEADS": heads,
+        "GROUP": group, "D": q.shape[2], "D_PAD": max(16, power_of_two(q.shape[2])), "PAGE": cache.shape[3],
+        "HAS_CAP": softcap > 0, "HAS_SINKS": sinks is not None, "HAS_SLOPES": slopes is not None,
+        "HAS_SCALES": scales is not None, "PRECISION": "tf32x3",  # for fp32: three products that keep its precision
+    }  # fmt: skip
+    with on(q):
+        _launch_split(pointers, strides, shape, split, scale, softcap, num_rows)
+        if max_query > split.queries:
+            _launch_prefill(pointers, strides, shape, cache.dtype, scale, softcap, num_rows)
+    return out
+
+
+@_paged_attention.register_fake
+def _(q, cache, tables, starts, lengths, sinks, slopes, scales, scale, max_query, window, softcap):
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+def split_tiling(group: int, max_query: int, head_dim: int, dtype: torch.dtype) -> Tiling:
+    """All rows, where the queries of any of them fit one product; else those of a token or two."""
+    queries = max_query if group * max_query <= _MAX_DECODE_ROWS else max(1, 16 // group)
+    m = max(16, power_of_two(group * queries))
+    n = _TILE_BYTES // (max(16, power_of_two(head_dim)) * dtype.itemsize)
+    return Tiling(queries=queries, m=m, n=max(16, min(128, n)), warps=4, stages=3, workers=2)
+
+
+def prefill_tiling(group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
+    """Products of 128 rows where queries, keys and values of two stages fit shared memory."""
+    width, least = max(16, power_of_two(head_dim)), power_of_two(group)
+    if dtype.itemsize == 4:  # three products for one: smaller tiles, or registers spill
+        small = width > 128
+        return Tiling(queries=0, m=max(32 if small else 64, least), n=16 if small else 32, warps=4, stages=2)
+    n = 128 if width <= 64 else 64
+    return Tiling(queries=0, m=max(128, least), n=n, warps=8, stages=3 if width <= 128 else 2)
+
+
+def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
+    q, *_, sinks, _, scales, out = pointers
+    workers, width = num_programs(q, tiling.workers), shape["D_PAD"]
+    partial = torch.empty(2 * workers * tiling.m * width, dtype=torch.float32, device=q.device)
+    peaks = torch.empty(2 * workers * 2 * tiling.m, dtype=torch.float32, device=q.device)
+    shared = torch.empty(5 * workers, dtype=torch.int32, device=q.device)
+    decode[(workers,)](
+        *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0], *strides, **shape,
+        M=tiling.m, N=tiling.n, num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    rows = shape["GROUP"] * tiling.queries
+    at_once = power_of_two(ceil_div(rows, _COMBINE_PROGRAMS))
+    names = ("HEADS", "GROUP", "D", "D_PAD", "HAS_SINKS", "HAS_SCALES")
+    combine[(workers, ceil_div(rows, at_once))](
+        partial, peaks, shared, sinks, scales, out, **{name: shape[name] for name in names}, M=tiling.m, R=at_once,
+        PARTS=max(2, min(64, _COMBINE_ELEMENTS // (at_once * width))), num_warps=4,
+    )  # fmt: skip
+
+
+def _launch_prefill(pointers, strides, shape, dtype, scale, softcap, num_rows):
+    tiling = prefill_tiling(shape["GROUP"], shape["D"], dtype)
+    grid = (pointers[0].shape[0] // (tiling.m // shape["GROUP"]) + num_rows, shape["HEADS"])
+    prefill[grid](
+        *pointers, scale, softcap, num_rows, *strides, **shape, M=tiling.m, N=tiling.n,
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip

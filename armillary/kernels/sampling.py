@@ -1,0 +1,200 @@
+"""Choosing the next token of every row: penalties, temperature, min-p, top-k, top-p, and a draw by the row's seed.
+
+Everything is a tensor on the device, a value a row, so rows of any kind share a batch and nothing waits for the host.
+Weights are integers made by a fixed sequence of exactly rounded operations, and sums of integers do not depend on
+their order: a request gets the same tokens in any batch, on a CPU, on a GPU, fast or slow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.kernels.op import Case, Late, Op, Version, Work
+from armillary.kernels.philox import philox
+
+# B rows, V vocabulary, S rows of the penalty tables, W words of 32 tokens
+
+LOG2E = 1.4426950408889634
+EXP2 = (0.6931471824645996, 0.24022650718688965, 0.055503569543361664, 0.009618056938052177,
+        0.0013390866806730628, 0.00015461447765119374)  # fmt: skip
+"""(2^f - 1) / f on [-1/2, 1/2] as a polynomial, good to 1e-7; fitted at Chebyshev nodes"""
+ONE = 40
+"""the most likely token weighs 2^ONE; what weighs less than 1 cannot be drawn"""
+
+
+def sample(
+    logits_BV: Tensor,
+    temperature_B: Tensor,
+    top_k_B: Tensor,
+    top_p_B: Tensor,
+    min_p_B: Tensor,
+    seeds_B: Tensor,
+    steps_B: Tensor,
+    repetition_B: Tensor | None = None,
+    presence_B: Tensor | None = None,
+    frequency_B: Tensor | None = None,
+    counts_SV: Tensor | None = None,
+    prompt_SV: Tensor | None = None,
+    rows_B: Tensor | None = None,
+    allowed_BW: Tensor | None = None,
+) -> Tensor:
+    """Token ids [B], int64; -1 for a row with a NaN or without a possible token.
+
+    In this order, as vLLM does it: tokens whose bit in `allowed_BW` (int32, token v is bit v % 32 of word v // 32) is
+    0 are ruled out; repetition (positive logits divided, others multiplied, for tokens of prompt or output), frequency
+    (times the count) and presence penalties; temperature (0: the largest logit, the first of equals); min-p (at least
+    min_p times the likeliest); top-k (0: off); top-p over what is left (1: off). Tokens as likely as the last that
+    is kept are kept too. `seeds_B` and `steps_B` (int64: the position of the token that is drawn) make the draw.
+    `counts_SV` (int32, how often a token was put out) and `prompt_SV` (bool) are tables of which batch row b uses row
+    rows_B[b] (None: b); penalties need all five.
+    """
+    scores = _scores(logits_BV, temperature_B, repetition_B, presence_B, frequency_B, counts_SV, prompt_SV, rows_B,
+                     allowed_BW)  # fmt: skip
+    top_B, best_B = scores.max(dim=1)
+    weights = _weights(scores, top_B)
+    kept = _filtered(weights, top_k_B, top_p_B, min_p_B)
+    drawn_B = _draw(kept, philox(seeds_B, steps_B)[0] >> 1)
+    tokens = torch.where(temperature_B > 0, drawn_B, best_B)
+    broken = scores.isnan().any(dim=1) | (top_B == -torch.inf)
+    return torch.where(broken, -1, tokens)
+
+
+def observe(counts_SV: Tensor, rows_B: Tensor, tokens_B: Tensor) -> None:
+    """Count tokens that were put out; rows below 0 and tokens below 0 are passed over."""
+    live = (rows_B >= 0) & (tokens_B >= 0)
+    at = rows_B.clamp_min(0) * counts_SV.shape[1] + tokens_B.clamp_min(0)
+    counts_SV.view(-1).scatter_add_(0, at, live.to(counts_SV.dtype))
+
+
+def _scores(
+    logits_BV: Tensor, temperature_B: Tensor, repetition_B: Tensor | None, presence_B: Tensor | None,
+    frequency_B: Tensor | None, counts_SV: Tensor | None, prompt_SV: Tensor | None, rows_B: Tensor | None,
+    allowed_BW: Tensor | None,
+) -> Tensor:  # fmt: skip
+    x = logits_BV.float()
+    if counts_SV is not None:
+        assert repetition_B is not None and presence_B is not None and frequency_B is not None
+        assert prompt_SV is not None
+        rows = slice(0, x.shape[0]) if rows_B is None else rows_B
+        counts, prompt = counts_SV[rows], prompt_SV[rows]
+        factor = torch.where(prompt | (counts > 0), repetition_B.float()[:, None], 1.0)
+        x = torch.where(x > 0, x / factor, x * factor)
+        x = x - frequency_B.float()[:, None] * counts
+        x = x - torch.where(counts > 0, presence_B.float()[:, None], 0.0)
+    if allowed_BW is not None:
+        token = torch.arange(x.shape[1], device=x.device)
+        bits = (allowed_BW[:, token // 32] >> (token % 32)) & 1
+        x = torch.where(bits == 1, x, -torch.inf)
+    heat = temperature_B.float()
+    return x / torch.where(heat > 0, heat, 1.0)[:, None]
+
+
+def _weights(scores: Tensor, top_B: Tensor) -> Tensor:
+    """2^((score - top) · log2 e) in fp32, at most 1."""
+    below = torch.where(scores == top_B[:, None], 0.0, scores - top_B[:, None])
+    power = (below * LOG2E).clamp_min(-ONE - 2.0)
+    whole = torch.floor(power + 0.5)
+    part = power - whole
+    value = torch.full_like(part, EXP2[-1])
+    for coefficient in EXP2[-2::-1]:
+        value = value * part + coefficient
+    value = value * part + 1.0
+    return value * ((whole.nan_to_num().int() + 127) << 23).view(torch.float32)
+
+
+def _integer(weights: Tensor) -> Tensor:
+    return (weights * 2.0**ONE).long()
+
+
+def _filtered(weights: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
+    """Integer weights, 0 for what the filters drop."""
+    masses = _integer(weights.nan_to_num())
+    masses = torch.where(masses >= _integer(min_p_B.float())[:, None], masses, 0)
+    down, order = weights.nan_to_num().sort(dim=1, descending=True)
+    place = torch.where(top_k_B > 0, top_k_B, weights.shape[1]).long().clamp_max(weights.shape[1]) - 1
+    masses = torch.where(weights >= down.gather(1, place[:, None]), masses, 0)
+    sums = masses.gather(1, order).cumsum(dim=1)
+    wanted = share(sums[:, -1], (top_p_B.float().clamp(0, 1) * 2.0**30).long(), 30).clamp_min(1)
+    last = (sums < wanted[:, None]).sum(dim=1).clamp_max(weights.shape[1] - 1)
+    last = torch.where(top_p_B < 1, last, weights.shape[1] - 1)
+    return torch.where(weights >= down.gather(1, last[:, None]), masses, 0)
+
+
+def share(total: Tensor, fraction: Tensor, bits: int) -> Tensor:
+    """⌊total · fraction / 2^bits⌋ for total < 2^60 and fraction ≤ 2^bits, bits ≤ 31, without overflow."""
+    high, low = total >> 32, total & 0xFFFFFFFF
+    return ((high * fraction) << (32 - bits)) + ((low * fraction) >> bits)
+
+
+def _draw(masses: Tensor, random_B: Tensor) -> Tensor:
+    """The first token at which the running sum passes a random share (31 bits) of the whole."""
+    sums = masses.cumsum(dim=1)
+    target = share(sums[:, -1], random_B, 31)
+    return (sums <= target[:, None]).sum(dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCase(Case):
+    """A batch of rows, alike."""
+
+    batch: int
+    """rows"""
+    vocab: int = 151_936
+    """tokens"""
+    temperature: float = 0.7
+    """0 for greedy"""
+    top_k: int = 0
+    """0 for off"""
+    top_p: float = 1.0
+    """1 for off"""
+    min_p: float = 0.0
+    """0 for off"""
+    penalties: bool = False
+    """repetition, presence and frequency"""
+
+
+def _inputs(case: SampleCase, generator: torch.Generator) -> tuple[Any, ...]:
+    device, batch = generator.device, case.batch
+
+    def each(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((batch,), value, dtype=dtype, device=device)
+
+    logits = 3 * torch.randn(batch, case.vocab, generator=generator, device=device)
+    seeds = torch.randint(1 << 60, (batch,), generator=generator, device=device)
+    steps = torch.arange(batch, device=device)
+    plain = (logits.to(case.torch_dtype), each(case.temperature), each(case.top_k, torch.int32), each(case.top_p),
+             each(case.min_p), seeds, steps)  # fmt: skip
+    if not case.penalties:
+        return plain
+    counts = torch.randint(8, logits.shape, generator=generator, device=device, dtype=torch.int32)
+    prompt = torch.rand(logits.shape, generator=generator, device=device) < 0.05
+    return (*plain, each(1.1), each(0.2), each(0.3), counts.sub_(5).clamp_min_(0), prompt)
+
+
+def _work(case: SampleCase) -> Work:
+    """Logits and penalty tables read once."""
+    a_token = case.torch_dtype.itemsize + (5 if case.penalties else 0)
+    return Work(flops=20.0 * case.batch * case.vocab, bytes=float(case.batch * case.vocab * a_token), ceiling="read")
+
+
+SAMPLE = Op(
+    name="sample",
+    reference=sample,
+    versions=(Version(name="triton", run=Late("armillary.kernels.sampling_triton", "sample"), needs=("triton",)),),
+    inputs=_inputs,
+    work=_work,
+    small=lambda case: replace(case, batch=min(case.batch, 32)),
+    cases={
+        "greedy, 256 rows": SampleCase(batch=256, temperature=0.0),
+        "temperature, 256 rows": SampleCase(batch=256),
+        "top-k 50, top-p 0.95, 256 rows": SampleCase(batch=256, top_k=50, top_p=0.95),
+        "top-p 0.9, 1 row": SampleCase(batch=1, top_p=0.9),
+        "penalties and top-k, 64 rows": SampleCase(batch=64, top_k=50, penalties=True),
+        "top-k 20, 256 rows, 262k tokens": SampleCase(batch=256, vocab=262_144, top_k=20),
+    },
+)  # fmt: skip
+"""for `choose()` and the bench"""

@@ -1,0 +1,175 @@
+"""Sampling without sorting, in three launches: maxima of pieces, weights and candidates, the draw.
+
+The largest values of a few hundred small groups of tokens bound the few hundred likeliest tokens from below. Those
+are collected, and the thresholds of top-k and top-p are found among them; a row whose filters reach further down
+(large k, flat distributions) is searched as a whole.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from armillary.kernels.launch import ceil_div, on, power_of_two
+from armillary.kernels.sampling_draw import draw
+from armillary.kernels.sampling_weights import mass_of, row_top, scores_of, weights_of
+
+_BLOCK = 4096
+_GROUPS = 2048
+"""groups of a row whose maxima are kept"""
+_LARGEST = 512
+"""as many tokens at least are collected, where groups are as many"""
+_CAPACITY = 2048
+"""candidates that fit"""
+_BISECTIONS = 12
+_REACH: tl.constexpr = tl.constexpr(40.0)
+"""candidates lie at most so far below the largest score: what is further down weighs nothing"""
+
+
+@triton.jit
+def _maxima(
+    logits, temperature, repetition, presence, frequency, counts, prompt, rows, allowed,
+    tops, bests, group_tops, arrived,
+    V: tl.constexpr, WORDS: tl.constexpr, PENALTIES: tl.constexpr, ROWS: tl.constexpr, ALLOWED: tl.constexpr,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, IN_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row, piece): the largest score (NaN where there is one), its first token, the largest of each group."""
+    b, piece = tl.program_id(0), tl.program_id(1)
+    source = (logits, temperature, repetition, presence, frequency, counts, prompt, rows, allowed)
+    token = piece * BLOCK + tl.arange(0, BLOCK)
+    scores = scores_of(b, token, source, V, WORDS, PENALTIES, ROWS, ALLOWED)
+    broken = tl.sum((scores != scores).to(tl.int32), 0) > 0
+    top, best = tl.max(scores, 0, return_indices=True)
+    tl.store(tops + b * PIECES + piece, tl.where(broken, float("nan"), top))
+    tl.store(bests + b * PIECES + piece, piece * BLOCK + best)
+    groups = tl.max(tl.reshape(scores, [IN_BLOCK, BLOCK // IN_BLOCK]), 1)
+    tl.store(group_tops + (b * PIECES + piece) * IN_BLOCK + tl.arange(0, IN_BLOCK), groups)
+    if piece == 0:
+        tl.store(arrived + b, 0)
+
+
+@triton.jit
+def _bound(
+    group_tops, b, top, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, LARGEST: tl.constexpr, BISECTIONS: tl.constexpr
+):
+    """A score that LARGEST groups reach, or close below it: so many tokens reach it too."""
+    group = tl.arange(0, GROUPS_PAD)
+    groups = tl.load(group_tops + b * GROUPS + group, mask=group < GROUPS, other=float("-inf"))
+    high = tl.where(top == float("inf"), tl.max(tl.where(groups == top, float("-inf"), groups), 0), top)
+    low = tl.maximum(tl.min(tl.where(groups == float("-inf"), high, groups), 0), high - _REACH)
+    for _ in range(BISECTIONS):
+        middle = 0.5 * (low + high)
+        enough = tl.sum((groups >= middle).to(tl.int32), 0) >= LARGEST
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit
+def _collect(
+    logits, temperature, repetition, presence, frequency, counts, prompt, rows, allowed,
+    top_k, top_p, min_p, tops, group_tops, masses, arrived, found, found_at,
+    V: tl.constexpr, WORDS: tl.constexpr, PENALTIES: tl.constexpr, ROWS: tl.constexpr, ALLOWED: tl.constexpr,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, IN_BLOCK: tl.constexpr,
+    GROUPS_PAD: tl.constexpr, LARGEST: tl.constexpr, CAPACITY: tl.constexpr, BISECTIONS: tl.constexpr,
+):  # fmt: skip
+    """Program (row, piece): the mass of a piece after min-p, and its tokens that may be among the likeliest."""
+    b, piece = tl.program_id(0), tl.program_id(1)
+    source = (logits, temperature, repetition, presence, frequency, counts, prompt, rows, allowed)
+    top, _ = row_top(tops, b, PIECES, PIECES_PAD)
+    if (tl.load(temperature + b) <= 0) | (top != top) | (top == float("-inf")):
+        return
+    token = piece * BLOCK + tl.arange(0, BLOCK)
+    weights = weights_of(scores_of(b, token, source, V, WORDS, PENALTIES, ROWS, ALLOWED), top)
+    mass = mass_of(weights)
+    least = mass_of(tl.load(min_p + b).to(tl.float32))
+    tl.store(masses + b * PIECES + piece, tl.sum(tl.where(mass >= least, mass, 0), 0))
+    if (tl.load(top_k + b) > 0) | (tl.load(top_p + b).to(tl.float32) < 1.0):
+        low = _bound(group_tops, b, top, PIECES * IN_BLOCK, GROUPS_PAD, LARGEST, BISECTIONS)
+        likely = (weights >= tl.max(weights_of(tl.zeros([1], tl.float32) + low, top), 0)) & (mass > 0)
+        many = tl.sum(likely.to(tl.int32), 0)
+        if many > 0:
+            place = tl.atomic_add(arrived + b, many, sem="relaxed") + tl.cumsum(likely.to(tl.int32), 0) - 1
+            fits = likely & (place < CAPACITY)
+            tl.store(found + b.to(tl.int64) * (CAPACITY + V) + place, weights, mask=fits)
+            tl.store(found_at + b * CAPACITY + place, token, mask=fits)
+
+
+def sample(
+    logits_BV: Tensor,
+    temperature_B: Tensor,
+    top_k_B: Tensor,
+    top_p_B: Tensor,
+    min_p_B: Tensor,
+    seeds_B: Tensor,
+    steps_B: Tensor,
+    repetition_B: Tensor | None = None,
+    presence_B: Tensor | None = None,
+    frequency_B: Tensor | None = None,
+    counts_SV: Tensor | None = None,
+    prompt_SV: Tensor | None = None,
+    rows_B: Tensor | None = None,
+    allowed_BW: Tensor | None = None,
+) -> Tensor:
+    """See `armillary.kernels.sampling.sample`; it needs room for fp32 weights of all logits."""
+    return _sample(logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, seeds_B, steps_B, repetition_B, presence_B,
+                   frequency_B, counts_SV, prompt_SV, rows_B, allowed_BW)  # fmt: skip
+
+
+@torch.library.custom_op("armillary::sample", mutates_args=())
+def _sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+    repetition: Tensor | None,
+    presence: Tensor | None,
+    frequency: Tensor | None,
+    counts: Tensor | None,
+    prompt: Tensor | None,
+    rows: Tensor | None,
+    allowed: Tensor | None,
+) -> Tensor:
+    batch, vocab = logits.shape
+
+    def new(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    out = new(torch.int64, batch)
+    if not batch:
+        return out
+    pieces, logits = ceil_div(vocab, _BLOCK), logits.contiguous()
+    in_block = max(1, min(_BLOCK // 2, _GROUPS // power_of_two(pieces)))
+    tops, bests = new(torch.float32, batch, pieces), new(torch.int32, batch, pieces)
+    group_tops, masses = new(torch.float32, batch, pieces * in_block), new(torch.int64, batch, pieces)
+    arrived = new(torch.int32, batch)
+    found, found_at = new(torch.float32, batch, _CAPACITY + vocab), new(torch.int32, batch, _CAPACITY)
+    in_prompt = None if prompt is None else prompt.view(torch.uint8)
+    optional = (repetition, presence, frequency, counts, in_prompt, rows, allowed)
+    source = [logits, temperature, *(logits if x is None else x for x in optional)]
+    shape = {
+        "V": vocab, "WORDS": 0 if allowed is None else allowed.shape[1], "PENALTIES": counts is not None,
+        "ROWS": rows is not None, "ALLOWED": allowed is not None, "BLOCK": _BLOCK, "PIECES": pieces,
+        "num_warps": 8, "enable_fp_fusion": False,
+    }  # fmt: skip
+    wider = {"PIECES_PAD": power_of_two(pieces), "CAPACITY": _CAPACITY, **shape}
+    with on(logits):
+        _maxima[(batch, pieces)](*source, tops, bests, group_tops, arrived, IN_BLOCK=in_block, **shape)
+        _collect[(batch, pieces)](
+            *source, top_k, top_p, min_p, tops, group_tops, masses, arrived, found, found_at, IN_BLOCK=in_block,
+            GROUPS_PAD=power_of_two(pieces * in_block), LARGEST=_LARGEST, BISECTIONS=_BISECTIONS, **wider,
+        )  # fmt: skip
+        draw[(batch,)](
+            *source, top_k, top_p, min_p, seeds, steps, tops, bests, masses, arrived, found, found_at, out, **wider
+        )
+    return out
+
+
+@_sample.register_fake
+def _(logits, *rest):
+    return torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)

@@ -1,0 +1,80 @@
+"""Triton's interpreter, mended where triton 3.6 falls short, so that kernels run on a CPU in tests as on a GPU.
+
+Loop bounds are taken by int() of an array with one element, which numpy 2.4 refuses; fp32 is cut off to bf16 instead of
+rounded; and a product of bf16 matrices multiplies their bit patterns.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+needs_interpreter = pytest.mark.skipif(
+    not INTERPRETED,
+    reason="Triton's interpreter is not there: install triton (Linux); on a GPU machine use -m gpu instead",
+)
+
+
+def mend() -> None:
+    """Once a process; does no harm where a newer triton is right by itself."""
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter, "mended"):
+        return
+    interpreter.mended = True
+    _mend_bounds(interpreter)
+    _mend_bf16(interpreter)
+
+
+def _mend_bounds(interpreter: Any) -> None:
+    old = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        old(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+def _mend_bf16(interpreter: Any) -> None:
+    tl, old_convert, builder = interpreter.tl, interpreter._convert_float, interpreter.InterpreterBuilder
+    old_dot = builder.create_dot
+
+    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source, target) == (tl.float32, tl.bfloat16):
+            return to_bf16(data)
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return from_bf16(data).view(np.uint32)
+        return old_convert(data, source, target, rounding)
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle(from_bf16(handle.data), tl.float32)
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return old_dot(self, widened(a), widened(b), *rest)
+
+    interpreter._convert_float = convert
+    builder.create_dot = dot
+
+
+def to_bf16(data: Any) -> Any:
+    """Bits of the nearest bf16, ties to even, of fp32 numbers."""
+    bits = np.ascontiguousarray(data).view(np.uint32)
+    rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(data), np.uint16(0x7FC0), rounded)
+
+
+def from_bf16(data: Any) -> Any:
+    """fp32 numbers of bf16 bits."""
+    return (np.ascontiguousarray(data).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+if INTERPRETED:
+    mend()

@@ -1,0 +1,170 @@
+"""Attention for training: every mask and every version against scores written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.kernels.agree import check, expect, relative_error
+from armillary.kernels.attention import ATTENTION, Attention, distances, num_pairs, reference, sdpa, seen_keys
+from tests.kernels.interpreter import needs_interpreter
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of the infinities that are meant
+
+
+def random(
+    length: int, *, keys: int | None = None, heads: int = 2, kv_heads: int = 1, dim: int = 16, batch: int = 1,
+    documents: str = "", sparse: bool = False, slopes: bool = False, window: int = 0, softcap: float = 0.0,
+    causal: bool = True, dtype: torch.dtype = torch.float32, device: str = "cpu",
+) -> tuple[object, ...]:  # fmt: skip
+    torch.manual_seed(length * 7 + dim)
+    keys = length if keys is None else keys
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    drawn = {
+        "": None,
+        "runs": torch.randint(0, 2, (batch, length), device=device).cumsum(1) // 8,
+        "scattered": torch.randint(0, 3, (batch, length), device=device),
+    }[documents]
+    blocks = torch.rand(-(-length // 128), -(-keys // 128), device=device) < 0.6 if sparse else None
+    q, k, v = normal(batch, length, heads, dim), normal(batch, keys, kv_heads, dim), normal(batch, keys, kv_heads, dim)
+    alibi = torch.rand(heads, device=device) if slopes else None
+    return q, k, v, drawn, blocks, None, alibi, None, window, softcap, causal
+
+
+def assert_agrees(run, inputs) -> None:
+    generator = torch.Generator(inputs[0].device).manual_seed(5)
+    found = check(run, ATTENTION, expect(ATTENTION, inputs, generator))
+    assert found.agreed, found.why_not
+
+
+@needs_interpreter
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 100), st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.sampled_from([8, 16, 24]),
+    st.sampled_from(["", "runs", "scattered"]), st.sampled_from([0, 1, 37]), st.sampled_from([0.0, 5.0]),
+)  # fmt: skip
+def test_any_shape(length: int, heads: tuple[int, int], dim: int, documents: str, window: int, softcap: float) -> None:
+    from armillary.kernels.attention_own import attention
+
+    more = {"documents": documents, "window": window, "softcap": softcap}
+    assert_agrees(attention, random(length, heads=heads[0], kv_heads=heads[1], dim=dim, **more))
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"length": 300, "sparse": True, "dtype": torch.float16},
+        {"length": 70, "slopes": True, "batch": 2},
+        {"length": 40, "keys": 90},
+        {"length": 90, "keys": 40},
+        {"length": 50, "keys": 70, "causal": False},
+        {"length": 300, "dtype": torch.float16, "documents": "runs"},
+        {"length": 0},
+    ],
+    ids=lambda more: " ".join(map(str, more)),
+)
+def test_masks(more: dict) -> None:
+    from armillary.kernels.attention_own import attention
+
+    assert_agrees(attention, random(**more))
+
+
+@needs_interpreter
+def test_sinks_take_part_and_learn() -> None:
+    from armillary.kernels.attention_own import attention
+
+    q, k, v, *_ = random(60, heads=4, kv_heads=2)
+    found = []
+    for run, dtype in ((attention, torch.float32), (reference, torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, torch.arange(4.0))]
+        out = run(*leaves[:3], None, None, leaves[3])
+        found.append((out.detach(), *torch.autograd.grad(out.square().sum(), leaves)))
+    for mine, plain in zip(*found, strict=True):
+        assert relative_error(mine, plain) < 1e-5
+
+
+@needs_interpreter
+def test_extreme_scores_and_strided_heads() -> None:
+    from armillary.kernels.attention_own import attention
+
+    qkv = torch.randn(1, 70, 2, 3 * 16) * 6  # scores of several hundred
+    assert_agrees(attention, qkv.split(16, dim=-1))
+
+
+@needs_interpreter
+def test_nan_reaches_the_queries_that_see_it_and_no_others() -> None:
+    from armillary.kernels.attention_own import attention
+
+    q, k, v, *_ = random(80)
+    k[0, 50, 0, 3] = torch.nan
+    for run in (reference, attention):
+        out = run(q, k, v)
+        assert out[0, 50:].isnan().all() and out[0, :50].isfinite().all()
+
+
+@needs_interpreter
+def test_a_query_that_sees_nothing_gives_zeros() -> None:
+    from armillary.kernels.attention_own import attention
+
+    q, k, v, *_ = random(300)
+    blocks = torch.ones(3, 3, dtype=torch.bool)
+    blocks[1] = False
+    for run in (reference, attention):
+        out = run(q, k, v, None, blocks)
+        assert not out[:, 128:256].any() and out[:, :128].all()
+
+
+@needs_interpreter
+def test_the_op_can_be_traced() -> None:
+    from armillary.kernels.attention_own import _attention
+
+    q, k, v, *_ = random(20)
+    arguments = (q, k, v, None, None, None, None, 0.25, 0, 0.0, True)
+    torch.library.opcheck(_attention, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 200), st.sampled_from(["", "runs", "scattered"]), st.sampled_from([0, 5]), st.booleans())
+def test_sdpa_with_a_dense_mask(length: int, documents: str, window: int, sparse: bool) -> None:
+    inputs = random(length, documents=documents, window=window)
+    blocks = torch.eye(-(-length // 128), dtype=torch.bool) if sparse else None
+    inputs = (*inputs[:4], blocks, *inputs[5:])
+    torch.testing.assert_close(sdpa(*inputs), reference(*inputs), atol=1e-5, rtol=1e-5)
+
+
+def test_work_counts_the_pairs_that_are_seen() -> None:
+    for more in ({}, {"window": 20}, {"documents": 4}, {"documents": 2, "window": 7}):
+        case = Attention(batch=1, length=96, heads=1, kv_heads=1, **more)
+        documents = torch.arange(96)[None] * max(1, case.documents) // 96
+        seen = seen_keys(distances(96, 96, torch.device("cpu")), documents, None, case.window, True)
+        assert num_pairs(case) == int(seen.sum())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"length": 1024, "heads": 8, "kv_heads": 2, "dim": 128},
+        {"length": 777, "heads": 4, "kv_heads": 4, "dim": 64},
+        {"length": 1000, "heads": 4, "kv_heads": 1, "dim": 80, "batch": 2},
+        {"length": 500, "heads": 2, "kv_heads": 1, "dim": 256, "softcap": 20.0},
+        {"length": 1024, "heads": 4, "kv_heads": 2, "dim": 128, "documents": "runs"},
+        {"length": 700, "heads": 4, "kv_heads": 2, "dim": 128, "documents": "scattered", "window": 100},
+        {"length": 1024, "heads": 4, "kv_heads": 2, "dim": 128, "sparse": True},
+        {"length": 600, "heads": 4, "kv_heads": 2, "dim": 64, "slopes": True},
+    ],
+    ids=lambda more: " ".join(map(str, more.values())),
+)
+def test_on_a_gpu(dtype: torch.dtype, more: dict) -> None:
+    from armillary.kernels.attention_own import attention
+
+    inputs = random(**more, dtype=dtype, device="cuda")
+    assert_agrees(attention, inputs)
+    assert torch.equal(attention(*inputs), attention(*inputs))

@@ -1,0 +1,158 @@
+"""choose(): the fastest that agrees; wrong ones are found out, absent ones passed over, choices remembered."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from armillary.kernels.choose import choose, explain
+from armillary.kernels.compiled import compiled
+from armillary.kernels.dtype import widen
+from armillary.kernels.identity import device_name
+from armillary.kernels.op import Case, Late, Op, Version, Work
+from armillary.store.choices import load_choices
+from armillary.store.home import Home
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Case):
+    """A row of numbers."""
+
+    size: int = 64
+    """numbers"""
+
+
+CASE = Row(dtype="fp32", device="cpu")
+
+
+def reference(x: Tensor, scale: float) -> Tensor:
+    time.sleep(1e-4)  # so that the quick one always wins
+    return (widen(x).square() * scale).to(x.dtype)
+
+
+def quick(x: Tensor, scale: float) -> Tensor:
+    return x * x * scale
+
+
+def wrong(x: Tensor, scale: float) -> Tensor:
+    return x * x * (scale + 1e-3)
+
+
+def wrong_backward(x: Tensor, scale: float) -> Tensor:
+    return x.detach() * x * scale  # the right value, half the gradient
+
+
+def fails(x: Tensor, scale: float) -> Tensor:
+    raise RuntimeError("no such instruction\nand more")
+
+
+def inputs(case: Row, generator: torch.Generator) -> tuple[Any, ...]:
+    return torch.randn(case.size, generator=generator).to(case.torch_dtype), 0.5
+
+
+def an_op(*versions: Version) -> Op:
+    work = Work(flops=128, bytes=512)
+    return Op(name="squares", reference=reference, versions=versions, inputs=inputs, work=lambda case: work, grads=(0,))
+
+
+QUICK = Version(name="quick", run=quick)
+
+
+def test_the_fastest_that_agrees_is_taken() -> None:
+    choice = choose(an_op(Version(name="wrong", run=wrong), QUICK), CASE)
+    assert choice.version == "quick" and choice.run is quick
+    trials = {trial.version: trial for trial in choice.trials}
+    assert set(trials) == {"wrong", "quick", "eager"}
+    assert not trials["wrong"].agreed and "output 0 is off by" in trials["wrong"].refused
+    assert trials["quick"].error is not None and trials["quick"].error < 1e-6
+    assert trials["eager"].seconds > trials["quick"].seconds > 0
+
+
+def test_a_wrong_gradient_is_found_out() -> None:
+    choice = choose(an_op(Version(name="bad", run=wrong_backward)), CASE)
+    (bad, _) = choice.trials
+    assert choice.version == "eager" and "gradient of argument 0" in bad.refused
+
+
+def test_explained() -> None:
+    lines = explain(choose(an_op(Version(name="wrong", run=wrong), QUICK), CASE))
+    assert lines[0] == "squares 64 fp32: quick" and "µs" in lines[1] and lines[-1].startswith("  wrong: output 0")
+
+
+def test_what_refuses_or_fails_is_passed_over_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    picky = Version(name="picky", run=quick, refuses=lambda case: "size must be odd" if case.size % 2 == 0 else None)
+    op = replace(an_op(picky, Version(name="fails", run=fails)), name="said once")
+    with caplog.at_level(logging.WARNING, logger="armillary.kernels"):
+        assert choose(op, CASE).version == choose(op, CASE).version == "eager"
+    said = [record.message for record in caplog.records]
+    assert said == [
+        "said once 64 fp32: version picky is not used: size must be odd",
+        "said once 64 fp32: version fails is not used: failed: RuntimeError: no such instruction",
+    ]
+    assert choose(op, replace(CASE, size=63)).version == "picky"
+
+
+def test_a_gpu_version_is_no_news_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    late = Late("armillary.kernels.nowhere_triton", "nothing")
+    choice = choose(an_op(Version(name="triton", run=late, needs=("triton",))), CASE)
+    assert choice.version == "eager" and not caplog.records
+    assert choice.trials[0].refused in ("runs on a GPU only", "triton is not installed")
+
+
+def test_a_choice_is_remembered_per_case(home: Home) -> None:
+    op = an_op(QUICK)
+    first, again, other = (choose(op, case, home=home) for case in (CASE, CASE, replace(CASE, size=8)))
+    assert [choice.remembered for choice in (first, again, other)] == [False, True, False]
+    assert again.version == "quick" and again.trials == first.trials
+    assert len(load_choices(home, device_name("cpu"))) == 2
+
+
+def test_a_remembered_version_that_is_gone_is_not_used(home: Home) -> None:
+    choose(an_op(QUICK), CASE, home=home)
+    choice = choose(an_op(), CASE, home=home)
+    assert choice.version == "eager" and not choice.remembered
+
+
+def test_deterministic_mode_takes_the_order_and_times_nothing(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    import armillary.kernels.choose as module
+
+    monkeypatch.setattr(module, "time_version", lambda *args, **kwargs: pytest.fail("timed"))
+    slow = Version(name="slow", run=lambda x, scale: reference(x, scale))
+    loose = Version(name="atomics", run=quick, deterministic=False)
+    choice = choose(an_op(loose, Version(name="wrong", run=wrong), slow, QUICK), CASE, home=home, deterministic=True)
+    assert choice.version == "slow" and [t.seconds for t in choice.trials] == [None, None]
+    assert load_choices(home, device_name("cpu")) == {}
+
+
+def test_half_formats_may_not_be_worse_than_twice_plain_torch() -> None:
+    def coarse(x: Tensor, scale: float) -> Tensor:
+        return (x.float().square() * scale * 1.01).to(x.dtype)  # within 2e-2, but plain torch is within 2e-3
+
+    (trial, _) = choose(an_op(Version(name="coarse", run=coarse)), replace(CASE, dtype="bf16")).trials
+    assert not trial.agreed and "allowed" in trial.refused
+
+
+def test_nans_must_be_in_the_same_places() -> None:
+    def with_nan(case: Row, generator: torch.Generator) -> tuple[Any, ...]:
+        x, scale = inputs(case, generator)
+        x[3] = float("nan")
+        return x, scale
+
+    def cleaned(x: Tensor, scale: float) -> Tensor:
+        return quick(x, scale).nan_to_num()
+
+    op = replace(an_op(QUICK, Version(name="cleaned", run=cleaned)), inputs=with_nan)
+    trials = {trial.version: trial for trial in choose(op, CASE).trials}
+    assert trials["quick"].agreed and not trials["cleaned"].agreed
+
+
+@pytest.mark.slow
+def test_torch_compile_competes() -> None:
+    choice = choose(an_op(compiled(quick)), CASE)
+    assert choice.trials[0].version == "compile" and (choice.trials[0].agreed or choice.trials[0].refused)

@@ -1,0 +1,48 @@
+"""Our kernels are torch operators: their schemas, empty twins and gradients are what torch expects of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from armillary.kernels.op import Case, Op
+from armillary.kernels.ops import find_op
+from tests.kernels.agreeing import loaded
+from tests.kernels.interpreter import needs_interpreter
+
+CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
+
+
+def small(op: Op) -> Case:
+    """The op's first case with hardly any rows, on the CPU."""
+    from dataclasses import fields, replace
+
+    case = next(iter(op.cases.values()))
+    sizes = {"rows": 3, "tokens": 3, "columns": 24, "ffn": 12, "vocab": 20, "heads": 4, "kv_heads": 2, "head_dim": 8,
+             "rotary_dim": 8}  # fmt: skip
+    mine = {field.name: sizes[field.name] for field in fields(case) if field.name in sizes}
+    return replace(case, device="cpu", dtype="fp32", **mine)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("name", "operator", "order"),
+    [
+        ("norm", "norm", (0, None, 1, 2, 3, True, False)),
+        ("add_norm", "norm", (0, 1, 2, 3, 4, False, True)),
+        ("rope", "rope", (0, 1, 2, 3, 4, 5)),
+        ("activate", "activate", (0, 1, 2)),
+        ("bias_act_dropout", "bias_act_dropout", (0, 1, 2, 3, 4)),
+        ("cross_entropy", "cross_entropy", (0, 1, 2, 3, 4, False)),
+    ],
+)
+def test_checked_by_torch(name: str, operator: str, order: tuple[Any, ...]) -> None:
+    """`order` says which of the op's arguments the operator takes; True, False and None stand for themselves."""
+    op = find_op(name)
+    loaded(op)
+    inputs = op.inputs(small(op), torch.Generator().manual_seed(0))
+    args = tuple(inputs[i] if type(i) is int else i for i in order)
+    leaves = tuple(x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args)
+    torch.library.opcheck(getattr(torch.ops.armillary, operator).default, leaves, test_utils=CHECKS)

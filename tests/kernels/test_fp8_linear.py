@@ -1,0 +1,122 @@
+"""fp8 products for training: quantisers against plain torch, the three products against rounded operands.
+
+Triton's interpreter rounds to fp8 wrongly near powers of two, so on a CPU the inputs are values that fp8 holds.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.errors import BadInput
+from armillary.kernels.agree import check, expect, relative_error
+from armillary.kernels.fp8_linear import E4M3, E5M2, FP8_LINEAR, Fp8Linear, quantised, reference, refuses, rounded
+from tests.kernels.interpreter import needs_interpreter
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+SCALINGS = st.sampled_from(["row", "tensor"])
+
+
+def exact(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values that stay as they are: every row and column has the format's largest, or is zero."""
+    torch.manual_seed(rows * 7 + columns)
+    largest = torch.finfo(dtype).max
+    x = (torch.randn(rows, columns) * largest / 8).clamp(-largest, largest).to(dtype).float()
+    diagonal = torch.arange(max(rows, columns))
+    if x.numel():
+        x[diagonal % rows, diagonal % columns] = largest
+    return x
+
+
+@needs_interpreter
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.integers(0, 70), st.integers(1, 90), SCALINGS, st.sampled_from([E4M3, E5M2]))
+def test_quantisers_keep_what_fp8_holds(m: int, k: int, scaling: str, dtype: torch.dtype) -> None:
+    from armillary.kernels.fp8_linear_triton import quantise, quantise_columns
+
+    x = exact(m, k, dtype) / 64
+    for mine, plain in ((quantise(x, dtype, scaling), x), (quantise_columns(x, dtype, scaling), x.t())):
+        values, scale = quantised(plain, dtype, scaling)
+        q, my_scale = mine
+        assert q.shape[1] % 16 == 0 and not q[:, plain.shape[1] :].float().any()
+        torch.testing.assert_close(my_scale, scale)
+        torch.testing.assert_close(q[:, : plain.shape[1]].float(), values.float())
+
+
+@needs_interpreter
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(1, 40), SCALINGS)
+def test_forward_and_backward_agree(m: int, n: int, k: int, scaling: str) -> None:
+    from armillary.kernels.fp8_linear_triton import fp8_linear
+
+    x, weight, dy = exact(m, k, E4M3), exact(n, k, E4M3), exact(m, n, E5M2)
+    for run in (fp8_linear, reference):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = run(*leaves, scaling)
+        # all operands are exact, so this is plain algebra
+        found = (y, *torch.autograd.grad(y, leaves, dy))
+        for mine, plain in zip(found, (x @ weight.t(), dy @ weight, dy.t() @ x), strict=True):
+            assert relative_error(mine.detach(), plain.double()) < 1e-5
+
+
+@settings(deadline=None)
+@given(st.integers(1, 20), st.integers(1, 20), SCALINGS)
+def test_the_reference_is_off_by_the_formats_step_at_most(m: int, k: int, scaling: str) -> None:
+    torch.manual_seed(m * 31 + k)
+    x = torch.randn(m, k, dtype=torch.float64)
+    amax = x.abs().amax(1, keepdim=True) if scaling == "row" else x.abs().amax()
+    for dtype, step, least in ((E4M3, 2**-4, 2**-10), (E5M2, 2**-3, 2**-17)):
+        smallest = amax / torch.finfo(dtype).max * least
+        assert ((rounded(x, dtype, scaling) - x).abs() <= step * x.abs() + smallest).all()
+
+
+def test_nan_spoils_only_its_row() -> None:
+    x, weight = exact(4, 32, E4M3), exact(16, 32, E4M3)
+    x[2, 7] = torch.nan
+    y = reference(x, weight, "row")
+    assert y[2].isnan().all() and y[[0, 1, 3]].isfinite().all()
+
+
+def test_zeros_stay_zeros() -> None:
+    assert not reference(torch.zeros(3, 16), torch.randn(8, 16), "row").any()
+
+
+def test_what_cannot_be_done_is_said() -> None:
+    assert "16" in str(refuses(Fp8Linear(tokens=8, outputs=24, inputs=64)))
+    assert "bf16" in str(refuses(Fp8Linear(tokens=8, outputs=32, inputs=64, dtype="fp32")))
+    assert refuses(Fp8Linear(tokens=7, outputs=32, inputs=64)) is None
+    with pytest.raises(BadInput, match="row or tensor"):
+        reference(torch.zeros(1, 16), torch.zeros(16, 16), "block")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(512, 256, 1024), (77, 48, 4096), (1, 16, 16), (300, 64, 20000), (0, 32, 32)]
+)
+def test_on_a_gpu(scaling: str, m: int, n: int, k: int) -> None:
+    from armillary.kernels.fp8_linear_triton import fp8_linear, quantise, quantise_columns
+
+    x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((m, k), (n, k)))
+    for dtype in (E4M3, E5M2):
+        for (q, scale), plain in ((quantise(x, dtype, scaling), x), (quantise_columns(x, dtype, scaling), x.t())):
+            values, plain_scale = quantised(plain, dtype, scaling)
+            torch.testing.assert_close(scale, plain_scale)
+            off = q[:, : plain.shape[1]].float() != values.float()
+            assert off.float().mean() < 1e-3 or not off.numel(), "ties of rounding only"
+    expected = expect(FP8_LINEAR, (x, weight, scaling), torch.Generator("cuda").manual_seed(5))
+    found = check(fp8_linear, FP8_LINEAR, expected, tolerance=2e-2)
+    assert found.agreed, found.why_not
+
+
+@pytest.mark.gpu
+def test_nan_on_a_gpu() -> None:
+    from armillary.kernels.fp8_linear_triton import fp8_linear
+
+    x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((48, 64), (32, 64)))
+    x[2, 7] = torch.nan
+    y = fp8_linear(x, weight, "row")
+    assert y[2].isnan().all() and y[3:].isfinite().all()

@@ -1,0 +1,117 @@
+"""Norms: the Triton kernels agree with the reference, forward and backward, whatever the shape."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from armillary.kernels import norm as module
+from armillary.kernels.norm import ADD_NORM, NORM, NormCase
+from armillary.kernels.op import Op
+from armillary.model.norm import Norm
+from tests.kernels.agreeing import assert_agrees, loaded
+from tests.kernels.interpreter import needs_interpreter
+
+cases = st.builds(
+    NormCase,
+    rows=st.integers(0, 9),
+    columns=st.integers(8, 300),  # fewer leave hardly a gradient: x / |x| does not change with x
+    kind=st.sampled_from(["rms", "layer"]),
+    weight=st.booleans(),
+    bias=st.booleans(),
+    plus_one=st.booleans(),
+    dtype=st.sampled_from(["fp32", "bf16", "fp16"]),
+    device=st.just("cpu"),
+)
+
+
+@needs_interpreter
+@given(cases)
+@settings(max_examples=20, deadline=None)
+@example(NormCase(rows=0, columns=8, dtype="fp32", device="cpu", bias=True))
+def test_norm_agrees(case: NormCase) -> None:
+    assert_agrees(NORM, case)
+
+
+@needs_interpreter
+@given(cases)
+@settings(max_examples=20, deadline=None)
+def test_add_norm_agrees(case: NormCase) -> None:
+    assert_agrees(ADD_NORM, case)
+
+
+@needs_interpreter
+@given(cases, st.sampled_from([NORM, ADD_NORM]))
+@settings(max_examples=15, deadline=None)
+def test_rows_too_wide_for_a_program(case: NormCase, op: Op) -> None:
+    """The kernels for very wide rows, met here at 64 columns."""
+    triton = import_module("armillary.kernels.norm_triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "WIDEST_FORWARD", 64)
+        patch.setattr(triton, "WIDEST_BACKWARD", 64)
+        patch.setattr(triton, "_PIECE", 64)
+        assert_agrees(op, case)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("columns", [1, 2, 3])
+def test_hardly_any_columns(columns: int) -> None:
+    x = torch.randn(5, columns)
+    torch.testing.assert_close(loaded(NORM)(x, None, None, 1e-6), module.norm(x, None, None, 1e-6))
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_the_reference_is_the_models_norm(kind: str, plus_one: bool) -> None:
+    layer = Norm(24, kind=kind, eps=1e-5, bias=kind == "layer", plus_one=plus_one)
+    torch.nn.init.normal_(layer.weight)
+    if layer.bias is not None:
+        torch.nn.init.normal_(layer.bias)
+    x = torch.randn(5, 24)
+    torch.testing.assert_close(module.norm(x, layer.weight, layer.bias, 1e-5, kind, plus_one), layer(x))
+
+
+@needs_interpreter
+def test_rows_that_lie_apart() -> None:
+    """A slice of columns, and a transposed tensor: strides are honoured or a copy is made."""
+    whole = torch.randn(4, 6, 40)
+    weight = torch.randn(20)
+    for x in (whole[..., 10:30], torch.randn(20, 4).t(), torch.randn(3, 2, 20)[:, 0]):
+        assert_agrees(NORM, NormCase(rows=1, columns=20, device="cpu"), inputs=(x, weight, None, 1e-6, "rms", False))
+
+
+@needs_interpreter
+def test_nan_stays_in_its_row() -> None:
+    x = torch.randn(3, 17)
+    x[1, 4] = float("nan")
+    y = loaded(NORM)(x, None, None, 1e-6)
+    assert y[1].isnan().all() and not y[[0, 2]].isnan().any()
+
+
+@needs_interpreter
+def test_weights_may_have_another_format() -> None:
+    x, weight = torch.randn(5, 32).bfloat16(), torch.randn(32)
+    assert_agrees(NORM, NormCase(rows=5, columns=32, device="cpu"), inputs=(x, weight, None, 1e-6, "rms", False))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_of_two_outputs_may_be_unused(used: int) -> None:
+    x, residual = torch.randn(4, 16), torch.randn(4, 16)
+    grads = []
+    for version in ("triton", "eager"):
+        leaf = x.clone().requires_grad_()
+        loaded(ADD_NORM, version)(leaf, residual, None, None, 1e-6)[used].square().sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads)
+
+
+@needs_interpreter
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    x, weight = torch.randn(4, 16), torch.randn(16, requires_grad=True)
+    loaded(NORM)(x, weight, None, 1e-6).sum().backward()
+    assert weight.grad is not None and x.grad is None

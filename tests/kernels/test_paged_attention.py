@@ -1,0 +1,195 @@
+"""Paged attention: the kernels against the plain reference, and the reference against attention in one piece."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.kernels.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, gather, paged_attention
+from tests.kernels.interpreter import needs_interpreter
+from tests.kernels.pages import Shape, batch, error, wide
+
+
+def fast():  # type: ignore[no-untyped-def]
+    return PAGED_ATTENTION.version("triton").load()  # type: ignore[union-attr]
+
+
+@st.composite
+def shapes(draw: st.DrawFn, longest_query: int = 1) -> Shape:
+    """Rows that decode, rows of a chunk of a prompt, rows without queries, rows without keys."""
+    queries = draw(st.lists(st.sampled_from([0, 1, 1, longest_query]), min_size=1, max_size=4))
+    lengths = [0 if draw(st.integers(0, 9)) == 0 else count + draw(st.integers(0, 90)) for count in queries]
+    return Shape(
+        queries=queries,
+        lengths=lengths,
+        kv_heads=draw(st.sampled_from([1, 2, 3])),
+        group=draw(st.sampled_from([1, 2, 5])),
+        head_dim=draw(st.sampled_from([16, 64, 80])),
+        page=draw(st.sampled_from([16, 24, 64])),
+        padding=draw(st.sampled_from([0, 2])),
+    )
+
+
+@st.composite
+def hows(draw: st.DrawFn) -> dict[str, object]:
+    return {
+        "window": draw(st.sampled_from([None, None, 1, 7, 40])),
+        "softcap": draw(st.sampled_from([None, 3.0])),
+        "sinks": draw(st.booleans()),
+        "slopes": draw(st.booleans()),
+    }
+
+
+def extras(how: dict[str, object], shape: Shape) -> dict[str, object]:
+    heads = shape.kv_heads * shape.group
+    return {
+        "window": how["window"],
+        "softcap": how["softcap"],
+        "sinks_N": torch.linspace(-2, 2, heads) if how["sinks"] else None,
+        "slopes_N": torch.linspace(0.01, 0.5, heads) if how["slopes"] else None,
+    }
+
+
+@needs_interpreter
+@settings(max_examples=14, deadline=None)
+@given(shape=shapes(), how=hows())
+def test_decoding_agrees(shape: Shape, how: dict[str, object]) -> None:
+    inputs, kind = batch(shape), extras(how, shape)
+    out = fast()(*inputs, **kind)
+    assert error(out, paged_attention(*wide(inputs), **kind)) < 1e-5  # type: ignore[arg-type]
+
+
+@needs_interpreter
+@settings(max_examples=6, deadline=None)
+@given(shape=shapes(longest_query=33), how=hows())
+def test_chunks_of_prompts_and_decoding_in_one_batch_agree(shape: Shape, how: dict[str, object]) -> None:
+    inputs, kind = batch(shape), extras(how, shape)
+    out = fast()(*inputs, **kind)
+    assert error(out, paged_attention(*wide(inputs), **kind)) < 1e-5  # type: ignore[arg-type]
+
+
+@needs_interpreter
+def test_half_precision_is_as_good_as_plain_torch() -> None:
+    inputs = batch(Shape(queries=[1, 1], lengths=[70, 130], group=4), dtype=torch.float16)
+    right = paged_attention(*wide(inputs))
+    assert error(fast()(*inputs), right) <= max(2 * error(paged_attention(*inputs), right), 1e-3)
+
+
+@needs_interpreter
+def test_a_row_shared_by_all_workers() -> None:
+    inputs = batch(Shape(queries=[1, 1], lengths=[900, 0], kv_heads=1))
+    sinks = torch.tensor([0.5, -1.0])
+    assert error(fast()(*inputs, sinks_N=sinks), paged_attention(*wide(inputs), sinks_N=sinks)) < 1e-5
+
+
+@needs_interpreter
+@pytest.mark.parametrize("queries", [[1, 1], [20, 1]])
+def test_nan_stays_in_its_own_row(queries: list[int]) -> None:
+    inputs = batch(Shape(queries=queries, lengths=[50, 60], group=4))
+    cache, tables = inputs[1], inputs[2]
+    cache[tables[0, 0], 0, 0, 3] = torch.nan  # a key of sequence 0, KV head 0
+    out = fast()(*inputs)
+    assert out[: queries[0], :4].isnan().all()
+    assert not out[: queries[0], 4:].isnan().any() and not out[queries[0] :].isnan().any()
+
+
+@needs_interpreter
+def test_scores_of_any_size_stay_finite() -> None:
+    q, cache, *rest = batch(Shape(queries=[1, 3], lengths=[40, 50]))
+    inputs = (q * 1e4, cache, *rest)
+    out = fast()(*inputs)
+    assert error(out, paged_attention(*wide(inputs))) < 1e-4
+
+
+@needs_interpreter
+def test_empty_batches() -> None:
+    inputs = batch(Shape(queries=[], lengths=[], padding=3))
+    assert torch.equal(fast()(*inputs), torch.zeros(3, 4, 64))
+    inputs = batch(Shape(queries=[0, 0], lengths=[5, 0]))
+    assert fast()(*inputs).shape == (0, 4, 64)
+
+
+@needs_interpreter
+def test_a_quantised_cache_is_scaled_per_head() -> None:
+    q, cache, *rest = batch(Shape(queries=[1, 2], lengths=[40, 50]))
+    scales = torch.tensor([[0.5, 2.0], [3.0, 0.25]])
+    small = (cache.permute(0, 3, 4, 1, 2) / scales).permute(0, 3, 4, 1, 2).contiguous()
+    out = fast()(q, small, *rest, scales_2K=scales)
+    assert error(out, paged_attention(*wide((q, cache, *rest)))) < 1e-5
+
+
+def test_pages_hold_a_sequence_in_order() -> None:
+    cache = torch.arange(4 * 2 * 1 * 2 * 1, dtype=torch.float32).view(4, 2, 1, 2, 1)  # 4 pages of 2 tokens
+    keys, values = gather(cache, torch.tensor([3, 1]), 3, None, torch.float32)
+    assert keys.flatten().tolist() == [12, 13, 4]
+    assert values.flatten().tolist() == [14, 15, 6]
+
+
+@settings(max_examples=30, deadline=None)
+@given(shape=shapes(longest_query=33), window=st.sampled_from([None, 1, 20]))
+def test_one_sequence_at_a_time_through_torch_agrees(shape: Shape, window: int | None) -> None:
+    inputs = batch(shape)
+    out = by_sdpa(*inputs, window=window)
+    assert error(out, paged_attention(*wide(inputs), window=window)) < 1e-5
+
+
+def test_the_reference_is_causal_attention() -> None:
+    q, cache, tables, starts, lengths, scale, most = batch(Shape(queries=[30], lengths=[30]))
+    k, v = (x.transpose(0, 1) for x in gather(cache, tables[0], 30, None, torch.float32))
+    whole = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1), k, v, is_causal=True, scale=scale, enable_gqa=True
+    )
+    assert error(paged_attention(q, cache, tables, starts, lengths, scale, most), whole.transpose(0, 1)) < 1e-5
+
+
+def test_bytes_are_those_of_keys_and_values() -> None:
+    case = PagedCase(batch=2, context=1000, heads=32, kv_heads=8, head_dim=128)
+    assert PAGED_ATTENTION.work(case).bytes == 2 * 2 * 8 * 1000 * 128 * 2 + 2 * 2 * 32 * 128 * 2
+    ragged = dataclasses.replace(case, batch=64, ragged=True)
+    assert len(set(ragged.lengths())) == 64 and max(ragged.lengths()) == 1000
+
+
+GPU_CASES = {
+    "bf16": {},
+    "one long row": {"batch": 1, "context": 2000},
+    "everything": {"dtype": "fp16", "head_dim": 80, "window": 100, "softcap": 20.0, "sinks": True, "slopes": True},
+    "fp32": {"dtype": "fp32", "head_dim": 256, "page": 32},
+    "a few queries": {"head_dim": 96, "page": 48, "queries": 3},
+    "prompts": {"head_dim": 64, "heads": 40, "queries": 300},
+    "prompts with window and sinks": {"queries": 333, "window": 128, "sinks": True},
+    "fp32 prompts": {"dtype": "fp32", "queries": 130, "softcap": 10.0},
+    "wide heads": {"head_dim": 256, "queries": 200, "page": 256},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_agreement_on_a_gpu(name: str) -> None:
+    from armillary.kernels.agree import check, expect
+
+    case = PagedCase(**({"batch": 5, "context": 700} | GPU_CASES[name]))  # type: ignore[arg-type]
+    generator = torch.Generator("cuda").manual_seed(0)
+    expected = expect(PAGED_ATTENTION, PAGED_ATTENTION.inputs(case, generator), generator)
+    found = check(fast(), PAGED_ATTENTION, expected)
+    assert found.agreed, found.why_not
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("most", [1, 40])
+def test_one_graph_serves_any_lengths(most: int) -> None:
+    inputs = batch(Shape(queries=[most, 1, 1, 1], lengths=[900, 700, 800, 600]), dtype=torch.bfloat16, device="cuda")
+    fast()(*inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fast()(*inputs)
+    for queries, lengths in (([most, 1, 0, 1], [890, 1, 5, 0]), ([1, 1, 1, 0], [17, 650, 33, 0])):
+        inputs[3].copy_(torch.tensor([0, *queries]).cumsum(0))
+        inputs[4].copy_(torch.tensor(lengths))
+        graph.replay()
+        right = paged_attention(*wide(inputs, torch.float32))
+        assert error(out, right) < 1e-2
+        assert torch.equal(out, fast()(*inputs))  # captured or not: the same bits

@@ -1,0 +1,106 @@
+"""Small matmuls: any number of tokens up to 64, any size, with norm, SwiGLU and residual fused or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.kernels.agree import check, expect, relative_error
+from armillary.kernels.small_linear import SMALL_LINEAR, SmallLinear, reference, refuses
+from tests.kernels.interpreter import needs_interpreter
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of a sigmoid's overflow
+
+
+def random(m: int, n: int, k: int, *, norm: bool, gated: bool, residual: bool, dtype: torch.dtype = torch.float32):
+    torch.manual_seed(m * 7 + n * 3 + k)
+    n += n % 2 if gated else 0
+    x, weight = torch.randn(m, k).to(dtype), (torch.randn(n, k) * k**-0.5).to(dtype)
+    width = n // 2 if gated else n
+    return (
+        x, weight, torch.randn(k).to(dtype) if norm else None, torch.randn(m, width).to(dtype) if residual else None,
+        1e-6, gated,
+    )  # fmt: skip
+
+
+def assert_agrees(run, inputs) -> None:
+    device = inputs[0].device
+    found = check(run, SMALL_LINEAR, expect(SMALL_LINEAR, inputs, torch.Generator(device).manual_seed(5)))
+    assert found.agreed, found.why_not
+
+
+@needs_interpreter
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 70), st.integers(1, 150), st.integers(1, 300), st.booleans(), st.booleans(), st.booleans(),
+    st.integers(1, 4),
+)  # fmt: skip
+def test_any_shape(m: int, n: int, k: int, norm: bool, gated: bool, residual: bool, splits: int) -> None:
+    from armillary.kernels.small_linear_triton import Tiles, run_tiles, small_linear
+
+    inputs = random(m, n, k, norm=norm, gated=gated, residual=residual)
+    assert_agrees(small_linear, inputs)
+    if 0 < m <= 64:  # the inner dim split further than the plan would
+        tiles = Tiles(rows=64, depth=32, splits=splits, stages=2)
+        assert_agrees(lambda *arguments: run_tiles(*arguments, tiles), inputs)
+
+
+@needs_interpreter
+def test_leading_dims_stay() -> None:
+    from armillary.kernels.small_linear_triton import small_linear
+
+    x, weight = torch.randn(2, 3, 32), torch.randn(24, 32)
+    torch.testing.assert_close(small_linear(x, weight), reference(x, weight))
+
+
+@needs_interpreter
+def test_nan_stays_in_its_row() -> None:
+    from armillary.kernels.small_linear_triton import small_linear
+
+    x, weight = torch.randn(4, 64), torch.randn(32, 64)
+    x[1, 5] = torch.nan
+    y = small_linear(x, weight, torch.ones(64))
+    assert y[1].isnan().all() and y[[0, 2, 3]].isfinite().all()
+
+
+@needs_interpreter
+def test_the_op_can_be_traced() -> None:
+    from armillary.kernels.small_linear_triton import _op
+
+    inputs = random(3, 8, 16, norm=True, gated=True, residual=True)
+    torch.library.opcheck(_op, inputs, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_more_tokens_are_refused_by_name() -> None:
+    assert "64 tokens" in str(refuses(SmallLinear(tokens=65, outputs=128, inputs=128)))
+    assert refuses(SmallLinear(tokens=64, outputs=127, inputs=3)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (8, 14336, 4096), (33, 4096, 14336), (5, 1002, 333)])
+def test_on_a_gpu(dtype: torch.dtype, fused: bool, m: int, n: int, k: int) -> None:
+    from armillary.kernels.small_linear_triton import small_linear
+
+    inputs = random(m, n, k, norm=fused, gated=fused, residual=fused, dtype=dtype)
+    inputs = tuple(x.cuda() if isinstance(x, torch.Tensor) else x for x in inputs)
+    assert_agrees(small_linear, inputs)
+    first = small_linear(*inputs)
+    assert all(torch.equal(first, small_linear(*inputs)) for _ in range(3)), "the same bits every time"
+
+
+@pytest.mark.gpu
+def test_it_can_be_captured() -> None:
+    from armillary.kernels.small_linear_triton import small_linear
+
+    x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((8, 4096), (4096, 4096)))
+    small_linear(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = small_linear(x, weight)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert relative_error(y, reference(x.float(), weight.float())) < 2e-2

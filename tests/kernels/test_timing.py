@@ -1,0 +1,71 @@
+"""Timing: calls in turn, the median, the spread; and the clocks beside it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from armillary.kernels.timing import MIN_SAMPLES, calls_per_sample, num_samples, summary, time_calls
+from armillary.profiling.clocks import Clocks, cpu_clocks, parse_gpu
+
+
+def test_calls_are_taken_in_turn() -> None:
+    taken: list[int] = []
+    timing = time_calls([lambda n=n: taken.append(n) for n in range(3)], torch.device("cpu"), budget_s=0.002)
+    assert taken == [n % 3 for n in range(len(taken))]
+    assert timing.seconds > 0 and timing.samples >= MIN_SAMPLES and timing.calls > 1
+    assert timing.began <= timing.ended
+
+
+def test_a_long_call_is_a_sample_by_itself() -> None:
+    timing = time_calls([lambda: time.sleep(0.002)], torch.device("cpu"), budget_s=0.001)
+    assert (timing.calls, timing.samples) == (1, MIN_SAMPLES)
+    assert timing.seconds >= 0.002
+
+
+def test_the_median_is_not_moved_by_one_slow_sample() -> None:
+    timing = summary([1.0, 1.0, 1.1, 1.0, 50.0], calls=1, method="host clock", began=0.0)
+    assert timing.seconds == 1.0
+    assert summary([2.0], calls=1, method="host clock", began=0.0).spread == 0.0
+
+
+@pytest.mark.parametrize(("once_s", "calls", "samples"), [(3e-6, 334, 199), (0.01, 1, 20), (10.0, 1, MIN_SAMPLES)])
+def test_short_calls_are_grouped_and_long_ones_counted_out(once_s: float, calls: int, samples: int) -> None:
+    assert calls_per_sample(once_s) == calls
+    assert num_samples(once_s, calls, 0.2) == samples
+
+
+# --- clocks
+
+
+def test_clocks_between_two_times() -> None:
+    values = iter([1e9, 2e9, 3e9])
+    begin = time.monotonic()
+    with Clocks(lambda: {"cpu_clock_hz": next(values, 3e9)}, every_s=0.01) as clocks:
+        time.sleep(0.1)
+    seen = clocks.between(begin, time.monotonic())
+    assert 1e9 < seen["cpu_clock_hz"] <= 3e9
+    assert clocks.between(begin - 9, begin - 8) == {"cpu_clock_hz": 1e9}
+
+
+def test_a_machine_that_says_nothing_has_no_clocks(tmp_path: Path) -> None:
+    with Clocks(cpu_clocks(tmp_path), every_s=0.01) as clocks:
+        time.sleep(0.03)
+    assert clocks.between(0, time.monotonic()) == {}
+
+
+def test_clocks_are_read_from_the_system(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("cpu MHz\t\t: 2000.5\nflags : x\ncpu MHz\t\t: 3000.5\n")
+    assert cpu_clocks(tmp_path)() == {"cpu_clock_hz": pytest.approx(2500.5e6)}
+
+
+def test_a_driver_that_does_not_know_everything() -> None:
+    assert parse_gpu("1980, 3201, 612.1, 61\n") == {
+        "sm_clock_hz": 1.98e9, "memory_clock_hz": 3.201e9, "power_w": 612.1, "temperature_c": 61.0,
+    }  # fmt: skip
+    assert parse_gpu("1980, [N/A], [Not Supported], 61") == {"sm_clock_hz": 1.98e9, "temperature_c": 61.0}
+    assert parse_gpu(None) == {}

@@ -1,0 +1,90 @@
+"""The kernel bench: rows with shares of ceilings measured in the same run, the winner named, a page of bars."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from armillary.errors import NotFound
+from armillary.kernels import needs
+from armillary.kernels.identity import device_name
+from armillary.kernels.ops import OPS, all_ops
+from armillary.profiling.kernel_bench import KernelBench, KernelRow, Measured, bench_kernels
+from armillary.profiling.kernel_plot import bench_page
+from armillary.store.choices import load_choices
+from armillary.store.home import Home
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile takes seconds a kernel; not here."""
+    monkeypatch.setitem(needs.NEEDS, "compile", lambda device: "no compiler")
+
+
+def test_each_version_has_its_share_of_the_ceiling(no_compiler: None, home: Home) -> None:
+    seen: list[tuple[int, int, str]] = []
+    found = bench_kernels(CPU, ops=["norm"], quick=True, home=home, watch=lambda *now: seen.append(now))
+    (row,) = found.rows
+    assert row.op == "norm" and row.name == "llama-3-8b" and "4096" in row.shape
+    eager = row.of("eager")
+    assert eager is not None and eager.forward_rate and eager.forward_share
+    assert eager.forward_share == pytest.approx(eager.forward_rate / found.ceilings["copy"])
+    compiled = row.of("compile")
+    assert compiled is not None and compiled.refused == "no compiler" and compiled.seconds is None
+    assert row.chosen in ("eager", "torch") and found.skipped == 0
+    assert seen[0][:2] == (0, 1) and seen[-1][:2] == (1, 1)
+    assert len(load_choices(home, device_name("cpu"))) == 1, "what wins is remembered"
+
+
+def test_cases_beyond_the_limit_are_counted(no_compiler: None) -> None:
+    found = bench_kernels(CPU, ops=["norm", "rope"], quick=True, limit_s=0.0)
+    assert found.rows == () and found.skipped == 2
+
+
+def test_an_unknown_op_is_refused() -> None:
+    with pytest.raises(NotFound, match="did you mean rope"):
+        bench_kernels(CPU, ops=["roqe"])
+
+
+@pytest.fixture
+def bench() -> KernelBench:
+    ours = Measured(
+        version="triton", forward_s=1e-3, backward_s=2e-3, forward_rate=4e12, backward_rate=3e12, forward_share=0.95,
+        backward_share=0.9, error=1e-3,
+    )  # fmt: skip
+    other = replace(ours, version="compile", forward_s=2e-3, forward_share=0.5)
+    out = Measured(version="liger", refused="liger_kernel is not installed")
+    row = KernelRow(
+        op="norm", name="a <model>", shape="8 × 8 bf16", ceiling="copy", chosen="triton", measured=(ours, other, out)
+    )
+    return KernelBench(
+        device="NVIDIA H200", date="2026-11-15", ceilings={"copy": 4.2e12}, rows=(row,), skipped=0, warm_s=1.0,
+        seconds=2.0,
+    )  # fmt: skip
+
+
+def test_a_page_of_bars(bench: KernelBench) -> None:
+    page = bench_page(bench)
+    assert "a &lt;model&gt;: 8 × 8 bf16" in page and "<model>" not in page
+    assert page.count("<rect") == 4, "forward and backward of two versions; what was not timed has no bar"
+    assert "95% · 4 TB/s" in page.replace("4.00", "4") and "class='won'>triton" in page
+
+
+def test_our_own_kernel_is_the_best_in_triton(bench: KernelBench) -> None:
+    (row,) = bench.rows
+    slower = replace(row.measured[0], version="triton, split", forward_s=1.0)
+    assert replace(row, measured=(slower, *row.measured)).ours == row.measured[0]
+    assert replace(row, measured=row.measured[1:]).ours is None
+
+
+def test_every_op_says_what_it_moves() -> None:
+    """Each op of the list loads without triton, has cases, and work for each of them."""
+    for name, op in zip(OPS, all_ops(), strict=True):
+        assert op.name == name and op.cases
+        for case in op.cases.values():
+            work = op.work(case)
+            assert work.flops + work.bytes > 0 and bool(op.grads) == bool(work.backward_bytes + work.backward_flops)
