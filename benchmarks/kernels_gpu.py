@@ -1,10 +1,13 @@
 """Every kernel on a GPU as `armillary bench kernels` measures it, cold, with a short table last.
 
-    python benchmarks/kernels_gpu.py [FOLDER] [OP …]      # FOLDER gets kernels.json and kernels.html
+    python benchmarks/kernels_gpu.py [FOLDER] [--op NAME …] [--limit SECONDS]
+
+FOLDER gets kernels.json, kernels.md and kernels.html.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from dataclasses import asdict
@@ -12,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from armillary.profiling.kernel_bench import KernelBench, Measured, bench_kernels
+from armillary.profiling.kernel_bench import LIMIT_S, KernelBench, Measured, bench_kernels
 from armillary.profiling.kernel_plot import bench_page
 from armillary.store.home import Home
 
@@ -45,10 +48,10 @@ def table(bench: KernelBench) -> str:
     return "\n".join(lines)
 
 
-def main(folder: Path, ops: list[str]) -> None:
+def main(folder: Path, ops: list[str], limit_s: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     bench = bench_kernels(
-        torch.device("cuda"), ops=ops, home=Home.at(folder / "home"),
+        torch.device("cuda"), ops=ops, home=Home.at(folder / "home"), limit_s=limit_s,
         watch=lambda done, total, what: print(f"{done}/{total} {what}", file=sys.stderr, flush=True),
     )  # fmt: skip
     (folder / "kernels.json").write_text(json.dumps(asdict(bench), indent=1))
@@ -68,4 +71,9 @@ def main(folder: Path, ops: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path("."), sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("."))
+    parser.add_argument("--op", action="append", default=[])
+    parser.add_argument("--limit", type=float, default=LIMIT_S)
+    given = parser.parse_args()
+    main(given.folder, given.op, given.limit)

@@ -9,11 +9,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from armillary.kernels.agree import check, expect
+from armillary.kernels.choose import choose
 from armillary.kernels.ops import find_op
 from armillary.kernels.timing import time_calls
 
@@ -116,7 +118,7 @@ def loss() -> None:
     attempt("loss 8k compile", lambda: loss_case(op, op.cases["8k"], op.version("compile").load()))
     z, targets = normal(8192, 131072), torch.randint(0, 131072, (8192,), device=CUDA)
     losses = torch.empty(8192, device=CUDA)
-    for warps, stages in ((32, 8), (32, 5), (16, 4), (32, 3), (16, 8), (8, 4)):
+    for warps, stages in ((32, 3), (32, 2), (32, 5), (16, 3), (16, 6), (8, 4)):
         def step(warps: int = warps, stages: int = stages) -> None:
             to_gradient_(z, targets, losses, -100, 0.0, 1.0, write=True, warps=warps, stages=stages)
 
@@ -174,10 +176,11 @@ def small() -> None:
             key = f"small {outputs}x{inputs} M{tokens}"
             attempt(f"{key} cublas", lambda rate=rate: rate(torch.nn.functional.linear))
             best: list[tuple[int, str]] = []
-            for tiles in candidates(outputs, inputs):
+            for tiles in candidates(outputs, inputs, tokens):
                 try:
                     got = rate(lambda x, w, t=tiles: run_tiles(x, w, None, None, 1e-6, False, t))
-                    best.append((got, f"{tiles.rows}x{tiles.depth}/{tiles.splits} s{tiles.stages} w{tiles.warps}"))
+                    early = " early" if tiles.early else ""
+                    best.append((got, f"{tiles.rows}x{tiles.depth}/{tiles.splits} s{tiles.stages}{early}"))
                 except Exception as error:
                     best.append((0, f"{tiles} {str(error)[:60]}"))
             best.sort(reverse=True)
@@ -185,19 +188,33 @@ def small() -> None:
             note(key, [f"{got} {text}" for got, text in best[:4]])
 
 
-def candidates(outputs: int, inputs: int) -> list[Any]:
-    from armillary.kernels.small_linear_triton import Tiles
+def candidates(outputs: int, inputs: int, tokens: int) -> list[Any]:
+    """What is planned, and its neighbours, with and without an early start."""
+    from armillary.kernels.small_linear_triton import plan
 
-    found = []
-    for rows, depth, stages, warps in (
-        (64, 128, 4, 4), (64, 128, 3, 4), (64, 256, 3, 4), (128, 128, 3, 4), (128, 64, 5, 4), (32, 256, 4, 4),
-        (16, 256, 4, 2), (16, 512, 3, 2), (64, 64, 6, 4),
-    ):  # fmt: skip
-        tiles = outputs // rows
-        for splits in sorted({1, *(max(1, round(f * 132 / tiles)) for f in (1, 2, 3))}):
-            if tiles * splits >= 100 and splits <= 16:
-                found.append(Tiles(rows=rows, depth=depth, splits=splits, stages=stages, warps=warps))
-    return found
+    mine = plan(tokens, outputs, inputs)
+    found = [mine, replace(mine, early=False)]
+    for stages, factor in ((4, 1.0), (3, 1.5), (3, 0.5), (2, 1.0), (4, 0.5)):
+        splits = max(1, round(mine.splits * factor))
+        found.append(replace(mine, stages=stages, splits=splits))
+    return [*found, replace(mine, rows=128, stages=3, splits=max(1, mine.splits)), replace(mine, depth=64, stages=6)]
+
+
+def fused() -> None:
+    """Decoding's MLP and projections as a model has them, fused against plain torch, weights in turn."""
+    op = find_op("small_linear")
+    for label in ("norm, swiglu 8", "residual 8"):
+        case = op.cases[label]
+        sets = [op.inputs(case, torch.Generator(CUDA).manual_seed(i)) for i in range(3)]
+        for version in ("triton", "eager"):
+            run = op.version(version).load()
+            calls = [lambda s=s, run=run: run(*s) for s in sets]
+            attempt(
+                f"small {label} {version} gbps",
+                lambda calls=calls, case=case: round(
+                    op.work(case).bytes / seconds(*calls, budget_s=0.1, rest_s=0, graph=True) / 1e9
+                ),
+            )
 
 
 # --- fp8
@@ -205,7 +222,9 @@ def candidates(outputs: int, inputs: int) -> list[Any]:
 
 def fp8() -> None:
     from armillary.kernels.fp8_linear import E4M3, E5M2
-    from armillary.kernels.fp8_linear_triton import _product, fp8_linear, quantise, quantise_columns
+    from armillary.kernels.fp8_linear_triton import _product, library_linear
+    from armillary.kernels.fp8_product_triton import product
+    from armillary.kernels.fp8_quantise_triton import quantise, quantise_columns
 
     x, w, g = normal(8192, 8192), normal(8192, 8192, scale=0.01), normal(8192, 8192)
     flops = 2 * 8192**3
@@ -216,6 +235,13 @@ def fp8() -> None:
                 f"fp8 {scaling} scaled_mm fast={fast} tflops",
                 lambda a=a, b=b, fast=fast: round(flops / seconds(lambda: _product(a, b, x.dtype, fast=fast)) / 1e12),
             )
+            attempt(
+                f"fp8 {scaling} own product fast={fast} tflops",
+                lambda a=a, b=b, fast=fast: [
+                    round(flops / seconds(lambda s=s: product(a, b, x.dtype, fast=fast, stages=s)) / 1e12)
+                    for s in (3, 4)
+                ],
+            )
         attempt(
             f"fp8 {scaling} with activations tflops",
             lambda b=b, scaling=scaling: round(
@@ -224,7 +250,7 @@ def fp8() -> None:
         )
         attempt(
             f"fp8 {scaling} with both tflops",
-            lambda scaling=scaling: round(flops / seconds(lambda: fp8_linear(x, w, scaling)) / 1e12),
+            lambda scaling=scaling: round(flops / seconds(lambda: library_linear(x, w, scaling)) / 1e12),
         )
         for key, call in {
             "rows": lambda scaling=scaling: quantise(x, E4M3, scaling),
@@ -232,7 +258,7 @@ def fp8() -> None:
         }.items():
             attempt(f"fp8 {scaling} quantise {key} us", lambda call=call: round(seconds(call) * 1e6, 1))
         leaf, weight = x.detach().requires_grad_(), w.detach().requires_grad_()
-        out = fp8_linear(leaf, weight, scaling)
+        out = library_linear(leaf, weight, scaling)
         attempt(
             f"fp8 {scaling} backward tflops",
             lambda out=out, leaf=leaf, weight=weight: round(
@@ -252,7 +278,7 @@ def attention() -> None:
 
 def flex() -> None:
     op = find_op("attention")
-    for label in ("8k, groups of 4", "8k in 8 documents", "8k, window 1024"):
+    for label in ("8k in 8 documents", "8k, window 1024", "8k, block-sparse", "gemma-2-9b"):
         attention_versions(op, label, ("flex",))
 
 
@@ -267,13 +293,22 @@ def attention_versions(op: Any, label: str, names: tuple[str, ...]) -> None:
 def tiles() -> None:
     """Other ways to cut the work of our attention kernels."""
     from armillary.kernels import attention_own
+    from armillary.kernels.attention_tiles import Tiles
 
     op = find_op("attention")
     case = op.cases["8k"]
+    wide = op.cases["gemma-2-9b"]
+    others = {"key_tiles": (32, 64, 8, 2), "query_tiles": (64, 64, 8, 2), "forward_tiles": (64, 64, 4, 2)}
+    for name, one in others.items():
+        kept = getattr(attention_own, name)
+        setattr(attention_own, name, lambda *_, one=one: Tiles(
+            queries=one[0], keys=one[1], warps=one[2], stages=one[3]))  # fmt: skip
+        attempt(f"attention 256 {name} {one}", lambda: attention_case(op, wide, attention_own.attention))
+        setattr(attention_own, name, kept)
     sweeps = {
-        "forward_tiles": [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 4), (64, 64, 4, 3), (64, 128, 4, 2)],
-        "key_tiles": [(64, 128, 8, 3), (64, 64, 4, 2), (32, 128, 8, 3), (64, 128, 8, 1), (32, 64, 4, 3)],
-        "query_tiles": [(128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 8, 3), (128, 128, 8, 1), (64, 64, 4, 3)],
+        "forward_tiles": [(64, 64, 4, 2), (64, 64, 4, 4), (128, 64, 8, 3), (64, 32, 4, 4), (64, 128, 4, 3)],
+        "key_tiles": [(64, 64, 4, 3), (64, 64, 4, 1), (128, 64, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2)],
+        "query_tiles": [(128, 64, 8, 4), (64, 64, 4, 3), (64, 32, 4, 3), (128, 64, 8, 2)],
     }
     can_copy, attention_own.can_copy = attention_own.can_copy, lambda *_: False
     attempt("attention 8k without TMA", lambda: attention_case(op, case, attention_own.attention))
@@ -281,7 +316,7 @@ def tiles() -> None:
     for name, options in sweeps.items():
         kept = getattr(attention_own, name)
         for queries, keys, warps, stages in options:
-            one = attention_own.Tiles(queries=queries, keys=keys, warps=warps, stages=stages)
+            one = Tiles(queries=queries, keys=keys, warps=warps, stages=stages)
             setattr(attention_own, name, lambda *_, one=one: one)
             attempt(
                 f"attention {name} {queries}x{keys} w{warps} s{stages}",
@@ -305,9 +340,29 @@ def attention_case(op: Any, case: Any, run: Callable[..., Any], forward_only: bo
     return found
 
 
+def chosen() -> None:
+    """What choose() takes for the cases that have a bar."""
+    wanted = {
+        "linear_cross_entropy": ("8k", "32k"),
+        "attention": ("8k", "8k in 8 documents", "8k, window 1024", "8k, block-sparse"),
+        "small_linear": ("up 1", "down 8", "down 32"),
+        "fp8_linear": ("8192³ row",),
+    }
+    for name, labels in wanted.items():
+        op = find_op(name)
+        for label in labels:
+            attempt(f"choose {name} {label}", lambda op=op, label=label: choice_text(op, op.cases[label]))
+
+
+def choice_text(op: Any, case: Any) -> str:
+    choice = choose(op, case)
+    times = [f"{t.version} {t.seconds * 1e6:.0f}" if t.seconds else f"{t.version} -" for t in choice.trials]
+    return f"{choice.version}: {', '.join(times)} us"
+
+
 SECTIONS: dict[str, Callable[[], None]] = {
     "ceilings": ceilings, "agreement": agreement, "loss": loss, "small": small, "fp8": fp8, "attention": attention,
-    "flex": flex, "tiles": tiles,
+    "flex": flex, "tiles": tiles, "fused": fused, "chosen": chosen,
 }  # fmt: skip
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from armillary.kernels import logprobs, qkv_cache, sampling
+from armillary.kernels import logprobs, qkv_cache, sampling, sampling_triton
 from armillary.kernels import paged_attention as paged
 from armillary.kernels import paged_attention_triton as fast
+from armillary.kernels import qkv_cache_triton as qkv_triton
 from armillary.kernels.agree import check, expect
 from armillary.kernels.op import Op
 from armillary.kernels.timing import time_calls
@@ -138,6 +139,8 @@ def decode_speed(read: float) -> None:
     cases = {"d256x1k": paged.PagedCase(batch=256, context=1024),
              "d256x1k p64": paged.PagedCase(batch=256, context=1024, page=64),
              "d256x1k g2": paged.PagedCase(batch=256, context=1024, heads=16),
+             "d256x1k k2": paged.PagedCase(batch=256, context=1024, heads=16, kv_heads=2),
+             "d256x600r": paged.PagedCase(batch=256, context=1024, ragged=True, heads=16),
              "d256x4k ragged": paged.PagedCase(batch=256, context=4096, ragged=True),
              "d256x8k g8": paged.PagedCase(batch=256, context=8192, heads=64),
              "d1x32k": paged.PagedCase(batch=1, context=32768),
@@ -145,6 +148,21 @@ def decode_speed(read: float) -> None:
              "d8x1k": paged.PagedCase(batch=8, context=1024)}  # fmt: skip
     for name, case in cases.items():
         tried(name, lambda case=case: share(paged.PAGED_ATTENTION, case, read))
+    for name in ("d256x1k", "d1x32k"):
+        tried(f"{name} sdpa", lambda name=name: contiguous(cases[name], read))
+    plain, fast.launches_early = fast.launches_early, lambda device: False
+    for name in ("d1x32k", "d8x1k"):
+        tried(f"{name} late", lambda name=name: share(paged.PAGED_ATTENTION, cases[name], read))
+    fast.launches_early = plain
+
+
+def contiguous(case: Any, read: float) -> str:
+    """torch's attention for one query a row, keys and values in one piece."""
+    kv = (case.batch, case.kv_heads, case.context, case.head_dim)
+    q = torch.randn(case.batch, case.heads, 1, case.head_dim, device=DEVICE, dtype=case.torch_dtype)
+    k, v = (torch.randn(kv, device=DEVICE).to(case.torch_dtype) for _ in range(2))
+    took = seconds([lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)], graph=True)
+    return f"{took * 1e6:.1f} µs {paged.PAGED_ATTENTION.work(case).bytes / took / read:.3f}"
 
 
 def prefill_speed(read: float) -> None:
@@ -159,8 +177,8 @@ def sweep(read: float) -> None:
     """Other tilings of the split kernel."""
     plain = fast.split_tiling
     cases = {"1k": paged.PagedCase(batch=256, context=1024), "32k": paged.PagedCase(batch=1, context=32768)}
-    for n, stages, warps, workers in ((64, 3, 4, 3), (64, 4, 4, 2), (32, 4, 4, 3), (32, 5, 4, 4), (128, 3, 8, 1),
-                                      (64, 3, 2, 2)):  # fmt: skip
+    for n, stages, warps, workers in ((64, 3, 4, 3), (64, 3, 2, 2), (64, 3, 2, 3), (64, 4, 2, 2), (128, 3, 4, 1),
+                                      (32, 4, 2, 4), (32, 5, 2, 3)):  # fmt: skip
         fast.split_tiling = lambda *args: replace(plain(*args), n=n, stages=stages, warps=warps, workers=workers)  # noqa: B023
         for name, case in cases.items():
             label = f"sweep {name} n{n} s{stages} w{warps} x{workers}"
@@ -171,7 +189,7 @@ def sweep(read: float) -> None:
 def prefill_sweep(read: float) -> None:
     """Other tilings of the kernel for prompts."""
     plain, case = fast.prefill_tiling, paged.PagedCase(batch=1, context=8192, queries=8192)
-    for m, n, warps, stages in ((128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 4, 3)):
+    for m, n, warps, stages in ((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 4), (64, 128, 4, 3), (64, 32, 4, 4)):
         fast.prefill_tiling = lambda *args: replace(plain(*args), m=m, n=n, warps=warps, stages=stages)  # noqa: B023
         tried(f"p8k m{m} n{n} w{warps} s{stages}", lambda: flops(case))
     fast.prefill_tiling = plain
@@ -192,6 +210,15 @@ def qkv_speed(copy: float) -> None:
     cases = dict(qkv_cache.QKV_CACHE.cases) | {"interleaved": qkv_cache.QkvCase(tokens=8192, interleaved=True)}
     for name, case in cases.items():
         tried(name, lambda case=case: share(qkv_cache.QKV_CACHE, case, copy))
+
+
+def qkv_sweep(copy: float) -> None:
+    """Other tilings of the cache write."""
+    plain, case = qkv_triton.tiling, qkv_cache.QkvCase(tokens=16384)
+    for sizes in ((1, 1), (4, 2), (8, 2), (16, 4), (16, 8), (32, 8), (4, 1)):
+        qkv_triton.tiling = lambda *args: sizes  # noqa: B023
+        tried(f"qkv {sizes}", lambda: share(qkv_cache.QKV_CACHE, case, copy))
+    qkv_triton.tiling = plain
 
 
 def sampling_agreement() -> None:
@@ -216,10 +243,40 @@ def as_on_cpu() -> str:
     return f"{int((quick.cpu() == slow).sum())} of {case.batch}"
 
 
+def kernel_times(read: float) -> None:
+    """Microseconds of each kernel of a few calls."""
+    for op, case in ((sampling.SAMPLE, sampling.SampleCase(batch=256, top_k=50, top_p=0.95)),
+                     (sampling.SAMPLE, sampling.SampleCase(batch=1, top_p=0.9)),
+                     (paged.PAGED_ATTENTION, paged.PagedCase(batch=1, context=32768)),
+                     (paged.PAGED_ATTENTION, paged.PagedCase(batch=8, context=1024))):  # fmt: skip
+        tried(f"kernels {op.name} {case.batch}", lambda op=op, case=case: each_kernel(op, case))
+
+
+def each_kernel(op: Op, case: Any) -> dict[str, float]:
+    from torch.profiler import ProfilerActivity, profile
+
+    run, sets = op.version("triton").load(), input_sets(op, case)  # type: ignore[union-attr]
+    run(*sets[0])
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for inputs in sets:
+            run(*inputs)
+        torch.cuda.synchronize()
+    return {event.key[:24]: round(event.device_time_total / event.count, 1) for event in seen.key_averages()}
+
+
+def sampling_sweep(read: float) -> None:
+    """Other pieces."""
+    case = sampling.SampleCase(batch=256, top_k=50, top_p=0.95)
+    for block, warps in ((4096, 4), (8192, 8), (2048, 4), (8192, 16)):
+        sampling_triton._BLOCK, sampling_triton._WARPS = block, warps
+        tried(f"sample {block} {warps}", lambda: share(sampling.SAMPLE, case, read))
+
+
 AGREEMENT = {"agree_paged": paged_agreement, "agree_qkv": qkv_agreement, "agree_sampling": sampling_agreement}
 READING = {"decode": decode_speed, "prefill": prefill_speed, "sampling": sampling_speed, "sweep": sweep,
-           "prefill_sweep": prefill_sweep}  # fmt: skip
-COPYING = {"qkv": qkv_speed}
+           "prefill_sweep": prefill_sweep, "kernels": kernel_times, "sampling_sweep": sampling_sweep}  # fmt: skip
+COPYING = {"qkv": qkv_speed, "qkv_sweep": qkv_sweep}
 
 
 def main(parts: list[str]) -> None:

@@ -31,7 +31,7 @@ from armillary.store.peaks import save_peaks
 
 Step = Callable[[], object]
 SIZES: dict[str, dict[str, Any]] = {
-    "cuda": {"model": "qwen3-0.6b", "batch": 4, "length": 2048, "rows": 32, "context": 2048, "tokens": 8},
+    "cuda": {"model": "qwen3-0.6b", "batch": 4, "length": 2048, "rows": 32, "context": 2048, "tokens": 2},
     "cpu": {"model": "smollm2-135m", "batch": 1, "length": 256, "rows": 2, "context": 128, "tokens": 4},
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 # Small tensors gain nothing from threads, and threads that spin on a busy machine make tests many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without a GPU, Triton kernels are interpreted; triton looks at this when it is first imported.
-if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
+if not (shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from armillary.store.home import Home

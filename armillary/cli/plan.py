@@ -1,17 +1,207 @@
-"""`armillary plan`: predict before anything runs."""
+"""`armillary plan`: predict before anything runs; search layouts, explain every term, judge against a table."""
 
 from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import click
 
 from armillary.cli.output import Output
-from armillary.cli.verb import VerbGroup
-from armillary.errors import BadInput
+from armillary.cli.plan_question import ask, find_cluster, model_config, question_options, read_recipe
+from armillary.cli.verb import VerbGroup, refuse_verb
+from armillary.errors import BadInput, nearest
 from armillary.profiling.amdahl import amdahl as amdahl_rows
 from armillary.profiling.amdahl import speedup
+from armillary.spec.layout import Layout
+from armillary.spec.recipe import check_recipe
 from armillary.store.home import Home
 
-plan = VerbGroup("plan", help="Predict before anything runs.")
+FOR = click.option("--for", "purpose", type=click.Choice(["train", "serve"]), default="train", show_default=True,
+                   help="What is planned.")  # fmt: skip
+ANY = re.compile(r"any(?:x(\d+))?")
+ANY_DEVICES = 64
+
+
+class PlanGroup(VerbGroup):
+    """`plan RECIPE` and `plan --model M` are `plan predict`, which nobody needs to type."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in ("-h", "--help") and args[0] not in self.commands and not ctx.resilient_parsing:
+            word = args[0]
+            close = nearest(word, self.commands)
+            if close and not word.startswith("-") and "." not in word and not Path(word).exists():
+                refuse_verb(word, self.list_commands(ctx), ctx)
+            args = ["predict", *args]
+        return super().parse_args(ctx, args)
+
+
+plan = PlanGroup("plan", help="Predict memory, step time, cost and layout before anything runs.\n\n"
+                 "`armillary plan RECIPE` or `armillary plan --model M --on h100x64` predicts one plan.")  # fmt: skip
+
+
+@plan.verb
+@question_options
+@FOR
+def predict(out: Output, home: Home, purpose: str, **asked: Any) -> None:
+    """Memory, step time, throughput and cost of a recipe, or of a model on some devices.
+
+    Without a recipe the best layout is searched for.
+    """
+    if purpose == "serve":
+        _serve(out, home, asked, "predict")
+        return
+    from armillary.cli.plan_text import say_training
+    from armillary.planning.training_plan import training_plan
+
+    question, found, how = _priced(out, home, asked)
+    made = training_plan(question, found)
+    say_training(out, made, how)
+    _say_next(out, asked)
+    answer = {"for": "train", "fits": made.fits, "remedy": made.remedy or None, "plan": made.plan()}
+    out.result(answer, quiet=f"{float(found.time.total[0]):.6g}")
+
+
+def _say_next(out: Output, asked: dict[str, Any]) -> None:
+    what = asked["recipe"] or f"--model {asked['model']} --on {asked['on']}"
+    out.say(f"why: armillary plan explain {what}   ·   better: armillary plan search {what}")
+
+
+def _priced(out: Output, home: Home, asked: dict[str, Any]) -> tuple[Any, Any, str]:
+    """(question, the layout priced, where it is from): the recipe's layout, else the best that a search finds."""
+    from armillary.planning.layouts import of
+    from armillary.planning.prediction import predict as price
+    from armillary.planning.search import search as library_search
+    from armillary.spec.layout_rules import check_layout
+
+    question = ask(out, home, **asked)
+    if asked["recipe"] is not None or question.layout != Layout():
+        job = question.recipe.train
+        check_layout(question.layout, question.model, num_devices=_room(question), sequence=job.sequence,
+                     batch_tokens=job.batch_tokens)  # fmt: skip
+        return question, price(question.case, of([question.layout])), ""
+    found = library_search(question.case, shown=1)
+    question = replace(question, recipe=replace(question.recipe, layout=found.best.layout()))
+    return question, found.best, f"   (the quickest of {found.num_fitting:,} that fit)"
+
+
+def _room(question: Any) -> int:
+    """Devices a layout may use; a processor's cores are shared by as many processes as are asked for."""
+    cluster = question.case.cluster
+    return int(max(cluster.num_devices, question.layout.num_devices if cluster.chip.kind == "cpu" else 1))
+
+
+@plan.verb
+@question_options
+@FOR
+@click.option("--top", default=10, show_default=True, help="Layouts to show.")
+def search(out: Output, home: Home, purpose: str, top: int, **asked: Any) -> None:
+    """The best layouts of all that are valid, why the first wins, and what limits it.
+
+    --on any (or anyx128) ranks the catalogue's nodes for the job.
+    """
+    if purpose == "serve":
+        _serve(out, home, asked, "search")
+        return
+    if top < 1:
+        raise BadInput(f"--top {top} shows nothing; try --top 10")
+    from armillary.cli.plan_search import say_search
+    from armillary.planning.search import search as library_search
+
+    match = ANY.fullmatch((asked["on"] or "").strip().lower())
+    if match:
+        _rank(out, home, asked, int(match.group(1) or ANY_DEVICES))
+        return
+    question = ask(out, home, **asked)
+    given = question.layout.precision if asked["recipe"] is not None else None
+    say_search(out, question, library_search(question.case, precisions=[given] if given else None, shown=top))
+
+
+def _rank(out: Output, home: Home, asked: dict[str, Any], devices: int) -> None:
+    from armillary.cli.plan_search import say_ranking
+    from armillary.planning.node_ranking import rank_nodes
+
+    if devices < 1:
+        raise BadInput("anyx0 has no devices; write at least one, like anyx64")
+    question = ask(out, home, **{**asked, "on": f"h100x{devices if devices < 8 else (devices + 7) // 8 * 8}"})
+    recipe = question.recipe
+    with out.progress("trying nodes", unit="node"):
+        ranked = rank_nodes(question.case, devices=devices, steps=recipe.train.steps, cost=recipe.cost)
+    say_ranking(out, ranked)
+
+
+@plan.verb
+@question_options
+@FOR
+def explain(out: Output, home: Home, purpose: str, **asked: Any) -> None:
+    """Every term of a plan, with its formula and its numbers."""
+    if purpose == "serve":
+        _serve(out, home, asked, "explain")
+        return
+    from armillary.cli.plan_money import money_plain, say_money
+    from armillary.cli.plan_text import layout_text, say_stages
+    from armillary.planning.explain import explain as explain_terms
+    from armillary.planning.training_plan import training_plan
+
+    question, found, how = _priced(out, home, asked)
+    terms, made = explain_terms(found), training_plan(question, found)
+    out.say(f"{question.model.name} on {question.case.cluster.text()}\n{layout_text(found)}{how}")
+    out.table("", ["term", "formula", "numbers", "result"], [[t.name, t.formula, t.numbers, t.text] for t in terms])
+    say_stages(out, found)
+    say_money(out, made)
+    quiet = [f"{term.name.strip()} {term.text}" for term in terms]
+    out.result({"terms": terms, "plan": made.plan(), **money_plain(made)}, quiet=quiet)
+
+
+def _serve(out: Output, home: Home, asked: dict[str, Any], how: str) -> None:
+    from armillary.cli import plan_serving
+    from armillary.planning.serving_plan import serving_plan, serving_request
+    from armillary.planning.serving_ranking import rank_serving
+
+    every_node = how == "search" and (asked["on"] or "").strip().lower() == "any"
+    on = "h100" if every_node else asked["on"]  # any chip stands in for all of them
+    recipe = read_recipe(asked["recipe"], asked["model"], on, asked["sequence"], asked["batch_tokens"],
+                         asked["overrides"])  # fmt: skip
+    config = model_config(out, home, recipe)
+    check_recipe(recipe, config, for_training=False)
+    if every_node:
+        with out.progress("trying nodes", unit="node"):
+            ranked = rank_serving(serving_request(recipe, config, find_cluster(recipe), home))
+        plan_serving.say_serving_ranking(out, ranked)
+        return
+    say = {"predict": plan_serving.say_serving, "search": plan_serving.say_serving_search,
+           "explain": plan_serving.explain_serving}[how]  # fmt: skip
+    say(out, serving_plan(recipe, config, find_cluster(recipe), home, search=how == "search"))
+
+
+@plan.verb
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.csv")
+@click.option("--filter", "filters", metavar="A,B", help="Only such rows: newest, complete, dense, moe, lora.")
+@click.option("--physics-only", is_flag=True, help="Leave every fitted number out.")
+@click.option("--fit", "fitting", is_flag=True, help="Fit the declared numbers of each framework again.")
+@click.option("--write", "target", type=click.Path(path_type=Path), help="Write the table with predictions here.")
+def table(
+    out: Output, home: Home, file: Path, filters: str | None, physics_only: bool, fitting: bool, target: Path | None
+) -> None:
+    """Hold the predictor against measured configurations.
+
+    FILE.csv has the columns of a table of training runs or of inference runs; which shows in its headings.
+    """
+    from armillary.cli.plan_table import fit_frameworks, say_fits, say_table, write_beside
+    from armillary.planning.table import judge
+
+    if fitting:
+        say_fits(out, fit_frameworks(file))
+        return
+    names = [name.strip() for name in (filters or "").split(",") if name.strip()]
+    judged = judge(file, names, physics_only=physics_only)
+    if target is not None:
+        write_beside(target, judged, file)
+    say_table(out, judged)
+    mape = judged.summary["mape"]
+    out.result(judged.plain(), quiet="nothing to judge" if mape is None else f"{mape:.4f}")
 
 
 @plan.verb

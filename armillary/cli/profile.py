@@ -11,6 +11,7 @@ import click
 
 from armillary.cli.open_model import need_torch
 from armillary.cli.output import Output, path_text
+from armillary.cli.profile_file import check_folder, is_readable, read_file
 from armillary.cli.profile_tables import say_comparison, say_profile
 from armillary.cli.profiled_step import callable_step, recipe_step
 from armillary.cli.roof import measure_once
@@ -20,8 +21,6 @@ from armillary.store.home import Home
 
 if TYPE_CHECKING:
     from armillary.profiling.profile import Profile
-
-TRACES = (".json", ".json.gz", ".gz", ".sqlite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,10 @@ def profile(
     from armillary.profiling.page import write_page
 
     asked = Asked(steps=steps, trace=trace, overrides=overrides, device=device, stop=stop)
-    before = _read(compare, home) if compare else None
+    for option, path in (("--html", html), ("--trace", trace)):
+        if path:
+            check_folder(option, path)
+    before = read_file(compare, home) if compare else None
     found, code = _profile(out, home, target, asked)
     say_profile(out, found)
     comparison = say_comparison(out, before, found) if before else None
@@ -88,7 +90,7 @@ def profile(
 def _profile(out: Output, home: Home, target: tuple[str, ...], asked: Asked) -> tuple[Profile, int]:
     """The profile, and the exit code of a script."""
     name = target[0]
-    if Path(name).name.startswith("python") and len(target) > 1:
+    if Path(name).name.startswith(("python", "torchrun")) and len(target) > 1:
         return _script(out, home, target, asked)
     if len(target) > 1:
         raise BadInput(f"'{' '.join(target[1:])}' comes after {name}; a script is profiled with -- python {name} …")
@@ -96,8 +98,8 @@ def _profile(out: Output, home: Home, target: tuple[str, ...], asked: Asked) -> 
         return _step(out, home, name, asked), 0
     if asked.overrides or asked.device:
         raise BadInput(f"--set and --device are for recipes, and {name} is none; leave them out")
-    if name.endswith(TRACES):
-        return _read(Path(name), home), 0
+    if is_readable(name):
+        return read_file(Path(name), home), 0
     if name.endswith(".py"):
         raise BadInput(f"{name} is a script; write armillary profile -- python {name}")
     if ":" in name:
@@ -132,26 +134,3 @@ def _step(out: Output, home: Home, name: str, asked: Asked) -> Profile:
         measure_once(out, home, asked.device)
         out.say(f"profiling {asked.steps} steps of {name}")
         return capture(step, steps=asked.steps, home=home, trace_path=asked.trace, source=name)
-
-
-def _read(path: Path, home: Home) -> Profile:
-    """A profile that --json printed, or a trace from anywhere, held against the roof of the device it names."""
-    from armillary.profiling.analyse import analyse, device_name
-    from armillary.profiling.profile import read_profile
-    from armillary.profiling.roofline import roof_for
-    from armillary.profiling.trace import read_trace
-
-    if _holds_profile(path):
-        return read_profile(path)
-    trace = read_trace(path)
-    memory = trace.device_bytes[0] if trace.device_bytes else None
-    return analyse(trace, roof=roof_for(device_name(trace), home, memory), source=str(path))
-
-
-def _holds_profile(path: Path) -> bool:
-    """Told from its beginning: a trace may be too large to read twice."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(4096)
-    return head.lstrip().startswith(b"{") and b'"wall_s"' in head and b'"traceEvents"' not in head

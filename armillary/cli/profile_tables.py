@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from armillary.cli.output import Output
 from armillary.profiling.compare import Comparison, compare
+from armillary.profiling.short_name import short_name
 from armillary.profiling.words import (
     PART_WORDS,
     ROW_HEADS,
@@ -14,12 +15,15 @@ from armillary.profiling.words import (
     change_cells,
     memory_line,
     row_cells,
+    top_operators,
     top_rows,
 )
 from armillary.units import seconds_text
 
 if TYPE_CHECKING:
-    from armillary.profiling.profile import Profile
+    from collections.abc import Sequence
+
+    from armillary.profiling.profile import Profile, Row
 
 _ROWS, _GAPS = 10, 5
 _NAME = 38
@@ -43,10 +47,17 @@ def _say_rows(out: Output, profile: Profile) -> None:
     rows = top_rows(profile, _ROWS)
     if not rows:
         return
+    if profile.kernels:
+        _say_table(out, "kernels, a step", rows, profile.steps)
+    _say_table(out, "operators, a step", top_operators(profile, _ROWS), profile.steps)
+
+
+def _say_table(out: Output, title: str, rows: Sequence[Row], steps: int) -> None:
     of = [index for index, head in enumerate(ROW_HEADS) if head not in ("work", "module")]
-    cells = [[_short(row_cells(row, profile.steps)[index]) for index in of] for row in rows]
-    out.say()
-    out.table("kernels, a step" if profile.kernels else "operators, a step", [ROW_HEADS[index] for index in of], cells)
+    cells = [[_short(row_cells(row, steps)[index]) for index in of] for row in rows]
+    if cells:
+        out.say()
+        out.table(title, [ROW_HEADS[index] for index in of], cells)
 
 
 def _say_gaps(out: Output, profile: Profile) -> None:
@@ -65,7 +76,7 @@ def _say_amdahl(out: Output, profile: Profile) -> None:
 
 def _short(text: str) -> str:
     """A kernel's name may be a thousand characters of template arguments."""
-    return text if len(text) <= _NAME else f"{text[: _NAME - 1]}…"
+    return short_name(text, _NAME)
 
 
 def say_comparison(out: Output, before: Profile, after: Profile) -> Comparison:

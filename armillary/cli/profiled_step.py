@@ -5,16 +5,20 @@ Here training and profiling meet: neither knows of the other, a callable is hand
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import ModuleType
 
 from armillary.cli.data import on_bar
-from armillary.cli.output import Output
+from armillary.cli.output import Output, path_text
 from armillary.cli.train import begin
 from armillary.errors import BadInput, NotFound
 from armillary.spec.recipe import load_recipe
@@ -53,14 +57,50 @@ def callable_step(out: Output, home: Home, name: str, overrides: Sequence[str], 
 
 
 def _callable(module_name: str, attribute: str) -> Step:
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name.split(".")[0] and error.name != module_name:
-            raise
-        raise NotFound(f"no module '{module_name}' here; run from the folder it is in") from None
-    step = getattr(module, attribute, None)
+    step = getattr(_module(module_name), attribute, None)
     if not callable(step):
         raise BadInput(f"{module_name} has no function '{attribute}'; write MODULE:FUNCTION, one without arguments")
-    made: Step = step
-    return made
+    if needed := _needed(step):
+        raise BadInput(f"{module_name}:{attribute} needs {', '.join(needed)}; give a function without arguments")
+
+    @functools.wraps(step)
+    def call() -> object:
+        try:
+            return step()
+        except (Exception, SystemExit) as error:
+            raise _theirs(f"{module_name}:{attribute}", error) from error
+
+    return call
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name in (name, name.split(".")[0]):
+            raise NotFound(f"no module '{name}' here; run from the folder it is in") from None
+        raise _theirs(f"importing {name}", error) from error
+    except (Exception, SystemExit) as error:
+        raise _theirs(f"importing {name}", error) from error
+
+
+def _needed(step: Callable[..., object]) -> list[str]:
+    """Names of the arguments it cannot be called without."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except ValueError:  # some built-in functions do not say
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
+
+
+def _theirs(what: str, error: BaseException) -> BadInput:
+    """An error of the code that is profiled, with the last line of theirs that it went through."""
+    if isinstance(error, SyntaxError):
+        where = f"{path_text(Path(error.filename or ''))}:{error.lineno}"
+    else:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        own = [frame for frame in frames if Path(frame.filename).is_relative_to(Path.cwd())] or frames
+        where = f"{path_text(Path(own[-1].filename))}:{own[-1].lineno}" if own else "?"
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return BadInput(f"{what} raised {said} ({where}); put that right first")

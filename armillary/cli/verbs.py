@@ -34,7 +34,7 @@ VERBS = (
     Verb("hardware", "armillary.cli.hardware:hardware", "know", "Chips, nodes, links, prices; several side by side."),
     Verb("runs", "armillary.cli.runs:runs", "know", "Runs of this home: state, step, loss."),
     Verb("doctor", "armillary.cli.doctor:doctor", "know", "What this machine has, what will work, what is missing."),
-    Verb("plan", "armillary.cli.plan:plan", "plan", "Predict: what a speedup of one part buys (amdahl)."),
+    Verb("plan", "armillary.cli.plan:plan", "plan", "Predict memory, time, cost, layout; search, explain, judge."),
     Verb("bench", "armillary.cli.bench:bench", "inner", "Measure what this machine can reach, and keep it."),
     Verb("profile", "armillary.cli.profile:profile", "inner", "Where the time of a step goes: recipe, script, trace."),
     Verb("data", "armillary.cli.data:data", "train", "Prepare text as token shards."),

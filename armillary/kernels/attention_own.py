@@ -7,36 +7,21 @@ that kernels skip what is not seen and nothing waits for the host.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from armillary.kernels.attention import BLOCK
 from armillary.kernels.attention_backward_triton import delta_kernel, key_kernel, query_kernel
+from armillary.kernels.attention_lists import boil_down
+from armillary.kernels.attention_tiles import can_copy, described, forward_tiles, key_tiles, query_tiles
 from armillary.kernels.attention_triton import forward_kernel
 from armillary.kernels.launch import ceil_div, on, power_of_two
 
-# B batch, T queries, S keys, N query heads, K KV heads, D head dim, X and Y blocks of queries and keys
+# B batch, T queries, S keys, N query heads, K KV heads, D head dim
 
 _LOG2E = math.log2(math.e)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """How a kernel cuts its work."""
-
-    queries: int
-    """of a block"""
-    keys: int
-    """of a block"""
-    warps: int
-    """of a program"""
-    stages: int
-    """loads in flight"""
 
 
 def attention(
@@ -76,8 +61,8 @@ def _attention(
         return out, lse
     q, k, v = (_with_unit_stride(x) for x in (q, k, v))
     (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
-    tiles = forward_tiles(D, q.dtype)
-    flags, mask, lists = _mask(documents, blocks, window, softcap, causal, slopes, T, S, tiles.keys)
+    tiles = forward_tiles(D, q.dtype, documents is not None)
+    flags, mask, lists = boil_down(documents, blocks, window, softcap, causal, slopes, T, S, tiles.keys)
     listed, counts = lists.by_query if lists else (lse, lse)
     tma = can_copy(k, v)
     k_src, v_src = (described(x, tiles.keys) if tma else x for x in (k, v))
@@ -126,7 +111,7 @@ def _attention_backward(
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3])
         sizes = (T, S, N, N // K, *_scales(scale, softcap), window)
         tiles = key_tiles(D, q.dtype)
-        flags, mask, lists = _mask(documents, blocks, window, softcap, causal, slopes, T, S, tiles.queries)
+        flags, mask, lists = boil_down(documents, blocks, window, softcap, causal, slopes, T, S, tiles.queries)
         listed, counts = lists.by_key if lists else (lse, lse)
         tma = can_copy(q, grad)
         q_src, grad_src = (described(x, tiles.queries) if tma else x for x in (q, grad))
@@ -181,68 +166,6 @@ def _gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
 _attention.register_autograd(_gradients, setup_context=_keep)
 
 
-# --- what the mask allows
-
-
-@dataclass(frozen=True)
-class _Documents:
-    """Per token: its document, the first and last key or query that may share it, and its unbroken run."""
-
-    documents: Tensor | None = None
-    begin: Tensor | None = None
-    run: Tensor | None = None
-    end: Tensor | None = None
-    run_end: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Lists:
-    """Blocks to visit, those first that are allowed, and how many they are."""
-
-    by_query: tuple[Tensor, Tensor]
-    by_key: tuple[Tensor, Tensor]
-
-
-def _mask(
-    documents: Tensor | None, blocks: Tensor | None, window: int, softcap: float, causal: bool, slopes: Tensor | None,
-    T: int, S: int, step: int,
-) -> tuple[dict[str, Any], _Documents, _Lists | None]:  # fmt: skip
-    flags = {
-        "CAUSAL": causal, "WINDOW": 0 < window < S, "DOCS": documents is not None, "SLOPES": slopes is not None,
-        "CAPPED": softcap != 0.0, "LISTED": 0 if blocks is None else BLOCK // step,
-    }  # fmt: skip
-    runs = _Documents() if documents is None else _runs(documents)
-    return flags, runs, None if blocks is None else _lists(blocks, causal, T, S)
-
-
-def _runs(documents_BT: Tensor) -> _Documents:
-    """Where numbers never fall along a row, a document is one run; otherwise it may go on anywhere."""
-    documents = documents_BT.contiguous()
-    length = documents.shape[1]
-    index = torch.arange(length, device=documents.device, dtype=torch.int32).expand_as(documents)
-    changes = documents[:, 1:] != documents[:, :-1]
-    edge = torch.ones_like(documents[:, :1], dtype=torch.bool)
-    run = torch.where(torch.cat((edge, changes), 1), index, 0).cummax(1).values.int()
-    ends = torch.where(torch.cat((changes, edge), 1), index + 1, length)
-    run_end = ends.flip(1).cummin(1).values.flip(1).int()
-    sorted_B1 = (documents[:, 1:] >= documents[:, :-1]).all(1, keepdim=True)
-    begin, end = torch.where(sorted_B1, run, 0).int(), torch.where(sorted_B1, run_end, length).int()
-    return _Documents(documents, begin.contiguous(), run.contiguous(), end.contiguous(), run_end.contiguous())
-
-
-def _lists(blocks_XY: Tensor, causal: bool, T: int, S: int) -> _Lists:
-    blocks = blocks_XY.bool()
-    if causal:  # blocks that lie wholly ahead are left out
-        last = (torch.arange(blocks.shape[0], device=blocks.device) + 1) * BLOCK - 1 + S - T
-        blocks = blocks & (torch.arange(blocks.shape[1], device=blocks.device) * BLOCK <= last[:, None])
-    return _Lists(_list(blocks), _list(blocks.t()))
-
-
-def _list(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    order = blocks.int().argsort(dim=1, descending=True, stable=True)
-    return order.int().contiguous(), blocks.sum(1).int()
-
-
 def _scales(scale: float, softcap: float) -> tuple[float, float, float]:
     """The scale itself, what multiplies q·k in the kernel, and the cap, both in base-2 units."""
     return (scale, scale / softcap, softcap * _LOG2E) if softcap else (scale, scale * _LOG2E, 0.0)
@@ -250,55 +173,3 @@ def _scales(scale: float, softcap: float) -> tuple[float, float, float]:
 
 def _with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-# --- the copy engine
-
-
-def can_copy(*tensors: Tensor) -> bool:
-    """Whether tiles can come by TMA: a Hopper chip or newer, whole heads, everything aligned to 16 bytes."""
-    return all(
-        (not x.is_cuda or _has_tma(x.device))
-        and x.shape[-1] >= 16
-        and x.shape[-1] == power_of_two(x.shape[-1])
-        and x.data_ptr() % 16 == 0
-        and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
-        for x in tensors
-    )
-
-
-@cache
-def _has_tma(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def described(x_BTND: Tensor, length: int) -> TensorDescriptor:
-    """Tiles of `length` tokens of one head."""
-    return TensorDescriptor.from_tensor(x_BTND, [1, length, 1, x_BTND.shape[-1]])
-
-
-# --- tiles
-
-
-def forward_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    if dtype == torch.float32:
-        return Tiles(queries=64, keys=32, warps=4, stages=2)
-    if head_dim <= 64:
-        return Tiles(queries=128, keys=128, warps=8, stages=3)
-    return Tiles(queries=128, keys=64, warps=8, stages=3 if head_dim <= 128 else 2)
-
-
-def key_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    if dtype == torch.float32:
-        return Tiles(queries=16, keys=32, warps=4, stages=1)
-    if head_dim <= 128:
-        return Tiles(queries=64, keys=128, warps=8, stages=2)
-    return Tiles(queries=32, keys=64, warps=8, stages=1)
-
-
-def query_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    if dtype == torch.float32:
-        return Tiles(queries=32, keys=16, warps=4, stages=1)
-    if head_dim <= 128:
-        return Tiles(queries=128, keys=64, warps=8, stages=2)
-    return Tiles(queries=64, keys=32, warps=8, stages=1)

@@ -15,8 +15,7 @@ from torch import Tensor
 from armillary.kernels.compiled import compiled
 from armillary.kernels.dtype import widen
 from armillary.kernels.gated import ACTIVATIONS
-from armillary.kernels.norm import refuses
-from armillary.kernels.op import Case, Late, Op, Version, Work, rows_to_check
+from armillary.kernels.op import Case, Op, Work, in_triton, rows_to_check
 from armillary.kernels.philox import keep_scale, kept
 from armillary.spec.ops import elementwise
 
@@ -70,10 +69,7 @@ BIAS_ACT_DROPOUT = Op(
     name="bias_act_dropout",
     reference=bias_act_dropout,
     versions=(
-        Version(
-            name="triton", run=Late("armillary.kernels.bias_act_dropout_triton", "bias_act_dropout"), refuses=refuses,
-            needs=("triton",),
-        ),
+        in_triton("bias_act_dropout_triton", "bias_act_dropout"),
         compiled(bias_act_dropout),
     ),
     rivals=(replace(compiled(torch_dropout), name="compile, torch's bits"),),

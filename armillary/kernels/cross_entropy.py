@@ -16,8 +16,7 @@ from torch import Tensor
 
 from armillary.kernels.compiled import compiled
 from armillary.kernels.dtype import widen
-from armillary.kernels.norm import refuses
-from armillary.kernels.op import Case, Late, Op, Version, Work, rows_to_check
+from armillary.kernels.op import Case, Late, Op, Version, Work, in_triton, rows_to_check
 from armillary.spec import layer_ops
 
 IGNORED = -100
@@ -67,10 +66,7 @@ CROSS_ENTROPY = Op(
     name="cross_entropy",
     reference=cross_entropy,
     versions=(
-        Version(
-            name="triton", run=Late("armillary.kernels.cross_entropy_triton", "cross_entropy"), refuses=refuses,
-            needs=("triton",),
-        ),
+        in_triton("cross_entropy_triton", "cross_entropy"),
         compiled(cross_entropy),
         Version(name="liger", run=Late("armillary.kernels.liger", "cross_entropy"), needs=("liger",), overwrites=(0,)),
     ),

@@ -110,10 +110,13 @@ FP8_LINEAR = Op(
     reference=reference,
     versions=(
         Version(
-            name="triton",
-            run=Late("armillary.kernels.fp8_linear_triton", "fp8_linear"),
+            name="library",
+            run=Late("armillary.kernels.fp8_linear_triton", "library_linear"),
             refuses=refuses,
             needs=("triton", "hopper"),
+        ),
+        Version(
+            name="triton", run=Late("armillary.kernels.fp8_linear_triton", "fp8_linear"), needs=("triton", "hopper")
         ),
         Version(name="compile", run=Compiled(reference), needs=("compile",)),
     ),

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from armillary.kernels.compiled import compiled
 from armillary.kernels.dtype import widen
-from armillary.kernels.norm import refuses
-from armillary.kernels.op import Case, Late, Op, Version, Work, rows_to_check
+from armillary.kernels.op import Case, Late, Op, Version, Work, in_triton, rows_to_check
 from armillary.spec import layer_ops
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -79,9 +78,7 @@ ACTIVATE = Op(
     name="activate",
     reference=activate,
     versions=(
-        Version(
-            name="triton", run=Late("armillary.kernels.gated_triton", "activate"), refuses=refuses, needs=("triton",)
-        ),
+        in_triton("gated_triton", "activate"),
         compiled(activate),
         Version(name="liger", run=Late("armillary.kernels.liger", "activate"), refuses=_not_liger, needs=("liger",)),
     ),

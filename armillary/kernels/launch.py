@@ -27,6 +27,18 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def fitting_stages(x: Tensor, bytes_a_stage: int, stages: int) -> int:
+    """As many of `stages` as shared memory holds: what is loaded ahead waits there, but for one stage in registers."""
+    if not x.is_cuda:
+        return stages
+    return max(1, min(stages, 1 + int(0.9 * _shared_bytes(x.device)) // max(1, bytes_a_stage)))
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 49152))
+
+
 def power_of_two(count: int) -> int:
     """The next one at or above; 1 for 0."""
     return 1 << max(0, count - 1).bit_length()

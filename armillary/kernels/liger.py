@@ -56,5 +56,16 @@ def cross_entropy(
     )  # fmt: skip
 
 
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, reduction: str = "mean",
+    softcap: float = 0.0, scale: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """linear_cross_entropy.reference by Liger, in chunks of its own."""
+    x = x.flatten(0, -2) if scale == 1.0 else x.flatten(0, -2) * scale
+    return liger.liger_fused_linear_cross_entropy(
+        x, weight, targets.flatten(), ignore_index=ignore_index, reduction=reduction, softcap=softcap or None
+    )
+
+
 def _mode(plus_one: bool) -> str:
     return "gemma" if plus_one else "llama"

@@ -17,6 +17,7 @@ from armillary.kernels.op import Case, Late, Op, Version, Work
 
 # M tokens, H hidden, V vocabulary
 
+_MOST_LOGITS_BYTES = 2.2e9
 
 def reference(
     x_MH: Tensor,
@@ -71,6 +72,12 @@ def work(case: LinearLoss) -> Work:
     )
 
 
+def holds_too_much(case: LinearLoss) -> str | None:
+    """Why a version that holds all logits is not for a case: they take more than dW's fp32 sum would."""
+    logits = case.tokens * case.vocab * case.torch_dtype.itemsize
+    return f"it would hold {logits / 1e9:.1f} GB of logits" if logits > _MOST_LOGITS_BYTES else None
+
+
 def _case(tokens: int, hidden: int, vocab: int, softcap: float = 0.0) -> LinearLoss:
     return LinearLoss(tokens=tokens, hidden=hidden, vocab=vocab, softcap=softcap)
 
@@ -80,7 +87,8 @@ LINEAR_CROSS_ENTROPY = Op(
     reference=reference,
     versions=(
         Version(name="chunked", run=Late("armillary.kernels.linear_cross_entropy_chunked", "chunked")),
-        compiled(reference),
+        replace(compiled(reference), refuses=holds_too_much),
+        Version(name="liger", run=Late("armillary.kernels.liger", "linear_cross_entropy"), needs=("liger",)),
     ),
     inputs=inputs,
     work=work,

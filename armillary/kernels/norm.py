@@ -15,10 +15,8 @@ from torch import Tensor
 
 from armillary.kernels.compiled import compiled
 from armillary.kernels.dtype import widen
-from armillary.kernels.op import Case, Late, Op, Version, Work, rows_to_check
+from armillary.kernels.op import Case, Late, Op, Version, Work, in_triton, rows_to_check
 from armillary.spec import layer_ops
-
-_TRITON = "armillary.kernels.norm_triton"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +111,6 @@ def _small(case: NormCase) -> NormCase:
     return replace(case, rows=rows_to_check(case, case.rows, case.columns))
 
 
-def refuses(case: Case) -> str | None:
-    """What the Triton kernels of this kind cannot do."""
-    return None if case.dtype in ("fp32", "bf16", "fp16") else f"{case.dtype} is left to the reference"
-
-
 def _not_liger(case: NormCase) -> str | None:
     if not case.weight or case.bias != (case.kind == "layer") or (case.plus_one and case.kind == "layer"):
         return "Liger has a weight always, and a bias in layer norms only"
@@ -140,7 +133,7 @@ NORM = Op(
     name="norm",
     reference=norm,
     versions=(
-        Version(name="triton", run=Late(_TRITON, "norm"), refuses=refuses, needs=("triton",)),
+        in_triton("norm_triton", "norm"),
         compiled(norm),
         Version(name="torch", run=torch_norm),
         Version(name="liger", run=Late("armillary.kernels.liger", "norm"), refuses=_not_liger, needs=("liger",)),
@@ -155,7 +148,7 @@ ADD_NORM = Op(
     name="add_norm",
     reference=add_norm,
     versions=(
-        Version(name="triton", run=Late(_TRITON, "add_norm"), refuses=refuses, needs=("triton",)),
+        in_triton("norm_triton", "add_norm"),
         compiled(add_norm),
         Version(name="torch", run=torch_add_norm),
         Version(

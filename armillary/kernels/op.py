@@ -102,6 +102,11 @@ def takes_all(case: Any) -> str | None:
     return None
 
 
+def refuses_fp64(case: Case) -> str | None:
+    """For kernels that compute in fp32."""
+    return None if case.dtype in ("fp32", "bf16", "fp16") else f"{case.dtype} is left to the reference"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Version:
     """One way to compute an op, with the reference's signature."""
@@ -122,6 +127,12 @@ class Version:
     def load(self) -> Callable[..., Any]:
         """The function itself, imported or compiled."""
         return self.run.load() if isinstance(self.run, Late) else self.run
+
+
+def in_triton(module: str, function: str) -> Version:
+    """Our own kernel: `function` of armillary.kernels.`module`, for fp32 and half formats."""
+    run = Late(f"armillary.kernels.{module}", function)
+    return Version(name="triton", run=run, refuses=refuses_fp64, needs=("triton",))
 
 
 @dataclass(frozen=True, kw_only=True)

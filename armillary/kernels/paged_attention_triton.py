@@ -7,6 +7,7 @@ serves any lengths.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ def _paged_attention(
     strides = (q.stride(0), *cache.stride()[:4], tables.stride(0))
     split = split_tiling(group, max_query, q.shape[2], cache.dtype)
     shape = {
-        "WINDOW": window, "QUERIES": split.queries, "ROWS": power_of_two(num_rows), "HEADS": heads,
+        "WINDOW": window, "QUERIES": split.queries, "ROWS": _padded(num_rows), "HEADS": heads,
         "GROUP": group, "D": q.shape[2], "D_PAD": max(16, power_of_two(q.shape[2])), "PAGE": cache.shape[3],
         "HAS_CAP": softcap > 0, "HAS_SINKS": sinks is not None, "HAS_SLOPES": slopes is not None,
         "HAS_SCALES": scales is not None, "PRECISION": "tf32x3",  # for fp32: three products that keep its precision
@@ -102,6 +103,11 @@ def _(q, cache, tables, starts, lengths, sinks, slopes, scales, scale, max_query
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
+def _padded(rows: int) -> int:
+    """Rows that a program looks at to find its work; few sizes, as each is compiled anew."""
+    return 32 if rows <= 32 else max(256, power_of_two(rows))
+
+
 def split_tiling(group: int, max_query: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     """All rows, where the queries of any of them fit one product; else those of a token or two."""
     queries = max_query if group * max_query <= _MAX_DECODE_ROWS else max(1, 16 // group)
@@ -111,31 +117,34 @@ def split_tiling(group: int, max_query: int, head_dim: int, dtype: torch.dtype) 
 
 
 def prefill_tiling(group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """Products of 128 rows where queries, keys and values of two stages fit shared memory."""
+    """Tiles of the kernel for prompts."""
     width, least = max(16, power_of_two(head_dim)), power_of_two(group)
     if dtype.itemsize == 4:  # three products for one: smaller tiles, or registers spill
         small = width > 128
         return Tiling(queries=0, m=max(32 if small else 64, least), n=16 if small else 32, warps=4, stages=2)
-    n = 128 if width <= 64 else 64
-    return Tiling(queries=0, m=max(128, least), n=n, warps=8, stages=3 if width <= 128 else 2)
+    if width > 128:
+        return Tiling(queries=0, m=max(128, least), n=64, warps=8, stages=2)
+    m = max(64, least)  # two programs of 64 rows on a multiprocessor beat one of 128
+    return Tiling(queries=0, m=m, n=64, warps=4 if m == 64 else 8, stages=3)
 
 
 def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
     q, *_, sinks, _, scales, out = pointers
-    workers, width = num_programs(q, tiling.workers), shape["D_PAD"]
+    workers, width, early = num_programs(q, tiling.workers), shape["D_PAD"], launches_early(q.device)
     partial = torch.empty(2 * workers * tiling.m * width, dtype=torch.float32, device=q.device)
     peaks = torch.empty(2 * workers * 2 * tiling.m, dtype=torch.float32, device=q.device)
     shared = torch.empty(5 * workers, dtype=torch.int32, device=q.device)
     decode[(workers,)](
         *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0], *strides, **shape,
-        M=tiling.m, N=tiling.n, num_warps=tiling.warps, num_stages=tiling.stages,
+        M=tiling.m, N=tiling.n, EARLY=early, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     rows = shape["GROUP"] * tiling.queries
     at_once = power_of_two(ceil_div(rows, _COMBINE_PROGRAMS))
     names = ("HEADS", "GROUP", "D", "D_PAD", "HAS_SINKS", "HAS_SCALES")
     combine[(workers, ceil_div(rows, at_once))](
         partial, peaks, shared, sinks, scales, out, **{name: shape[name] for name in names}, M=tiling.m, R=at_once,
-        PARTS=max(2, min(64, _COMBINE_ELEMENTS // (at_once * width))), num_warps=4,
+        PARTS=max(2, min(64, _COMBINE_ELEMENTS // (at_once * width))), EARLY=early, num_warps=4,
+        launch_pdl=early,
     )  # fmt: skip
 
 
@@ -146,3 +155,9 @@ def _launch_prefill(pointers, strides, shape, dtype, scale, softcap, num_rows):
         *pointers, scale, softcap, num_rows, *strides, **shape, M=tiling.m, N=tiling.n,
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
+
+
+@cache
+def launches_early(device: torch.device) -> bool:
+    """Whether a kernel can be set up while the one before it runs (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -36,6 +37,16 @@ def _plan(starts, lengths, num_rows, N: tl.constexpr, WINDOW: tl.constexpr, QUER
 
 
 @triton.jit
+def _next(starts, b, QUERIES: tl.constexpr):
+    """The first row from b on that this kernel works on; there is one."""
+    count = tl.load(starts + b + 1) - tl.load(starts + b)
+    while (count == 0) | (count > QUERIES):
+        b += 1
+        count = tl.load(starts + b + 1) - tl.load(starts + b)
+    return b
+
+
+@triton.jit
 def _pages(table, tile, stop, length, N: tl.constexpr, PAGE: tl.constexpr):
     """Pages of a tile's keys: one number where a tile never crosses a page, else one a key."""
     if PAGE % N == 0:
@@ -45,7 +56,7 @@ def _pages(table, tile, stop, length, N: tl.constexpr, PAGE: tl.constexpr):
         return tl.load(table + key // PAGE, mask=(key < length) & (tile < stop), other=0).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def decode(
     q, cache, tables, starts, lengths, sinks, slopes, scales, out, partial, peaks, shared,
     scale, softcap, num_rows, num_tokens,
@@ -53,12 +64,14 @@ def decode(
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """q, out [T, HEADS·GROUP, D]; rows of the product are (query, head of the group). A worker leaves at most two partial
-    results, of the first and the last (sequence, head) it has to do with; `shared` tells of the one that begins here."""
+    """q, out [T, HEADS·GROUP, D]; rows of the product are (query, head of the group). A worker leaves at most two
+    partial results, of the first and the last (sequence, head) it works on; `shared` tells of one that begins here."""
     LOG2E: tl.constexpr = 1.4426950408889634
     worker, num_workers = tl.program_id(0), tl.num_programs(0)
+    if EARLY:
+        gdc_launch_dependents()  # `combine` may be set up now: it waits for this kernel to end
     dim = tl.arange(0, D_PAD)
     rows, tiles, upto = _plan(starts, lengths, num_rows, N, WINDOW, QUERIES, ROWS)
     total_tiles = tl.max(upto, 0) * HEADS
@@ -67,17 +80,21 @@ def decode(
     stop = tl.minimum(at_tile + per, total_tiles)
     tl.store(shared + worker * 5, 0)
 
+    b = tl.sum((upto * HEADS <= at_tile).to(tl.int32), 0)
+    row_tiles = tl.maximum(tl.sum(tl.where(rows == b, tiles, 0), 0), 1)
+    before = tl.sum(tl.where(rows == b, upto - tiles, 0), 0) * HEADS
+    head = (at_tile - before) // row_tiles
+    row_first = before + head * row_tiles
     while at_tile < stop:
-        b = tl.sum((upto * HEADS <= at_tile).to(tl.int32), 0)
-        row_tiles = tl.sum(tl.where(rows == b, tiles, 0), 0)
-        before = (tl.sum(tl.where(rows == b, upto, 0), 0) - row_tiles) * HEADS
-        head = (at_tile - before) // row_tiles
-        row_first = before + head * row_tiles
-        segment_stop = tl.minimum(stop, row_first + row_tiles)
         begin, length = tl.load(starts + b), tl.load(lengths + b)
         count = tl.load(starts + b + 1) - begin
         lowest = tl.maximum(length - count - WINDOW + 1, 0) if WINDOW > 0 else 0
         first_tile = lowest // N
+        row_tiles = tl.maximum((length + N - 1) // N - first_tile, 1)
+        segment_stop = tl.minimum(stop, row_first + row_tiles)
+        tile_start, tile_stop = first_tile + at_tile - row_first, first_tile + segment_stop - row_first
+        table = tables + b.to(tl.int64) * table_stride
+        page = _pages(table, tile_start, tile_stop, length, N, PAGE)
 
         m_row = tl.arange(0, M)
         query = m_row // GROUP
@@ -97,10 +114,6 @@ def decode(
         total = tl.zeros([M], tl.float32)
         sums = tl.zeros([M, D_PAD], tl.float32)
         keys = cache + head.to(tl.int64) * head_stride
-        table = tables + b.to(tl.int64) * table_stride
-        tile_stop = first_tile + segment_stop - row_first
-        tile_start = first_tile + at_tile - row_first
-        page = _pages(table, tile_start, tile_stop, length, N, PAGE)
         for tile in range(tile_start, tile_stop):
             next_page = _pages(table, tile + 1, tile_stop, length, N, PAGE)  # a step ahead: its latency is hidden
             key = tile * N + tl.arange(0, N)
@@ -152,6 +165,12 @@ def decode(
                 tl.store(shared + worker * 5 + 3, count)
                 tl.store(shared + worker * 5 + 4, head)
         at_tile = segment_stop
+        if at_tile < stop:  # the next KV head, or the next sequence with queries for this kernel
+            row_first = at_tile
+            head += 1
+            if head == HEADS:
+                head = 0
+                b = _next(starts, b + 1, QUERIES)
 
     for token in range(tl.load(starts + num_rows) + worker, num_tokens, num_workers):  # padding gets zeros
         for part in range(HEADS * GROUP):
@@ -163,13 +182,15 @@ def decode(
 def combine(
     partial, peaks, shared, sinks, scales, out,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_SCALES: tl.constexpr, M: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
+    HAS_SCALES: tl.constexpr, M: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (worker, R rows of the product): the sum of the partial results that begin with this worker's."""
     LOG2E: tl.constexpr = 1.4426950408889634
     worker = tl.program_id(0)
     row = tl.program_id(1) * R + tl.arange(0, R)
     about = shared + worker * 5
+    if EARLY:
+        gdc_wait()
     num_parts, first_slot, begin = tl.load(about), tl.load(about + 1), tl.load(about + 2)
     count, head = tl.load(about + 3), tl.load(about + 4)
     if num_parts == 0:

@@ -40,7 +40,7 @@ def _tiles(
         if MASKED:
             mask = (dim < D)[None, :] & ((key < length) & (key >= lowest))[:, None]
             k_ND = tl.load(k_at, mask=mask, other=0.0)
-        elif D < dim.shape[0]:
+        elif dim.shape[0] > D:
             k_ND = tl.load(k_at, mask=(dim < D)[None, :], other=0.0)
         else:
             k_ND = tl.load(k_at)
@@ -63,7 +63,7 @@ def _tiles(
         total = total * keep + tl.sum(weights, 1)
         if MASKED:
             v_ND = tl.load(k_at + kv_stride, mask=mask, other=0.0)
-        elif D < dim.shape[0]:
+        elif dim.shape[0] > D:
             v_ND = tl.load(k_at + kv_stride, mask=(dim < D)[None, :], other=0.0)
         else:
             v_ND = tl.load(k_at + kv_stride)
@@ -74,7 +74,7 @@ def _tiles(
     return top, total, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def prefill(
     q, cache, tables, starts, lengths, sinks, slopes, scales, out,
     scale, softcap, num_rows,

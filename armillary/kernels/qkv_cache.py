@@ -118,8 +118,9 @@ def _inputs(case: QkvCase, generator: torch.Generator) -> tuple[Any, ...]:
         return torch.randn(shape, generator=generator, device=device)
 
     pages = -(-case.tokens // case.page) + 1
-    slots = torch.randperm(pages * case.page, generator=generator, device=device)[: case.tokens]
-    slots[::11] = -1
+    order = torch.randperm(pages, generator=generator, device=device)
+    slots = (order[:, None] * case.page + torch.arange(case.page, device=device)).flatten()[: case.tokens]
+    slots[3::101] = -1
     weights: list[Tensor | None] = [None, None]
     if case.norm != "none":
         sizes = [count * case.head_dim if case.whole else case.head_dim for count in (case.heads, case.kv_heads)]

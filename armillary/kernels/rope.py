@@ -14,8 +14,7 @@ from torch import Tensor
 
 from armillary.kernels.compiled import compiled
 from armillary.kernels.dtype import widen
-from armillary.kernels.norm import refuses
-from armillary.kernels.op import Case, Late, Op, Version, Work, rows_to_check
+from armillary.kernels.op import Case, Late, Op, Version, Work, in_triton, rows_to_check
 from armillary.spec.ops import FP32_BYTES, size_of
 
 # B batch, T tokens, N query heads, K KV heads, D head dim, R rotated dims / 2
@@ -83,7 +82,7 @@ ROPE = Op(
     name="rope",
     reference=rope,
     versions=(
-        Version(name="triton", run=Late("armillary.kernels.rope_triton", "rope"), refuses=refuses, needs=("triton",)),
+        in_triton("rope_triton", "rope"),
         compiled(rope),
         Version(name="liger", run=Late("armillary.kernels.liger", "rope"), refuses=_not_liger, needs=("liger",)),
     ),

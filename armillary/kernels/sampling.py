@@ -52,10 +52,9 @@ def sample(
     `counts_SV` (int32, how often a token was put out) and `prompt_SV` (bool) are tables of which batch row b uses row
     rows_B[b] (None: b); penalties need all five.
     """
-    scores = _scores(logits_BV, temperature_B, repetition_B, presence_B, frequency_B, counts_SV, prompt_SV, rows_B,
-                     allowed_BW)  # fmt: skip
+    scores = _scores(logits_BV, repetition_B, presence_B, frequency_B, counts_SV, prompt_SV, rows_B, allowed_BW)
     top_B, best_B = scores.max(dim=1)
-    weights = _weights(scores, top_B)
+    weights = _weights(scores, top_B, temperature_B)
     kept = _filtered(weights, top_k_B, top_p_B, min_p_B)
     drawn_B = _draw(kept, philox(seeds_B, steps_B)[0] >> 1)
     tokens = torch.where(temperature_B > 0, drawn_B, best_B)
@@ -71,10 +70,10 @@ def observe(counts_SV: Tensor, rows_B: Tensor, tokens_B: Tensor) -> None:
 
 
 def _scores(
-    logits_BV: Tensor, temperature_B: Tensor, repetition_B: Tensor | None, presence_B: Tensor | None,
-    frequency_B: Tensor | None, counts_SV: Tensor | None, prompt_SV: Tensor | None, rows_B: Tensor | None,
-    allowed_BW: Tensor | None,
+    logits_BV: Tensor, repetition_B: Tensor | None, presence_B: Tensor | None, frequency_B: Tensor | None,
+    counts_SV: Tensor | None, prompt_SV: Tensor | None, rows_B: Tensor | None, allowed_BW: Tensor | None,
 ) -> Tensor:  # fmt: skip
+    """Logits less penalties; -inf where a token is ruled out."""
     x = logits_BV.float()
     if counts_SV is not None:
         assert repetition_B is not None and presence_B is not None and frequency_B is not None
@@ -89,14 +88,14 @@ def _scores(
         token = torch.arange(x.shape[1], device=x.device)
         bits = (allowed_BW[:, token // 32] >> (token % 32)) & 1
         x = torch.where(bits == 1, x, -torch.inf)
-    heat = temperature_B.float()
-    return x / torch.where(heat > 0, heat, 1.0)[:, None]
+    return x
 
 
-def _weights(scores: Tensor, top_B: Tensor) -> Tensor:
-    """2^((score - top) · log2 e) in fp32, at most 1."""
-    below = torch.where(scores == top_B[:, None], 0.0, scores - top_B[:, None])
-    power = (below * LOG2E).clamp_min(-ONE - 2.0)
+def _weights(scores: Tensor, top_B: Tensor, temperature_B: Tensor) -> Tensor:
+    """2^((score - top) · log2 e / temperature) in fp32, at most 1."""
+    factor_B = LOG2E / torch.where(temperature_B > 0, temperature_B.float(), 1.0)
+    power = ((scores - top_B[:, None]) * factor_B[:, None]).clamp_min(-ONE - 2.0)
+    power = torch.where(scores == top_B[:, None], 0.0, power)
     whole = torch.floor(power + 0.5)
     part = power - whole
     value = torch.full_like(part, EXP2[-1])

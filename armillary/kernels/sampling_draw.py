@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from armillary.kernels.sampling_weights import mass_of, row_top, scores_of, share_of, weights_of
+from armillary.kernels.sampling_weights import factor_of, mass_of, scores_of, share_of, weights_of
 
 _ABOVE_ALL: tl.constexpr = tl.constexpr(0x3F800001)
 """the bits after those of 1.0"""
@@ -102,7 +102,7 @@ def _token_beyond(values, tokens, size, least, bits, target, V: tl.constexpr, CA
 
 @triton.jit
 def _unfiltered(
-    b, source, top, least, random, piece_masses,
+    b, source, top, factor, least, random, piece_masses,
     V: tl.constexpr, WORDS: tl.constexpr, PENALTIES: tl.constexpr, ROWS: tl.constexpr, ALLOWED: tl.constexpr,
     BLOCK: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -112,29 +112,25 @@ def _unfiltered(
     number = tl.sum(((tl.cumsum(piece_masses, 0) <= target) & (piece < PIECES)).to(tl.int32), 0)
     before = tl.sum(tl.where(piece < number, piece_masses, 0), 0)
     token = number * BLOCK + tl.arange(0, BLOCK)
-    mass = mass_of(weights_of(scores_of(b, token, source, V, WORDS, PENALTIES, ROWS, ALLOWED), top))
+    mass = mass_of(weights_of(scores_of(b, token, source, V, WORDS, PENALTIES, ROWS, ALLOWED), top, factor))
     mass = tl.where(mass >= least, mass, 0)
     return number * BLOCK + tl.sum((before + tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
 
 
 @triton.jit
 def draw(
-    logits, temperature, repetition, presence, frequency, counts, prompt, rows, allowed,
-    top_k, top_p, min_p, seeds, steps, tops, bests, masses, arrived, found, found_at, out,
+    logits, repetition, presence, frequency, counts, prompt, rows, allowed,
+    temperature, top_k, top_p, min_p, seeds, steps, row_tops, masses, arrived, found, found_at, out,
     V: tl.constexpr, WORDS: tl.constexpr, PENALTIES: tl.constexpr, ROWS: tl.constexpr, ALLOWED: tl.constexpr,
     BLOCK: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """Program (row). `found` has CAPACITY candidates of each row, then room for all its weights."""
     b = tl.program_id(0)
-    source = (logits, temperature, repetition, presence, frequency, counts, prompt, rows, allowed)
-    top, first = row_top(tops, b, PIECES, PIECES_PAD)
-    if (top != top) | (top == float("-inf")):
-        tl.store(out + b, tl.full([], -1, tl.int64))
+    top = tl.load(row_tops + b)
+    if (tl.load(temperature + b) <= 0) | (top != top):  # answered already
         return
-    if tl.load(temperature + b) <= 0:
-        tl.store(out + b, tl.load(bests + b * PIECES + first).to(tl.int64))
-        return
-
+    source = (logits, repetition, presence, frequency, counts, prompt, rows, allowed)
+    factor = factor_of(temperature, b)
     piece = tl.arange(0, PIECES_PAD)
     piece_masses = tl.load(masses + b * PIECES + piece, mask=piece < PIECES, other=0)
     k = tl.load(top_k + b).to(tl.int32)
@@ -146,8 +142,8 @@ def draw(
                       tl.zeros([], tl.uint32), tl.zeros([], tl.uint32))  # fmt: skip
     random = (words[0].to(tl.uint32) >> 1).to(tl.int64)
     if (k == 0) & (p >= 1.0):
-        token = _unfiltered(b, source, top, least, random, piece_masses, V, WORDS, PENALTIES, ROWS, ALLOWED, BLOCK,
-                            PIECES, PIECES_PAD)  # fmt: skip
+        token = _unfiltered(b, source, top, factor, least, random, piece_masses, V, WORDS, PENALTIES, ROWS, ALLOWED,
+                            BLOCK, PIECES, PIECES_PAD)  # fmt: skip
         tl.store(out + b, token.to(tl.int64))
         return
 
@@ -167,7 +163,7 @@ def draw(
         size = V
         for start in range(0, V, BLOCK):
             token = start + tl.arange(0, BLOCK)
-            weights = weights_of(scores_of(b, token, source, V, WORDS, PENALTIES, ROWS, ALLOWED), top)
+            weights = weights_of(scores_of(b, token, source, V, WORDS, PENALTIES, ROWS, ALLOWED), top, factor)
             tl.store(values + token, weights, mask=token < V)
         tl.debug_barrier()
     bits = tl.zeros([], tl.int32)

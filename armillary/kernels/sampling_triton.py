@@ -1,4 +1,4 @@
-"""Sampling without sorting, in three launches: maxima of pieces, weights and candidates, the draw.
+"""Sampling without sorting, in four launches: maxima of pieces, of rows, weights and candidates, the draw.
 
 The largest values of a few hundred small groups of tokens bound the few hundred likeliest tokens from below. Those
 are collected, and the thresholds of top-k and top-p are found among them; a row whose filters reach further down
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from armillary.kernels.launch import ceil_div, on, power_of_two
 from armillary.kernels.sampling_draw import draw
-from armillary.kernels.sampling_weights import mass_of, row_top, scores_of, weights_of
+from armillary.kernels.sampling_weights import factor_of, mass_of, scores_of, weights_of
 
-_BLOCK = 4096
+_BLOCK, _WARPS = 4096, 8
 _GROUPS = 2048
 """groups of a row whose maxima are kept"""
 _LARGEST = 512
@@ -30,71 +30,80 @@ _REACH: tl.constexpr = tl.constexpr(40.0)
 
 @triton.jit
 def _maxima(
-    logits, temperature, repetition, presence, frequency, counts, prompt, rows, allowed,
-    tops, bests, group_tops, arrived,
+    logits, repetition, presence, frequency, counts, prompt, rows, allowed, tops, bests, group_tops,
     V: tl.constexpr, WORDS: tl.constexpr, PENALTIES: tl.constexpr, ROWS: tl.constexpr, ALLOWED: tl.constexpr,
     BLOCK: tl.constexpr, PIECES: tl.constexpr, IN_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (row, piece): the largest score (NaN where there is one), its first token, the largest of each group."""
     b, piece = tl.program_id(0), tl.program_id(1)
-    source = (logits, temperature, repetition, presence, frequency, counts, prompt, rows, allowed)
+    source = (logits, repetition, presence, frequency, counts, prompt, rows, allowed)
     token = piece * BLOCK + tl.arange(0, BLOCK)
     scores = scores_of(b, token, source, V, WORDS, PENALTIES, ROWS, ALLOWED)
-    broken = tl.sum((scores != scores).to(tl.int32), 0) > 0
-    top, best = tl.max(scores, 0, return_indices=True)
-    tl.store(tops + b * PIECES + piece, tl.where(broken, float("nan"), top))
-    tl.store(bests + b * PIECES + piece, piece * BLOCK + best)
-    groups = tl.max(tl.reshape(scores, [IN_BLOCK, BLOCK // IN_BLOCK]), 1)
+    numbers = tl.where(scores == scores, scores, float("-inf"))
+    groups = tl.max(tl.reshape(numbers, [IN_BLOCK, BLOCK // IN_BLOCK]), 1)
     tl.store(group_tops + (b * PIECES + piece) * IN_BLOCK + tl.arange(0, IN_BLOCK), groups)
-    if piece == 0:
-        tl.store(arrived + b, 0)
+    top = tl.max(groups, 0)
+    broken = tl.max((scores != scores).to(tl.int32), 0) > 0
+    tl.store(tops + b * PIECES + piece, tl.where(broken, float("nan"), top))
+    tl.store(bests + b * PIECES + piece, tl.min(tl.where(scores == top, token, V), 0))
 
 
 @triton.jit
-def _bound(
-    group_tops, b, top, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, LARGEST: tl.constexpr, BISECTIONS: tl.constexpr
-):
-    """A score that LARGEST groups reach, or close below it: so many tokens reach it too."""
-    group = tl.arange(0, GROUPS_PAD)
+def _rows(
+    temperature, tops, bests, group_tops, row_tops, bounds, arrived, out,
+    PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
+    LARGEST: tl.constexpr, BISECTIONS: tl.constexpr,
+):  # fmt: skip
+    """Program (row): its largest score, the answer where that is all it takes, and a score that LARGEST groups reach
+    or that is close below it: so many tokens reach it too."""
+    b = tl.program_id(0)
+    piece, group = tl.arange(0, PIECES_PAD), tl.arange(0, GROUPS_PAD)
+    each = tl.load(tops + b * PIECES + piece, mask=piece < PIECES, other=float("-inf"))
+    best = tl.load(bests + b * PIECES + piece, mask=piece < PIECES, other=0)
     groups = tl.load(group_tops + b * GROUPS + group, mask=group < GROUPS, other=float("-inf"))
+    top = tl.max(tl.where(each == each, each, float("-inf")), 0)
+    broken = (tl.max((each != each).to(tl.int32), 0) > 0) | (top == float("-inf"))
+    first = tl.min(tl.where(each == top, best, 0x7FFFFFFF), 0)
+    tl.store(row_tops + b, tl.where(broken, float("nan"), top))
+    tl.store(out + b, tl.where(broken, -1, first).to(tl.int64))
+    tl.store(arrived + b, 0)
     high = tl.where(top == float("inf"), tl.max(tl.where(groups == top, float("-inf"), groups), 0), top)
-    low = tl.maximum(tl.min(tl.where(groups == float("-inf"), high, groups), 0), high - _REACH)
+    reach = _REACH * tl.maximum(tl.load(temperature + b).to(tl.float32), 0.0)
+    low = tl.maximum(tl.min(tl.where(groups == float("-inf"), high, groups), 0), high - reach)
     for _ in range(BISECTIONS):
         middle = 0.5 * (low + high)
         enough = tl.sum((groups >= middle).to(tl.int32), 0) >= LARGEST
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
-    return low
+    tl.store(bounds + b, low)
 
 
 @triton.jit
 def _collect(
-    logits, temperature, repetition, presence, frequency, counts, prompt, rows, allowed,
-    top_k, top_p, min_p, tops, group_tops, masses, arrived, found, found_at,
+    logits, repetition, presence, frequency, counts, prompt, rows, allowed,
+    temperature, top_k, top_p, min_p, row_tops, bounds, masses, arrived, found, found_at,
     V: tl.constexpr, WORDS: tl.constexpr, PENALTIES: tl.constexpr, ROWS: tl.constexpr, ALLOWED: tl.constexpr,
-    BLOCK: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, IN_BLOCK: tl.constexpr,
-    GROUPS_PAD: tl.constexpr, LARGEST: tl.constexpr, CAPACITY: tl.constexpr, BISECTIONS: tl.constexpr,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """Program (row, piece): the mass of a piece after min-p, and its tokens that may be among the likeliest."""
     b, piece = tl.program_id(0), tl.program_id(1)
-    source = (logits, temperature, repetition, presence, frequency, counts, prompt, rows, allowed)
-    top, _ = row_top(tops, b, PIECES, PIECES_PAD)
-    if (tl.load(temperature + b) <= 0) | (top != top) | (top == float("-inf")):
+    top = tl.load(row_tops + b)
+    if (tl.load(temperature + b) <= 0) | (top != top):
         return
+    source = (logits, repetition, presence, frequency, counts, prompt, rows, allowed)
     token = piece * BLOCK + tl.arange(0, BLOCK)
-    weights = weights_of(scores_of(b, token, source, V, WORDS, PENALTIES, ROWS, ALLOWED), top)
+    factor = factor_of(temperature, b)
+    weights = weights_of(scores_of(b, token, source, V, WORDS, PENALTIES, ROWS, ALLOWED), top, factor)
     mass = mass_of(weights)
     least = mass_of(tl.load(min_p + b).to(tl.float32))
     tl.store(masses + b * PIECES + piece, tl.sum(tl.where(mass >= least, mass, 0), 0))
     if (tl.load(top_k + b) > 0) | (tl.load(top_p + b).to(tl.float32) < 1.0):
-        low = _bound(group_tops, b, top, PIECES * IN_BLOCK, GROUPS_PAD, LARGEST, BISECTIONS)
-        likely = (weights >= tl.max(weights_of(tl.zeros([1], tl.float32) + low, top), 0)) & (mass > 0)
-        many = tl.sum(likely.to(tl.int32), 0)
-        if many > 0:
-            place = tl.atomic_add(arrived + b, many, sem="relaxed") + tl.cumsum(likely.to(tl.int32), 0) - 1
-            fits = likely & (place < CAPACITY)
-            tl.store(found + b.to(tl.int64) * (CAPACITY + V) + place, weights, mask=fits)
-            tl.store(found_at + b * CAPACITY + place, token, mask=fits)
+        bound = tl.max(weights_of(tl.zeros([1], tl.float32) + tl.load(bounds + b), top, factor), 0)
+        likely = (weights >= bound) & (mass > 0)
+        place = tl.atomic_add(arrived + b + tl.zeros_like(token), 1, mask=likely, sem="relaxed")
+        fits = likely & (place < CAPACITY)
+        tl.store(found + b.to(tl.int64) * (CAPACITY + V) + place, weights, mask=fits)
+        tl.store(found_at + b * CAPACITY + place, token, mask=fits)
 
 
 def sample(
@@ -145,28 +154,34 @@ def _sample(
         return out
     pieces, logits = ceil_div(vocab, _BLOCK), logits.contiguous()
     in_block = max(1, min(_BLOCK // 2, _GROUPS // power_of_two(pieces)))
+    groups = pieces * in_block
     tops, bests = new(torch.float32, batch, pieces), new(torch.int32, batch, pieces)
-    group_tops, masses = new(torch.float32, batch, pieces * in_block), new(torch.int64, batch, pieces)
-    arrived = new(torch.int32, batch)
+    group_tops, masses = new(torch.float32, batch, groups), new(torch.int64, batch, pieces)
+    row_tops, bounds, arrived = new(torch.float32, batch), new(torch.float32, batch), new(torch.int32, batch)
     found, found_at = new(torch.float32, batch, _CAPACITY + vocab), new(torch.int32, batch, _CAPACITY)
     in_prompt = None if prompt is None else prompt.view(torch.uint8)
     optional = (repetition, presence, frequency, counts, in_prompt, rows, allowed)
-    source = [logits, temperature, *(logits if x is None else x for x in optional)]
+    source = [logits, *(logits if x is None else x for x in optional)]
+    how = [temperature, top_k, top_p, min_p]
     shape = {
         "V": vocab, "WORDS": 0 if allowed is None else allowed.shape[1], "PENALTIES": counts is not None,
         "ROWS": rows is not None, "ALLOWED": allowed is not None, "BLOCK": _BLOCK, "PIECES": pieces,
-        "num_warps": 8, "enable_fp_fusion": False,
+        "num_warps": _WARPS, "enable_fp_fusion": False,
     }  # fmt: skip
-    wider = {"PIECES_PAD": power_of_two(pieces), "CAPACITY": _CAPACITY, **shape}
+    padded = {"PIECES_PAD": power_of_two(pieces)}
     with on(logits):
-        _maxima[(batch, pieces)](*source, tops, bests, group_tops, arrived, IN_BLOCK=in_block, **shape)
-        _collect[(batch, pieces)](
-            *source, top_k, top_p, min_p, tops, group_tops, masses, arrived, found, found_at, IN_BLOCK=in_block,
-            GROUPS_PAD=power_of_two(pieces * in_block), LARGEST=_LARGEST, BISECTIONS=_BISECTIONS, **wider,
+        _maxima[(batch, pieces)](*source, tops, bests, group_tops, IN_BLOCK=in_block, **shape)
+        _rows[(batch,)](
+            temperature, tops, bests, group_tops, row_tops, bounds, arrived, out, PIECES=pieces, GROUPS=groups,
+            GROUPS_PAD=power_of_two(groups), LARGEST=_LARGEST, BISECTIONS=_BISECTIONS, **padded,
         )  # fmt: skip
-        draw[(batch,)](
-            *source, top_k, top_p, min_p, seeds, steps, tops, bests, masses, arrived, found, found_at, out, **wider
+        _collect[(batch, pieces)](
+            *source, *how, row_tops, bounds, masses, arrived, found, found_at, CAPACITY=_CAPACITY, **shape
         )
+        draw[(batch,)](
+            *source, *how, seeds, steps, row_tops, masses, arrived, found, found_at, out, CAPACITY=_CAPACITY,
+            **padded, **shape,
+        )  # fmt: skip
     return out
 
 

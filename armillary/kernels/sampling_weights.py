@@ -21,9 +21,9 @@ def scores_of(
     b, token, source,
     V: tl.constexpr, WORDS: tl.constexpr, PENALTIES: tl.constexpr, ROWS: tl.constexpr, ALLOWED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of some tokens of row b; -inf where there are none. `source` is (logits, temperature, repetition,
-    presence, frequency, counts, prompt, rows, allowed)."""
-    logits, temperature, repetition, presence, frequency, counts, prompt, rows, allowed = source
+    """Scores of some tokens of row b; -inf where there are none. `source` is (logits, repetition, presence,
+    frequency, counts, prompt, rows, allowed)."""
+    logits, repetition, presence, frequency, counts, prompt, rows, allowed = source
     there = token < V
     x = tl.load(logits + b.to(tl.int64) * V + token, mask=there, other=float("-inf")).to(tl.float32)
     if PENALTIES:
@@ -37,16 +37,21 @@ def scores_of(
     if ALLOWED:
         word = tl.load(allowed + b.to(tl.int64) * WORDS + token // 32, mask=there, other=0)
         x = tl.where((word >> (token % 32)) & 1 == 1, x, float("-inf"))
-    heat = tl.load(temperature + b).to(tl.float32)
-    x = tl.div_rn(x, tl.zeros_like(x) + tl.where(heat > 0, heat, 1.0))
     return tl.where(there, x, float("-inf"))
 
 
 @triton.jit
-def weights_of(scores, top):
-    """2^((score - top) · log2 e) in fp32, at most 1."""
+def factor_of(temperature, b):
+    """log2 e over the temperature of a row."""
+    heat = tl.load(temperature + b).to(tl.float32)
+    return tl.div_rn(tl.zeros([], tl.float32) + _LOG2E, tl.where(heat > 0, heat, 1.0))
+
+
+@triton.jit
+def weights_of(scores, top, factor):
+    """2^((score - top) · factor) in fp32, at most 1."""
     below = tl.where(scores == top, 0.0, scores) - tl.where(scores == top, 0.0, top)  # inf less inf is no number
-    power = tl.maximum(below * _LOG2E, -_ONE - 2.0)
+    power = tl.where(scores == top, 0.0, tl.maximum(below * factor, -_ONE - 2.0))
     whole = tl.floor(power + 0.5)
     part = power - whole
     value = tl.full(part.shape, _E[5], tl.float32)
@@ -68,13 +73,3 @@ def mass_of(weights):
 def share_of(total, fraction, BITS: tl.constexpr):
     """⌊total · fraction / 2^BITS⌋."""
     return (((total >> 32) * fraction) << (32 - BITS)) + (((total & 0xFFFFFFFF) * fraction) >> BITS)
-
-
-@triton.jit
-def row_top(tops, b, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr):
-    """The largest score of a row and the first piece that has it; NaN where a piece is broken."""
-    piece = tl.arange(0, PIECES_PAD)
-    each = tl.load(tops + b * PIECES + piece, mask=piece < PIECES, other=float("-inf"))
-    broken = tl.sum((each != each).to(tl.int32), 0) > 0
-    top, first = tl.max(each, 0, return_indices=True)
-    return tl.where(broken, float("nan"), top), first

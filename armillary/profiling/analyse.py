@@ -14,22 +14,23 @@ from armillary.profiling.judged import Judged, judge
 from armillary.profiling.kernel_time import KERNEL_PARTS
 from armillary.profiling.memory_timeline import memory_timeline
 from armillary.profiling.names import is_host_copy, is_launch
+from armillary.profiling.overhead import overhead_note, without_recording
 from armillary.profiling.profile import Profile, Roof
 from armillary.profiling.rows import rows
 from armillary.profiling.trace import OP, RUNTIME, Trace, read_trace
 
 
-def analyse(trace: Trace | str | Path, *, roof: Roof, source: str = "") -> Profile:
-    """Where the time of a trace went, held against `roof`."""
+def analyse(trace: Trace | str | Path, *, roof: Roof, source: str = "", plain_s: float | None = None) -> Profile:
+    """Where the time of a trace went, held against `roof`; `plain_s` is a step's time without the profiler."""
     trace = trace if isinstance(trace, Trace) else read_trace(trace)
     judged = judge(trace, roof)
-    spent = budget(judged)
+    spent = without_recording(budget(judged), plain_s)
     table = rows(judged, spent)
     gaps = as_gaps(spent.stretches, judged.host, spent.window.span)
     profile = Profile(
-        source=source or trace.source, device=device_of(trace, spent), wall_s=spent.window.seconds,
+        source=source or trace.source, device=device_of(trace, spent), wall_s=spent.wall_s,
         steps=spent.window.steps, budget=spent.parts, rows=table, gaps=gaps,
-        memory=memory_timeline(judged, spent.window, spent.device), roof=roof, notes=_notes(judged, spent),
+        memory=memory_timeline(judged, spent.window, spent.device), roof=roof, notes=_notes(judged, spent, plain_s),
     )  # fmt: skip
     return findings(profile, judged, spent)
 
@@ -63,7 +64,7 @@ def amdahl_of(profile: Profile) -> tuple[AmdahlRow, ...]:
     return amdahl({**{work: share for work, share in shares.items() if share > 0}, **others})
 
 
-def _notes(judged: Judged, spent: Budget) -> tuple[str, ...]:
+def _notes(judged: Judged, spent: Budget, plain_s: float | None) -> tuple[str, ...]:
     trace, notes = judged.trace, []
     if judged.roof.source == "unknown":
         notes.append("no ceiling of this device is known, so kernel time is not judged: "
@@ -90,7 +91,7 @@ def _notes(judged: Judged, spent: Budget) -> tuple[str, ...]:
         notes.append(f"several devices in the trace: device {spent.device}, the busiest, is shown")
     if not (trace.kind == 2).any():
         notes.append("no Python stacks in the trace: record with with_stack=True for source lines and modules")
-    return tuple(notes)
+    return (*notes, *filter(None, [overhead_note(spent, plain_s)]))
 
 
 def _items(judged: Judged, spent: Budget) -> str:

@@ -59,6 +59,15 @@ class Budget:
     """work inside the window: kernels, or operators where there are none"""
     device: int = -1
     """the device that was looked at; -1 the host"""
+    overhead_s: float = 0.0
+    """what the recording itself cost, taken off the parts"""
+    kept: Mapping[str, float] = field(default_factory=dict)
+    """part -> the share of it that was left when that was taken off"""
+
+    @property
+    def wall_s(self) -> float:
+        """What the parts add up to."""
+        return self.window.seconds - self.overhead_s
 
 
 def budget(judged: Judged, window: Window | None = None) -> Budget:

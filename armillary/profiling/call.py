@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from armillary.profiling.trace import Signature
+from armillary.spec.ops import Kind, Op
 
 _TYPES = {
     "float": ("fp32", 4), "double": ("fp64", 8), "c10::BFloat16": ("bf16", 2), "c10::Half": ("fp16", 2),
@@ -14,6 +15,10 @@ _TYPES = {
     "c10::Float8_e4m3fn": ("fp8", 1), "c10::Float8_e5m2": ("fp8", 1), "c10::Float8_e4m3fnuz": ("fp8", 1),
 }  # fmt: skip
 """torch's name -> arithmetic, bytes an element; integers outside the matrix units count as fp32"""
+LIST = "TensorList"
+"""type of a list of tensors: torch does not tell theirs; our recordings do ('TensorList float')"""
+_LARGEST = 1 << 48
+"""no tensor has as many elements along a dim"""
 Shape = tuple[int, ...]
 
 
@@ -24,6 +29,8 @@ class Tensor:
     shape: Shape
     dtype: str = "fp32"
     size: float = 4
+    stored: int | None = None
+    """elements that lie in memory, where they are fewer than the shape says (an expanded tensor)"""
 
     @property
     def count(self) -> int:
@@ -31,6 +38,12 @@ class Tensor:
 
     @property
     def bytes(self) -> float:
+        """What reading it moves."""
+        return (self.count if self.stored is None else self.stored) * self.size
+
+    @property
+    def full_bytes(self) -> float:
+        """What writing one as large moves."""
         return self.count * self.size
 
 
@@ -42,6 +55,9 @@ class Call:
     args: tuple[Tensor | tuple[Tensor, ...] | None, ...]
     """a tensor, a list of tensors, or None for what is no tensor"""
     concrete: tuple[str, ...]
+
+    def has_tensor(self, index: int) -> bool:
+        return index < len(self.args) and isinstance(self.args[index], Tensor)
 
     def tensor(self, index: int) -> Tensor:
         value = self.args[index] if index < len(self.args) else None
@@ -70,24 +86,57 @@ class Call:
         except ValueError:
             raise NoModel from None
 
+    def op(self, kind: Kind, flops: float, read: float, written: float, dtype: str = "") -> Op:
+        """The work of this call."""
+        return Op(name=self.name, kind=kind, flops=flops, bytes_read=read, bytes_written=written,
+                  dtype=dtype or self.tensors[0].dtype)  # fmt: skip
+
 
 class NoModel(Exception):
     """The arguments are not what the rule expects."""
 
 
-def call_of(name: str, signature: Signature) -> Call:
-    args = tuple(_argument(signature, i) for i in range(len(signature.dims)))
+def call_of(name: str, signature: Signature, list_type: str = "float") -> Call:
+    """`list_type` is what lists of tensors are taken to hold where the trace does not say."""
+    args = tuple(_argument(signature, i, list_type) for i in range(len(signature.dims)))
     return Call(name, args, signature.concrete)
 
 
-def _argument(signature: Signature, index: int) -> Tensor | tuple[Tensor, ...] | None:
+def assumed_size(signature: Signature, list_type: str = "float") -> float:
+    """Bytes an element that a list of tensors was taken to have; 0 where nothing was assumed."""
+    lists = any(kind == LIST and dims for kind, dims in zip(signature.types, signature.dims, strict=False))
+    return _TYPES[list_type][1] if lists else 0
+
+
+def floats_of(signature: Signature) -> dict[str, int]:
+    """Floating-point type -> elements of the tensors that have it."""
+    counts: dict[str, int] = {}
+    for dims, kind in zip(signature.dims, signature.types, strict=False):
+        if kind in ("float", "double", "c10::BFloat16", "c10::Half") and _is_shape(dims):
+            counts[kind] = counts.get(kind, 0) + prod(dims)
+    return counts
+
+
+def _argument(signature: Signature, index: int, list_type: str) -> Tensor | tuple[Tensor, ...] | None:
     dims = signature.dims[index]
     kind = signature.types[index] if index < len(signature.types) else "float"
     if not isinstance(dims, tuple):
         return None
     if dims and isinstance(dims[0], tuple):
-        number = _TYPES.get(kind.removeprefix("TensorList").strip(), ("fp32", 4))  # torch does not tell: fp32
-        return tuple(Tensor(tuple(shape), *number) for shape in dims if all(isinstance(n, int) for n in shape))
-    if kind not in _TYPES or not all(isinstance(n, int) for n in dims):
+        number = _TYPES.get(kind.removeprefix(LIST).strip(), _TYPES[list_type])
+        return tuple(Tensor(tuple(shape), *number) for shape in dims if _is_shape(shape))
+    if kind not in _TYPES or not _is_shape(dims):
         return None
-    return Tensor(tuple(dims), *_TYPES[kind])
+    return Tensor(tuple(dims), *_TYPES[kind], _stored(signature, index, dims))
+
+
+def _is_shape(dims: object) -> bool:
+    """Sizes that a tensor can have; a broken trace may hold anything."""
+    return isinstance(dims, tuple) and all(isinstance(n, int) and 0 <= n < _LARGEST for n in dims) and len(dims) < 16
+
+
+def _stored(signature: Signature, index: int, dims: Shape) -> int | None:
+    strides = signature.strides[index] if index < len(signature.strides) else ()
+    if not isinstance(strides, tuple) or len(strides) != len(dims) or 0 not in strides:
+        return None
+    return prod(n for n, step in zip(dims, strides, strict=True) if step != 0)

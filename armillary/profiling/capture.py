@@ -19,7 +19,6 @@ from armillary.errors import BadInput
 from armillary.profiling.analyse import analyse
 from armillary.profiling.analyse import device_name as traced_device
 from armillary.profiling.device_name import device_name
-from armillary.profiling.overhead import with_overhead
 from armillary.profiling.profile import Profile
 from armillary.profiling.recorder import Recorder, finish
 from armillary.profiling.roofline import roof_for
@@ -56,8 +55,8 @@ def profile(
     with ExitStack() as stack:
         folder = Path(trace_path).parent if trace_path else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         path = recorder.save(folder / (Path(trace_path).name if trace_path else "trace.json"))
-        found = read(path, home=home, source=source or getattr(step, "__name__", "step"))
-    return with_overhead(found, plain_s)
+        found = read(path, home=home, source=source or getattr(step, "__name__", "step"), plain_s=plain_s)
+    return found
 
 
 def record(
@@ -78,11 +77,11 @@ def record(
         recorder.stop()
 
 
-def read(path: Path, *, home: Home | None, source: str) -> Profile:
+def read(path: Path, *, home: Home | None, source: str, plain_s: float | None = None) -> Profile:
     """Analyse a trace that was just made here, against the roof of the device that did its work."""
     trace = read_trace(path)
     name = traced_device(trace) or device_name("cpu", threads=torch.get_num_threads())
-    return analyse(trace, roof=roof_for(name, home or Home.default()), source=source)
+    return analyse(trace, roof=roof_for(name, home or Home.default()), source=source, plain_s=plain_s)
 
 
 def _timed(step: Callable[[], object], steps: int) -> float:

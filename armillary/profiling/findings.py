@@ -12,6 +12,7 @@ from armillary.profiling.budget import Budget
 from armillary.profiling.gaps import gil_waits
 from armillary.profiling.judged import Judged
 from armillary.profiling.profile import Cause, Gap, Profile, Row
+from armillary.profiling.short_name import short_name
 from armillary.profiling.trace import Array
 from armillary.units import seconds_text
 
@@ -92,8 +93,8 @@ def _causes(profile: Profile, judged: Judged, spent: Budget) -> Iterator[Finding
     pageable = any("Pageable" in name for name in judged.trace.names)
     copying = "pin the memory and copy with non_blocking" if pageable else "overlap them with kernels, or copy less"
     for stretch in spent.stretches:
-        for (_, cause), length in stretch.causes.items():
-            seconds[cause] = seconds.get(cause, 0.0) + length
+        for (part, cause), length in stretch.causes.items():
+            seconds[cause] = seconds.get(cause, 0.0) + length * spent.kept.get(part, 1.0)
     if gil:
         seconds["gil"] = seconds.pop("host", 0.0)
     for cause, total in seconds.items():
@@ -138,7 +139,7 @@ def _kernels(profile: Profile) -> Iterator[Finding]:
 def _kernel(row: Row, wall_s: float) -> Finding:
     """Far from its roof, the distance can be won; near it or unjudged, only a faster or smaller version of it helps."""
     share = row.seconds / wall_s
-    text = f"{_short(row.name)} ({row.work}) takes {share:.0%} of the time"
+    text = f"{short_name(row.name)} ({row.work}) takes {share:.0%} of the time"
     if row.roof_s is None:
         least = share / 2 if share >= _LARGE else 0.0
         return Finding(least, f"{text}, and its least time is not known", "if it ran twice as fast")
@@ -148,10 +149,3 @@ def _kernel(row: Row, wall_s: float) -> Finding:
         less = "a narrower dtype or less of it" if row.bound == "compute" else "fewer bytes: fuse or narrow it"
         return Finding(share / 2, f"{text} at {reached}: only {less} helps", "if it ran twice as fast")
     return Finding(lost, f"{text} at {reached}")
-
-
-def _short(name: str) -> str:
-    name = name.removeprefix("void ").partition("<")[0].partition("(")[0] or name
-    return name if len(name) <= 60 else name[:57] + "…"
-
-

@@ -7,19 +7,24 @@ from functools import cached_property
 
 import numpy as np
 
+from armillary.profiling.call import assumed_size, floats_of
+from armillary.profiling.corrections import (
+    correct_lists,
+    correct_plain_fp32,
+    drop_false_passes,
+    drop_impossible,
+    drop_impossible_kernels,
+    drop_unlaunched,
+)  # fmt: skip
 from armillary.profiling.host import STATES, Host, read_host, state_codes
 from armillary.profiling.links import Links, mark_blocking_copies, read_links
-from armillary.profiling.names import is_host_copy, is_plain_fp32, kernel_work
+from armillary.profiling.names import is_host_copy, kernel_work
+from armillary.profiling.nesting import drop_wrappers, take_in_parts
 from armillary.profiling.profile import Roof
 from armillary.profiling.roofline import peak_flops
 from armillary.profiling.trace import MEMCPY, MEMSET, OP, Array, Trace
-from armillary.profiling.work import WORK_OF_KIND, is_explicit, op_of
+from armillary.profiling.work import WORK_OF_KIND, op_of
 from armillary.spec.ops import Op
-
-_MOST = 0.3
-"""share of an operator's bytes that makes an inner one the one that does the work"""
-_SCALAR = 32
-"""bytes moved when one number is cast"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,57 +62,59 @@ class Judged:
 
 
 def judge(trace: Trace, roof: Roof) -> Judged:
-    model, table = _models(trace)
+    model, table, assumed = _models(trace)
     host = read_host(trace, model >= 0)
+    drop_wrappers(host, model, table)
+    take_in_parts(trace, host, model, table)
     links = read_links(trace, host)
     mark_blocking_copies(trace, host, links)
-    _drop_wrappers(trace, host, model, table)
     columns = _per_op(trace, model, table, roof)
     works = tuple(sorted({*WORK_OF_KIND.values(), "other", "collective"}))
+    if trace.on_device.any():
+        drop_unlaunched(trace, links, columns)
+        drop_false_passes(trace, links, model, table, columns)
+        correct_lists(trace, links, model, assumed, columns)
+        _share_among_kernels(trace, links, model, columns)
+        correct_plain_fp32(trace, links, model, table, columns, roof)
+    wrong = drop_impossible(trace, links, model, table, columns)
     work = _classes(trace, links, model, table, works)
     if trace.on_device.any():
-        _share_among_kernels(trace, links, model, columns)
-        _plain_fp32(trace, links, model, table, columns, roof)
         _copies(trace, columns, roof)
-        _by_twin(trace, columns)
+        drop_impossible_kernels(trace, _by_twin(trace, wrong, columns), columns)
         for values in columns.values():  # a wire has another roof
             values[trace.on_device & (work == works.index("collective"))] = np.nan
     return Judged(trace=trace, host=host, links=links, roof=roof, work=work, works=works, **columns)
 
 
-def _models(trace: Trace) -> tuple[Array, list[Op]]:
-    """A number into the table of models for each operator; each (name, signature) is modelled once."""
+def _models(trace: Trace) -> tuple[Array, list[Op], Array]:
+    """A number into the table of models for each operator; each (name, signature) is modelled once. With the table,
+    the bytes an element that its lists of tensors were taken to have (0: nothing was assumed)."""
     model: Array = np.full(len(trace), -1, dtype=np.int64)
     ops = np.flatnonzero((trace.kind == OP) & (trace.signature >= 0) & (state_codes(trace) == STATES.index("op")))
     pairs, inverse = np.unique(trace.name[ops].astype(np.int64) << 32 | trace.signature[ops], return_inverse=True)
+    usual = _usual_type(trace)
     table: list[Op] = []
+    assumed: list[float] = []
     numbers: Array = np.full(len(pairs), -1, dtype=np.int64)
     for i, pair in enumerate(pairs.tolist()):
-        op = op_of(trace.names[pair >> 32], trace.signatures[pair & 0xFFFFFFFF])
+        name, signature = trace.names[pair >> 32], trace.signatures[pair & 0xFFFFFFFF]
+        held = "float" if name.startswith(("aten::_f", "aten::_amp_f")) else usual  # optimisers step fp32 weights
+        op = op_of(name, signature, held)
         if op is not None:
             numbers[i] = len(table)
             table.append(op)
+            assumed.append(assumed_size(signature, held))
     model[ops] = numbers[inverse] if len(pairs) else -1
-    return model, table
+    return model, table, np.array(assumed)
 
 
-def _drop_wrappers(trace: Trace, host: Host, model: Array, table: list[Op]) -> None:
-    """An operator that hands its work to another that is modelled has none of its own."""
-    events = np.flatnonzero(model >= 0)
-    parents = host.parent[events]
-    above = np.where(parents >= 0, host.worker[parents], -1)
-    inner, outer = events[above >= 0], above[above >= 0]
-    if not len(inner):
-        return
-    kinds = np.array([hash(op.kind) for op in table])
-    explicit = np.array([is_explicit(op.name) for op in table], dtype=bool)
-    listed = np.array(["_foreach_" in op.name for op in table], dtype=bool)
-    moved = np.array([op.bytes for op in table])
-    same = kinds[model[inner]] == kinds[model[outer]]
-    inside = moved[model[inner]]
-    whole = (inside >= _MOST * moved[model[outer]]) & (inside > _SCALAR)  # a number's cast is not the operator's work
-    one_by_one = listed[model[outer]]  # a list of tensors, each handed to an operator of its own
-    model[outer[(whole & (same | ~explicit[model[outer]])) | one_by_one]] = -1
+def _usual_type(trace: Trace) -> str:
+    """The floating-point type that most tensors of the trace have, by elements."""
+    elements = {"float": 0}
+    for signature in trace.signatures:
+        for kind, count in floats_of(signature).items():
+            elements[kind] = elements.get(kind, 0) + count
+    return max(elements, key=lambda kind: elements[kind])
 
 
 def _per_op(trace: Trace, model: Array, table: list[Op], roof: Roof) -> dict[str, Array]:
@@ -139,21 +146,6 @@ def _share_among_kernels(trace: Trace, links: Links, model: Array, columns: dict
         values[kernels] = values[links.op[kernels]] * share
 
 
-def _plain_fp32(
-    trace: Trace, links: Links, model: Array, table: list[Op], columns: dict[str, Array], roof: Roof
-) -> None:
-    """fp32 products run on the matrix units as tf32, or outside them: the kernel's name tells, and the roof follows."""
-    if "tf32" not in roof.flops or "fp32" not in roof.flops or not table:
-        return
-    plain = np.array([is_plain_fp32(name) for name in trace.names], dtype=bool)
-    fp32 = np.array([op.dtype == "fp32" and op.on_matrix_units for op in table], dtype=bool)
-    kernels = np.flatnonzero(trace.on_device & (links.op >= 0) & plain[trace.name])
-    kernels = kernels[model[links.op[kernels]] >= 0]
-    kernels = kernels[fp32[model[links.op[kernels]]]]
-    for events in (kernels, np.unique(links.op[kernels])):
-        columns["flops_s"][events] = columns["flops"][events] / roof.flops["fp32"]
-
-
 def _copies(trace: Trace, columns: dict[str, Array], roof: Roof) -> None:
     """A copy on the device reads and writes its bytes, a memset writes them; a copy to the host has another roof."""
     host_copy = np.array([is_host_copy(name) for name in trace.names], dtype=bool)[trace.name]
@@ -167,10 +159,14 @@ def _copies(trace: Trace, columns: dict[str, Array], roof: Roof) -> None:
         values[to_host] = np.nan
 
 
-def _by_twin(trace: Trace, columns: dict[str, Array]) -> None:
+def _by_twin(trace: Trace, wrong: Array, columns: dict[str, Array]) -> Array:
     """A kernel without an operator (a CUDA graph's) is given the mean work of the same kernel with the same grid
-    elsewhere in the trace."""
-    kernels = np.flatnonzero(trace.on_device)
+    elsewhere in the trace, unless its own model was found wrong; those that were given some are returned."""
+    allowed = trace.on_device.copy()
+    allowed[wrong] = False
+    kernels = np.flatnonzero(allowed)
+    if not len(kernels):
+        return kernels
     seen: dict[str, int] = {}
     grids = [f"{detail.get('grid')} {detail.get('block')}" for detail in trace.details]
     shape = np.array([*(seen.setdefault(grid, len(seen)) for grid in grids), -1])  # the last is for no detail at all
@@ -184,6 +180,7 @@ def _by_twin(trace: Trace, columns: dict[str, Array]) -> None:
         with np.errstate(invalid="ignore", divide="ignore"):
             mean = total / count
         values[kernels[~known]] = mean[key[~known]]
+    return kernels[~known]
 
 
 def _classes(trace: Trace, links: Links, model: Array, table: list[Op], works: tuple[str, ...]) -> Array:

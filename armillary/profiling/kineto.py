@@ -23,7 +23,9 @@ CATEGORIES = {
 _WITH_NUMBERS = (
     "aten::conv", "aten::_conv", "aten::scaled_dot", "aten::_scaled_dot", "aten::_flash", "aten::_efficient",
     "aten::sum", "aten::mean", "aten::randn", "aten::rand", "aten::zeros", "aten::ones", "aten::full", "aten::empty",
-    "flash_attn", "aten::embedding_dense", "aten::repeat", "aten::expand",
+    "flash_attn", "aten::embedding_dense", "aten::repeat", "aten::expand", "aten::index", "aten::_embedding_bag",
+    "aten::_cudnn_attention", "aten::max_pool", "aten::avg_pool", "aten::_adaptive", "aten::upsample",
+    "aten::_upsample", "aten::_index_put", "torch_attn", "mkldnn::", "aiter::fmha", "armillary::",
 )  # fmt: skip
 """operators whose numbers (stride, causal, dims …) a model of their work needs"""
 _DETAILS = {
@@ -120,7 +122,14 @@ def _signature(recorder: Recorder, name: str, args: dict[str, Any], about: dict[
         dims, types = fill_lists(name, dims, types, args.get("Concrete Inputs") or [], about)
     numbers = args.get("Concrete Inputs") if name.startswith(_WITH_NUMBERS) else []
     numbers = numbers if isinstance(numbers, list) else []
-    return recorder.intern_signature((str(dims), str(types), str(numbers)), dims, types, numbers)
+    strides = _expanded(args.get("Input Strides"))
+    return recorder.intern_signature((str(dims), str(types), str(numbers), str(strides)), dims, types, numbers, strides)
+
+
+def _expanded(strides: Any) -> list[Any]:
+    """Strides where one is 0, so that less is read than the shape says; else nothing, which keeps signatures few."""
+    some = isinstance(strides, list) and any(isinstance(steps, list) and 0 in steps for steps in strides)
+    return strides if some else []
 
 
 def _context(recorder: Recorder, args: dict[str, Any]) -> int:

@@ -23,7 +23,7 @@ def fill_lists(
     if not lists or not base.startswith(("_foreach_", "_fused_")) or "TensorList" not in types:
         return dims, types
     if any(shape for shape, kind in zip(dims, types, strict=False) if kind == "TensorList"):
-        return dims, types  # short enough to be written out
+        return dims, _typed(types, lists)  # short enough to be written out
     if base == "_foreach_add_" and numbers[-1:] in (["1"], ["1."]):
         return dims, types  # the counts of steps
     weights = sum(int(entry["weights"]) for entry in lists) // len(lists)
@@ -33,3 +33,9 @@ def fill_lists(
         return [[[weights]]] * fused, [kind] * fused
     filled = [[[weights]] if each == "TensorList" else shape for shape, each in zip(dims, types, strict=False)]
     return filled, [kind if each == "TensorList" else each for each in types]
+
+
+def _typed(types: list[Any], lists: list[Mapping[str, Any]]) -> list[Any]:
+    """Lists with what they hold, where all weights have one type."""
+    held = {entry["dtype"] for entry in lists}
+    return [f"TensorList {lists[0]['dtype']}" if each == "TensorList" and len(held) == 1 else each for each in types]

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
+from torch.compiler import is_compiling
 from torch.nn.modules import module as hooks
 
 PREFIX = "nn.Module: "
@@ -43,6 +44,7 @@ class ModuleNames:
     ) -> None:
         for handle in self._handles:
             handle.remove()
+        self._handles = []
 
     def _stack(self) -> list[tuple[nn.Module, nn.Module, int]]:
         """(module, its outermost module, since when) of what this thread is in."""
@@ -52,11 +54,15 @@ class ModuleNames:
         return stack
 
     def _before(self, module: nn.Module, inputs: Any) -> None:
+        if is_compiling():  # Dynamo then finds nothing here
+            return
         stack = self._stack()
         root = stack[-1][1] if stack else module
         stack.append((module, root, time.time_ns()))
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if is_compiling():
+            return
         now, stack = time.time_ns(), self._stack()
         while stack:  # a forward that raised may have left some behind
             entered, root, start = stack.pop()

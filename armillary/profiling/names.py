@@ -11,23 +11,25 @@ from functools import cache
 _KERNELS: tuple[tuple[str, str], ...] = (
     ("collective", r"nccl|rccl|oneccl|allreduce|all_reduce|allgather|all_gather|reducescatter|reduce_scatter"
                    r"|alltoall|all_to_all|cross_device|symm_mem|deep_?ep|nvshmem"),
+    ("copy", r"reshape_and_cache|store_?(kv_?)?cache|kv_?cache_(update|store|write)"),
     ("attention", r"flash|fmha|attention|attn|mha_|_sdpa|cudnn_generated_fort_native_sdpa|flex_"),
     ("conv", r"conv(?!ert)|wgrad|dgrad|winograd|implicit_gemm|im2col|cudnn_infer|fprop|xdnn"),
     ("optimizer", r"adam|sgd|\blamb(?!da)|adagrad|optimizer|muon"),
     ("embedding", r"embedding|index_?select"),
     ("gemm", r"gemm|matmul|cublas|cutlass|wgmma|_mm_|\bmm\b|addmm|bmm|cijk_|sm\d\d_xmma|gemv|splitk|dot_kernel"
-             r"|triton_tem|nvjet|dot_product"),
+             r"|triton_tem|nvjet|dot_product|::(add)?mv_?$"),
     ("norm", r"layer_?norm|rms_?norm|batch_?norm|group_?norm|\bbn_|bn_fw|bn_bw"),
     ("softmax", r"softmax|cross_entropy|nll|logsumexp"),
     ("copy", r"memcpy|memset|copy|cat_?array|catarray|transpose|permute|fill|triton_poi_fused_clone|convert"),
     ("elementwise", r"elementwise|triton_poi|triton_red|triton_per|pointwise|reduce|dropout|gelu|relu|silu|distribution"
-                    r"|index|scatter|sort|topk|scan|cpp_fused|multi_tensor|foreach|fused"),
+                    r"|index|scatter|sort|topk|scan|cpp_fused|multi_tensor|foreach|fused|compiledfxgraph|torch-compiled"
+                    r"|compiledfunction"),
 )  # fmt: skip
 _KERNEL_PATTERNS = tuple((work, re.compile(pattern)) for work, pattern in _KERNELS)
 
 _SYNC_CALLS = re.compile(
-    r"^(cuda|hip|cu)(Stream|Device|Event|Ctx)Synchronize|^(cuda|hip)Memcpy(2D|3D|ToSymbol|FromSymbol)?$"
-    r"|^cuMemcpy\w*_v2$"
+    r"^(cuda|hip|cu)(Stream|Device|Event|Ctx)Synchronize|^(cuda|hip|cu)Memcpy(?!\w*(Async|DtoD))"
+    r"|^ze\w+Synchronize|^ur(EventWait|QueueFinish)"
 )
 _SYNC_OPS = frozenset({
     "aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal",
@@ -39,13 +41,21 @@ _SLOW_CALLS = re.compile(
     r"Malloc|Free|HostAlloc|HostRegister|ModuleLoad|LibraryLoad|GetFunction|GraphInstantiate|PriorityRange"
 )
 _PRIVATE = re.compile(r"^(autograd::|CompiledFunction|Torch-Compiled|## Call|TorchDynamo|Optimizer\.|torch::autograd)")
-_PLAIN_FP32 = re.compile(r"sgemm|f32f32_f32f32|simt|scudnn|gemv|gemmk1")
+_PLAIN_FP32 = re.compile(
+    r"sgemm|f32f32_f32f32|_ffma|simt|scudnn|gemv|gemmk1|gemmsn|winograd|cijk_\w+_sb_|conv_depthwise"
+)
+_ELEMENT = re.compile(
+    r"(?:CatArrayBatchedCopy\w*|\w*Functor\w*|\bCopy)<(?:at::native::\(anonymous namespace\)::)?"
+    r"(?:OpaqueType<(\d+)u?>|(c10::BFloat16|c10::Half|__half|float|double|long|int|short|bool|(?:un)?signed char))"
+)
+"""what a kernel over lists of tensors is instantiated for"""
+_SIZES = {"float": 4, "int": 4, "double": 8, "long": 8, "bool": 1, "unsigned char": 1, "signed char": 1}
 _VIEWS = """
     view as_strided expand expand_as t transpose permute reshape _reshape_alias _unsafe_view detach detach_ alias empty
     empty_like empty_strided new_empty new_empty_strided resize_ select slice narrow unbind split split_with_sizes chunk
     squeeze unsqueeze squeeze_ unsqueeze_ flatten unflatten view_as diagonal lift_fresh result_type set_ swapaxes
     movedim numpy_T mT unfold broadcast_tensors resolve_conj resolve_neg is_same_size unsafe_split is_pinned
-    contiguous to
+    contiguous to as_strided_ t_ transpose_ swapdims resize_as_ cudnn_is_acceptable record_stream
 """  # `to` and `contiguous` do their work in copy_, a child
 VIEWS = frozenset("aten::" + name for name in _VIEWS.split())
 """operators that touch no element"""
@@ -90,6 +100,16 @@ def is_plain_fp32(name: str) -> bool:
     """A matrix product in fp32 outside the matrix units, as cuBLAS, cuDNN and CUTLASS name them."""
     text = name.lower()
     return "tf32" not in text and "s1688" not in text and bool(_PLAIN_FP32.search(text))
+
+
+@cache
+def element_size(name: str) -> float:
+    """Bytes an element of what a kernel over a list of tensors (cat, foreach, fused optimisers) goes over; 0 where its
+    name does not tell."""
+    found = _ELEMENT.search(name)
+    if found is None:
+        return 0
+    return float(found[1]) if found[1] else _SIZES.get(found[2], 2)
 
 
 def is_host_copy(name: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.compiler import is_compiling
 from torch.optim import optimizer as optimizers
 
 _NAMES = {"torch.bfloat16": "c10::BFloat16", "torch.float16": "c10::Half", "torch.float64": "double"}
@@ -27,6 +28,11 @@ class OptimizerSizes:
             self._handle.remove()
 
     def _see(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not is_compiling():  # Dynamo then finds nothing here
+            self.see(optimizer)
+
+    def see(self, optimizer: Any) -> None:
+        """Measure one; also for those whose steps are followed without our hook."""
         if id(optimizer) not in self._seen:
             self._seen[id(optimizer)] = _lists(optimizer)
 

@@ -1,22 +1,47 @@
-"""What recording itself costs: said beside every profile, because a budget of a slowed-down step misleads."""
+"""What recording itself costs, taken off the budget: a budget of a slowed-down step misleads.
+
+A profiler slows the host, not the kernels: a step that was also timed without it tells by how much. The difference is
+taken off launch gaps and the host's time, in proportion, so that the budget is that of the plain step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from armillary.profiling.profile import Profile
+from armillary.profiling.budget import Budget
 from armillary.units import seconds_text
 
-DISTORTED = 1.15
-"""times the plain step from which the recording's own cost is worth a warning"""
+WORTH = 1.05
+"""times the plain step from which anything is taken off: less is noise"""
+_MOST = 0.95
+"""share of the host's time that may go: some of it is always real"""
+_SLOWED = ("launch_gap", "host")
 
 
-def with_overhead(found: Profile, plain_s: float | None) -> Profile:
-    """The profile with a note of what a step takes without the profiler."""
-    if not plain_s or not found.step_s:
-        return found
-    times = found.step_s / plain_s
-    note = f"a step takes {seconds_text(plain_s)} without the profiler, {seconds_text(found.step_s)} with it"
-    if times > DISTORTED:
-        note += f": {times:.2f} × as long, so host time and launch gaps are overstated"
-    return replace(found, notes=(*found.notes, note))
+def without_recording(spent: Budget, plain_s: float | None) -> Budget:
+    """The budget of the step as it runs without the profiler, where that time is known."""
+    steps, wall_s = spent.window.steps, spent.window.seconds
+    if not plain_s or wall_s <= WORTH * plain_s * steps:
+        return spent
+    slowed = sum(spent.parts[part] for part in _SLOWED)
+    off = min(wall_s - plain_s * steps, _MOST * slowed)
+    kept = 1 - off / slowed if slowed else 1.0
+    return replace(spent, overhead_s=off, kept=dict.fromkeys(_SLOWED, kept), parts=_scaled(spent.parts, kept))
+
+
+def _scaled(parts: Mapping[str, float], kept: float) -> dict[str, float]:
+    return {part: seconds * (kept if part in _SLOWED else 1.0) for part, seconds in parts.items()}
+
+
+def overhead_note(spent: Budget, plain_s: float | None) -> str:
+    """What a step takes without the profiler, and what was made of it; '' where that is not known."""
+    step_s = spent.window.seconds / spent.window.steps
+    if not plain_s:
+        return ""
+    note = f"a step takes {seconds_text(plain_s)} without the profiler, {seconds_text(step_s)} with it"
+    if not spent.overhead_s:
+        return note
+    left = spent.wall_s / spent.window.steps
+    rest = "" if left <= WORTH * plain_s else f"; more than that cannot be, so {seconds_text(left)} are shown"
+    return f"{note}: the difference is taken off launch gaps and host time{rest}"

@@ -14,8 +14,18 @@ from string import Template
 
 from armillary.profiling.compare import Comparison
 from armillary.profiling.plots import memory_plot, roofline_plot, work_colour
-from armillary.profiling.profile import BUDGET, Profile
-from armillary.profiling.words import PART_WORDS, ROW_HEADS, amdahl_cells, change_cells, row_cells, top_rows
+from armillary.profiling.profile import BUDGET, Profile, Row
+from armillary.profiling.short_name import short_name
+from armillary.profiling.words import (
+    PART_WORDS,
+    ROW_HEADS,
+    amdahl_cells,
+    change_cells,
+    figures,
+    row_cells,
+    top_operators,
+    top_rows,
+)
 from armillary.units import bytes_text, seconds_text
 
 _TOP = 25
@@ -105,8 +115,29 @@ def _largest(held: object, limit: int = 8) -> list[tuple[str, float]]:
 
 
 def _table(profile: Profile) -> str:
-    rows = [row_cells(row, profile.steps) for row in top_rows(profile, _TOP)]
-    return _section("Kernels" if profile.kernels else "Operators", _html_table(ROW_HEADS, rows))
+    """Kernels, where a device ran them, and operators with the kernels that did their work."""
+    kernels = [_row(row, profile.steps) for row in top_rows(profile, _TOP)] if profile.kernels else []
+    operators = [_row(row, profile.steps) for row in top_operators(profile, _TOP)]
+    parts = [_section("Kernels, a step", _html_table(ROW_HEADS, kernels)) if kernels else ""]
+    parts.append(_section("Operators, a step", _html_table(ROW_HEADS, operators)) if operators else "")
+    return "\n".join(filter(None, parts))
+
+
+def _row(row: Row, steps: int) -> list[str]:
+    """The name is cut short; the whole of it, and what else is known, shows on hovering."""
+    name, *others = row_cells(row, steps)
+    return [_Hover(short_name(name), f"{name}\n{figures(row, steps)}"), *others]
+
+
+class _Hover(str):
+    """A cell's text with more to say."""
+
+    more: str
+
+    def __new__(cls, text: str, more: str) -> _Hover:
+        made = super().__new__(cls, text)
+        made.more = more
+        return made
 
 
 def _gaps(profile: Profile) -> str:
@@ -125,7 +156,8 @@ def _compared(comparison: Comparison | None) -> str:
         return ""
     title = f"Against {comparison.before}: {comparison.speedup:.2f} × as fast"
     parts = [[PART_WORDS[change.name], *change_cells(change)] for change in comparison.budget]
-    kernels = [[change.name, *change_cells(change)] for change in comparison.kernels[:_TOP]]
+    changes = comparison.kernels[:_TOP]
+    kernels = [[_Hover(short_name(change.name), change.name), *change_cells(change)] for change in changes]
     heads = ["before", "after", "saved", "times"]
     return _section(title, _html_table(["part", *heads], parts) + _html_table(["name", *heads], kernels))
 
@@ -146,11 +178,13 @@ def _html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     cells = [list(row) for row in rows]
     kinds = [_kind(column, [row[column] for row in cells]) for column in range(len(heads))]
     head = "".join(f"<th{kind}>{escape(text)}</th>" for kind, text in zip(kinds, heads, strict=True))
-    body = "".join(
-        f"<tr>{''.join(f'<td{kind}>{escape(text)}</td>' for kind, text in zip(kinds, row, strict=True))}</tr>"
-        for row in cells
-    )
+    body = "".join(f"<tr>{''.join(map(_cell, kinds, row))}</tr>" for row in cells)
     return f"<div class='scroll'><table><tr>{head}</tr>{body}</table></div>"
+
+
+def _cell(kind: str, text: str) -> str:
+    title = f' title="{escape(text.more, quote=True)}"' if isinstance(text, _Hover) else ""
+    return f"<td{kind}{title}>{escape(text)}</td>"
 
 
 def _kind(column: int, texts: Sequence[str]) -> str:

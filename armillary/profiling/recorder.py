@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,37 +21,55 @@ from armillary.profiling.module_names import ModuleNames
 from armillary.profiling.optimizer_sizes import OptimizerSizes
 from armillary.profiling.sample_places import sample_events
 from armillary.profiling.sampler import Sampler
+from armillary.profiling.unknown_block import freed_unknown_block
 
 STEP = "ProfilerStep#"
 """what the annotation of a step begins with, as torch.profiler writes it"""
 
 
 class Recorder:
-    """`start()`, then `begin_step()` before each step, `stop()`, and `save(path)`."""
+    """`start()`, then `begin_step()` before each step, `stop()`, and `save(path)`; all from one thread.
 
-    def __init__(self, *, memory: bool = True, stacks: bool = True) -> None:
+    Without `hooks` modules have no names, and optimisers are told of by `see`.
+    """
+
+    def __init__(self, *, memory: bool = True, stacks: bool = True, hooks: bool = True) -> None:
         _quiet()
         self._profiler = torch.profiler.profile(
             activities=activities(), record_shapes=True, profile_memory=memory
         )
         self._sampler = Sampler() if stacks else None
+        self._hooks = hooks
         self._modules = ModuleNames()
         self._optimizers = OptimizerSizes()
         self._step: Any = None
         self.steps = 0
         self.running = False
+        self.thread = 0
+        """the one that is recorded"""
 
     def start(self) -> None:
-        self.running = True
-        with warnings.catch_warnings():  # torch 2.11 warns at every start that it forgets earlier recordings
-            warnings.simplefilter("ignore")
+        self.running, self.thread = True, threading.get_ident()
+        with warnings.catch_warnings(), freed_unknown_block():
+            warnings.simplefilter("ignore")  # torch 2.11 warns at every start that it forgets earlier recordings
             self._profiler.start()
-        self._modules.__enter__()
-        self._optimizers.start()
+        if self._hooks:
+            self._modules.__enter__()
+            self._optimizers.start()
         with record_function("armillary: first annotation"):  # pays what the first one costs
             pass
         if self._sampler:
             self._sampler.start()
+
+    def see(self, optimizer: Any) -> None:
+        """An optimiser has taken a step."""
+        self._optimizers.see(optimizer)
+
+    def drop_hooks(self) -> None:
+        """Go on without them."""
+        self._hooks = False
+        self._modules.__exit__(None, None, None)
+        self._optimizers.stop()
 
     def begin_step(self) -> None:
         self.end_step()
@@ -66,12 +85,15 @@ class Recorder:
             self.steps += 1
 
     def stop(self) -> None:
+        self.abandon()
+        self._profiler.stop_trace()
         self.running = False
+
+    def abandon(self) -> None:
+        """Leave nothing of ours behind; what torch has recorded is lost with the thread it recorded."""
         if self._sampler:
             self._sampler.stop()
-        self._modules.__exit__(None, None, None)
-        self._optimizers.stop()
-        self._profiler.stop_trace()
+        self.drop_hooks()
 
     def save(self, path: Path) -> Path:
         """The trace as JSON, samples included."""

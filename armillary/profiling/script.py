@@ -12,20 +12,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import armillary
 from armillary.errors import ArmillaryError, BadInput, NotFound
 from armillary.profiling.analyse import analyse
 from armillary.profiling.analyse import device_name as traced_device
 from armillary.profiling.device_name import device_name
-from armillary.profiling.overhead import with_overhead
 from armillary.profiling.profile import Profile
+from armillary.profiling.ranks import LAUNCHERS, launches
 from armillary.profiling.roofline import roof_for
-from armillary.profiling.run_script import NO_TORCH
+from armillary.profiling.run_script import NO_TORCH, inside, split
 from armillary.profiling.trace import read_trace
 from armillary.store.home import Home
 
-_WITH_VALUE = ("-W", "-X")
-"""options of python that take a value"""
+_WHOSE = {
+    "optimizer": "optimiser steps",
+    "forward": "forward passes",
+    "compiled": "calls of what torch.compile made",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,8 @@ def profile_script(
     The script's output is passed through, or goes to `stdout`.
     """
     command = parse(words)
+    if stop and launches(command.target):
+        raise BadInput("one rank cannot end the job of all; leave --stop out")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         trace, seen, request = trace_path or folder / "trace.json", folder / "seen.json", folder / "request.json"
@@ -80,13 +84,12 @@ def profile_script(
 
 
 def parse(words: Sequence[str]) -> Command:
-    """The interpreter, its options, and what it runs."""
+    """The interpreter, its options, and what it runs; `torchrun …` is `python -m torch.distributed.run …`."""
+    if words and Path(words[0]).name == "torchrun":
+        words = [_python_beside(words[0]), "-m", LAUNCHERS[0], *words[1:]]
     if not words or not Path(words[0]).name.startswith("python"):
         raise BadInput(f"'{' '.join(words[:1])}' is not python; write armillary profile -- python SCRIPT …")
-    at = 1
-    while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "-c", "-"):
-        at += 2 if words[at] in _WITH_VALUE else 1
-    target = tuple(words[at:])
+    options, target = split(words[1:])
     if not target or target[0] in ("-c", "-") or target == ("-m",):
         raise BadInput("nothing to profile after python; give a script file or -m MODULE")
     if target[0] != "-m" and not Path(target[0]).is_file():
@@ -94,14 +97,21 @@ def parse(words: Sequence[str]) -> Command:
     python = sys.executable if words[0] in ("python", "python3") else shutil.which(words[0])
     if python is None:
         raise NotFound(f"no program {words[0]}; check the path")
-    return Command(python=python, options=tuple(words[1:at]), target=target)
+    return Command(python=python, options=options, target=target)
+
+
+def _python_beside(program: str) -> str:
+    """The interpreter that a program was installed for."""
+    found = shutil.which(program)
+    if found is None:
+        raise NotFound(f"no program {program}; check the path")
+    beside = Path(found).parent / "python"
+    return str(beside) if beside.exists() else sys.executable
 
 
 def _run(command: Command, request: Path, stdout: Any) -> int:
-    """The script's exit code; ours comes last on its path, so that its own packages are found first."""
-    root = str(Path(armillary.__file__).parent.parent)
-    code = f"import sys; sys.path.append({root!r}); from armillary.profiling.run_script import main; main()"
-    line = [command.python, *command.options, "-c", code, str(request), *command.target]
+    """The script's exit code."""
+    line = [command.python, *inside(str(request), command.options, command.target)]
     child = subprocess.Popen(line, stdout=stdout)
     while True:
         try:
@@ -119,15 +129,32 @@ def _nothing_recorded(command: Command, code: int) -> ArmillaryError:
 def _read(command: Command, trace: Path, seen: dict[str, Any], home: Home) -> Profile:
     events = read_trace(trace)
     name = traced_device(events) or device_name("cpu", threads=seen["threads"])
-    found = analyse(events, roof=roof_for(name, home), source=command.name)
-    found = with_overhead(found, seen["plain_s"])
+    found = analyse(events, roof=roof_for(name, home), source=command.name, plain_s=seen["plain_s"])
     return replace(found, notes=(*found.notes, *_notes(seen)))
 
 
 def _notes(seen: dict[str, Any]) -> list[str]:
-    whose = {"optimizer": "optimiser steps", "forward": "forward passes"}.get(seen["what"])
-    if whose is None:
-        return ["no optimiser step or repeated forward pass was seen: the whole run is one step, imports included"]
+    """What the reader has to know of how the recording was made."""
+    made = [_steps_note(seen)]
+    if seen["rank"]:
+        made.append(f"{seen['rank']}; the others ran beside it and were not")
+    if seen["their_profiler"]:
+        made.append("the script uses torch's profiler itself: nothing was recorded while its own ran; what it exports "
+                    "can be read with armillary profile TRACE")  # fmt: skip
+    if seen["compiled"]:
+        made.append("modules have no names here, as hooks on them would change what torch.compile makes")
+    if seen["children"]:
+        made.append(f"{seen['children']} child process{'es were' if seen['children'] > 1 else ' was'} not recorded, "
+                    "only the one that started them; torchrun's first rank would be")  # fmt: skip
+    return made
+
+
+def _steps_note(seen: dict[str, Any]) -> str:
+    what = _WHOSE.get(seen["what"])
+    if what is None:
+        return "no optimiser step or repeated forward pass was seen: the whole run is one step, imports included"
+    if not seen["warm"] and seen["their_profiler"]:
+        return f"the script's own profiler left too few of {seen['seen']} {what} to ours: this is what ran before them"
     if not seen["warm"]:
-        return [f"only {seen['seen']} {whose} were seen: this is the first, which is cold; let it run longer"]
-    return [f"{seen['steps']} {whose} were recorded, after {seen['seen'] - seen['steps']} that were not"]
+        return f"only {seen['seen']} {what} were seen: this is the first, which is cold; let it run longer"
+    return f"{seen['steps']} {what} were recorded, after {seen['seen'] - seen['steps']} that were not"

@@ -37,6 +37,8 @@ class Signature:
     """torch's name of each argument's type"""
     concrete: tuple[str, ...] = ()
     """numbers that are no tensors, as text; only where a model of the work needs them"""
+    strides: tuple[Any, ...] = ()
+    """steps in memory, an argument each; only where one is expanded (a step of 0)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +190,12 @@ class Recorder:
         for column, value in zip(self.blocks.values(), row, strict=True):
             column.append(value)
 
-    def intern_signature(self, key: Any, dims: Any, types: Any, concrete: Any) -> int:
+    def intern_signature(self, key: Any, dims: Any, types: Any, concrete: Any, strides: Any = ()) -> int:
         found = self.signatures.get(key)
         if found is None:
             found = self.signatures[key] = len(self.kept[0])
-            self.kept[0].append(Signature(_frozen(dims), tuple(map(str, types)), tuple(map(str, concrete))))
+            texts = tuple(map(str, types)), tuple(map(str, concrete))
+            self.kept[0].append(Signature(_frozen(dims), *texts, _frozen(strides)))
         return found
 
     def intern_detail(self, key: Any, detail: Mapping[str, Any]) -> int:

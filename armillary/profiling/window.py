@@ -1,22 +1,24 @@
 """The window of a script's run that is recorded: when it opens and closes, decided from the script's own steps.
 
-A call of an optimiser's `step` ends a step of training; where there is none, a forward pass of an outermost module
-without gradients is a step of inference; where there is neither, the whole run is one step, up to a limit.
+A call of an optimiser's `step` ends a step of training; where there is none, a call that repeats without gradients is a
+step of inference; where there is neither, the whole run is one step, up to a limit. torch records one thread at a time
+and for one at a time: a recording is ended by the thread that began it, and gives way to the script's own.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-import torch
-from torch.nn.modules import module as modules
-from torch.optim import optimizer as optimizers
-
+from armillary.profiling.children import Children
 from armillary.profiling.recorder import Recorder, finish
+from armillary.profiling.script_steps import ScriptSteps
+from armillary.profiling.their_profiler import TheirProfiler
 
 SKIP, PLAIN = 2, 3
 """steps that do not count, then steps that are timed without the profiler"""
@@ -32,98 +34,89 @@ class Window:
         self.seen = 0
         self.plain: list[float] = []
         self.recorder: Recorder | None = None
-        self.what = "run"
-        """whose end is a step: optimizer step, forward pass, or the run"""
         self.finished = False
+        self.lost = False
+        """whether torch still records a thread that is gone, or not ours to end"""
+        self.script = ScriptSteps(ended=self._end_of_step, anew=self._anew, compiling=self._compiling)
+        self.theirs = TheirProfiler(self._give_way)
+        self.children = Children()
         self._cold = Recorder()
+        self._in_cold = False
         self._done = done
-        self._owner: Any = None
-        self._forwards = 0
-        self._depth = 0
         self._last = 0.0
-        self._handles: list[Any] = []
-        self._compile = torch.compile
+        self._pid = os.getpid()
+        self._signals = threading.RLock()
 
     def open(self) -> None:
-        self._handles = [
-            optimizers.register_optimizer_step_post_hook(self._after_optimizer),
-            modules.register_module_forward_pre_hook(self._before_forward),
-            modules.register_module_forward_hook(self._after_forward, always_call=True),
-        ]
-        torch.compile = self._compiling
-        self._cold.start()
+        self.script.watch()
+        self.theirs.watch()
+        self.children.watch()
+        os.register_at_fork(after_in_child=self._forget)
+        with self.theirs.ours():
+            self._cold.start()
         self._cold.begin_step()
+        self._in_cold = True
         self._limit(WHOLE_RUN_S)
 
     def close(self) -> Recorder:
         """The best recording there is: of warm steps, else of the run's beginning."""
-        self._release(0)
-        if self.recorder is not None and not self.finished:
+        self._forget()
+        if self.recorder is not None and self.recorder.running:
             self._stop()
-        if self.recorder is not None and self.recorder.steps:
-            return self.recorder
         self._end_cold()
-        return self._cold
+        return self.recorder if self.recorder is not None and self.recorder.steps else self._cold
 
     @property
     def plain_s(self) -> float | None:
         """Seconds of a step without the profiler."""
         return median(self.plain) if self.plain else None
 
+    @property
+    def own(self) -> bool:
+        """Whether this process is the one that was opened, and not a fork of it."""
+        return os.getpid() == self._pid
+
+    def _forget(self) -> None:
+        """Nothing of the script is followed from here on, as in a forked child."""
+        for watcher in (self.script, self.theirs, self.children):
+            watcher.release()
+        if not self.own:
+            self._cold.drop_hooks()
+            if self.recorder is not None:
+                self.recorder.drop_hooks()
+
     # --- the script's own steps
 
-    def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Only the first optimiser ends steps: a script with two takes one step with both."""
-        if self._owner is None or self.what == "forward":
-            self._owner, self.what = optimizer, "optimizer"
-            self.seen, self.plain = 0, []
-        if optimizer is self._owner and not self.finished:
-            self._end_of_step()
-
-    def _before_forward(self, module: Any, inputs: Any) -> None:
-        self._depth += 1
-
-    def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
-        self._depth = max(0, self._depth - 1)
-        if self._depth == 0 and not torch.is_grad_enabled() and self._owner is None and not self.finished:
-            self._forwards += 1
-            if self._forwards > 1:  # one alone is a run, not a loop
-                self.what = "forward"
-                self._end_of_step()
-
-    def _compiling(self, *args: Any, **kwargs: Any) -> Any:
-        """torch.compile looks at hooks on all modules: they go, and only what it returns is followed."""
-        self._release(1)
-        made = self._compile(*args, **kwargs)
-        if isinstance(made, torch.nn.Module):
-            self._handles.append(made.register_forward_hook(self._after_forward))
-        return made
-
-    def _release(self, first: int) -> None:
-        torch.compile = self._compile
-        for handle in self._handles[first:]:
-            handle.remove()
-        del self._handles[first:]
-
-    def _end_of_step(self) -> None:
+    def _end_of_step(self, optimizer: Any) -> None:
+        if self.finished or self._elsewhere():
+            return
         self.seen += 1
-        if self.seen == 1:
-            self._end_cold()
+        self._end_cold()
         if self.recorder is not None:
+            if optimizer is not None:
+                self.recorder.see(optimizer)
             self._next_recorded()
-        elif self.seen >= SKIP + PLAIN:
-            self._time_plain()
-            self.recorder = Recorder()
-            self.recorder.start()  # the step that follows pays what the first recorded one costs
+        elif self.theirs.running:
+            self._last = 0.0
         elif self.seen >= SKIP:
             self._time_plain()
+            if len(self.plain) >= PLAIN and not self._cold.running:
+                self._start()
+
+    def _elsewhere(self) -> bool:
+        return self.recorder is not None and self.recorder.thread != threading.get_ident()
 
     def _time_plain(self) -> None:
         finish()
         now = time.perf_counter()
-        if self.seen > SKIP:
+        if self._last:
             self.plain.append(now - self._last)
         self._last = now
+
+    def _start(self) -> None:
+        self.recorder = Recorder(hooks=not self.script.compiled)
+        with self.theirs.ours():
+            self.recorder.start()  # the step that follows pays what the first recorded one costs
 
     def _next_recorded(self) -> None:
         assert self.recorder is not None
@@ -136,24 +129,70 @@ class Window:
             self._done()
 
     def _stop(self) -> None:
+        """End the recording; one of another thread cannot be ended, and is lost."""
         assert self.recorder is not None
         self.finished = True
-        self.recorder.stop()
+        if self._elsewhere():
+            self.recorder.abandon()
+            self.recorder, self.lost = None, True
+            return
+        with self.theirs.ours():
+            self.recorder.stop()
+
+    def _anew(self) -> None:
+        """What was taken for steps was something else."""
+        if self.finished:
+            return
+        self.seen, self.plain, self._last = 0, [], 0.0
+        if self.recorder is not None:
+            self._stop()
+            self.recorder, self.finished = None, False
+
+    def _compiling(self) -> None:
+        """Steps before were eager, and the next ones compile: all of them are left out."""
+        for recorder in (self._cold, self.recorder):
+            if recorder is not None:
+                recorder.drop_hooks()
+        self._anew()
+
+    def _give_way(self) -> None:
+        """The script begins to record: ours ends with what it has, or waits for another chance."""
+        self._end_cold()
+        if self.recorder is not None and self.recorder.running:
+            self._stop()
+            if self.recorder is not None and not self.recorder.steps:
+                self.recorder, self.finished, self._last = None, False, 0.0
 
     # --- the beginning of the run
 
     def _end_cold(self) -> None:
-        if self._cold.running:
-            self._limit(0.0)
-            self._cold.end_step()
+        if not self._in_cold:
+            return
+        if threading.get_ident() != self._cold.thread:
+            self._ask_main_thread()
+            return
+        self._in_cold = False
+        self._limit(0.0)
+        self._cold.end_step()
+        with self.theirs.ours():
             self._cold.stop()
 
     def _limit(self, seconds: float) -> None:
         """End the recording of the beginning after a while; a script that uses the alarm itself keeps it."""
-        if not hasattr(signal, "setitimer") or signal.getsignal(signal.SIGALRM) not in (signal.SIG_DFL, self._alarm):
+        if not hasattr(signal, "setitimer"):
             return
-        signal.signal(signal.SIGALRM, self._alarm if seconds else signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        with self._signals:
+            if signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, self._alarm):
+                signal.signal(signal.SIGALRM, self._alarm if seconds else signal.SIG_DFL)
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def _ask_main_thread(self) -> None:
+        """Steps are made in another thread than the one that was recorded: that one has to end it."""
+        if not hasattr(signal, "pthread_kill"):
+            return
+        with self._signals:  # never while the handler is being taken away
+            if signal.getsignal(signal.SIGALRM) == self._alarm:
+                signal.pthread_kill(self._cold.thread, signal.SIGALRM)
 
     def _alarm(self, number: int, frame: object) -> None:
         self._end_cold()

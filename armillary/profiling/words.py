@@ -30,6 +30,11 @@ def top_rows(profile: Profile, count: int) -> list[Row]:
     return sorted(rows, key=lambda row: (row.device_s == 0, -row.seconds))[:count]
 
 
+def top_operators(profile: Profile, count: int) -> list[Row]:
+    """Operators whose work took time on the device, the longest first."""
+    return sorted((row for row in profile.operators if row.device_s > 0), key=lambda row: -row.device_s)[:count]
+
+
 def row_cells(row: Row, steps: int = 1) -> list[str]:
     """One operator or kernel as cells under ROW_HEADS; times and calls are of one step."""
     return [

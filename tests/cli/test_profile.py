@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +31,15 @@ def step():
     return x @ x
 
 number = 3
+
+def needs(x, *, y, z=1):
+    return x
+
+def raises():
+    torch.ones(2) @ torch.ones(3)
+
+def leaves():
+    raise SystemExit(4)
 """
 
 
@@ -124,6 +135,8 @@ def test_a_script(cli: Cli, home: Home, here: Path) -> None:
         (("x.json", "y.json"), "'y.json' comes after x.json"),
         (("x.json", "--compare", "absent.json"), "no trace absent.json"),
         (("x.json", "--steps", "0"), "0 is not in the range"),
+        (("x.json", "--html", "/nosuch/x.html"), "no folder /nosuch for --html /nosuch/x.html; make it"),
+        (("x.json", "--trace", "absent/t.json"), "for --trace absent/t.json; make it"),
     ],
 )
 def test_what_cannot_be_profiled(cli: Cli, args: tuple[str, ...], said: str) -> None:
@@ -133,6 +146,56 @@ def test_what_cannot_be_profiled(cli: Cli, args: tuple[str, ...], said: str) -> 
 @pytest.mark.parametrize("name", ["number", "absent", ""])
 def test_a_name_that_is_no_function(cli: Cli, module: str, name: str) -> None:
     assert f"has no function '{name}'" in error(cli("profile", f"{module}:{name}"))
+
+
+def test_errors_of_the_function_are_its_own(cli: Cli, module: str, here: Path) -> None:
+    assert f"{module}:needs needs x, y; give a function without arguments" in error(cli("profile", f"{module}:needs"))
+    line = 1 + (here / f"{module}.py").read_text().splitlines().index("    torch.ones(2) @ torch.ones(3)")
+    said = error(cli("profile", f"{module}:raises"))
+    assert said.startswith(f"{module}:raises raised RuntimeError: ") and f"({module}.py:{line}); put that" in said
+    assert "leaves raised SystemExit: 4" in error(cli("profile", f"{module}:leaves"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1 / 0", "raised ZeroDivisionError: division by zero ({}.py:1)"),
+        ("x = (", "raised SyntaxError"),
+        ("import absent_module", "raised ModuleNotFoundError: No module named 'absent_module' ({}.py:1)"),
+    ],
+)
+def test_a_module_that_cannot_be_imported(cli: Cli, here: Path, text: str, said: str) -> None:
+    name = f"broken_{here.name}"
+    (here / f"{name}.py").write_text(text)
+    assert f"importing {name} {said.format(name)}" in error(cli("profile", f"{name}:step"))
+
+
+def test_nothing_is_done_for_a_page_that_cannot_be_written(cli: Cli, here: Path) -> None:
+    (here / "s.py").write_text("open('ran', 'w')\n")
+    said = error(cli("profile", "--html", "absent/x.html", "--", sys.executable, "s.py"))
+    assert "absent" in said and not (here / "ran").exists()
+
+
+def test_files_are_told_by_how_they_begin(cli: Cli, module: str, here: Path) -> None:
+    assert cli("profile", f"{module}:step", "--steps", "1", "--trace", "t.json").code == 0
+    (here / "plain").write_bytes(b"\n " + (here / "t.json").read_bytes())
+    (here / "packed.trace").write_bytes(gzip.compress((here / "t.json").read_bytes()))
+    sqlite3.connect(here / "export.db").executescript("CREATE TABLE t (x); INSERT INTO t VALUES (1)")
+    for name in ("plain", "packed.trace"):
+        assert cli("profile", name, "--json").json["steps"] == 1
+    assert "export.db" in error(cli("profile", "export.db"))  # read as one of nsys, which it is not
+    (here / "words").write_text("nothing of ours")
+    assert "nothing to profile in 'words'" in error(cli("profile", "words"))
+
+
+def test_what_a_comparison_printed_can_be_compared(cli: Cli, here: Path) -> None:
+    (here / "p.json").write_text(made_profile().to_json())
+    (here / "both.json").write_text(cli("profile", "p.json", "--compare", "p.json", "--json").out)
+    ran = cli("profile", "p.json", "--compare", "both.json")
+    assert ran.code == 0 and ", 1.00 ×" in ran.out, ran.err
+    assert Profile.from_json(cli("profile", "both.json", "--json").out) == made_profile()
+    (here / "both.json").write_text((here / "both.json").read_text()[:-100])
+    assert "both.json is not JSON" in error(cli("profile", "both.json"))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "not json", '{"traceEvents": []}', '{"wall_s": 1}'])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -45,13 +47,13 @@ def assert_agrees(run, inputs) -> None:
 @needs_interpreter
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
-    st.integers(1, 100), st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.sampled_from([8, 16, 24]),
+    st.integers(1, 200), st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.sampled_from([8, 16, 24]),
     st.sampled_from(["", "runs", "scattered"]), st.sampled_from([0, 1, 37]), st.sampled_from([0.0, 5.0]),
 )  # fmt: skip
 def test_any_shape(length: int, heads: tuple[int, int], dim: int, documents: str, window: int, softcap: float) -> None:
     from armillary.kernels.attention_own import attention
 
-    more = {"documents": documents, "window": window, "softcap": softcap}
+    more = {"documents": documents, "window": window, "softcap": softcap, "dtype": torch.float16}
     assert_agrees(attention, random(length, heads=heads[0], kv_heads=heads[1], dim=dim, **more))
 
 
@@ -73,6 +75,24 @@ def test_masks(more: dict) -> None:
     from armillary.kernels.attention_own import attention
 
     assert_agrees(attention, random(**more))
+
+
+@needs_interpreter
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=90, max_size=90), min_size=1, max_size=2), st.booleans())
+def test_document_runs(rows: list[list[int]], ascending: bool) -> None:
+    from armillary.kernels import document_runs_triton as module
+
+    documents = torch.tensor([sorted(row) if ascending else row for row in rows])
+    with patch.object(module, "_LONGEST_BLOCK", 32):  # several blocks a row
+        runs = module.document_runs(documents)
+    for row, found in enumerate(documents.tolist()):
+        broken = found != sorted(found)
+        for at, doc in enumerate(found):
+            start = max((i + 1 for i in range(at) if found[i] != doc), default=0)
+            stop = min((i for i in range(at, 90) if found[i] != doc), default=90)
+            assert (int(runs.run[row, at]), int(runs.run_end[row, at])) == (start, stop)
+            assert (int(runs.begin[row, at]), int(runs.end[row, at])) == ((0, 90) if broken else (start, stop))
 
 
 @needs_interpreter
@@ -147,7 +167,6 @@ def test_work_counts_the_pairs_that_are_seen() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     "more",
     [
@@ -159,12 +178,15 @@ def test_work_counts_the_pairs_that_are_seen() -> None:
         {"length": 700, "heads": 4, "kv_heads": 2, "dim": 128, "documents": "scattered", "window": 100},
         {"length": 1024, "heads": 4, "kv_heads": 2, "dim": 128, "sparse": True},
         {"length": 600, "heads": 4, "kv_heads": 2, "dim": 64, "slopes": True},
+        {"length": 600, "heads": 4, "kv_heads": 2, "dim": 128, "dtype": torch.float16},
+        {"length": 600, "heads": 4, "kv_heads": 2, "dim": 128, "dtype": torch.float32},
+        {"length": 300, "heads": 2, "kv_heads": 1, "dim": 64, "dtype": torch.float32, "documents": "runs"},
     ],
     ids=lambda more: " ".join(map(str, more.values())),
 )
-def test_on_a_gpu(dtype: torch.dtype, more: dict) -> None:
+def test_on_a_gpu(more: dict) -> None:
     from armillary.kernels.attention_own import attention
 
-    inputs = random(**more, dtype=dtype, device="cuda")
+    inputs = random(**{"dtype": torch.bfloat16, **more}, device="cuda")
     assert_agrees(attention, inputs)
     assert torch.equal(attention(*inputs), attention(*inputs))

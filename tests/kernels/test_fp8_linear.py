@@ -35,7 +35,7 @@ def exact(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.integers(0, 70), st.integers(1, 90), SCALINGS, st.sampled_from([E4M3, E5M2]))
 def test_quantisers_keep_what_fp8_holds(m: int, k: int, scaling: str, dtype: torch.dtype) -> None:
-    from armillary.kernels.fp8_linear_triton import quantise, quantise_columns
+    from armillary.kernels.fp8_quantise_triton import quantise, quantise_columns
 
     x = exact(m, k, dtype) / 64
     for mine, plain in ((quantise(x, dtype, scaling), x), (quantise_columns(x, dtype, scaling), x.t())):
@@ -98,7 +98,8 @@ def test_what_cannot_be_done_is_said() -> None:
     ("m", "n", "k"), [(512, 256, 1024), (77, 48, 4096), (1, 16, 16), (300, 64, 20000), (0, 32, 32)]
 )
 def test_on_a_gpu(scaling: str, m: int, n: int, k: int) -> None:
-    from armillary.kernels.fp8_linear_triton import fp8_linear, quantise, quantise_columns
+    from armillary.kernels.fp8_linear_triton import fp8_linear, library_linear
+    from armillary.kernels.fp8_quantise_triton import quantise, quantise_columns
 
     x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((m, k), (n, k)))
     for dtype in (E4M3, E5M2):
@@ -108,15 +109,28 @@ def test_on_a_gpu(scaling: str, m: int, n: int, k: int) -> None:
             off = q[:, : plain.shape[1]].float() != values.float()
             assert off.float().mean() < 1e-3 or not off.numel(), "ties of rounding only"
     expected = expect(FP8_LINEAR, (x, weight, scaling), torch.Generator("cuda").manual_seed(5))
-    found = check(fp8_linear, FP8_LINEAR, expected, tolerance=2e-2)
-    assert found.agreed, found.why_not
+    for run in (fp8_linear, library_linear):
+        found = check(run, FP8_LINEAR, expected, tolerance=2e-2)
+        assert found.agreed, found.why_not
 
 
 @pytest.mark.gpu
 def test_nan_on_a_gpu() -> None:
-    from armillary.kernels.fp8_linear_triton import fp8_linear
+    from armillary.kernels.fp8_linear_triton import fp8_linear, library_linear
 
     x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((48, 64), (32, 64)))
     x[2, 7] = torch.nan
-    y = fp8_linear(x, weight, "row")
-    assert y[2].isnan().all() and y[3:].isfinite().all()
+    for run in (fp8_linear, library_linear):
+        y = run(x, weight, "row")
+        assert y[2].isnan().all() and y[3:].isfinite().all()
+
+
+@pytest.mark.gpu
+def test_our_own_product_takes_any_size_and_format() -> None:
+    from armillary.kernels.fp8_linear_triton import fp8_linear
+
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x, weight = (torch.randn(shape, device="cuda", dtype=dtype) for shape in ((130, 101), (259, 101)))
+        expected = expect(FP8_LINEAR, (x, weight, "row"), torch.Generator("cuda").manual_seed(5))
+        found = check(fp8_linear, FP8_LINEAR, expected, tolerance=2e-2)
+        assert found.agreed, found.why_not

@@ -51,10 +51,17 @@ def test_rows_too_wide_for_a_program(case: NormCase, op: Op) -> None:
     """The kernels for very wide rows, met here at 64 columns."""
     triton = import_module("armillary.kernels.norm_triton")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton, "WIDEST_FORWARD", 64)
-        patch.setattr(triton, "WIDEST_BACKWARD", 64)
-        patch.setattr(triton, "_PIECE", 64)
+        for name in ("WIDEST_FORWARD", "WIDEST_BACKWARD", "WIDEST_TWO_SUMS", "_PIECE"):
+            patch.setattr(triton, name, 64)
         assert_agrees(op, case)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("op", [NORM, ADD_NORM], ids=["norm", "add_norm"])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_rows_of_two_tiles(op: Op, kind: str) -> None:
+    """1,500 columns are held as 1,024 and 512."""
+    assert_agrees(op, NormCase(rows=5, columns=1500, kind=kind, bias=kind == "layer", dtype="fp32", device="cpu"))
 
 
 @needs_interpreter
@@ -96,6 +103,14 @@ def test_nan_stays_in_its_row() -> None:
 def test_weights_may_have_another_format() -> None:
     x, weight = torch.randn(5, 32).bfloat16(), torch.randn(32)
     assert_agrees(NORM, NormCase(rows=5, columns=32, device="cpu"), inputs=(x, weight, None, 1e-6, "rms", False))
+
+
+@needs_interpreter
+def test_a_residual_stream_may_be_wider() -> None:
+    x, residual = torch.randn(5, 32).bfloat16(), torch.randn(5, 32)
+    inputs = (x, residual, torch.randn(32), None, 1e-6, "rms", False)
+    assert_agrees(ADD_NORM, NormCase(rows=5, columns=32, device="cpu"), inputs=inputs)
+    assert loaded(ADD_NORM)(*inputs)[1].dtype == torch.float32
 
 
 @needs_interpreter

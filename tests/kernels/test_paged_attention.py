@@ -193,3 +193,23 @@ def test_one_graph_serves_any_lengths(most: int) -> None:
         right = paged_attention(*wide(inputs, torch.float32))
         assert error(out, right) < 1e-2
         assert torch.equal(out, fast()(*inputs))  # captured or not: the same bits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 100])
+def test_a_cache_in_fp8_is_written_and_read(queries: int) -> None:
+    from armillary.kernels.qkv_cache_triton import qkv_cache
+
+    inputs = batch(Shape(queries=[queries], lengths=[300]), dtype=torch.bfloat16, device="cuda")
+    q, cache, tables, starts, lengths, scale, most = inputs
+    keys, values = gather(cache, tables[0], 300, None, torch.bfloat16)
+    scales = torch.tensor([[0.02, 0.03], [0.01, 0.05]], device="cuda")
+    small = torch.zeros(cache.shape, dtype=torch.float8_e4m3fn, device="cuda")
+    place = torch.arange(300, device="cuda")
+    slots = tables[0, place // 16].long() * 16 + place % 16
+    fused = torch.stack((keys, keys, keys, values), dim=2).flatten(1)  # [q, q, k, v] of each KV head
+    qkv_cache(fused, small, slots, scales_2K=scales)
+    right = paged_attention(q.float(), small, tables, starts, lengths, scale, most, scales_2K=scales)
+    out = fast()(q, small, tables, starts, lengths, scale, most, scales_2K=scales)
+    assert error(out, right) < 1e-2
+    assert error(out, paged_attention(*wide(inputs, torch.float32))) < 6e-2  # three bits of mantissa

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -104,3 +106,31 @@ def test_it_can_be_captured() -> None:
     x.copy_(torch.randn_like(x))
     graph.replay()
     assert relative_error(y, reference(x.float(), weight.float())) < 2e-2
+
+
+@pytest.mark.gpu
+def test_an_early_start_never_reads_what_is_not_there_yet() -> None:
+    """A chain of layers in a graph, each waiting for the one ahead, against the same without early starts."""
+    from armillary.kernels.small_linear_triton import plan, run_tiles
+
+    weights = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45 for _ in range(16)]
+    first, norm = torch.randn(8, 2048, device="cuda", dtype=torch.bfloat16), torch.ones(2048, device="cuda")
+    ends = []
+    for early in (False, True):
+        tiles = replace(plan(8, 2048, 2048), early=early)
+
+        def chain(tiles=tiles) -> torch.Tensor:
+            x = first
+            for weight in weights:
+                x = run_tiles(x, weight, norm.to(x.dtype), x, 1e-6, False, tiles)
+            return x
+
+        chain()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            end = chain()
+        for _ in range(30):
+            end.zero_()
+            graph.replay()
+            ends.append(end.clone())
+    assert all(torch.equal(end, ends[0]) for end in ends)

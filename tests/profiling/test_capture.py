@@ -17,12 +17,10 @@ from torch import nn
 from armillary.errors import BadInput
 from armillary.profiling.capture import profile, record
 from armillary.profiling.module_names import PREFIX, ModuleNames
-from armillary.profiling.overhead import with_overhead
 from armillary.profiling.recorder import Recorder
 from armillary.profiling.sample_places import free_stretches, merged, placed
 from armillary.profiling.sampler import Sample, Sampler
 from armillary.store.home import Home
-from tests.profiling.profiles import made_profile
 
 pytestmark = pytest.mark.slow  # real runs, whose shares depend on what else the machine does
 
@@ -170,14 +168,24 @@ def test_profile_says_where_a_step_goes(tmp_path: Path) -> None:
     assert json.loads(kept.read_text())["traceEvents"]
 
 
+def test_the_twin_is_called_once_outside_the_steps(tmp_path: Path) -> None:
+    x, calls = torch.randn(8, 8), []
+
+    def step() -> None:
+        calls.append("step")
+        torch.mm(x, x)
+
+    def twin() -> None:
+        calls.append("twin")
+        torch.mm(x, x).sin()
+
+    found = profile(step, steps=3, warmup=2, home=Home.at(tmp_path), twin=twin)
+    assert calls == ["step"] * (2 + 3) + ["twin"] + ["step"] * (1 + 3)  # warm, plain; then under the profiler
+    assert {row.name: row.calls for row in found.operators}["aten::mm"] == 3
+    assert not [row for row in found.operators if row.name == "aten::sin"]
+
+
 @pytest.mark.parametrize("counts", [{"steps": 0}, {"warmup": -1}])
 def test_counts_that_make_no_sense(counts: dict[str, int]) -> None:
     with pytest.raises(BadInput, match="at least 1"):
         profile(lambda: None, **counts)
-
-
-def test_overhead_is_said() -> None:
-    found = made_profile(notes=())
-    assert with_overhead(found, None) is found
-    assert with_overhead(found, 0.099).notes == ("a step takes 99 ms without the profiler, 100 ms with it",)
-    assert "2.00 × as long" in with_overhead(found, 0.05).notes[0]

@@ -31,9 +31,15 @@ def test_a_fused_optimiser_reads_four_lists_and_writes_three(tmp_path: Path) -> 
     assert op is not None and op.bytes == 2000 * 2 * (4 + 3) and op.kind == "optimizer"
 
 
-def test_lists_that_are_written_out_and_step_counts_stay() -> None:
-    short = ([[[32, 64], [32]], []], [MANY, "Scalar"])
-    assert fill_lists("aten::_foreach_mul_", *short, ["", "2"], LISTS) == short
+def test_lists_that_are_written_out_keep_their_shapes_and_get_a_type() -> None:
+    shapes, kinds = [[[32, 64], [32]], []], [MANY, "Scalar"]
+    typed = fill_lists("aten::_foreach_mul_", shapes, kinds, ["", "2"], LISTS)
+    assert typed == (shapes, [f"{MANY} c10::BFloat16", "Scalar"])
+    mixed = {KEY: [*LISTS[KEY], {"weights": 8, "dtype": "float"}]}
+    assert fill_lists("aten::_foreach_mul_", shapes, kinds, ["", "2"], mixed) == (shapes, kinds)
+
+
+def test_step_counts_stay() -> None:
     counts = ([[], []], [MANY, "Scalar"])
     assert fill_lists("aten::_foreach_add_", *counts, ["", "1"], LISTS) == counts
     assert fill_lists("aten::_foreach_mul_", *counts, ["", "2"], {}) == counts

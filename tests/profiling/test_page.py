@@ -42,7 +42,7 @@ def test_it_is_whole_and_loads_nothing() -> None:
     text = page(made_profile())
     tags = Tags(text)
     assert tags.open == [] and "$" not in re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
-    assert tags.seen.count("section") == 8
+    assert tags.seen.count("section") == 9
     assert not {"script", "link", "img", "iframe"} & set(tags.seen)
     assert "http" not in text and "url(" not in text
 

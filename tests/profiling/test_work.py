@@ -33,8 +33,9 @@ def work(name: str, *dims: object, types: str = "float", concrete: tuple[str, ..
         ("aten::_foreach_add_", (((8,), (8,)), ((8,), (8,))), 32, 192, "optimizer"),
         ("aten::_fused_adamw_", (((8,),), ((8,),), ((8,),), ((8,),)), 120, 32 * 4 + 32 * 3, "optimizer"),
         ("aten::native_batch_norm", ((2, 4, 8),), 448, 512, "norm"),
-        ("mylib::unheard_of", ((10, 10),), 100, 800, "elementwise"),
-        ("aten::mm", ((4,), ()), 4, 4 * (4 + 1 + 4), "elementwise"),
+        ("aten::unheard_of", ((10, 10),), 100, 800, "elementwise"),
+        ("aten::topk", ((10, 10),), 100, 404, "reduction"),
+        ("aten::zeros_like", ((10, 10),), 0, 400, "copy"),
     ],
 )
 def test_models(name: str, dims: tuple, flops: float, moved: float, kind: str) -> None:

@@ -1,0 +1,103 @@
+"""A training plan for people: memory and step as stacked bars, throughput, what limits it, what it costs."""
+
+from __future__ import annotations
+
+from textwrap import wrap
+
+import numpy as np
+
+from armillary.cli.output import Output
+from armillary.cli.stacked_bar import stacked_bar
+from armillary.planning.memory import by_stage
+from armillary.planning.money_report import goodput_rows, training_rows
+from armillary.planning.prediction import Prediction
+from armillary.planning.search import limits
+from armillary.planning.training_plan import TrainingPlan
+from armillary.spec.params import parameters
+from armillary.units import bytes_text, count_text, flops_text, scaled, seconds_text
+
+LABEL, WIDTH = 20, 118
+
+
+def say_training(out: Output, made: TrainingPlan, how: str) -> None:
+    """The plan as a page; `how` says where the layout is from."""
+    found, question = made.found, made.question
+    count = parameters(question.model)
+    out.say(f"{question.model.name} on {question.case.cluster.text()} · {count_text(count.total)} parameters, "
+            f"{flops_text(found.model_flops)} a token")  # fmt: skip
+    rows = [
+        ("layout", f"{layout_text(found)}{how}"),
+        ("memory / device", memory_text(found) + ("   fits" if made.fits else "   does not fit")),
+        ("", stacked_bar(found.memory.parts(), found.room if made.fits else None)),
+        ("step", step_text(found)),
+        ("", stacked_bar(step_parts(found))),
+        ("throughput", throughput_text(found)),
+        ("limit next", limit_text(found)),
+    ]
+    rows += training_rows(made.cost) if made.cost else [("cost", made.price_source)]
+    rows += goodput_rows(made.goodput) if question.case.cluster.num_devices > 8 else []
+    rows += [("note", note) for note in made.notes()]
+    for name, text in rows:
+        out.say(line_text(name, text))
+
+
+def line_text(name: str, text: str) -> str:
+    """A label and its text, wrapped under itself."""
+    lines = wrap(text, WIDTH - LABEL, break_long_words=False) or [""]
+    return "\n".join([f"  {name:<{LABEL - 2}}{lines[0]}", *(" " * LABEL + line for line in lines[1:])])
+
+
+def say_stages(out: Output, found: Prediction) -> None:
+    """Memory of every pipeline stage, where there is more than one."""
+    stages = by_stage(found.case, found.layouts.take(np.array([0])))
+    if len(stages) < 2:
+        return
+    names = list(stages[0].parts())
+    cells = [[i, *(bytes_text(size) for size in one.parts().values()), bytes_text(float(one.total[0]))]
+             for i, one in enumerate(stages)]  # fmt: skip
+    out.table("\nmemory by pipeline stage", ["stage", *names, "all"], cells)
+
+
+def layout_text(found: Prediction, i: int = 0) -> str:
+    """'tp=4 × pp=8 × dp=2 · 5 chunks a stage · zero 1 · micro-batch 1 · recompute none · fp8'."""
+    layout = found.layout(i)
+    parts = [layout.text("tp", "pp", "cp", "ep", "dp")]
+    parts += [f"{layout.interleave} chunks a stage"] if layout.interleave > 1 else []
+    parts += [f"zero {layout.zero}" + (f" in {layout.shard}s" if layout.shard else "")] if layout.zero else []
+    parts += [f"micro-batch {layout.micro_batch}", f"recompute {layout.recompute}", found.precision(i)]
+    return " · ".join(parts + ([f"offload {layout.offload}"] if layout.offload != "none" else []))
+
+
+def memory_text(found: Prediction, i: int = 0) -> str:
+    parts = "  ".join(f"{name} {bytes_text(size)}" for name, size in found.memory.parts(i).items() if size > 0)
+    return f"{parts}  → {bytes_text(float(found.memory.total[i]))} of {bytes_text(found.room)}"
+
+
+def step_parts(found: Prediction, i: int = 0) -> dict[str, float]:
+    time = found.time
+    parts = {"products": time.gemm, "attention": time.attention, "memory-bound": time.memory,
+             "recompute": time.recompute + time.contention, "comm exposed": time.exposed, "bubble": time.bubble,
+             "overhead": time.overhead}  # fmt: skip
+    return {name: max(0.0, float(seconds[i])) for name, seconds in parts.items()}
+
+
+def step_text(found: Prediction, i: int = 0) -> str:
+    time = found.time
+    compute, exposed, comm, bubble, overhead, total = (
+        max(0.0, float(array[i]))
+        for array in (time.compute, time.exposed, time.comm, time.bubble, time.overhead, time.total)
+    )
+    return (f"compute {seconds_text(compute)}  comm exposed {seconds_text(exposed)} of {seconds_text(comm)}  "
+            f"bubble {seconds_text(bubble)}  overhead {seconds_text(overhead)}  → {seconds_text(total)}")  # fmt: skip
+
+
+def throughput_text(found: Prediction, i: int = 0) -> str:
+    each = float(found.tokens_per_s[i]) / float(found.layouts.num_devices[i])
+    return (f"{scaled(each)} tokens/s/device   {found.mfu[i] * 100:.0f} % MFU, {found.hfu(i) * 100:.0f} % HFU "
+            f"(6·N, causal attention as half, of the dense 16-bit peak)   ceilings: {found.case.curves.source}")
+
+
+def limit_text(found: Prediction, i: int = 0) -> str:
+    """The two largest parts of the step and what doubling their speed would buy."""
+    rows = limits(found.time, i)[:2]
+    return ", then ".join(f"{row.work}: twice as fast buys {row.doubled:.2f} ×" for row in rows)

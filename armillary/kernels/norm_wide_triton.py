@@ -1,0 +1,126 @@
+"""Norm kernels for rows too wide for the registers of a program: they are gone over in pieces, from the cache where it
+holds them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _wide_load(x_ptr, residual_ptr, x_at, residual_at, inside, RESIDUAL: tl.constexpr):
+    """A piece of a row, the residual added and rounded as it is stored."""
+    x = tl.load(x_ptr + x_at, mask=inside, other=0.0)
+    if RESIDUAL:
+        x = (x.to(tl.float32) + tl.load(residual_ptr + residual_at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+    return x
+
+
+@triton.jit
+def forward_wide_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, summed_ptr, mean_ptr, rstd_ptr, rows, columns, x_stride,
+    residual_stride, eps, RMS: tl.constexpr, WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    residual_ptr += row * residual_stride
+    sums = tl.zeros([BLOCK], tl.float32)
+    mean = 0.0
+    if not RMS:
+        for start in range(0, columns, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            sums += _wide_load(x_ptr, residual_ptr, at, at, at < columns, RESIDUAL).to(tl.float32)
+        mean = tl.sum(sums) / columns
+        tl.store(mean_ptr + row, mean)
+        sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = _wide_load(x_ptr, residual_ptr, at, at, at < columns, RESIDUAL).to(tl.float32)
+        x = tl.where(at < columns, x - mean, 0.0)
+        sums += x * x
+    rstd = tl.rsqrt(tl.sum(sums) / columns + eps)
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < columns
+        x = _wide_load(x_ptr, residual_ptr, at, at, inside, RESIDUAL)
+        if RESIDUAL:
+            tl.store(summed_ptr + row * columns + at, x, mask=inside)
+        y = (x.to(tl.float32) - mean) * rstd
+        if WEIGHT:
+            weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            y *= weight + 1.0 if PLUS_ONE else weight
+        if BIAS:
+            y += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y_ptr + row * columns + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_wide_kernel(
+    dy_ptr, dsummed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, rows, columns, dy_stride,
+    dsummed_stride, x_stride, RMS: tl.constexpr, WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row's gradient in two passes of pieces; the weights' come from weights_wide_kernel."""
+    row = tl.program_id(0).to(tl.int64)
+    rstd = tl.load(rstd_ptr + row)
+    mean = 0.0
+    if not RMS:
+        mean = tl.load(mean_ptr + row)
+    along = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < columns
+        normed = (tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
+        dy = tl.load(dy_ptr + row * dy_stride + at, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHT:
+            weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            dy *= weight + 1.0 if PLUS_ONE else weight
+        along += dy * normed
+        total += dy
+    mean_along = tl.sum(along) / columns
+    mean_total = 0.0
+    if not RMS:
+        mean_total = tl.sum(total) / columns
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < columns
+        normed = (tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
+        dy = tl.load(dy_ptr + row * dy_stride + at, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHT:
+            weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            dy *= weight + 1.0 if PLUS_ONE else weight
+        dx = (dy - normed * mean_along - mean_total) * rstd
+        if RESIDUAL:
+            dx += tl.load(dsummed_ptr + row * dsummed_stride + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row * columns + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def weights_wide_kernel(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, rows, columns, dy_stride, x_stride, RMS: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradients of weight and bias for a block of columns, over all rows."""
+    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    db = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS).to(tl.int64)[:, None]
+        inside = (row < rows) & (column < columns)
+        dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
+        db += dy
+        if WEIGHT:
+            x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+            if not RMS:
+                x -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+            dw += dy * x * tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+    there = column < columns
+    if WEIGHT:
+        total = tl.sum(dw, axis=0, keep_dims=True)
+        tl.store(dw_ptr + column, total.to(dw_ptr.dtype.element_ty), mask=there)
+    if BIAS:
+        total = tl.sum(db, axis=0, keep_dims=True)
+        tl.store(db_ptr + column, total.to(db_ptr.dtype.element_ty), mask=there)

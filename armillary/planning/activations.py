@@ -1,0 +1,139 @@
+"""Activations: bytes that the forward pass keeps for the backward pass, a token and layer at a time.
+
+Kept are the inputs of norms and products, queries, keys, values and output of attention, and what the activation
+function needs (after Korthikanti et al., arXiv 2205.05198, who count 34·hidden a token for a GPT layer with dropout;
+without dropout and with fused attention the same sum is 32). Recomputation keeps less, unfused software more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from armillary.planning.case import TrainCase
+from armillary.planning.compute import WIDE
+from armillary.planning.layouts import FULL, SCHEDULES, SELECTIVE, Array, Layouts
+from armillary.spec.model import LayerKind, ModelConfig
+
+EAGER = 1.1
+"""unfused layers keep about this much more than the tensors counted: rotated copies, masks, padding of the allocator"""
+QUANTISED = 1.4
+"""a base in 4 bits keeps the inputs of frozen products too (bitsandbytes; litgpt's QLoRA rows against its LoRA rows)"""
+IMBALANCE = 1.1
+"""rows of the fullest expert rank over the mean"""
+SCORES_BYTES = 5
+"""of an unfused attention score: softmax's input and output in 16 bits, and a mask"""
+GPIPE, INTERLEAVED = SCHEDULES.index("gpipe"), SCHEDULES.index("interleaved")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Bytes that one layer keeps a token (mean over kinds of layers), on one device."""
+
+    whole: Array
+    """without recomputation"""
+    selective: Array
+    """where norms and activation functions (unfused: the scores) are made again"""
+    entry: Array
+    """the layer's input alone, for full recomputation"""
+    working: Array
+    """gradients in flight inside one layer of the backward pass"""
+
+
+def kept(case: TrainCase, layouts: Layouts) -> Kept:
+    """What a layer keeps a token of the micro-batch, after tensor parallelism; context parallelism cuts the tokens."""
+    model, zero = case.model, np.zeros(len(layouts))
+    whole, selective, working = zero, zero, zero
+    wide = np.where(WIDE[layouts.precision], 2.0, 1.0)
+    for kind, count in Counter(model.layers).items():
+        share = count / model.num_layers
+        attention, attention_less = _attention(case, layouts)
+        mlp, mlp_less = _mlp(case, kind, layouts)
+        norms = _norms(case, layouts)
+        total = attention + mlp + norms
+        whole = whole + share * total
+        selective = selective + share * (total - attention_less - (mlp_less if case.flash else 0.0))
+        working = working + share * mlp / 2
+    factor = wide * (1.0 if case.software.fused_layers else EAGER) * _quantised(case)
+    entry = 2.0 * model.hidden / layouts.stream_tp * wide
+    return Kept(whole=whole * factor, selective=selective * factor, entry=entry, working=working * wide)
+
+
+def _quantised(case: TrainCase) -> float:
+    return QUANTISED if case.lora is not None and case.lora.base_bytes < 2 else 1.0
+
+
+def _norms(case: TrainCase, layouts: Layouts) -> Array:
+    """Inputs of the norms; RMSNorm outside a fused kernel keeps an fp32 copy."""
+    model = case.model
+    number = {"before": 1 if model.parallel == "one_norm" else 2, "after": 2, "both": 4}[model.norm_at]
+    each = 4.0 if model.norm == "rms" and not case.software.fused_layers else 2.0
+    return number * each * model.hidden / layouts.stream_tp
+
+
+def _attention(case: TrainCase, layouts: Layouts) -> tuple[Array, Array]:
+    """(all of it, what selective recomputation leaves out): input, queries, keys, values, output, row sums, scores."""
+    model = case.model
+    inputs = 2.0 * model.hidden / layouts.stream_tp
+    heads = 2.0 * _width(model) / layouts.tp + 4.0 * model.heads / layouts.tp
+    latent = (model.mla.q_rank or 0) + model.mla.kv_rank if model.mla else 0
+    scores = 0.0 if case.flash else SCORES_BYTES * model.heads * case.sequence / layouts.tp
+    latents = 2.0 * latent / layouts.stream_tp
+    less = inputs if case.flash else scores
+    return inputs + heads + latents + scores, less * np.ones(len(layouts))
+
+
+def _width(model: ModelConfig) -> int:
+    """Numbers a token of queries, keys, values and attention's output."""
+    if model.mla:
+        query = model.heads * (model.mla.nope_dim + model.mla.rope_dim)
+        return 2 * query + 2 * model.heads * model.mla.v_dim
+    return 2 * (model.heads + model.kv_heads) * model.head_dim
+
+
+def _mlp(case: TrainCase, kind: LayerKind, layouts: Layouts) -> tuple[Array, Array]:
+    """(all of it, what selective recomputation leaves out): input, what goes into the activation, what comes out."""
+    model, moe = case.model, case.model.moe
+    inputs = 2.0 * model.hidden / layouts.stream_tp
+    if kind.mlp == "dense" or moe is None:
+        inner, out = _inner(case, model.ffn, gated=model.gated)
+        return inputs + inner / layouts.tp, inputs + out / layouts.tp
+    inner, out = _inner(case, moe.ffn, gated=True)
+    rows = moe.top_k * IMBALANCE / layouts.tp
+    routed = rows * (4.0 * model.hidden + inner) + 4.0 * moe.num_experts / layouts.stream_tp
+    shared, shared_out = _inner(case, moe.shared_ffn, gated=True)
+    less = inputs + rows * (2.0 * model.hidden + out) + shared_out / layouts.tp
+    return inputs + routed + shared / layouts.tp, less
+
+
+def _inner(case: TrainCase, ffn: int, *, gated: bool) -> tuple[float, float]:
+    """(bytes an MLP keeps inside, of them what the activation function makes)."""
+    apart = 2.0 * ffn if gated and not case.software.fused_layers else 0.0
+    return 2.0 * ffn * (1 + gated) + 2.0 * ffn + apart, 2.0 * ffn + apart
+
+
+def in_flight(layouts: Layouts, micro_batches: Array) -> Array:
+    """Micro-batches whose activations the first stage holds: all (GPipe), p (1F1B, zero-bubble), p + (p−1)/v
+    (interleaved: Narayanan et al., SC21)."""
+    held = np.where(layouts.schedule == INTERLEAVED, layouts.pp + (layouts.pp - 1) / layouts.interleave, layouts.pp)
+    held = np.where(layouts.schedule == GPIPE, micro_batches, held)
+    flying: Array = np.where(layouts.pp == 1, 1.0, np.minimum(held, micro_batches))
+    return flying
+
+
+def activation_bytes(case: TrainCase, layouts: Layouts, layers: Array, flying: Array) -> Array:
+    """Of `layers` layers and `flying` micro-batches: what recomputation leaves, and one layer's worth while it is made
+    again."""
+    each = kept(case, layouts)
+    tokens = layouts.micro_batch * case.sequence / layouts.cp
+    share = 1.0 / layouts.recompute_every
+    per_layer = np.select(
+        [layouts.recompute == FULL, layouts.recompute == SELECTIVE],
+        [share * each.entry + (1 - share) * each.whole, share * each.selective + (1 - share) * each.whole],
+        each.whole,
+    )
+    again = np.where(layouts.recompute == FULL, each.whole, 0.0)
+    total: Array = tokens * (layers * flying * per_layer + again + each.working)
+    return total

@@ -1,0 +1,72 @@
+"""TrainCase: everything that prices a training step but the layout: model, cluster, batch, software.
+
+Layouts come beside it as arrays, so that one case serves a plan, a table row and a search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from armillary.errors import BadInput
+from armillary.planning.collectives import Network, network
+from armillary.planning.efficiency import Curves, curves
+from armillary.planning.software import PHYSICS, Software
+from armillary.spec.hardware import Cluster
+from armillary.spec.model import ModelConfig
+from armillary.store.peaks import Peaks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Adapters trained beside frozen weights (Hu et al., arXiv 2106.09685; QLoRA, arXiv 2305.14314)."""
+
+    parameters: int
+    """weights of all adapters"""
+    base_bytes: float = 2.0
+    """bytes of one frozen weight that is a matrix of a layer: 2 bf16, about 0.56 nf4 with its scales"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCase:
+    """A training step to be priced."""
+
+    model: ModelConfig
+    """what is trained"""
+    cluster: Cluster
+    """on what"""
+    sequence: int
+    """tokens of a sequence"""
+    batch_tokens: int
+    """tokens of a step"""
+    software: Software = PHYSICS
+    """what the kernels and the framework do; physics alone unless said otherwise"""
+    measured: Peaks | None = None
+    """ceilings of this very device, where they were measured"""
+    measured_share: float = 1.0
+    """of those ceilings, what one device of the layout has (processes that share a CPU)"""
+    lora: Lora | None = None
+    """adapters; none: every weight is trained"""
+    pure: bool = False
+    """weights, gradients and moments all in the working precision, no fp32 master"""
+    extra_heads: int = 0
+    """further output projections and losses (multi-token prediction)"""
+    loss_chunk: int = 0
+    """tokens whose logits exist at once; 0: all of a micro-batch"""
+    flash: bool = field(default=True)
+    """attention without the score matrix in memory"""
+
+    def __post_init__(self) -> None:
+        if self.sequence < 1 or self.batch_tokens < 1:
+            raise BadInput(f"sequence={self.sequence} and batch_tokens={self.batch_tokens} must be at least 1; "
+                           "try --sequence 4096 --batch-tokens 4M")  # fmt: skip
+
+    @cached_property
+    def curves(self) -> Curves:
+        return curves(
+            self.cluster.chip, self.measured, kernel=self.software.attention_kernel, share=self.measured_share
+        )
+
+    @cached_property
+    def network(self) -> Network:
+        return network(self.cluster)

@@ -1,0 +1,248 @@
+"""Compute: seconds that one device spends on a layer, or on the two ends of the model, for one micro-batch.
+
+Operations, their FLOPs and bytes come from spec; each is cut by the layout and priced on the chip's curves: products by
+size and number format, attention by head dim and length, the rest by the bytes it moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from armillary.planning.case import TrainCase
+from armillary.planning.cuts import LOW_PRECISION_NEVER, Product, cut_of, product, share
+from armillary.planning.efficiency import FORMATS
+from armillary.planning.layouts import PRECISIONS, Array, Ints, Layouts
+from armillary.spec.model import LayerKind
+from armillary.spec.ops import Op
+from armillary.spec.sublayers import Batch, Piece, attention_shape
+from armillary.spec.workload import embedding_pieces, head_pieces, layer_pieces, make_batch
+
+APART = 1.8
+"""time of routed products and passes that are kernels of their own, over fused ones: sorting, padding, uneven rows"""
+PASSES, EAGER_PASSES = 1.6, 2.2
+"""bytes that real layers move over what is compulsory: casts, transposes and sums that nobody fused; more where norms
+and activation functions are not kernels of their own"""
+BF16 = PRECISIONS.index("bf16")
+WIDE = np.array([name in ("fp32", "tf32") for name in PRECISIONS])
+"""by code of precision: activations are 4 bytes"""
+NARROW = np.array([name in ("fp8", "mxfp8", "nvfp4") for name in PRECISIONS])
+"""by code of precision: products run on 8 or 4 bits"""
+SIZES = np.array([FORMATS[name][1] for name in PRECISIONS])
+"""by code of precision: bytes of an operand"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Seconds of one micro-batch on one device, by what they are spent on, and kernels launched."""
+
+    gemm_forward: Array
+    """matrix products of the forward pass"""
+    gemm_backward: Array
+    """of the backward pass: two a product"""
+    attention_forward: Array
+    """attention of the forward pass"""
+    attention_backward: Array
+    """of the backward pass"""
+    memory_forward: Array
+    """norms, activations, rotations, routing, casts: bound by memory"""
+    memory_backward: Array
+    """of the backward pass"""
+    again_selective: Array
+    """what selective recomputation repeats"""
+    kernels_forward: Array
+    """kernels launched"""
+    kernels_backward: Array
+    """kernels launched"""
+    tp_products: Array
+    """seconds of the products beside which tensor-parallel exchanges can run, both passes"""
+
+    @property
+    def forward(self) -> Array:
+        return self.gemm_forward + self.attention_forward + self.memory_forward
+
+    @property
+    def backward(self) -> Array:
+        return self.gemm_backward + self.attention_backward + self.memory_backward
+
+    def scaled(self, times: Array | float) -> Work:
+        return Work(**{field.name: getattr(self, field.name) * times for field in fields(self)})
+
+    def plus(self, other: Work) -> Work:
+        return Work(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
+
+
+def nothing(count: int) -> Work:
+    return Work(**{field.name: np.zeros(count) for field in fields(Work)})
+
+
+def layer_work(case: TrainCase, kind: LayerKind, layouts: Layouts) -> Work:
+    """One layer of `kind`, for every layout."""
+    return _by_batch(case, layouts, lambda batch: layer_pieces(case.model, kind, batch), kind)
+
+
+def ends_work(case: TrainCase, layouts: Layouts) -> tuple[Work, Work]:
+    """(embedding, output projection with loss)."""
+    first = _by_batch(case, layouts, lambda batch: embedding_pieces(case.model, batch), None)
+    last = _by_batch(case, layouts, lambda batch: head_pieces(case.model, batch, loss=True), None)
+    return first, last.scaled(1.0 + case.extra_heads)
+
+
+def _by_batch(case: TrainCase, layouts: Layouts, make, kind: LayerKind | None) -> Work:  # type: ignore[no-untyped-def]
+    """Pieces are made once a micro-batch size and width of numbers, and cut for all layouts that share them."""
+    total = nothing(len(layouts))
+    wide = WIDE[layouts.precision]
+    keys = layouts.micro_batch * 2 + wide
+    for key in np.unique(keys):
+        index = np.nonzero(keys == key)[0]
+        dtype = "fp32" if key % 2 else "bf16"
+        batch = make_batch([case.sequence] * int(key // 2), dtype=dtype, flash=case.flash)
+        found = _pieces_work(case, make(batch), layouts.take(index), batch, kind)
+        for field in fields(Work):
+            getattr(total, field.name)[index] = getattr(found, field.name)
+    return total
+
+
+def _pieces_work(
+    case: TrainCase, pieces: Sequence[Piece], layouts: Layouts, batch: Batch, kind: LayerKind | None
+) -> Work:
+    work = nothing(len(layouts))
+    for piece in pieces:
+        if piece.forward.kind == "matmul":
+            work = work.plus(_matmul(case, piece, layouts))
+        elif piece.forward.kind == "attention":
+            assert kind is not None
+            work = work.plus(_attention(case, piece, layouts, batch, kind))
+        else:
+            work = work.plus(_memory(case, piece, layouts))
+    return work
+
+
+# --- products
+
+
+def _matmul(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
+    """Forward [m, n, k], dX [m, k, n], dW [k, n, m]; in 8 or 4 bits the operands are cast first, both ways round."""
+    op, software = piece.forward, case.software
+    experts = case.model.moe.num_experts if case.model.moe else 0
+    mine = product(op, layouts, experts)
+    precision = np.where(NARROW[layouts.precision], BF16, layouts.precision) if op.name in LOW_PRECISION_NEVER \
+        else layouts.precision  # fmt: skip
+    apart = cut_of(op.name) == "experts" and not software.fused_experts
+    forward = product_s(case, precision, mine.groups, mine.m, mine.n, mine.k, apart=apart)
+    dx = product_s(case, precision, mine.groups, mine.m, mine.k, mine.n, apart=apart)
+    dw = product_s(case, precision, mine.groups, mine.k, mine.n, mine.m, apart=apart)
+    if case.lora is not None:
+        dw = np.zeros_like(dw)
+    casts_f, casts_b = _casts(case, precision, mine)
+    launches = mine.groups if apart else np.ones(len(layouts))
+    slower = software.experts * APART if apart else 1.0
+    narrow = NARROW[precision]
+    zero = np.zeros(len(layouts))
+    return Work(
+        gemm_forward=forward * software.gemm * slower,
+        gemm_backward=(dx + dw) * software.gemm * slower,
+        attention_forward=zero,
+        attention_backward=zero,
+        memory_forward=casts_f * software.memory * slower,
+        memory_backward=casts_b * software.memory * slower,
+        again_selective=zero,
+        kernels_forward=launches * (1 + 2 * narrow),
+        kernels_backward=launches * (2 + 2 * narrow),
+        tp_products=(forward + dx + dw) * software.gemm * (cut_of(op.name) in ("column", "row")),
+    )
+
+
+def product_s(
+    case: TrainCase, precision: Ints, groups: Array, m: Array, n: Array, k: Array, *, apart: bool = False
+) -> Array:
+    """max(FLOPs / reached rate, bytes / bandwidth) + a kernel; `apart`: each group is a kernel of its own, whose last
+    wave is as empty as if it were alone."""
+    curves = case.curves
+    size = SIZES[precision]
+    together = np.ones_like(groups) if apart else groups
+    flops_s = 2 * groups * m * n * k / curves.gemm_flops(precision, m, n, k, together)
+    bytes_s = groups * (m * k * size + k * n * size + m * n * 2) / curves.bytes_per_s
+    seconds: Array = np.maximum(flops_s, bytes_s) + curves.kernel_s * groups / together
+    return seconds
+
+
+def _casts(case: TrainCase, precision: Ints, mine: Product) -> tuple[Array, Array]:
+    """Input read once in bf16 and written in the narrow format for the forward product and, transposed, for dW; the
+    output's gradient likewise."""
+    size = SIZES[precision]
+    narrow = NARROW[precision]
+    moved = np.where(narrow, 2 + 2 * size, 0.0)
+    forward = case.curves.pass_s(mine.groups * mine.m * mine.k * moved)
+    backward = case.curves.pass_s(mine.groups * mine.m * mine.n * moved)
+    return forward, backward
+
+
+# --- attention and the rest
+
+
+def _attention(case: TrainCase, piece: Piece, layouts: Layouts, batch: Batch, kind: LayerKind) -> Work:
+    """Fused: FLOPs over what attention reaches. Unfused: two products with the scores written and read between."""
+    mine, software, curves = share("heads", layouts), case.software, case.curves
+    shape = attention_shape(case.model, kind)
+    dim = (shape.qk_dim + shape.v_dim) / 2
+    zero = np.zeros(len(layouts))
+    back = piece.backward[0]
+    if batch.flash:
+        keys = _mean_keys(case, kind)
+        forward = piece.forward.flops * mine / curves.attention_flops(keys, dim, backward=False) + curves.kernel_s
+        backward = back.flops * mine / curves.attention_flops(keys, dim, backward=True) + curves.kernel_s
+        again, kernels = zero, 1.0
+    else:
+        rows = np.full(len(layouts), float(case.sequence))
+        rate = curves.gemm_flops(layouts.precision, rows, rows, np.full(len(layouts), dim), shape.heads / layouts.tp)
+        forward = piece.forward.flops * mine / rate + curves.pass_s(piece.forward.bytes * mine)
+        backward = back.flops * mine / rate + curves.pass_s(back.bytes * mine)
+        again, kernels = forward, 4.0
+    return Work(
+        gemm_forward=zero,
+        gemm_backward=zero,
+        attention_forward=forward * software.attention,
+        attention_backward=backward * software.attention,
+        memory_forward=zero,
+        memory_backward=zero,
+        again_selective=again * software.attention,
+        kernels_forward=zero + kernels,
+        kernels_backward=zero + kernels,
+        tp_products=zero,
+    )
+
+
+def _mean_keys(case: TrainCase, kind: LayerKind) -> float:
+    """Keys a query block meets, which its efficiency depends on: the sequence, or the window."""
+    limited = kind.attention in ("sliding", "chunked") and case.model.window
+    return float(min(case.sequence, case.model.window or 0) if limited else case.sequence)
+
+
+def _memory(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
+    cut, software = cut_of(piece.forward.name), case.software
+    mine = share(cut, layouts)
+    times = software.memory * (software.experts * APART if cut == "experts" and not software.fused_experts else 1.0)
+    forward = _pass(case, piece.forward, mine) * times
+    backward = sum((_pass(case, op, mine) for op in piece.backward), np.zeros(len(layouts))) * times
+    cheap = piece.forward.kind in ("norm", "elementwise") and case.flash
+    zero = np.zeros(len(layouts))
+    return Work(
+        gemm_forward=zero,
+        gemm_backward=zero,
+        attention_forward=zero,
+        attention_backward=zero,
+        memory_forward=forward,
+        memory_backward=backward,
+        again_selective=forward * cheap,
+        kernels_forward=zero + 1,
+        kernels_backward=zero + len(piece.backward),
+        tp_products=zero,
+    )
+
+
+def _pass(case: TrainCase, op: Op, mine: Array) -> Array:
+    passes = PASSES if case.software.fused_layers else EAGER_PASSES
+    return case.curves.pass_s(op.bytes * mine * passes)

@@ -1,0 +1,170 @@
+"""Efficiency curves: how fast a chip really runs a product of some size, attention, and passes over memory.
+
+One number a machine would hide what matters: a short summed dim, a half-filled last wave and a small array each cost.
+The curves of a generation are in efficiency.toml; where this very device was measured, its ceilings replace them.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from armillary.errors import BadInput
+from armillary.planning.layouts import PRECISIONS, Array, Ints
+from armillary.spec.hardware import Chip
+from armillary.store.peaks import Peaks
+
+TILE = 128 * 256
+"""outputs of one thread block of a large product (cuBLAS and CUTLASS on Ampere and later)"""
+HEAD_DIM, SEQUENCE = 24, 300
+"""head dim and keys at which attention loses half its speed, against long ones (FlashAttention-2, figures 4 to 6)"""
+FORMATS: Mapping[str, tuple[str, float]] = {
+    "fp32": ("fp32", 4), "tf32": ("tf32", 4), "bf16": ("bf16", 2), "fp16": ("fp16", 2), "fp8": ("fp8", 1),
+    "mxfp8": ("fp8", 1.03), "nvfp4": ("fp4", 0.56),
+}  # fmt: skip
+"""precision -> (dtype whose peak counts, bytes an element with its share of the scales)"""
+_STAND_INS = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "fp32": "tf32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """What one chip reaches."""
+
+    generation: str
+    """section of efficiency.toml"""
+    source: str
+    """'catalogue', or the device and day of the measurement"""
+    peaks: Mapping[str, float]
+    """precision -> dense peak, FLOP/s"""
+    reached: Mapping[str, float]
+    """precision -> FLOP/s of the largest products"""
+    gemm_k: float
+    """summed dim at which half is lost, for bf16"""
+    gemm_waves: float
+    """waves at which half is lost"""
+    num_sms: int
+    """multiprocessors"""
+    attention_forward: float
+    """FLOP/s of fused attention, long sequences, head dim 128"""
+    attention_backward: float
+    """the same of its backward"""
+    bytes_per_s: float
+    """of long passes over device memory"""
+    kernel_s: float
+    """cost of a kernel beside its work"""
+    launch_s: float
+    """cost of an eager launch on the host"""
+
+    def gemm_flops(self, precision: Ints, m: Array, n: Array, k: Array, groups: Array | float = 1.0) -> Array:
+        """reached · k/(k + k½·speed) · w/(w + w½): w = groups·⌈m·n⌉ tiles over the multiprocessors."""
+        reached = np.array([self.reached[name] for name in PRECISIONS])[precision]
+        speed = np.array([max(1.0, self.peaks[name] / self.peaks["bf16"]) for name in PRECISIONS])[precision]
+        waves = np.maximum(groups * m * n / (TILE * self.num_sms), 1e-9)
+        flops: Array = reached * k / (k + self.gemm_k * speed) * waves / (waves + self.gemm_waves)
+        return flops
+
+    def attention_flops(self, keys: Array | float, head_dim: float, *, backward: bool) -> Array:
+        """reached · s/(s + s½) · the head dim's share against 128."""
+        best = self.attention_backward if backward else self.attention_forward
+        dim = head_dim / (head_dim + HEAD_DIM) * (128 + HEAD_DIM) / 128
+        keys = np.asarray(keys, dtype=float)
+        flops: Array = best * min(dim, 1.05) * keys / (keys + SEQUENCE)
+        return flops
+
+    def pass_s(self, num_bytes: Array) -> Array:
+        """Seconds of one pass over memory: bytes / bandwidth + what a kernel costs."""
+        seconds: Array = np.where(num_bytes > 0, num_bytes / self.bytes_per_s + self.kernel_s, 0.0)
+        return seconds
+
+
+def curves(
+    chip: Chip, measured: Peaks | None = None, *, kernel: str = "attention", share: float = 1.0
+) -> Curves:
+    """The curves of a chip; `measured` ceilings of this very device replace what they cover. `kernel` names the fused
+    attention: the generation's own, or flash_2. `share` is what one device has of what was measured."""
+    peaks = _peaks(chip, measured, share)
+    if not peaks or not (chip.memory_bytes_per_s or measured):
+        raise BadInput(f"nothing is known of the speed of {chip.title}; run armillary bench ceilings on it, "
+                       "or name another chip with --on")  # fmt: skip
+    generation, table = _generation(chip)
+    by_precision = {name: _peak_of(peaks, dtype) for name, (dtype, _) in FORMATS.items()}
+    shares: Mapping[str, float] = table["gemm"]
+    reached = {name: by_precision[name] * _share(shares, name, dtype) for name, (dtype, _) in FORMATS.items()}
+    found = Curves(
+        generation=generation,
+        source="catalogue",
+        peaks=by_precision,
+        reached=reached,
+        gemm_k=table["gemm_k"],
+        gemm_waves=table["gemm_waves"],
+        num_sms=chip.num_sms or 100,
+        attention_forward=by_precision["bf16"] * table[kernel]["forward"],
+        attention_backward=by_precision["bf16"] * table[kernel]["backward"],
+        bytes_per_s=(chip.memory_bytes_per_s or 0.0) * table["memory"],
+        kernel_s=table["kernel_s"],
+        launch_s=table["launch_s"],
+    )
+    return with_measured(found, measured, share) if measured else found
+
+
+def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves:
+    """Ceilings of `armillary bench` in place of the catalogue's: products (sustained where known), copies, launches."""
+    reached = dict(curves.reached)
+    for name, (dtype, _) in FORMATS.items():
+        best = measured.best_gemm(dtype)
+        if best:
+            reached[name] = (_sustained(measured, dtype) or best) * share
+    launches = [float(point["seconds"]) for point in measured.points.get("launch", ()) if not point.get("graph")]
+    return replace(
+        curves,
+        source=f"{measured.device}, measured {measured.date}",
+        reached=reached,
+        bytes_per_s=(measured.best_copy() or 0.0) * share or curves.bytes_per_s,
+        launch_s=min(launches, default=curves.launch_s),
+    )
+
+
+def _sustained(measured: Peaks, dtype: str) -> float | None:
+    """The best rate without rests, where it was kept beside the burst."""
+    rates = [point.get("beside", {}).get("sustained_flops") or point.get("sustained_flops")
+             for point in measured.points.get("gemm", ()) if point.get("dtype") == dtype]  # fmt: skip
+    return max((float(rate) for rate in rates if rate), default=None)
+
+
+def _peaks(chip: Chip, measured: Peaks | None, share: float) -> dict[str, float]:
+    """Dense peaks by dtype; where the catalogue has none, the best that was measured."""
+    if chip.flops:
+        return dict(chip.flops)
+    dtypes = {str(point["dtype"]) for point in measured.points.get("gemm", ())} if measured else set()
+    return {dtype: best * share for dtype in dtypes if measured and (best := measured.best_gemm(dtype))}
+
+
+def _peak_of(peaks: Mapping[str, float], dtype: str) -> float:
+    """The peak of a dtype, or of the nearest format the chip computes it in."""
+    seen: set[str] = set()
+    while dtype not in peaks and dtype in _STAND_INS and dtype not in seen:
+        seen.add(dtype)
+        dtype = _STAND_INS[dtype]
+    return peaks.get(dtype) or max(peaks.values())
+
+
+def _share(shares: Mapping[str, float], precision: str, dtype: str) -> float:
+    return shares.get(precision) or shares.get(dtype) or shares["bf16"]
+
+
+@cache
+def _table() -> dict[str, Any]:
+    with (Path(__file__).parent / "efficiency.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+def _generation(chip: Chip) -> tuple[str, dict[str, Any]]:
+    sections = ((name, section) for name, section in _table().items() if isinstance(section, dict))
+    return next(((name, section) for name, section in sections if chip.name in section["chips"]),
+                ("default", _table()["default"]))  # fmt: skip

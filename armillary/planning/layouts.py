@@ -1,0 +1,169 @@
+"""Layouts: many layouts side by side, one array a field, so that one formula prices one layout or a million.
+
+A single layout is an array of one. Number formats beyond spec.Layout's (mxfp8, nvfp4) exist here for published runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias, TypeVar, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from armillary.errors import BadInput
+from armillary.spec.layout import Layout, Precision, Recompute, Schedule
+
+Array: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+RECOMPUTES: tuple[str, ...] = get_args(Recompute)
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+OFFLOADS = ("none", "optimizer", "activations", "both", "nvme")
+NONE, SELECTIVE, FULL = 0, 1, 2
+"""codes of RECOMPUTES"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """Fields of spec.Layout as arrays of equal length; names are codes into the tuples above."""
+
+    dp: Ints
+    """data-parallel ranks"""
+    zero: Ints
+    """0 nothing shared out, 1 optimiser states, 2 and gradients, 3 and weights"""
+    shard: Ints
+    """dp ranks that share one copy"""
+    tp: Ints
+    """tensor-parallel ranks"""
+    sequence_parallel: Bools
+    """tp ranks split the tokens between the cut parts"""
+    pp: Ints
+    """pipeline stages"""
+    interleave: Ints
+    """chunks of layers a stage holds"""
+    schedule: Ints
+    """code of SCHEDULES"""
+    cp: Ints
+    """context-parallel ranks"""
+    ep: Ints
+    """expert-parallel ranks"""
+    micro_batch: Ints
+    """sequences a rank runs at once"""
+    recompute: Ints
+    """code of RECOMPUTES"""
+    recompute_every: Ints
+    """one layer in this many is recomputed"""
+    precision: Ints
+    """code of PRECISIONS"""
+    offload: Ints
+    """code of OFFLOADS"""
+    bucket_bytes: Ints
+    """gradients sent together"""
+
+    def __len__(self) -> int:
+        return len(self.dp)
+
+    @property
+    def num_devices(self) -> Ints:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def shard_size(self) -> Ints:
+        """dp ranks that share one copy of what `zero` shares out; 1 where nothing is shared."""
+        return np.where(self.zero > 0, self.shard, 1)
+
+    @property
+    def expert_tp(self) -> Ints:
+        """Into how many pieces tp cuts each expert: not at all where ep spreads over tp ranks too."""
+        return np.where((self.dp * self.cp) % self.ep == 0, self.tp, 1)
+
+    @property
+    def stream_tp(self) -> Ints:
+        """Ranks that share the rows of the residual stream."""
+        return np.where(self.sequence_parallel, self.tp, 1)
+
+    def take(self, index: Any) -> Layouts:
+        """The layouts at `index` (an array of positions or a mask)."""
+        return taken(self, index)
+
+    def layout(self, i: int) -> Layout:
+        """One of them as a spec.Layout; a number format it has no name for becomes fp8."""
+        name = PRECISIONS[int(self.precision[i])]
+        whole = int(self.shard[i]) in (int(self.dp[i]), 1) or int(self.zero[i]) == 0
+        values: dict[str, Any] = {key: int(getattr(self, key)[i]) for key in _INTS}
+        return Layout(
+            **values,
+            shard=None if whole else int(self.shard[i]),
+            sequence_parallel=bool(self.sequence_parallel[i]),
+            schedule=SCHEDULES[int(self.schedule[i])],  # type: ignore[arg-type]
+            recompute=RECOMPUTES[int(self.recompute[i])],  # type: ignore[arg-type]
+            precision=name if name in get_args(Precision) else "fp8",  # type: ignore[arg-type]
+            offload=OFFLOADS[int(self.offload[i])],  # type: ignore[arg-type]
+        )
+
+
+_INTS = ("dp", "zero", "tp", "pp", "interleave", "cp", "ep", "micro_batch", "recompute_every", "bucket_bytes")
+
+
+Table = TypeVar("Table")
+
+
+def taken(table: Table, index: Any) -> Table:
+    """A dataclass of arrays (of such dataclasses, and of dicts of them) at some positions."""
+    values = {field.name: _taken(getattr(table, field.name), index) for field in fields(table)}  # type: ignore[arg-type]
+    return type(table)(**values)
+
+
+def _taken(value: Any, index: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value[index]
+    if isinstance(value, dict):
+        return {key: taken(part, index) for key, part in value.items()}
+    return taken(value, index)
+
+
+def of(layouts: Sequence[Layout], precision: str | None = None) -> Layouts:
+    """Layouts as arrays; `precision` overrides theirs with a name of PRECISIONS."""
+    if not layouts:
+        raise BadInput("no layout to price; give at least one")
+    columns: dict[str, Any] = {name: _ints([getattr(layout, name) for layout in layouts]) for name in _INTS}
+    return Layouts(
+        **columns,
+        shard=_ints([layout.shard or layout.dp for layout in layouts]),
+        sequence_parallel=np.array([layout.sequence_parallel for layout in layouts]),
+        schedule=_ints([SCHEDULES.index(layout.schedule) for layout in layouts]),
+        recompute=_ints([RECOMPUTES.index(layout.recompute) for layout in layouts]),
+        precision=_ints([PRECISIONS.index(precision or layout.precision) for layout in layouts]),
+        offload=_ints([OFFLOADS.index(layout.offload) for layout in layouts]),
+    )
+
+
+def grid(**columns: npt.ArrayLike) -> Layouts:
+    """Layouts from columns that broadcast against each other; what is left out has spec.Layout's default."""
+    default = of([Layout()])
+    given = {name: np.asarray(column) for name, column in columns.items()}
+    shape = np.broadcast_shapes((1,), *(column.shape for column in given.values()))
+    filled = {field.name: np.broadcast_to(given.get(field.name, getattr(default, field.name)), shape)
+              for field in fields(Layouts)}  # fmt: skip
+    if "shard" not in given:
+        filled["shard"] = filled["dp"]
+    return Layouts(**filled)
+
+
+def joined(first: Layouts, second: Layouts) -> Layouts:
+    """Both, one after the other."""
+    pairs = ((field.name, getattr(first, field.name), getattr(second, field.name)) for field in fields(Layouts))
+    return Layouts(**{name: np.concatenate([a, b]) for name, a, b in pairs})
+
+
+def with_field(layouts: Layouts, **columns: Any) -> Layouts:
+    """The same with some columns replaced."""
+    return replace(layouts, **columns)
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, dtype=np.int64)

@@ -1,0 +1,123 @@
+"""A question to the planner: a recipe with its model and devices resolved, as a case to be priced.
+
+What a recipe leaves out is derived here and noted, so that every verb answers the same question alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import log2
+
+from armillary.errors import BadInput
+from armillary.planning.case import TrainCase
+from armillary.planning.measured import measured_peaks
+from armillary.spec import catalogue
+from armillary.spec.hardware import Chip, Cluster, Tier
+from armillary.spec.layout import Layout
+from armillary.spec.model import ModelConfig
+from armillary.spec.recipe import Recipe
+from armillary.store.home import Home
+from armillary.store.peaks import Peaks
+
+USUAL_BATCH = 4_194_304
+"""tokens of a step where nobody says: as Llama 2 and OLMo trained"""
+USUAL_SEQUENCE = 4096
+SNAP = 0.05
+"""a batch may be moved by this share to one that divides well"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked."""
+
+    recipe: Recipe
+    """overrides applied"""
+    model: ModelConfig
+    """its shape"""
+    case: TrainCase
+    """what is priced"""
+    notes: tuple[str, ...] = ()
+    """what was assumed"""
+
+    @property
+    def layout(self) -> Layout:
+        return self.recipe.layout
+
+
+def question(recipe: Recipe, model: ModelConfig, cluster: Cluster, home: Home) -> Question:
+    """The recipe's training job on its cluster, with the ceilings of this device where there are any."""
+    job = recipe.train
+    cluster, measured, share, notes = _devices(cluster, recipe.layout, home)
+    case = TrainCase(
+        model=model, cluster=cluster, sequence=job.sequence, batch_tokens=job.batch_tokens, measured=measured,
+        measured_share=share, loss_chunk=job.chunk_tokens(model.vocab),
+    )  # fmt: skip
+    return Question(recipe=recipe, model=model, case=case, notes=notes)
+
+
+def _devices(
+    cluster: Cluster, layout: Layout, home: Home
+) -> tuple[Cluster, Peaks | None, float, tuple[str, ...]]:
+    if cluster.chip.kind == "cpu" and cluster.name == "here":
+        return _processor(cluster, layout.num_devices, home)
+    measured = measured_peaks(home, cluster.chip)
+    unknown = [tier.link.title for tier in cluster.tiers if tier.link.bytes_per_s is None]
+    notes = tuple(f"the speed of {title} is not known: armillary bench collectives measures it" for title in unknown)
+    return cluster, measured, 1.0, notes
+
+
+def _processor(
+    cluster: Cluster, processes: int, home: Home
+) -> tuple[Cluster, Peaks | None, float, tuple[str, ...]]:
+    """A processor's cores work together for one process; several processes share them evenly."""
+    from armillary.profiling.device_name import device_name
+
+    cores = cluster.num_devices
+    measured = measured_peaks(home, cluster.chip, device_name("cpu"))
+    chip = cluster.chip
+    notes: tuple[str, ...] = ()
+    if measured is None:
+        chip = _like_the_catalogue(chip, cores)
+        notes = ("this processor was not measured: the catalogue's stands in; armillary bench ceilings measures it",)
+    memory = (cluster.chip.memory_bytes or 0.0) * cores / max(processes, 1)
+    scaled = {dtype: flops / max(processes, 1) for dtype, flops in chip.flops.items()}
+    bandwidth = chip.memory_bytes_per_s / max(processes, 1) if chip.memory_bytes_per_s else None
+    part = replace(chip, memory_bytes=memory, flops=scaled, memory_bytes_per_s=bandwidth,
+                   title=f"{cores} × {cluster.chip.title}")  # fmt: skip
+    link = cluster.tiers[0].link if cluster.tiers else catalogue.link("pcie4-x16")
+    tiers = (Tier(link=link, count=processes),) if processes > 1 else ()
+    return Cluster(name="here", chip=part, tiers=tiers), measured, 1 / max(processes, 1), notes
+
+
+def _like_the_catalogue(chip: Chip, cores: int) -> Chip:
+    """The catalogue's server processor, as many cores of it."""
+    known = catalogue.chip("cpu")
+    share = cores / (known.num_sms or cores)
+    bandwidth = known.memory_bytes_per_s * min(1.0, share) if known.memory_bytes_per_s else None
+    return replace(chip, flops={dtype: flops * share for dtype, flops in known.flops.items()},
+                   memory_bytes_per_s=bandwidth, num_sms=1)  # fmt: skip
+
+
+# --- what nobody said
+
+
+def usual_sequence(model: ModelConfig) -> int:
+    return min(model.context, USUAL_SEQUENCE)
+
+
+def dividing_batch(wanted: int | None, sequence: int, devices: int) -> tuple[int, str]:
+    """(tokens of a step, what to note): near `wanted`, as many sequences as divide well over axes of two."""
+    asked = wanted if wanted is not None else max(USUAL_BATCH, sequence * devices)
+    if asked < sequence:
+        raise BadInput(f"a batch of {asked} tokens is less than one sequence of {sequence}; "
+                       f"try --batch-tokens {sequence}")  # fmt: skip
+    target = asked / sequence
+    low, high = max(1, round(target * (1 - SNAP))), max(1, round(target * (1 + SNAP)))
+    power = 2 ** int(log2(high))
+    while not any(n % power == 0 for n in (low, high, high - high % power) if low <= n <= high):
+        power //= 2
+    near = min((n for n in range(low, high + 1) if n % power == 0), key=lambda n: abs(n - target))
+    batch = near * sequence
+    if wanted is None:
+        return batch, f"a batch of {batch:,} tokens was assumed; --batch-tokens says otherwise"
+    return batch, "" if batch == wanted else f"the batch was taken as {near:,} sequences = {batch:,} tokens"

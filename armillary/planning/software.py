@@ -1,0 +1,127 @@
+"""Software: what a framework does beside the physics, as settings that are facts and at most two fitted numbers.
+
+Physics alone has no fitted number. The declared ones are in frameworks.toml with their date and how they are fitted.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from armillary.errors import BadInput
+
+PARAMETERS = ("gemm", "attention", "memory", "communication", "host", "experts")
+"""times that a framework's fitted numbers may multiply"""
+MOST_PARAMETERS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """A framework as the planner sees it."""
+
+    name: str = "physics"
+    """what it is called"""
+    gemm: float = 1.0
+    """time of matrix products, times this"""
+    attention: float = 1.0
+    """time of attention, times this"""
+    memory: float = 1.0
+    """time of passes over memory, times this (unfused operations)"""
+    communication: float = 1.0
+    """time of collectives, times this"""
+    host: float = 1.0
+    """time of launches on the host, times this"""
+    experts: float = 1.0
+    """time of routed products and the passes around them, times this, where no fused kernel does them"""
+    attention_kernel: str = "attention"
+    """fused attention: 'attention', the chip generation's own, or 'flash_2'"""
+    flat_gathers: bool = False
+    """sharded weights reach every rank over its own network link, nothing passed on inside a node (DeepSpeed ZeRO-3)"""
+    tp_overlap: bool = False
+    """tensor-parallel exchanges run beside the products they feed, in pieces"""
+    dp_overlap: bool = True
+    """gradients are sent while the backward pass goes on, gathered weights come ahead of it"""
+    pp_overlap: bool = True
+    """an interleaved pipeline sends while it computes"""
+    ep_overlap: bool = True
+    """an interleaved pipeline runs experts' exchanges beside another micro-batch"""
+    fused_experts: bool = False
+    """the experts of a device are one kernel with what surrounds them, rather than a product each"""
+    flex_dispatch: bool = True
+    """rows are sent once a node and without waiting for the host (DeepEP, HybridEP), not by a plain all-to-all"""
+    graphs: bool = False
+    """kernels are launched from CUDA graphs"""
+    fused_layers: bool = False
+    """norms and activation functions are fused kernels that keep only their 16-bit inputs"""
+    grad_bytes: float = 4.0
+    """bytes of one gradient on the wire"""
+    summed_bytes: float = 2.0
+    """bytes of one gradient at rest"""
+
+    def with_numbers(self, numbers: Mapping[str, float]) -> Software:
+        """The same settings with these fitted numbers and no others."""
+        changes: dict[str, Any] = dict.fromkeys(PARAMETERS, 1.0) | dict(numbers)
+        return replace(self, **changes)
+
+    @property
+    def fitted(self) -> dict[str, float]:
+        """The declared numbers that are not 1."""
+        return {name: getattr(self, name) for name in PARAMETERS if getattr(self, name) != 1.0}
+
+
+PHYSICS = Software()
+
+
+def software(framework: str, *, chip: str = "", fitted: bool = True) -> Software:
+    """The declared framework whose name `framework` starts with, as of the release that follows it; physics for any
+    other. `fitted=False` keeps its settings and sets its fitted numbers to 1."""
+    name, _, release = framework.strip().partition(" ")
+    found = next((known for known in _table() if known.lower() == name.lower()), None)
+    if found is None:
+        return replace(PHYSICS, name=framework or "physics")
+    declared = replace(_declared(found), **_since(found, release, chip))
+    return declared if fitted else declared.with_numbers({})
+
+
+def declared() -> dict[str, Software]:
+    """Every framework of frameworks.toml."""
+    return {name: _declared(name) for name in _table()}
+
+
+def _since(name: str, release: str, chip: str) -> dict[str, Any]:
+    """Settings that came with this release or an earlier one, on this chip."""
+    settings: dict[str, Any] = {}
+    for change in _table()[name].get("since", ()):
+        if _numbers(release) >= _numbers(change["release"]) and chip in change.get("chips", [chip]):
+            settings |= {key: value for key, value in change.items() if key in _SETTINGS}
+    return settings
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """'26.02.01' -> (26, 2, 1); without digits it counts as the newest."""
+    return tuple(int(part) for part in re.findall(r"\d+", release)) or (9999,)
+
+
+@cache
+def _declared(name: str) -> Software:
+    table = _table()[name]
+    numbers: Mapping[str, float] = table.get("fitted", {})
+    if len(numbers) > MOST_PARAMETERS or not set(numbers) <= set(PARAMETERS):
+        raise BadInput(f"{name} declares {sorted(numbers)}; at most {MOST_PARAMETERS} of {', '.join(PARAMETERS)}")
+    settings: dict[str, Any] = {key: value for key, value in table.items() if key in _SETTINGS}
+    return Software(name=name, **settings).with_numbers(numbers)
+
+
+_SETTINGS = {field.name for field in fields(Software)} - {"name", *PARAMETERS}
+
+
+@cache
+def _table() -> dict[str, Any]:
+    with (Path(__file__).parent / "frameworks.toml").open("rb") as file:
+        sections = tomllib.load(file)
+    return {name: section for name, section in sections.items() if isinstance(section, dict)}

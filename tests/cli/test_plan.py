@@ -1,0 +1,146 @@
+"""`armillary plan`: one plan, searches, explanations and tables, for people, JSON and quiet; nonsense in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from armillary.spec.plan import Plan
+from armillary.store.home import Home
+from armillary.store.peaks import new_peaks, save_peaks
+
+Cli = Callable[..., Any]
+SMALL = ("--model", "llama-3-8b", "--on", "h100x8")
+FIXTURE = Path(__file__).parents[1] / "planning" / "published_training_40.csv"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        '[model]\nname = "llama-3-8b"\n[hardware]\non = "h100x16"\n[layout]\ndp = 16\nzero = 3\n'
+        "[train]\nsequence = 4096\nbatch_tokens = 2_097_152\nsteps = 500\n"
+    )
+    return path
+
+
+# --- one plan
+
+
+def test_a_model_on_devices_gets_the_best_layout(cli: Cli) -> None:
+    out = cli("plan", *SMALL).out
+    for word in ("memory / device", "fits", "step", "tokens/s/device", "limit next", "cost", "the quickest of"):
+        assert word in out
+    found = cli("plan", *SMALL, "--json").json
+    plan = Plan.from_dict(found["plan"])
+    gauges = plan.predicted
+    assert found["fits"] and plan.layout.num_devices == 8
+    terms = ("compute_s", "comm_exposed_s", "bubble_s", "overhead_s")
+    assert sum(gauges[name] for name in terms) == pytest.approx(gauges["step_s"])
+    parts = [value for name, value in gauges.items() if name.startswith("memory_") and name != "memory_peak_bytes"]
+    assert sum(parts) == pytest.approx(gauges["memory_peak_bytes"])
+    assert float(cli("plan", *SMALL, "-q").out) == pytest.approx(gauges["step_s"], rel=1e-4)
+
+
+def test_a_recipe_is_planned_as_it_stands(cli: Cli, recipe: Path) -> None:
+    found = cli("plan", str(recipe), "--json").json
+    assert found["plan"]["layout"]["dp"] == 16 and found["plan"]["train"]["steps"] == 500
+    other = cli("plan", str(recipe), "--set", "layout.recompute=full", "--json").json
+    before, after = found["plan"]["predicted"], other["plan"]["predicted"]
+    assert after["step_s"] > before["step_s"]
+    assert after["memory_activations_bytes"] < before["memory_activations_bytes"]
+
+
+def test_what_does_not_fit_names_the_smallest_change(cli: Cli, recipe: Path) -> None:
+    ran = cli("plan", str(recipe), "--set", "layout.zero=0")
+    assert ran.code == 0 and "does not fit" in ran.out and "try --set layout." in ran.out
+    found = cli("plan", str(recipe), "--set", "layout.zero=0", "--json").json
+    assert not found["fits"]
+    change = found["remedy"].split("try ")[1].split(" (")[0].split()[1::2]
+    flags = [word for one in change for word in ("--set", one)]
+    assert cli("plan", str(recipe), "--set", "layout.zero=0", *flags, "--json").json["fits"]
+
+
+def test_ceilings_measured_on_the_chip_are_used(cli: Cli, home: Home) -> None:
+    peaks = new_peaks("NVIDIA H100 80GB HBM3")
+    peaks = peaks.with_points("gemm", [{"m": 8192, "n": 8192, "k": 8192, "dtype": "bf16", "flops": 2e14}])
+    before = float(cli("plan", *SMALL, "--set", "layout.dp=8", "-q").out)
+    save_peaks(home, peaks.with_points("copy", [{"bytes": 2**30, "bytes_per_s": 1e12}]))
+    assert "measured" in cli("plan", *SMALL, "--set", "layout.dp=8").out
+    assert float(cli("plan", *SMALL, "--set", "layout.dp=8", "-q").out) > 1.5 * before
+
+
+def test_this_machine_can_be_planned_for(cli: Cli) -> None:
+    ran = cli("plan", "--model", "armillary-2m", "--on", "here", "--sequence", "128", "--batch-tokens", "1024")
+    assert ran.code == 0 and "armillary-2m" in ran.out
+
+
+# --- search, explain, table
+
+
+def test_search_ranks_layouts_and_says_why(cli: Cli) -> None:
+    out = cli("plan", "search", "--model", "llama-3-70b", "--on", "h100x64", "--top", "5").out
+    assert "valid layouts" in out and "why:" in out and "Pareto front" in out and "limit next" in out
+    found = cli("plan", "search", *SMALL, "--top", "3", "--json").json
+    steps = [one["predicted"]["step_s"] for one in found["best"]]
+    assert len(steps) == 3 and steps == sorted(steps) and found["front"][0]["predicted"]["step_s"] == steps[0]
+    assert found["best"][0]["trillion_tokens_usd"] > 0
+    flags = cli("plan", "search", *SMALL, "-q").out.split()
+    again = cli("plan", *SMALL, *flags, "--json").json
+    assert again["plan"]["predicted"]["step_s"] == pytest.approx(steps[0])
+
+
+def test_a_batch_that_divides_badly_is_moved_and_said(cli: Cli) -> None:
+    out = cli("plan", "search", *SMALL, "--sequence", "8192", "--batch-tokens", "1M").out
+    assert "the batch was taken as 128 sequences = 1,048,576 tokens" in out
+
+
+def test_explain_puts_numbers_into_every_formula(cli: Cli) -> None:
+    out = cli("plan", "explain", "--model", "llama-3-70b", "--on", "h100x64").out
+    assert "formula" in out and "pipeline fill" in out and "memory, all" in out
+    found = cli("plan", "explain", *SMALL, "--json").json
+    assert {"matrix products", "step", "memory, all"} <= {term["name"] for term in found["terms"]}
+
+
+def test_a_table_is_judged(cli: Cli, tmp_path: Path) -> None:
+    out = cli("plan", "table", str(FIXTURE), "--write", str(tmp_path / "beside.csv")).out
+    assert "errors" in out and "llm-foundry" in out and "physics only" in out and "out of memory: 3 of 3" in out
+    assert "armillary_predicted" in (tmp_path / "beside.csv").read_text().splitlines()[0]
+    found = cli("plan", "table", str(FIXTURE), "--filter", "newest,complete", "--json").json
+    summary = found["summary"]
+    assert {"mape", "median", "bias", "complete", "predicted", "by_framework", "memory"} <= set(summary)
+    assert summary["mape"] < 0.1 and len(found["rows"]) == summary["complete"] == 31
+    assert all(row["error"] is not None for row in found["rows"])
+    plain = cli("plan", "table", str(FIXTURE), "--filter", "complete", "--physics-only", "--json").json["summary"]
+    assert plain["mape"] == plain["physics_only"]["mape"] > summary["mape"]
+
+
+# --- nonsense
+
+
+@pytest.mark.parametrize(("args", "says"), [
+    (("plan", "--model", "llama-3-8b"), "needs --on"),
+    (("plan", "--model", "lama-3-8b", "--on", "h100x8"), "did you mean llama-3-8b"),
+    (("plan", "--model", "llama-3-8b", "--on", "h100x0"), "at least one"),
+    (("plan", "--model", "llama-3-8b", "--on", "h10x8"), "no hardware"),
+    (("plan", *SMALL, "--set", "layout.tp=64"), "tp=64 does not divide"),
+    (("plan", *SMALL, "--set", "layout.tp=3"), "try --set layout.tp="),
+    (("plan", *SMALL, "--set", "cost.usd_per_device_hour=-1"), "must be at least 0"),
+    (("plan", *SMALL, "--sequence", "0"), "train.sequence=0"),
+    (("plan", *SMALL, "--batch-tokens", "many"), "is not a number"),
+    (("plan", *SMALL, "--sequence", "4096", "--batch-tokens", "512"), "batch"),
+    (("plan", "search", "--model", "llama-3.1-405b", "--on", "a100x8"), "no layout of llama-3.1-405b fits"),
+    (("plan", "search", *SMALL, "--top", "0"), "--top 0 shows nothing"),
+    (("plan", "--model", "llama-3.2-1b", "--on", "gb10"), "nothing is known of the speed"),
+    (("plan", "serach", *SMALL), "did you mean armillary plan search"),
+    (("plan", "nowhere.toml"), "no recipe"),
+    (("plan",), "give a recipe"),
+    (("plan", "table", "nowhere.csv"), "no table"),
+    (("plan", "table", str(FIXTURE), "--filter", "newst"), "did you mean newest"),
+])  # fmt: skip
+def test_nonsense_gets_one_clear_sentence(cli: Cli, args: tuple[str, ...], says: str) -> None:
+    ran = cli(*args)
+    assert ran.code == 2 and says in ran.err and len(ran.err.strip().splitlines()) == 1
