@@ -22,6 +22,9 @@ _LONGEST_VALUE = 1 << 27
 """characters: no event and no header is longer, so a longer one is a broken file"""
 _EDGE = 64
 """characters from the window's end within which a fault may only be a cut"""
+_BETWEEN = re.compile(r"\}\s*,\s*\{")
+_LAST = 1 << 16
+"""characters at the window's end in which the last whole event is looked for"""
 _SPACE = re.compile(r"[\s,]*")
 _DECODER = json.JSONDecoder(strict=False)  # control characters occur in kernel names
 
@@ -86,11 +89,11 @@ class ChromeTrace:
     def _array(self, text: _Text) -> Iterator[dict[str, Any]]:
         text.skip()
         while text.peek() != "]":
-            event = text.value()
-            if not isinstance(event, dict):
-                raise BadData(f"{self.path} holds a list that is not of events; give a torch-profiler trace")
-            self.count += 1
-            yield event
+            for event in text.many() or [text.value()]:
+                if not isinstance(event, dict):
+                    raise BadData(f"{self.path} holds a list that is not of events; give a torch-profiler trace")
+                self.count += 1
+                yield event
         text.skip()
 
 
@@ -110,6 +113,8 @@ class _Text:
     file: TextIO
     buffer: str = ""
     at: int = 0
+    one_by_one: bool = False
+    """whether reading many at once failed in this window"""
 
     def peek(self) -> str:
         """The next character that is neither space nor comma."""
@@ -137,6 +142,24 @@ class _Text:
             self.at = end
             return value
 
+    def many(self) -> list[Any]:
+        """All objects of a list that end in the window, read in one go; none where that does not work out: then the
+        one by one reading tells why."""
+        if self.one_by_one:
+            return []
+        last = None
+        for last in _BETWEEN.finditer(self.buffer, max(self.at, len(self.buffer) - _LAST)):
+            pass
+        if last is None or self.buffer[self.at] != "{":
+            return []
+        try:
+            values: list[Any] = _DECODER.decode(f"[{self.buffer[self.at : last.start() + 1]}]")
+        except json.JSONDecodeError:  # the cut was inside an event: not again before there is more text
+            self.one_by_one = True
+            return []
+        self.at = last.start() + 1
+        return values
+
     def _more_or(self, error: json.JSONDecodeError) -> None:
         """More text, unless the fault lies well inside the window: then the file is broken there."""
         left = len(self.buffer) - self.at
@@ -152,5 +175,5 @@ class _Text:
 
     def _try_more(self) -> bool:
         text = self.file.read(max(_CHUNK, len(self.buffer) - self.at))
-        self.buffer, self.at = self.buffer[self.at :] + text, 0
+        self.buffer, self.at, self.one_by_one = self.buffer[self.at :] + text, 0, False
         return bool(text)

@@ -176,6 +176,10 @@ def _row(op: Op, name: str, case: Case, ceilings: dict[str, float], home: Home |
 
 def _measured(trial: Trial, work: Work, ceilings: dict[str, float]) -> Measured:
     in_bytes = work.ceiling in ("copy", "read")
+    if work.together:
+        work = Work(flops=work.flops + work.backward_flops, bytes=work.bytes + work.backward_bytes,
+                    ceiling=work.ceiling)  # fmt: skip
+        trial = replace(trial, forward_s=trial.seconds, backward_s=None)
     forward = _rate(work.bytes if in_bytes else work.flops, trial.forward_s)
     backward = _rate(work.backward_bytes if in_bytes else work.backward_flops, trial.backward_s)
     top = ceilings.get(work.ceiling)

@@ -152,7 +152,7 @@ def _integer(args: dict[str, Any], key: str, default: int = -1) -> int:
 
 def _is_time(value: Any) -> TypeGuard[float]:
     """A number of microseconds: neither text nor NaN nor beyond any clock."""
-    return isinstance(value, int | float) and abs(value) < _LATEST_US
+    return isinstance(value, (int, float)) and -_LATEST_US < value < _LATEST_US
 
 
 def _list(value: Any) -> list[dict[str, Any]]:

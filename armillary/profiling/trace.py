@@ -6,11 +6,11 @@ torch-profiler (Kineto) JSON, plain or gzipped, and Nsight Systems SQLite export
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -154,6 +154,8 @@ _COLUMNS: dict[str, str] = {
     "external": "q", "sequence": "q", "signature": "i", "detail": "i", "size": "d",
 }  # fmt: skip
 _MEMORY: dict[str, str] = {"start": "d", "change": "q", "total": "q", "address": "q", "device": "h", "thread": "i"}
+_PACK, _PACK_MEMORY = (Struct("=" + "".join(codes.values())).pack for codes in (_COLUMNS, _MEMORY))
+"""a row as bytes: one call an event, where a number a column would be a dozen"""
 
 
 @dataclass
@@ -162,9 +164,9 @@ class Recorder:
 
     source: str
     """file they come from"""
-    columns: dict[str, array[Any]] = field(default_factory=lambda: {n: array(c) for n, c in _COLUMNS.items()})
-    """grows by a number an event"""
-    blocks: dict[str, array[Any]] = field(default_factory=lambda: {n: array(c) for n, c in _MEMORY.items()})
+    rows: bytearray = field(default_factory=bytearray)
+    """grows by a row an event"""
+    blocks: bytearray = field(default_factory=bytearray)
     """memory events"""
     names: dict[str, int] = field(default_factory=dict)
     threads: dict[str, int] = field(default_factory=dict)
@@ -179,16 +181,14 @@ class Recorder:
         size: float = -1,
     ) -> None:  # fmt: skip
         names, threads = self.names, self.threads
-        row = (kind, names.setdefault(name, len(names)), start, seconds, threads.setdefault(thread, len(threads)),
-               device, correlation, external, sequence, signature, detail, size)  # fmt: skip
-        for column, value in zip(self.columns.values(), row, strict=True):
-            column.append(value)
+        self.rows += _PACK(
+            kind, names.setdefault(name, len(names)), start, seconds, threads.setdefault(thread, len(threads)),
+            device, correlation, external, sequence, signature, detail, size,
+        )  # fmt: skip
 
     def add_memory(self, start: float, change: int, total: int, address: int, device: int, thread: str) -> None:
         who = self.threads.setdefault(thread, len(self.threads))
-        row = (start, change, total, address, device, who)
-        for column, value in zip(self.blocks.values(), row, strict=True):
-            column.append(value)
+        self.blocks += _PACK_MEMORY(start, change, total, address, device, who)
 
     def intern_signature(self, key: Any, dims: Any, types: Any, concrete: Any, strides: Any = ()) -> int:
         found = self.signatures.get(key)
@@ -207,8 +207,7 @@ class Recorder:
 
     def finish(self, **about: Any) -> Trace:
         """The trace, in the order of time, its first event at 0."""
-        columns = {name: np.frombuffer(values, dtype=values.typecode) if values else np.zeros(0, values.typecode)
-                   for name, values in self.columns.items()}  # fmt: skip
+        columns = _columns(self.rows, _COLUMNS)
         origin = columns["start"].min() if len(columns["start"]) else 0.0
         order = np.lexsort((-columns["seconds"], columns["start"]))
         columns = {name: values[order] for name, values in columns.items()}
@@ -218,13 +217,18 @@ class Recorder:
                      **about)  # fmt: skip
 
     def _memory(self, origin: float) -> Memory | None:
-        if not self.blocks["start"]:
+        if not self.blocks:
             return None
-        columns = {name: np.array(values) for name, values in self.blocks.items()}
+        columns = _columns(self.blocks, _MEMORY)
         order = np.argsort(columns["start"], kind="stable")
         columns = {name: values[order] for name, values in columns.items()}
         columns["start"] = columns["start"] - origin
         return Memory(**columns)
+
+
+def _columns(rows: bytearray, codes: Mapping[str, str]) -> dict[str, Array]:
+    table = np.frombuffer(rows, dtype=np.dtype(list(codes.items())))
+    return {name: np.ascontiguousarray(table[name]) for name in codes}
 
 
 def _frozen(value: Any) -> Any:

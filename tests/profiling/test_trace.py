@@ -41,6 +41,17 @@ def test_a_bare_list_and_a_window_smaller_than_an_event(tmp_path: Path, monkeypa
     assert len(read_trace(path)) == 4
 
 
+def test_lists_of_objects_inside_events_are_read_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where events are read many at a time, the cut must not fall into one of them."""
+    made = example()
+    for i in range(200):
+        made.add("cpu_op", "aten::odd", i, 1, inside=[{"a": "}, {"}, {"b": i}])
+    whole = len(read_trace(made.write(tmp_path / "whole.json")))
+    for size in (100, 1_000, 10_000):
+        monkeypatch.setattr(chrome, "_CHUNK", size)
+        assert len(read_trace(made.write(tmp_path / "cut.json"))) == whole
+
+
 def test_what_stands_after_the_events_is_read_too(tmp_path: Path) -> None:
     path = tmp_path / "late.json"
     device = {"id": 0, "name": "NVIDIA H200", "totalGlobalMem": 5}
