@@ -150,10 +150,6 @@ def decode_speed(read: float) -> None:
         tried(name, lambda case=case: share(paged.PAGED_ATTENTION, case, read))
     for name in ("d256x1k", "d1x32k"):
         tried(f"{name} sdpa", lambda name=name: contiguous(cases[name], read))
-    plain, fast.launches_early = fast.launches_early, lambda device: False
-    for name in ("d1x32k", "d8x1k"):
-        tried(f"{name} late", lambda name=name: share(paged.PAGED_ATTENTION, cases[name], read))
-    fast.launches_early = plain
 
 
 def contiguous(case: Any, read: float) -> str:

@@ -1,6 +1,6 @@
 """Step budgets of real steps: training eager and compiled, decoding eager and as a CUDA graph.
 
-    python benchmarks/step_budgets.py [--device cuda] [--json FILE] [--pages FOLDER]
+    python benchmarks/step_budgets.py [--device cuda] [--only train] [--json FILE] [--pages FOLDER]
 
 Each budget must add up to the wall time within 0.5 %, with at most 5 % unknown; on a GPU the kernels' times must add up
 to the device time that the trace itself holds. Ceilings are measured first, in the same run.
@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from armillary.store.home import Home
 from armillary.store.peaks import save_peaks
 
 Step = Callable[[], object]
+Made = tuple[Step, dict[str, Any]]
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {"model": "qwen3-0.6b", "batch": 4, "length": 2048, "rows": 32, "context": 2048, "tokens": 2},
     "cpu": {"model": "smollm2-135m", "batch": 1, "length": 256, "rows": 2, "context": 128, "tokens": 4},
@@ -122,27 +124,36 @@ def summary(name: str, found: Profile, on_device: float | None) -> dict[str, Any
     }  # fmt: skip
 
 
-def looks(device: str, home: Home, pages: Path | None) -> list[dict[str, Any]]:
+def looks(device: str, home: Home, pages: Path | None, only: str) -> Iterator[dict[str, Any]]:
+    """Each step whose name begins with `only`."""
     size = SIZES[device]
     config = catalogue.model(size["model"]).config
-    made = build(config, dtype=torch.bfloat16, device=device, seed=0, rope_length=4096)
-    rows = []
-    decoding = Decoding(made, size["rows"], size["context"])
-    rows.append(look("decode eager", decoding.several(size["tokens"]), home, pages))
+    model = build(config, dtype=torch.bfloat16, device=device, seed=0, rope_length=4096)
+    for name, make in cases(model, size, device):
+        if name.startswith(only):
+            step, more = make()
+            yield look(name, step, home, pages, **more)
+
+
+def cases(model: Transformer, size: dict[str, Any], device: str) -> Iterator[tuple[str, Callable[[], Made]]]:
+    """Name and maker of each step: what is made is the step, and more arguments of `profile`."""
+    decoding = cache(lambda: Decoding(model, size["rows"], size["context"]))
+    yield "decode eager", lambda: (decoding().several(size["tokens"]), {})
     if device == "cuda":
-        graph = decoding.as_graph(size["tokens"])
-        rows.append(look("decode in a CUDA graph", graph, home, pages))
-        rows.append(look("decode in a CUDA graph, with its twin", graph, home, pages, twin=decoding.token))
-    del decoding
-    step = training(made, size["batch"], size["length"], compiled=False)
-    rows.append(look("train eager", step, home, pages))
-    rows.append(look("train compiled", training(made, size["batch"], size["length"], compiled=True), home, pages))
-    return rows
+        yield "decode in a CUDA graph", lambda: (decoding().as_graph(size["tokens"]), {})
+        yield "decode in a CUDA graph, with its twin", lambda: (
+            decoding().as_graph(size["tokens"]), {"twin": decoding().token},
+        )  # fmt: skip
+    for compiled in (False, True):
+        yield f"train {'compiled' if compiled else 'eager'}", lambda compiled=compiled: (
+            training(model, size["batch"], size["length"], compiled=compiled), {},
+        )  # fmt: skip
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--only", default="", help="steps whose names begin so")
     options.add_argument("--json", type=Path)
     options.add_argument("--pages", type=Path)
     asked = options.parse_args()
@@ -150,7 +161,7 @@ def main() -> None:
         home = Home.at(Path(folder))
         measured = measure_ceilings(torch.device(asked.device), quick=True, only=("bandwidth", "gemm", "launch"))
         save_peaks(home, measured.peaks)
-        rows = looks(asked.device, home, asked.pages)
+        rows = list(looks(asked.device, home, asked.pages, asked.only))
     text = json.dumps({"device": measured.peaks.device, "torch": torch.__version__, "rows": rows})
     if asked.json:
         asked.json.write_text(text + "\n")

@@ -1,6 +1,7 @@
 """Profile a forward pass of ResNet-50: top operators, eager against compiled, the layer of peak memory.
 
     python examples/resnet50_profile.py              the GPU where there is one, and the CPU
+    python examples/resnet50_profile.py --device cpu --html page.html
     python examples/resnet50_profile.py --quick      small images on the CPU, for a look in seconds
 
 docs/resnet50.md goes through what it prints.
@@ -16,9 +17,13 @@ import torch
 from resnet import resnet50
 
 import armillary
+from armillary.profiling.ceilings import measure_ceilings, name_of
 from armillary.profiling.page import write_page
 from armillary.profiling.profile import Profile, Row
+from armillary.profiling.short_name import short_name
 from armillary.profiling.words import budget_line, memory_line
+from armillary.store.home import Home
+from armillary.store.peaks import load_peaks, save_peaks
 from armillary.units import seconds_text
 
 
@@ -31,11 +36,18 @@ def forward(device: str, batch: int, size: int, *, compiled: bool = False) -> Ca
     return lambda: run(images)
 
 
+def measure(device: str) -> None:
+    """Ceilings to hold the operators against: a quick look, once, where `armillary bench ceilings` took none."""
+    home, target = Home.default(), torch.device(device)
+    if load_peaks(home, name_of(target)) is None:
+        save_peaks(home, measure_ceilings(target, quick=True, only=("bandwidth", "gemm", "launch")).peaks)
+
+
 def show(title: str, found: Profile) -> None:
     print(f"\n{title}: {budget_line(found)}")
     for place, row in enumerate(top_three(found), start=1):
         times = f"CPU {seconds_text(row.cpu_s / found.steps)}, device {seconds_text(row.device_s / found.steps)}"
-        kernel = row.details.get("kernels", ["on the host, no kernel"])[0]
+        kernel = short_name(row.details.get("kernels", ["on the host, no kernel"])[0])
         print(f"  {place}. {row.name}, {row.calls // found.steps} calls: {times}; {row.bound} bound; {kernel}")
     for finding in found.findings[:3]:
         print(f"  - {finding}")
@@ -60,10 +72,14 @@ def calls(found: Profile) -> int:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--quick", action="store_true", help="small images on the CPU, nothing compiled")
+    options.add_argument("--device", help="cpu or cuda alone")
     options.add_argument("--html", type=Path, help="also write a page")
-    quick, html = vars(options.parse_args()).values()
+    quick, device, html = vars(options.parse_args()).values()
     batch, size, steps = (2, 32, 2) if quick else (16, 224, 5)
     devices = ["cpu"] if quick or not torch.cuda.is_available() else ["cpu", "cuda"]
+    devices = [device] if device else devices
+    for each in [] if quick else devices:
+        measure(each)
     eager = {device: armillary.profile(forward(device, batch, size), steps=steps, warmup=2) for device in devices}
     for device, found in eager.items():
         show(f"ResNet-50 on {device}, {batch} images of {size} × {size}", found)

@@ -61,7 +61,7 @@ def _cells(row: KernelRow) -> list[Any]:
     won = row.of(row.chosen)
     forward = _reached(row, won.forward_rate, won.forward_share) if won else None
     backward = _reached(row, won.backward_rate, won.backward_share) if won else None
-    return [row.name, row.shape, row.chosen, forward, backward, _shares(row.ours)]
+    return [row.name, row.shape, row.chosen or row.failed[:40], forward, backward, _shares(row.ours)]
 
 
 def _reached(row: KernelRow, rate: float | None, share: float | None) -> str | None:

@@ -12,10 +12,9 @@ import click
 from armillary.cli.output import Output
 from armillary.cli.plan_question import ask, find_cluster, model_config, question_options, read_recipe
 from armillary.cli.verb import VerbGroup, refuse_verb
-from armillary.errors import BadInput, nearest
+from armillary.errors import BadInput, BadLayout, nearest
 from armillary.profiling.amdahl import amdahl as amdahl_rows
 from armillary.profiling.amdahl import speedup
-from armillary.spec.layout import Layout
 from armillary.spec.recipe import check_recipe
 from armillary.store.home import Home
 
@@ -77,14 +76,35 @@ def _priced(out: Output, home: Home, asked: dict[str, Any]) -> tuple[Any, Any, s
     from armillary.spec.layout_rules import check_layout
 
     question = ask(out, home, **asked)
-    if asked["recipe"] is not None or question.layout != Layout():
-        job = question.recipe.train
-        check_layout(question.layout, question.model, num_devices=_room(question), sequence=job.sequence,
-                     batch_tokens=job.batch_tokens)  # fmt: skip
-        return question, price(question.case, of([question.layout])), ""
-    found = library_search(question.case, shown=1)
-    question = replace(question, recipe=replace(question.recipe, layout=found.best.layout()))
-    return question, found.best, f"   (the quickest of {found.num_fitting:,} that fit)"
+    fixed = _fixed(question, asked)
+    if asked["recipe"] is None:
+        check_layout(question.layout, question.model)
+        try:
+            found = library_search(question.case, shown=1, fixed=fixed)
+        except BadLayout:
+            if not fixed:
+                raise
+            question = _filled(question, fixed)  # what was asked for does not fit: show by how much
+        else:
+            question = replace(question, recipe=replace(question.recipe, layout=found.best.layout()))
+            return question, found.best, f"   (the quickest of {found.num_fitting:,} that fit)"
+    job = question.recipe.train
+    check_layout(question.layout, question.model, num_devices=_room(question), sequence=job.sequence,
+                 batch_tokens=job.batch_tokens)  # fmt: skip
+    return question, price(question.case, of([question.layout])), ""
+
+
+def _fixed(question: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """What --set says of the layout: kept by a search."""
+    names = [text.partition("=")[0].strip().removeprefix("layout.") for text in asked["overrides"]
+             if text.startswith("layout.")]  # fmt: skip
+    return {name: getattr(question.layout, name) for name in names}
+
+
+def _filled(question: Any, fixed: dict[str, Any]) -> Any:
+    """Where some axes and no dp are given, dp fills the devices."""
+    layout = question.layout if "dp" in fixed else question.layout.on_devices(question.case.cluster.num_devices)
+    return replace(question, recipe=replace(question.recipe, layout=layout))
 
 
 def _room(question: Any) -> int:
@@ -115,8 +135,10 @@ def search(out: Output, home: Home, purpose: str, top: int, **asked: Any) -> Non
         _rank(out, home, asked, int(match.group(1) or ANY_DEVICES))
         return
     question = ask(out, home, **asked)
-    given = question.layout.precision if asked["recipe"] is not None else None
-    say_search(out, question, library_search(question.case, precisions=[given] if given else None, shown=top))
+    fixed = _fixed(question, asked)
+    if asked["recipe"] is not None:
+        fixed |= {"precision": question.layout.precision, "offload": question.layout.offload}
+    say_search(out, question, library_search(question.case, shown=top, fixed=fixed))
 
 
 def _rank(out: Output, home: Home, asked: dict[str, Any], devices: int) -> None:
@@ -127,8 +149,9 @@ def _rank(out: Output, home: Home, asked: dict[str, Any], devices: int) -> None:
         raise BadInput("anyx0 has no devices; write at least one, like anyx64")
     question = ask(out, home, **{**asked, "on": f"h100x{devices if devices < 8 else (devices + 7) // 8 * 8}"})
     recipe = question.recipe
-    with out.progress("trying nodes", unit="node"):
-        ranked = rank_nodes(question.case, devices=devices, steps=recipe.train.steps, cost=recipe.cost)
+    with out.progress("trying nodes", unit="node") as bar:
+        ranked = rank_nodes(question.case, devices=devices, steps=recipe.train.steps, cost=recipe.cost,
+                            watch=lambda done, total, what: bar.at(done, total, now=what))  # fmt: skip
     say_ranking(out, ranked)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.kernels.attention import BLOCK
+from armillary.kernels.attention import BLOCK, reference
 from armillary.kernels.attention_backward_triton import delta_kernel, key_kernel, query_kernel
 from armillary.kernels.attention_lists import boil_down
 from armillary.kernels.attention_tiles import can_copy, described, forward_tiles, key_tiles, query_tiles
@@ -37,7 +37,11 @@ def attention(
     softcap: float = 0.0,
     causal: bool = True,
 ) -> Tensor:
-    """attention.reference in kernels of our own."""
+    """attention.reference in kernels of our own; what they cannot hold goes to the reference."""
+    if v_BSKD.shape[-1] != q_BTND.shape[-1] or q_BTND.shape[-1] > 256 or q_BTND.dtype == torch.float64:
+        return reference(
+            q_BTND, k_BSKD, v_BSKD, documents_BT, blocks_XY, sinks_N, slopes_N, scale, window, softcap, causal
+        )
     scale = q_BTND.shape[-1] ** -0.5 if scale is None else scale
     return _attention(
         q_BTND, k_BSKD, v_BSKD, documents_BT, blocks_XY, sinks_N, slopes_N, scale, window, softcap, causal

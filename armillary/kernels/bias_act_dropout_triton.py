@@ -16,8 +16,9 @@ from torch import Tensor
 from armillary.kernels.activations_triton import act, act_and_slope
 from armillary.kernels.column_sums_triton import column_sums
 from armillary.kernels.launch import ceil_div, num_programs, on, power_of_two
-from armillary.kernels.philox import LANES, keep_scale, threshold
+from armillary.kernels.philox import LANES, MASK_ROUNDS, WORD, keep_scale, threshold
 
+_ROUNDS: tl.constexpr = tl.constexpr(MASK_ROUNDS)
 _FORWARD = (2048, 4096, 4)
 _BACKWARD = (2048, 2048, 8, 4)
 """columns and numbers a program takes at a time, its warps, programs a multiprocessor"""
@@ -41,7 +42,7 @@ def _run(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float
         pieces = ceil_div(columns, block)
         with on(x):
             _forward_kernel[(ceil_div(rows, held) * pieces,)](
-                x.contiguous(), bias, seed, y, rows, columns, pieces, threshold(p), keep_scale(p), **_flags(x, bias, p),
+                x.contiguous(), bias, seed, y, rows, columns, pieces, _upper(p), keep_scale(p), **_flags(x, bias, p),
                 ACT=activation, HELD=held, BLOCK=block, num_warps=warps,
             )  # fmt: skip
     return y
@@ -70,7 +71,7 @@ def _run_backward(
     parts = x.new_empty(programs if bias is not None else 0, columns, dtype=torch.float32)
     with on(x):
         _backward_kernel[(pieces, programs)](
-            dy.contiguous(), x.contiguous(), bias, seed, dx, parts, rows, columns, threshold(p), keep_scale(p),
+            dy.contiguous(), x.contiguous(), bias, seed, dx, parts, rows, columns, _upper(p), keep_scale(p),
             **_flags(x, bias, p), ACT=activation, HELD=held, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     if bias is not None:
@@ -101,9 +102,16 @@ _run.register_autograd(_gradients, setup_context=_keep)
 
 
 def _tile(columns: int, widest: int, elements: int, warps: int) -> tuple[int, int, int]:
-    """Columns and rows a program takes at a time, and its warps."""
+    """Columns and rows a program takes at a time, and its warps; as many columns as leave the fewest lanes idle."""
     block = max(LANES, min(widest, power_of_two(columns)))
+    blocks = [block >> shift for shift in range(4) if block >> shift >= min(block, 256)]
+    block = min(blocks, key=lambda one: (round(ceil_div(columns, one) * one / columns, 2), -one))
     return block, max(1, elements // block), warps
+
+
+def _upper(p: float) -> int:
+    """The threshold in the upper half of 32 bits; where all is dropped, the scale of 0 does it."""
+    return threshold(p) % WORD << 16
 
 
 def _flags(x: Tensor, bias: Tensor | None, p: float) -> dict[str, bool]:
@@ -115,28 +123,29 @@ def _flags(x: Tensor, bias: Tensor | None, p: float) -> dict[str, bool]:
 
 
 @triton.jit
-def _words(seed, row, start, columns, ALIGNED: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr):
-    """The 16-bit words of a tile: rows `row` [HELD, 1], columns from `start`."""
+def _kept(seed, row, start, columns, threshold, ALIGNED: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr):
+    """Which elements of a tile stay, rows `row` [HELD, 1] and columns from `start`. A word of 16 bits is compared where
+    it is, in the upper half of 32 bits: `threshold` stands there too."""
+    threshold = threshold.to(tl.uint32)
     if ALIGNED:
         counter = row * (columns // 8) + (start // 8 + tl.arange(0, BLOCK // 8))[None, :]
         r0, r1, r2, r3 = _draw(seed, counter)
-        low = tl.join(tl.join(r0 & 0xFFFF, r2 & 0xFFFF), tl.join(r1 & 0xFFFF, r3 & 0xFFFF))
-        high = tl.join(tl.join(r0 >> 16, r2 >> 16), tl.join(r1 >> 16, r3 >> 16))
-        words = tl.reshape(tl.join(low, high), [HELD, BLOCK])
+        words = tl.join(tl.join(r0, r2), tl.join(r1, r3))
+        kept = tl.reshape(tl.join(words << 16, words), [HELD, BLOCK]) >= threshold
     else:
         at = row * columns + (start + tl.arange(0, BLOCK))[None, :]
         r0, r1, r2, r3 = _draw(seed, at // 8)
         lane = (at % 8).to(tl.int32)
         word = tl.where(lane < 4, tl.where(lane < 2, r0, r1), tl.where(lane < 6, r2, r3))
-        words = tl.where(lane % 2 == 0, word & 0xFFFF, word >> 16)
-    return words.to(tl.int32)
+        kept = tl.where(lane % 2 == 0, word << 16, word) >= threshold
+    return kept
 
 
 @triton.jit
 def _draw(seed, counter):
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     high = (counter >> 32).to(tl.uint32)
-    return tl.philox(seed, low, high, low * 0, low * 0)
+    return tl.philox(seed, low, high, low * 0, low * 0, _ROUNDS)
 
 
 @triton.jit
@@ -153,8 +162,7 @@ def _forward_kernel(
         x += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
     y = act(x, ACT, x_ptr.dtype.element_ty != tl.float32)
     if DROP:
-        words = _words(tl.load(seed_ptr), row, start, columns, ALIGNED, HELD, BLOCK)
-        y = y * tl.where(words >= threshold, scale, 0.0)
+        y = y * tl.where(_kept(tl.load(seed_ptr), row, start, columns, threshold, ALIGNED, HELD, BLOCK), scale, 0.0)
     tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -178,8 +186,7 @@ def _backward_kernel(
         if BIAS:
             x += bias
         if DROP:
-            words = _words(seed, row, start, columns, ALIGNED, HELD, BLOCK)
-            dx = dx * tl.where(words >= threshold, scale, 0.0)
+            dx = dx * tl.where(_kept(seed, row, start, columns, threshold, ALIGNED, HELD, BLOCK), scale, 0.0)
         _, slope = act_and_slope(x, ACT, x_ptr.dtype.element_ty != tl.float32)
         dx = dx * slope
         if BIAS:

@@ -16,9 +16,9 @@ from torch import Tensor
 from armillary.kernels.cross_entropy import IGNORED
 from armillary.kernels.launch import as_rows, ceil_div, on, power_of_two
 
-_FORWARD = (4096, 4, 3)
-_BACKWARD = (4096, 4)
-"""numbers a program takes at a time, its warps, pieces loaded ahead"""
+_FORWARD, _FORWARD_ODD = (4096, 4, 3), (2048, 4, 1)
+_BACKWARD, _BACKWARD_ODD = (4096, 4), (2048, 2)
+"""numbers a program takes at a time, its warps, pieces loaded ahead; odd: rows that begin anywhere in 16 bytes"""
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -45,12 +45,13 @@ def _cross_entropy(
         return losses.zero_(), kept
     logits_MV = as_rows(logits)
     rows, vocab = logits_MV.shape
-    widest, warps, stages = _FORWARD
+    aligned = _aligned(logits_MV)
+    widest, warps, stages = _FORWARD if aligned else _FORWARD_ODD
     with on(logits):
         _forward_kernel[(rows,)](
             logits_MV, targets.contiguous(), losses, kept, vocab, logits_MV.stride(0), ignore_index, smoothing, z_loss,
-            SMOOTH=smoothing != 0, ALIGNED=logits_MV.stride(0) % 16 == 0 and vocab % 16 == 0,
-            BLOCK=min(widest, power_of_two(vocab)), STAGES=stages, num_warps=warps,
+            SMOOTH=smoothing != 0, ALIGNED=aligned, BLOCK=min(widest, power_of_two(vocab)), STAGES=stages,
+            num_warps=warps,
         )  # fmt: skip
     return losses, kept
 
@@ -102,9 +103,9 @@ def _write_gradient(
         return
     logits_MV, out_MV = as_rows(logits), out.view(-1, out.shape[-1])
     rows, vocab = logits_MV.shape
-    widest, warps = _BACKWARD
+    aligned = _aligned(logits_MV)
+    widest, warps = _BACKWARD if aligned else _BACKWARD_ODD
     block = min(widest, power_of_two(vocab))
-    aligned = logits_MV.stride(0) % 16 == 0 and vocab % 16 == 0
     if not aligned and logits_MV.stride(0) != out_MV.stride(0):  # both must begin at the same place of 16 bytes
         logits_MV = logits_MV.contiguous()
     pieces = ceil_div(vocab + (0 if aligned else 7), block)
@@ -113,6 +114,10 @@ def _write_gradient(
             logits_MV, targets.contiguous(), dloss.contiguous(), kept, out_MV, vocab, pieces, logits_MV.stride(0),
             out_MV.stride(0), ignore_index, smoothing, z_loss, ALIGNED=aligned, BLOCK=block, num_warps=warps,
         )  # fmt: skip
+
+
+def _aligned(logits_MV: Tensor) -> bool:
+    return logits_MV.stride(0) % 16 == 0 and logits_MV.shape[1] % 16 == 0
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

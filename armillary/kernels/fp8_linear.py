@@ -110,7 +110,7 @@ FP8_LINEAR = Op(
     reference=reference,
     versions=(
         Version(
-            name="library",
+            name="triton+cublas",
             run=Late("armillary.kernels.fp8_linear_triton", "library_linear"),
             refuses=refuses,
             needs=("triton", "hopper"),

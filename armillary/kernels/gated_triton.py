@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from armillary.kernels.activations_triton import act, act_and_slope
+from armillary.kernels.activations_triton import act, act_and_slope, sigmoid
 from armillary.kernels.launch import ceil_div, on
 
-_BLOCK, _WARPS = 2048, 8
+_BLOCK, _WARPS = 2048, 4
 _LIMIT: tl.constexpr = tl.constexpr(7.0)
 _ALPHA: tl.constexpr = tl.constexpr(1.702)
 
@@ -97,7 +97,7 @@ def _forward_kernel(x_ptr, y_ptr, count, ACT: tl.constexpr, GATED: tl.constexpr,
         if ACT == "swiglu_clamped":
             gate = tl.where(gate > _LIMIT, _LIMIT, gate)
             up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
-            y = (up + 1.0) * gate * tl.sigmoid(_ALPHA * gate)
+            y = (up + 1.0) * gate * sigmoid(gate, _ALPHA, FAST)
         else:
             y = act(gate, ACT, FAST) * up
     else:
@@ -115,7 +115,7 @@ def _backward_kernel(dy_ptr, x_ptr, dx_ptr, count, ACT: tl.constexpr, GATED: tl.
         gate, up = _halves(x_ptr, start, count, BLOCK)
         if ACT == "swiglu_clamped":
             low = tl.where(gate > _LIMIT, _LIMIT, gate)
-            s = tl.sigmoid(_ALPHA * low)
+            s = sigmoid(low, _ALPHA, FAST)
             held = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
             dgate = tl.where(gate <= _LIMIT, dy * (held + 1.0) * (s + _ALPHA * low * s * (1.0 - s)), 0.0)
             dup = tl.where((up >= -_LIMIT) & (up <= _LIMIT), dy * low * s, 0.0)

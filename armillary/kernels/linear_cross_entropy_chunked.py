@@ -66,9 +66,7 @@ def _loss(
     many = len(x) > rows
     losses_M = torch.empty(len(x), dtype=wide, device=x.device)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if grad_x else x.new_empty(0)
-    # one chunk needs no sum; several are summed in fp32
-    shape = weight.shape if grad_w else (0,)
-    dw = torch.empty(shape, dtype=wide if many else weight.dtype, device=x.device)
+    dw = torch.empty(weight.shape if grad_w else (0,), dtype=_sum_dtype(weight, many), device=x.device)
     if not len(x):
         return losses_M.sum(), dx, dw.zero_()
     # rows begin on 16 elements: odd vocabularies are several times slower otherwise
@@ -100,7 +98,7 @@ def _(
     wide = torch.promote_types(x.dtype, torch.float32)
     many = len(x) > _chunk_rows(x, weight, grad_w, spare_bytes)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if grad_x else x.new_empty(0)
-    dw = weight.new_empty(weight.shape if grad_w else (0,), dtype=wide if many else weight.dtype)
+    dw = weight.new_empty(weight.shape if grad_w else (0,), dtype=_sum_dtype(weight, many))
     return x.new_empty((), dtype=wide), dx, dw
 
 
@@ -123,10 +121,19 @@ def _backward(ctx, g, _dx, _dw):
 _loss.register_autograd(_backward, setup_context=_setup_context)
 
 
+def _sum_dtype(weight: Tensor, many: bool) -> torch.dtype:
+    """Several chunks are summed in fp32; one needs no sum, but in fp16 it could overflow before it is scaled."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return wide if many or weight.dtype == torch.float16 else weight.dtype
+
+
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x · factor, rounded once, with no wide copy in between."""
-    out = torch.empty_like(x, dtype=dtype)
-    return torch.mul(x, factor, out=out)
+    """x · factor, rounded once, with no wide copy in between where it matters."""
+    if x.is_cuda and x.dtype != torch.float64:
+        from armillary.kernels.linear_cross_entropy_triton import scaled
+
+        return scaled(x, factor, dtype)
+    return (x.to(factor.dtype) * factor).to(dtype)
 
 
 def _chunk_rows(x: Tensor, weight: Tensor, grad_w: bool, spare_bytes: int) -> int:
@@ -144,7 +151,7 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     if total.dtype == a.dtype:
         torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
     elif not a.is_cuda:
-        product = torch.mm(a, b)
+        product = torch.mm(a.to(total.dtype), b.to(total.dtype)) if a.dtype == torch.float16 else torch.mm(a, b)
         total.copy_(product) if first else total.add_(product)
     elif first:
         torch.mm(a, b, out_dtype=total.dtype, out=total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,6 +27,23 @@ def to_gradient_(
             EXACT=vocab == padded, EVEN=padded % (32 * warps * each) == 0, LANES=32 * warps, EACH=each, STAGES=stages,
             num_warps=warps,
         )  # fmt: skip
+
+
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x · factor in another format; torch would round the factor to x's format first."""
+    out = torch.empty_like(x, dtype=dtype)
+    block = 8192
+    if x.numel():
+        with on(x):
+            scale_kernel[(ceil_div(x.numel(), block),)](x, factor, out, x.numel(), BLOCK=block, num_warps=8)
+    return out
+
+
+@triton.jit
+def scale_kernel(x_ptr, factor_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32) * tl.load(factor_ptr).to(tl.float32)
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < count)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from armillary.kernels.op import Case, Late, Op, Version, Work
 
 # B rows, V vocabulary, n likeliest
 
-MOST = 32
+MOST = 128
 """likeliest tokens that the kernels can give"""
 
 

@@ -1,6 +1,8 @@
-"""Log-probabilities in two launches: maximum, sum and likeliest tokens of pieces, then of rows.
+"""Log-probabilities in four launches: sums and maxima of pieces, of rows, the candidates, their order.
 
-The likeliest are taken out one after the other: n is small, and a piece is in registers.
+As in sampling, the n-th largest of many group maxima bounds the n likeliest tokens from below, and few others reach it.
+A token is ranked by an integer that holds its logit's bits and, below them, its number counted from the end, so that
+equals have an order. Rows where too many reach the bound (masked or all alike) are gone over as a whole.
 """
 
 from __future__ import annotations
@@ -12,71 +14,110 @@ from torch import Tensor
 
 from armillary.kernels.launch import ceil_div, on, power_of_two
 
-_BLOCK = 4096
+_BLOCK, _GROUPS, _CAPACITY, _BISECTIONS = 2048, 4096, 512, 20
+_LEAST: tl.constexpr = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def _take(values, number, at, N: tl.constexpr, N_PAD: tl.constexpr, SIZE: tl.constexpr):
-    """The N largest of `values`, and the `number`s beside them, in falling order; equals in their own order."""
-    place = tl.arange(0, N_PAD)
-    best = tl.full([N_PAD], float("-inf"), tl.float32)
-    ids = tl.full([N_PAD], -1, tl.int32)
-    live = at >= 0
-    for i in range(N):
-        left = tl.where(live, values, float("-inf"))
-        top, _ = tl.max(left, 0, return_indices=True)
-        first = tl.min(tl.where(live & (left == top), at, SIZE), 0)
-        best = tl.where(place == i, top, best)
-        ids = tl.where(place == i, tl.sum(tl.where(at == first, number, 0), 0), ids)
-        live = live & (at != first)
-    return best, ids
+def _ranks(x, token):
+    """Integers in the order of logits; of equals the lower token is the larger. -0 and 0 are equal."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 
 @triton.jit
-def _pieces(
-    logits, tops, sums, best, best_ids, V: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, BLOCK: tl.constexpr
-):
+def _value(rank):
+    """The logit of a rank."""
+    ordered = (rank >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _pieces(logits, tops, sums, group_tops, V: tl.constexpr, BLOCK: tl.constexpr, IN_BLOCK: tl.constexpr):
     """Program (row, piece)."""
     b, piece, pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    at = tl.arange(0, BLOCK)
-    token = piece * BLOCK + at
+    token = piece * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + b.to(tl.int64) * V + token, mask=token < V, other=float("-inf")).to(tl.float32)
-    top = tl.max(x, 0)
-    safe = tl.where(top == float("-inf"), 0.0, top)
+    groups = tl.max(tl.reshape(tl.where(x == x, x, float("-inf")), [IN_BLOCK, BLOCK // IN_BLOCK]), 1)
+    top = tl.max(groups, 0)
+    tl.store(group_tops + (b * pieces + piece) * IN_BLOCK + tl.arange(0, IN_BLOCK), groups)
     tl.store(tops + b * pieces + piece, top)
-    tl.store(sums + b * pieces + piece, tl.sum(tl.exp(x - safe), 0))
-    if N > 0:
-        values, ids = _take(x, token, tl.where(token < V, at, -1), N, N_PAD, BLOCK)
-        place = (b * pieces + piece) * N_PAD + tl.arange(0, N_PAD)
-        tl.store(best + place, values)
-        tl.store(best_ids + place, ids)
+    tl.store(sums + b * pieces + piece, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))
 
 
 @triton.jit
 def _rows(
-    logits, tokens, tops, sums, best, best_ids, chosen, values, ids,
-    V: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr,
+    logits, tokens, tops, sums, group_tops, normalizers, bounds, arrived, chosen,
+    V: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_PAD: tl.constexpr, BISECTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row)."""
+    """Program (row): its normaliser, the chosen token, and a logit that N groups reach."""
     b = tl.program_id(0)
-    piece = tl.arange(0, PIECES_PAD)
+    piece, group = tl.arange(0, PIECES_PAD), tl.arange(0, GROUPS_PAD)
     each = tl.load(tops + b * PIECES + piece, mask=piece < PIECES, other=float("-inf"))
     total = tl.load(sums + b * PIECES + piece, mask=piece < PIECES, other=0.0)
     top = tl.max(each, 0)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    normalizer = top + tl.log(tl.sum(total * tl.exp(each - safe), 0))
+    normalizer = top + tl.log(tl.sum(total * tl.exp(each - tl.where(top == float("-inf"), 0.0, top)), 0))
+    tl.store(normalizers + b, normalizer)
+    tl.store(arrived + b, 0)
     token = tl.load(tokens + b)
     x = tl.load(logits + b.to(tl.int64) * V + tl.maximum(token, 0)).to(tl.float32)
     tl.store(chosen + b, tl.where(token < 0, float("nan"), x - normalizer))
     if N > 0:
-        at = tl.arange(0, PIECES_PAD * N_PAD)
-        there = at < PIECES * N_PAD
-        found = tl.load(best + b * (PIECES * N_PAD) + at, mask=there, other=float("-inf"))
-        number = tl.load(best_ids + b * (PIECES * N_PAD) + at, mask=there, other=-1)
-        likeliest, numbers = _take(found, number, tl.where(number >= 0, at, -1), N, N_PAD, PIECES_PAD * N_PAD)
-        place = tl.arange(0, N_PAD)
-        tl.store(values + b * N + place, likeliest - normalizer, mask=place < N)
-        tl.store(ids + b * N + place, numbers.to(tl.int64), mask=place < N)
+        groups = tl.load(group_tops + b * GROUPS + group, mask=group < GROUPS, other=float("-inf"))
+        finite = tl.sum((groups > float("-inf")).to(tl.int32), 0)
+        low = tl.min(tl.where(groups > float("-inf"), groups, top), 0)
+        low, high = tl.where(finite >= N, low, float("-inf")), top
+        for _ in range(BISECTIONS):
+            middle = tl.where(low > float("-inf"), low + 0.5 * (tl.maximum(high, low) - low), low)
+            enough = tl.sum((groups >= middle).to(tl.int32), 0) >= N
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+        tl.store(bounds + b, low)
+
+
+@triton.jit
+def _collect(logits, bounds, arrived, found, V: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
+    """Program (row, piece): ranks of the tokens that reach the bound."""
+    b, piece = tl.program_id(0), tl.program_id(1)
+    token = piece * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + b.to(tl.int64) * V + token, mask=token < V, other=float("-inf")).to(tl.float32)
+    likely = (token < V) & ((x >= tl.load(bounds + b)) | (x != x))
+    place = tl.atomic_add(arrived + b + tl.zeros_like(token), 1, mask=likely, sem="relaxed")
+    tl.store(found + b * CAPACITY + place, _ranks(x, token), mask=likely & (place < CAPACITY))
+
+
+@triton.jit
+def _next(logits, found, b, size, last, V: tl.constexpr, CAPACITY: tl.constexpr):
+    """The largest rank below `last`, among the candidates or all tokens of the row."""
+    at = tl.arange(0, CAPACITY)
+    if size <= CAPACITY:
+        rank = tl.load(found + b * CAPACITY + at, mask=at < size, other=_LEAST)
+        best = tl.max(tl.where(rank < last, rank, _LEAST), 0)
+    else:
+        most = tl.full([CAPACITY], _LEAST, tl.int64)
+        for start in range(0, V, CAPACITY):
+            there = start + at < V
+            x = tl.load(logits + b.to(tl.int64) * V + start + at, mask=there, other=0.0).to(tl.float32)
+            rank = _ranks(x, start + at)
+            most = tl.maximum(most, tl.where(there & (rank < last), rank, _LEAST))
+        best = tl.max(most, 0)
+    return best
+
+
+@triton.jit
+def _order(
+    logits, normalizers, arrived, found, values, ids, V: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr
+):
+    """Program (row): the likeliest, one after the other."""
+    b = tl.program_id(0)
+    size, normalizer = tl.load(arrived + b), tl.load(normalizers + b)
+    last = tl.full([], 2**63 - 1, tl.int64)
+    for i in range(N):
+        last = _next(logits, found, b, size, last, V, CAPACITY)
+        tl.store(values + b * N + i, _value(last) - normalizer)
+        tl.store(ids + b * N + i, 0x7FFFFFFF - (last & 0x7FFFFFFF))
 
 
 def logprobs(logits_BV: Tensor, tokens_B: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,14 +137,22 @@ def _logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Ten
     out = new(torch.float32, batch), new(torch.float32, batch, num_top), new(torch.int64, batch, num_top)
     if not batch:
         return out
-    width = power_of_two(num_top)
-    tops, sums = new(torch.float32, batch, pieces), new(torch.float32, batch, pieces)
-    best, best_ids = new(torch.float32, batch, pieces, width), new(torch.int32, batch, pieces, width)
+    in_block = max(1, min(_BLOCK, _GROUPS // power_of_two(pieces)))
+    groups = pieces * in_block
+    tops, sums, group_tops = (new(torch.float32, batch, count) for count in (pieces, pieces, groups))
+    normalizers, bounds, arrived = new(torch.float32, batch), new(torch.float32, batch), new(torch.int32, batch)
+    found = new(torch.int64, batch, _CAPACITY)
     with on(logits):
-        _pieces[(batch, pieces)](logits, tops, sums, best, best_ids, V=vocab, N=num_top, N_PAD=width, BLOCK=_BLOCK,
-                                 num_warps=8)  # fmt: skip
-        _rows[(batch,)](logits, tokens, tops, sums, best, best_ids, *out, V=vocab, N=num_top, N_PAD=width,
-                        PIECES=pieces, PIECES_PAD=power_of_two(pieces))  # fmt: skip
+        _pieces[(batch, pieces)](logits, tops, sums, group_tops, V=vocab, BLOCK=_BLOCK, IN_BLOCK=in_block)
+        _rows[(batch,)](
+            logits, tokens, tops, sums, group_tops, normalizers, bounds, arrived, out[0], V=vocab, N=num_top,
+            PIECES=pieces, PIECES_PAD=power_of_two(pieces), GROUPS=groups, GROUPS_PAD=power_of_two(groups),
+            BISECTIONS=_BISECTIONS,
+        )  # fmt: skip
+        if num_top:
+            _collect[(batch, pieces)](logits, bounds, arrived, found, V=vocab, BLOCK=_BLOCK, CAPACITY=_CAPACITY)
+            _order[(batch,)](logits, normalizers, arrived, found, *out[1:], V=vocab, N=num_top, CAPACITY=_CAPACITY,
+                             num_warps=1)  # fmt: skip
     return out
 
 

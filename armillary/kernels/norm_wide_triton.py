@@ -25,20 +25,26 @@ def forward_wide_kernel(
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     residual_ptr += row * residual_stride
-    sums = tl.zeros([BLOCK], tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)  # of squares: of the numbers, or of what lies between them and their mean
     mean = 0.0
-    if not RMS:
+    if RMS:
         for start in range(0, columns, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            sums += _wide_load(x_ptr, residual_ptr, at, at, at < columns, RESIDUAL).to(tl.float32)
-        mean = tl.sum(sums) / columns
+            x = _wide_load(x_ptr, residual_ptr, at, at, at < columns, RESIDUAL).to(tl.float32)
+            sums += x * x
+    else:  # each lane by Welford's rule, then the lanes together by Chan's: nothing large is subtracted
+        means = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, columns, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            x = _wide_load(x_ptr, residual_ptr, at, at, at < columns, RESIDUAL).to(tl.float32)
+            off = tl.where(at < columns, x - means, 0.0)
+            newer = means + off * (1.0 / (start // BLOCK + 1))
+            sums += off * (x - newer)
+            means = newer
+        counts = (columns - tl.arange(0, BLOCK) + BLOCK - 1) // BLOCK
+        mean = tl.sum(means * counts) / columns
+        sums += counts * (means - mean) * (means - mean)
         tl.store(mean_ptr + row, mean)
-        sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, columns, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = _wide_load(x_ptr, residual_ptr, at, at, at < columns, RESIDUAL).to(tl.float32)
-        x = tl.where(at < columns, x - mean, 0.0)
-        sums += x * x
     rstd = tl.rsqrt(tl.sum(sums) / columns + eps)
     tl.store(rstd_ptr + row, rstd)
     for start in range(0, columns, BLOCK):

@@ -61,6 +61,8 @@ class Work:
     """of the backward"""
     ceiling: Ceiling = "copy"
     """copy and read: bytes/s of memory; gemm and fp8: FLOP/s of matrix products"""
+    together: bool = False
+    """forward and backward are judged as one, because versions differ in which of them makes the gradients"""
 
     @classmethod
     def of(cls, forward: spec_ops.Op, *backward: spec_ops.Op, ceiling: Ceiling = "copy") -> Self:

@@ -206,7 +206,11 @@ def _work(case: PagedCase) -> Work:
 
 
 def _small(case: PagedCase) -> PagedCase:
-    context = min(case.context, max(2048, case.queries + 77))
+    """Fewer and shorter sequences that the kernels are compiled for in the same way."""
+    if case.batch > 32:
+        context = min(case.context, max(768, case.queries + 256))
+        return replace(case, batch=37, context=context, queries=min(case.queries, context))
+    context = min(case.context, max(2048, case.queries + 256))
     return replace(case, batch=min(case.batch, 5), context=context, queries=min(case.queries, context))
 
 
@@ -223,6 +227,8 @@ PAGED_ATTENTION = Op(
     versions=(
         Version(name="triton", run=Late("armillary.kernels.paged_attention_triton", "paged_attention"),
                 refuses=refuses, needs=("triton",)),
+        Version(name="triton flat", run=Late("armillary.kernels.paged_attention_triton", "paged_attention_flat"),
+                refuses=refuses, needs=("triton",)),
         Version(name="sdpa", run=by_sdpa),
     ),
     inputs=_inputs,
@@ -230,6 +236,8 @@ PAGED_ATTENTION = Op(
     small=_small,
     cases={
         "decode 256 × 1k": PagedCase(batch=256, context=1024),
+        "decode 256 × 1k, 2 KV heads": PagedCase(batch=256, context=1024, heads=16, kv_heads=2),
+        "decode 256 × 128 to 1k": PagedCase(batch=256, context=1024, heads=16, ragged=True),
         "decode 256 × 4k ragged": PagedCase(batch=256, context=4096, ragged=True),
         "decode 256 × 8k, group 8": PagedCase(batch=256, context=8192, heads=64),
         "decode 256 × 2k, group 2": PagedCase(batch=256, context=2048, heads=16),

@@ -7,13 +7,13 @@ serves any lengths.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from armillary.kernels.launch import ceil_div, num_programs, on, power_of_two
 from armillary.kernels.paged_decode import combine, decode
+from armillary.kernels.paged_decode_flat import decode_flat
 from armillary.kernels.paged_prefill import prefill
 
 _TILE_BYTES = 16384
@@ -58,7 +58,26 @@ def paged_attention(
 ) -> Tensor:
     """See `armillary.kernels.paged_attention.paged_attention`."""
     return _paged_attention(q_TND, cache, tables_BP, starts, lengths_B, sinks_N, slopes_N, scales_2K, scale, max_query,
-                            window or 0, softcap or 0.0)  # fmt: skip
+                            window or 0, softcap or 0.0, False)  # fmt: skip
+
+
+def paged_attention_flat(
+    q_TND: Tensor,
+    cache: Tensor,
+    tables_BP: Tensor,
+    starts: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    max_query: int,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
+    slopes_N: Tensor | None = None,
+    scales_2K: Tensor | None = None,
+) -> Tensor:
+    """The same with one loop over the tiles of all sequences."""
+    return _paged_attention(q_TND, cache, tables_BP, starts, lengths_B, sinks_N, slopes_N, scales_2K, scale, max_query,
+                            window or 0, softcap or 0.0, True)  # fmt: skip
 
 
 @torch.library.custom_op("armillary::paged_attention", mutates_args=())
@@ -75,6 +94,7 @@ def _paged_attention(
     max_query: int,
     window: int,
     softcap: float,
+    flat: bool,
 ) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_rows, heads = tables.shape[0], cache.shape[2]
@@ -84,7 +104,7 @@ def _paged_attention(
     group = q.shape[1] // heads
     pointers = [q, cache, tables, starts, lengths, *(q if x is None else x for x in (sinks, slopes, scales)), out]
     strides = (q.stride(0), *cache.stride()[:4], tables.stride(0))
-    split = split_tiling(group, max_query, q.shape[2], cache.dtype)
+    split = split_tiling(num_rows * heads, group, max_query, q.shape[2], cache.dtype)
     shape = {
         "WINDOW": window, "QUERIES": split.queries, "ROWS": _padded(num_rows), "HEADS": heads,
         "GROUP": group, "D": q.shape[2], "D_PAD": max(16, power_of_two(q.shape[2])), "PAGE": cache.shape[3],
@@ -92,14 +112,14 @@ def _paged_attention(
         "HAS_SCALES": scales is not None, "PRECISION": "tf32x3",  # for fp32: three products that keep its precision
     }  # fmt: skip
     with on(q):
-        _launch_split(pointers, strides, shape, split, scale, softcap, num_rows)
+        _launch_split(decode_flat if flat else decode, pointers, strides, shape, split, scale, softcap, num_rows)
         if max_query > split.queries:
             _launch_prefill(pointers, strides, shape, cache.dtype, scale, softcap, num_rows)
     return out
 
 
 @_paged_attention.register_fake
-def _(q, cache, tables, starts, lengths, sinks, slopes, scales, scale, max_query, window, softcap):
+def _(q, cache, tables, starts, lengths, sinks, slopes, scales, scale, max_query, window, softcap, flat):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
@@ -108,12 +128,14 @@ def _padded(rows: int) -> int:
     return 32 if rows <= 32 else max(256, power_of_two(rows))
 
 
-def split_tiling(group: int, max_query: int, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """All rows, where the queries of any of them fit one product; else those of a token or two."""
+def split_tiling(rows: int, group: int, max_query: int, head_dim: int, dtype: torch.dtype) -> Tiling:
+    """All sequences, where the queries of any of them fit one product; else those of a token or two. `rows` counts
+    (sequence, KV head) pairs: where they are few and long, two warps a program read faster than four."""
     queries = max_query if group * max_query <= _MAX_DECODE_ROWS else max(1, 16 // group)
-    m = max(16, power_of_two(group * queries))
-    n = _TILE_BYTES // (max(16, power_of_two(head_dim)) * dtype.itemsize)
-    return Tiling(queries=queries, m=m, n=max(16, min(128, n)), warps=4, stages=3, workers=2)
+    m, width = max(16, power_of_two(group * queries)), max(16, power_of_two(head_dim)) * dtype.itemsize
+    narrow = rows <= 32 and m == 16 and width <= 256
+    n = max(16, min(128, _TILE_BYTES // width))
+    return Tiling(queries=queries, m=m, n=n, warps=2 if narrow else 4, stages=3, workers=2)
 
 
 def prefill_tiling(group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
@@ -122,29 +144,25 @@ def prefill_tiling(group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     if dtype.itemsize == 4:  # three products for one: smaller tiles, or registers spill
         small = width > 128
         return Tiling(queries=0, m=max(32 if small else 64, least), n=16 if small else 32, warps=4, stages=2)
-    if width > 128:
-        return Tiling(queries=0, m=max(128, least), n=64, warps=8, stages=2)
-    m = max(64, least)  # two programs of 64 rows on a multiprocessor beat one of 128
-    return Tiling(queries=0, m=m, n=64, warps=4 if m == 64 else 8, stages=3)
+    return Tiling(queries=0, m=max(128, least), n=64, warps=8, stages=3 if width <= 128 else 2)
 
 
-def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
+def _launch_split(kernel, pointers, strides, shape, tiling, scale, softcap, num_rows):
     q, *_, sinks, _, scales, out = pointers
-    workers, width, early = num_programs(q, tiling.workers), shape["D_PAD"], launches_early(q.device)
+    workers, width = num_programs(q, tiling.workers), shape["D_PAD"]
     partial = torch.empty(2 * workers * tiling.m * width, dtype=torch.float32, device=q.device)
     peaks = torch.empty(2 * workers * 2 * tiling.m, dtype=torch.float32, device=q.device)
     shared = torch.empty(5 * workers, dtype=torch.int32, device=q.device)
-    decode[(workers,)](
+    kernel[(workers,)](
         *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0], *strides, **shape,
-        M=tiling.m, N=tiling.n, EARLY=early, num_warps=tiling.warps, num_stages=tiling.stages,
+        M=tiling.m, N=tiling.n, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     rows = shape["GROUP"] * tiling.queries
     at_once = power_of_two(ceil_div(rows, _COMBINE_PROGRAMS))
     names = ("HEADS", "GROUP", "D", "D_PAD", "HAS_SINKS", "HAS_SCALES")
     combine[(workers, ceil_div(rows, at_once))](
         partial, peaks, shared, sinks, scales, out, **{name: shape[name] for name in names}, M=tiling.m, R=at_once,
-        PARTS=max(2, min(64, _COMBINE_ELEMENTS // (at_once * width))), EARLY=early, num_warps=4,
-        launch_pdl=early,
+        PARTS=max(2, min(64, _COMBINE_ELEMENTS // (at_once * width))), num_warps=4,
     )  # fmt: skip
 
 
@@ -155,9 +173,3 @@ def _launch_prefill(pointers, strides, shape, dtype, scale, softcap, num_rows):
         *pointers, scale, softcap, num_rows, *strides, **shape, M=tiling.m, N=tiling.n,
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
-
-
-@cache
-def launches_early(device: torch.device) -> bool:
-    """Whether a kernel can be set up while the one before it runs (programmatic dependent launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -47,7 +46,7 @@ def _next(starts, b, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def _pages(table, tile, stop, length, N: tl.constexpr, PAGE: tl.constexpr):
+def pages_of(table, tile, stop, length, N: tl.constexpr, PAGE: tl.constexpr):
     """Pages of a tile's keys: one number where a tile never crosses a page, else one a key."""
     if PAGE % N == 0:
         return tl.load(table + tile * N // PAGE, mask=tile < stop, other=0).to(tl.int64)
@@ -64,14 +63,12 @@ def decode(
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q, out [T, HEADS·GROUP, D]; rows of the product are (query, head of the group). A worker leaves at most two
     partial results, of the first and the last (sequence, head) it works on; `shared` tells of one that begins here."""
     LOG2E: tl.constexpr = 1.4426950408889634
     worker, num_workers = tl.program_id(0), tl.num_programs(0)
-    if EARLY:
-        gdc_launch_dependents()  # `combine` may be set up now: it waits for this kernel to end
     dim = tl.arange(0, D_PAD)
     rows, tiles, upto = _plan(starts, lengths, num_rows, N, WINDOW, QUERIES, ROWS)
     total_tiles = tl.max(upto, 0) * HEADS
@@ -94,7 +91,7 @@ def decode(
         segment_stop = tl.minimum(stop, row_first + row_tiles)
         tile_start, tile_stop = first_tile + at_tile - row_first, first_tile + segment_stop - row_first
         table = tables + b.to(tl.int64) * table_stride
-        page = _pages(table, tile_start, tile_stop, length, N, PAGE)
+        page = pages_of(table, tile_start, tile_stop, length, N, PAGE)
 
         m_row = tl.arange(0, M)
         query = m_row // GROUP
@@ -115,7 +112,7 @@ def decode(
         sums = tl.zeros([M, D_PAD], tl.float32)
         keys = cache + head.to(tl.int64) * head_stride
         for tile in range(tile_start, tile_stop):
-            next_page = _pages(table, tile + 1, tile_stop, length, N, PAGE)  # a step ahead: its latency is hidden
+            next_page = pages_of(table, tile + 1, tile_stop, length, N, PAGE)  # a step ahead: its latency is hidden
             key = tile * N + tl.arange(0, N)
             there = (key < length) & (key >= lowest)
             at = page * page_stride + (key % PAGE) * slot_stride
@@ -182,15 +179,13 @@ def decode(
 def combine(
     partial, peaks, shared, sinks, scales, out,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_SCALES: tl.constexpr, M: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    HAS_SCALES: tl.constexpr, M: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Program (worker, R rows of the product): the sum of the partial results that begin with this worker's."""
     LOG2E: tl.constexpr = 1.4426950408889634
     worker = tl.program_id(0)
     row = tl.program_id(1) * R + tl.arange(0, R)
     about = shared + worker * 5
-    if EARLY:
-        gdc_wait()
     num_parts, first_slot, begin = tl.load(about), tl.load(about + 1), tl.load(about + 2)
     count, head = tl.load(about + 3), tl.load(about + 4)
     if num_parts == 0:

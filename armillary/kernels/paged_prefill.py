@@ -10,16 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from armillary.kernels.paged_decode import softcapped
-
-
-@triton.jit
-def _tile_pages(table, tile, stop, length, N: tl.constexpr, PAGE: tl.constexpr):
-    if PAGE % N == 0:
-        return tl.load(table + tile * N // PAGE, mask=tile < stop, other=0).to(tl.int64)
-    else:
-        key = tile * N + tl.arange(0, N)
-        return tl.load(table + key // PAGE, mask=(key < length) & (tile < stop), other=0).to(tl.int64)
+from armillary.kernels.paged_decode import pages_of, softcapped
 
 
 @triton.jit
@@ -31,9 +22,9 @@ def _tiles(
 ):  # fmt: skip
     """Online softmax over key tiles [start, stop); MASKED where a tile may hold keys that some query must not see."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    page = _tile_pages(table, start, stop, length, N, PAGE)
+    page = pages_of(table, start, stop, length, N, PAGE)
     for tile in range(start, stop):
-        next_page = _tile_pages(table, tile + 1, stop, length, N, PAGE)
+        next_page = pages_of(table, tile + 1, stop, length, N, PAGE)
         key = tile * N + tl.arange(0, N)
         at = page * page_stride + (key % PAGE) * slot_stride
         k_at = keys + at[:, None] + dim[None, :]

@@ -214,7 +214,7 @@ def tiling(tokens: int, group: int) -> tuple[int, int]:
     """Tokens of a program, and its warps."""
     if tokens < 2048:
         return 1, 1 if group <= 4 else 2
-    return max(1, 32 // power_of_two(group)), 4
+    return max(1, 64 // power_of_two(group)), 4
 
 
 @_qkv_cache.register_fake

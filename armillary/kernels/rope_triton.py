@@ -14,7 +14,7 @@ from torch import Tensor
 
 from armillary.kernels.launch import ceil_div, on, power_of_two
 
-_ELEMENTS, _WARPS = 8192, 8
+_ELEMENTS, _WARPS = 16384, 8
 """numbers a program turns"""
 
 
@@ -89,7 +89,8 @@ def _launch(
     tokens, slots = qkv.numel() // qkv.shape[-1], qkv.shape[-1] // dim
     cos, sin = (_per_token(table, qkv.shape[:-1]) for table in (cos, sin))
     half = power_of_two(turned)
-    held = max(1, min(power_of_two(slots), _ELEMENTS // power_of_two(dim)))
+    elements = _ELEMENTS if dim == power_of_two(dim) else _ELEMENTS // 2
+    held = max(1, min(power_of_two(slots), elements // power_of_two(dim)))
     with on(qkv):
         _kernel[(tokens, ceil_div(slots, held))](
             qkv, q, k, v, cos, sin, slots, GROUP=group, DIM=dim, TURNED=turned, HALF=half,

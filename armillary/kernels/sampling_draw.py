@@ -13,34 +13,36 @@ from armillary.kernels.sampling_weights import factor_of, mass_of, scores_of, sh
 
 _ABOVE_ALL: tl.constexpr = tl.constexpr(0x3F800001)
 """the bits after those of 1.0"""
+_BELOW_ALL: tl.constexpr = tl.constexpr(0x2A000000)
+"""the bits of 2^-43: no weight is less"""
 
 
 @triton.jit
 def _kept(values, start, size, least, bits, BLOCK: tl.constexpr):
-    """Masses of a stretch of weights that reach both thresholds, 0 elsewhere, and how many do."""
+    """Masses of a stretch of weights that reach both thresholds, 0 elsewhere, and which do."""
     at = start + tl.arange(0, BLOCK)
     weights = tl.load(values + at, mask=at < size, other=-1.0)
     mass = mass_of(weights)
     kept = (weights >= 0) & (weights.to(tl.int32, bitcast=True) >= bits) & (mass >= least)
-    return tl.where(kept, mass, 0), tl.sum(kept.to(tl.int32), 0)
+    return tl.where(kept, mass, 0), kept
 
 
 @triton.jit
 def _sums(values, size, least, bits, BLOCK: tl.constexpr):
     """Number and mass of the weights that reach both thresholds."""
-    count = tl.zeros([], tl.int32)
-    total = tl.zeros([], tl.int64)
+    counts = tl.zeros([BLOCK], tl.int32)
+    masses = tl.zeros([BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
-        mass, many = _kept(values, start, size, least, bits, BLOCK)
-        count += many
-        total += tl.sum(mass, 0)
-    return count, total
+        mass, kept = _kept(values, start, size, least, bits, BLOCK)
+        counts += kept.to(tl.int32)
+        masses += mass
+    return tl.sum(counts, 0), tl.sum(masses, 0)
 
 
 @triton.jit
 def _kth(values, size, k, BLOCK: tl.constexpr):
     """Bits that the k likeliest reach, and their equals, and no others."""
-    low, high = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + _ABOVE_ALL
+    low, high = tl.zeros([], tl.int32) + _BELOW_ALL, tl.zeros([], tl.int32) + _ABOVE_ALL
     count = tl.zeros([], tl.int32) + size
     while (high - low > 1) & (count != k):
         middle = low + (high - low) // 2
@@ -156,27 +158,27 @@ def draw(
         if k > 0:
             suffices = size >= k
         else:
-            _, reached = _sums(values, size, least, 0, BLOCK)
+            _, reached = _sums(values, size, least, 0, CAPACITY)
             suffices = reached >= tl.maximum(share_of(total, fraction, 30), 1)
     if not suffices:  # all weights of the row take the place of the candidates
         values += CAPACITY
         size = V
-        for start in range(0, V, BLOCK):
-            token = start + tl.arange(0, BLOCK)
+        for start in range(0, V, CAPACITY):
+            token = start + tl.arange(0, CAPACITY)
             weights = weights_of(scores_of(b, token, source, V, WORDS, PENALTIES, ROWS, ALLOWED), top, factor)
             tl.store(values + token, weights, mask=token < V)
         tl.debug_barrier()
-    bits = tl.zeros([], tl.int32)
+    bits = tl.zeros([], tl.int32) + _BELOW_ALL
     if k > 0:
-        bits = _kth(values, size, k, BLOCK)
-        _, total = _sums(values, size, least, bits, BLOCK)
+        bits = _kth(values, size, k, CAPACITY)
+        _, total = _sums(values, size, least, bits, CAPACITY)
     if p < 1.0:
         wanted = tl.maximum(share_of(total, fraction, 30), 1)
-        bits, total = _nucleus(values, size, least, bits, total, wanted, BLOCK)
+        bits, total = _nucleus(values, size, least, bits, total, wanted, CAPACITY)
     target = share_of(total, random, 31)
     if suffices:
         token = _token_beyond(values, found_at + b * CAPACITY, size, least, bits, target, V, CAPACITY)
         tl.store(out + b, token.to(tl.int64))
     else:
-        token = _first_beyond(values, size, least, bits, target, BLOCK)
+        token = _first_beyond(values, size, least, bits, target, CAPACITY)
         tl.store(out + b, token.to(tl.int64))

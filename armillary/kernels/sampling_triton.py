@@ -16,12 +16,12 @@ from armillary.kernels.launch import ceil_div, on, power_of_two
 from armillary.kernels.sampling_draw import draw
 from armillary.kernels.sampling_weights import factor_of, mass_of, scores_of, weights_of
 
-_BLOCK, _WARPS = 4096, 8
-_GROUPS = 2048
+_BLOCK, _WARPS = 2048, 4
+_GROUPS = 4096
 """groups of a row whose maxima are kept"""
-_LARGEST = 512
+_LARGEST = 1024
 """as many tokens at least are collected, where groups are as many"""
-_CAPACITY = 2048
+_CAPACITY = 4096
 """candidates that fit"""
 _BISECTIONS = 12
 _REACH: tl.constexpr = tl.constexpr(40.0)
@@ -180,7 +180,7 @@ def _sample(
         )
         draw[(batch,)](
             *source, *how, seeds, steps, row_tops, masses, arrived, found, found_at, out, CAPACITY=_CAPACITY,
-            **padded, **shape,
+            **padded, **(shape | {"num_warps": 8}),
         )  # fmt: skip
     return out
 

@@ -8,7 +8,7 @@ L2, which no kernel ahead writes, and only then wait for their input.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -50,26 +50,46 @@ def small_linear(
     eps: float = 1e-6,
     gated: bool = False,
 ) -> Tensor:
-    """The reference's result in one or two kernels; more tokens than it is made for go to the reference."""
-    tokens = x_MK.numel() // max(1, x_MK.shape[-1])
-    if tokens > MOST_TOKENS or x_MK.dtype == torch.float64 or not x_MK.numel():
-        return reference(x_MK, weight_NK, norm_K, residual, eps, gated)
-    return _op(x_MK, weight_NK, norm_K, residual, eps, gated)
+    """The reference's result in one or two kernels; more tokens than they are made for go to the reference."""
+    return _run(x_MK, weight_NK, norm_K, residual, eps, gated, early=True)
+
+
+def waiting_linear(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    norm_K: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    gated: bool = False,
+) -> Tensor:
+    """The same, but each kernel starts when the one ahead has ended."""
+    return _run(x_MK, weight_NK, norm_K, residual, eps, gated, early=False)
+
+
+def _run(
+    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, *, early: bool
+) -> Tensor:
+    tokens = x.numel() // max(1, x.shape[-1])
+    if tokens > MOST_TOKENS or x.dtype == torch.float64 or not x.numel():
+        return reference(x, weight, norm, residual, eps, gated)
+    return _op(x, weight, norm, residual, eps, gated, early)
 
 
 @torch.library.custom_op(
     "armillary::small_linear", mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? norm, Tensor? residual, float eps, bool gated) -> Tensor",
+    schema="(Tensor x, Tensor weight, Tensor? norm, Tensor? residual, float eps, bool gated, bool early) -> Tensor",
 )  # fmt: skip
 def _op(
-    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool
+    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, early: bool
 ) -> Tensor:
-    tokens = x.numel() // x.shape[-1]
-    return run_tiles(x, weight, norm, residual, eps, gated, plan(tokens, *weight.shape))
+    tiles = replace(plan(x.numel() // x.shape[-1], *weight.shape), early=early)
+    return run_tiles(x, weight, norm, residual, eps, gated, tiles)
 
 
 @_op.register_fake
-def _(x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool) -> Tensor:
+def _(
+    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, early: bool
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight) // 2 if gated else len(weight))
 
 

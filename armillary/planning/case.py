@@ -69,4 +69,4 @@ class TrainCase:
 
     @cached_property
     def network(self) -> Network:
-        return network(self.cluster)
+        return network(self.cluster, self.measured)

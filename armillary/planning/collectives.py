@@ -6,18 +6,18 @@ the links of all members inside (Thakur et al. 2005; Patarasuk & Yuan 2009). Eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from armillary.planning.layouts import Array, Ints
 from armillary.spec.hardware import Cluster, Tier
-from armillary.spec.layer_ops import Collective
+from armillary.spec.layer_ops import Collective, wire_factor
+from armillary.store.peaks import Peaks
 
-SCALE_UP, SCALE_OUT, MEASURED = 0.80, 0.88, 1.0
-"""share of a link's rate that large messages reach: NCCL over NVLink, over InfiniBand or RoCE; a measured link's own"""
+SCALE_UP, SCALE_OUT = 0.80, 0.88
+"""share of a link's rate that large messages reach: NCCL over NVLink, over InfiniBand or RoCE"""
 UNKNOWN_BYTES_PER_S, UNKNOWN_LATENCY_S = 5e9, 20e-6
 """a link of which nothing is known: slow enough to be noticed, said in the notes"""
 
@@ -40,10 +40,6 @@ class Network:
 
     rings: tuple[Ring, ...]
     """innermost first"""
-    inner: int
-    """devices that share the innermost links"""
-    measured: Mapping[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
-    """(collective, world) -> (start-up seconds, bytes/s) where this machine was measured"""
 
     def ring_s(self, kind: Collective, num_bytes: npt.ArrayLike, members: Ints, stride: Ints) -> Array:
         """Seconds to gather, scatter or reduce an array of `num_bytes` among `members` ranks `stride` apart: the
@@ -102,13 +98,34 @@ class Network:
         return filled
 
 
-def network(cluster: Cluster) -> Network:
-    """The cluster's tiers as rings; a single chip has none."""
+def network(cluster: Cluster, measured: Peaks | None = None) -> Network:
+    """The cluster's tiers as rings; a single chip has none. Collectives `measured` on this machine replace the rate and
+    latency of the innermost tier."""
     rings, reach = [], 1
     for tier in cluster.tiers:
         reach *= tier.count
         rings.append(Ring(reach=reach, bytes_per_s=_rate(tier), latency_s=_latency(tier)))
-    return Network(rings=tuple(rings), inner=cluster.fast_domain)
+    known = _measured_link(measured, cluster.fast_domain) if measured and rings else None
+    if known:
+        rings[0] = replace(rings[0], bytes_per_s=known[0], latency_s=known[1])
+    return Network(rings=tuple(rings))
+
+
+def _measured_link(measured: Peaks, inner: int) -> tuple[float, float] | None:
+    """(rate, latency of a step) of the link behind the quickest measured collective: a time of alpha + bytes / beta
+    means a link of beta · the collective's wire factor, and alpha is shared by its steps."""
+    found = []
+    for point in measured.points.get("collective", ()):
+        world, op = int(point["world"]), str(point["op"])
+        if 2 <= world <= inner and op in _RINGS:
+            rate = float(point["bytes_per_s"]) * wire_factor(_RINGS[op], world)
+            found.append((rate, float(point["alpha_s"]) / (world - 1)))
+    return max(found, default=None)
+
+
+_RINGS: dict[str, Collective] = {
+    "all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
+}  # fmt: skip
 
 
 def _rate(tier: Tier) -> float:

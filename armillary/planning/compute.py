@@ -191,7 +191,7 @@ def _attention(case: TrainCase, piece: Piece, layouts: Layouts, batch: Batch, ki
     zero = np.zeros(len(layouts))
     back = piece.backward[0]
     if batch.flash:
-        keys = _mean_keys(case, kind)
+        keys = _keys(case, kind) / layouts.cp  # a step of the ring meets one rank's keys
         forward = piece.forward.flops * mine / curves.attention_flops(keys, dim, backward=False) + curves.kernel_s
         backward = back.flops * mine / curves.attention_flops(keys, dim, backward=True) + curves.kernel_s
         again, kernels = zero, 1.0
@@ -215,8 +215,8 @@ def _attention(case: TrainCase, piece: Piece, layouts: Layouts, batch: Batch, ki
     )
 
 
-def _mean_keys(case: TrainCase, kind: LayerKind) -> float:
-    """Keys a query block meets, which its efficiency depends on: the sequence, or the window."""
+def _keys(case: TrainCase, kind: LayerKind) -> float:
+    """Keys a query may meet, which attention's efficiency depends on: the sequence, or the window."""
     limited = kind.attention in ("sliding", "chunked") and case.model.window
     return float(min(case.sequence, case.model.window or 0) if limited else case.sequence)
 

@@ -23,6 +23,10 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 RECOMPUTES: tuple[str, ...] = get_args(Recompute)
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 OFFLOADS = ("none", "optimizer", "activations", "both", "nvme")
+CODES: dict[str, tuple[str, ...]] = {
+    "precision": PRECISIONS, "recompute": RECOMPUTES, "schedule": SCHEDULES, "offload": OFFLOADS,
+}  # fmt: skip
+"""field -> names that its codes stand for"""
 NONE, SELECTIVE, FULL = 0, 1, 2
 """codes of RECOMPUTES"""
 

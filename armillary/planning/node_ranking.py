@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -38,9 +38,19 @@ class Ranked:
     """why it will not do"""
 
 
-def rank_nodes(case: TrainCase, *, devices: int, steps: int, cost: Cost) -> list[Ranked]:
+Watch = Callable[[int, int, str], None]
+"""called with nodes done, nodes in all, and the one at hand"""
+
+
+def rank_nodes(
+    case: TrainCase, *, devices: int, steps: int, cost: Cost, watch: Watch = lambda done, total, what: None
+) -> list[Ranked]:
     """Every kind of node with about `devices` chips: those that fit first, cheapest run first, then quickest."""
-    found = [_ranked(case, node, devices, steps, cost) for node in different_nodes()]
+    nodes, found = list(different_nodes()), []
+    for i, node in enumerate(nodes):
+        watch(i, len(nodes), node.name)
+        found.append(_ranked(case, node, devices, steps, cost))
+    watch(len(nodes), len(nodes), "")
     return sorted(found, key=_order)
 
 

@@ -85,7 +85,8 @@ class Prediction:
         found = {
             "step_s": time.total, "compute_s": time.compute, "comm_s": time.comm, "comm_exposed_s": time.exposed,
             "bubble_s": time.bubble, "overhead_s": time.overhead, "recompute_s": time.recompute,
-            "optimizer_s": time.optimizer, "data_wait_s": time.data, "micro_batches": time.micro_batches, "mfu": self.mfu,
+            "optimizer_s": time.optimizer, "data_wait_s": time.data, "micro_batches": time.micro_batches,
+            "mfu": self.mfu,
         }  # fmt: skip
         gauges = {name: float(array[i]) for name, array in found.items()}
         gauges |= {f"memory_{name}_bytes": size for name, size in parts.items()}

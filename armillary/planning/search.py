@@ -7,17 +7,18 @@ time and memory; dollars follow time, since all devices are paid for either way.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from armillary.errors import BadLayout
 from armillary.planning.case import TrainCase
-from armillary.planning.layouts import Array, Ints, Layouts, joined, taken
+from armillary.planning.layouts import OFFLOADS, Array, Ints, Layouts, joined, taken
 from armillary.planning.memory import memory
 from armillary.planning.prediction import Prediction, predict
-from armillary.planning.space import hybrid, space
+from armillary.planning.space import constrained, hybrid, space
 from armillary.planning.step_time import StepTime
 from armillary.profiling.amdahl import AmdahlRow, amdahl
 from armillary.units import bytes_text, seconds_text
@@ -45,13 +46,16 @@ class Found:
 
 
 def search(
-    case: TrainCase, *, precisions: Sequence[str] | None = None, memory_bytes: float | None = None, shown: int = SHOWN
-) -> Found:
-    """The best of all valid layouts that stay within `memory_bytes` (none: the device's)."""
+    case: TrainCase, *, precisions: Sequence[str] | None = None, memory_bytes: float | None = None, shown: int = SHOWN,
+    fixed: Mapping[str, Any] | None = None,
+) -> Found:  # fmt: skip
+    """The best of all valid layouts that stay within `memory_bytes` (none: the device's). What is `fixed` (a field of
+    the layout -> its value) is kept, the rest searched."""
     began = time.perf_counter()
-    layouts = space(case, precisions)
-    more = hybrid(case, layouts)
-    layouts = joined(layouts, more) if len(more) else layouts
+    kept = dict(fixed or {})
+    layouts = space(case, [kept["precision"]] if "precision" in kept else precisions)
+    more = hybrid(case, layouts) if "shard" not in kept else layouts.take(np.array([], dtype=np.int64))
+    layouts = constrained(joined(layouts, more) if len(more) else layouts, kept)
     held = memory(case, layouts)
     bytes_ = held.total
     room = min(memory_bytes or float("inf"), case.cluster.chip.memory_bytes or float("inf"))
@@ -68,12 +72,15 @@ def search(
 def _nothing_fits(case: TrainCase, layouts: Layouts, bytes_: Array, room: float) -> BadLayout:
     """The least any layout needs, and how many devices would hold it."""
     least = float(bytes_.min())
-    held = float(memory(case, layouts.take(np.array([int(bytes_.argmin())]))).allocated[0])
+    smallest = layouts.take(np.array([int(bytes_.argmin())]))
+    held = float(memory(case, smallest).allocated[0])
+    out = memory(case, replace(smallest, offload=np.array([OFFLOADS.index("both")]))).total[0] <= room
     times = max(2, int(np.ceil(held / max(room - (least - held), room / 2))))
     more = case.cluster.num_devices * 2 ** int(np.ceil(np.log2(times)))
     return BadLayout(
         f"no layout of {case.model.name} fits {case.cluster.text()}: the least needs {bytes_text(least)} of "
-        f"{bytes_text(room)} a device; try about {more} devices, or chips with more memory"
+        f"{bytes_text(room)} a device; try about {more} devices, "
+        + ("or --set layout.offload=both" if out else "or chips with more memory")
     )
 
 

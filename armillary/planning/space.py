@@ -6,15 +6,16 @@ one, what combines freely is multiplied out as arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 
-from armillary.errors import BadInput
+from armillary.errors import BadInput, BadLayout
 from armillary.planning.case import TrainCase
-from armillary.planning.layouts import FULL, NONE, PRECISIONS, SCHEDULES, SELECTIVE, Ints, Layouts, grid
+from armillary.planning.layouts import CODES, FULL, NONE, PRECISIONS, SCHEDULES, SELECTIVE, Ints, Layouts, grid
 from armillary.spec.hardware import Chip
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules import Case, layout_problems
@@ -43,6 +44,21 @@ def space(case: TrainCase, precisions: Sequence[str] | None = None) -> Layouts:
     )
     useful = (found.zero == 0) | (found.dp * found.cp > 1)
     return found.take(np.nonzero(useful)[0])
+
+
+def constrained(layouts: Layouts, fixed: Mapping[str, Any]) -> Layouts:
+    """Of the layouts, those with these values; fields that the space does not vary are set to them."""
+    for name, value in fixed.items():
+        code = CODES[name].index(value) if name in CODES else value
+        if name in ("offload", "recompute_every", "bucket_bytes", "sequence_parallel", "shard"):
+            column = np.full(len(layouts), code) if value is not None else layouts.dp
+            layouts = replace(layouts, **{name: column})
+        else:
+            layouts = layouts.take(np.nonzero(getattr(layouts, name) == code)[0])
+    if not len(layouts):
+        said = ", ".join(f"layout.{name}={value}" for name, value in fixed.items())
+        raise BadLayout(f"no valid layout has {said}; leave one of them to the search")
+    return layouts
 
 
 def hybrid(case: TrainCase, layouts: Layouts) -> Layouts:

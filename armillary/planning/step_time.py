@@ -117,8 +117,9 @@ def _assemble(
     slowest = np.where(layouts.pp == 1, mean, np.maximum(stages.fullest * per_layer, last_turn))
     whole = ends.scaled(1 / layouts.pp).plus(layer.scaled(stages.mean))
     waits = overhead.launch_s(case, whole, mean)
-    wall = (mean + waits) / (forward + backward)  # windows are wall time: whatever holds a stage up hides exchanges too
-    windows = communication.Windows(forward=forward * wall, backward=backward * wall)
+    # windows are wall time, since whatever holds a stage up hides exchanges too; backward takes twice the forward's
+    share = np.where(layouts.recompute == FULL, 3 / 4, 2 / 3)
+    windows = communication.Windows(forward=(mean + waits) * (1 - share), backward=(mean + waits) * share)
     grads, gathers = communication.data_parallel(case, layouts, mine, windows, m)
     sends = communication.pipeline_sends(case, layouts, m, slowest / layouts.interleave / 2)
     times = m * stages.mean

@@ -23,13 +23,18 @@ from armillary.spec.model import ModelConfig
 from armillary.spec.params import parameters
 
 _PRECISIONS = (
-    ("nvfp4", "nvfp4"), ("mxfp8", "mxfp8"), ("fp8-mx", "mxfp8"), ("mx ", "mxfp8"), ("fp8", "fp8"), ("bf16", "bf16"),
+    ("nvfp4", "nvfp4"), ("mxfp8", "mxfp8"), ("fp8-mx", "mxfp8"), ("mx ", "mxfp8"), ("fp8", "fp8"), ("float8", "fp8"),
+    ("bf16", "bf16"),
     ("fp16", "fp16"), ("tf32", "tf32"), ("fp32", "fp32"),
 )  # fmt: skip
 _ZERO = (
     ("full_shard", 3), ("shard_grad_op", 2), ("zero-3", 3), ("zero-2", 2), ("zero-1", 1), ("zero-0", 0), ("hsdp", 3),
     ("fsdp", 3), ("distributed optimizer", 1), ("zero", 1),
 )  # fmt: skip
+
+
+HSDP_GROUP = 8
+"""ranks that share one copy where a row says HSDP and no more: a node"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +106,26 @@ NF4, NF4_DOUBLE = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 def _settings(row: Row, software: Software) -> Software:
-    """What the row itself says of its software: whose attention kernel, whose ZeRO-3."""
+    """What the row itself says of its software: whose attention kernel, whose ZeRO-3, compiled or not, async tp."""
     attention, zero = (row.get("attention") or "").lower(), (row.get("zero_or_fsdp") or "").lower()
-    dropping = "tokendrop" in (row.get("model") or "").lower()  # fixed capacity: shapes are known without the host
-    own = not attention or any(name in attention for name in ("te", "cudnn", "flash-3", "pallas", "splash"))
+    said = " ".join(row.get(name) or "" for name in ("model", "precision", "note", "source")).lower()
+    drops = "tokendrop" in (row.get("model") or "").lower()  # fixed capacity: no shape waits for the host
+    own = not attention or _OWN_ATTENTION.search(attention) is not None
+    core = software.name == "Megatron-LM" and "standard" not in attention  # since Megatron-Core both are overlapped
     return replace(
-        software, attention_kernel="attention" if own else "flash_2", flat_gathers=zero.startswith("zero-3"),
-        flex_dispatch=software.flex_dispatch or dropping,
+        software,
+        attention_kernel="attention" if own else "flash_2",
+        flat_gathers=zero.startswith("zero-3"),
+        flex_dispatch=software.flex_dispatch or drops,
+        fused_layers=software.fused_layers or _COMPILED.search(said) is not None,
+        tp_overlap=software.tp_overlap or core or _ASYNC_TP.search(said) is not None,
+        dp_overlap=software.dp_overlap or core,
     )
+
+
+_OWN_ATTENTION = re.compile(r"\bte\b|cudnn|flash-?(attention-?)?3|pallas|splash")
+_COMPILED = re.compile(r"(?<!no )(?<!without )\bcompile")
+_ASYNC_TP = re.compile(r"async[ -]?tp")
 
 
 def _layout(row: Row, model: ModelConfig) -> tuple[Layout, str, tuple[str, ...]]:
@@ -121,11 +138,13 @@ def _layout(row: Row, model: ModelConfig) -> tuple[Layout, str, tuple[str, ...]]
         dp = max(1.0, devices // (sizes["tp"] * sizes["pp"] * sizes["cp"]))
     assumed = [f"{name} taken as {value}" for name, value in (("micro_batch", 1), ("vpp", 1)) if not number(row, name)]
     recompute, said = _recompute(row, model)
+    inside = "hsdp" in (row.get("zero_or_fsdp") or "").lower() and dp > HSDP_GROUP and dp % HSDP_GROUP == 0
     interleave = int(number(row, "vpp") or 1) if sizes["pp"] > 1 else 1
     layout = Layout(
         **sizes,
         dp=int(dp),
         zero=_zero(row.get("zero_or_fsdp") or ""),  # type: ignore[arg-type]
+        shard=HSDP_GROUP if inside else None,
         interleave=interleave,
         schedule="interleaved" if interleave > 1 else "1f1b",
         micro_batch=int(number(row, "micro_batch") or 1),

@@ -11,12 +11,13 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from armillary.kernels.choose import Trial, choose, time_rivals
+from armillary.kernels.choose import Trial, choose, note_once, time_rivals
 from armillary.kernels.op import Case, Op, Work
 from armillary.kernels.ops import OPS, find_op
 from armillary.profiling import bandwidth, gemm
@@ -29,6 +30,7 @@ from armillary.store.home import Home
 Watch = Callable[[int, int, str], None]
 """called with cases done, cases in all, and what comes next"""
 LIMIT_S = 440.0
+_WARM_LIMIT_S = 120.0
 _CEILING_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
 _SQUARE = {"cuda": 8192, "cpu": 1024}
 _OURS = "triton"
@@ -80,6 +82,8 @@ class KernelRow:
     """version that choose() takes"""
     measured: tuple[Measured, ...]
     """every version"""
+    failed: str = ""
+    """why there is nothing: the reference itself could not be run"""
 
     def of(self, version: str) -> Measured | None:
         return next((one for one in self.measured if one.version == version), None)
@@ -132,7 +136,6 @@ def bench_kernels(
             skipped += 1
             continue
         rows.append(_row(op, name, case, ceilings, home, 0.03 if quick else 0.06))
-        _forget(device)
     watch(len(todo), len(todo), "done")
     return KernelBench(
         device=name_of(device), date=time.strftime("%Y-%m-%d"), ceilings=ceilings, rows=tuple(rows), skipped=skipped,
@@ -166,7 +169,13 @@ def measure_some(settings: Settings, wanted: set[Any]) -> dict[str, float]:
 
 def _row(op: Op, name: str, case: Case, ceilings: dict[str, float], home: Home | None, budget_s: float) -> KernelRow:
     work = op.work(case)
-    choice = choose(op, case, home=home, budget_s=budget_s, again=True)
+    _forget(torch.device(case.device))
+    try:
+        choice = choose(op, case, home=home, budget_s=budget_s, again=True)
+    except torch.OutOfMemoryError as error:
+        why = f"out of memory: {str(error).splitlines()[0][:120]}"
+        return KernelRow(op=op.name, name=name, shape=case.label, ceiling=work.ceiling, chosen="", measured=(),
+                         failed=why)  # fmt: skip
     measured = [_measured(trial, work, ceilings) for trial in choice.trials]
     measured += [replace(_measured(t, work, ceilings), rival=True) for t in time_rivals(op, case, budget_s=budget_s)]
     return KernelRow(
@@ -200,11 +209,17 @@ def _warm(todo: list[tuple[Op, str, Case]], device: torch.device, done: Callable
     if device.type != "cuda" or len(todo) < 2:
         return 0.0
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=max(1, min(10, usable_cores() - 2)), mp_context=context) as pool:
-        waiting = [pool.submit(warm_case, op.name, case) for op, _, case in todo]
-        for count, future in enumerate(as_completed(waiting), 1):
+    pool = ProcessPoolExecutor(max_workers=max(1, min(10, usable_cores() - 2)), mp_context=context)
+    waiting = [pool.submit(warm_case, op.name, case) for op, _, case in todo]
+    try:
+        for count, future in enumerate(as_completed(waiting, timeout=_WARM_LIMIT_S), 1):
             future.result()
             done(count)
+    except (TimeoutError, BrokenProcessPool) as error:  # then the compilers work when their turn comes
+        note_once(f"compiling ahead was given up: {type(error).__name__}")
+        for process in list((pool._processes or {}).values()):  # they would disturb what is timed next
+            process.terminate()
+    pool.shutdown(wait=True, cancel_futures=True)
     return time.monotonic() - begin
 
 

@@ -78,6 +78,11 @@ def test_this_machine_can_be_planned_for(cli: Cli) -> None:
     assert ran.code == 0 and "armillary-2m" in ran.out
 
 
+def test_axes_given_without_dp_are_filled_up_with_dp(cli: Cli) -> None:
+    found = cli("plan", "--model", "llama-3-8b", "--on", "h100x64", "--set", "layout.tp=8", "--json").json
+    assert found["plan"]["layout"]["dp"] == 8
+
+
 # --- search, explain, table
 
 

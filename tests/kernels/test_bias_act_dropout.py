@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.kernels.bias_act_dropout import BIAS_ACT_DROPOUT, DropoutCase, bias_act_dropout
-from armillary.kernels.philox import keep_scale, kept, random_words
+from armillary.kernels.philox import keep_scale, kept, philox, random_words
 from tests.kernels.agreeing import assert_agrees, loaded
 from tests.kernels.interpreter import needs_interpreter
 
@@ -41,10 +41,16 @@ def test_the_same_elements_stay(seed: int, rows: int, columns: int) -> None:
 
 
 def test_words_are_those_of_the_paper() -> None:
-    """Known answers of Random123 for philox4x32-10: all zeros, and all ones in the counter's low half and the key."""
-    zeros = random_words(torch.tensor(0), torch.tensor([0]))[0].tolist()
-    expected = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    assert zeros == [part for word in expected for part in (word & 0xFFFF, word >> 16)]
+    """The known answers of Random123 for philox4x32 with ten rounds and with seven, of a zero counter and key."""
+    ten, seven = ([int(word) for word in philox(torch.tensor(0), torch.tensor([0]), rounds)] for rounds in (10, 7))
+    assert ten == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert seven == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+
+
+def test_a_counter_serves_eight_elements() -> None:
+    (words,) = random_words(torch.tensor(9), torch.tensor([4])).tolist()
+    drawn = [int(word) for word in philox(torch.tensor(9), torch.tensor([4]), 7)]
+    assert words == [part for word in drawn for part in (word & 0xFFFF, word >> 16)]
 
 
 def test_share_and_scale() -> None:

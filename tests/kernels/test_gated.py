@@ -39,10 +39,11 @@ def test_the_reference_is_what_the_model_does(activation: str) -> None:
 
 @needs_interpreter
 @pytest.mark.parametrize("activation", [*PLAIN, "swiglu_clamped"])
-def test_extremes_and_nan_as_in_torch(activation: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_extremes_and_nan_as_in_torch(activation: str, dtype: torch.dtype) -> None:
     gate = torch.tensor([0.0, -0.0, 1e4, -1e4, 1e15, -1e15, float("nan"), 1.0])
     up = torch.tensor([1.0, -1.0, 2.0, 1e4, 0.5, 0.5, 1.0, float("nan")])
-    x = torch.stack((gate, up), -1).flatten()
+    gate, x = gate.to(dtype), torch.stack((gate, up), -1).flatten().to(dtype)
     run = loaded(ACTIVATE)
     torch.testing.assert_close(run(x, activation, True), gated.activate(x, activation, True), equal_nan=True)
     if activation != "swiglu_clamped":

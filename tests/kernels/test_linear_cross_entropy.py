@@ -51,6 +51,21 @@ def test_other_formats_and_a_vocabulary_of_several_blocks(dtype: torch.dtype) ->
 
 
 @needs_interpreter
+def test_half_sums_that_would_overflow_before_they_are_scaled() -> None:
+    """All tokens want the same word: unscaled, its gradient is beyond fp16's largest value."""
+    x, weight = torch.full((300, 4), 400.0, dtype=torch.float16), torch.zeros(8, 4, dtype=torch.float16)
+    assert_agrees(x, weight, torch.zeros(300, dtype=torch.int64), -100, "mean", 0.0, 1.0)
+
+
+@needs_interpreter
+def test_scaling_rounds_once() -> None:
+    from armillary.kernels.linear_cross_entropy_triton import scaled
+
+    x, factor = torch.randn(10_000).half(), torch.tensor(1 / 7711)
+    torch.testing.assert_close(scaled(x, factor, torch.float16), (x.float() * factor).half(), rtol=0, atol=0)
+
+
+@needs_interpreter
 def test_extreme_logits_neither_overflow_nor_vanish() -> None:
     assert_agrees(*random(17, 8, 200, size=1e4), -100, "mean", 0.0, 1.0)
 

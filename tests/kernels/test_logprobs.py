@@ -46,6 +46,16 @@ def test_odd_rows(run: object) -> None:
     assert chosen[2].isnan()
 
 
+@needs_interpreter
+def test_rows_where_many_are_alike() -> None:
+    logits = torch.zeros(2, 3000)
+    logits[1] = -torch.inf
+    logits[1, [2999, 4]] = torch.tensor([1.0, -0.0])
+    _, values, ids = fast()(logits, torch.tensor([0, 0]), 3)
+    assert ids.tolist() == [[0, 1, 2], [2999, 4, 0]]
+    assert torch.allclose(values[0], torch.tensor(1 / 3000).log().expand(3)) and values[1, 2] == -torch.inf
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LOGPROBS.cases)
 def test_agreement_on_a_gpu(name: str) -> None:

@@ -51,7 +51,7 @@ def test_rows_too_wide_for_a_program(case: NormCase, op: Op) -> None:
     """The kernels for very wide rows, met here at 64 columns."""
     triton = import_module("armillary.kernels.norm_triton")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("WIDEST_FORWARD", "WIDEST_BACKWARD", "WIDEST_TWO_SUMS", "_PIECE"):
+        for name in ("WIDEST_FORWARD", "WIDEST_CENTRED", "WIDEST_BACKWARD", "WIDEST_TWO_SUMS", "_PIECE"):
             patch.setattr(triton, name, 64)
         assert_agrees(op, case)
 
@@ -130,3 +130,12 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
     x, weight = torch.randn(4, 16), torch.randn(16, requires_grad=True)
     loaded(NORM)(x, weight, None, 1e-6).sum().backward()
     assert weight.grad is not None and x.grad is None
+
+
+@needs_interpreter
+@pytest.mark.parametrize("columns", [200, 9000])
+def test_a_mean_far_from_zero_costs_no_precision(columns: int) -> None:
+    """Held rows take the mean away first; rows in pieces sum by Welford's rule."""
+    x = torch.randn(2, columns) + 100.0
+    inputs = (x, torch.randn(columns), torch.randn(columns), 1e-6, "layer", False)
+    assert_agrees(NORM, NormCase(rows=2, columns=columns, kind="layer", bias=True, device="cpu"), inputs=inputs)

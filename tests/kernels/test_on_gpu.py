@@ -19,7 +19,11 @@ from armillary.kernels.op import Case, Op
 from armillary.kernels.rope import ROPE, RopeCase
 from tests.kernels.agreeing import assert_agrees, loaded
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.filterwarnings("default"),  # torch's compiler warns about its own code
+]
 DTYPES = st.sampled_from(["fp32", "bf16", "fp16"])
 OFTEN = settings(max_examples=12, deadline=None)
 columns = st.one_of(st.integers(8, 700), st.sampled_from([4096, 5120, 8192, 12288, 16384, 20000, 65536, 100_001]))

@@ -14,8 +14,8 @@ from tests.kernels.interpreter import needs_interpreter
 from tests.kernels.pages import Shape, batch, error, wide
 
 
-def fast():  # type: ignore[no-untyped-def]
-    return PAGED_ATTENTION.version("triton").load()  # type: ignore[union-attr]
+def fast(name: str = "triton"):  # type: ignore[no-untyped-def]
+    return PAGED_ATTENTION.version(name).load()  # type: ignore[union-attr]
 
 
 @st.composite
@@ -55,12 +55,13 @@ def extras(how: dict[str, object], shape: Shape) -> dict[str, object]:
 
 
 @needs_interpreter
-@settings(max_examples=14, deadline=None)
+@settings(max_examples=9, deadline=None)
 @given(shape=shapes(), how=hows())
 def test_decoding_agrees(shape: Shape, how: dict[str, object]) -> None:
     inputs, kind = batch(shape), extras(how, shape)
-    out = fast()(*inputs, **kind)
-    assert error(out, paged_attention(*wide(inputs), **kind)) < 1e-5  # type: ignore[arg-type]
+    right = paged_attention(*wide(inputs), **kind)  # type: ignore[arg-type]
+    for name in ("triton", "triton flat"):
+        assert error(fast(name)(*inputs, **kind), right) < 1e-5
 
 
 @needs_interpreter
@@ -174,25 +175,27 @@ def test_agreement_on_a_gpu(name: str) -> None:
     case = PagedCase(**({"batch": 5, "context": 700} | GPU_CASES[name]))  # type: ignore[arg-type]
     generator = torch.Generator("cuda").manual_seed(0)
     expected = expect(PAGED_ATTENTION, PAGED_ATTENTION.inputs(case, generator), generator)
-    found = check(fast(), PAGED_ATTENTION, expected)
-    assert found.agreed, found.why_not
+    for version in ("triton", "triton flat"):
+        found = check(fast(version), PAGED_ATTENTION, expected)
+        assert found.agreed, f"{version}: {found.why_not}"
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("version", ["triton", "triton flat"])
 @pytest.mark.parametrize("most", [1, 40])
-def test_one_graph_serves_any_lengths(most: int) -> None:
+def test_one_graph_serves_any_lengths(most: int, version: str) -> None:
     inputs = batch(Shape(queries=[most, 1, 1, 1], lengths=[900, 700, 800, 600]), dtype=torch.bfloat16, device="cuda")
-    fast()(*inputs)
+    fast(version)(*inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = fast()(*inputs)
+        out = fast(version)(*inputs)
     for queries, lengths in (([most, 1, 0, 1], [890, 1, 5, 0]), ([1, 1, 1, 0], [17, 650, 33, 0])):
         inputs[3].copy_(torch.tensor([0, *queries]).cumsum(0))
         inputs[4].copy_(torch.tensor(lengths))
         graph.replay()
         right = paged_attention(*wide(inputs, torch.float32))
         assert error(out, right) < 1e-2
-        assert torch.equal(out, fast()(*inputs))  # captured or not: the same bits
+        assert torch.equal(out, fast(version)(*inputs))  # captured or not: the same bits
 
 
 @pytest.mark.gpu

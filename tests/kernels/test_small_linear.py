@@ -72,7 +72,7 @@ def test_the_op_can_be_traced() -> None:
     from armillary.kernels.small_linear_triton import _op
 
     inputs = random(3, 8, 16, norm=True, gated=True, residual=True)
-    torch.library.opcheck(_op, inputs, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(_op, (*inputs, True), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_more_tokens_are_refused_by_name() -> None:

@@ -37,7 +37,7 @@ def one(**layout: object) -> Layouts:
 
 @pytest.mark.parametrize("members", [2, 8, 64])
 def test_a_ring_all_reduce_moves_two_times_n_minus_one_over_n(members: int) -> None:
-    flat = Network(rings=(Ring(reach=64, bytes_per_s=1e9, latency_s=0.0),), inner=64)
+    flat = Network(rings=(Ring(reach=64, bytes_per_s=1e9, latency_s=0.0),))
     seconds = flat.ring_s("all_reduce", 1e9, ints(members), ints(1))
     assert seconds[0] == pytest.approx(2 * (members - 1) / members)
     assert flat.ring_s("all_gather", 1e9, ints(members), ints(1))[0] == pytest.approx((members - 1) / members)
@@ -158,6 +158,14 @@ def test_measured_ceilings_replace_the_catalogue() -> None:
     slow = replace(case, measured=peaks)
     assert "measured" in slow.curves.source and slow.curves.reached["bf16"] == 3e14
     assert step_time(slow, one()).total[0] > 1.5 * step_time(case, one()).total[0]
+
+
+def test_measured_collectives_give_the_rate_of_the_innermost_link() -> None:
+    point = {"op": "all_reduce", "world": 8, "alpha_s": 7e-5, "bytes_per_s": 1e11}
+    measured = network(catalogue.cluster("h100x16"), new_peaks("x").with_points("collective", [point]))
+    assert measured.rings[0].bytes_per_s == pytest.approx(1e11 * 2 * 7 / 8)
+    assert measured.rings[0].latency_s == pytest.approx(1e-5)
+    assert measured.rings[1] == network(catalogue.cluster("h100x16")).rings[1]
 
 
 def test_a_measured_loader_that_is_too_slow_starves_the_step() -> None:

@@ -110,6 +110,17 @@ def test_number_formats_by_what_tables_call_them(precision: str, name: str) -> N
     assert PRECISIONS[int(found.layouts.precision[0])] == name
 
 
+@pytest.mark.parametrize(("changes", "setting", "value"), [
+    ({"attention": "flash (TE/cuDNN)"}, "attention_kernel", "attention"),
+    ({"attention": "flash attention (SDPA)"}, "attention_kernel", "flash_2"),
+    ({"note": "torch.compile; AsyncTP"}, "tp_overlap", True), ({"note": "torch.compile"}, "fused_layers", True),
+    ({"note": "eager, no compile"}, "fused_layers", False), ({"zero_or_fsdp": "ZeRO-3"}, "flat_gathers", True),
+    ({"zero_or_fsdp": "FSDP FULL_SHARD"}, "flat_gathers", False),
+])  # fmt: skip
+def test_what_a_row_says_of_its_software(changes: dict[str, str], setting: str, value: object) -> None:
+    assert getattr(training_row(row(**changes), PHYSICS).case.software, setting) == value
+
+
 def test_conventions_of_counting_flops() -> None:
     """Full attention, causal, and the hardware's with recomputation, against hand-made sums."""
     ours = {name: published_flops_per_token(training_row(row(flop_convention=name), PHYSICS))
