@@ -153,8 +153,9 @@ def _without_timing(op: Op, case: Case) -> tuple[Trial, ...]:
 
 
 def _chosen(op: Op, case: Case, trials: tuple[Trial, ...]) -> Choice:
+    used = {_family(trial.version) for trial in trials if trial.agreed}
     for trial in trials:
-        if trial.refused and not _is_plain_absence(op, trial, case):
+        if trial.refused and _family(trial.version) not in used and not _is_plain_absence(op, trial, case):
             note_once(f"{op.name} {case.label}: version {trial.version} is not used: {trial.refused}")
     agreed = [trial for trial in trials if trial.agreed]
     best = min(agreed, key=lambda t: t.seconds or 0.0).version if agreed else "eager"
@@ -175,6 +176,11 @@ def _recalled(op: Op, case: Case, record: Any) -> Choice | None:
         return None
     trials = tuple(Trial(**trial) for trial in record.get("trials", ()))
     return _choice(op, case, version.name, trials, remembered=True)
+
+
+def _family(version: str) -> str:
+    """'triton' of 'triton, pairs': where one of a family works, another that does not is no news."""
+    return version.partition(",")[0]
 
 
 def _is_plain_absence(op: Op, trial: Trial, case: Case) -> bool:

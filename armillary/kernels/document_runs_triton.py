@@ -19,9 +19,10 @@ _LONGEST_BLOCK = 4096
 
 @dataclass(frozen=True)
 class Runs:
-    """Per token, [B, T] int32 (documents as given); a token may see from `begin` on and be seen before `end`."""
+    """Per token, [B, T] int32; a token may see from `begin` on and be seen before `end`."""
 
     documents: Tensor | None = None
+    """its document, as a number of 32 bits: quicker to compare"""
     begin: Tensor | None = None
     run: Tensor | None = None
     """first token of its run"""
@@ -33,12 +34,12 @@ class Runs:
 def document_runs(documents_BT: Tensor) -> Runs:
     documents = documents_BT.contiguous()
     batch, length = documents.shape
-    begin, run, end, run_end = (torch.empty_like(documents, dtype=torch.int32) for _ in range(4))
+    short, begin, run, end, run_end = (torch.empty_like(documents, dtype=torch.int32) for _ in range(5))
     block = min(_LONGEST_BLOCK, max(32, power_of_two(length)))
     if documents.numel():
         with on(documents):
-            runs_kernel[(batch,)](documents, begin, run, end, run_end, length, BLOCK=block, num_warps=8)
-    return Runs(documents, begin, run, end, run_end)
+            runs_kernel[(batch,)](documents, short, begin, run, end, run_end, length, BLOCK=block, num_warps=8)
+    return Runs(short, begin, run, end, run_end)
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def _smaller(a, b):
 
 
 @triton.jit
-def runs_kernel(doc_ptr, begin_ptr, run_ptr, end_ptr, run_end_ptr, T, BLOCK: tl.constexpr):
+def runs_kernel(doc_ptr, short_ptr, begin_ptr, run_ptr, end_ptr, run_end_ptr, T, BLOCK: tl.constexpr):
     """A program a row: does any number fall; then starts from the left, then ends from the right."""
     row = tl.program_id(0).to(tl.int64) * T
     index = tl.arange(0, BLOCK)
@@ -61,8 +62,10 @@ def runs_kernel(doc_ptr, begin_ptr, run_ptr, end_ptr, run_end_ptr, T, BLOCK: tl.
     for i in range(blocks):
         at = i * BLOCK + index
         inside = (at > 0) & (at < T)
-        doc = tl.load(doc_ptr + row + at, mask=inside, other=0)
+        doc = tl.load(doc_ptr + row + at, mask=at < T, other=0)
+        tl.store(short_ptr + row + at, doc.to(tl.int32), mask=at < T)
         before = tl.load(doc_ptr + row + at - 1, mask=inside, other=0)
+        doc = tl.where(inside, doc, 0)
         falls = tl.maximum(falls, tl.where(doc < before, 1, 0))
     broken = tl.max(falls, 0) > 0
     latest = tl.zeros((1,), tl.int32)

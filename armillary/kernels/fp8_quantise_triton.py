@@ -81,8 +81,14 @@ def amax_of(x: Tensor, *, by_column: bool) -> Tensor:
 
 
 @triton.jit
-def _cast(x, scale, dtype: tl.constexpr, LARGEST: tl.constexpr):
-    x = x * (1.0 / scale)
+def _scale(amax, LARGEST: tl.constexpr):
+    return tl.div_rn(amax, tl.where(amax > 0, LARGEST, LARGEST))  # the constant in amax's shape
+
+
+@triton.jit
+def _cast(x, amax, dtype: tl.constexpr, LARGEST: tl.constexpr):
+    """As the reference rounds, to the bit: one division, rounded to nearest, then products."""
+    x = x * tl.div_rn(tl.where(amax > 0, LARGEST, LARGEST), amax)
     # saturates by itself, but a value a hair above the largest must not become infinite in E5M2; NaN stays NaN
     x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
     return x.to(dtype)
@@ -99,18 +105,18 @@ def row_kernel(
     at = tl.arange(0, BLOCK)
     if ONE:
         x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)
-        scale = tl.maximum(tl.max(tl.abs(x), 0), _TINY) / LARGEST
-        tl.store(q_ptr + at, _cast(x, scale, q_ptr.dtype.element_ty, LARGEST), mask=at < padded)
+        top = tl.maximum(tl.max(tl.abs(x), 0), _TINY)
+        tl.store(q_ptr + at, _cast(x, top, q_ptr.dtype.element_ty, LARGEST), mask=at < padded)
     else:
         amax = tl.zeros((BLOCK,), tl.float32)
         for begin in range(0, K, BLOCK):
             x = tl.load(x_ptr + begin + at, mask=begin + at < K, other=0.0).to(tl.float32)
             amax = tl.maximum(amax, tl.abs(x))
-        scale = tl.maximum(tl.max(amax, 0), _TINY) / LARGEST
+        top = tl.maximum(tl.max(amax, 0), _TINY)
         for begin in range(0, padded, BLOCK):
             x = tl.load(x_ptr + begin + at, mask=begin + at < K, other=0.0).to(tl.float32)
-            tl.store(q_ptr + begin + at, _cast(x, scale, q_ptr.dtype.element_ty, LARGEST), mask=begin + at < padded)
-    tl.store(scale_ptr + row, scale)
+            tl.store(q_ptr + begin + at, _cast(x, top, q_ptr.dtype.element_ty, LARGEST), mask=begin + at < padded)
+    tl.store(scale_ptr + row, _scale(top, LARGEST))
 
 
 @triton.jit
@@ -144,15 +150,15 @@ def cast_kernel(
     x = tl.load(x_ptr + m[:, None] * stride + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
     x = x.to(tl.float32)
     if BY_COLUMN:
-        scale = tl.maximum(tl.load(amax_ptr + k, mask=k < K, other=1.0), _TINY) / LARGEST
+        top = tl.maximum(tl.load(amax_ptr + k, mask=k < K, other=1.0), _TINY)
         if tl.program_id(0) == 0:
-            tl.store(scale_ptr + k, scale, mask=k < K)
-        q = _cast(x, scale[None, :], q_ptr.dtype.element_ty, LARGEST)
+            tl.store(scale_ptr + k, _scale(top, LARGEST), mask=k < K)
+        q = _cast(x, top[None, :], q_ptr.dtype.element_ty, LARGEST)
     else:
-        scale = tl.maximum(tl.load(amax_ptr), _TINY) / LARGEST
+        top = tl.maximum(tl.load(amax_ptr), _TINY)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            tl.store(scale_ptr, scale)
-        q = _cast(x, scale, q_ptr.dtype.element_ty, LARGEST)
+            tl.store(scale_ptr, _scale(top, LARGEST))
+        q = _cast(x, top, q_ptr.dtype.element_ty, LARGEST)
     if TRANSPOSE:
         at = k.to(tl.int64)[:, None] * padded + m[None, :]
         tl.store(q_ptr + at, tl.trans(q), mask=(k[:, None] < K) & (m[None, :] < padded))

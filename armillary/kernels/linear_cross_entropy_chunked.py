@@ -69,17 +69,20 @@ def _loss(
     dw = torch.empty(weight.shape if grad_w else (0,), dtype=_sum_dtype(weight, many), device=x.device)
     if not len(x):
         return losses_M.sum(), dx, dw.zero_()
+    parts = _aligned_parts(len(weight))
     # rows begin on 16 elements: odd vocabularies are several times slower otherwise
     logits_mV = torch.empty(rows, -(-len(weight) // 16) * 16, dtype=x.dtype, device=x.device)[:, : len(weight)]
     for begin in range(0, len(x), rows):
         chunk = slice(begin, min(begin + rows, len(x)))
         z = logits_mV[: chunk.stop - begin]
-        torch.mm(x[chunk], weight.t(), out=z)
+        for part in parts:
+            torch.mm(x[chunk], weight[part].t(), out=z[:, part])
         _to_gradient_(z, targets[chunk], losses_M[chunk], ignore_index, softcap, scale, write=grad_x or grad_w)
-        if grad_x:
-            torch.mm(z, weight, out=dx[chunk])
-        if grad_w:
-            _add_product_(dw, z.t(), x[chunk], first=begin == 0)
+        for part in parts:
+            if grad_x:
+                _add_product_(dx[chunk], z[:, part], weight[part], first=part.start == 0)
+            if grad_w:
+                _add_product_(dw[part], z[:, part].t(), x[chunk], first=begin == 0)
     return losses_M.sum(), dx, dw
 
 
@@ -144,6 +147,13 @@ def _chunk_rows(x: Tensor, weight: Tensor, grad_w: bool, spare_bytes: int) -> in
     chunks = -(-len(x) // most)
     even = -(-len(x) // max(chunks, 1))
     return max(1, min(most, -(-even // 128) * 128, len(x)))
+
+
+def _aligned_parts(vocab: int) -> list[slice]:
+    """All words at once; where they are no multiple of 8, most of them and the few left over, because libraries have
+    their quick products for sizes that are."""
+    most = vocab if vocab % 8 == 0 else vocab // 64 * 64
+    return [part for part in (slice(0, most), slice(most, vocab)) if part.stop > part.start]
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:

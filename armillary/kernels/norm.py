@@ -15,7 +15,7 @@ from torch import Tensor
 
 from armillary.kernels.compiled import compiled
 from armillary.kernels.dtype import widen
-from armillary.kernels.op import Case, Late, Op, Version, Work, in_triton, rows_to_check
+from armillary.kernels.op import Case, Late, Op, Version, Work, in_triton, refuses_fp64, rows_to_check
 from armillary.spec import layer_ops
 
 
@@ -111,6 +111,11 @@ def _small(case: NormCase) -> NormCase:
     return replace(case, rows=rows_to_check(case, case.rows, case.columns))
 
 
+def _not_pairs(case: NormCase) -> str | None:
+    why = None if 2048 < case.columns <= 8192 else "pairs of rows are for 2,049 to 8,192 columns"
+    return refuses_fp64(case) or why
+
+
 def _not_liger(case: NormCase) -> str | None:
     if not case.weight or case.bias != (case.kind == "layer") or (case.plus_one and case.kind == "layer"):
         return "Liger has a weight always, and a bias in layer norms only"
@@ -134,6 +139,7 @@ NORM = Op(
     reference=norm,
     versions=(
         in_triton("norm_triton", "norm"),
+        replace(in_triton("norm_triton", "norm_pairs"), name="triton, pairs", refuses=_not_pairs),
         compiled(norm),
         Version(name="torch", run=torch_norm),
         Version(name="liger", run=Late("armillary.kernels.liger", "norm"), refuses=_not_liger, needs=("liger",)),
@@ -141,7 +147,12 @@ NORM = Op(
     inputs=_inputs,
     work=_work,
     grads=(0, 1, 2),
-    cases={**_CASES, "qwen3-8b, head norms": NormCase(rows=8192 * 40, columns=128)},
+    cases={
+        **_CASES,
+        "opt-6.7b": NormCase(rows=16384, columns=4096, kind="layer", bias=True),
+        "qwen3-14b": NormCase(rows=16384, columns=5120),
+        "qwen3-8b, head norms": NormCase(rows=8192 * 40, columns=128),
+    },
     small=_small,
 )
 ADD_NORM = Op(
@@ -149,6 +160,7 @@ ADD_NORM = Op(
     reference=add_norm,
     versions=(
         in_triton("norm_triton", "add_norm"),
+        replace(in_triton("norm_triton", "add_norm_pairs"), name="triton, pairs", refuses=_not_pairs),
         compiled(add_norm),
         Version(name="torch", run=torch_add_norm),
         Version(

@@ -75,16 +75,16 @@ def forward_kernel(
 
 @triton.jit
 def _taken(dy_ptr, x_ptr, weight_ptr, dw, db, mean, rstd, row, column, rows, columns, dy_stride, x_stride,
-           WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    """(normed, weighted gradient, sums so far) of a tile."""
+           WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr, BIAS: tl.constexpr, TOGETHER: tl.constexpr):  # fmt: skip
+    """(normed, weighted gradient, sums so far) of a tile; `TOGETHER` adds its rows up at once."""
     inside = (row < rows) & (column < columns)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
     normed = (x - mean) * rstd
     if BIAS:
-        db += dy
+        db += tl.sum(dy, axis=0, keep_dims=True) if TOGETHER else dy
     if WEIGHT:
-        dw += dy * normed
+        dw += tl.sum(dy * normed, axis=0, keep_dims=True) if TOGETHER else dy * normed
         weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
         dy = dy * (weight + 1.0) if PLUS_ONE else dy * weight
     return normed, dy, dw, db
@@ -117,12 +117,14 @@ def backward_kernel(
 ):  # fmt: skip
     program = tl.program_id(0)
     first = tl.arange(0, FIRST)[None, :]
-    dw_a = tl.zeros([HELD, FIRST], tl.float32)
-    db_a = tl.zeros([HELD, FIRST], tl.float32)
+    TOGETHER: tl.constexpr = HELD == 2
+    KEPT: tl.constexpr = 1 if TOGETHER else HELD
+    dw_a = tl.zeros([KEPT, FIRST], tl.float32)
+    db_a = tl.zeros([KEPT, FIRST], tl.float32)
     if SECOND:
         second = FIRST + tl.arange(0, SECOND)[None, :]
-        dw_b = tl.zeros([HELD, SECOND], tl.float32)
-        db_b = tl.zeros([HELD, SECOND], tl.float32)
+        dw_b = tl.zeros([KEPT, SECOND], tl.float32)
+        db_b = tl.zeros([KEPT, SECOND], tl.float32)
     for block in tl.range(program, tl.cdiv(rows, HELD), tl.num_programs(0), num_stages=STAGES):
         row = block * HELD + tl.arange(0, HELD).to(tl.int64)[:, None]
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
@@ -130,14 +132,14 @@ def backward_kernel(
         if not RMS:
             mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
         a, dy_a, dw_a, db_a = _taken(dy_ptr, x_ptr, weight_ptr, dw_a, db_a, mean, rstd, row, first, rows, columns,
-                                     dy_stride, x_stride, WEIGHT, PLUS_ONE, BIAS)  # fmt: skip
+                                     dy_stride, x_stride, WEIGHT, PLUS_ONE, BIAS, TOGETHER)  # fmt: skip
         along = tl.sum(dy_a * a, axis=1, keep_dims=True)
         total = 0.0
         if not RMS:
             total = tl.sum(dy_a, axis=1, keep_dims=True)
         if SECOND:
             b, dy_b, dw_b, db_b = _taken(dy_ptr, x_ptr, weight_ptr, dw_b, db_b, mean, rstd, row, second, rows, columns,
-                                         dy_stride, x_stride, WEIGHT, PLUS_ONE, BIAS)  # fmt: skip
+                                         dy_stride, x_stride, WEIGHT, PLUS_ONE, BIAS, TOGETHER)  # fmt: skip
             along += tl.sum(dy_b * b, axis=1, keep_dims=True)
             if not RMS:
                 total += tl.sum(dy_b, axis=1, keep_dims=True)

@@ -26,7 +26,14 @@ def norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms", plus_one: bool = False
 ) -> Tensor:
     """norm.norm in one kernel."""
-    return _norm(x, None, weight, bias, eps, kind == "rms", plus_one)[0]
+    return _norm(x, None, weight, bias, eps, kind == "rms", plus_one, False)[0]
+
+
+def norm_pairs(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms", plus_one: bool = False
+) -> Tensor:
+    """The same with other launch shapes, two rows at a time in the backward: better for some widths and devices."""
+    return _norm(x, None, weight, bias, eps, kind == "rms", plus_one, True)[0]
 
 
 def add_norm(
@@ -34,10 +41,25 @@ def add_norm(
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """norm.add_norm in one kernel."""
+    return _add_norm(x, residual, weight, bias, eps, kind == "rms", plus_one, False)
+
+
+def add_norm_pairs(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms",
+    plus_one: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As norm_pairs."""
+    return _add_norm(x, residual, weight, bias, eps, kind == "rms", plus_one, True)
+
+
+def _add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, plus_one: bool,
+    pairs: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if x.dtype != residual.dtype:  # a wider residual stream: the sum is as wide
         wider = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(wider), residual.to(wider)
-    y, summed, _, _ = _norm(x, residual, weight, bias, eps, kind == "rms", plus_one)
+    y, summed, _, _ = _norm(x, residual, weight, bias, eps, rms, plus_one, pairs)
     return y, summed
 
 
@@ -46,15 +68,15 @@ def add_norm(
 
 @torch.library.custom_op(
     "armillary::norm", mutates_args=(),
-    schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, bool plus_one)"
+    schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, bool plus_one, bool pairs)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def _norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool,
-    plus_one: bool,
+    plus_one: bool, pairs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(normed, summed or empty, mean or empty, 1 / deviation)."""
-    y, summed, mean, rstd = _empty_norm(x, residual, weight, bias, eps, rms, plus_one)
+    y, summed, mean, rstd = _empty_norm(x, residual, weight, bias, eps, rms, plus_one, pairs)
     x_MN = as_rows(x)
     rows, columns = x_MN.shape
     if not x.numel():
@@ -73,7 +95,7 @@ def _norm(
             forward_wide_kernel[(rows,)](*arguments, **flags, BLOCK=_PIECE, num_warps=8)
         else:
             first, second = tiles(columns)
-            held, warps, per_multiprocessor, stages = _forward_shape(first + second)
+            held, warps, per_multiprocessor, stages = _forward_shape(first + second, pairs)
             arrays = 1 + (residual is not None) + (weight is not None) + (bias is not None)
             stages = fitting_stages(x, arrays * held * (first + second) * x.element_size(), stages)
             programs = ceil_div(rows, held)
@@ -88,7 +110,7 @@ def _norm(
 @_norm.register_fake
 def _empty_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool,
-    plus_one: bool,
+    plus_one: bool, pairs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -99,15 +121,15 @@ def _empty_norm(
 
 @torch.library.custom_op(
     "armillary::norm_backward", mutates_args=(),
-    schema="(Tensor dy, Tensor? dsummed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool plus_one, bool bias)"
-    " -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor dy, Tensor? dsummed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool plus_one, bool bias,"
+    " bool pairs) -> (Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def _norm_backward(
     dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, plus_one: bool,
-    bias: bool,
+    bias: bool, pairs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(gradient of x, of weight or empty, of bias or empty)."""
-    dx, dw, db = _empty_norm_backward(dy, dsummed, x, weight, mean, rstd, plus_one, bias)
+    dx, dw, db = _empty_norm_backward(dy, dsummed, x, weight, mean, rstd, plus_one, bias, pairs)
     if not x.numel():
         return dx, dw.zero_(), db.zero_()
     dy_MN, x_MN = as_rows(dy), as_rows(x)
@@ -122,9 +144,9 @@ def _norm_backward(
         _wide_backward(dy_MN, dsummed_MN, x_MN, weight, mean, rstd, dx, dw, db, strides, flags)
         return dx, dw, db
     first, second = tiles(columns)
-    held, warps, per_multiprocessor, stages = _backward_shape(first + second, weight is not None or bias)
-    arrays = 2 + (weight is not None) + (dsummed is not None)
-    stages = fitting_stages(x, arrays * held * (first + second) * x.element_size(), stages)
+    held, warps, per_multiprocessor, stages = _backward_shape(first + second, weight is not None or bias, pairs)
+    arrays = held * (2 + (dsummed is not None)) + (weight is not None)
+    stages = fitting_stages(x, arrays * (first + second) * x.element_size(), stages)
     programs = min(num_programs(x, per_multiprocessor), ceil_div(rows, held))
     dw_PN, db_PN = (
         x.new_empty(programs if there else 0, columns, dtype=torch.float32) for there in (weight is not None, bias)
@@ -144,7 +166,7 @@ def _norm_backward(
 @_norm_backward.register_fake
 def _empty_norm_backward(
     dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, plus_one: bool,
-    bias: bool,
+    bias: bool, pairs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dw = x.new_empty(0) if weight is None else torch.empty_like(weight)
@@ -152,7 +174,7 @@ def _empty_norm_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, bias, _, _, ctx.plus_one = inputs
+    x, residual, weight, bias, _, _, ctx.plus_one, ctx.pairs = inputs
     _, summed, mean, rstd = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(mean, rstd)
@@ -162,12 +184,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _gradients(ctx: Any, dy: Tensor | None, dsummed: Tensor | None, *_: Any) -> tuple[Any, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
-    none = (None,) * 3
+    none = (None,) * 4
     if dy is None:  # only the sum was used
         return dsummed, dsummed, None, None, *none
     if not ctx.has_residual:
         dsummed = None
-    dx, dw, db = _norm_backward(dy, dsummed, x, weight, mean, rstd, ctx.plus_one, ctx.has_bias)
+    dx, dw, db = _norm_backward(dy, dsummed, x, weight, mean, rstd, ctx.plus_one, ctx.has_bias, ctx.pairs)
     return (dx, dx if ctx.has_residual else None, None if weight is None else dw, db if ctx.has_bias else None, *none)
 
 
@@ -202,17 +224,19 @@ def tiles(columns: int) -> tuple[int, int]:
     return (whole // 2, rest) if whole > 1024 and rest < whole // 2 else (whole, 0)
 
 
-def _forward_shape(held_columns: int) -> tuple[int, int, int, int]:
+def _forward_shape(held_columns: int, pairs: bool) -> tuple[int, int, int, int]:
     """Rows a program holds, warps, programs a multiprocessor (0: one for every block of rows), rows loaded ahead."""
-    if held_columns in (4096, 8192):  # two rows share the weight they read
-        return 2, held_columns // 512, 0, 1
+    if (held_columns in (4096, 8192)) != pairs and 4096 <= held_columns <= 8192:  # two rows share the weight they read
+        return 2, power_of_two(held_columns) // 512, 0, 1
     held = max(1, 2048 // held_columns)
     return held, min(16, max(4, power_of_two(held_columns * held) // 1024)), 0, 1
 
 
-def _backward_shape(held_columns: int, sums: bool) -> tuple[int, int, int, int]:
+def _backward_shape(held_columns: int, sums: bool, pairs: bool) -> tuple[int, int, int, int]:
     """Rows a program holds at a time, warps, programs a multiprocessor, rows loaded ahead. Where there are no `sums` to
     write at the end, more programs cost nothing."""
+    if pairs:
+        return 2, 8 if held_columns <= 6144 else 16, 1, 3
     if held_columns <= 512:
         return max(1, 8192 // held_columns), 16, 1, 3
     if held_columns <= 6144:

@@ -110,10 +110,10 @@ def _kernel(
     HAS_WEIGHT: tl.constexpr, HAS_CLIP: tl.constexpr, HAS_SCALES: tl.constexpr, LARGEST: tl.constexpr,
     INTERLEAVED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Program (B tokens, KV head)."""
+    """Program (B tokens, KV head); heads vary first, so that programs that run together read and write neighbours."""
     D: tl.constexpr = 2 * R + REST
-    head = tl.program_id(1)
-    token = tl.program_id(0) * B + tl.arange(0, B)
+    head = tl.program_id(0) % HEADS
+    token = tl.program_id(0) // HEADS * B + tl.arange(0, B)
     live = (token < num_tokens)[:, None, None]
     row = token[:, None, None].to(tl.int64) * qkv_stride + head * ((GROUP + 2) * D)
     member = tl.arange(0, G_PAD)[None, :, None]
@@ -200,7 +200,7 @@ def _qkv_cache(
     rest, at_once, warps = size - 2 * turns, *tiling(tokens, group)
     pointers = [qkv, *(qkv if x is None else x.contiguous() for x in (cos, sin, q_weight, k_weight, scales))]
     with on(qkv):
-        _kernel[(ceil_div(tokens, at_once), heads)](
+        _kernel[(ceil_div(tokens, at_once) * heads,)](
             *pointers, slots, cache, q, tokens, eps, clip, qkv.stride(0), *cache.stride()[:4],
             HEADS=heads, GROUP=group, G_PAD=power_of_two(group), R=turns, R_PAD=power_of_two(turns), REST=rest,
             REST_PAD=power_of_two(rest), PAGE=cache.shape[3], NORM=norm, PLUS_ONE=plus_one,

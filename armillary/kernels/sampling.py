@@ -52,11 +52,11 @@ def sample(
     `counts_SV` (int32, how often a token was put out) and `prompt_SV` (bool) are tables of which batch row b uses row
     rows_B[b] (None: b); penalties need all five.
     """
-    scores = _scores(logits_BV, repetition_B, presence_B, frequency_B, counts_SV, prompt_SV, rows_B, allowed_BW)
+    scores = score(logits_BV, repetition_B, presence_B, frequency_B, counts_SV, prompt_SV, rows_B, allowed_BW)
     top_B, best_B = scores.max(dim=1)
-    weights = _weights(scores, top_B, temperature_B)
-    kept = _filtered(weights, top_k_B, top_p_B, min_p_B)
-    drawn_B = _draw(kept, philox(seeds_B, steps_B)[0] >> 1)
+    weights = weigh(scores, top_B, temperature_B)
+    kept = filtered(weights, top_k_B, top_p_B, min_p_B)
+    drawn_B = drawn(kept, philox(seeds_B, steps_B)[0] >> 1)
     tokens = torch.where(temperature_B > 0, drawn_B, best_B)
     broken = scores.isnan().any(dim=1) | (top_B == -torch.inf)
     return torch.where(broken, -1, tokens)
@@ -69,7 +69,7 @@ def observe(counts_SV: Tensor, rows_B: Tensor, tokens_B: Tensor) -> None:
     counts_SV.view(-1).scatter_add_(0, at, live.to(counts_SV.dtype))
 
 
-def _scores(
+def score(
     logits_BV: Tensor, repetition_B: Tensor | None, presence_B: Tensor | None, frequency_B: Tensor | None,
     counts_SV: Tensor | None, prompt_SV: Tensor | None, rows_B: Tensor | None, allowed_BW: Tensor | None,
 ) -> Tensor:  # fmt: skip
@@ -91,7 +91,7 @@ def _scores(
     return x
 
 
-def _weights(scores: Tensor, top_B: Tensor, temperature_B: Tensor) -> Tensor:
+def weigh(scores: Tensor, top_B: Tensor, temperature_B: Tensor) -> Tensor:
     """2^((score - top) · log2 e / temperature) in fp32, at most 1."""
     factor_B = LOG2E / torch.where(temperature_B > 0, temperature_B.float(), 1.0)
     power = ((scores - top_B[:, None]) * factor_B[:, None]).clamp_min(-ONE - 2.0)
@@ -109,15 +109,23 @@ def _integer(weights: Tensor) -> Tensor:
     return (weights * 2.0**ONE).long()
 
 
-def _filtered(weights: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
-    """Integer weights, 0 for what the filters drop."""
+def likely(weights: Tensor, min_p_B: Tensor) -> Tensor:
+    """Integer weights, 0 below min-p."""
     masses = _integer(weights.nan_to_num())
-    masses = torch.where(masses >= _integer(min_p_B.float())[:, None], masses, 0)
+    return torch.where(masses >= _integer(min_p_B.float())[:, None], masses, 0)
+
+
+def filtered(
+    weights: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor, total_B: Tensor | None = None
+) -> Tensor:
+    """Integer weights, 0 for what the filters drop; `total_B` where top-p is of more than these weights."""
+    masses = likely(weights, min_p_B)
     down, order = weights.nan_to_num().sort(dim=1, descending=True)
     place = torch.where(top_k_B > 0, top_k_B, weights.shape[1]).long().clamp_max(weights.shape[1]) - 1
     masses = torch.where(weights >= down.gather(1, place[:, None]), masses, 0)
     sums = masses.gather(1, order).cumsum(dim=1)
-    wanted = share(sums[:, -1], (top_p_B.float().clamp(0, 1) * 2.0**30).long(), 30).clamp_min(1)
+    total_B = sums[:, -1] if total_B is None else total_B
+    wanted = share(total_B, (top_p_B.float().clamp(0, 1) * 2.0**30).long(), 30).clamp_min(1)
     last = (sums < wanted[:, None]).sum(dim=1).clamp_max(weights.shape[1] - 1)
     last = torch.where(top_p_B < 1, last, weights.shape[1] - 1)
     return torch.where(weights >= down.gather(1, last[:, None]), masses, 0)
@@ -129,7 +137,7 @@ def share(total: Tensor, fraction: Tensor, bits: int) -> Tensor:
     return ((high * fraction) << (32 - bits)) + ((low * fraction) >> bits)
 
 
-def _draw(masses: Tensor, random_B: Tensor) -> Tensor:
+def drawn(masses: Tensor, random_B: Tensor) -> Tensor:
     """The first token at which the running sum passes a random share (31 bits) of the whole."""
     sums = masses.cumsum(dim=1)
     target = share(sums[:, -1], random_B, 31)
@@ -183,7 +191,10 @@ def _work(case: SampleCase) -> Work:
 SAMPLE = Op(
     name="sample",
     reference=sample,
-    versions=(Version(name="triton", run=Late("armillary.kernels.sampling_triton", "sample"), needs=("triton",)),),
+    versions=(
+        Version(name="triton", run=Late("armillary.kernels.sampling_triton", "sample"), needs=("triton",)),
+        Version(name="rows", run=Late("armillary.kernels.sampling_rows", "sample")),
+    ),
     inputs=_inputs,
     work=_work,
     small=lambda case: replace(case, batch=min(case.batch, 32)),

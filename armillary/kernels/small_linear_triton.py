@@ -82,8 +82,8 @@ def _run(
 def _op(
     x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, early: bool
 ) -> Tensor:
-    tiles = replace(plan(x.numel() // x.shape[-1], *weight.shape), early=early)
-    return run_tiles(x, weight, norm, residual, eps, gated, tiles)
+    tiles = plan(x.numel() // x.shape[-1], *weight.shape)
+    return run_tiles(x, weight, norm, residual, eps, gated, replace(tiles, early=tiles.early and early))
 
 
 @_op.register_fake
@@ -94,11 +94,15 @@ def _(
 
 
 def plan(tokens: int, outputs: int, inputs: int) -> Tiles:
-    """Tiles that make two programs a multiprocessor of an H100 or H200, all resident at once; measured there to be as
-    quick as deeper, wider or more finely split ones for 1 to 32 tokens."""
+    """Tiles as measured on an H200 (benchmarks/) to be the quickest that are all resident at once. Where the inner dim
+    is split, an early start hides the second kernel; where it is not, it only takes bandwidth from the kernel ahead."""
     tiles = ceil_div(outputs, 64)
     splits = max(1, min(264 // tiles, inputs // 512))
-    return Tiles(rows=64, depth=128, splits=splits, stages=3)
+    if splits == 1:
+        return Tiles(rows=64 if tiles <= 396 else 128, depth=128, splits=1, stages=3, early=False)
+    if tokens <= 16:
+        return Tiles(rows=64, depth=128, splits=splits, stages=4)
+    return Tiles(rows=128, depth=128, splits=max(1, min(132 // ceil_div(outputs, 128), inputs // 512)), stages=3)
 
 
 def run_tiles(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from armillary.errors import BadInput
 from armillary.planning.collectives import Network, network
@@ -14,7 +15,9 @@ from armillary.planning.efficiency import Curves, curves
 from armillary.planning.software import PHYSICS, Software
 from armillary.spec.hardware import Cluster
 from armillary.spec.model import ModelConfig
-from armillary.store.peaks import Peaks
+
+if TYPE_CHECKING:  # the store's locks and sockets are slow to import
+    from armillary.store.peaks import Peaks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ the links of all members inside (Thakur et al. 2005; Patarasuk & Yuan 2009). Eve
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,9 @@ import numpy.typing as npt
 from armillary.planning.layouts import Array, Ints
 from armillary.spec.hardware import Cluster, Tier
 from armillary.spec.layer_ops import Collective, wire_factor
-from armillary.store.peaks import Peaks
+
+if TYPE_CHECKING:  # the store's locks and sockets are slow to import
+    from armillary.store.peaks import Peaks
 
 SCALE_UP, SCALE_OUT = 0.80, 0.88
 """share of a link's rate that large messages reach: NCCL over NVLink, over InfiniBand or RoCE"""

@@ -14,7 +14,7 @@ import numpy as np
 from armillary.planning.case import TrainCase
 from armillary.planning.cuts import LOW_PRECISION_NEVER, Product, cut_of, product, share
 from armillary.planning.efficiency import FORMATS
-from armillary.planning.layouts import PRECISIONS, Array, Ints, Layouts
+from armillary.planning.layouts import PRECISIONS, Array, Ints, Layouts, distinct
 from armillary.spec.model import LayerKind
 from armillary.spec.ops import Op
 from armillary.spec.sublayers import Batch, Piece, attention_shape
@@ -95,7 +95,7 @@ def _by_batch(case: TrainCase, layouts: Layouts, make, kind: LayerKind | None) -
     total = nothing(len(layouts))
     wide = WIDE[layouts.precision]
     keys = layouts.micro_batch * 2 + wide
-    for key in np.unique(keys):
+    for key in keys[distinct(keys)[0]]:
         index = np.nonzero(keys == key)[0]
         dtype = "fp32" if key % 2 else "bf16"
         batch = make_batch([case.sequence] * int(key // 2), dtype=dtype, flash=case.flash)

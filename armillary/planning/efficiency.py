@@ -11,14 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from armillary.errors import BadInput
 from armillary.planning.layouts import PRECISIONS, Array, Ints
 from armillary.spec.hardware import Chip
-from armillary.store.peaks import Peaks
+
+if TYPE_CHECKING:  # the store's locks and sockets are slow to import
+    from armillary.store.peaks import Peaks
 
 TILE = 128 * 256
 """outputs of one thread block of a large product (cuBLAS and CUTLASS on Ampere and later)"""

@@ -171,3 +171,15 @@ def with_field(layouts: Layouts, **columns: Any) -> Layouts:
 
 def _ints(values: Sequence[int]) -> Ints:
     return np.array(values, dtype=np.int64)
+
+
+def distinct(column: Ints) -> tuple[Ints, Ints]:
+    """(positions of the first of each value, by value; which of them each element is), as
+    np.unique, which would import masked arrays."""
+    order = np.argsort(column, kind="stable")
+    ordered = column[order]
+    new = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(column) else np.zeros(0, dtype=np.bool_)
+    back = np.empty(len(column), dtype=np.int64)
+    back[order] = np.cumsum(new) - 1
+    first: Ints = order[new]
+    return first, back

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import log2
+from typing import TYPE_CHECKING
 
 from armillary.errors import BadInput
 from armillary.planning.case import TrainCase
@@ -17,7 +18,9 @@ from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
-from armillary.store.peaks import Peaks
+
+if TYPE_CHECKING:  # the store's locks and sockets are slow to import
+    from armillary.store.peaks import Peaks
 
 USUAL_BATCH = 4_194_304
 """tokens of a step where nobody says: as Llama 2 and OLMo trained"""

@@ -16,7 +16,7 @@ from armillary.planning.bubble import bubble_s
 from armillary.planning.case import TrainCase
 from armillary.planning.communication import CONTENTION, Exchange, LayerExchanges
 from armillary.planning.compute import Work, ends_work, layer_work, nothing
-from armillary.planning.layouts import FULL, SELECTIVE, Array, Ints, Layouts, taken
+from armillary.planning.layouts import FULL, SELECTIVE, Array, Ints, Layouts, distinct, taken
 from armillary.planning.stages import Stages, split
 from armillary.planning.weights import Held, held
 
@@ -177,10 +177,10 @@ def _unique(layouts: Layouts) -> tuple[Layouts, Ints]:
     stacked = np.stack(columns, axis=1)
     code: Ints = np.zeros(len(layouts), dtype=np.int64)
     for column in stacked.T:
-        values, inverse = np.unique(column, return_inverse=True)
+        values, inverse = distinct(column)
         code = code * len(values) + inverse
-    _, first, back = np.unique(code, return_index=True, return_inverse=True)
-    return layouts.take(first), back.reshape(-1)
+    first, back = distinct(code)
+    return layouts.take(first), back
 
 
 def _parts(case: TrainCase, layouts: Layouts) -> tuple[Work, LayerExchanges, Work, Work]:

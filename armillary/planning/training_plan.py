@@ -106,7 +106,7 @@ def _price(question: Question, found: Prediction, goodput: Goodput) -> tuple[Tra
 def _write_rate(cluster: Cluster) -> float:
     """Bytes/s that all nodes write together."""
     node = cluster.node
-    tier = catalogue.storages().get(node.storage) if node else None
+    tier = catalogue.storage(node.storage) if node and node.storage else None
     each = tier.write_bytes_per_s * (node.num_drives if node else 1) if tier else UNKNOWN_STORAGE_BYTES_PER_S
     nodes = max(1, cluster.num_devices // node.num_chips) if node else 1
     return each * nodes

@@ -147,9 +147,8 @@ class _Text:
         one by one reading tells why."""
         if self.one_by_one:
             return []
-        last = None
-        for last in _BETWEEN.finditer(self.buffer, max(self.at, len(self.buffer) - _LAST)):
-            pass
+        cuts = _BETWEEN.finditer(self.buffer, max(self.at, len(self.buffer) - _LAST))
+        last = max(cuts, key=lambda match: match.start(), default=None)
         if last is None or self.buffer[self.at] != "{":
             return []
         try:

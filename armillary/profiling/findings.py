@@ -47,7 +47,7 @@ class Finding:
 
 def findings(profile: Profile, judged: Judged, spent: Budget) -> Profile:
     """The profile with its findings, the largest gain first."""
-    found = [*_launches(profile, spent), *_causes(profile, judged, spent), *_kernels(profile)]
+    found = [*_launches(profile, spent), *_causes(profile, judged, spent), *_kernels(profile), *_tiny(profile)]
     ranked = sorted((one for one in found if one.saves >= _WORTH), key=lambda one: -one.saves)
     lines = [one.line() for one in ranked]
     if not lines:
@@ -134,6 +134,17 @@ def _kernels(profile: Profile) -> Iterator[Finding]:
         count = f"{calls / profile.steps:,.0f}"
         text = f"{count} memory-bound operations a step pass data through memory again and again; fuse them"
         yield Finding(seconds / profile.wall_s * (1 - 1 / max(2, min(calls / profile.steps, 4))), text)
+
+
+def _tiny(profile: Profile) -> Iterator[Finding]:
+    """Kernels too short for any roof: each is little, and inside a CUDA graph no launch is there to blame."""
+    rows = [row for row in profile.kernels if row.bound == "overhead"]
+    calls, seconds = sum(row.calls for row in rows), sum(row.seconds for row in rows)
+    if calls:
+        lost = sum(max(0.0, row.seconds - (row.roof_s or 0.0)) for row in rows) / profile.wall_s
+        each = seconds_text(seconds / calls)
+        yield Finding(lost, f"{calls / profile.steps:,.0f} kernels a step are too short for any roof ({each} each) and "
+                            f"take {seconds / profile.wall_s:.0%} of the time; fuse them")  # fmt: skip
 
 
 def _kernel(row: Row, wall_s: float) -> Finding:

@@ -6,7 +6,6 @@ Also reads hardware strings: `h100x64` (chips in their default node), `dgx-h200x
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +16,7 @@ from armillary.errors import BadInput, NotFound, nearest
 from armillary.spec.fields import build
 from armillary.spec.hardware import DTYPES, Chip, Cluster, Link, Node, Price, Storage, Tier
 from armillary.spec.model import ModelConfig, refuse_too_deep
+from armillary.spec.toml_rows import Rows, read_rows
 
 _HERE = Path(__file__).parent
 _PATTERN_KEYS = ("num_layers", "attention_pattern", "dense_first", "moe_every", "nope_every")
@@ -36,9 +36,13 @@ class ModelEntry:
 
 
 @cache
-def _toml(name: str) -> dict[str, Any]:
-    with (_HERE / name).open("rb") as file:
-        return tomllib.load(file)
+def _models() -> Rows:
+    return read_rows(_HERE / "models.toml")[""]
+
+
+@cache
+def _hardware() -> dict[str, Rows]:
+    return read_rows(_HERE / "hardware.toml", grouped=True)
 
 
 # --- models
@@ -46,14 +50,14 @@ def _toml(name: str) -> dict[str, Any]:
 
 def models() -> dict[str, ModelEntry]:
     """Every catalogue model by name, in the file's order."""
-    return {name: model(name) for name in _toml("models.toml")}
+    return {name: model(name) for name in _models()}
 
 
 @cache
 def model(name: str) -> ModelEntry:
     """One catalogue model, by name or alias."""
-    table = _toml("models.toml")
-    found = _find(name, table)
+    table = _models()
+    found = table.find(name)
     if found is None:
         raise _no_such("model", name, table, "armillary models")
     about = {key: table[found][key] for key in _ABOUT if key in table[found]}
@@ -112,7 +116,12 @@ _PEAKS = {f"{dtype}_{'ops' if dtype.startswith('int') else 'flops'}": dtype for 
 
 @cache
 def chips() -> dict[str, Chip]:
-    return {name: _chip(name, fields) for name, fields in _toml("hardware.toml")["chip"].items()}
+    return {name: _chip_row(name) for name in _hardware()["chip"]}
+
+
+@cache
+def _chip_row(name: str) -> Chip:
+    return _chip(name, _hardware()["chip"][name])
 
 
 def _chip(name: str, fields: Mapping[str, Any]) -> Chip:
@@ -129,64 +138,78 @@ def _chip(name: str, fields: Mapping[str, Any]) -> Chip:
 
 @cache
 def links() -> dict[str, Link]:
-    return _rows("link", Link)
+    return {name: _row("link", Link, name) for name in _hardware()["link"]}
 
 
 @cache
 def nodes() -> dict[str, Node]:
-    return _rows("node", Node)
+    return {name: node(name) for name in _hardware()["node"]}
+
+
+def node(name: str) -> Node:
+    """One node, by its name in the catalogue."""
+    found: Node = _row("node", Node, name)
+    return found
 
 
 @cache
 def storages() -> dict[str, Storage]:
-    return _rows("storage", Storage)
+    return {name: storage(name) for name in _hardware()["storage"]}
+
+
+def storage(name: str) -> Storage:
+    """One storage tier, by its name in the catalogue."""
+    found: Storage = _row("storage", Storage, name)
+    return found
 
 
 @cache
 def prices() -> tuple[Price, ...]:
     """Hourly prices; date and source stand once, above the rows."""
-    table = _toml("hardware.toml")["prices"]
+    table = _hardware()["prices"][""]
     common = {"date": table["date"], "source": table["source"]}
     return tuple(build(Price, common | row, f"prices.rows[{i}]") for i, row in enumerate(table["rows"]))
 
 
-def _rows(kind: str, cls: type[Any]) -> dict[str, Any]:
-    table = _toml("hardware.toml")[kind]
-    return {name: build(cls, {"name": name} | fields, f"{kind}.{name}") for name, fields in table.items()}
+@cache
+def _row(kind: str, cls: type[Any], name: str) -> Any:
+    return build(cls, {"name": name} | _hardware()[kind][name], f"{kind}.{name}")
 
 
 def chip(name: str) -> Chip:
     """One chip, by name or alias."""
-    found = _find(name, _toml("hardware.toml")["chip"])
+    table = _hardware()["chip"]
+    found = table.find(name)
     if found is None:
-        raise _no_such("chip", name, _toml("hardware.toml")["chip"], "armillary hardware")
-    return chips()[found]
+        raise _no_such("chip", name, table, "armillary hardware")
+    return _chip_row(found)
 
 
 def link(name: str) -> Link:
-    if name not in links():
-        raise _no_such("link", name, _toml("hardware.toml")["link"], "armillary hardware --links")
-    return links()[name]
+    if name not in _hardware()["link"]:
+        raise _no_such("link", name, _hardware()["link"], "armillary hardware --links")
+    found: Link = _row("link", Link, name)
+    return found
 
 
 def cluster(text: str) -> Cluster:
     """A hardware string as a cluster: CHIP, CHIPxN or NODExN."""
     name, count = _split(text)
-    tables = _toml("hardware.toml")
-    node_name, chip_name = _find(name, tables["node"]), _find(name, tables["chip"])
+    chip_rows, node_rows = _hardware()["chip"], _hardware()["node"]
+    node_name, chip_name = node_rows.find(name), chip_rows.find(name)
     if not node_name and not chip_name:
-        raise _no_such("hardware", name, tables["chip"] | tables["node"], "armillary hardware")
+        raise _no_such("hardware", name, {**chip_rows, **node_rows}, "armillary hardware")
     if count < 1:
         raise BadInput(f"'{text}' has {count} devices; write at least one, like {name}x8")
     if node_name:
-        return _of_nodes(text, nodes()[node_name], count)
+        return _of_nodes(text, node(node_name), count)
     return _of_chips(text, chip(name), count)
 
 
 def _split(text: str) -> tuple[str, int]:
     """'h100x64' -> ('h100', 64); a name that ends in x and digits of its own (mi300x) is tried whole first."""
-    text, tables = text.strip().lower(), _toml("hardware.toml")
-    if _find(text, tables["chip"]) or _find(text, tables["node"]):
+    text = text.strip().lower()
+    if _hardware()["chip"].find(text) or _hardware()["node"].find(text):
         return text, 1
     match = re.fullmatch(r"(.+)x(-?\d+)", text)
     return (match.group(1), int(match.group(2))) if match else (text, 1)
@@ -199,24 +222,24 @@ def _of_nodes(text: str, node: Node, count: int) -> Cluster:
         raise _unfilled(text, count, per_domain, f"{node.title} domains of {per_domain} nodes")
     inner = Tier(link=link(node.link), count=node.num_chips * per_domain, shape=node.shape)
     outer = Tier(link=link(node.network), count=count // per_domain, oversubscription=node.oversubscription)
-    return Cluster(name=text, chip=chips()[node.chip], tiers=_only_real((inner, outer)), node=node)
+    return Cluster(name=text, chip=_chip_row(node.chip), tiers=_only_real((inner, outer)), node=node)
 
 
 def _of_chips(text: str, chip: Chip, count: int) -> Cluster:
     """`count` chips in the chip's default node; more than one domain of them must fill whole domains."""
     if count == 1:
-        return Cluster(name=text, chip=chip, node=nodes().get(chip.node))
+        return Cluster(name=text, chip=chip, node=node(chip.node) if chip.node else None)
     if not chip.node:
         raise BadInput(f"{chip.name} has no default node; describe the tiers in [hardware]")
-    node = nodes()[chip.node]
-    per_domain = node.num_chips * node.domain
+    default = node(chip.node)
+    per_domain = default.num_chips * default.domain
     if count > per_domain and count % per_domain:
-        unit = "nodes" if node.domain == 1 else "domains"
-        raise _unfilled(text, count, per_domain, f"{node.title} {unit} of {per_domain}")
+        unit = "nodes" if default.domain == 1 else "domains"
+        raise _unfilled(text, count, per_domain, f"{default.title} {unit} of {per_domain}")
     if count > per_domain:
-        return _of_nodes(text, node, count // node.num_chips)
-    tier = Tier(link=link(node.link), count=count, shape=node.shape)
-    return Cluster(name=text, chip=chip, tiers=(tier,), node=node)
+        return _of_nodes(text, default, count // default.num_chips)
+    tier = Tier(link=link(default.link), count=count, shape=default.shape)
+    return Cluster(name=text, chip=chip, tiers=(tier,), node=default)
 
 
 def _unfilled(text: str, count: int, size: int, what: str) -> BadInput:
@@ -232,14 +255,6 @@ def _only_real(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
 # --- finding
 
 
-def _find(name: str, table: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The key `name` stands for: itself, or the row that lists it as an alias."""
-    wanted = name.strip().lower()
-    if wanted in table:
-        return wanted
-    return next((key for key, row in table.items() if wanted in row.get("aliases", ())), None)
-
-
 def _no_such(kind: str, name: str, table: Mapping[str, Mapping[str, Any]], verb: str) -> NotFound:
     """A NotFound with the nearest name or alias."""
     guess = nearest(name, [*table, *(alias for row in table.values() for alias in row.get("aliases", ()))])
@@ -249,5 +264,5 @@ def _no_such(kind: str, name: str, table: Mapping[str, Mapping[str, Any]], verb:
 
 __all__ = [
     "ModelEntry", "chip", "chips", "cluster", "config_from_fields", "link", "links", "model", "models",
-    "nodes", "prices", "storages",
+    "node", "nodes", "prices", "storage", "storages",
 ]  # fmt: skip

@@ -30,8 +30,8 @@ def small(op: Op) -> Case:
 @pytest.mark.parametrize(
     ("name", "operator", "order"),
     [
-        ("norm", "norm", (0, None, 1, 2, 3, True, False)),
-        ("add_norm", "norm", (0, 1, 2, 3, 4, False, True)),
+        ("norm", "norm", (0, None, 1, 2, 3, True, False, False)),
+        ("add_norm", "norm", (0, 1, 2, 3, 4, False, True, False)),
         ("rope", "rope", (0, 1, 2, 3, 4, 5)),
         ("activate", "activate", (0, 1, 2)),
         ("bias_act_dropout", "bias_act_dropout", (0, 1, 2, 3, 4)),

@@ -15,7 +15,8 @@ from armillary.kernels.agree import check, expect, relative_error
 from armillary.kernels.fp8_linear import E4M3, E5M2, FP8_LINEAR, Fp8Linear, quantised, reference, refuses, rounded
 from tests.kernels.interpreter import needs_interpreter
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+# a GPU that is new to the thread of a backward: torch sets it up and says so
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning", "ignore:All-NaN:RuntimeWarning")
 
 SCALINGS = st.sampled_from(["row", "tensor"])
 
@@ -106,8 +107,7 @@ def test_on_a_gpu(scaling: str, m: int, n: int, k: int) -> None:
         for (q, scale), plain in ((quantise(x, dtype, scaling), x), (quantise_columns(x, dtype, scaling), x.t())):
             values, plain_scale = quantised(plain, dtype, scaling)
             torch.testing.assert_close(scale, plain_scale)
-            off = q[:, : plain.shape[1]].float() != values.float()
-            assert off.float().mean() < 1e-3 or not off.numel(), "ties of rounding only"
+            torch.testing.assert_close(q[:, : plain.shape[1]].float(), values.float(), rtol=0, atol=0)
     expected = expect(FP8_LINEAR, (x, weight, scaling), torch.Generator("cuda").manual_seed(5))
     for run in (fp8_linear, library_linear):
         found = check(run, FP8_LINEAR, expected, tolerance=2e-2)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from armillary.kernels.sampling import SAMPLE, observe, sample, share
+from armillary.kernels.sampling_rows import sample as row_by_row
 from tests.kernels.interpreter import needs_interpreter
 
 
@@ -67,6 +68,13 @@ def test_kernels_draw_the_tokens_of_plain_torch(call: tuple[tuple[Tensor, ...], 
     assert fast()(*inputs, **extra).tolist() == sample(*inputs, **extra).tolist()
 
 
+@settings(max_examples=60, deadline=None)
+@given(call=calls())
+def test_a_row_at_a_time_gives_the_same_tokens(call: tuple[tuple[Tensor, ...], dict[str, Tensor]]) -> None:
+    inputs, extra = call
+    assert row_by_row(*inputs, **extra).tolist() == sample(*inputs, **extra).tolist()
+
+
 @needs_interpreter
 def test_rows_that_reach_beyond_the_candidates_are_searched_as_a_whole() -> None:
     logits = torch.randn(2, 5000) * 0.01  # flat: top-p 0.9 keeps thousands
@@ -75,7 +83,7 @@ def test_rows_that_reach_beyond_the_candidates_are_searched_as_a_whole() -> None
 
 
 @needs_interpreter
-@pytest.mark.parametrize("run", [sample, lambda *args: fast()(*args)], ids=["plain", "kernels"])
+@pytest.mark.parametrize("run", [sample, row_by_row, lambda *args: fast()(*args)], ids=["plain", "rows", "kernels"])
 def test_odd_rows(run: Any) -> None:
     logits = torch.zeros(6, 100)
     logits[0, 7] = torch.nan

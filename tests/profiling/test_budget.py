@@ -288,3 +288,13 @@ def test_the_work_itself_is_named_where_it_is_at_its_roof(profiled) -> None:
     first = profiled(made.kernel("sgemm_128x128", launched=2, at=20, takes=220)).findings[0]
     assert first.startswith("sgemm_128x128 (gemm) takes 88% of the time at 91% of the compute roof")
     assert first.endswith("1.79 × faster if it ran twice as fast")
+
+
+def test_many_kernels_too_short_for_a_roof_are_named(profiled) -> None:
+    """As in a CUDA graph of unfused operators: no launch gap, and no single kernel that stands out."""
+    made = HandMade().step(500)
+    for i in range(100):
+        made.op("aten::neg", i * 0.2, 0.1, [16]).kernel(
+            f"neg{i}_elementwise", launched=i * 0.2 + 0.01, at=10 + i * 4, takes=4, call_takes=0.05
+        )
+    assert "100 kernels a step are too short for any roof (4 µs each)" in " ".join(profiled(made).findings)

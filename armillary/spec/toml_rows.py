@@ -1,0 +1,61 @@
+"""A long TOML file as rows that are parsed when they are asked for: a verb that needs one model reads one model.
+
+Splitting at the headings takes a millisecond, parsing all of a catalogue a hundred.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+_HEADING = re.compile(r"^\[([^\[\]\n]+)\][ \t]*$", re.MULTILINE)
+_NAME = re.compile(r'"([^"]*)"|([^."]+)')
+
+
+class Rows(Mapping[str, Row]):
+    """Tables of one file by name, in the file's order."""
+
+    def __init__(self, group: str, texts: dict[str, str]) -> None:
+        self._group, self._texts, self._parsed = group, texts, dict[str, Row]()
+
+    def __getitem__(self, name: str) -> Row:
+        if name not in self._parsed:
+            row = tomllib.loads(self._texts[name])
+            for key in filter(None, (self._group, name)):
+                row = row[key]
+            self._parsed[name] = row
+        return self._parsed[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def find(self, name: str) -> str | None:
+        """The key that `name` stands for: itself, or the row that lists it among its aliases."""
+        wanted = name.strip().lower()
+        if wanted in self._texts:
+            return wanted
+        quoted = f'"{wanted}"'  # only rows that mention it are parsed
+        holding = (key for key, text in self._texts.items() if quoted in text)
+        return next((key for key in holding if wanted in self[key].get("aliases", ())), None)
+
+
+def read_rows(path: Path, *, grouped: bool = False) -> dict[str, Rows]:
+    """Rows by group: [chip.h100] is row h100 of group chip where headings are grouped, else all are of group ''.
+    A heading below a row ([chip.h100.more]) belongs to it; a group without rows is its own row ''."""
+    text = path.read_text(encoding="utf-8")
+    headings = list(_HEADING.finditer(text))
+    ends = [heading.start() for heading in headings[1:]] + [len(text)]
+    found: dict[str, dict[str, str]] = {}
+    for heading, end in zip(headings, ends, strict=True):
+        names = [quoted or plain for quoted, plain in _NAME.findall(heading.group(1))]
+        group, name = (names[0], names[1] if len(names) > 1 else "") if grouped else ("", names[0])
+        texts = found.setdefault(group, {})
+        texts[name] = texts.get(name, "") + text[heading.start():end]  # fmt: skip
+    return {group: Rows(group, texts) for group, texts in found.items()}
