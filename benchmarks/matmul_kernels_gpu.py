@@ -274,13 +274,13 @@ def fp8() -> None:
 
 def attention() -> None:
     op = find_op("attention")
-    for label in ("8k", "8k, groups of 4", "8k in 8 documents", "8k, window 1024", "8k, block-sparse", "gemma-2-9b"):
+    for label in ("8k", "8k, groups of 4", "8k in 8 documents", "8k, window 1024", "8k, block-sparse"):
         attention_versions(op, label, ("triton", "cudnn", "flash"))
 
 
 def flex() -> None:
     op = find_op("attention")
-    for label in ("8k in 8 documents", "8k, window 1024", "8k, block-sparse", "gemma-2-9b"):
+    for label in ("8k in 8 documents", "8k, window 1024", "8k, block-sparse"):
         attention_versions(op, label, ("flex",))
 
 
@@ -299,14 +299,6 @@ def tiles() -> None:
 
     op = find_op("attention")
     case = op.cases["8k"]
-    wide = op.cases["gemma-2-9b"]
-    others = {"key_tiles": (32, 64, 8, 2), "query_tiles": (64, 64, 8, 2), "forward_tiles": (64, 64, 4, 2)}
-    for name, one in others.items():
-        kept = getattr(attention_own, name)
-        setattr(attention_own, name, lambda *_, one=one: Tiles(
-            queries=one[0], keys=one[1], warps=one[2], stages=one[3]))  # fmt: skip
-        attempt(f"attention 256 {name} {one}", lambda: attention_case(op, wide, attention_own.attention))
-        setattr(attention_own, name, kept)
     sweeps = {
         "forward_tiles": [(64, 64, 4, 2), (128, 64, 8, 3), (64, 32, 4, 4)],
         "key_tiles": [(64, 64, 4, 3), (64, 64, 4, 1), (64, 64, 8, 2)],

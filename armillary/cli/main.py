@@ -10,7 +10,6 @@ import errno
 import io
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -114,6 +113,8 @@ def _prepare_streams() -> None:
 def _report(error: Exception, *, as_json: bool) -> int:
     found = _for_the_user(error)
     if found is None:
+        import traceback  # only a bug needs it
+
         traceback.print_exc()
         print("a bug in armillary: please report the lines above and `armillary doctor --json`", file=sys.stderr)
         return BUG

@@ -21,7 +21,7 @@ from armillary.store.home import Home
 FOR = click.option("--for", "purpose", type=click.Choice(["train", "serve"]), default="train", show_default=True,
                    help="What is planned.")  # fmt: skip
 ANY = re.compile(r"any(?:x(\d+))?")
-ANY_DEVICES = 64
+ANY_DEVICES, ANY_SHOWN = 64, 10
 
 
 class PlanGroup(VerbGroup):
@@ -47,8 +47,11 @@ plan = PlanGroup("plan", help="Predict memory, step time, cost and layout before
 def predict(out: Output, home: Home, purpose: str, **asked: Any) -> None:
     """Memory, step time, throughput and cost of a recipe, or of a model on some devices.
 
-    Without a recipe the best layout is searched for.
+    Without a recipe the best layout is searched for; --on any ranks the catalogue's nodes, as `plan search` does.
     """
+    if _any_node(asked):
+        _search(out, home, asked, purpose, ANY_SHOWN)
+        return
     if purpose == "serve":
         _serve(out, home, asked, "predict")
         return
@@ -122,15 +125,24 @@ def search(out: Output, home: Home, purpose: str, top: int, **asked: Any) -> Non
 
     --on any (or anyx128) ranks the catalogue's nodes for the job.
     """
+    if top < 1:
+        raise BadInput(f"--top {top} shows nothing; try --top 10")
+    _search(out, home, asked, purpose, top)
+
+
+def _any_node(asked: dict[str, Any]) -> re.Match[str] | None:
+    """Whether --on is any or anyxN."""
+    return ANY.fullmatch((asked["on"] or "").strip().lower())
+
+
+def _search(out: Output, home: Home, asked: dict[str, Any], purpose: str, top: int) -> None:
     if purpose == "serve":
         _serve(out, home, asked, "search")
         return
-    if top < 1:
-        raise BadInput(f"--top {top} shows nothing; try --top 10")
     from armillary.cli.plan_search import say_search
     from armillary.planning.search import search as library_search
 
-    match = ANY.fullmatch((asked["on"] or "").strip().lower())
+    match = _any_node(asked)
     if match:
         _rank(out, home, asked, int(match.group(1) or ANY_DEVICES))
         return
@@ -160,6 +172,8 @@ def _rank(out: Output, home: Home, asked: dict[str, Any], devices: int) -> None:
 @FOR
 def explain(out: Output, home: Home, purpose: str, **asked: Any) -> None:
     """Every term of a plan, with its formula and its numbers."""
+    if _any_node(asked):
+        raise BadInput("--on any names no devices to explain; armillary plan search --on any ranks them")
     if purpose == "serve":
         _serve(out, home, asked, "explain")
         return
@@ -181,15 +195,16 @@ def explain(out: Output, home: Home, purpose: str, **asked: Any) -> None:
 def _serve(out: Output, home: Home, asked: dict[str, Any], how: str) -> None:
     from armillary.cli import plan_serving
     from armillary.planning.serving_plan import serving_plan, serving_request
-    from armillary.planning.serving_ranking import rank_serving
 
-    every_node = how == "search" and (asked["on"] or "").strip().lower() == "any"
+    every_node = _any_node(asked) is not None
     on = "h100" if every_node else asked["on"]  # any chip stands in for all of them
     recipe = read_recipe(asked["recipe"], asked["model"], on, asked["sequence"], asked["batch_tokens"],
                          asked["overrides"])  # fmt: skip
     config = model_config(out, home, recipe)
     check_recipe(recipe, config, for_training=False)
     if every_node:
+        from armillary.planning.serving_ranking import rank_serving
+
         with out.progress("trying nodes", unit="node"):
             ranked = rank_serving(serving_request(recipe, config, find_cluster(recipe), home))
         plan_serving.say_serving_ranking(out, ranked)

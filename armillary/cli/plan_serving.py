@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from armillary.cli.output import Output
 from armillary.planning.cost import offers
 from armillary.planning.money_report import OFFER_COLUMNS, buying_rows, offer_cells
 from armillary.planning.serving_plan import ServingPlan
-from armillary.planning.serving_ranking import RankedServing
 from armillary.planning.serving_report import CHOICE_COLUMNS, choice_cells, plan_rows
 from armillary.planning.serving_report import explain as explain_terms
 from armillary.spec.fields import to_plain
 from armillary.spec.params import parameters
 from armillary.units import count_text
+
+if TYPE_CHECKING:  # only `--on any` ranks nodes
+    from armillary.planning.serving_ranking import RankedServing
 
 _SHOWN, _SHOWN_SEARCHED, _SHOWN_NODES = 5, 12, 20
 """ways to serve that are listed"""

@@ -11,7 +11,7 @@ from armillary.errors import BadInput
 from armillary.planning.fitting import Fit, fit
 from armillary.planning.inference_row import config_id
 from armillary.planning.software import MOST_PARAMETERS, declared
-from armillary.planning.table import Judged, read_table
+from armillary.planning.table import Judged, keeps, read_table
 from armillary.planning.training_row import measurement
 from armillary.planning.training_table import ready
 
@@ -76,8 +76,7 @@ def write_beside(path: Path, judged: Judged, source: Path) -> None:
 
 def fit_frameworks(source: Path) -> dict[str, Fit]:
     """The declared numbers of every framework again, fitted on the even half of its newest, complete rows."""
-    rows = [row for row in read_table(source)
-            if row.get("complete") == "yes" and row.get("newest_of_config") == "yes"]  # fmt: skip
+    rows = [row for row in read_table(source) if keeps(row, "complete") and keeps(row, "newest")]
     found = {}
     for name, software in declared().items():
         mine = [row for row in rows if (row.get("framework") or "").split(" ")[0] == name and measurement(row)]

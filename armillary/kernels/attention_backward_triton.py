@@ -106,6 +106,8 @@ def key_kernel(
     if DOCS:
         end = tl.minimum(end, tl.load(end_ptr + batch_row * S + last_key))
         part = tl.minimum(part, tl.load(run_end_ptr + batch_row * S + first_key))
+        if not CAUSAL:  # documents also begin behind: all blocks need the mask
+            whole = T
     last = tl.cdiv(end, BLOCK_M)
     first = tl.minimum(begin // BLOCK_M, last)
     full_first = tl.maximum(first, tl.minimum(tl.cdiv(whole, BLOCK_M), last))

@@ -81,6 +81,8 @@ def key_range(
     if DOCS:
         begin = tl.maximum(begin, tl.load(begin_ptr + row + first_query))
         whole = tl.maximum(whole, tl.load(run_ptr + row + last_query))
+        if not CAUSAL:  # documents also end ahead: all blocks need the mask
+            whole = S
     end, diagonal = S, S
     if CAUSAL:
         end = tl.maximum(0, tl.minimum(S, last_query + shift + 1))

@@ -78,6 +78,13 @@ def holds_too_much(case: LinearLoss) -> str | None:
     return f"it would hold {logits / 1e9:.1f} GB of logits" if logits > _MOST_LOGITS_BYTES else None
 
 
+def _small(case: LinearLoss) -> LinearLoss:
+    """As it is where the wide reference can hold its logits several times; a CPU gets less of everything."""
+    if case.device == "cpu":
+        return replace(case, tokens=min(case.tokens, 64), hidden=min(case.hidden, 512), vocab=min(case.vocab, 8192))
+    return case if 4 * case.tokens * case.vocab < 5e9 else replace(case, tokens=256)
+
+
 def _case(tokens: int, hidden: int, vocab: int, softcap: float = 0.0) -> LinearLoss:
     return LinearLoss(tokens=tokens, hidden=hidden, vocab=vocab, softcap=softcap)
 
@@ -100,5 +107,5 @@ LINEAR_CROSS_ENTROPY = Op(
         "gemma-2-9b": _case(4096, 3584, 256000, 30.0),
         "gpt2": _case(8192, 768, 50257),
     },
-    small=lambda case: replace(case, tokens=min(case.tokens, 256)),
+    small=_small,
 )

@@ -7,6 +7,7 @@ as many tokens as the memory allows that dW and its fp32 sum need anyway, becaus
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -194,6 +195,7 @@ def _to_gradient_(
     z.copy_(dz.masked_fill_(~counts[:, None], 0.0))
 
 
+@cache
 def _interpreted() -> bool:
     """Whether Triton runs its kernels on the CPU, as the tests have it."""
     if find_spec("triton") is None:

@@ -82,7 +82,7 @@ def _run(
 def _op(
     x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, early: bool
 ) -> Tensor:
-    tiles = plan(x.numel() // x.shape[-1], *weight.shape)
+    tiles = plan(x.numel() // x.shape[-1], len(weight), weight.shape[1], x.element_size())
     return run_tiles(x, weight, norm, residual, eps, gated, replace(tiles, early=tiles.early and early))
 
 
@@ -93,16 +93,16 @@ def _(
     return x.new_empty(*x.shape[:-1], len(weight) // 2 if gated else len(weight))
 
 
-def plan(tokens: int, outputs: int, inputs: int) -> Tiles:
+def plan(tokens: int, outputs: int, inputs: int, itemsize: int = 2) -> Tiles:
     """Tiles as measured on an H200 (benchmarks/) to be the quickest that are all resident at once. Where the inner dim
     is split, an early start hides the second kernel; where it is not, it only takes bandwidth from the kernel ahead."""
-    tiles = ceil_div(outputs, 64)
+    tiles, depth = ceil_div(outputs, 64), 256 // itemsize
     splits = max(1, min(264 // tiles, inputs // 512))
     if splits == 1:
-        return Tiles(rows=64 if tiles <= 396 else 128, depth=128, splits=1, stages=3, early=False)
+        return Tiles(rows=64 if tiles <= 396 else 128, depth=depth, splits=1, stages=3, early=False)
     if tokens <= 16:
-        return Tiles(rows=64, depth=128, splits=splits, stages=4)
-    return Tiles(rows=128, depth=128, splits=max(1, min(132 // ceil_div(outputs, 128), inputs // 512)), stages=3)
+        return Tiles(rows=64, depth=depth, splits=splits, stages=4)
+    return Tiles(rows=128, depth=depth, splits=max(1, min(132 // ceil_div(outputs, 128), inputs // 512)), stages=3)
 
 
 def run_tiles(

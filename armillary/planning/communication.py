@@ -156,20 +156,24 @@ def _shows(seconds: Array, share: Array, window: Array) -> Array:
 def _scatter_s(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
     """Seconds to reduce all gradients; adapters alone where the rest is frozen."""
     total = _grad_s(case, layouts, mine, "dense") + _grad_s(case, layouts, mine, "experts")
-    if case.lora is None:
-        return total
-    return total * case.lora.parameters / np.maximum(mine.total * layouts.pp, 1)
+    return total * _trained_share(case, layouts, mine)
+
+
+def _trained_share(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
+    """Of a device's weights, those that change."""
+    share = case.lora.parameters / np.maximum(mine.total * layouts.pp * layouts.tp, 1) if case.lora else 1.0
+    return np.minimum(share, 1.0) * np.ones(len(layouts))
 
 
 def _gather_s(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
-    """Seconds to gather all weights once."""
+    """Seconds to gather all weights once; below zero 3 only those that changed."""
     sizes = np.where(NARROW[layouts.precision] & (layouts.zero < 3), 1.0, 2.0)
     gather = case.network.flat_s if case.software.flat_gathers else case.network.gather_s
     total = np.zeros(len(layouts))
     for which in ("dense", "experts"):
         members, stride, count = _replicas(layouts, mine, which)
         total = total + gather(count * sizes, _sharers(layouts, members), stride)
-    return total * case.software.communication
+    return total * case.software.communication * np.where(layouts.zero < 3, _trained_share(case, layouts, mine), 1.0)
 
 
 def _sharers(layouts: Layouts, members: Ints) -> Ints:

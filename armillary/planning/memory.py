@@ -135,7 +135,7 @@ def _stage(case: TrainCase, layouts: Layouts, mine: Held, flying: Array, *, loss
         "master": np.where(out, 0.0, shared_out(states.master, 1)),
         "activations": activations,
         "loss": _loss(case, layouts) if loss else np.zeros(len(layouts)),
-        "buffers": _buffers(layouts, mine, states),
+        "buffers": _buffers(case, layouts, mine, states),
     }
     allocated = sum(parts.values(), np.zeros(len(layouts)))
     return Memory(**parts, other=CONTEXT_BYTES + FRAGMENTATION * allocated)
@@ -179,11 +179,14 @@ def logit_bytes(case: TrainCase) -> float:
     return ADAPTED_LOGIT_BYTES if case.lora else EAGER_LOGIT_BYTES
 
 
-def _buffers(layouts: Layouts, mine: Held, states: StateBytes) -> Array:
-    """zero 3: two layers gathered and one layer's whole gradient; zero 1 and 2: a bucket on its way."""
-    layer = mine.layer + mine.experts
-    apart = 1 - 1 / np.maximum(layouts.shard_size, 1)
-    gathered = np.minimum(2.0, mine.layers) * layer * states.weight + layer * states.gradient
-    bucket = np.where(layouts.zero > 0, np.minimum(2.0 * layouts.bucket_bytes, mine.total * states.gradient), 0.0)
-    seconds: Array = np.where(layouts.zero == 3, gathered * apart, bucket)
-    return seconds
+def _buffers(case: TrainCase, layouts: Layouts, mine: Held, states: StateBytes) -> Array:
+    """zero 3: two layers gathered and one layer's whole gradient (frozen layers have none); zero 1 and 2: a bucket on
+    its way."""
+    dense_shared, routed_shared = _sharers(layouts)
+    layer = mine.layer * (1 - 1 / dense_shared) + mine.experts * (1 - 1 / routed_shared)  # beside the device's own part
+    weight = np.full(len(layouts), case.lora.base_bytes) if case.lora else states.weight
+    whole = np.minimum(2.0, mine.layers) * layer * weight + (0.0 if case.lora else layer * states.gradient)
+    trained = sum(_trained(case, layouts, mine), np.zeros(len(layouts)))
+    bucket = np.where(layouts.zero > 0, np.minimum(2.0 * layouts.bucket_bytes, trained * states.gradient), 0.0)
+    bytes_: Array = np.where(layouts.zero == 3, whole, bucket)
+    return bytes_

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import log2
+from typing import TYPE_CHECKING
 
 from armillary.planning.efficiency import Curves, curves
 from armillary.planning.engines import Rates, physics
@@ -29,7 +30,9 @@ from armillary.spec.layer_ops import wire_factor
 from armillary.spec.model import ModelConfig
 from armillary.spec.ops import Op, size_of
 from armillary.spec.sublayers import attention_shape
-from armillary.store.peaks import Peaks
+
+if TYPE_CHECKING:  # the store's locks and sockets are slow to import
+    from armillary.store.peaks import Peaks
 
 TILE = 128
 """rows and columns of a thread block's part of a product"""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
+from math import inf, nan
 
 from armillary.errors import BadInput
 from armillary.spec import catalogue
@@ -21,12 +22,23 @@ _LONGEST = 2**40
 
 
 def number(row: Row, name: str) -> float | None:
-    """A cell as a number, None where it is empty."""
+    """A cell as a number, None where it is empty; no size, count or measurement is negative or endless."""
     text = (row.get(name) or "").strip().replace(",", "")
     try:
-        return float(text) if text else None
+        value = float(text) if text else None
     except ValueError:
-        raise BadInput(f"{name}={text!r} is not a number; correct the cell") from None
+        value = nan
+    if value is not None and not 0 <= value < inf:
+        raise BadInput(f"{name}={text!r} is not a number from 0 up; correct the cell")
+    return value
+
+
+def whole(row: Row, name: str) -> int | None:
+    """A cell as a count, None where it is empty or 0."""
+    value = number(row, name)
+    if value is not None and value != int(value):
+        raise BadInput(f"{name}={value:g} is not a whole number; correct the cell")
+    return int(value) if value else None
 
 
 def model_of(row: Row) -> ModelConfig:

@@ -16,7 +16,7 @@ import numpy as np
 from armillary.errors import BadLayout
 from armillary.planning.case import TrainCase
 from armillary.planning.layouts import OFFLOADS, Array, Ints, Layouts, joined, taken
-from armillary.planning.memory import memory
+from armillary.planning.memory import CONTEXT_BYTES, FRAGMENTATION, memory
 from armillary.planning.prediction import Prediction, predict
 from armillary.planning.space import constrained, hybrid, space
 from armillary.planning.step_time import StepTime
@@ -75,7 +75,8 @@ def _nothing_fits(case: TrainCase, layouts: Layouts, bytes_: Array, room: float)
     smallest = layouts.take(np.array([int(bytes_.argmin())]))
     held = float(memory(case, smallest).allocated[0])
     out = memory(case, replace(smallest, offload=np.array([OFFLOADS.index("both")]))).total[0] <= room
-    times = max(2, int(np.ceil(held / max(room - (least - held), room / 2))))
+    usable = max((room - CONTEXT_BYTES) / (1 + FRAGMENTATION), room / 2)
+    times = max(2, int(np.ceil(held / usable)))
     more = case.cluster.num_devices * 2 ** int(np.ceil(np.log2(times)))
     return BadLayout(
         f"no layout of {case.model.name} fits {case.cluster.text()}: the least needs {bytes_text(least)} of "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from armillary.errors import ArmillaryError, BadInput
 from armillary.planning.capacity import Capacity, capacity
@@ -25,7 +26,9 @@ from armillary.spec.hardware import Cluster, Tier
 from armillary.spec.job import Cost, Objective, Serve, Traffic
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
-from armillary.store.peaks import Peaks
+
+if TYPE_CHECKING:  # the store's locks and sockets are slow to import
+    from armillary.store.peaks import Peaks
 
 SMALLEST_BUDGET = 128
 """tokens of a step below which prompts are no longer cut up"""

@@ -119,9 +119,11 @@ def _assemble(
     waits = overhead.launch_s(case, whole, mean)
     # windows are wall time, since whatever holds a stage up hides exchanges too; backward takes twice the forward's
     share = np.where(layouts.recompute == FULL, 3 / 4, 2 / 3)
-    windows = communication.Windows(forward=(mean + waits) * (1 - share), backward=(mean + waits) * share)
+    windows = communication.Windows(forward=(slowest + waits) * (1 - share), backward=(slowest + waits) * share)
     grads, gathers = communication.data_parallel(case, layouts, mine, windows, m)
-    sends = communication.pipeline_sends(case, layouts, m, slowest / layouts.interleave / 2)
+    wall = slowest + waits + (grads.exposed + gathers.exposed) / m
+    sends = communication.pipeline_sends(case, layouts, m, wall / layouts.interleave / 2)
+    busy = m * wall + sends.exposed
     times = m * stages.mean
     exchanges = {
         "tp": _times(sent.tp, times), "cp": _times(sent.cp, times), "ep": _times(sent.ep, times),
@@ -146,8 +148,8 @@ def _assemble(
         optimizer=overhead.optimizer_s(case, layouts, mine),
         launch=m * waits,
         straggle=overhead.straggle_s(case, layouts, m * mean),
-        data=overhead.data_s(case, layouts, m, m * mean),
-        other=overhead.offload_s(case, layouts, kept_all, m * stages.mean * per_layer) + overhead.STEP_S,
+        data=overhead.data_s(case, layouts, m, busy),
+        other=overhead.offload_s(case, layouts, kept_all, busy) + overhead.STEP_S,
         layer=layer,
         held=mine,
         stages=stages,

@@ -17,7 +17,7 @@ from armillary.planning import inference_table, training_table
 from armillary.planning.error_summary import by_group, summarise
 from armillary.planning.inference_table import InferencePrediction
 from armillary.planning.row_model import Row
-from armillary.planning.training_table import TrainingPrediction
+from armillary.planning.training_table import TrainingPrediction, is_yes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Judged:
 def judge(path: str | Path, filters: Sequence[str] = (), *, physics_only: bool = False) -> Judged:
     """Predict every row of a CSV that passes the filters."""
     rows = read_table(path)
-    wanted = [row for row in rows if all(_keeps(row, name) for name in filters)]
+    wanted = [row for row in rows if all(keeps(row, name) for name in filters)]
     if not wanted:
         raise BadData(f"no row of {path} passes --filter {','.join(filters)}; leave a filter out")
     if training_table.is_training_table(rows[0]):
@@ -50,9 +50,9 @@ def judge(path: str | Path, filters: Sequence[str] = (), *, physics_only: bool =
 def read_table(path: str | Path) -> list[Row]:
     """The rows of a CSV with the columns of a training or an inference table."""
     try:
-        with Path(path).open(newline="", encoding="utf-8") as file:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:  # spreadsheets put a mark before the headings
             reader = csv.DictReader(file)
-            rows = [{key: value or "" for key, value in row.items() if key} for row in reader]
+            rows = [{key.strip().lower(): value or "" for key, value in row.items() if key} for row in reader]
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise NotFound(f"no table '{path}'; give the path of a .csv file") from None
     except (UnicodeDecodeError, csv.Error) as error:
@@ -68,15 +68,16 @@ def read_table(path: str | Path) -> list[Row]:
 
 
 _FILTERS: dict[str, Callable[[Row], bool]] = {
-    "newest": lambda row: (row.get("newest_of_config") or "yes") == "yes",
-    "complete": lambda row: (row.get("complete") or "yes") == "yes",
+    "newest": lambda row: is_yes(row.get("newest_of_config") or "yes"),
+    "complete": lambda row: is_yes(row.get("complete") or "yes"),
     "dense": lambda row: row.get("kind") == "dense",
     "moe": lambda row: row.get("kind") == "moe",
     "lora": lambda row: row.get("kind") == "lora",
 }
 
 
-def _keeps(row: Row, name: str) -> bool:
+def keeps(row: Row, name: str) -> bool:
+    """Whether a row passes a filter; a table without its column passes whole."""
     if name not in _FILTERS:
         raise unknown("filter", name, _FILTERS)
     return _FILTERS[name](row)

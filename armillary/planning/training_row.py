@@ -16,7 +16,7 @@ from armillary.planning.case import Lora, TrainCase
 from armillary.planning.layouts import RECOMPUTES, Layouts, of
 from armillary.planning.memory import memory
 from armillary.planning.row_cluster import cluster_of
-from armillary.planning.row_model import Row, model_of, number, second_token_layers
+from armillary.planning.row_model import Row, model_of, number, second_token_layers, whole
 from armillary.planning.software import Software
 from armillary.spec.layout import Layout, Recompute
 from armillary.spec.model import ModelConfig
@@ -129,29 +129,37 @@ _ASYNC_TP = re.compile(r"async[ -]?tp")
 
 
 def _layout(row: Row, model: ModelConfig) -> tuple[Layout, str, tuple[str, ...]]:
-    sizes: dict[str, Any] = {name: int(number(row, name) or 1) for name in ("tp", "pp", "cp", "ep")}
-    dp = number(row, "dp")
-    if dp is None:
-        devices = number(row, "n_gpus")
-        if not devices:
-            raise BadInput("no dp and no number of devices")
-        dp = max(1.0, devices // (sizes["tp"] * sizes["pp"] * sizes["cp"]))
+    sizes: dict[str, Any] = {name: whole(row, name) or 1 for name in ("tp", "pp", "cp", "ep")}
+    dp = whole(row, "dp") or _filling(row, sizes["tp"] * sizes["pp"] * sizes["cp"])
+    if sizes["tp"] > model.heads or sizes["pp"] > model.num_layers + 2:
+        raise BadInput(f"tp={sizes['tp']} × pp={sizes['pp']} cut finer than {model.heads} heads and "
+                       f"{model.num_layers} layers")  # fmt: skip
     assumed = [f"{name} taken as {value}" for name, value in (("micro_batch", 1), ("vpp", 1)) if not number(row, name)]
     recompute, said = _recompute(row, model)
     inside = "hsdp" in (row.get("zero_or_fsdp") or "").lower() and dp > HSDP_GROUP and dp % HSDP_GROUP == 0
-    interleave = int(number(row, "vpp") or 1) if sizes["pp"] > 1 else 1
+    interleave = (whole(row, "vpp") or 1) if sizes["pp"] > 1 else 1
     layout = Layout(
         **sizes,
-        dp=int(dp),
+        dp=dp,
         zero=_zero(row.get("zero_or_fsdp") or ""),  # type: ignore[arg-type]
         shard=HSDP_GROUP if inside else None,
         interleave=interleave,
         schedule="interleaved" if interleave > 1 else "1f1b",
-        micro_batch=int(number(row, "micro_batch") or 1),
+        micro_batch=whole(row, "micro_batch") or 1,
         recompute=recompute,
         sequence_parallel="tensor parallel only" not in (row.get("note") or ""),
     )
     return layout, _precision(row.get("precision") or "bf16"), (*assumed, *said)
+
+
+def _filling(row: Row, inner: int) -> int:
+    """dp that a row leaves out: as much as fills its devices."""
+    devices = whole(row, "n_gpus")
+    if not devices:
+        raise BadInput("no dp and no number of devices")
+    if devices < inner:
+        raise BadInput(f"{devices} devices are fewer than tp × pp × cp = {inner}")
+    return devices // inner
 
 
 def _recompute(row: Row, model: ModelConfig) -> tuple[Recompute, tuple[str, ...]]:

@@ -90,7 +90,7 @@ def predict_row(row: Row, *, physics_only: bool = False) -> TrainingPrediction:
     """One row; `physics_only` leaves every fitted number out."""
     framework = (row.get("framework") or "unknown").split(" ")[0]
     said = TrainingPrediction(
-        row=row, framework=framework, kind=row.get("kind") or "dense", complete=_yes(row, "complete"),
+        row=row, framework=framework, kind=row.get("kind") or "dense", complete=is_yes(row.get("complete") or "yes"),
         fitted=is_fitted_on(row.get("config_id") or "1"), ran_out="oom" in (row.get("note") or "").lower(),
     )  # fmt: skip
     try:
@@ -128,5 +128,6 @@ def _priced(said: TrainingPrediction, found: TrainingRow) -> TrainingPrediction:
     )  # fmt: skip
 
 
-def _yes(row: Row, name: str) -> bool:
-    return (row.get(name) or "").strip().lower() in ("yes", "true", "1")
+def is_yes(text: str) -> bool:
+    """Whether a cell says yes."""
+    return text.strip().lower() in ("yes", "y", "true", "1")

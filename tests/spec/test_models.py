@@ -122,6 +122,7 @@ ROUNDED = {
     "dbrx": (132, 0.5),
     "falcon-180b": (179, 0.5),
     "kimi-k2": (1_030, 5),
+    "stablelm-base-alpha-3b": (3.64, 0.005),
 }
 ROUNDED_ACTIVE = {
     "mixtral-8x7b": (12.9, 0.05),
