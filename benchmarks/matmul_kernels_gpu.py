@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from armillary.kernels.agree import check, expect
-from armillary.kernels.choose import choose
 from armillary.kernels.ops import find_op
 from armillary.kernels.timing import time_calls
 
@@ -334,29 +333,9 @@ def attention_case(op: Any, case: Any, run: Callable[..., Any], forward_only: bo
     return found
 
 
-def chosen() -> None:
-    """What choose() takes for the cases that have a bar."""
-    wanted = {
-        "linear_cross_entropy": ("8k", "32k"),
-        "attention": ("8k", "8k in 8 documents", "8k, window 1024", "8k, block-sparse"),
-        "small_linear": ("up 1", "down 8", "down 32"),
-        "fp8_linear": ("8192³ row",),
-    }
-    for name, labels in wanted.items():
-        op = find_op(name)
-        for label in labels:
-            attempt(f"choose {name} {label}", lambda op=op, label=label: choice_text(op, op.cases[label]))
-
-
-def choice_text(op: Any, case: Any) -> str:
-    choice = choose(op, case)
-    times = [f"{t.version} {t.seconds * 1e6:.0f}" if t.seconds else f"{t.version} -" for t in choice.trials]
-    return f"{choice.version}: {', '.join(times)} us"
-
-
 SECTIONS: dict[str, Callable[[], None]] = {
     "ceilings": ceilings, "agreement": agreement, "loss": loss, "small": small, "fp8": fp8, "attention": attention,
-    "flex": flex, "tiles": tiles, "fused": fused, "products": products, "chosen": chosen,
+    "flex": flex, "tiles": tiles, "fused": fused, "products": products,
 }  # fmt: skip
 
 

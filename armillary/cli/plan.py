@@ -68,7 +68,8 @@ def predict(out: Output, home: Home, purpose: str, **asked: Any) -> None:
 
 def _say_next(out: Output, asked: dict[str, Any]) -> None:
     what = asked["recipe"] or f"--model {asked['model']} --on {asked['on']}"
-    out.say(f"why: armillary plan explain {what}   ·   better: armillary plan search {what}")
+    what = f"{what} --lora {asked['lora']}" if asked["lora"] else what
+    out.say(f"why:     armillary plan explain {what}\nothers:  armillary plan search {what}")
 
 
 def _priced(out: Output, home: Home, asked: dict[str, Any]) -> tuple[Any, Any, str]:
@@ -196,6 +197,8 @@ def _serve(out: Output, home: Home, asked: dict[str, Any], how: str) -> None:
     from armillary.cli import plan_serving
     from armillary.planning.serving_plan import serving_plan, serving_request
 
+    if asked["lora"]:
+        raise BadInput("--lora is for training: merge the adapters and leave --lora out to plan serving")
     every_node = _any_node(asked) is not None
     on = "h100" if every_node else asked["on"]  # any chip stands in for all of them
     recipe = read_recipe(asked["recipe"], asked["model"], on, asked["sequence"], asked["batch_tokens"],

@@ -27,13 +27,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def question_options(function: Function) -> Function:
-    """RECIPE, --model, --on, --sequence, --batch-tokens and --set."""
+    """RECIPE, --model, --on, --sequence, --batch-tokens, --lora and --set."""
     for option in reversed((
         click.argument("recipe", type=click.Path(path_type=Path), required=False),
         click.option("--model", metavar="M", help="Instead of a recipe: a model.", shell_complete=complete.models),
         click.option("--on", metavar="HARDWARE", help="Devices, like h100x64 or dgx-h200x8; over the recipe's."),
         click.option("--sequence", metavar="N", help="Tokens of a sequence; over the recipe's."),
         click.option("--batch-tokens", metavar="N", help="Tokens of a step, like 4M; over the recipe's."),
+        click.option("--lora", metavar="R", help="Fine-tune with adapters of rank R; 16:nf4 beside 4-bit weights."),
         set_option,
     )):  # fmt: skip
         function = option(function)
@@ -69,7 +70,7 @@ def _first(sequence: str | None, batch_tokens: str | None) -> dict[str, Any]:
 
 def ask(
     out: Output, home: Home, *, recipe: Path | None, model: str | None, on: str | None, sequence: str | None,
-    batch_tokens: str | None, overrides: tuple[str, ...],
+    batch_tokens: str | None, lora: str | None, overrides: tuple[str, ...],
 ) -> Question:  # fmt: skip
     """The question with model and devices found; what the flags leave out is derived and noted."""
     from armillary.planning.question import question
@@ -82,7 +83,7 @@ def ask(
     if recipe is None:
         asked, notes = _with_usual(asked, config, cluster, sequence, batch_tokens)
     check_recipe(asked, config)
-    made = question(asked, config, cluster, home)
+    made = question(asked, config, cluster, home, lora)
     return replace(made, notes=(*notes, *made.notes))
 
 

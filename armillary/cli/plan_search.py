@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from armillary.cli.output import Output
-from armillary.cli.plan_text import limit_text
+from armillary.cli.plan_text import GLUE, limit_text
 from armillary.errors import ArmillaryError
 from armillary.planning.cost import device_hour, training_cost
 from armillary.planning.node_ranking import Ranked
@@ -26,10 +26,12 @@ def say_search(out: Output, question: Question, found: Found) -> None:
     out.say(f"{question.model.name} on {question.case.cluster.text()}, {question.case.batch_tokens:,} tokens a step of "
             f"sequences of {question.case.sequence:,}")  # fmt: skip
     out.table("", COLUMNS, [_cells(question, found.best, i, price) for i in range(len(found.best.layouts))])
+    out.say("×v: chunks a stage; redo: what the backward pass makes again (some: selective, all: full); in: format of "
+            "the products")  # fmt: skip
     out.say(f"{found.num_valid:,} valid layouts, {found.num_fitting:,} fit, {found.seconds:.1f} s")
     for line in why(found):
         out.say(f"why: {line}")
-    out.say(f"limit next: {limit_text(found.best)}")
+    out.say(f"limit next: {limit_text(found.best)}".replace(GLUE, " "))
     front = [_cells(question, found.front, i, price) for i in range(min(8, len(found.front.layouts)))]
     out.table(f"Pareto front of time and memory ({len(found.front.layouts)} layouts)", COLUMNS, front)
     for note in question.notes:
@@ -104,10 +106,10 @@ def _node_cells(one: Ranked) -> list[object]:
     assert one.best is not None and one.cluster is not None
     layout = one.best.layout()
     return [
-        one.node.name, one.cluster.num_devices, layout.text("tp", "pp", "cp", "ep", "dp"),
+        one.node.name, one.cluster.num_devices, layout.text("tp", "pp", "cp", "ep", "dp").replace(" × ", " "),
         bytes_text(float(one.best.memory.total[0])), seconds_text(float(one.best.time.total[0])),
         f"{one.best.mfu[0] * 100:.0f} %", seconds_text(one.run_s or 0.0),
-        dollars_text(one.run_usd) if one.run_usd is not None else None, ", ".join(one.frameworks[:3]),
+        dollars_text(one.run_usd) if one.run_usd is not None else None, ", ".join(one.frameworks[:2]),
     ]  # fmt: skip
 
 

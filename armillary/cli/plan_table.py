@@ -16,6 +16,8 @@ from armillary.planning.training_row import measurement
 from armillary.planning.training_table import ready
 
 SHOWN = 30
+_FIGURES = {"tokens_per_s_per_gpu": "tok/s/GPU", "step_s": "s a step", "tflops_per_gpu": "TFLOP/s", "mfu_pct": "MFU, %",
+            "tokens_out_per_s": "tok/s out", "ttft_s": "TTFT, s", "itl_s": "ITL, s"}  # fmt: skip
 _COLUMNS = ("predicted", "error", "physics_only", "physics_error", "memory_predicted_bytes", "memory_error", "reason")
 
 
@@ -50,7 +52,8 @@ def _say_memory(out: Output, part: dict[str, Any]) -> None:
 
 
 def _cells(row: dict[str, Any]) -> list[object]:
-    return [row["config_id"], row["framework"], row["model"], row["gpu"], row["figure"], row["measured"],
+    return [row["config_id"], row["framework"], row["model"], row["gpu"], _FIGURES.get(row["figure"], row["figure"]),
+            row["measured"],
             row["predicted"], _share(row["error"]), _share(row.get("physics_error"))]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shutil import get_terminal_size
 from textwrap import wrap
 
 import numpy as np
@@ -17,20 +18,24 @@ from armillary.spec.params import parameters
 from armillary.units import bytes_text, count_text, flops_text, scaled, seconds_text
 
 LABEL, WIDTH = 20, 118
+GLUE = "\N{NO-BREAK SPACE}"
+"""holds a figure to its name and unit where a line is wrapped; printed as a blank"""
 
 
 def say_training(out: Output, made: TrainingPlan, how: str) -> None:
     """The plan as a page; `how` says where the layout is from."""
     found, question = made.found, made.question
     count = parameters(question.model)
-    out.say(f"{question.model.name} on {question.case.cluster.text()} · {count_text(count.total)} parameters, "
+    width = min(WIDTH, get_terminal_size((WIDTH, 0)).columns)
+    head = (f"{question.model.name} on {question.case.cluster.text()} · {count_text(count.total)} parameters, "
             f"{flops_text(found.model_flops)} a token")  # fmt: skip
+    out.say("\n".join(wrap(head, width)))
     rows = [
         ("layout", f"{layout_text(found)}{how}"),
         ("memory / device", memory_text(found) + ("   fits" if made.fits else "   does not fit")),
-        ("", stacked_bar(found.memory.parts(), found.room if made.fits else None)),
+        ("", _bar(found.memory.parts(), found.room if made.fits else None)),
         ("step", step_text(found)),
-        ("", stacked_bar(step_parts(found))),
+        ("", _bar(step_parts(found))),
         ("throughput", throughput_text(found)),
         ("limit next", limit_text(found)),
     ]
@@ -38,13 +43,25 @@ def say_training(out: Output, made: TrainingPlan, how: str) -> None:
     rows += goodput_rows(made.goodput) if question.case.cluster.num_devices > 8 else []
     rows += [("note", note) for note in made.notes()]
     for name, text in rows:
-        out.say(line_text(name, text))
+        out.say(line_text(name, text, width))
 
 
-def line_text(name: str, text: str) -> str:
+def line_text(name: str, text: str, width: int = WIDTH) -> str:
     """A label and its text, wrapped under itself."""
-    lines = wrap(text, WIDTH - LABEL, break_long_words=False) or [""]
-    return "\n".join([f"  {name:<{LABEL - 2}}{lines[0]}", *(" " * LABEL + line for line in lines[1:])])
+    lines = wrap(text, width - LABEL, break_long_words=False, break_on_hyphens=False) or [""]
+    whole = "\n".join([f"  {name:<{LABEL - 2}}{lines[0]}", *(" " * LABEL + line for line in lines[1:])])
+    return whole.replace(GLUE, " ")
+
+
+def glued(text: str) -> str:
+    """`text` so that no line ends inside it."""
+    return text.replace(" ", GLUE)
+
+
+def _bar(parts: dict[str, float], whole: float | None = None) -> str:
+    """The stacked bar, its legend wrapped between parts."""
+    bar, *legend = stacked_bar(parts, whole).split("  ")
+    return "  ".join([bar, *(glued(part) for part in legend)])
 
 
 def say_stages(out: Output, found: Prediction) -> None:
@@ -69,8 +86,8 @@ def layout_text(found: Prediction, i: int = 0) -> str:
 
 
 def memory_text(found: Prediction, i: int = 0) -> str:
-    parts = "  ".join(f"{name} {bytes_text(size)}" for name, size in found.memory.parts(i).items() if size > 0)
-    return f"{parts}  → {bytes_text(float(found.memory.total[i]))} of {bytes_text(found.room)}"
+    parts = "  ".join(glued(f"{name} {bytes_text(size)}") for name, size in found.memory.parts(i).items() if size > 0)
+    return f"{parts}  " + glued(f"→ {bytes_text(float(found.memory.total[i]))} of {bytes_text(found.room)}")
 
 
 def step_parts(found: Prediction, i: int = 0) -> dict[str, float]:
@@ -87,8 +104,10 @@ def step_text(found: Prediction, i: int = 0) -> str:
         max(0.0, float(array[i]))
         for array in (time.compute, time.exposed, time.comm, time.bubble, time.overhead, time.total)
     )
-    return (f"compute {seconds_text(compute)}  comm exposed {seconds_text(exposed)} of {seconds_text(comm)}  "
-            f"bubble {seconds_text(bubble)}  overhead {seconds_text(overhead)}  → {seconds_text(total)}")  # fmt: skip
+    parts = (f"compute {seconds_text(compute)}", f"comm exposed {seconds_text(exposed)} of {seconds_text(comm)}",
+             f"bubble {seconds_text(bubble)}", f"overhead {seconds_text(overhead)}",
+             f"→ {seconds_text(total)}")  # fmt: skip
+    return "  ".join(glued(part) for part in parts)
 
 
 def throughput_text(found: Prediction, i: int = 0) -> str:
@@ -100,4 +119,4 @@ def throughput_text(found: Prediction, i: int = 0) -> str:
 def limit_text(found: Prediction, i: int = 0) -> str:
     """The two largest parts of the step and what doubling their speed would buy."""
     rows = limits(found.time, i)[:2]
-    return ", then ".join(f"{row.work}: twice as fast buys {row.doubled:.2f} ×" for row in rows)
+    return ", then ".join(f"{row.work}: twice as fast buys " + glued(f"{row.doubled:.2f} ×") for row in rows)

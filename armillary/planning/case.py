@@ -30,6 +30,23 @@ class Lora:
     """bytes of one frozen weight that is a matrix of a layer: 2 bf16, about 0.56 nf4 with its scales"""
 
 
+NF4 = 0.5 + 4 / 64
+"""bytes of a weight in nf4: half, and an fp32 scale a block of 64"""
+
+
+def lora_weights(model: ModelConfig, rank: int) -> int:
+    """Weights of adapters on the queries and values of every layer: rank · (inputs + outputs) of each."""
+    return rank * model.num_layers * (3 * model.hidden + model.kv_heads * model.head_dim)
+
+
+def read_lora(text: str, model: ModelConfig) -> Lora:
+    """'16' is adapters of rank 16 beside 16-bit weights, '16:nf4' beside weights in 4 bits (QLoRA)."""
+    rank, _, base = text.strip().lower().partition(":")
+    if not rank.isdecimal() or int(rank) < 1 or base not in ("", "bf16", "nf4"):
+        raise BadInput(f"--lora {text} is not a rank; write it like --lora 16, or --lora 16:nf4 for 4-bit weights")
+    return Lora(parameters=lora_weights(model, int(rank)), base_bytes=NF4 if base == "nf4" else 2.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainCase:
     """A training step to be priced."""

@@ -169,6 +169,7 @@ def _rest(found: Prediction) -> list[Term]:
     time, layout = found.time, found.layout()
     case, curves = found.case, found.case.curves
     m, mine = float(time.micro_batches[0]), float(time.held.total[0])
+    updated = case.lora.parameters / layout.pp if case.lora else mine
     turn, mean = seconds_text(float(time.turn[0])), seconds_text(float(time.mean_turn[0]))
     sharers = layout.shard_size * layout.cp if layout.zero else 1
     each = adamw("optimizer", 1, weight_dtype="bf16").bytes + GRAD_NORM_BYTES
@@ -180,8 +181,8 @@ def _rest(found: Prediction) -> list[Term]:
                  f"({layout.pp}−1) · {turn} / {layout.interleave}", float(time.fill[0])),
         _seconds("uneven stages", "micro-batches · (slowest stage − mean)", f"{m:g} · ({turn} − {mean})",
                  float(time.imbalance[0])),
-        _seconds("optimiser", "weights / sharers · bytes / bandwidth",
-                 f"{count_text(mine)} / {sharers} · {each:g} B / {bandwidth_text(curves.bytes_per_s)}",
+        _seconds("optimiser", "trained weights / sharers · bytes / bandwidth",
+                 f"{count_text(updated)} / {1 if case.lora else sharers} · {each:g} B / {bandwidth_text(curves.bytes_per_s)}",
                  float(time.optimizer[0])),
         _seconds("launches waited for", "micro-batches · max(0, kernels · launch − device time)",
                  f"{m:g} · max(0, {kernels:,.0f} · {seconds_text(curves.launch_s)} − {mean})", float(time.launch[0])),
@@ -206,13 +207,17 @@ def _memory(found: Prediction) -> list[Term]:
     zero, tokens = int(layouts.zero[0]), float(layouts.micro_batch[0] * case.sequence / layouts.cp[0])
     flying = float(in_flight(layouts, found.time.micro_batches[:1])[0])
     share = {stage: f" / {shard}" if zero >= stage else "" for stage in (1, 2, 3)}
+    weight, trained = float(states.weight[0]), total
+    if case.lora is not None:
+        weight, trained = case.lora.base_bytes, count_text(case.lora.parameters / float((layouts.pp * layouts.tp)[0]))
     rows = [
-        ("weights", "parameters · bytes (/ sharers with zero 3)", f"{total} · {float(states.weight[0]):g}{share[3]}"),
-        ("gradients", "parameters · bytes (/ sharers from zero 2)",
-         f"{total} · {float(states.gradient[0]):g}{share[2]}"),
-        ("optimizer", "parameters · 8 (/ sharers from zero 1)", f"{total} · {float(states.moments[0]):g}{share[1]}"),
-        ("master", "parameters · 4 below fp32 (/ sharers from zero 1)",
-         f"{total} · {float(states.master[0]):g}{share[1]}"),
+        ("weights", "parameters · bytes (/ sharers with zero 3)", f"{total} · {weight:g}{share[3]}"),
+        ("gradients", "trained parameters · bytes (/ sharers from zero 2)",
+         f"{trained} · {float(states.gradient[0]):g}{share[2]}"),
+        ("optimizer", "trained parameters · 8 (/ sharers from zero 1)",
+         f"{trained} · {float(states.moments[0]):g}{share[1]}"),
+        ("master", "trained parameters · 4 below fp32 (/ sharers from zero 1)",
+         f"{trained} · {float(states.master[0]):g}{share[1]}"),
         ("activations", "tokens · (layers · micro-batches in flight · bytes a layer + working)",
          f"{tokens:g} · ({float(mine.layers[0]):g} · {flying:g} · up to {bytes_text(float(each.whole[0]))} + …)"),
         ("loss", "tokens · vocabulary / tp · bytes a logit",

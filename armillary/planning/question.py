@@ -10,7 +10,7 @@ from math import log2
 from typing import TYPE_CHECKING
 
 from armillary.errors import BadInput
-from armillary.planning.case import TrainCase
+from armillary.planning.case import TrainCase, read_lora
 from armillary.planning.measured import measured_peaks
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Tier
@@ -18,6 +18,7 @@ from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
+from armillary.units import count_text
 
 if TYPE_CHECKING:  # the store's locks and sockets are slow to import
     from armillary.store.peaks import Peaks
@@ -47,14 +48,17 @@ class Question:
         return self.recipe.layout
 
 
-def question(recipe: Recipe, model: ModelConfig, cluster: Cluster, home: Home) -> Question:
+def question(recipe: Recipe, model: ModelConfig, cluster: Cluster, home: Home, lora: str | None = None) -> Question:
     """The recipe's training job on its cluster, with the ceilings of this device where there are any."""
     job = recipe.train
     cluster, measured, share, notes = _devices(cluster, recipe.layout, home)
     case = TrainCase(
         model=model, cluster=cluster, sequence=job.sequence, batch_tokens=job.batch_tokens, measured=measured,
         measured_share=share, loss_chunk=job.chunk_tokens(model.vocab),
+        lora=read_lora(lora, model) if lora is not None else None,
     )  # fmt: skip
+    if case.lora is not None:
+        notes = (*notes, f"{count_text(case.lora.parameters)} weights of adapters are trained, the model's stay frozen")
     return Question(recipe=recipe, model=model, case=case, notes=notes)
 
 

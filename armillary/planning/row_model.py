@@ -14,7 +14,7 @@ from math import inf, nan
 
 from armillary.errors import BadInput
 from armillary.spec import catalogue
-from armillary.spec.model import LayerKind, ModelConfig, MoE
+from armillary.spec.model import LayerKind, ModelConfig, MoE, refuse_too_deep
 from armillary.spec.params import parameters
 
 Row = Mapping[str, str]
@@ -105,7 +105,8 @@ def _nearest_in_size(row: Row) -> ModelConfig:
 
 
 def _build(row: Row, *, gated: bool, tied: bool) -> ModelConfig:
-    layers, hidden, heads = (int(number(row, name) or 0) for name in ("layers", "hidden", "heads"))
+    layers, hidden, heads = (whole(row, name) or 0 for name in ("layers", "hidden", "heads"))
+    refuse_too_deep(layers)
     experts = int(number(row, "experts") or 0)
     ffn = int(number(row, "ffn") or 4 * hidden)
     moe = None

@@ -23,6 +23,8 @@ from armillary.spec.layout_rules import Case, layout_problems
 MOST_TP, MOST_CP, MOST_MICRO_BATCH = 64, 64, 64
 LEAST_PIECE = 256
 """tokens that a context-parallel rank keeps of a sequence at least"""
+FREE = ("offload", "recompute_every", "bucket_bytes", "sequence_parallel", "shard", "schedule")
+"""fields that the space does not vary: they are set to what is asked for"""
 _AXES = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave")
 _Axes = tuple[int, int, int, int, int, int, int]
 
@@ -50,7 +52,9 @@ def constrained(layouts: Layouts, fixed: Mapping[str, Any]) -> Layouts:
     """Of the layouts, those with these values; fields that the space does not vary are set to them."""
     for name, value in fixed.items():
         code = CODES[name].index(value) if name in CODES else value
-        if name in ("offload", "recompute_every", "bucket_bytes", "sequence_parallel", "shard"):
+        if name == "schedule" and value != "interleaved":  # the space has one schedule without chunks: name another
+            layouts = layouts.take(np.nonzero(layouts.interleave == 1)[0])
+        if name in FREE and value != "interleaved":
             column = np.full(len(layouts), code) if value is not None else layouts.dp
             layouts = replace(layouts, **{name: column})
         else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from armillary.errors import BadInput
-from armillary.planning.case import Lora, TrainCase
+from armillary.planning.case import NF4, Lora, TrainCase, lora_weights
 from armillary.planning.layouts import RECOMPUTES, Layouts, of
 from armillary.planning.memory import memory
 from armillary.planning.row_cluster import cluster_of
@@ -33,6 +33,8 @@ _ZERO = (
 )  # fmt: skip
 
 
+CORES = (1, 2, 4, 8)
+"""devices as software sees them in one chip as tables count them (Neuron, TPU)"""
 HSDP_GROUP = 8
 """ranks that share one copy where a row says HSDP and no more: a node"""
 
@@ -62,6 +64,8 @@ def training_row(row: Row, software: Software) -> TrainingRow:
     if not sequence or not (batch or number(row, "micro_batch")):
         raise BadInput("no sequence length, or neither global batch nor micro-batch")
     batch = batch or layout.micro_batch * layout.dp
+    if layout.micro_batch * layout.dp > batch:
+        raise BadInput(f"micro_batch × dp = {layout.micro_batch * layout.dp} exceed the global batch of {batch:g}")
     flash = "standard" not in (row.get("attention") or "").lower()
     if second := second_token_layers(row):
         model = replace(model, layers=(*model.layers, *model.layers[-1:] * second))
@@ -96,13 +100,12 @@ def lora_of(row: Row, model: ModelConfig) -> Lora | None:
     if (row.get("kind") or "") != "lora" and "lora" not in text:
         return None
     said = re.search(r"trainable params ([\d,]+)", row.get("note") or "")
-    rank_8 = 8 * model.num_layers * (3 * model.hidden + model.kv_heads * model.head_dim)
-    count = int(said.group(1).replace(",", "")) if said else rank_8
+    count = int(said.group(1).replace(",", "")) if said else lora_weights(model, 8)
     return Lora(parameters=count, base_bytes=NF4_DOUBLE if "nf4-dq" in text else NF4 if "nf4" in text else 2.0)
 
 
-NF4, NF4_DOUBLE = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
-"""bytes of a weight in nf4: half, and an fp32 scale a block of 64; with double quantisation the scales are a byte"""
+NF4_DOUBLE = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""bytes of a weight in nf4 where the scales are quantised again, to a byte each"""
 
 
 def _settings(row: Row, software: Software) -> Software:
@@ -130,11 +133,11 @@ _ASYNC_TP = re.compile(r"async[ -]?tp")
 
 def _layout(row: Row, model: ModelConfig) -> tuple[Layout, str, tuple[str, ...]]:
     sizes: dict[str, Any] = {name: whole(row, name) or 1 for name in ("tp", "pp", "cp", "ep")}
-    dp = whole(row, "dp") or _filling(row, sizes["tp"] * sizes["pp"] * sizes["cp"])
+    dp, assumed = _replicas(row, sizes["tp"] * sizes["pp"] * sizes["cp"])
     if sizes["tp"] > model.heads or sizes["pp"] > model.num_layers + 2:
         raise BadInput(f"tp={sizes['tp']} × pp={sizes['pp']} cut finer than {model.heads} heads and "
                        f"{model.num_layers} layers")  # fmt: skip
-    assumed = [f"{name} taken as {value}" for name, value in (("micro_batch", 1), ("vpp", 1)) if not number(row, name)]
+    assumed += [f"{name} taken as {value}" for name, value in (("micro_batch", 1), ("vpp", 1)) if not number(row, name)]
     recompute, said = _recompute(row, model)
     inside = "hsdp" in (row.get("zero_or_fsdp") or "").lower() and dp > HSDP_GROUP and dp % HSDP_GROUP == 0
     interleave = (whole(row, "vpp") or 1) if sizes["pp"] > 1 else 1
@@ -152,14 +155,17 @@ def _layout(row: Row, model: ModelConfig) -> tuple[Layout, str, tuple[str, ...]]
     return layout, _precision(row.get("precision") or "bf16"), (*assumed, *said)
 
 
-def _filling(row: Row, inner: int) -> int:
-    """dp that a row leaves out: as much as fills its devices."""
-    devices = whole(row, "n_gpus")
+def _replicas(row: Row, inner: int) -> tuple[int, list[str]]:
+    """(dp, what was assumed): as stated, unless it contradicts the number of devices, which then is believed; a device
+    may count as several where a chip has several cores."""
+    stated, devices = whole(row, "dp"), whole(row, "n_gpus")
+    if stated and (not devices or stated * inner in [cores * devices for cores in CORES]):
+        return stated, []
     if not devices:
         raise BadInput("no dp and no number of devices")
-    if devices < inner:
-        raise BadInput(f"{devices} devices are fewer than tp × pp × cp = {inner}")
-    return devices // inner
+    if devices % inner:
+        raise BadInput(f"{devices} devices are not a multiple of tp × pp × cp = {inner}")
+    return devices // inner, [f"dp taken as {devices // inner}, which fills the devices"]
 
 
 def _recompute(row: Row, model: ModelConfig) -> tuple[Recompute, tuple[str, ...]]:

@@ -64,6 +64,31 @@ def test_what_does_not_fit_names_the_smallest_change(cli: Cli, recipe: Path) -> 
     assert cli("plan", str(recipe), "--set", "layout.zero=0", *flags, "--json").json["fits"]
 
 
+def test_adapters_are_planned_beside_frozen_weights(cli: Cli) -> None:
+    whole = cli("plan", "--model", "llama-3-8b", "--on", "h100", "--set", "layout.precision=bf16", "--sequence", "512",
+                "--batch-tokens", "4096", "--set", "layout.dp=1")  # fmt: skip
+    assert "does not fit" in whole.out
+    lora = ("plan", "--model", "llama-3-8b", "--on", "h100", "--lora", "16", "--json")
+    found, quantised = cli(*lora).json, cli(*lora[:6], "16:nf4", "--json").json
+    assert found["fits"] and "adapters" in " ".join(found["plan"]["notes"])
+    small, smaller = found["plan"]["predicted"], quantised["plan"]["predicted"]
+    assert small["memory_optimizer_bytes"] < 1e9 and smaller["memory_weights_bytes"] < small["memory_weights_bytes"] / 2
+    assert "trained parameters" in cli("plan", "explain", *lora[1:-1]).out
+
+
+def test_the_page_fits_the_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = cli("plan", "--model", "llama-3.1-70b", "--on", "h100x64").out.splitlines()
+    assert len(lines) > 20 and max(len(line) for line in lines) <= 80
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+def test_a_search_keeps_the_schedule_that_was_asked_for(cli: Cli, schedule: str) -> None:
+    sets = ("--set", "layout.pp=4", "--set", f"layout.schedule={schedule}", "--batch-tokens", "512k")
+    layout = cli("plan", *SMALL, *sets, "--json").json["plan"]["layout"]
+    assert layout["schedule"] == schedule and layout["interleave"] == 1 and layout["pp"] == 4
+
+
 def test_ceilings_measured_on_the_chip_are_used(cli: Cli, home: Home) -> None:
     peaks = new_peaks("NVIDIA H100 80GB HBM3")
     peaks = peaks.with_points("gemm", [{"m": 8192, "n": 8192, "k": 8192, "dtype": "bf16", "flops": 2e14}])

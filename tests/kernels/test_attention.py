@@ -49,7 +49,7 @@ def assert_agrees(run, inputs) -> None:
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     st.integers(1, 200), st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.sampled_from([8, 16, 24]),
-    st.sampled_from(["", "runs", "scattered"]), st.sampled_from([0, 1, 37]), st.sampled_from([0.0, 5.0]),
+    st.sampled_from(["", "runs", "scattered"]), st.sampled_from([0, 2, 37]), st.sampled_from([0.0, 5.0]),
 )  # fmt: skip
 def test_any_shape(length: int, heads: tuple[int, int], dim: int, documents: str, window: int, softcap: float) -> None:
     from armillary.kernels.attention_own import attention

@@ -139,3 +139,15 @@ def test_stages_are_listed_from_the_fullest_to_the_last() -> None:
     assert len(sizes) == 8 and max(sizes) == pytest.approx(float(memory(case, layouts).total[0]))
     assert [float(stage.activations[0]) for stage in stages] == sorted([float(s.activations[0]) for s in stages])[::-1]
     assert [float(stage.loss[0]) > 0 for stage in stages] == [False] * 7 + [True]
+
+
+@pytest.mark.parametrize("cp", [1, 4])
+@pytest.mark.parametrize("lora", [None, Lora(parameters=10_000_000), Lora(parameters=10_000_000, base_bytes=0.56)])
+def test_doubling_fsdp_never_raises_memory_where_little_is_left_to_share(cp: int, lora: Lora | None) -> None:
+    """Frozen weights or optimiser states on the host: only weights are left, and gathered layers stand beside them."""
+    case = case_of(small_model(num_layers=16), "h100x1024", sequence=2048, sequences=256, lora=lora)
+    sizes = [
+        float(memory(case, of([Layout(dp=dp, zero=3, pp=8, cp=cp, offload="optimizer")])).total[0])
+        for dp in (1, 2, 4, 8, 16, 32)
+    ]
+    assert sizes == sorted(sizes, reverse=True)

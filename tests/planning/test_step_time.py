@@ -196,3 +196,17 @@ def test_releases_are_one_framework_and_differ_in_settings_only() -> None:
     assert old.fitted == new.fitted and not old.fused_experts and new.fused_experts
     assert software("Megatron-Bridge 26.08", chip="gb200", fitted=False).fitted == {}
     assert software("somebody's trainer").fitted == {}
+
+
+# --- one window is spent once
+
+
+@pytest.mark.parametrize("which", ["flops", "memory", "links"])
+@pytest.mark.parametrize("offload", ["none", "activations", "both"])
+def test_a_faster_machine_never_slows_what_waits_for_several_exchanges(which: str, offload: str) -> None:
+    """Slow links, interleaving, zero 3 and offload all want the same computation to hide behind."""
+    case = case_of("tinyllama-1.1b", "rtx-4090x4096", sequence=2048, sequences=64 * 32)
+    layout = Layout(dp=64, zero=3, pp=8, interleave=2, schedule="interleaved", cp=2, offload=offload)  # type: ignore
+    faster = replace(case, cluster=quicker(case.cluster, **{which: 10.0}))
+    slow, quick = predict(case, of([layout])), predict(faster, of([layout]))
+    assert quick.time.total[0] <= slow.time.total[0] * (1 + 1e-9)
