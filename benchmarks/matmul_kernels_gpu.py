@@ -273,13 +273,13 @@ def fp8() -> None:
 
 def attention() -> None:
     op = find_op("attention")
-    for label in ("8k", "8k, groups of 4", "8k in 8 documents", "8k, window 1024", "8k, block-sparse"):
+    for label in ("8k", "8k, groups of 4", "4k in 4 documents", "4k, window 1024", "4k, block-sparse"):
         attention_versions(op, label, ("triton", "cudnn", "flash"))
 
 
 def flex() -> None:
     op = find_op("attention")
-    for label in ("8k in 8 documents", "8k, window 1024", "8k, block-sparse"):
+    for label in ("4k in 4 documents", "4k, window 1024", "4k, block-sparse"):
         attention_versions(op, label, ("flex",))
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from armillary.cli.output import Output
 from armillary.errors import BadInput
 from armillary.planning.fitting import Fit, fit
-from armillary.planning.inference_row import config_id
 from armillary.planning.software import MOST_PARAMETERS, declared
 from armillary.planning.table import Judged, keeps, read_table
 from armillary.planning.training_row import measurement
@@ -63,14 +62,14 @@ def _share(value: float | None) -> str | None:
 
 def write_beside(path: Path, judged: Judged, source: Path) -> None:
     """The table again with the predictions in further columns."""
-    rows = {(row.get("config_id"), row.get("framework")): row for row in judged.rows}
+    rows = {row["row"]: row for row in judged.rows}
     known = read_table(source)
     fields = [*known[0], *(f"armillary_{name}" for name in _COLUMNS)]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fields, extrasaction="ignore")
         writer.writeheader()
-        for row in known:
-            found = rows.get((config_id(row), row.get("framework") or row.get("engine")), {})
+        for i, row in enumerate(known, start=1):
+            found = rows.get(i, {})
             writer.writerow({**row, **{f"armillary_{name}": found.get(name) for name in _COLUMNS}})
 
 

@@ -24,7 +24,7 @@ def sigmoid(x, SCALE: tl.constexpr, FAST: tl.constexpr):
     if FAST:  # a reciprocal square root, squared: one instruction of the GPU, where a division takes eight
         root = tl.rsqrt(1.0 + tl.exp2(x * (SCALE * _MINUS_LOG2E)))
         return root * root
-    return tl.sigmoid(SCALE * x)
+    return tl.sigmoid(x * SCALE)
 
 
 @triton.jit
@@ -32,9 +32,9 @@ def _tanh_sigmoid(x, square, FAST: tl.constexpr):
     """(1 + tanh u) / 2 = sigmoid(2 u) with u = sqrt(2 / π)·(x + 0.044715·x³)."""
     if FAST:
         scale: tl.constexpr = 2.0 * _TANH_SCALE * _MINUS_LOG2E
-        root = tl.rsqrt(1.0 + tl.exp2(x * (scale * _TANH_CUBE * square + scale)))
+        root = tl.rsqrt(1.0 + tl.exp2(x * (square * (scale * _TANH_CUBE) + scale)))
         return root * root
-    return tl.sigmoid(2.0 * _TANH_SCALE * (x + _TANH_CUBE * square * x))
+    return tl.sigmoid((x + square * x * _TANH_CUBE) * (2.0 * _TANH_SCALE))
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def act_and_slope(x, NAME: tl.constexpr, FAST: tl.constexpr):
         square = x * x
         s = _tanh_sigmoid(x, square, FAST)
         y = x * s
-        slope = s + y * (1.0 - s) * (2.0 * _TANH_SCALE + 6.0 * _TANH_SCALE * _TANH_CUBE * square)
+        slope = s + y * (1.0 - s) * (square * (6.0 * _TANH_SCALE * _TANH_CUBE) + 2.0 * _TANH_SCALE)
     elif NAME == "relu":
         y = tl.where(x <= 0.0, 0.0, x)
         slope = tl.where(x <= 0.0, 0.0, 1.0)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from math import inf
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from armillary.store.home import Home
 
 LOG = logging.getLogger("armillary.kernels")
 BUDGET_S = 0.1
+HOPELESS = 4.0
+"""times the best so far: what takes longer is timed by one call only"""
 _REST_S = 0.1
 
 
@@ -101,9 +104,16 @@ def try_versions(op: Op, case: Case, *, budget_s: float = BUDGET_S, timed: bool 
     generator = torch.Generator(torch.device(case.device)).manual_seed(1)
     expected = expect(op, op.inputs(small, generator), generator)
     sets = input_sets(op, case) if timed else []
+    best_s = inf
     for version in op.all_versions:
         why = lacking(version.needs, case.device) or version.refuses(case)
-        yield Trial(version=version.name, refused=why) if why else _tried(op, version, case, expected, sets, budget_s)
+        if why:
+            yield Trial(version=version.name, refused=why)
+            continue
+        how = {"budget_s": budget_s, "rest_s": _rest_s(op, case), "hopeless_s": HOPELESS * best_s}
+        trial = _tried(op, version, case, expected, sets, how)
+        best_s = min(best_s, trial.seconds or inf)
+        yield trial
 
 
 def time_rivals(op: Op, case: Case, *, budget_s: float = BUDGET_S) -> Iterator[Trial]:
@@ -118,7 +128,9 @@ def time_rivals(op: Op, case: Case, *, budget_s: float = BUDGET_S) -> Iterator[T
         yield Trial(version=version.name, forward_s=times.forward_s, backward_s=times.backward_s)
 
 
-def _tried(op: Op, version: Version, case: Case, expected: Expected, sets: list[Any], budget_s: float) -> Trial:
+def _tried(
+    op: Op, version: Version, case: Case, expected: Expected, sets: list[Any], how: dict[str, float]
+) -> Trial:
     try:
         run = version.load()
         written = replace(op, writes=(*op.writes, *version.overwrites))
@@ -126,7 +138,7 @@ def _tried(op: Op, version: Version, case: Case, expected: Expected, sets: list[
         trial = Trial(version=version.name, agreed=found.agreed, error=found.error, refused=found.why_not)
         if not found.agreed or not sets:
             return trial
-        times = time_version(run, op, sets, budget_s=budget_s, rest_s=_rest_s(op, case))
+        times = time_version(run, op, sets, **how)
         return replace(trial, forward_s=times.forward_s, backward_s=times.backward_s)
     except Exception as error:
         # A compiler or a library may fail in its own way on a new chip or shape; the reference is there for that, and
@@ -153,12 +165,14 @@ def _without_timing(op: Op, case: Case) -> tuple[Trial, ...]:
 
 
 def _chosen(op: Op, case: Case, trials: tuple[Trial, ...]) -> Choice:
-    used = {_family(trial.version) for trial in trials if trial.agreed}
-    for trial in trials:
-        if trial.refused and _family(trial.version) not in used and not _is_plain_absence(op, trial, case):
-            note_once(f"{op.name} {case.label}: version {trial.version} is not used: {trial.refused}")
     agreed = [trial for trial in trials if trial.agreed]
     best = min(agreed, key=lambda t: t.seconds or 0.0).version if agreed else "eager"
+    used = {_family(trial.version) for trial in agreed}
+    for trial in trials:
+        if not trial.refused or _family(trial.version) in used or _is_plain_absence(op, trial, case):
+            continue
+        if best == "eager" or _family(trial.version) == "triton" or trial.refused.startswith("failed"):
+            note_once(f"{op.name} {case.label}: version {trial.version} is not used: {trial.refused}")
     return _choice(op, case, best, trials)
 
 

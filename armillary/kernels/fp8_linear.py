@@ -65,7 +65,9 @@ def quantised(x: Tensor, dtype: torch.dtype, scaling: str) -> tuple[Tensor, Tens
     amax = wide.abs().amax(1, keepdim=True) if scaling == "row" else wide.abs().amax()
     amax = amax.clamp(min=TINY)
     largest = torch.finfo(dtype).max
-    return (wide * (largest / amax)).clamp(-largest, largest).to(dtype), amax / largest
+    # a number over a tensor would be a product with its reciprocal, which rounds twice and turns ties
+    inverse = torch.full_like(amax, largest) / amax
+    return (wide * inverse).clamp(-largest, largest).to(dtype), amax / largest
 
 
 @dataclass(frozen=True, kw_only=True)

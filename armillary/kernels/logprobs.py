@@ -76,7 +76,6 @@ LOGPROBS = Op(
     small=lambda case: replace(case, batch=min(case.batch, 16)),
     cases={
         "256 rows, 20 likeliest": LogprobCase(batch=256),
-        "1 row, 5 likeliest": LogprobCase(batch=1, num_top=5),
         "2048 rows of a prompt": LogprobCase(batch=2048, num_top=1),
     },
 )  # fmt: skip

@@ -17,8 +17,8 @@ from armillary.kernels.launch import as_rows, ceil_div, fitting_stages, num_prog
 from armillary.kernels.norm_rows_triton import backward_kernel, forward_kernel
 from armillary.kernels.norm_wide_triton import backward_wide_kernel, forward_wide_kernel, weights_wide_kernel
 
-WIDEST_FORWARD, WIDEST_CENTRED, WIDEST_BACKWARD, WIDEST_TWO_SUMS = 32768, 8192, 16384, 12288
-"""columns that a program holds; centred is a layer norm without a residual, two sums are those of weight and bias"""
+WIDEST_FORWARD, WIDEST_BACKWARD, WIDEST_TWO_SUMS = 32768, 16384, 12288
+"""columns that a program holds; two sums are those of weight and bias"""
 _PIECE = 4096
 
 
@@ -91,11 +91,13 @@ def _norm(
         eps,
     )  # fmt: skip
     with on(x):
-        if columns > (WIDEST_FORWARD if rms or residual is not None else WIDEST_CENTRED):
+        if columns > WIDEST_FORWARD:
             forward_wide_kernel[(rows,)](*arguments, **flags, BLOCK=_PIECE, num_warps=8)
         else:
             first, second = tiles(columns)
-            held, warps, per_multiprocessor, stages = _forward_shape(first + second, pairs)
+            held, warps, per_multiprocessor, stages = _forward_shape(
+                first + second, pairs, centred=not rms and residual is None
+            )
             arrays = 1 + (residual is not None) + (weight is not None) + (bias is not None)
             stages = fitting_stages(x, arrays * held * (first + second) * x.element_size(), stages)
             programs = ceil_div(rows, held)
@@ -144,7 +146,9 @@ def _norm_backward(
         _wide_backward(dy_MN, dsummed_MN, x_MN, weight, mean, rstd, dx, dw, db, strides, flags)
         return dx, dw, db
     first, second = tiles(columns)
-    held, warps, per_multiprocessor, stages = _backward_shape(first + second, weight is not None or bias, pairs)
+    held, warps, per_multiprocessor, stages = _backward_shape(
+        first + second, weight is not None or bias, pairs, residual=dsummed is not None
+    )
     arrays = held * (2 + (dsummed is not None)) + (weight is not None)
     stages = fitting_stages(x, arrays * (first + second) * x.element_size(), stages)
     programs = min(num_programs(x, per_multiprocessor), ceil_div(rows, held))
@@ -224,15 +228,17 @@ def tiles(columns: int) -> tuple[int, int]:
     return (whole // 2, rest) if whole > 1024 and rest < whole // 2 else (whole, 0)
 
 
-def _forward_shape(held_columns: int, pairs: bool) -> tuple[int, int, int, int]:
+def _forward_shape(held_columns: int, pairs: bool, *, centred: bool) -> tuple[int, int, int, int]:
     """Rows a program holds, warps, programs a multiprocessor (0: one for every block of rows), rows loaded ahead."""
+    if centred and 8192 < held_columns < 16384:  # two sums to wait for in each row
+        return 1, 8, 2, 2
     if (held_columns in (4096, 8192)) != pairs and 4096 <= held_columns <= 8192:  # two rows share the weight they read
         return 2, power_of_two(held_columns) // 512, 0, 1
     held = max(1, 2048 // held_columns)
     return held, min(16, max(4, power_of_two(held_columns * held) // 1024)), 0, 1
 
 
-def _backward_shape(held_columns: int, sums: bool, pairs: bool) -> tuple[int, int, int, int]:
+def _backward_shape(held_columns: int, sums: bool, pairs: bool, *, residual: bool) -> tuple[int, int, int, int]:
     """Rows a program holds at a time, warps, programs a multiprocessor, rows loaded ahead. Where there are no `sums` to
     write at the end, more programs cost nothing."""
     if pairs:
@@ -243,4 +249,4 @@ def _backward_shape(held_columns: int, sums: bool, pairs: bool) -> tuple[int, in
         return max(1, 2048 // held_columns), 8, *((1, 5) if sums else (2, 3))
     if held_columns <= 8192:
         return 1, 8, 1, 3
-    return (1, 16, 1, 2) if held_columns < 16384 else (1, 32, 1, 1)
+    return (1, 16 if residual else 8, 1, 2) if held_columns < 16384 else (1, 32, 1, 1)

@@ -240,7 +240,6 @@ PAGED_ATTENTION = Op(
         "decode 256 × 128 to 1k": PagedCase(batch=256, context=1024, heads=16, ragged=True),
         "decode 256 × 4k ragged": PagedCase(batch=256, context=4096, ragged=True),
         "decode 256 × 8k, group 8": PagedCase(batch=256, context=8192, heads=64),
-        "decode 256 × 2k, group 2": PagedCase(batch=256, context=2048, heads=16),
         "decode 1 × 32k": PagedCase(batch=1, context=32768),
         "chunk of 2k at 16k": PagedCase(batch=1, context=16384, queries=2048),
     },

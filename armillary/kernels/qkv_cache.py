@@ -163,7 +163,6 @@ QKV_CACHE = Op(
     small=lambda case: replace(case, tokens=min(case.tokens, 4099)),
     cases={
         "Qwen3-8B, 16k tokens": QkvCase(tokens=16384),
-        "Qwen3-0.6B, 16k tokens": QkvCase(tokens=16384, heads=16),
         "Llama-3-8B, 8k tokens": QkvCase(tokens=8192, norm="none"),
         "Qwen3-8B, 256 decoding": QkvCase(tokens=256),
         "Qwen3-8B, 1 decoding": QkvCase(tokens=1),

@@ -203,8 +203,7 @@ SAMPLE = Op(
         "temperature, 256 rows": SampleCase(batch=256),
         "top-k 50, top-p 0.95, 256 rows": SampleCase(batch=256, top_k=50, top_p=0.95),
         "top-p 0.9, 1 row": SampleCase(batch=1, top_p=0.9),
-        "penalties and top-k, 64 rows": SampleCase(batch=64, top_k=50, penalties=True),
-        "top-k 20, 256 rows, 262k tokens": SampleCase(batch=256, vocab=262_144, top_k=20),
+        "penalties and top-k, 64 rows, 262k tokens": SampleCase(batch=64, vocab=262_144, top_k=50, penalties=True),
     },
 )  # fmt: skip
 """for `choose()` and the bench"""

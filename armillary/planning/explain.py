@@ -171,7 +171,7 @@ def _rest(found: Prediction) -> list[Term]:
     m, mine = float(time.micro_batches[0]), float(time.held.total[0])
     updated = case.lora.parameters / layout.pp if case.lora else mine
     turn, mean = seconds_text(float(time.turn[0])), seconds_text(float(time.mean_turn[0]))
-    sharers = layout.shard_size * layout.cp if layout.zero else 1
+    sharers = layout.shard_size * layout.cp if layout.zero and not case.lora else 1
     each = adamw("optimizer", 1, weight_dtype="bf16").bytes + GRAD_NORM_BYTES
     kernels = float((time.layer.kernels_forward + time.layer.kernels_backward)[0] * time.stages.mean[0])
     nodes = max(1.0, layout.num_devices / (case.cluster.node.num_chips if case.cluster.node else 1))
@@ -182,7 +182,7 @@ def _rest(found: Prediction) -> list[Term]:
         _seconds("uneven stages", "micro-batches · (slowest stage − mean)", f"{m:g} · ({turn} − {mean})",
                  float(time.imbalance[0])),
         _seconds("optimiser", "trained weights / sharers · bytes / bandwidth",
-                 f"{count_text(updated)} / {1 if case.lora else sharers} · {each:g} B / {bandwidth_text(curves.bytes_per_s)}",
+                 f"{count_text(updated)} / {sharers} · {each:g} B / {bandwidth_text(curves.bytes_per_s)}",
                  float(time.optimizer[0])),
         _seconds("launches waited for", "micro-batches · max(0, kernels · launch − device time)",
                  f"{m:g} · max(0, {kernels:,.0f} · {seconds_text(curves.launch_s)} − {mean})", float(time.launch[0])),

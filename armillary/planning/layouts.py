@@ -179,7 +179,7 @@ def distinct(column: Ints) -> tuple[Ints, Ints]:
     order = np.argsort(column, kind="stable")
     ordered = column[order]
     new = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(column) else np.zeros(0, dtype=np.bool_)
-    back = np.empty(len(column), dtype=np.int64)
+    back: Ints = np.empty(len(column), dtype=np.int64)
     back[order] = np.cumsum(new) - 1
     first: Ints = order[new]
     return first, back

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ class Judged:
     kind: str
     """'training' or 'inference'"""
     rows: list[dict[str, Any]]
-    """one a row: what was measured and predicted, the error, or the reason there is none"""
+    """one a row: its number in the file, what was measured and predicted, the error, or the reason there is none"""
     summary: dict[str, Any]
     """errors as fractions"""
 
@@ -38,13 +38,19 @@ class Judged:
 def judge(path: str | Path, filters: Sequence[str] = (), *, physics_only: bool = False) -> Judged:
     """Predict every row of a CSV that passes the filters."""
     rows = read_table(path)
-    wanted = [row for row in rows if all(keeps(row, name) for name in filters)]
+    wanted = {i: row for i, row in enumerate(rows, start=1) if all(keeps(row, name) for name in filters)}
     if not wanted:
         raise BadData(f"no row of {path} passes --filter {','.join(filters)}; leave a filter out")
+    judged = _judged(list(wanted.values()), physics_only)
+    numbered = [{"row": i, **row} for i, row in zip(wanted, judged.rows, strict=True)]
+    return replace(judged, rows=numbered)
+
+
+def _judged(rows: list[Row], physics_only: bool) -> Judged:
     if training_table.is_training_table(rows[0]):
-        return judge_training(training_table.predict_rows(wanted, physics_only=physics_only))
-    return judge_inference(inference_table.predict_rows(wanted, physics_only=physics_only),
-                           inference_table.predict_rows(wanted, physics_only=True))  # fmt: skip
+        return judge_training(training_table.predict_rows(rows, physics_only=physics_only))
+    return judge_inference(inference_table.predict_rows(rows, physics_only=physics_only),
+                           inference_table.predict_rows(rows, physics_only=True))  # fmt: skip
 
 
 def read_table(path: str | Path) -> list[Row]:

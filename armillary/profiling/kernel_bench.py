@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ def bench_kernels(
     `home`."""
     begin = time.monotonic()
     chosen = [find_op(name) for name in (ops or OPS)]
-    todo = [(op, name, case) for op in chosen for name, case in _cases(op, device, quick)]
+    todo = _in_turn([[(op, name, case) for name, case in _cases(op, device, quick)] for op in chosen])
     watch(0, len(todo), "compiling")
     warm_s = _warm(todo, device, lambda done: watch(0, len(todo), f"compiling {done}/{len(todo)}"))
     wanted = {op.work(case).ceiling for op, _, case in todo}
@@ -137,10 +138,17 @@ def bench_kernels(
             continue
         rows.append(_row(op, name, case, ceilings, home, 0.03 if quick else 0.06))
     watch(len(todo), len(todo), "done")
+    order = [op.name for op in chosen]
+    rows.sort(key=lambda row: order.index(row.op))
     return KernelBench(
         device=name_of(device), date=time.strftime("%Y-%m-%d"), ceilings=ceilings, rows=tuple(rows), skipped=skipped,
         warm_s=warm_s, seconds=time.monotonic() - begin,
     )  # fmt: skip
+
+
+def _in_turn(by_op: list[list[tuple[Op, str, Case]]]) -> list[tuple[Op, str, Case]]:
+    """The first case of every op, then the second of each …: when time is over, no op goes without."""
+    return [one for turn in zip_longest(*by_op) for one in turn if one is not None]
 
 
 def _cases(op: Op, device: torch.device, quick: bool) -> Iterator[tuple[str, Case]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,22 @@ def test_explain_puts_numbers_into_every_formula(cli: Cli) -> None:
     assert "formula" in out and "pipeline fill" in out and "memory, all" in out
     found = cli("plan", "explain", *SMALL, "--json").json
     assert {"matrix products", "step", "memory, all"} <= {term["name"] for term in found["terms"]}
+
+
+def test_predictions_are_written_beside_their_rows_even_without_ids(cli: Cli, tmp_path: Path) -> None:
+    with FIXTURE.open(newline="") as file:
+        rows = [{**row, "config_id": ""} for row in csv.DictReader(file)]
+    source, target = tmp_path / "mine.csv", tmp_path / "with.csv"
+    with source.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    found = cli("plan", "table", str(source), "--filter", "moe", "--write", str(target), "--json").json["rows"]
+    with target.open(newline="") as file:
+        written = list(csv.DictReader(file))
+    beside = {i: row["armillary_predicted"] for i, row in enumerate(written, start=1) if row["kind"] == "moe"}
+    assert {row["row"]: row["predicted"] for row in found} == {i: float(text) for i, text in beside.items()}
+    assert all(not row["armillary_predicted"] for row in written if row["kind"] != "moe")
 
 
 def test_a_table_is_judged(cli: Cli, tmp_path: Path) -> None:

@@ -156,3 +156,16 @@ def test_nans_must_be_in_the_same_places() -> None:
 def test_torch_compile_competes() -> None:
     choice = choose(an_op(compiled(quick)), CASE)
     assert choice.trials[0].version == "compile" and (choice.trials[0].agreed or choice.trials[0].refused)
+
+
+def test_what_is_hopeless_is_timed_by_one_call() -> None:
+    calls = []
+
+    def slow(x: Tensor, scale: float) -> Tensor:
+        calls.append(1)
+        time.sleep(2e-2)
+        return quick(x, scale)
+
+    trials = {trial.version: trial for trial in choose(an_op(QUICK, Version(name="slow", run=slow)), CASE).trials}
+    assert len(calls) == 3, "the check, a warm-up and one that counts"
+    assert trials["slow"].agreed and trials["slow"].seconds > 4 * trials["quick"].seconds

@@ -120,3 +120,9 @@ def test_nodes_are_ranked_with_reason_where_they_will_not_do(monkeypatch: pytest
     ranked = rank_nodes(case_of("llama-3-70b", "h100x8", sequences=64), devices=16, steps=100, cost=Cost())
     assert ranked[0].best is not None and ranked[-1].best is None and "fits" in ranked[-1].reason
     assert ranked[0].frameworks
+
+
+def test_the_devices_named_where_nothing_fits_do_fit() -> None:
+    with pytest.raises(BadLayout, match="try about 128 devices"):
+        search(case_of("llama-3.1-405b", "h100x8", sequences=128))
+    assert search(case_of("llama-3.1-405b", "h100x128", sequences=128)).num_fitting > 0

@@ -151,10 +151,26 @@ def test_missing_recompute_is_the_least_that_fits() -> None:
     ({"kind": "hybrid"}, "not a plain transformer"), ({"gpu": "Abacus"}, "no chip"),
     ({"layers": "", "model": "mystery"}, "neither dimensions"), ({"seq_len": ""}, "no sequence length"),
     ({"precision": "roman"}, "not known"), ({"hidden": "many"}, "not a number"),
-    ({"measured_tokens_per_s_per_gpu": ""}, "nothing was measured"),
+    ({"measured_tokens_per_s_per_gpu": ""}, "nothing was measured"), ({"seq_len": "-4096"}, "from 0 up"),
+    ({"measured_tokens_per_s_per_gpu": "nan"}, "from 0 up"), ({"tp": "2.5"}, "not a whole number"),
+    ({"tp": "128", "n_gpus": "1024", "dp": "1"}, "cut finer than 64 heads"), ({"tp": "3", "dp": ""}, "not a multiple"),
+    ({"micro_batch": "1e9"}, "exceed the global batch"), ({"layers": "999999"}, "num_layers"),
 ])  # fmt: skip
 def test_what_cannot_be_predicted_says_why(changes: dict[str, str], reason: str) -> None:
     assert reason in predict_row(row(**changes)).reason
+
+
+def test_a_dp_that_contradicts_the_devices_is_filled_up_and_said() -> None:
+    found = predict_row(row(dp="7"))
+    assert found.error == predict_row(row()).error
+    assert "dp taken as 2, which fills the devices" in found.assumed
+
+
+def test_a_spreadsheet_s_mark_and_headings_in_capitals_change_nothing(tmp_path: Path) -> None:
+    text = FIXTURE.read_text(encoding="utf-8")
+    first, rest = text.split("\n", 1)
+    (tmp_path / "excel.csv").write_text(f"{first.upper()}\n{rest}", encoding="utf-8-sig")
+    assert judge(tmp_path / "excel.csv", ["newest"]).summary == judge(FIXTURE, ["newest"]).summary
 
 
 def test_fitting_uses_the_even_half_only() -> None:

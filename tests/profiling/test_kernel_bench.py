@@ -10,8 +10,8 @@ import torch
 from armillary.errors import NotFound
 from armillary.kernels import needs
 from armillary.kernels.identity import device_name
-from armillary.kernels.ops import OPS, all_ops
-from armillary.profiling.kernel_bench import KernelBench, KernelRow, Measured, bench_kernels
+from armillary.kernels.ops import OPS, all_ops, find_op
+from armillary.profiling.kernel_bench import KernelBench, KernelRow, Measured, _in_turn, bench_kernels
 from armillary.profiling.kernel_plot import bench_page
 from armillary.store.choices import load_choices
 from armillary.store.home import Home
@@ -88,3 +88,11 @@ def test_every_op_says_what_it_moves() -> None:
         for case in op.cases.values():
             work = op.work(case)
             assert work.flops + work.bytes > 0 and bool(op.grads) == bool(work.backward_bytes + work.backward_flops)
+
+
+def test_ops_take_turns_so_that_none_goes_without() -> None:
+    norm, rope = (list(find_op(name).cases.items())[:3] for name in ("norm", "rope"))
+    by_op = [[(find_op("norm"), *one) for one in norm], [(find_op("rope"), *one) for one in rope[:1]]]
+    assert [(op.name, name) for op, name, _ in _in_turn(by_op)] == [
+        ("norm", norm[0][0]), ("rope", rope[0][0]), ("norm", norm[1][0]), ("norm", norm[2][0]),
+    ]  # fmt: skip
