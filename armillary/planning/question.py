@@ -113,18 +113,24 @@ def usual_sequence(model: ModelConfig) -> int:
 
 
 def dividing_batch(wanted: int | None, sequence: int, devices: int) -> tuple[int, str]:
-    """(tokens of a step, what to note): near `wanted`, as many sequences as divide well over axes of two."""
-    asked = wanted if wanted is not None else max(USUAL_BATCH, sequence * devices)
-    if asked < sequence:
-        raise BadInput(f"a batch of {asked} tokens is less than one sequence of {sequence}; "
+    """(tokens of a step, what to note): `wanted`, or as many sequences near it as divide well over axes of two; where
+    nobody says, near the usual batch and a multiple of all devices."""
+    if wanted is None:
+        times = 2 ** max(0, round(log2(max(USUAL_BATCH / sequence / devices, 1.0))))
+        batch = sequence * devices * times
+        return batch, f"a batch of {batch:,} tokens was assumed; --batch-tokens says otherwise"
+    if wanted < sequence:
+        raise BadInput(f"a batch of {wanted} tokens is less than one sequence of {sequence}; "
                        f"try --batch-tokens {sequence}")  # fmt: skip
-    target = asked / sequence
+    near = _dividing(wanted / sequence)
+    batch = near * sequence
+    return batch, "" if batch == wanted else f"the batch was taken as {near:,} sequences = {batch:,} tokens"
+
+
+def _dividing(target: float) -> int:
+    """The sequences within SNAP of `target` that a power of two as high as possible divides, the nearest of them."""
     low, high = max(1, round(target * (1 - SNAP))), max(1, round(target * (1 + SNAP)))
     power = 2 ** int(log2(high))
-    while not any(n % power == 0 for n in (low, high, high - high % power) if low <= n <= high):
+    while high // power * power < low:
         power //= 2
-    near = min((n for n in range(low, high + 1) if n % power == 0), key=lambda n: abs(n - target))
-    batch = near * sequence
-    if wanted is None:
-        return batch, f"a batch of {batch:,} tokens was assumed; --batch-tokens says otherwise"
-    return batch, "" if batch == wanted else f"the batch was taken as {near:,} sequences = {batch:,} tokens"
+    return min(range(-(-low // power) * power, high + 1, power), key=lambda n: abs(n - target))

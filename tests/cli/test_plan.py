@@ -129,6 +129,14 @@ def test_a_batch_that_divides_badly_is_moved_and_said(cli: Cli) -> None:
     assert "the batch was taken as 128 sequences = 1,048,576 tokens" in out
 
 
+@pytest.mark.parametrize("devices", ["gb200x72", "dgx-h100x3", "h100x56"])
+def test_the_batch_nobody_named_divides_over_any_number_of_devices(cli: Cli, devices: str) -> None:
+    plan = cli("plan", "--model", "llama-3-8b", "--on", devices, "--json").json["plan"]
+    layout = plan["layout"]
+    assert layout["dp"] * layout["cp"] * layout["tp"] >= 24 and layout["pp"] == 1
+    assert 3e6 < plan["train"]["batch_tokens"] < 6e6
+
+
 def test_explain_puts_numbers_into_every_formula(cli: Cli) -> None:
     out = cli("plan", "explain", "--model", "llama-3-70b", "--on", "h100x64").out
     assert "formula" in out and "pipeline fill" in out and "memory, all" in out
