@@ -123,7 +123,7 @@ def _what(gap: Gap | None, cause: Cause) -> str:
 
 def _kernels(profile: Profile) -> Iterator[Finding]:
     """Kernels far from their roof, and chains of small memory-bound ones that fusing would join."""
-    rows = profile.kernels or profile.operators
+    rows = profile.kernels or tuple(row for row in profile.operators if row.device_s)
     for row in rows[:_MOST_KERNELS]:
         if row.seconds and row.work != "collective" and row.bound != "overhead":
             yield _kernel(row, profile.wall_s)

@@ -38,3 +38,9 @@ def test_kernels_are_never_shortened(tmp_path: Path) -> None:
     found = profiled(tmp_path, 0.1e-3)
     assert found.budget["unjudged"] == pytest.approx(0.4e-3) and "more than that cannot be" in found.notes[-1]
     assert sum(found.budget.values()) == pytest.approx(found.wall_s)
+
+
+def test_on_a_cpu_the_recorded_step_is_shown_and_said(tmp_path: Path) -> None:
+    made = HandMade().step(1_000).op("aten::mm", 0, 800, [64, 64], [64, 64])
+    found = analyse(made.write(tmp_path / "t.json"), roof=ROOF, plain_s=0.5e-3)
+    assert found.wall_s == pytest.approx(1e-3) and found.notes[-1].endswith("1 ms with it: 2.00 × as long")
