@@ -1,8 +1,8 @@
 """What recording itself costs, taken off the budget: a budget of a slowed-down step misleads.
 
 A profiler slows the host, not a GPU's kernels: a step that was also timed without it tells by how much. The difference
-is taken off launch gaps and the host's time, in proportion, so that the budget is that of the plain step. Where the host
-is the device, every operator is slowed too: then the recorded step is shown, and a note says by how much.
+is taken off launch gaps and the host's time, in proportion, so that the budget is that of the plain step. Where the
+host is the device, every operator is slowed too: then the recorded step is shown, and a note says by how much.
 """
 
 from __future__ import annotations
