@@ -39,7 +39,7 @@ CAUSE_OF_STATE: dict[str, Cause] = {
 }  # fmt: skip
 
 
-@dataclass
+@dataclass(slots=True)
 class Stretch:
     """One idle stretch and what it went to."""
 
@@ -56,8 +56,12 @@ class Stretch:
         if seconds > 0:
             key = (part or _PART[cause], cause)
             self.causes[key] = self.causes.get(key, 0.0) + seconds
-            if seconds > self.longest.get(cause, (0.0, -1))[0]:
+            if event >= 0 and seconds > self.longest.get(cause, (0.0, -1))[0]:
                 self.longest[cause] = (seconds, event)
+
+    def event_of(self, cause: Cause) -> int:
+        """The host's event behind most of it, or -1."""
+        return self.longest.get(cause, (0.0, -1))[1]
 
 
 def idle_stretches(trace: Trace, host: Host, links: Links, device: Array, window: tuple[float, float]) -> list[Stretch]:
@@ -140,7 +144,7 @@ class _Asker:
             if cause == "launch" and after_sync >= 0:
                 stretch.add("sync", seconds, after_sync)
             else:
-                stretch.add(cause, seconds, own.longest[cause][1], part)
+                stretch.add(cause, seconds, own.event_of(cause), part)
 
     def _after_sync(self, thread: int, low: float, high: float) -> int:
         """The synchronisation that emptied the queue before or within [low, high], or -1."""
@@ -205,7 +209,7 @@ def _as_gap(stretch: Stretch, host: Host, origin: float, gil: bool) -> Gap:
     _, cause = max(stretch.causes, key=lambda both: stretch.causes[both])
     if cause == "host" and gil and SWITCH_S[0] <= stretch.end - stretch.start <= 3 * SWITCH_S[1]:
         cause = "gil"
-    event = stretch.longest["host" if cause == "gil" else cause][1]
+    event = stretch.event_of("host" if cause == "gil" else cause)
     what = stretch.note or (_telling(host, event) if event >= 0 else "Python")
     return Gap(start_s=stretch.start - origin, seconds=stretch.end - stretch.start, cause=cause, what=what,
                where=host.where(event) if event >= 0 else "")  # fmt: skip
