@@ -9,10 +9,12 @@ that says what was seen. Only torch and the standard library are used, as the sc
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import runpy
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -64,7 +66,20 @@ def rank() -> None:
     _need_torch()
     from armillary.profiling import ranks
 
-    sys.exit(_recorded(request, target) if ranks.is_recorded() else run(target))
+    if not ranks.is_recorded():
+        sys.exit(run(target))
+    code = _recorded(request, target)
+    _leave_in_order()
+    _end_at_once(code)  # threads of gloo and of the recording have been seen to abort a rank in its last moment
+
+
+def _leave_in_order() -> None:
+    """What Python does at its end: threads are waited for, exit functions called, forgotten files closed."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    gc.collect()
 
 
 def _need_torch() -> None:
