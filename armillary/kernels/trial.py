@@ -6,9 +6,9 @@ sets are captured in one CUDA graph and their backwards in a second, so that the
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil, inf
 from typing import Any
@@ -20,6 +20,7 @@ from armillary.kernels.agree import as_tuple, with_grad
 from armillary.kernels.op import Case, Op
 from armillary.kernels.timing import Call, time_calls
 
+LOG = logging.getLogger("armillary.kernels")
 _How = dict[str, float]
 _TIMES_CACHE = 4
 _CPU_CACHE = 8 << 20
@@ -68,8 +69,10 @@ def time_version(
     if once is not None and once.seconds > hopeless_s:
         return once
     if device.type == "cuda":
-        with suppress(RuntimeError):  # what cannot be captured is timed call by call
+        try:
             return _captured(run, op, leaves, device, {"budget_s": budget_s, "rest_s": rest_s})
+        except RuntimeError as error:
+            LOG.warning("%s: not captured in a CUDA graph, timed call by call: %s", op.name, error)
         torch.cuda.synchronize(device)
     return _called(run, op, leaves, device, {"budget_s": budget_s, "rest_s": rest_s})
 
