@@ -1,0 +1,71 @@
+"""What a block of tokens is called in the prefix cache: a hash over its tokens and all that came before.
+
+The hashes of a prompt are made once, when it is submitted; an answer's follow a block at a time as it grows.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from hashlib import blake2b
+
+Digest = Callable[[bytes, bytes], bytes]
+"""(digest of the block before, tokens of this block) -> digest of this block"""
+
+
+def digest(parent: bytes, chunk: bytes) -> bytes:
+    """128 bits of BLAKE2b: the same in every process, so that routers can speak of blocks by it."""
+    return blake2b(parent + chunk, digest_size=16).digest()
+
+
+def root(salt: str = "", adapter: str = "") -> bytes:
+    """What the first block continues: requests with another salt or adapter never share blocks."""
+    return blake2b(f"{len(salt)}:{salt}:{adapter}".encode(), digest_size=16).digest()
+
+
+class Chain:
+    """Tokens and digests of a sequence's full blocks, in order."""
+
+    __slots__ = ("_block_tokens", "_digest", "chunks", "digests", "root")
+
+    def __init__(self, root: bytes, block_tokens: int, digest: Digest = digest) -> None:
+        self.root = root
+        self.chunks: list[bytes] = []
+        """tokens of each block, 4 bytes each: what a hit is checked against"""
+        self.digests: list[bytes] = []
+        """name of each block"""
+        self._block_tokens = block_tokens
+        self._digest = digest
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+    def parent(self, index: int) -> bytes:
+        """Digest of the block before block `index`."""
+        return self.digests[index - 1] if index else self.root
+
+    def extend(self, tokens: list[int], num_known: int) -> None:
+        """Hash the blocks that the first `num_known` tokens fill and that are not hashed yet."""
+        size, digests = self._block_tokens, self.digests
+        done = len(digests)
+        num_new = num_known // size - done
+        if num_new <= 0:
+            return
+        data = array("I", tokens[done * size : (done + num_new) * size]).tobytes()
+        name = digests[-1] if done else self.root
+        if num_new == 1:  # an answer grows by one block at a time, in every step
+            self.chunks.append(data)
+            digests.append(self._digest(name, data))
+            return
+        width = len(data) // num_new
+        for start in range(0, len(data), width):
+            chunk = data[start : start + width]
+            name = self._digest(name, chunk)
+            self.chunks.append(chunk)
+            digests.append(name)
+
+    def copy(self) -> Chain:
+        """For a fork: it continues on its own."""
+        made = Chain(self.root, self._block_tokens, self._digest)
+        made.chunks, made.digests = self.chunks.copy(), self.digests.copy()
+        return made

@@ -1,0 +1,106 @@
+"""The blocks of the KV cache: who holds them, and in which order free ones are handed out again.
+
+Free blocks stand in a doubly linked list threaded through two arrays, so that taking, returning and pulling one out of
+the middle are O(1). Blocks without a name go to the front; named ones (see prefix_cache) to the back, and are evicted
+from the front, least recently used first. Block 0 is never handed out: tables point to it where nothing is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+NULL = 0
+
+
+class BlockPool:
+    """Reference counts and the list of free blocks."""
+
+    __slots__ = ("_next", "_previous", "evict", "named", "num_blocks", "num_evicted", "num_free", "refs")
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 2, "a pool needs a block besides the null block"
+        self.num_blocks = num_blocks
+        self.refs = [0] * num_blocks
+        """tables that hold each block"""
+        self.named = bytearray(num_blocks)
+        """1 for blocks the prefix cache knows: their content outlives the last holder"""
+        self.num_free = num_blocks - 1
+        self.num_evicted = 0
+        self.evict: Callable[[int], None] = _nobody
+        """called with a named block that is about to be reused"""
+        # index 0, the null block, is head and tail of the ring
+        self._next = [*range(1, num_blocks), 0]
+        self._previous = [num_blocks - 1, *range(num_blocks - 1)]
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - 1 - self.num_free
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one holder each; there must be as many."""
+        assert count <= self.num_free, f"asked for {count} blocks, {self.num_free} are free"
+        follow, refs, named, found = self._next, self.refs, self.named, []
+        block = follow[0]
+        for _ in range(count):
+            found.append(block)
+            refs[block] = 1
+            if named[block]:
+                self.num_evicted += 1
+                self.evict(block)
+            block = follow[block]
+        follow[0] = block
+        self._previous[block] = 0
+        self.num_free -= count
+        return found
+
+    def share(self, block: int) -> None:
+        """`share_all` for one."""
+        self.share_all([block])
+
+    def share_all(self, blocks: list[int]) -> None:
+        """One holder more for each; a free block with a name comes back to life."""
+        refs, follow, previous = self.refs, self._next, self._previous
+        for block in blocks:
+            held = refs[block]
+            refs[block] = held + 1
+            if not held:
+                before, after = previous[block], follow[block]
+                follow[before] = after
+                previous[after] = before
+                self.num_free -= 1
+
+    def release(self, block: int) -> None:
+        """One holder less; without any, the block is free."""
+        refs = self.refs
+        left = refs[block] - 1
+        assert left >= 0 and block, f"block {block} was freed twice"
+        refs[block] = left
+        if left:
+            return
+        # between the last and the ring's head where its content may be wanted again, else first in line
+        before = self._previous[0] if self.named[block] else 0
+        after = self._next[before]
+        self._next[before] = block
+        self._previous[block] = before
+        self._next[block] = after
+        self._previous[after] = block
+        self.num_free += 1
+
+    def lose_name(self, block: int) -> None:
+        """The prefix cache forgot the block: if it is free, it is the first to be reused."""
+        self.named[block] = 0
+        if not self.refs[block]:
+            self.share(block)
+            self.release(block)
+
+    def free_blocks(self) -> Iterator[int]:
+        """In the order in which they will be reused."""
+        block = self._next[0]
+        while block:
+            assert self._previous[self._next[block]] == block, f"the free list is torn after block {block}"
+            yield block
+            block = self._next[block]
+
+
+def _nobody(block: int) -> None:
+    raise AssertionError(f"block {block} has a name and nobody to tell")

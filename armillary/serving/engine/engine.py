@@ -1,0 +1,114 @@
+"""The engine: requests in, pieces of answers out, a record of every step and request.
+
+`generate` serves a list of requests and returns; a `Worker` does the same in a thread of its own, for as long as asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from armillary.errors import BadInput
+from armillary.serving.engine.answers import Answers, Piece
+from armillary.serving.engine.gauges import request_gauges, step_gauges
+from armillary.serving.engine.intake import MakeConstraint
+from armillary.serving.engine.loop import Loop, StepFailed
+from armillary.serving.engine.request import Request
+from armillary.serving.engine.sequence import Finish, Sequence
+
+Record = Callable[..., None]
+"""`GaugeWriter.write`, or anything that takes gauges and step= or request="""
+_NAP_S = 0.001
+"""between looks whether the window of a dynamic batch is over"""
+
+
+@dataclass(kw_only=True)
+class Completion:
+    """One answer, whole."""
+
+    request: Request
+    """what was asked"""
+    index: int = 0
+    """which of its answers"""
+    tokens: list[int] = field(default_factory=list)
+    """the answer's tokens, the end token included"""
+    text: str = ""
+    """its text, without end tokens and stop texts"""
+    finish: Finish | None = None
+    """why it ended"""
+    error: str = ""
+    """what went wrong, for finish = error"""
+
+    def add(self, piece: Piece) -> None:
+        """What is new of it."""
+        self.tokens += piece.tokens
+        self.text += piece.text
+        self.finish, self.error = piece.finish, piece.error
+
+
+class Engine:
+    """Steps, and what comes of them."""
+
+    def __init__(self, loop: Loop, answers: Answers, *, record: Record | None = None) -> None:
+        self.loop = loop
+        self.scheduler = loop.scheduler
+        self.answers = answers
+        self._record = record
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step may bring something."""
+        return self.scheduler.has_work or bool(self.scheduler.under_way)
+
+    def step(self) -> list[Piece]:
+        """One step; a step that fails ends the answers in it and no others."""
+        begin = self.loop.clock()
+        try:
+            decision, outcome = self.loop.step()
+        except StepFailed as error:
+            return self.end(self.loop.fail(str(error)))
+        now = self.loop.clock()
+        pieces = self.answers.take(decision, outcome, now)
+        if self._record is not None and not decision.empty:
+            times = {"engine_step_s": now - begin, "engine_schedule_s": self.loop.schedule_s}
+            self._record(step_gauges(self.scheduler, decision) | times, step=decision.number)
+        return self._recorded(pieces)
+
+    def abort(self, request_id: str) -> list[Piece]:
+        """Give a request up; one that is over, or was never here, is none."""
+        return self.end(self.scheduler.abort(request_id, self.loop.clock()))
+
+    def end(self, ended: Iterable[Sequence]) -> list[Piece]:
+        """Last pieces of answers that ended between steps."""
+        return self._recorded(self.answers.end(ended))
+
+    def _recorded(self, pieces: list[Piece]) -> list[Piece]:
+        record = self._record
+        if record is not None:
+            for piece in pieces:
+                if piece.finish is not None:
+                    record(request_gauges(piece.sequence), request=piece.sequence.id)
+        return pieces
+
+    def generate(
+        self, requests: Iterable[Request], constraints: Mapping[str, MakeConstraint] | None = None
+    ) -> list[Completion]:
+        """Serve all `requests`: n completions each, in their order; what is wrong with one is said in its own."""
+        made: dict[Sequence, Completion] = {}
+        found: list[Completion] = []
+        for request in requests:
+            try:
+                entered = self.scheduler.submit(request, self.loop.clock(), (constraints or {}).get(request.id))
+            except BadInput as error:
+                found.append(Completion(request=request, finish="error", error=str(error)))
+                continue
+            made |= {seq: Completion(request=request, index=seq.index) for seq in entered}
+            found += (made[seq] for seq in entered)
+        while self.busy:
+            pieces = self.step()
+            for piece in pieces:
+                made[piece.sequence].add(piece)
+            if not pieces and not self.scheduler.under_way and not self.scheduler.roster.running:
+                time.sleep(_NAP_S)
+        return found

@@ -1,0 +1,81 @@
+"""From a request to its sequences: everything that can be wrong with it is said here, to that request alone.
+
+What takes time in proportion to the prompt (copying, checking, hashing) is done here, outside the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from armillary.errors import BadInput
+from armillary.serving.engine.constraint import Constraint
+from armillary.serving.engine.kv_cache import KVCache
+from armillary.serving.engine.request import Request
+from armillary.serving.engine.sequence import EVERY_TOKEN, Sequence
+from armillary.serving.engine.settings import Settings
+
+MakeConstraint = Callable[[], Constraint]
+
+
+def check(request: Request, settings: Settings, cache: KVCache, constraint: MakeConstraint | None = None) -> int:
+    """Tokens the sequences may come to; BadInput where the request cannot be served."""
+    _check_prompt(request, settings)
+    params, length = request.params, len(request.prompt)
+    params.check_vocab(settings.vocab)
+    room = settings.max_model_len - length
+    if room < 1:
+        raise BadInput(f"the prompt has {length:,} tokens and prompt and answer may have {settings.max_model_len:,}; "
+                       f"shorten it to {settings.max_model_len - 1:,} or raise serve.max_model_len")  # fmt: skip
+    wanted = room if params.max_tokens is None else params.max_tokens
+    if wanted > room:
+        raise BadInput(f"a prompt of {length:,} and max_tokens={wanted:,} exceed max_model_len="
+                       f"{settings.max_model_len:,}; ask for at most {room:,}")  # fmt: skip
+    if request.timeout_s is not None and not request.timeout_s > 0:
+        raise BadInput(f"timeout_s={request.timeout_s} is over before it begins; give a time above 0")
+    if params.structure is not None and constraint is None:
+        raise BadInput(f"this engine cannot hold an answer to a {params.structure.kind}; leave structure out")
+    _check_room(length + wanted, cache)
+    return length + wanted
+
+
+def _check_prompt(request: Request, settings: Settings) -> None:
+    prompt = request.prompt
+    if not len(prompt):
+        raise BadInput("the prompt is empty; give at least one token")
+    if set(map(type, prompt)) != {int}:
+        wrong = next(token for token in prompt if type(token) is not int)
+        raise BadInput(f"the prompt has {wrong!r} among its token ids; give whole numbers")
+    if min(prompt) < 0 or max(prompt) >= settings.vocab:
+        wrong = next(token for token in prompt if not 0 <= token < settings.vocab)
+        raise BadInput(f"the prompt has token {wrong} outside the vocabulary of {settings.vocab:,}; use its tokenizer")
+
+
+def _check_room(tokens: int, cache: KVCache) -> None:
+    needed = cache.blocks_at(tokens)
+    if needed <= cache.num_blocks:
+        return
+    low, high = 0, tokens  # the longest that fits, by bisection: blocks_at grows with its argument
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if cache.blocks_at(middle) <= cache.num_blocks else (low, middle - 1)
+    raise BadInput(f"prompt and answer of {tokens:,} tokens need {needed:,} KV blocks and the cache has "
+                   f"{cache.num_blocks:,}; ask for at most {low:,} together or raise serve.kv_bytes")  # fmt: skip
+
+
+def make_sequences(
+    request: Request, limit: int, settings: Settings, cache: KVCache, constraint: MakeConstraint | None = None
+) -> list[Sequence]:
+    """The n sequences of a checked request; all but the first are forks of it."""
+    params = request.params
+    stops = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else settings.eos_ids)
+    chain = cache.chain(list(request.prompt), request.salt, request.adapter)
+    made = [Sequence(request, i, chain.copy() if i else chain, limit, stops) for i in range(params.n)]
+    for seq in made:
+        if constraint is not None:
+            seq.constraint, seq.watched = constraint(), EVERY_TOKEN
+        seq.blocks_at_limit = cache.blocks_at(limit)
+        seq.blocks_at_start = cache.blocks_at(seq.num_prompt)
+    made[0].forks = made[1:]
+    for fork in made[1:]:
+        fork.leader = made[0]
+    return made

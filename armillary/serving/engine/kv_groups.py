@@ -1,0 +1,81 @@
+"""Which layers share a block table, and which of their tokens they still need.
+
+All layers of a group see the same past: all of it, a sliding window, or their own chunk. Groups have equally many
+layers (the last of a kind may be padded), so a block is as large in every group and one pool serves them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from armillary.spec.model import LayerKind, ModelConfig
+
+_MOST_GROUPS = 8
+"""more tables cost more time in every step than the padding they save is worth"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Layers that keep the same tokens."""
+
+    sees: Literal["all", "window", "chunk"] = "all"
+    """the whole past, the last `reach` tokens, or the tokens of the same chunk of `reach`"""
+    reach: int = 0
+    """tokens of the window or chunk, the query itself included"""
+    layers: tuple[int, ...] = ()
+    """which layers of the model; tests and simulations may leave them out"""
+
+    def first_needed(self, position: int) -> int:
+        """First position that queries from `position` on still look at."""
+        if self.sees == "window":
+            return max(0, position - self.reach + 1)
+        return position - position % self.reach if self.sees == "chunk" else 0
+
+    def blocks_at(self, tokens: int, block_tokens: int, step_tokens: int) -> int:
+        """Most blocks a sequence of `tokens` holds, when at most `step_tokens` are computed at once."""
+        every = -(-tokens // block_tokens)
+        if self.sees == "all":
+            return every
+        return min(every, (self.reach - 1 + step_tokens + block_tokens - 2) // block_tokens + 1)
+
+    def text(self) -> str:
+        sight = {"all": "all tokens", "window": f"the last {self.reach:,}", "chunk": f"chunks of {self.reach:,}"}
+        return f"{len(self.layers)} layers that see {sight[self.sees]}"
+
+
+WHOLE = (Group(),)
+"""a model whose layers all see everything"""
+
+
+def layer_groups(config: ModelConfig) -> tuple[Group, ...]:
+    """The groups of a model, those that see everything first."""
+    kinds: dict[tuple[str, int], list[int]] = {}
+    for index, layer in enumerate(config.layers):
+        kinds.setdefault(_sight(config, layer), []).append(index)
+    ordered = sorted(kinds.items(), key=lambda item: (item[0][0] != "all", item[1][0]))
+    size = group_size([len(layers) for _, layers in ordered])
+    return tuple(
+        Group(sees=sees, reach=reach, layers=tuple(layers[start : start + size]))  # type: ignore[arg-type]
+        for (sees, reach), layers in ordered
+        for start in range(0, len(layers), size)
+    )
+
+
+def group_size(counts: list[int]) -> int:
+    """Layers of a group: the size that pads least, of those that make few tables."""
+    def cost(size: int) -> tuple[bool, int, int]:
+        groups = sum(-(-count // size) for count in counts)
+        return groups > max(_MOST_GROUPS, len(counts)), groups * size - sum(counts), groups
+
+    return min(range(1, max(counts) + 1), key=cost)
+
+
+def _sight(config: ModelConfig, layer: LayerKind) -> tuple[str, int]:
+    if layer.attention == "simplicial":
+        assert config.simplicial is not None
+        return "window", max(config.simplicial.window_1, config.simplicial.window_2)
+    if layer.attention == "full":
+        return "all", 0
+    assert config.window is not None
+    return ("window" if layer.attention == "sliding" else "chunk"), config.window

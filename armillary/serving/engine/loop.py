@@ -1,0 +1,74 @@
+"""The engine's loop: decide a step, run it, take its tokens. With overlap, the next is decided while one runs.
+
+The executor is anything with `launch` (begin a step, give something to wait on) and `tokens` (wait for it): the model
+on a device, a prediction on a virtual clock, or a stand-in in a test.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Any, Protocol
+
+from armillary.errors import ArmillaryError
+from armillary.serving.engine.decision import Decision, Outcome
+from armillary.serving.engine.scheduler import Scheduler
+from armillary.serving.engine.sequence import Sequence
+
+
+class Executor(Protocol):
+    """Does what decisions say, in the order they come."""
+
+    def launch(self, decision: Decision) -> Any:
+        """Begin a step; what `tokens` needs to wait for it."""
+
+    def tokens(self, launched: Any) -> Items[int]:
+        """Wait, and give the token drawn for each of `decision.sampling`; -1 where the numbers were of no use."""
+
+
+class StepFailed(ArmillaryError):
+    """An executor could not do a step, but can do others; the message ends with the next step for a person."""
+
+
+class Loop:
+    """Scheduler and executor, one step at a time."""
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, *, overlap: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.scheduler = scheduler
+        self.executor = executor
+        self.overlap = overlap
+        self.clock = clock
+        """what time it is; requests are submitted by the same one"""
+        self.schedule_s = 0.0
+        """what the last decision took"""
+        self._launched: list[tuple[Decision, Any]] = []
+
+    def step(self) -> tuple[Decision, Outcome]:
+        """Decide and launch a step, then take the tokens of the one before (of the same one without overlap)."""
+        begin = self.clock()
+        decision = self.scheduler.schedule(begin)
+        self.schedule_s = self.clock() - begin
+        self._launched.append((decision, None if decision.empty else self.executor.launch(decision)))
+        waits = self.overlap and not decision.empty and len(self._launched) == 1
+        return decision, Outcome([], []) if waits else self._collect()
+
+    def fail(self, error: str) -> list[Sequence]:
+        """The executor could not do a step: what was under way is over, the rest goes on with the next step."""
+        self._launched.clear()
+        return self.scheduler.fail(self.clock(), error)
+
+    def _collect(self) -> Outcome:
+        """Take what is back; with overlap, a step that computes stays under way."""
+        keep = 1 if self.overlap and not self._launched[-1][0].empty else 0
+        emitted, finished = [], []
+        while len(self._launched) > keep:
+            decision, launched = self._launched.pop(0)
+            tokens = () if decision.empty else self.executor.tokens(launched)
+            outcome = self.scheduler.update(decision, tokens, self.clock())
+            emitted += outcome.emitted
+            finished += outcome.finished
+        return Outcome(emitted, finished)

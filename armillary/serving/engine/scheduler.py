@@ -1,0 +1,287 @@
+"""The scheduler: what the next step computes, and what its tokens mean.
+
+`schedule(now)` decides a step, `update(decision, tokens, now)` takes its tokens; time is an argument, and one decision
+may be under way while the next is made. There are no phases: every running sequence's computed tokens catch up with its
+tokens. Decodes go first, parts of prompts fill the rest of the step, then waiting requests start.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Items
+
+from armillary.errors import BadInput
+from armillary.serving.engine import invariants
+from armillary.serving.engine.admission import Admission
+from armillary.serving.engine.chunks import chunk_cost, chunk_size
+from armillary.serving.engine.decision import Chunk, Decision, Outcome
+from armillary.serving.engine.ending import Ending, find_ending
+from armillary.serving.engine.intake import MakeConstraint
+from armillary.serving.engine.kv_cache import KVCache
+from armillary.serving.engine.kv_match import search
+from armillary.serving.engine.request import Request
+from armillary.serving.engine.room import fitting, make_room
+from armillary.serving.engine.roster import Roster
+from armillary.serving.engine.sequence import BROKEN, Finish, Sequence, State
+from armillary.serving.engine.settings import Settings
+
+_RUNNING = State.RUNNING
+
+
+class Scheduler:
+    """Decides steps over a roster of sequences and a cache of blocks."""
+
+    def __init__(self, settings: Settings, cache: KVCache) -> None:
+        if settings.max_tokens_per_step < settings.max_running:
+            raise BadInput(f"a step of {settings.max_tokens_per_step} tokens cannot decode {settings.max_running} "
+                           f"sequences; set serve.max_running={settings.max_tokens_per_step} or less")  # fmt: skip
+        self.settings = settings
+        self.cache = cache
+        self.roster = Roster(settings, cache)
+        self.admission = Admission(settings, cache)
+        self.totals = self.roster.totals
+        self.under_way: deque[Decision] = deque()
+        """decided, and their tokens not back"""
+        self._admitted: list[Sequence] = []
+        self._fresh: list[Sequence] = []
+        self._lookups = 0
+        self._stalled = False
+        self._full = False
+
+    # --- requests
+
+    def submit(self, request: Request, now: float, constraint: MakeConstraint | None = None) -> list[Sequence]:
+        """Queue a request, one sequence an answer; BadInput says what is wrong with it, and nothing else changes."""
+        made = self.roster.prepare(request, constraint)
+        self.roster.enter(made, now)
+        return made
+
+    def abort(self, request_id: str, now: float, reason: Finish = "abort") -> list[Sequence]:
+        """End what is left of a request; the sequences that were not over."""
+        ended = [seq for seq in self.roster.requests.get(request_id, ()) if seq.finish is None]
+        self._end([(seq, Ending(reason)) for seq in ended], now)
+        return ended
+
+    def finish(self, seq: Sequence, reason: Finish, now: float, *, num_output: int | None = None) -> None:
+        """End one sequence from outside (a stop text was seen), keeping its first `num_output` tokens."""
+        self._end([(seq, Ending(reason))], now)
+        if num_output is not None:
+            del seq.tokens[seq.num_prompt + num_output :]
+
+    def _end(self, ended: list[tuple[Sequence, Ending]], now: float) -> None:
+        """Take sequences out of wherever they are."""
+        for seq, ending in ended:
+            self.roster.end(seq, ending.finish, now, ending.error)
+        if ended:
+            self.roster.sweep()
+            self._full = False
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.roster.requests)
+
+    def wake_at(self, now: float) -> float | None:
+        """When to call `schedule` again if nothing else happens: now, at a deadline or a window's end, or never."""
+        if self.roster.running:
+            return now
+        times = [self.roster.deadlines.next()]
+        first = self.roster.waiting.first()
+        if first is not None:
+            window = self.settings.batch_window_s if self.settings.batching == "dynamic" else 0.0
+            full = len(self.roster.waiting) >= self.settings.max_running
+            times.append(now if full else first.arrived_at + window)
+        known = [time for time in times if time is not None]
+        return max(now, min(known)) if known else None
+
+    # --- deciding a step
+
+    def schedule(self, now: float) -> Decision:
+        """Decide what is computed next. At most one decision before this may be without its tokens."""
+        assert len(self.under_way) <= 1, "update the step before last first"
+        self.totals.steps += 1
+        decision = Decision(self.totals.steps)
+        self._settle(decision, now)
+        prompts = self._decode(decision)
+        budget: float = self.settings.max_tokens_per_step - len(decision.decodes)
+        if decision.decodes and self.settings.prefill_tokens is not None:
+            budget = min(budget, self.settings.prefill_tokens)
+        for seq in prompts:
+            budget -= self._chunk(decision, seq, budget)
+        self._admit(decision, budget, now)
+        self._close(decision)
+        return decision
+
+    def _settle(self, decision: Decision, now: float) -> None:
+        """What came before: names of computed blocks, forks that can start, blocks to give back, deadlines."""
+        self._lookups, self._stalled = self.settings.lookups, False
+        self.cache.settle(self.settings.lookups)
+        for seq in self._fresh:
+            if seq.state is _RUNNING:
+                self.cache.name(seq)
+                seq.settled = seq.computed
+                if seq.forks and seq.computed >= seq.num_prompt:
+                    self.roster.wake_forks(seq)
+                    self._full = False
+        self._fresh.clear()
+        decision.ended = self.roster.deadlines.due(now)
+        self._end([(seq, Ending("deadline")) for seq in decision.ended], now)
+
+    def _decode(self, decision: Decision) -> list[Sequence]:
+        """One token for everyone who has one to compute; returns the others, whose prompts are under way."""
+        prompts: list[Sequence] = []
+        take, place = decision.decodes.append, decision.positions.append
+        for seq in self.roster.running:  # those put back meanwhile stand behind the one at hand
+            at = seq.computed
+            if at >= seq.room and not self._may_advance(decision, seq, prompts):
+                continue
+            seq.computed = at + 1
+            take(seq)
+            place(at)
+        return prompts
+
+    def _may_advance(self, decision: Decision, seq: Sequence, prompts: list[Sequence]) -> bool:
+        """Whether one that has reached its `room` goes on: at the end of its block, its length or its known tokens."""
+        if seq.behind:
+            prompts.append(seq)
+            return False
+        if seq.computed >= seq.limit - 1 or (seq.constraint is not None and seq.num_pending):
+            return False  # its last token is on its way, or the next depends on it
+        found = make_room(self.roster, decision, seq, seq.computed + 1)
+        self._stalled |= not found
+        if found and seq.computed == seq.limit - 2:
+            decision.last.append(seq)
+        return found
+
+    def _chunk(self, decision: Decision, seq: Sequence, budget: float) -> float:
+        """The next part of a prompt, as large as budget and blocks allow; what it costs of the budget."""
+        if budget < 1 or seq.state is not _RUNNING:
+            return 0.0
+        self._lookups -= search(self.cache, seq, self._lookups, self.totals)
+        if seq.matching:
+            return 0.0  # this step's share of searching is used up
+        settings, start = self.settings, seq.computed
+        left = min(seq.due - start, settings.max_chunk or seq.due)
+        count = chunk_size(left, start, budget, self.cache.block_tokens, settings.attention_tokens)
+        count = fitting(self.roster, decision, seq, min(count, int(budget)))
+        if not count:
+            self._stalled = True
+            return 0.0
+        seq.computed = start + count
+        samples = seq.computed == seq.due
+        if samples:
+            seq.behind = False
+            decision.reached.append(seq)
+            if seq.computed == seq.limit - 1:
+                decision.last.append(seq)
+        else:
+            seq.room = 0  # a last token that is left alone is not a decode yet
+        if samples and count == 1:
+            decision.decodes.append(seq)
+            decision.positions.append(start)
+        else:
+            decision.chunks.append(Chunk(seq, seq.row, start, count, samples))
+        self._fresh.append(seq)
+        return chunk_cost(count, start, settings.attention_tokens)
+
+    def _admit(self, decision: Decision, budget: float, now: float) -> None:
+        """Start those who wait, in order, as long as rows, blocks and budget last."""
+        roster, admission = self.roster, self.admission
+        admission.begin_step(preempted=bool(decision.preempted))
+        first = roster.waiting.first()
+        if first is None:
+            return
+        admission.open_batch(len(roster.running), len(roster.waiting), first.arrived_at, now)
+        whole_batch = self.settings.batching in ("static", "dynamic")
+        while first is not None and roster.rows and (budget >= 1 or whole_batch):
+            if decision.preempted or self._stalled or not admission.lets_in(first, roster.running):
+                return
+            if roster.running and (self._full or not admission.fits(first, roster.running)):
+                self._full = True  # until somebody leaves: to look again each step would cost and change nothing
+                return
+            if not self._can_share(first):
+                return
+            roster.start(roster.waiting.pop(), now)
+            self._admitted.append(first)
+            budget -= self._chunk(decision, first, budget)
+            first = roster.waiting.first()
+
+    def _can_share(self, seq: Sequence) -> bool:
+        """Sharing a long prompt's blocks takes time: one such fork a step."""
+        blocks = seq.blocks_at_start if seq.can_fork else 0
+        if blocks > self._lookups and self._lookups < self.settings.lookups:
+            return False
+        self._lookups -= blocks
+        return True
+
+    def _close(self, decision: Decision) -> None:
+        if not decision.empty:  # else the executor learns of it with the next step
+            decision.admitted = [seq for seq in self._admitted if seq.state is _RUNNING]
+            self._admitted.clear()
+            decision.edits, self.cache.edits = self.cache.edits, []
+            decision.copies, self.cache.copies = self.cache.copies, []
+        decision.rows = [seq.row for seq in decision.decodes]
+        reached = [chunk.sequence for chunk in decision.chunks if chunk.samples]
+        decision.sampling = decision.decodes + reached if reached else decision.decodes
+        self.under_way.append(decision)
+        self._check()
+
+    # --- taking its tokens
+
+    def update(self, decision: Decision, tokens: Items[int], now: float) -> Outcome:
+        """Take the tokens drawn for `decision.sampling`; -1 stands for a row without usable numbers."""
+        assert self.under_way and decision is self.under_way[0], "steps are updated in the order they were decided"
+        assert len(tokens) == len(decision.sampling), f"{len(tokens)} tokens for {len(decision.sampling)} sequences"
+        self.under_way.popleft()
+        emitted = list(zip(decision.sampling, tokens, strict=True))
+        over: list[tuple[Sequence, Ending]] = []
+        late = 0
+        for seq, token in emitted:
+            if seq.finish is not None:
+                late += 1
+                continue
+            seq.tokens.append(token)
+            if token in seq.watched and (ending := find_ending(seq, token)):
+                over.append((seq, ending))
+        if decision.last:
+            ended = {id(seq) for seq, _ in over}
+            over += [(seq, Ending("length")) for seq in decision.last if seq.finish is None and id(seq) not in ended]
+        for seq in decision.reached:
+            if seq.first_token_at is None:
+                seq.first_token_at = now
+        if late:
+            self.totals.discarded += late
+            emitted = [(seq, token) for seq, token in emitted if seq.finish is None]
+        self.totals.tokens_out += len(emitted)
+        return Outcome(emitted, self._finished(over, emitted, now))
+
+    def _finished(
+        self, over: list[tuple[Sequence, Ending]], emitted: list[tuple[Sequence, int]], now: float
+    ) -> list[Sequence]:
+        for seq, _ in over:
+            self.admission.ended(seq)
+            if seq.tokens[-1] == BROKEN:
+                emitted.remove((seq, seq.tokens.pop()))
+                self.totals.tokens_out -= 1
+        self._end(over, now)
+        self._check()
+        return [seq for seq, _ in over]
+
+    def fail(self, now: float, error: str) -> list[Sequence]:
+        """The executor could not do a step: what was under way ends with an error. Nothing in the cache is trusted any
+        more, so the rest is computed again."""
+        hit = {id(seq): seq for step in self.under_way for seq in (*step.decodes, *(c.sequence for c in step.chunks))}
+        ended = [seq for seq in hit.values() if seq.finish is None]
+        self.under_way.clear()
+        self._end([(seq, Ending("error", error)) for seq in ended], now)
+        for seq in list(self.roster.running):
+            self.roster.put_back(seq)
+        self.cache.distrust()
+        self._admitted.clear()
+        self._fresh.clear()
+        self._check()
+        return ended
+
+    def _check(self) -> None:
+        every = self.settings.check_every
+        if every and not self.totals.steps % every:
+            invariants.check(self)

@@ -1,0 +1,41 @@
+"""Texts that end an answer, looked for as the text grows: what might be the beginning of one is held back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+
+class StopText:
+    """Passes text on until one of `stops` is in it."""
+
+    def __init__(self, stops: Items[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """What can be shown now; `stopped` says whether a stop text came, which is not shown."""
+        if self.stopped or not self._stops:
+            return "" if self.stopped else text
+        text = self._held + text
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if places:
+            self.stopped, self._held = True, ""
+            return text[: min(places)]
+        kept = self._beginning(text)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+    def finish(self) -> str:
+        """What was held back and turned out not to be a stop text."""
+        held, self._held = self._held, ""
+        return held
+
+    def _beginning(self, text: str) -> int:
+        """Length of the longest end of `text` that a stop text begins with."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[len(text) - length :]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
