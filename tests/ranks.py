@@ -186,8 +186,18 @@ def _join_group(file: str, world: int, rank: int) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+        _forget_meshes()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     dist.init_process_group("gloo", store=dist.FileStore(file, world), rank=rank, world_size=world)
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers what it worked out by mesh, and meshes of one shape are equal though their groups are gone."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
 
 
 def _call_function(module: str, name: str, args: tuple[Any, ...], rank: int) -> Any:

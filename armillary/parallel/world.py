@@ -1,0 +1,149 @@
+"""The processes that act as one: joined under torchrun or srun, or alone, and left in order or at once.
+
+A rank that fails closes its connections, so that peers who wait for it fail soon after instead of hanging; where even
+that is not possible, every exchange is bounded by a timeout.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from armillary.errors import BadInput, BadLayout
+from armillary.model.device import pick_device
+
+_SRUN_PORT = 29_400
+"""first port tried for a Slurm step; its job number is added, so that two jobs on one node do not meet"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among those that act as one."""
+
+    rank: int
+    """of this process, over all machines"""
+    size: int
+    """processes in all"""
+    local_rank: int
+    """of this process on its machine"""
+    device: torch.device
+    """what it computes on"""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+@contextmanager
+def join_world(device: str | None = None, *, timeout_s: float = 600.0) -> Iterator[World]:
+    """Join the processes that torchrun or srun started, or be alone: one process needs no process group.
+
+    gloo on a CPU, NCCL on CUDA with gloo beside it for small things of the host. `timeout_s` bounds every exchange, so
+    a rank that died is noticed. A process group that is there already is used and left as it is.
+    """
+    place = _place(os.environ)
+    where = _device(device, place)
+    if dist.is_initialized():
+        yield World(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=place.local_rank, device=where)
+        return
+    world = World(rank=place.rank, size=place.size, local_rank=place.local_rank, device=where)
+    if place.size == 1:
+        yield world
+        return
+    os.environ |= place.rendezvous
+    _start(world, timeout_s)
+    try:
+        yield world
+    except BaseException:
+        leave_at_once()
+        raise
+    dist.destroy_process_group()
+
+
+def is_launched() -> bool:
+    """Whether torchrun or srun started this process as one of several."""
+    return _place(os.environ).size > 1
+
+
+def leave_at_once() -> None:
+    """Give up the process group without waiting for anybody: peers that wait for this rank fail soon after."""
+    if not dist.is_initialized():
+        return
+    if "nccl" in dist.get_backend_config():
+        dist.distributed_c10d._abort_process_group()  # destroying would wait for collectives that never end
+    else:
+        dist.destroy_process_group()
+
+
+def _start(world: World, timeout_s: float) -> None:
+    nccl = world.device.type == "cuda"
+    if nccl:
+        torch.cuda.set_device(world.device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if nccl else "gloo",
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=world.device if nccl else None,
+    )
+
+
+# --- where a launcher put this process
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """What a launcher says about this process."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    own_gpu: bool = False
+    """a process may be shown no GPU but its own (srun --gpus-per-task)"""
+    rendezvous: Mapping[str, str]
+    """variables through which torch meets the others, beyond those that are set"""
+
+
+def _place(env: Mapping[str, str]) -> _Place:
+    """torchrun's variables first, then those of a Slurm step; neither: alone."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        rank, size, local = (_number(env, key) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        return _Place(rank=rank, size=size, local_rank=local, rendezvous={})
+    if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
+        rank, size, local = (_number(env, f"SLURM_{key}") for key in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
+        port = _SRUN_PORT + _number(env, "SLURM_JOB_ID") % 10_000
+        met = {"MASTER_ADDR": first_host(env.get("SLURM_STEP_NODELIST", "localhost")), "MASTER_PORT": str(port)}
+        return _Place(rank=rank, size=size, local_rank=local, own_gpu=True, rendezvous=met)
+    return _Place(rendezvous={})
+
+
+def _number(env: Mapping[str, str], key: str) -> int:
+    text = env.get(key, "0")
+    if not text.isdecimal():
+        raise BadInput(f"{key}={text} is not a number; start with torchrun or srun, or unset it")
+    return int(text)
+
+
+def first_host(nodes: str) -> str:
+    """The first of a Slurm node list: 'gpu[07-09,12],cpu1' -> 'gpu07'."""
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
+
+
+def _device(asked: str | None, place: _Place) -> torch.device:
+    device = pick_device(asked)
+    if device.type != "cuda" or device.index is not None or place.size == 1:
+        return device
+    count = torch.cuda.device_count()
+    if place.local_rank < count:
+        return torch.device("cuda", place.local_rank)
+    if place.own_gpu and count == 1:
+        return torch.device("cuda", 0)
+    number, have = place.local_rank + 1, f"{count} GPU{'s' * (count != 1)}"
+    raise BadLayout(f"process {number} on this machine has no GPU, there are {have}; try --devices {count}")

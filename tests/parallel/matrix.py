@@ -1,0 +1,76 @@
+"""The whole matrix of strategies, ranks, accumulation, recompute and formats against one process, and its table."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests.parallel.strategies import STRATEGIES, layout_of
+from tests.parallel.test_strategies import alone
+from tests.parallel.training import Case, error, many
+from tests.ranks import Ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "parallel_agreement.md"
+STEPS = 20
+WORLDS = (2, 4, 8)
+VARIANTS = ((1, "none", 1), (2, "full", 1), (2, "selective", 1), (1, "full", 2))
+"""micro-batches, recompute, one layer in …"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy on some ranks: the worst over all variants, by format and figure."""
+
+    strategy: str
+    world: int
+    variants: int
+    errors: dict[str, dict[str, float]]
+
+
+def cases_of(strategy: str, world: int) -> Iterator[Case]:
+    for dtype in ("fp32", "fp64"):
+        for accumulate, kind, every in VARIANTS:
+            layout = layout_of(strategy, world, recompute=kind, recompute_every=every)
+            if layout is not None:
+                chunk = 20 * (accumulate - 1)
+                yield Case(layout=layout, dtype=dtype, steps=STEPS, accumulate=accumulate, chunk=chunk)
+
+
+def measure(ranks: Ranks, strategy: str, world: int) -> Row | None:
+    """Run every variant; None where the strategy has no use for so many ranks."""
+    cases = list(cases_of(strategy, world))
+    if not cases:
+        return None
+    worst: dict[str, dict[str, float]] = {}
+    for outcome, case in zip(ranks.run(world, many, cases, timeout_s=1200)[0], cases, strict=True):
+        kept = worst.setdefault(case.dtype, {})
+        for name, value in error(outcome, alone(case.alone())).items():
+            kept[name] = max(value, kept.get(name, 0.0))
+    return Row(strategy, world, len(cases), worst)
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown; every row says that it ran on gloo, because nothing here runs elsewhere."""
+    figures = [(dtype, name) for dtype in ("fp32", "fp64") for name in ("loss", "norm", "weights")]
+    heads = " | ".join(f"{name} {dtype}" for dtype, name in figures)
+    lines = [f"| strategy | ranks | runs | {heads} | ran on |", "|---|--:|--:|" + "--:|" * len(figures) + "---|"]
+    for row in rows:
+        values = [f"{row.errors[dtype][name]:.1e}" for dtype, name in figures]
+        lines.append(f"| {row.strategy} | {row.world} | {row.variants} | {' | '.join(values)} | gloo, CPU |")
+    return "\n".join(lines) + "\n"
+
+
+def page(rows: list[Row]) -> str:
+    named = ", ".join(STRATEGIES)
+    return (
+        "# Agreement of every strategy with one process\n\n"
+        f"Written by `pytest -m slow tests/parallel/test_matrix.py` on {datetime.date.today()}, torch "
+        f"{torch.__version__}. Largest relative difference from one process over {STEPS} AdamW steps of a tiny dense "
+        "model (vocabulary 37, which no number of ranks divides), gradients clipped, over the variants without and "
+        "with accumulation, full, selective and every-second-layer recompute. Bars: fp32 loss 1e-6, weights 1e-5; "
+        f"fp64 1e-10. Strategies: {named}.\n\n" + table(rows)
+    )

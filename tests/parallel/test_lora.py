@@ -1,0 +1,33 @@
+"""Adapters on parts of fused matrices, cut and shared out: every layout learns what one process learns."""
+
+from __future__ import annotations
+
+from armillary.spec.layout import Layout
+from tests.parallel.test_strategies import check
+from tests.parallel.training import Case, many, tiny
+from tests.ranks import Ranks
+
+SOME = ("q", "v", "gate", "down")
+
+
+def cases(*layouts: Layout) -> list[Case]:
+    """Two queries to a key, so that a cut that went through a head's group would show."""
+    config = tiny(kv_heads=4)
+    return [Case(layout=x, config=config, dtype="fp64", steps=3, accumulate=2, lora=2, lora_on=SOME) for x in layouts]
+
+
+def test_on_two_ranks(ranks: Ranks) -> None:
+    wanted = cases(
+        Layout(tp=2, sequence_parallel=True, precision="fp32", recompute="selective"),
+        Layout(tp=2, sequence_parallel=False, precision="fp32"),
+        Layout(dp=2, zero=2, precision="fp32", recompute="full"),
+    )
+    check(ranks.run(2, many, wanted)[0], wanted)
+
+
+def test_on_four_ranks(ranks: Ranks) -> None:
+    wanted = cases(
+        Layout(dp=2, tp=2, zero=3, sequence_parallel=True, precision="fp32"),
+        Layout(dp=4, zero=3, shard=2, precision="fp32"),
+    )
+    check(ranks.run(4, many, wanted)[0], wanted)

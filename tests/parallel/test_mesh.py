@@ -1,0 +1,84 @@
+"""Which ranks share an axis, and over which link it travels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from armillary.errors import BadLayout
+from armillary.parallel.mesh import Mesh, axis_sizes, make_mesh, ranks_by_machine
+from armillary.parallel.placement import axis_words, crossed, ordinal
+from armillary.parallel.world import World, join_world
+from armillary.spec.catalogue import cluster
+from armillary.spec.layout import Layout
+from tests.ranks import Ranks
+
+HYBRID = Layout(dp=4, zero=3, shard=2, tp=2)
+
+
+def world(rank: int, size: int) -> World:
+    return World(rank=rank, size=size, local_rank=rank, device=torch.device("cpu"))
+
+
+def coordinates(layout: Layout) -> tuple[dict[str, int], int, dict[str, list[int]]]:
+    import torch.distributed as dist
+
+    with join_world("cpu") as joined:
+        mesh = make_mesh(layout, joined)
+        groups = {axis: dist.get_process_group_ranks(group) for axis in mesh.sizes if (group := mesh.group(axis))}
+        assert all(mesh.is_on_one_machine(axis) for axis in mesh.sizes)
+        return {axis: mesh.rank(axis) for axis in mesh.sizes}, mesh.dp_rank, groups
+
+
+def test_tensor_parallel_ranks_are_neighbours(ranks: Ranks) -> None:
+    found = ranks.run(8, coordinates, HYBRID)
+    assert found[0] == (dict(replicate=0, shard=0, tp=0), 0, dict(replicate=[0, 4], shard=[0, 2], tp=[0, 1]))
+    assert found[7] == (dict(replicate=1, shard=1, tp=1), 3, dict(replicate=[3, 7], shard=[5, 7], tp=[6, 7]))
+    assert [dp_rank for _, dp_rank, _ in found] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_ranks_dealt_out_to_machines_in_turn_are_put_side_by_side() -> None:
+    assert ranks_by_machine([("a", 0), ("b", 0), ("a", 1), ("b", 1)]) == [0, 2, 1, 3]
+    assert ranks_by_machine([("z", 0), ("z", 1), ("a", 0), ("a", 1)]) == [0, 1, 2, 3]
+
+
+def test_an_axis_of_one_has_no_group() -> None:
+    mesh = make_mesh(Layout(zero=3), world(0, 1))
+    assert mesh.group("tp") is None and mesh.group("shard") is None
+    assert (mesh.dp_size, mesh.dp_rank) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "words"),
+    [
+        (Layout(dp=4), 2, "dp=4 needs 4 processes and 2 are running; try --devices 4 or --set layout.dp=2"),
+        (Layout(dp=2, tp=2), 3, "try --devices 4 or --set layout.tp=1 --set layout.dp=3"),
+        (Layout(), 2, "dp=1 needs 1 processes and 2 are running"),
+    ],
+)
+def test_another_number_of_processes_is_refused(layout: Layout, size: int, words: str) -> None:
+    with pytest.raises(BadLayout, match=words):
+        make_mesh(layout, world(0, size))
+
+
+def test_placement_says_which_link_an_axis_crosses() -> None:
+    sizes = axis_sizes(Layout(dp=8, zero=3, shard=4, tp=8))
+    words = axis_words(sizes, cluster("dgx-h100x8"))
+    assert words[0].startswith("tp=8: neighbouring ranks, over NVLink 4 (8 devices)")
+    assert words[1].startswith("shard=4: every 8th rank, over") and "(64 devices)" in words[1]
+    assert words[2].startswith("replicate=2: every 32nd rank")
+    assert Mesh(sizes, world(0, 64), None, cluster("dgx-h100x8")).placement() == words
+
+
+def test_ordinals() -> None:
+    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 21, 112)] == [
+        "1st", "2nd", "3rd", "4th", "11th", "12th", "21st", "112th",
+    ]  # fmt: skip
+
+
+def test_an_axis_that_straddles_a_node_is_as_slow_as_the_network() -> None:
+    inside, straddling = axis_sizes(Layout(dp=4, tp=4)), axis_sizes(Layout(dp=4, tp=6))
+    machine = cluster("dgx-h100x8")
+    assert crossed("tp", inside, machine)[1] == 8
+    assert crossed("tp", straddling, machine)[1] == 64
+    assert crossed("replicate", axis_sizes(Layout(dp=128)), machine)[0] is None

@@ -1,0 +1,63 @@
+"""Every strategy trains as one process does: losses, gradient norms and weights, with accumulation and recompute."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.parallel.strategies import STRATEGIES, layout_of
+from tests.parallel.training import Case, Outcome, error, many, steps, tiny
+from tests.ranks import Ranks
+
+BARS = {
+    "fp32": {"loss": 1e-6, "norm": 1e-5, "weights": 1e-5},
+    "fp64": {"loss": 1e-10, "norm": 1e-10, "weights": 1e-10},
+}
+
+
+@cache
+def alone(case: Case) -> Outcome:
+    return steps(case)
+
+
+def check(found: list[Outcome], cases: list[Case]) -> None:
+    for outcome, case in zip(found, cases, strict=True):
+        errors = error(outcome, alone(case.alone()))
+        over = {name: value for name, value in errors.items() if value > BARS[case.dtype][name]}
+        assert not over, f"{case.layout}: {over}"
+
+
+RECOMPUTES = {2: ("full", 1), 4: ("selective", 1), 8: ("full", 2)}
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_a_strategy_gives_what_one_process_gives(ranks: Ranks, world: int) -> None:
+    """Each strategy on the smallest number of ranks it has a use for, and 8 for those that fill them."""
+    kind, every = RECOMPUTES[world]
+    chosen = [name for name in STRATEGIES if world == smallest(name) or (world == 8 and name == "HSDP")]
+    layouts = [layout_of(name, world, recompute=kind, recompute_every=every) for name in chosen]
+    cases = [Case(layout=x, accumulate=2, chunk=20) for x in layouts if x is not None]
+    check(ranks.run(world, many, cases)[0], cases)
+
+
+def smallest(strategy: str) -> int:
+    return next(world for world in (2, 4, 8) if layout_of(strategy, world) is not None)
+
+
+def test_in_fp64_nothing_but_rounding_is_left(ranks: Ranks) -> None:
+    layouts = [layout_of(name, 4) for name in ("HSDP", "FSDP2 × tp", "tp + sp")]
+    cases = [Case(layout=x, dtype="fp64", accumulate=2) for x in layouts if x is not None]
+    check(ranks.run(4, many, cases)[0], cases)
+
+
+def test_a_wrong_sum_would_be_seen() -> None:
+    case = Case(layout=layout_of("DDP", 2), steps=2)  # type: ignore[arg-type]
+    right = alone(case.alone())
+    wrong = Outcome(right.losses, [2 * norm for norm in right.norms], right.weights)
+    with pytest.raises(AssertionError, match="norm"):
+        check([wrong], [case])
+
+
+def test_the_model_of_these_tests_is_uneven_where_it_may_be() -> None:
+    assert tiny().vocab % 2 and tiny().vocab % 8

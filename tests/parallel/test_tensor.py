@@ -1,0 +1,66 @@
+"""What cutting a model by tensor parallelism leaves on a rank, and what it keeps for the backward pass."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from armillary.model.transformer import build
+from armillary.parallel.collectives import Group, gather
+from armillary.parallel.mesh import make_mesh
+from armillary.parallel.tensor import cut_by_tensor, gathering_again
+from armillary.parallel.world import join_world
+from armillary.spec.layout import Layout
+from tests.parallel.training import tiny
+from tests.ranks import Ranks
+
+
+def shapes() -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(whole, on this rank) of every parameter."""
+    model = build(tiny(kv_heads=4, mlp_bias=True, sinks=True, qk_norm="head"), dtype=torch.float32, device="meta")
+    with join_world("cpu") as world:
+        cut_by_tensor(model, make_mesh(Layout(tp=4), world).along("tp"), cut_tokens=True)
+    found = dict(model.named_parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in found.values())
+    return {name: (tuple(p.shape), tuple(p.to_local().shape)) for name, p in found.items()}
+
+
+def test_every_parameter_keeps_its_name_and_its_whole_shape(ranks: Ranks) -> None:
+    on_ranks = ranks.run(4, shapes)
+    block, first = "blocks.1.", on_ranks[0]
+    assert first[f"{block}attention.qkv.weight"] == ((64, 16), (16, 16))  # a KV head with its two queries
+    assert first[f"{block}attention.out.weight"] == ((16, 32), (16, 8))
+    assert first[f"{block}attention.sinks_N"] == ((8,), (2,))
+    assert first[f"{block}attention.q_norm.weight"] == ((4,), (4,))
+    assert first[f"{block}mlp.up.bias"] == ((48,), (12,))
+    assert first[f"{block}mlp.down.bias"] == ((16,), (16,))
+    assert [shape["embedding.weight"][1] for shape in on_ranks] == [(10, 16), (10, 16), (10, 16), (7, 16)]
+
+
+def kept(again: bool) -> tuple[bool, Tensor, Tensor]:
+    """(whether the gathered tokens still exist before the backward pass, gradients of weight and tokens)."""
+    with join_world("cpu") as world:
+        group = Group.of(make_mesh(Layout(tp=2), world).along("tp"))
+    weight = torch.ones(3, 4, requires_grad=True)
+    x = (torch.arange(8.0).view(1, 2, 4) + 10 * group.rank).requires_grad_()
+    whole = gather(x, group, dim=1)
+    storage = StorageWeakRef(whole.untyped_storage())
+    if again:
+        with gathering_again(x, whole, group):
+            out = F.linear(whole, weight)
+    else:
+        out = F.linear(whole, weight)
+    del whole
+    exists = not storage.expired()
+    out.square().sum().backward()
+    assert weight.grad is not None and x.grad is not None
+    return exists, weight.grad, x.grad
+
+
+def test_gathered_tokens_are_not_kept_but_gathered_again(ranks: Ranks) -> None:
+    for (dear, *wanted), (thrifty, *found) in zip(ranks.run(2, kept, False), ranks.run(2, kept, True), strict=True):
+        assert dear and not thrifty
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

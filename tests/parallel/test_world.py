@@ -1,0 +1,104 @@
+"""Joining the processes that act as one, and leaving so that nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from armillary.errors import BadInput, BadLayout
+from armillary.parallel.world import _device, _Place, _place, first_host, join_world
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from armillary.parallel.world import join_world
+with join_world("cpu", timeout_s=60) as world:
+    value = torch.tensor(float(world.rank + 1))
+    dist.all_reduce(value)
+    print(world.rank, world.size, value.item(), flush=True)
+    if world.rank == 1 and "fail" in sys.argv:
+        raise SystemExit("rank one gives up")
+    dist.all_reduce(value)
+"""
+
+
+def start(*args: str) -> list[subprocess.Popen[str]]:
+    """Two processes as torchrun starts them."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def test_processes_meet_and_part() -> None:
+    started = start()
+    said = [process.communicate(timeout=100)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert said == ["0 2 3.0\n", "1 2 3.0\n"]
+
+
+def test_a_rank_that_gives_up_does_not_leave_the_other_hanging() -> None:
+    begin = time.monotonic()
+    started = start("fail")
+    said = [process.communicate(timeout=100)[0] for process in started]
+    assert all(process.returncode for process in started)
+    assert "rank one gives up" in said[1]
+    assert time.monotonic() - begin < 55, "the other waited for the timeout"
+
+
+def test_alone_there_is_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    with join_world("cpu") as world:
+        assert (world.rank, world.size, world.is_main, world.device.type) == (0, 1, True, "cpu")
+        assert not dist.is_initialized()
+
+
+def test_a_slurm_step_says_where_ranks_meet() -> None:
+    env = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456",
+           "SLURM_STEP_NODELIST": "gpu[07-09,12],spare1"}  # fmt: skip
+    place = _place(env)
+    assert (place.rank, place.size, place.local_rank) == (5, 8, 1)
+    assert place.rendezvous == {"MASTER_ADDR": "gpu07", "MASTER_PORT": "32856"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("n1", "n1"), ("n1,n2", "n1"), ("n[3-5]", "n3"), ("a[01,04-09],b2", "a01"), ("n-[8]", "n-8")]
+)
+def test_the_first_of_a_node_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("gpus", "own_gpu", "index"), [(8, False, 3), (4, True, 3), (1, True, 0), (2, False, None), (1, False, None)]
+)
+def test_a_process_has_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, own_gpu: bool, index: int | None
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    place = _Place(rank=3, size=4, local_rank=3, own_gpu=own_gpu, rendezvous={})
+    if index is None:
+        with pytest.raises(BadLayout, match=f"process 4 on this machine has no GPU.*; try --devices {gpus}"):
+            _device("cuda", place)
+    else:
+        assert _device("cuda", place) == torch.device("cuda", index)
+
+
+def test_a_broken_launcher_is_named() -> None:
+    with pytest.raises(BadInput, match="RANK=x is not a number"):
+        _place({"RANK": "x", "WORLD_SIZE": "2"})
