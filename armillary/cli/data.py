@@ -1,23 +1,27 @@
-"""`armillary data prepare`: text, JSONL, Parquet or a folder as token shards with a tokenizer."""
+"""`armillary data`: text as token shards with a tokenizer (prepare), what is in them (inspect), and whether they are
+whole (verify)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from armillary.cli.output import Output, path_text
 from armillary.cli.progress import Bar
 from armillary.cli.verb import VerbGroup
+from armillary.errors import BadInput
 from armillary.store.home import Home
 from armillary.units import bytes_text, count_text, parse_count, seconds_text
 
 if TYPE_CHECKING:
+    from armillary.training.data.cache import Cache
     from armillary.training.data.prepare import Prepared
+    from armillary.training.data.shards import TokenShards
 
-data = VerbGroup("data", help="Prepare text as token shards.")
+data = VerbGroup("data", help="Prepare text as token shards, look into them, check them.")
 
 
 @data.verb
@@ -25,8 +29,10 @@ data = VerbGroup("data", help="Prepare text as token shards.")
 @click.option("--out", "target", type=click.Path(path_type=Path), help="Folder to write.  [default: data/NAME]")
 @click.option("--vocab", default="8192", show_default=True, help="Size of the tokenizer trained on the text.")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Folder with a tokenizer.json to use instead.")
-@click.option("--key", default="text", show_default=True, help="Field of JSONL lines or column of Parquet files.")
+@click.option("--key", default="text", show_default=True, help="JSONL key, Parquet column or suffix in tars.")
 @click.option("--held-out", default=0.01, show_default=True, help="Share of documents kept for validation.")
+@click.option("--shuffle", is_flag=True, help="Mix the documents, so that neighbours come from anywhere.")
+@click.option("--chat", metavar="TEMPLATE", help="Conversations, loss on answers only: own, chatml, plain or a .jinja.")
 @click.option("--overwrite", is_flag=True, help="Replace a folder made from something else.")
 def prepare(
     out: Output,
@@ -37,28 +43,26 @@ def prepare(
     tokenizer: Path | None,
     key: str,
     held_out: float,
+    shuffle: bool,
+    chat: str | None,
     overwrite: bool,
 ) -> None:
     """Turn text into token shards with a tokenizer and a held-out split.
 
-    SOURCE is a file (.txt .md .py … .jsonl .jsonl.gz .parquet), a folder, a glob, or stdlib: the sources of Python's
-    standard library on this machine, which need no download.
+    SOURCE is a file (.txt .md .py … .jsonl .parquet, .gz of these, WebDataset .tar), a folder, a glob, a numbered set
+    like part-{000..099}.tar, any of these in a store (s3://… https://…), or stdlib: the sources of Python's standard
+    library on this machine, which need no download.
     """
     from armillary.training.data.prepare import folder_name
     from armillary.training.data.prepare import prepare as library_prepare
 
-    size = parse_count(vocab)
-    folder = target or home.data / folder_name(source, vocab=size, tokenizer=tokenizer, key=key, held_out=held_out)
+    settings: dict[str, Any] = {"vocab": parse_count(vocab), "tokenizer": tokenizer, "key": key, "held_out": held_out}
+    settings |= {"shuffle": shuffle, "format": "text" if chat is None else "chat"}
+    settings |= {"template": "" if chat in (None, "own") else chat}
+    folder = target or home.data / folder_name(source, **settings)
     with out.progress("preparing", unit="B") as bar:
         made = library_prepare(
-            source,
-            folder,
-            vocab=size,
-            tokenizer=tokenizer,
-            key=key,
-            held_out=held_out,
-            overwrite=overwrite,
-            progress=on_bar(bar),
+            source, folder, **settings, overwrite=overwrite, cache=_cache(home), progress=on_bar(bar)
         )
     say_prepared(out, made)
     out.result(summary(made), quiet=str(made.folder))
@@ -99,3 +103,85 @@ def summary(made: Prepared) -> dict[str, object]:
         "reused": made.reused,
         "seconds": made.seconds,
     }
+
+
+@data.verb
+@click.argument("folder")
+@click.option("--sequence", default=1024, show_default=True, help="Length of a row, to compare ways of packing.")
+@click.option("--show", default=0, help="Documents to print.")
+def inspect(out: Output, home: Home, folder: str, sequence: int, show: int) -> None:
+    """Show what is in a folder of token shards: sizes, document lengths, and what packing makes of them.
+
+    FOLDER may be a URL.
+    """
+    from armillary.training.data.about import about, fits
+    from armillary.training.data.index import SPLITS
+    from armillary.training.data.shards import TokenShards
+
+    if sequence < 1:
+        raise BadInput(f"a sequence of {sequence} holds nothing; use --sequence 1024")
+    opened = [TokenShards.open(folder, split, cache=_cache(home)) for split in SPLITS]
+    found, packed = [about(shards) for shards in opened], fits(opened[0], sequence)
+    out.table(
+        folder,
+        ["split", "tokens", "documents", "median length", "longest", "shards", "size"],
+        [
+            [a.split, a.tokens, a.documents, a.median_length, a.longest, a.shards, bytes_text(a.num_bytes)]
+            for a in found
+        ],
+    )
+    out.table(
+        f"rows of {sequence}",
+        ["packing", "rows", "documents cut", "padding"],
+        [[fit.packing, fit.rows, f"{fit.cut_fraction:.1%}", f"{fit.padding_fraction:.1%}"] for fit in packed],
+    )
+    index = opened[0].index
+    made = " · ".join(f"{name} {_shown(value)}" for name, value in index.made_from.items() if name != "files")
+    learnt = f" · {found[0].answers:,} training tokens are answers, the rest is not learnt" if found[0].answers else ""
+    out.say(f"vocabulary {index.vocab:,} ({index.dtype}){learnt}" + (f" · made from {made}" if made else ""))
+    _show_documents(out, opened[0], show)
+    out.result({"splits": found, "packing": packed, "vocab": index.vocab, "made_from": index.made_from}, quiet=folder)
+
+
+def _shown(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _show_documents(out: Output, shards: TokenShards, count: int) -> None:
+    """The first documents as text."""
+    from armillary.model.tokenizer import Tokenizer
+
+    if count > 0:
+        tokenizer = Tokenizer.load(shards.tokenizer_folder)
+        for number in range(min(count, shards.num_documents)):
+            out.say(f"--- document {number}")
+            out.say(tokenizer.decode(shards.document(number).tolist()))
+
+
+@data.verb
+@click.argument("folder")
+def verify(out: Output, home: Home, folder: str) -> None:
+    """Read every shard of a folder and compare it with its checksum; the first bad file is named.
+
+    FOLDER may be a URL: what is not in the cache yet is fetched.
+    """
+    from armillary.training.data.index import SPLITS
+    from armillary.training.data.shards import TokenShards
+
+    tokens = 0
+    for split in SPLITS:
+        shards = TokenShards.open(folder, split, cache=_cache(home))
+        with out.progress(f"verifying {split}", total=shards.num_tokens, unit="token") as bar:
+            shards.verify(bar.at)
+        tokens += shards.num_tokens
+    out.say(f"{folder} is whole: {count_text(tokens)} tokens as they were written")
+    out.result({"folder": folder, "tokens": tokens, "whole": True}, quiet=folder)
+
+
+def _cache(home: Home) -> Cache:
+    """Where verbs keep what they fetch: the same place as training's default, and as large."""
+    from armillary.spec.job import Data
+    from armillary.training.data.cache import Cache
+
+    return Cache(folder=home.cache / "fetched", limit_bytes=Data.cache_bytes)

@@ -1,49 +1,27 @@
-"""Batches: windows of the token row with targets, positions and document numbers, as numpy arrays.
+"""Batches of one set of token shards: `at(step)` depends on the seed and the step only, whatever the number of ranks.
 
-Names end in shapes: B rows of T tokens. A document never looks into another, nor predicts its first token.
+Rows come in a new random order each epoch; which documents are neighbours in a row was settled when they were packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 
 from armillary.errors import BadData, BadInput
-from armillary.training.data.order import sample_ids
+from armillary.training.data.ahead import Ahead
+from armillary.training.data.batch import Batch
+from armillary.training.data.order import ids_at
+from armillary.training.data.remote import Remote
+from armillary.training.data.rows import Packing, Rows, make_rows
 from armillary.training.data.shards import TokenShards
-
-IGNORED = -100
-"""target of a position that has nothing to predict, as torch's cross entropy has it"""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Batch:
-    """What one step reads."""
-
-    tokens_BT: np.ndarray
-    """ids, int64"""
-    targets_BT: np.ndarray
-    """the id that follows, int64; IGNORED after a document's end and in padding"""
-    positions_BT: np.ndarray
-    """from 0 at each document start (and at the start of the window), int64"""
-    documents_BT: np.ndarray
-    """0, 1, 2 … along a row, int32: tokens attend within their own number"""
-
-    @property
-    def num_targets(self) -> int:
-        """Positions that count in the loss."""
-        return int((self.targets_BT != IGNORED).sum())
-
-    def rows(self, start: int, stop: int) -> Batch:
-        """Some of the rows, as a micro-batch."""
-        return Batch(**{f.name: getattr(self, f.name)[start:stop] for f in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Training batches: `at(step)` depends on the seed and the step only."""
+    """Training batches of a split."""
 
     shards: TokenShards
     """the training split"""
@@ -53,20 +31,40 @@ class Batches:
     """rows of a step over all ranks (B)"""
     seed: int = 0
     """of the order"""
+    packing: Packing = "stream"
+    """how documents become rows"""
+    mix: int = 0
+    """shards whose rows are mixed with each other; 0: all"""
 
     def __post_init__(self) -> None:
         if self.sequence < 1 or self.batch < 1:
             raise BadInput(f"sequence {self.sequence} and batch {self.batch} must be at least 1; raise them")
+        if self.num_samples < 1 and self.packing == "whole":
+            nothing = f"{self.shards.folder} has no document with anything to learn in rows of {self.sequence}"
+            raise BadData(f"{nothing}; use other text, or raise train.sequence")
         if self.num_samples < 1:
             raise BadData(
                 f"{self.shards.folder} has {self.shards.num_tokens} training tokens, fewer than one sequence of "
                 f"{self.sequence} and the token after it; use more text or --set train.sequence={self._fitting}"
             )
 
+    @cached_property
+    def rows(self) -> Rows:
+        return make_rows(self.shards, self.sequence, self.packing)
+
+    @cached_property
+    def _ahead(self) -> Ahead | None:
+        grouped = isinstance(self.shards.folder, Remote) and 0 < self.mix < self.shards.num_shards
+        return Ahead(self.shards.files, self.rows.edges, mix=self.mix, seed=self.seed) if grouped else None
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without what is made when it is first used: a worker makes its own."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     @property
     def num_samples(self) -> int:
-        """Windows of T + 1 tokens, each starting at the last token of the one before: every token is a target once."""
-        return (self.shards.num_tokens - 1) // self.sequence
+        """Rows of an epoch."""
+        return int(self.rows.edges[-1])
 
     @property
     def steps_per_epoch(self) -> float:
@@ -78,49 +76,19 @@ class Batches:
 
     def at(self, step: int, *, rank: int = 0, world: int = 1) -> Batch:
         """The rows of one rank at a step; the ranks' rows in order are the batch of `world=1`."""
-        if self.batch % world:
-            raise _indivisible(self.batch, world)
-        rows = self.batch // world
-        ids = sample_ids(self.seed, step, self.batch, self.num_samples)[rank * rows : (rank + 1) * rows]
-        return windows(self.shards, ids, self.sequence)
+        return self.rows_at(positions_of(step, self.batch, rank, world))
+
+    def rows_at(self, positions: np.ndarray) -> Batch:
+        """The rows at these positions of the endless order of epochs."""
+        if self._ahead is not None and len(positions):
+            self._ahead.reading(int(positions[-1]))
+        return self.rows.make(ids_at(self.seed, positions, self.rows.edges, mix=self.mix))
 
 
-def validation_batches(
-    shards: TokenShards, sequence: int, batch: int, *, limit: int | None = None, rank: int = 0, world: int = 1
-) -> Iterator[Batch]:
-    """The row of tokens in order, at most `limit` batches. All have the same shape: the last is padded, with its
-    padding IGNORED, so weigh losses by `num_targets`."""
+def positions_of(step: int, batch: int, rank: int, world: int) -> np.ndarray:
+    """Where the rows of one rank at a step stand in the endless order."""
     if batch % world:
-        raise _indivisible(batch, world)
-    num_windows = -(-max(0, shards.num_tokens - 1) // sequence)
+        raise BadInput(f"a batch of {batch} rows does not divide among {world} ranks; use a multiple of {world}")
     rows = batch // world
-    for number in range(-(-num_windows // batch))[:limit]:
-        first = number * batch + rank * rows
-        yield windows(shards, np.arange(first, first + rows), sequence)
-
-
-def _indivisible(batch: int, world: int) -> BadInput:
-    return BadInput(f"a batch of {batch} rows does not divide among {world} ranks; use a multiple of {world}")
-
-
-def windows(shards: TokenShards, numbers: np.ndarray, sequence: int) -> Batch:
-    """The windows with these numbers, one a row."""
-    rows = [_window(shards, int(number) * sequence, sequence) for number in numbers]
-    tokens, targets, positions, documents = map(np.stack, zip(*rows, strict=True))
-    return Batch(tokens_BT=tokens, targets_BT=targets, positions_BT=positions, documents_BT=documents)
-
-
-def _window(shards: TokenShards, start: int, sequence: int) -> tuple[np.ndarray, ...]:
-    """Tokens, targets, positions and documents from position `start`; a padding token is a document of its own."""
-    ids = shards.read(start, sequence + 1)
-    first: np.ndarray = np.zeros(sequence + 1, np.int64)
-    begins: np.ndarray = shards.document_starts(start, len(ids)) - start
-    first[begins] = begins
-    padding = np.arange(len(ids), sequence + 1)
-    first[padding] = padding
-    first = np.maximum.accumulate(first)
-    ids = np.pad(ids, (0, len(padding)))
-    same = first[1:] == first[:-1]
-    documents = np.concatenate([[0], np.cumsum(~same)])[:-1]
-    positions = (np.arange(sequence + 1) - first)[:-1]
-    return ids[:-1], np.where(same, ids[1:], IGNORED), positions, documents.astype(np.int32)
+    first = step * batch + rank * rows
+    return np.arange(first, first + rows, dtype=np.int64)

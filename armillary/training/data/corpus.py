@@ -1,6 +1,7 @@
 """A corpus: the files a source stands for, in an order that does not change, read as a stream of documents.
 
-A source is a file, a folder (everything readable below it), a glob, or `stdlib`: the Python library on this machine.
+A source is a file, a folder (everything readable below it), a glob, each also in a store (`s3://…`), a numbered set
+(`part-{000..099}.tar`), or `stdlib`: the Python library on this machine.
 """
 
 from __future__ import annotations
@@ -8,14 +9,18 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from armillary.errors import BadData, NotFound, nearest
-from armillary.training.data.readers import Document, Skipped, reader_of
+from armillary.errors import BadData, BadInput, NotFound, nearest
+from armillary.training.data.cache import Cache
+from armillary.training.data.document import Document, Skipped
+from armillary.training.data.readers import reader_of
+from armillary.training.data.remote import Remote, is_url
 
 STDLIB = "stdlib"
 # tests of the library are as large as the library, repetitive, and in part deliberately badly encoded; encodings and
@@ -29,53 +34,82 @@ class Corpus:
 
     source: str
     """what the user called it"""
-    root: Path
-    """origins are named relative to this folder"""
-    files: tuple[Path, ...]
-    """in reading order"""
+    root: Path | Remote
+    """the folder they are in"""
+    names: tuple[str, ...]
+    """of the files, relative to it, in reading order"""
     key: str = "text"
-    """JSONL key or Parquet column that holds the text"""
+    """JSONL key, Parquet column or suffix of WebDataset samples that holds the text"""
     skipped: tuple[Skipped, ...] = ()
     """files left out because no reader takes their suffix"""
+    cache: Cache | None = None
+    """where files of a store are kept while they are read"""
 
     def documents(self) -> Iterator[Document | Skipped]:
         """Every document, and a note of every file that was left out; the same ones at each call."""
         yield from self.skipped
-        for path in self.files:
+        for path, origin in self.local_files():
             reader = reader_of(path)
             assert reader is not None
             try:
-                yield from reader(path, self._origin(path), self.key)
+                yield from reader(path, origin, self.key)
             except PermissionError:
-                yield Skipped(origin=self._origin(path), why="not readable by this user")
+                yield Skipped(origin=origin, why="not readable by this user")
             except FileNotFoundError:
-                raise NotFound(f"{path} went away while it was being read; run it again") from None
+                raise _went_away(str(path)) from None
+
+    def local_files(self) -> Iterator[tuple[Path, str]]:
+        """Each file on this machine, and what it is called; those of a store are fetched one by one."""
+        for name in self.names:
+            if isinstance(self.root, Path):
+                yield self.root / name, name
+            else:
+                assert self.cache is not None
+                yield self.cache.get(self.root, name), name
 
     @property
     def num_bytes(self) -> int:
-        """Size of the files on disk."""
-        return sum(_stat(path).st_size for path in self.files)
+        """Size of the files, as far as it is known."""
+        return sum(size for size, _ in self._facts())
 
     def fingerprint(self) -> str:
         """Changes when a file is added, removed or rewritten: names, sizes and times, not contents."""
-        facts = [(self._origin(path), _stat(path).st_size, _stat(path).st_mtime_ns) for path in self.files]
+        facts = [(name, *each) for name, each in zip(self.names, self._facts(), strict=True)]
         return hashlib.sha256(repr((self.key, facts)).encode()).hexdigest()
 
-    def _origin(self, path: Path) -> str:
-        return path.relative_to(self.root).as_posix()
+    def _facts(self) -> Sequence[tuple[int, int | str]]:
+        """Size of each file, and what changes with its content."""
+        if isinstance(self.root, Path):
+            return [_about(self.root / name) for name in self.names]
+        return self.root.facts(self.names)
 
 
-def find_corpus(source: str | Path, *, key: str = "text") -> Corpus:
-    """The corpus that `source` names; an existing path wins over the reading as a glob."""
+def _about(path: Path) -> tuple[int, int]:
+    try:
+        about = path.stat()
+    except FileNotFoundError:
+        raise _went_away(str(path)) from None
+    return about.st_size, about.st_mtime_ns
+
+
+def _went_away(path: str) -> NotFound:
+    return NotFound(f"{path} went away while it was being read; run it again")
+
+
+def find_corpus(source: str | Path, *, key: str = "text", cache: Cache | None = None) -> Corpus:
+    """The corpus that `source` names; an existing path wins over the reading as a glob. A URL needs a cache."""
     text, path = str(source), Path(source)
     if text == STDLIB:
         return _stdlib()
+    if is_url(text):
+        return _in_store(text, key, cache)
     if path.is_dir():
         return _of_files(text, path, _below(path), key)
     if path.is_file():
         return _of_file(text, path, key)
-    if glob.has_magic(text):
-        found = [Path(name) for name in glob.glob(text, recursive=True)]
+    names = numbered(text)
+    if glob.has_magic(text) or len(names) > 1:
+        found = [Path(each) for name in names for each in sorted(glob.glob(name, recursive=True))]
         files = [file for file in found if file.is_file()]
         if not files:
             raise NotFound(f"no file matches '{text}'; check the pattern")
@@ -84,21 +118,61 @@ def find_corpus(source: str | Path, *, key: str = "text") -> Corpus:
     raise NotFound(f"no file or folder '{text}'; {hint}")
 
 
+def numbered(text: str) -> list[str]:
+    """`a-{08..11}.tar` as a-08.tar … a-11.tar, the notation of WebDataset; other texts as they are."""
+    found = re.search(r"\{(\d+)\.\.(\d+)\}", text)
+    if not found:
+        return [text]
+    first, last = found.groups()
+    if int(last) < int(first):
+        raise BadInput(f"{found.group()} in '{text}' counts down; write the smaller number first")
+    middle = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+    return [name for each in middle for name in numbered(text[: found.start()] + each + text[found.end() :])]
+
+
+def _in_store(source: str, key: str, cache: Cache | None) -> Corpus:
+    """A file, a folder, a glob or a numbered set of a store."""
+    if cache is None:
+        raise BadInput(f"{source} is in a store, so it needs a cache folder; name one")
+    root, names = _store_files(source)
+    takes = [name for name in names if reader_of(Path(name))]
+    if not takes:
+        raise BadData(f"nothing to read in {source} ({_suffixes([Path(name) for name in names])}); it takes {_TAKES}")
+    skipped = tuple(Skipped(origin=name, why="unknown suffix") for name in names if name not in set(takes))
+    return Corpus(source=source, root=root, names=tuple(takes), key=key, skipped=skipped, cache=cache)
+
+
+def _store_files(source: str) -> tuple[Remote, list[str]]:
+    names = numbered(source)
+    head = re.split(r"[*\[{]", source)[0].rpartition("/")[0]  # a question mark belongs to the URL
+    if len(names) > 1:
+        return Remote(url=head), [name.removeprefix(f"{head}/") for name in names]
+    if re.search(r"[*\[]", source):
+        return Remote(url=head), Remote(url=head).matching(source.removeprefix(f"{head}/"))
+    parent, _, name = source.rstrip("/").rpartition("/")
+    if reader_of(Path(name)):
+        return Remote(url=parent), [name]
+    folder = Remote(url=source.rstrip("/"))
+    return folder, folder.matching("**")
+
+
 def _of_file(source: str, path: Path, key: str) -> Corpus:
     if reader_of(path) is None:
-        raise BadData(f"cannot read {path}: '{path.suffix}' is unknown; rename it to .txt, .jsonl or .parquet")
-    return Corpus(source=source, root=path.parent, files=(path,), key=key)
+        raise BadData(f"cannot read {path}: '{path.suffix}' is unknown; rename it to .txt, .jsonl, .parquet or .tar")
+    return Corpus(source=source, root=path.parent, names=(path.name,), key=key)
+
+
+_TAKES = ".txt, .md, .jsonl, .parquet, .tar and source code"
 
 
 def _of_files(source: str, root: Path, found: Iterable[Path], key: str) -> Corpus:
     paths = sorted(found, key=lambda path: path.as_posix())
-    files = tuple(path for path in paths if reader_of(path))
+    names = tuple(path.relative_to(root).as_posix() for path in paths if reader_of(path))
     others = [path for path in paths if not reader_of(path)]
-    if not files:
-        takes = ".txt, .md, .jsonl, .parquet and source code"
-        raise BadData(f"nothing to read in {source} ({_suffixes(others)}); it takes {takes}")
+    if not names:
+        raise BadData(f"nothing to read in {source} ({_suffixes(others)}); it takes {_TAKES}")
     skipped = tuple(Skipped(origin=path.relative_to(root).as_posix(), why="unknown suffix") for path in others)
-    return Corpus(source=source, root=root, files=files, key=key, skipped=skipped)
+    return Corpus(source=source, root=root, names=names, key=key, skipped=skipped)
 
 
 def _suffixes(paths: list[Path]) -> str:
@@ -124,10 +198,3 @@ def _stdlib() -> Corpus:
 
 def _parts(path: Path, root: Path) -> tuple[str, ...]:
     return path.relative_to(root).parts
-
-
-def _stat(path: Path) -> os.stat_result:
-    try:
-        return path.stat()
-    except FileNotFoundError:
-        raise NotFound(f"{path} went away while it was being read; run it again") from None

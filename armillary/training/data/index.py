@@ -13,6 +13,7 @@ from typing import Any, Literal
 from armillary.errors import BadData, BadInput, NotFound
 from armillary.spec.fields import build, to_plain
 from armillary.store import atomic, strict_json
+from armillary.training.data.remote import Remote
 
 VERSION = 1
 NAME = "index.json"
@@ -35,10 +36,16 @@ class Shard:
     """of the ids"""
     offsets_sha256: str
     """of the offsets: documents + 1 numbers (uint64), the last one being the number of tokens"""
+    answers_sha256: str = ""
+    """of the mask, with suffix .msk: a byte per token, 1 where it is to be learnt; empty: there is none, learn all"""
 
     @property
     def offsets_file(self) -> str:
         return str(Path(self.file).with_suffix(".idx"))
+
+    @property
+    def answers_file(self) -> str:
+        return str(Path(self.file).with_suffix(".msk"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +85,29 @@ class Index:
         """The index of a folder, checked for version and shape."""
         if not (folder / NAME).is_file():
             raise NotFound(f"no token data in {folder}; make it with: armillary data prepare SOURCE --out {folder}")
-        table = strict_json.read_table(folder / NAME)
+        return cls._parse(strict_json.read_table(folder / NAME), str(folder))
+
+    @classmethod
+    def fetch(cls, folder: Remote) -> Index:
+        """The index of a folder in a store, as it is now."""
+        text = b"".join(folder.read(NAME))
+        try:
+            table = strict_json.loads(text)
+        except ValueError as error:
+            raise BadData(f"{folder.address(NAME)} is not readable JSON ({error}); upload it again") from None
+        if not isinstance(table, dict):
+            raise BadData(f"{folder.address(NAME)} holds no JSON object; upload it again")
+        return cls._parse(table, str(folder))
+
+    @classmethod
+    def _parse(cls, table: Mapping[str, Any], folder: str) -> Index:
         if table.get("version") != VERSION:
             found = table.get("version")
             raise BadData(f"{folder} has token format {found}, this program reads {VERSION}; prepare the data again")
         try:
             index = build(cls, table, NAME)
         except BadInput as error:
-            raise BadData(f"{folder / NAME} is damaged ({error}); prepare the data again") from None
+            raise BadData(f"{folder}/{NAME} is damaged ({error}); prepare the data again") from None
         if set(index.splits) != set(SPLITS):
-            raise BadData(f"{folder / NAME} is damaged (splits {sorted(index.splits)}); prepare the data again")
+            raise BadData(f"{folder}/{NAME} is damaged (splits {sorted(index.splits)}); prepare the data again")
         return index

@@ -12,18 +12,49 @@ _MASK = 2**64 - 1
 _ROUNDS = 6
 
 
-def sample_ids(seed: int, step: int, batch: int, num_samples: int) -> np.ndarray:
-    """The `batch` sample numbers of a step, int64; each epoch visits every number below `num_samples` once."""
-    assert num_samples > 0 and step >= 0
-    first = step * batch
-    positions: np.ndarray = np.arange(first, first + batch, dtype=np.int64)
-    epochs: np.ndarray = positions // num_samples
-    places: np.ndarray = positions % num_samples
-    ids: np.ndarray = np.empty(batch, np.int64)
-    for epoch in range(first // num_samples, (first + batch - 1) // num_samples + 1):
+def ids_at(seed: int, positions: np.ndarray, edges: np.ndarray, *, mix: int = 0) -> np.ndarray:
+    """The sample numbers at `positions` of the endless order. Samples edges[k] … edges[k+1]-1 lie in shard k; with
+    `mix`, an epoch goes through the shards in a random order, and only so many are mixed with each other."""
+    size = int(edges[-1])
+    ids: np.ndarray = np.empty(len(positions), np.int64)
+    epochs: np.ndarray = positions // size
+    for epoch in np.unique(epochs).tolist():
         here = epochs == epoch
-        ids[here] = permuted(places[here], num_samples, seed=seed, epoch=epoch)
+        places = positions[here] % size
+        if 0 < mix < len(edges) - 1:
+            ids[here] = _by_groups(places, edges, mix, seed=seed, epoch=epoch)
+        else:
+            ids[here] = permuted(places, size, seed=seed, epoch=epoch)
     return ids
+
+
+def _by_groups(places: np.ndarray, edges: np.ndarray, mix: int, *, seed: int, epoch: int) -> np.ndarray:
+    """Shards are permuted, `mix` neighbours of that order are a group, and the samples of a group are permuted."""
+    shards = shard_order(len(edges) - 1, seed=seed, epoch=epoch)
+    begins = np.concatenate([[0], np.cumsum(np.diff(edges)[shards])])
+    groups = group_at(places, edges, mix, seed=seed, epoch=epoch)
+    ids: np.ndarray = np.empty(len(places), np.int64)
+    for group in np.unique(groups).tolist():
+        first, last = begins[group * mix], begins[min((group + 1) * mix, len(shards))]
+        here = groups == group
+        key = _next(_next(seed & _MASK) ^ (group + 1))  # of this group: groups of one size would have one permutation
+        inside = first + permuted(places[here] - first, int(last - first), seed=key, epoch=epoch)
+        slot = np.searchsorted(begins, inside, side="right") - 1
+        ids[here] = edges[shards[slot]] + inside - begins[slot]
+    return ids
+
+
+def group_at(places: np.ndarray, edges: np.ndarray, mix: int, *, seed: int, epoch: int) -> np.ndarray:
+    """Number of the group in which places of an epoch lie."""
+    shards = shard_order(len(edges) - 1, seed=seed, epoch=epoch)
+    begins = np.concatenate([[0], np.cumsum(np.diff(edges)[shards])])
+    slots: np.ndarray = np.asarray(np.searchsorted(begins, places, side="right"))
+    return (slots - 1) // mix
+
+
+def shard_order(num_shards: int, *, seed: int, epoch: int) -> np.ndarray:
+    """The order in which an epoch goes through the shards."""
+    return permuted(np.arange(num_shards), num_shards, seed=_next(seed & _MASK), epoch=epoch)
 
 
 def permuted(places: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:

@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from armillary.errors import ArmillaryError, BadInput, BadModel
-from armillary.model.bpe import LARGEST, SMALLEST, train_tokenizer
+from armillary.model.bpe import LARGEST, SMALLEST
 from armillary.model.tokenizer import Tokenizer
 from armillary.store.atomic import Taken, staged_folder
+from armillary.training.data.cache import Cache
 from armillary.training.data.corpus import Corpus, find_corpus
-from armillary.training.data.index import NAME, SPLITS, Index, Split
-from armillary.training.data.readers import Document
-from armillary.training.data.shards import SHARD_TOKENS, ShardWriter, TokenShards
-from armillary.training.data.survey import Progress, Survey, survey
-
-SAMPLE_BYTES = 8_000_000
-"""text a tokenizer is trained on at most; more of it changes few merges and takes longer"""
-_BATCH_BYTES = 1_000_000
-_NAMED_SKIPPED = 20
+from armillary.training.data.encode import encode_corpus
+from armillary.training.data.index import NAME, SPLITS, Index
+from armillary.training.data.remote import is_url
+from armillary.training.data.shards import SHARD_TOKENS, TokenShards
+from armillary.training.data.survey import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +50,7 @@ class Prepared:
     @property
     def bytes_per_token(self) -> float:
         """How much text a token stands for: higher is a better fit of the tokenizer."""
-        return self.index.text_bytes / self.num_tokens
+        return self.index.text_bytes / max(1, self.num_tokens)
 
 
 def prepare(
@@ -66,17 +62,23 @@ def prepare(
     key: str = "text",
     held_out: float = 0.01,
     seed: int = 0,
+    shuffle: bool = False,
+    format: str = "text",
+    template: str = "",
     shard_tokens: int = SHARD_TOKENS,
     overwrite: bool = False,
+    cache: Cache | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> Prepared:
     """Turn `source` into token shards in `out`, with a BPE of `vocab` ids trained on it or the given tokenizer folder.
 
-    A finished folder from the same source and settings is used again; another one is replaced only on `overwrite`.
+    `shuffle` mixes the documents; `format="chat"` reads conversations and marks their answers. Sources in a store are
+    fetched into `cache`. A finished folder from the same source and settings is used again; another one is replaced
+    only on `overwrite`.
     """
     begin = time.monotonic()
     _check(vocab, held_out, seed)
-    corpus, out = find_corpus(source, key=key), Path(out)
+    corpus, out = find_corpus(source, key=key, cache=cache), Path(out)
     given = _given(tokenizer) if tokenizer is not None else None
     wanted = {
         "source": corpus.source,
@@ -86,12 +88,13 @@ def prepare(
         "seed": seed,
         "shard_tokens": shard_tokens,
     }
+    wanted |= _unusual(shuffle, format, template)
     index = _finished(out, wanted, overwrite=overwrite)
     reused = index is not None
     if index is None:
         try:
             with staged_folder(out, overwrite=overwrite) as folder:
-                index = _make(corpus, folder, given, vocab, wanted, progress)
+                index = _maker(format, template)(corpus, folder, given, vocab, wanted, progress)
         except Taken:  # another process was quicker; what it made may be just what was asked for
             index = _finished(out, wanted, overwrite=False)
             assert index is not None
@@ -107,15 +110,26 @@ def folder_name(
     key: str = "text",
     held_out: float = 0.01,
     seed: int = 0,
+    shuffle: bool = False,
+    format: str = "text",
+    template: str = "",
 ) -> str:
     """A name for the shards of a source: readable, and different where the settings are."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(source).name).strip("-.") or "text"
     name = f"{stem}-{Path(tokenizer).name if tokenizer else vocab}"
-    if (str(source), tokenizer, key, held_out, seed) == ("stdlib", None, "text", 0.01, 0):
+    unusual = _unusual(shuffle, format, template)
+    if (str(source), tokenizer, key, held_out, seed, unusual) == ("stdlib", None, "text", 0.01, 0, {}):
         return name
-    where = "stdlib" if str(source) == "stdlib" else str(Path(source).absolute())
-    settings = [where, str(Path(tokenizer).absolute()) if tokenizer else vocab, key, held_out, seed]
+    where = str(source) if str(source) == "stdlib" or is_url(str(source)) else str(Path(source).absolute())
+    settings = [where, str(Path(tokenizer).absolute()) if tokenizer else vocab, key, held_out, seed, unusual]
     return f"{name}-{blake2b(repr(settings).encode(), digest_size=3).hexdigest()}"
+
+
+def _unusual(shuffle: bool, format: str, template: str) -> dict[str, Any]:
+    """Settings that are not the default: left out otherwise, so that folders made before they existed stay valid."""
+    wording = Path(template).read_text(encoding="utf-8") if template and Path(template).is_file() else template
+    given = {"shuffle": shuffle, "format": "" if format == "text" else format, "template": wording}
+    return {name: value for name, value in given.items() if value}
 
 
 def _check(vocab: int, held_out: float, seed: int) -> None:
@@ -154,7 +168,7 @@ def _finished(out: Path, wanted: Mapping[str, Any], *, overwrite: bool) -> Index
         if overwrite:
             return None
         raise
-    differing = [name for name in wanted if index.made_from.get(name) != wanted[name]]
+    differing = [name for name in {**index.made_from, **wanted} if index.made_from.get(name) != wanted.get(name)]
     if differing and not overwrite:
         raise BadInput(f"{out} was made with {_difference(index, wanted, differing[0])}; add --overwrite to replace it")
     return None if differing else index
@@ -163,71 +177,22 @@ def _finished(out: Path, wanted: Mapping[str, Any], *, overwrite: bool) -> Index
 def _difference(index: Index, wanted: Mapping[str, Any], name: str) -> str:
     if name == "files":
         return f"an earlier state of {wanted['source']}"
-    return f"another {name} ({index.made_from.get(name)}, now {wanted[name]})"
+    return f"another {name} ({_short(index.made_from.get(name))}, now {_short(wanted.get(name))})"
+
+
+def _short(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 # --- making one
 
-
-def _make(
-    corpus: Corpus, folder: Path, given: Tokenizer | None, vocab: int, settings: Mapping[str, Any], progress: Progress
-) -> Index:
-    found = survey(
-        corpus,
-        held_out=settings["held_out"],
-        seed=settings["seed"],
-        sample_bytes=0 if given else SAMPLE_BYTES,
-        progress=progress,
-    )
-    tokenizer = given or _trained(found, vocab, progress)
-    tokenizer.save(folder / "tokenizer")
-    dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    with ExitStack() as stack:
-        limit = settings["shard_tokens"]
-        writers = {s: stack.enter_context(ShardWriter(folder, s, dtype, shard_tokens=limit)) for s in SPLITS}
-        _encode(corpus, found, tokenizer, writers, progress)
-    index = Index(
-        dtype=dtype,
-        vocab=tokenizer.vocab_size,
-        tokenizer_sha256=tokenizer.fingerprint,
-        splits={split: tuple(writers[split].shards) for split in SPLITS},
-        text_bytes=found.text_bytes,
-        num_skipped=len(found.skipped),
-        skipped=tuple(f"{item.origin}: {item.why}" for item in found.skipped[:_NAMED_SKIPPED]),
-        made_from=settings,
-    )
-    index.write(folder)
-    return index
+Maker = Callable[[Corpus, Path, Tokenizer | None, int, Mapping[str, Any], Progress], Index]
 
 
-def _trained(found: Survey, vocab: int, progress: Progress) -> Tokenizer:
-    progress(0, 1, "training the tokenizer")
-    tokenizer = train_tokenizer(found.sample, vocab)
-    progress(1, 1, "training the tokenizer")
-    return tokenizer
+def _maker(format: str, template: str) -> Maker:
+    if format != "chat":
+        return encode_corpus
+    from armillary.training.instruct.prepare import make_chat
 
-
-def _encode(
-    corpus: Corpus, found: Survey, tokenizer: Tokenizer, writers: Mapping[Split, ShardWriter], progress: Progress
-) -> None:
-    done = 0
-    for batch in _batched(corpus):
-        for document, ids in zip(batch, tokenizer.encode_documents([item.text for item in batch]), strict=True):
-            writers["validation" if found.is_held_out(document) else "train"].add(ids)
-        done += sum(len(document.text.encode()) for document in batch)
-        progress(min(done, found.text_bytes), found.text_bytes, "encoding")
-
-
-def _batched(corpus: Corpus) -> Iterator[list[Document]]:
-    """Documents in groups large enough to keep all cores busy, small enough to hold."""
-    batch: list[Document] = []
-    size = 0
-    for item in corpus.documents():
-        if isinstance(item, Document):
-            batch.append(item)
-            size += len(item.text)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    return lambda corpus, folder, given, vocab, *rest: make_chat(corpus, folder, given, vocab, template, *rest)

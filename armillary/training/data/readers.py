@@ -1,6 +1,6 @@
 """One reader per file format: a file becomes a stream of documents, never held whole.
 
-Text and source code, JSON Lines (a text under one key) and Parquet (a text column); `.gz` text and JSONL are unpacked.
+Text and source code, JSON Lines (a text under one key), Parquet (a text column) and WebDataset tars; `.gz` is unpacked.
 """
 
 from __future__ import annotations
@@ -11,34 +11,15 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from armillary.errors import BadData, missing
+from armillary.training.data.document import Document, Skipped
+from armillary.training.data.tars import read_tar
 
 PIECE = 256 * 1024
 """characters after which a text file is cut, at a blank line, into several documents"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """One text to learn from."""
-
-    text: str
-    """never blank"""
-    origin: str
-    """file it came from, with a line or row where the file holds many"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Skipped:
-    """A file that was left out."""
-
-    origin: str
-    """which"""
-    why: str
-    """in a few words"""
 
 
 Reader = Callable[[Path, str, str], Iterator[Document | Skipped]]
@@ -179,4 +160,4 @@ def _one_line(error: BaseException) -> str:
 
 
 READERS: dict[str, Reader] = dict.fromkeys(_TEXT.split(), read_text)
-READERS |= {".jsonl": read_jsonl, ".ndjson": read_jsonl, ".parquet": read_parquet}
+READERS |= {".jsonl": read_jsonl, ".ndjson": read_jsonl, ".parquet": read_parquet, ".tar": read_tar, ".tgz": read_tar}

@@ -1,14 +1,15 @@
 """Token shards: ids of many documents in memory-mapped files, written once and read at any position.
 
-A folder holds `index.json`, `tokenizer/` and `train/` and `validation/` with `NNNNN.bin` (ids) and `NNNNN.idx`
-(document offsets).
+A folder (or a folder of a store) holds `index.json`, `tokenizer/` and `train/` and `validation/` with `NNNNN.bin`
+(ids), `NNNNN.idx` (document offsets) and, for conversations, `NNNNN.msk` (which tokens are to be learnt).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -16,10 +17,12 @@ from typing import IO, Any
 import numpy as np
 
 from armillary.errors import BadData
+from armillary.training.data.cache import Cache
+from armillary.training.data.files import ANSWER, OFFSET, ShardFiles, check_sum, fetched_tokenizer
 from armillary.training.data.index import Index, Shard, Split
+from armillary.training.data.remote import Remote, is_url
 
 SHARD_TOKENS = 100_000_000
-_OFFSET = np.dtype("<u8")
 
 
 class ShardWriter:
@@ -29,84 +32,122 @@ class ShardWriter:
         self.shards: list[Shard] = []
         self._folder, self._split, self._limit = folder, split, shard_tokens
         self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._file: IO[bytes] | None = None
-        self._hash = hashlib.sha256()
+        self._files: dict[str, _Summed] = {}
         self._offsets = [0]
 
     def __enter__(self) -> ShardWriter:
         (self._folder / self._split).mkdir()
         return self
 
-    def add(self, ids: Sequence[int]) -> None:
-        """Append one document; a shard is closed when it is full, never inside a document."""
-        if self._file is None:
-            self._file = (self._folder / self._name).open("xb")
-        data = np.asarray(ids, dtype=self._dtype).tobytes()
-        self._file.write(data)
-        self._hash.update(data)
+    def add(self, ids: Sequence[int] | np.ndarray, answers: Sequence[bool] | np.ndarray | None = None) -> None:
+        """Append one document, with a mask of what is to be learnt for all or for none; a shard is closed when it is
+        full, never inside a document."""
+        if not self._files:
+            suffixes = (".bin",) if answers is None else (".bin", ".msk")
+            self._files = {suffix: _Summed(self._path.with_suffix(suffix)) for suffix in suffixes}
+        assert (answers is not None) == (".msk" in self._files), "masks for all documents or for none"
+        self._files[".bin"].write(np.asarray(ids, dtype=self._dtype).tobytes())
+        if answers is not None:
+            assert len(answers) == len(ids)
+            self._files[".msk"].write(np.asarray(answers, dtype=bool).astype(ANSWER).tobytes())
         self._offsets.append(self._offsets[-1] + len(ids))
         if self._offsets[-1] >= self._limit:
             self._close()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._file is not None:
+        if self._files:
             self._close()
 
     def _close(self) -> None:
-        assert self._file is not None
-        self._file.close()
-        offsets = np.asarray(self._offsets, dtype=_OFFSET).tobytes()
+        sums = {suffix: file.close() for suffix, file in self._files.items()}
+        offsets = np.asarray(self._offsets, dtype=OFFSET).tobytes()
+        self._path.with_suffix(".idx").write_bytes(offsets)
         shard = Shard(
-            file=self._name,
+            file=self._path.relative_to(self._folder).as_posix(),
             tokens=self._offsets[-1],
             documents=len(self._offsets) - 1,
-            sha256=self._hash.hexdigest(),
+            sha256=sums[".bin"],
             offsets_sha256=hashlib.sha256(offsets).hexdigest(),
+            answers_sha256=sums.get(".msk", ""),
         )
-        (self._folder / shard.offsets_file).write_bytes(offsets)
         self.shards.append(shard)
-        self._file, self._hash, self._offsets = None, hashlib.sha256(), [0]
+        self._files, self._offsets = {}, [0]
 
     @property
-    def _name(self) -> str:
-        return f"{self._split}/{len(self.shards):05d}.bin"
+    def _path(self) -> Path:
+        return self._folder / self._split / f"{len(self.shards):05d}.bin"
+
+
+class _Summed:
+    """A new file and the checksum of what was written to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] = path.open("xb")
+        self._hash = hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+
+    def close(self) -> str:
+        self._file.close()
+        return self._hash.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenShards:
     """The documents of one split as one long row of ids."""
 
-    folder: Path
+    folder: Path | Remote
     """where index.json is"""
     index: Index
     """as it was read"""
     split: Split
     """train or validation"""
-    ids: tuple[np.ndarray, ...]
-    """a memory map of ids per shard"""
-    offsets: tuple[np.ndarray, ...]
-    """a memory map of document offsets per shard"""
+    files: ShardFiles
+    """memory maps of the shards"""
     starts: np.ndarray
     """where each shard starts in the row, and where the row ends"""
     first_documents: np.ndarray
     """number of the first document of each shard, and of all documents"""
+    cache: Cache | None
+    """where shards of a store are kept"""
+    verified: bool
+    """whether each shard is compared with its checksum when it is first read"""
 
     @classmethod
-    def open(cls, folder: str | Path, split: Split = "train") -> TokenShards:
-        """Map the files of a split; sizes are checked, contents by `verify`."""
-        folder = Path(folder)
-        index = Index.read(folder)
-        dtype = np.dtype(index.dtype).newbyteorder("<")
+    def open(
+        cls,
+        folder: str | Path,
+        split: Split = "train",
+        *,
+        cache: Cache | None = None,
+        verify: bool = False,
+        index: Index | None = None,
+    ) -> TokenShards:
+        """Map the files of a split, which a URL needs a cache for; sizes are checked now (not with a known `index`),
+        contents by `verify` or, shard by shard, when they are first read."""
+        place = Remote(url=str(folder).rstrip("/")) if is_url(str(folder)) else Path(folder)
+        known = index is not None
+        index = index or (Index.read(place) if isinstance(place, Path) else Index.fetch(place))
         shards = index.splits[split]
+        files = ShardFiles(place, index, split, cache=cache, verify=verify)
+        if not known:
+            files.check_sizes()
         return cls(
-            folder=folder,
+            folder=place,
             index=index,
             split=split,
-            ids=tuple(_mapped(folder / shard.file, dtype, shard.tokens) for shard in shards),
-            offsets=tuple(_mapped(folder / shard.offsets_file, _OFFSET, shard.documents + 1) for shard in shards),
+            files=files,
             starts=np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64),
             first_documents=np.cumsum([0, *(shard.documents for shard in shards)], dtype=np.int64),
+            cache=cache,
+            verified=verify,
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Opened anew where it is unpickled: a memory map would travel as its bytes."""
+        return _reopen, (str(self.folder), self.split, self.cache, self.verified, self.index)
 
     @property
     def num_tokens(self) -> int:
@@ -117,28 +158,60 @@ class TokenShards:
         return int(self.first_documents[-1])
 
     @property
+    def num_shards(self) -> int:
+        return len(self.starts) - 1
+
+    @cached_property
+    def has_answers(self) -> bool:
+        """Whether a mask says which tokens are to be learnt."""
+        return any(shard.answers_sha256 for shard in self.index.splits[self.split])
+
+    @property
     def tokenizer_folder(self) -> Path:
-        return self.folder / "tokenizer"
+        """On this machine: that of a store is fetched."""
+        if isinstance(self.folder, Path):
+            return self.folder / "tokenizer"
+        assert self.cache is not None
+        return fetched_tokenizer(self.folder, self.cache, self.index.tokenizer_sha256)
 
     def document(self, number: int) -> np.ndarray:
         """Ids of one document, its end of text included."""
+        return self._of_document(number, self.files.ids)
+
+    def document_answers(self, number: int) -> np.ndarray:
+        """Which tokens of a document are to be learnt, bool."""
+        return self._of_document(number, self.files.answers).astype(bool)
+
+    def _of_document(self, number: int, values: Callable[[int], np.ndarray]) -> np.ndarray:
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents}")
         shard = int(np.searchsorted(self.first_documents, number, side="right")) - 1
         local = number - int(self.first_documents[shard])
-        first, last = (int(offset) for offset in self.offsets[shard][local : local + 2])
-        return self.ids[shard][first:last]
+        first, last = (int(offset) for offset in self.files.offsets(shard)[local : local + 2])
+        return values(shard)[first:last]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` ids from position `start` of the row, across shards; fewer at its end."""
-        parts = [self.ids[shard][first:last] for shard, first, last in self._within(start, count)]
-        return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+        """`count` ids from position `start` of the row, across shards, int64; fewer at its end."""
+        parts = [self._checked(shard, first, last) for shard, first, last in self._within(start, count)]
+        return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
+
+    def _checked(self, shard: int, first: int, last: int) -> np.ndarray:
+        """Ids that the model has a row for: on a GPU, one beyond would end the whole process without a name."""
+        ids = self.files.ids(shard)[first:last]
+        if int(ids.max()) >= self.index.vocab:
+            raise _beyond(self.files.name(shard), self.index.vocab)
+        return ids
+
+    def read_answers(self, start: int, count: int) -> np.ndarray:
+        """Whether the tokens that `read` gives are to be learnt, bool."""
+        parts = [self.files.answers(shard)[first:last] for shard, first, last in self._within(start, count)]
+        return np.concatenate(parts).astype(bool) if parts else np.empty(0, bool)
 
     def document_starts(self, start: int, count: int) -> np.ndarray:
         """Positions in `start … start + count` at which a document starts."""
         found = []
         for shard, first, last in self._within(start, count):
-            documents = self.offsets[shard][:-1]
+            documents = self.files.offsets(shard)[:-1]
             low, high = (int(np.searchsorted(documents, np.uint64(edge))) for edge in (first, last))
             found.append(documents[low:high].astype(np.int64) + self.starts[shard])
         return np.concatenate(found) if found else np.empty(0, np.int64)
@@ -154,28 +227,19 @@ class TokenShards:
             start, shard = limit, shard + 1
         return pieces
 
-    def verify(self) -> None:
+    def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Read everything and compare with the checksums of the index; the first bad file is named."""
-        _check(self.tokenizer_folder / "tokenizer.json", self.index.tokenizer_sha256)
-        for shard, ids in zip(self.index.splits[self.split], self.ids, strict=True):
-            _check(self.folder / shard.file, shard.sha256)
-            _check(self.folder / shard.offsets_file, shard.offsets_sha256)
-            if int(ids.max()) >= self.index.vocab:
-                raise BadData(f"{self.folder / shard.file} holds ids beyond {self.index.vocab}; prepare the data again")
+        check_sum(self.tokenizer_folder / "tokenizer.json", self.index.tokenizer_sha256)
+        for shard in range(self.num_shards):
+            self.files.verify(shard)
+            if int(self.files.ids(shard).max()) >= self.index.vocab:
+                raise _beyond(self.files.name(shard), self.index.vocab)
+            progress(int(self.starts[shard + 1]), self.num_tokens)
 
 
-def _mapped(path: Path, dtype: Any, count: int) -> np.ndarray:
-    if not path.is_file():
-        raise BadData(f"{path} is missing; prepare the data again")
-    size = path.stat().st_size
-    if size != count * dtype.itemsize:
-        raise BadData(f"{path} has {size} bytes instead of {count * dtype.itemsize}; prepare the data again")
-    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+def _beyond(name: str, vocab: int) -> BadData:
+    return BadData(f"{name} holds ids beyond its vocabulary of {vocab}, so it is corrupt; prepare the data again")
 
 
-def _check(path: Path, sha256: str) -> None:
-    if not path.is_file():
-        raise BadData(f"{path} is missing; prepare the data again")
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise BadData(f"{path} is corrupt (its checksum differs from the index); prepare the data again")
+def _reopen(folder: str, split: Split, cache: Cache | None, verify: bool, index: Index) -> TokenShards:
+    return TokenShards.open(folder, split, cache=cache, verify=verify, index=index)

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from armillary.errors import BadData
 from armillary.training.data.corpus import Corpus
-from armillary.training.data.readers import Document, Skipped
+from armillary.training.data.document import Document, Skipped
 
 Progress = Callable[[int, int, str], None]
 """called with (done, total, what): bytes of text, and the stage in a few words"""
@@ -28,6 +28,8 @@ class Survey:
     """texts that are not blank"""
     text_bytes: int
     """their size in UTF-8"""
+    num_tokenised: int
+    """documents that came as token ids"""
     skipped: tuple[Skipped, ...]
     """files left out"""
     sample: tuple[str, ...]
@@ -38,34 +40,44 @@ class Survey:
     """of the hash"""
 
     def is_held_out(self, document: Document) -> bool:
-        return text_hash(document.text, self.seed) < self.held_out_below
+        return content_hash(document.content, self.seed) < self.held_out_below
 
 
 def text_hash(text: str, seed: int) -> int:
+    return content_hash(text.encode(), seed)
+
+
+def content_hash(content: bytes, seed: int) -> int:
     """64 bits that depend on the text and the seed only: copies of a document always land in the same split."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8, key=seed.to_bytes(8, "big")).digest(), "big")
+    return int.from_bytes(blake2b(content, digest_size=8, key=seed.to_bytes(8, "big")).digest(), "big")
 
 
 def survey(corpus: Corpus, *, held_out: float, seed: int, sample_bytes: int, progress: Progress) -> Survey:
     """Read the corpus once. A corpus without a single document is an error."""
     skipped: list[Skipped] = []
     sample = Sample(sample_bytes)
-    count, size, total = 0, 0, corpus.num_bytes
+    count, size, tokenised, total = 0, 0, 0, corpus.num_bytes
     lowest, highest = _TOP, -1
     for item in corpus.documents():
         if isinstance(item, Skipped):
             skipped.append(item)
             continue
-        number, length = text_hash(item.text, seed), len(item.text.encode())
+        content = item.content
+        number, length = content_hash(content, seed), len(content)
         lowest, highest = min(lowest, number), max(highest, number)
-        sample.add(_TOP - number, item.text, length)  # from the other end than what is held out
-        count, size = count + 1, size + length
+        if item.ids:
+            tokenised += 1
+        else:
+            sample.add(_TOP - number, item.text, length)  # from the other end than what is held out
+            size += length
+        count += 1
         progress(min(size, total), total, "reading")
     if not count:
         raise BadData(f"{corpus.source} holds no text{_said(skipped)}; give other files")
     return Survey(
         num_documents=count,
         text_bytes=size,
+        num_tokenised=tokenised,
         skipped=tuple(skipped),
         sample=sample.texts(),
         held_out_below=_held_out_below(held_out, lowest, highest),

@@ -6,7 +6,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadData, BadInput
-from armillary.training.data.batches import IGNORED, Batch, Batches, validation_batches, windows
+from armillary.training.data.batch import IGNORED, Batch
+from armillary.training.data.batches import Batches
+from armillary.training.data.rows import StreamRows
+from armillary.training.data.shards import TokenShards
+from armillary.training.data.validation import HeldOut, Validation
+
+
+def windows(shards: TokenShards, numbers: np.ndarray, sequence: int) -> Batch:
+    return StreamRows(shards=shards, sequence=sequence).make(numbers)
+
+
+def held_out(shards: TokenShards, sequence: int) -> Validation:
+    return Validation(parts=(HeldOut(shards=shards, sequence=sequence),), counts=(1,))
+
 
 DOCUMENTS = [[5, 6, 0], [7, 0], [8, 9, 10, 11, 12, 0]]
 
@@ -59,7 +72,7 @@ lists = st.lists(st.lists(st.integers(1, 99), max_size=9).map(lambda ids: [*ids,
 @settings(deadline=None, max_examples=40)
 @given(documents=lists, sequence=st.integers(1, 12), batch=st.integers(1, 4))
 def test_validation_counts_every_token_but_first_ones_once(make_shards, documents, sequence: int, batch: int) -> None:
-    seen = list(validation_batches(make_shards(documents), sequence, batch))
+    seen = list(held_out(make_shards(documents), sequence).batches(rows=batch))
     assert all(item.tokens_BT.shape == (batch, sequence) for item in seen)
     targets = [int(token) for item in seen for token in item.targets_BT.flat if token != IGNORED]
     assert targets == [token for ids in documents for token in ids[1:]]
@@ -67,13 +80,13 @@ def test_validation_counts_every_token_but_first_ones_once(make_shards, document
 
 def test_validation_in_order_with_padding(make_shards) -> None:
     shards = make_shards(DOCUMENTS)
-    first, second = validation_batches(shards, 4, 2)
+    first, second = held_out(shards, 4).batches(rows=2)
     assert first.tokens_BT.tolist() == [[5, 6, 0, 7], [0, 8, 9, 10]]
     assert second.tokens_BT.tolist() == [[11, 12, 0, 0], [0, 0, 0, 0]]
     assert second.targets_BT.tolist() == [[12, 0, IGNORED, IGNORED], [IGNORED] * 4]
     assert second.positions_BT[0].tolist() == [0, 1, 2, 0]
-    assert len(list(validation_batches(shards, 4, 2, limit=1))) == 1
-    halves = [list(validation_batches(shards, 4, 2, rank=rank, world=2))[1] for rank in (0, 1)]
+    assert len(list(held_out(shards, 4).batches(rows=2, limit=1))) == 1
+    halves = [list(held_out(shards, 4).batches(rows=2, rank=rank, world=2))[1] for rank in (0, 1)]
     assert np.concatenate([half.tokens_BT for half in halves]).tolist() == second.tokens_BT.tolist()
 
 
@@ -84,6 +97,6 @@ def test_what_does_not_fit(make_shards) -> None:
     with pytest.raises(BadInput, match="a batch of 4 rows does not divide among 3 ranks; use a multiple of 3"):
         Batches(shards=shards, sequence=2, batch=4).at(0, world=3)
     with pytest.raises(BadInput, match="does not divide among 3 ranks"):
-        next(validation_batches(shards, 2, 4, world=3))
+        next(held_out(shards, 2).batches(rows=4, world=3))
     with pytest.raises(BadInput, match="sequence 0 and batch 4 must be at least 1"):
         Batches(shards=shards, sequence=0, batch=4)

@@ -4,10 +4,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.training.data.order import permuted, sample_ids
+from armillary.training.data.order import ids_at, permuted, shard_order
 
 sizes = st.integers(1, 700)
 seeds = st.integers(0, 2**63 - 1)
+
+
+def sample_ids(seed: int, step: int, batch: int, size: int) -> np.ndarray:
+    """The samples of a step, all in one shard."""
+    return ids_at(seed, np.arange(step * batch, (step + 1) * batch), np.array([0, size]))
 
 
 @settings(deadline=None)
@@ -91,3 +96,31 @@ def test_the_order_never_changes_between_versions() -> None:
     """A resumed run must see the data a fresh one would: these numbers are part of the format."""
     assert list(sample_ids(0, 0, 8, 1000)) == [317, 804, 676, 126, 370, 440, 341, 47]
     assert list(sample_ids(7, 123, 4, 10**9)) == [743108556, 332085869, 745510634, 708562107]
+
+
+shard_sizes = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
+
+
+@settings(deadline=None)
+@given(sizes=shard_sizes, mix=st.integers(0, 13), seed=seeds, epoch=st.integers(0, 1000))
+def test_groups_of_shards_make_an_epoch_too(sizes: list[int], mix: int, seed: int, epoch: int) -> None:
+    edges = np.concatenate([[0], np.cumsum(sizes)])
+    total = int(edges[-1])
+    ids = ids_at(seed, np.arange(epoch * total, (epoch + 1) * total), edges, mix=mix)
+    assert sorted(ids) == list(range(total))
+    if 0 < mix < len(sizes):  # a group is finished before the next one begins
+        order = shard_order(len(sizes), seed=seed, epoch=epoch)
+        place = {int(shard): number // mix for number, shard in enumerate(order)}
+        groups = [place[int(np.searchsorted(edges, sample, side="right")) - 1] for sample in ids]
+        assert groups == sorted(groups)
+    one = np.array([ids_at(seed, np.array([p]), edges, mix=mix)[0] for p in range(epoch * total, epoch * total + 5)])
+    assert one.tolist() == ids[:5].tolist() or total < 5
+
+
+def test_groups_are_mixed_inside_and_differ_between_epochs() -> None:
+    edges = np.arange(0, 801, 100)
+    first, second = (ids_at(3, np.arange(start, start + 800), edges, mix=2) for start in (0, 800))
+    assert len(set((first[:200] // 100).tolist())) == 2
+    assert len(set((first[:20] // 100).tolist())) == 2  # both shards of the group from the beginning
+    assert first.tolist() != second.tolist()
+    assert first[:200].tolist() != (first[200:400] - first[200] + first[0]).tolist()

@@ -1,6 +1,7 @@
 """Token shards on disk: what is written is read back, and damage is named."""
 
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -112,3 +113,62 @@ def test_a_damaged_index(make_shards, change: dict[str, object], why: str) -> No
     path.write_text("{")
     with pytest.raises(BadData, match=r"index.json is not readable JSON"):
         Index.read(path.parent)
+
+
+def _rewrite(path: Path, array: np.ndarray) -> None:
+    assert path.stat().st_size == array.nbytes
+    path.write_bytes(array.tobytes())
+
+
+@pytest.mark.parametrize("offsets", [[0, 9, 6, 21], [1, 4, 6, 21], [0, 4, 6, 20]])
+def test_offsets_out_of_order_are_found_when_first_read(make_shards, offsets: list[int]) -> None:
+    """Sizes are right, so only the content tells; a checksum is not needed for that."""
+    folder = make_shards(DOCUMENTS).folder
+    _rewrite(folder / "train/00000.idx", np.array(offsets, "<u8"))
+    shards = TokenShards.open(folder)
+    with pytest.raises(BadData, match=r"train/00000.idx is corrupt \(offsets out of order\); prepare the data again"):
+        shards.document_starts(0, 30)
+
+
+def test_ids_beyond_the_vocabulary_are_found_when_read(make_shards) -> None:
+    folder = make_shards(DOCUMENTS).folder
+    path = folder / "index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab": 34}))
+    shards = TokenShards.open(folder)
+    assert list(shards.read(0, 4)) == [5, 6, 7, 0]
+    with pytest.raises(BadData, match=r"train/00000.bin holds ids beyond its vocabulary of 34, so it is corrupt"):
+        shards.read(0, 30)
+
+
+def test_checksums_are_compared_when_first_read_on_request(make_shards) -> None:
+    folder = make_shards(DOCUMENTS).folder
+    data = bytearray((folder / "train/00001.bin").read_bytes())
+    data[0] ^= 1
+    (folder / "train/00001.bin").write_bytes(data)
+    TokenShards.open(folder).read(0, 99)  # a flipped bit that is a plausible id passes otherwise
+    shards = TokenShards.open(folder, verify=True)
+    assert list(shards.read(0, 4)) == [5, 6, 7, 0]  # the shard before it is sound
+    with pytest.raises(BadData, match=r"train/00001.bin is corrupt \(its checksum differs from the index\)"):
+        shards.read(0, 99)
+
+
+def test_a_pickle_opens_the_files_again_and_carries_no_ids(make_shards) -> None:
+    shards = make_shards([list(range(1, 60_000))], shard_tokens=10**6)
+    data = pickle.dumps(shards)
+    assert len(data) < 2000
+    assert list(pickle.loads(data).read(5, 3)) == [6, 7, 8]
+
+
+def test_a_shard_cut_short_while_it_is_read_is_named(make_shards) -> None:
+    """Reading a memory map beyond the end of its file would end the process by a signal."""
+    shards = make_shards(DOCUMENTS)
+    shards.read(0, 26)
+    path = shards.folder / "train/00001.bin"
+    data = path.read_bytes()
+    path.write_bytes(data[:2])
+    with pytest.raises(BadData, match=r"train/00001.bin has 2 bytes instead of 10; prepare the data again"):
+        shards.read(0, 26)
+    path.write_bytes(data)
+    assert list(shards.read(0, 26)) == ROW
+    path.unlink()  # still mapped
+    assert list(shards.read(0, 26)) == ROW

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadData
 from armillary.training.data.corpus import find_corpus
-from armillary.training.data.readers import Document
+from armillary.training.data.document import Document
 from armillary.training.data.survey import Sample, Survey, survey, text_hash
 
 

@@ -1,0 +1,64 @@
+"""A batch: rows of token ids with targets, positions and document numbers, as numpy arrays, and who gives batches.
+
+Names end in shapes: B rows of T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import numpy as np
+
+IGNORED = -100
+"""target of a position that has nothing to predict, as torch's cross entropy has it"""
+LAYOUT = {
+    "tokens_BT": np.dtype(np.int64),
+    "targets_BT": np.dtype(np.int64),
+    "positions_BT": np.dtype(np.int64),
+    "documents_BT": np.dtype(np.int32),
+}
+"""the arrays of a batch, in the order in which they lie in shared and in pinned memory"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """What one step reads."""
+
+    tokens_BT: np.ndarray
+    """ids, int64"""
+    targets_BT: np.ndarray
+    """the id that follows, int64; IGNORED after a document's end, in padding and where nothing is to be learnt"""
+    positions_BT: np.ndarray
+    """from 0 at each document start (and at the start of the row), int64"""
+    documents_BT: np.ndarray
+    """0, 1, 2 … along a row, int32: tokens attend within their own number; padding has the last one"""
+
+    @property
+    def num_targets(self) -> int:
+        """Positions that count in the loss."""
+        return int((self.targets_BT != IGNORED).sum())
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Some of the rows, as a micro-batch."""
+        return Batch(**{f.name: getattr(self, f.name)[start:stop] for f in fields(self)})
+
+
+class BatchSource(Protocol):
+    """What a trainer and its loader read from: token shards, blends of them, or conversations. It must pickle, because
+    worker processes read too, and be quick to unpickle: files are opened again, not carried."""
+
+    @property
+    def sequence(self) -> int:
+        """Tokens in a row (T)."""
+
+    @property
+    def batch(self) -> int:
+        """Rows of a step over all ranks (B)."""
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps after which everything was seen once."""
+
+    def at(self, step: int, *, rank: int = 0, world: int = 1) -> Batch:
+        """The rows of one rank at a step, batch / world of them: a pure function of its arguments and the seed."""

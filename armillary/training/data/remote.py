@@ -1,0 +1,123 @@
+"""A folder of any store that fsspec reaches: s3://, gs://, abfs://, hdfs://, https://, memory:// and so on.
+
+fsspec is imported only when a URL is used; what a store raises becomes one line that names the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from armillary.errors import ArmillaryError, BadData, MissingPart, missing
+
+_AT_ONCE = 16
+"""requests to a web server"""
+_PIECE = 1 << 22
+
+
+def is_url(text: str) -> bool:
+    return "://" in text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """A folder in a store."""
+
+    url: str
+    """without a slash at its end"""
+
+    def __str__(self) -> str:
+        return self.url
+
+    def address(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    def read(self, name: str) -> Iterator[bytes]:
+        """A file of the folder, piece by piece."""
+        with self._said(name):
+            system, path = self._system(name)
+            with system.open(path, "rb") as file:
+                while piece := file.read(_PIECE):
+                    yield piece
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None where the store does not tell."""
+        with self._said(name):
+            system, path = self._system(name)
+            size = system.info(path).get("size")
+            return None if size is None else int(size)
+
+    def facts(self, names: Sequence[str]) -> list[tuple[int, str]]:
+        """Size (0 where the store does not tell) and version of many files."""
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(lambda name: (self.size(name) or 0, self.version(name)), names))
+
+    def sizes(self, names: Sequence[str]) -> dict[str, int | None]:
+        """Bytes of many files, by one listing where the store has listings; one that is missing is named."""
+        if self.url.startswith(("http://", "https://")):
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                return dict(zip(names, pool.map(self.size, names), strict=True))
+        with self._said("."):
+            system, root = self._system("")
+            listed = system.find(root, detail=True).items()
+            found = {path.removeprefix(root).lstrip("/"): about["size"] for path, about in listed}
+        for name in names:
+            if name not in found:
+                raise _missing(self.address(name))
+        return {name: found[name] for name in names}
+
+    def version(self, name: str) -> str:
+        """A text that changes when the file does, as far as the store tells."""
+        with self._said(name):
+            system, path = self._system(name)
+            return str(system.ukey(path))
+
+    def exists(self, name: str) -> bool:
+        with self._said(name):
+            system, path = self._system(name)
+            return bool(system.exists(path))
+
+    def matching(self, pattern: str) -> list[str]:
+        """Names of files below the folder that match a pattern (`**` for all), sorted."""
+        with self._said(pattern):
+            system, root = self._system("")
+            root = root.rstrip("/")
+            found = system.find(root) if pattern == "**" else system.glob(f"{root}/{pattern}")
+            return sorted(path.removeprefix(root).lstrip("/") for path in map(str, found))
+
+    def _system(self, name: str) -> tuple[Any, str]:
+        try:
+            import fsspec
+        except ImportError:
+            raise missing("fsspec", f"reading {self.url}", "data") from None
+        return fsspec.core.url_to_fs(self.address(name) if name else self.url)
+
+    @contextmanager
+    def _said(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except ArmillaryError:
+            raise
+        except ImportError as error:  # fsspec knows the scheme, but its package is not there
+            raise MissingPart(f"reading {self.url} needs another package ({_one_line(error)})") from None
+        except Exception as error:  # every store has its own tree of errors
+            raise self._plain(error, name) from error
+
+    def _plain(self, error: BaseException, name: str) -> ArmillaryError:
+        """In one line. fsspec says "not found" of a web server that cannot be reached, too; the cause tells."""
+        cause = error.__cause__ or error
+        if isinstance(cause, FileNotFoundError) or getattr(cause, "status", 0) == 404:
+            return _missing(self.address(name))
+        why = f"{type(cause).__name__}: {_one_line(cause)}"
+        return ArmillaryError(f"cannot read {self.address(name)} ({why}); check the address and access")
+
+
+def _missing(address: str) -> BadData:
+    return BadData(f"{address} is missing; check the address, or upload it again")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
