@@ -124,7 +124,11 @@ def time_rivals(op: Op, case: Case, *, budget_s: float = BUDGET_S) -> Iterator[T
         if why:
             yield Trial(version=version.name, refused=why)
             continue
-        times = time_version(version.load(), op, sets, budget_s=budget_s, rest_s=_rest_s(op, case))
+        try:
+            times = time_version(version.load(), op, sets, budget_s=budget_s, rest_s=_rest_s(op, case))
+        except Exception as error:  # a rival's compiler may fail in its own way; it is timed beside, no more
+            yield Trial(version=version.name, refused=_failure(error))
+            continue
         yield Trial(version=version.name, forward_s=times.forward_s, backward_s=times.backward_s)
 
 
@@ -145,7 +149,7 @@ def _tried(
         # may itself be too large for the memory.
         if version.run is op.reference and not isinstance(error, torch.OutOfMemoryError):
             raise
-        return Trial(version=version.name, refused=f"failed: {type(error).__name__}: {_first_line(error)}")
+        return Trial(version=version.name, refused=_failure(error))
 
 
 def _rest_s(op: Op, case: Case) -> float:
@@ -218,8 +222,9 @@ def _reason(trial: Trial) -> str:
     return f"{trial.version}: {times}, off by {trial.error:.2g}"
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
+def _failure(error: Exception) -> str:
+    first_line = (str(error).strip().splitlines() or [""])[0][:200]
+    return f"failed: {type(error).__name__}: {first_line}"
 
 
 @cache

@@ -16,9 +16,11 @@ from torch import Tensor
 from armillary.kernels.cross_entropy import IGNORED
 from armillary.kernels.launch import as_rows, ceil_div, on, power_of_two
 
-_FORWARD, _FORWARD_ODD = (4096, 4, 3), (2048, 4, 1)
-_BACKWARD, _BACKWARD_ODD = (4096, 4), (2048, 2)
-"""numbers a program takes at a time, its warps, pieces loaded ahead; odd: rows that begin anywhere in 16 bytes"""
+_FORWARD = (4096, 4, 3)
+_BACKWARD, _BACKWARD_ODD = (4096, 4), (1024, 2)
+"""numbers a program takes at a time, its warps, pieces on their way at a time; odd: rows begin anywhere in a line"""
+_LINE: tl.constexpr = tl.constexpr(64)
+"""numbers that a piece begins at a multiple of: 128 bytes of a half format"""
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -46,12 +48,12 @@ def _cross_entropy(
     logits_MV = as_rows(logits)
     rows, vocab = logits_MV.shape
     aligned = _aligned(logits_MV)
-    widest, warps, stages = _FORWARD if aligned else _FORWARD_ODD
+    widest, warps, stages = _FORWARD
     with on(logits):
         _forward_kernel[(rows,)](
             logits_MV, targets.contiguous(), losses, kept, vocab, logits_MV.stride(0), ignore_index, smoothing, z_loss,
-            SMOOTH=smoothing != 0, ALIGNED=aligned, BLOCK=min(widest, power_of_two(vocab)), STAGES=stages,
-            num_warps=warps,
+            SMOOTH=smoothing != 0, ALIGNED=aligned, LANES=16 // logits.element_size(),
+            BLOCK=min(widest, max(_LINE.value, power_of_two(vocab))), STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return losses, kept
 
@@ -106,9 +108,9 @@ def _write_gradient(
     aligned = _aligned(logits_MV)
     widest, warps = _BACKWARD if aligned else _BACKWARD_ODD
     block = min(widest, power_of_two(vocab))
-    if not aligned and logits_MV.stride(0) != out_MV.stride(0):  # both must begin at the same place of 16 bytes
+    if not aligned and logits_MV.stride(0) != out_MV.stride(0):  # both must begin at the same place of a line
         logits_MV = logits_MV.contiguous()
-    pieces = ceil_div(vocab + (0 if aligned else 7), block)
+    pieces = ceil_div(vocab + (0 if aligned else _LINE.value - 1), block)
     with on(logits):
         _backward_kernel[(rows * pieces,)](
             logits_MV, targets.contiguous(), dloss.contiguous(), kept, out_MV, vocab, pieces, logits_MV.stride(0),
@@ -146,20 +148,41 @@ _cross_entropy.register_autograd(_gradients, setup_context=_keep)
 
 @triton.jit
 def _span(start, vocab, ALIGNED: tl.constexpr):
-    """A row from where whole 16 bytes begin: (that place, first and last + 1 of the row counted from it, and the end
-    rounded up to whole 16 bytes). Reading a few neighbours and leaving them out is quicker than reading one by one."""
+    """A row counted from where a line begins: (that place, the row's first, its last + 1, and that rounded up to whole
+    16 bytes). Reading a few neighbours and leaving them out is quicker than reading one by one."""
     if ALIGNED:
         return start, 0, vocab, vocab
-    begin = tl.multiple_of(start // 8 * 8, 8)
+    begin = tl.multiple_of(start // _LINE * _LINE, _LINE)
     first = (start - begin).to(tl.int32)
     last = first + vocab
     return begin, first, last, tl.multiple_of((last + 7) // 8 * 8, 8)
 
 
 @triton.jit
+def _more(x, largest, sums):
+    """The largest so far and the sum of exponentials under it, a pair for each row of `x` [groups, lanes]: a group is
+    one thread's, so that nobody waits."""
+    newer = tl.maximum(largest, tl.max(x, axis=1))
+    under = tl.where(newer == -float("inf"), 0.0, newer)  # so far nothing but minus infinity
+    scale = tl.exp2((largest - under) * _LOG2E)
+    return newer, sums * scale + tl.sum(tl.exp2((x - under[:, None]) * _LOG2E), axis=1)
+
+
+@triton.jit
+def _end(ptr, at, first, last, bound, largest, sums, plain, SMOOTH: tl.constexpr):
+    """As _more, for a piece that the row does not fill."""
+    inside = (at >= first) & (at < last)
+    x = tl.load(ptr + at, mask=at < bound, other=-float("inf")).to(tl.float32)
+    largest, sums = _more(tl.where(inside, x, -float("inf")), largest, sums)
+    if SMOOTH:
+        plain += tl.where(inside, x, 0.0)
+    return largest, sums, plain
+
+
+@triton.jit
 def _forward_kernel(
     logits_ptr, targets_ptr, losses_ptr, kept_ptr, vocab, stride, ignore_index, smoothing, z_loss,
-    SMOOTH: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    SMOOTH: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
@@ -167,31 +190,44 @@ def _forward_kernel(
         tl.store(losses_ptr + row, 0.0)
         return
     begin, first, last, bound = _span(row * stride, vocab, ALIGNED)
-    largest = -float("inf")
-    sums = tl.zeros([BLOCK], tl.float32)
-    plain = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, bound, BLOCK, num_stages=STAGES):
-        at = start + tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + begin + at, mask=at < bound, other=-float("inf")).to(tl.float32)
-        if not ALIGNED:
-            x = tl.where((at >= first) & (at < last), x, -float("inf"))
-        newer = tl.maximum(largest, tl.max(x))
-        under = tl.where(newer == -float("inf"), 0.0, newer)  # so far nothing but minus infinity
-        sums = sums * tl.exp2((largest - under) * _LOG2E) + tl.exp2((x - under) * _LOG2E)
-        largest = newer
+    ptr = logits_ptr + begin
+    GROUPS: tl.constexpr = BLOCK // LANES
+    at = (tl.arange(0, GROUPS) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
+    largest = tl.full([GROUPS], -float("inf"), tl.float32)
+    sums = tl.zeros([GROUPS], tl.float32)
+    plain = tl.zeros([GROUPS, LANES], tl.float32)
+    begun = 0
+    if not ALIGNED:
+        largest, sums, plain = _end(ptr, at, first, last, bound, largest, sums, plain, SMOOTH)
+        begun = BLOCK
+    whole = last // BLOCK * BLOCK
+    for start in tl.range(begun, whole, BLOCK, num_stages=STAGES):
+        x = tl.load(ptr + start + at).to(tl.float32)
+        largest, sums = _more(x, largest, sums)
         if SMOOTH:
-            plain += tl.where((at >= first) & (at < last), x, 0.0)
-    log_sum = tl.log(tl.sum(sums))
+            plain += x
+    if (whole < last) & (whole >= begun):
+        largest, sums, plain = _end(ptr, whole + at, first, last, bound, largest, sums, plain, SMOOTH)
+    top, sums = _joined(largest, sums)
+    log_sum = tl.log(sums)
     known = (target >= 0) & (target < vocab)
     x = tl.load(logits_ptr + row * stride + target, mask=known, other=float("nan")).to(tl.float32)
-    loss = (largest - x) + log_sum
+    loss = (top - x) + log_sum
     if SMOOTH:
-        loss = (1.0 - smoothing) * loss + smoothing * ((largest - tl.sum(plain) / vocab) + log_sum)
-    whole = largest + log_sum
-    loss += z_loss * whole * whole
+        loss = (1.0 - smoothing) * loss + smoothing * ((top - tl.sum(plain) / vocab) + log_sum)
+    lse = top + log_sum
+    loss += z_loss * lse * lse
     tl.store(losses_ptr + row, loss)
-    tl.store(kept_ptr + 2 * row, largest)
+    tl.store(kept_ptr + 2 * row, top)
     tl.store(kept_ptr + 2 * row + 1, log_sum)
+
+
+@triton.jit
+def _joined(largest, sums):
+    """Of all groups."""
+    top = tl.max(largest)
+    under = tl.where(top == -float("inf"), 0.0, top)
+    return top, tl.sum(sums * tl.exp2((largest - under) * _LOG2E))
 
 
 @triton.jit
@@ -203,21 +239,21 @@ def _backward_kernel(
     begin, first, last, bound = _span(row * stride, vocab, ALIGNED)
     start = (tl.program_id(0) % pieces) * BLOCK
     at = start + tl.arange(0, BLOCK)
-    inside = (at >= first) & (at < last)
     target = tl.load(targets_ptr + row)
-    dx = tl.zeros([BLOCK], tl.float32)
+    dx = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
     if target != ignore_index:
         dloss = tl.load(dloss_ptr + row)
         largest = tl.load(kept_ptr + 2 * row)
         log_sum = tl.load(kept_ptr + 2 * row + 1)
         x = tl.load(logits_ptr + begin + at, mask=at < bound, other=0.0).to(tl.float32)
-        share = tl.exp2(((x - largest) - log_sum) * _LOG2E) * (1.0 + 2.0 * z_loss * (largest + log_sum))
-        dx = dloss * (share - smoothing / vocab - tl.where(at == target + first, 1.0 - smoothing, 0.0))
+        share = tl.exp2(((x - largest) - log_sum) * _LOG2E) * (dloss * (1.0 + 2.0 * z_loss * (largest + log_sum)))
+        even = dloss * (smoothing / vocab)
+        dx = (share - tl.where(at == target + first, even + dloss * (1.0 - smoothing), even)).to(dx.dtype)
     if ALIGNED:
-        tl.store(out_ptr + row * out_stride + at, dx.to(out_ptr.dtype.element_ty), mask=at < vocab)
+        tl.store(out_ptr + row * out_stride + at, dx, mask=at < vocab)
     else:
         out = out_ptr + tl.multiple_of(row * out_stride - first, 8)
         if (start >= first) & (start + BLOCK <= last):
-            tl.store(out + at, dx.to(out_ptr.dtype.element_ty))
+            tl.store(out + at, dx)
         else:
-            tl.store(out + at, dx.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(out + at, dx, mask=(at >= first) & (at < last))

@@ -65,9 +65,9 @@ def quantised(x: Tensor, dtype: torch.dtype, scaling: str) -> tuple[Tensor, Tens
     amax = wide.abs().amax(1, keepdim=True) if scaling == "row" else wide.abs().amax()
     amax = amax.clamp(min=TINY)
     largest = torch.finfo(dtype).max
-    # a number over a tensor would be a product with its reciprocal, which rounds twice and turns ties
-    inverse = torch.full_like(amax, largest) / amax
-    return (wide * inverse).clamp(-largest, largest).to(dtype), amax / largest
+    # with a plain number on either side a GPU multiplies by a reciprocal, which rounds twice and turns ties
+    most = torch.full_like(amax, largest)
+    return (wide * (most / amax)).clamp(-largest, largest).to(dtype), amax / most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +136,6 @@ FP8_LINEAR = Op(
     cases={
         "8192³ row": Fp8Linear(tokens=8192, outputs=8192, inputs=8192),
         "8192³ tensor": Fp8Linear(tokens=8192, outputs=8192, inputs=8192, scaling="tensor"),
-        "llama-3-8b up": Fp8Linear(tokens=8192, outputs=28672, inputs=4096),
-        "llama-3-8b down": Fp8Linear(tokens=8192, outputs=4096, inputs=14336),
     },
     small=_small,
 )

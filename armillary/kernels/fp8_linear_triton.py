@@ -13,7 +13,7 @@ from torch import Tensor
 
 from armillary.errors import BadInput
 from armillary.kernels.fp8_linear import E4M3, E5M2, SCALINGS
-from armillary.kernels.fp8_product_triton import product
+from armillary.kernels.fp8_product_triton import multiplied
 from armillary.kernels.fp8_quantise_triton import amax_of, quantise, quantise_columns
 from armillary.kernels.launch import on
 
@@ -43,7 +43,7 @@ def _run(x: Tensor, weight: Tensor, scaling: str, *, library: bool) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, scaling: str, library: bool) -> Tensor:
     with on(x):
         operands = quantise(x, E4M3, scaling), quantise(weight, E4M3, scaling)
-        return _product(*operands, x.dtype, fast=True, library=library)
+        return multiplied(*operands, x.dtype, fast=True, library=library)
 
 
 @_linear.register_fake
@@ -64,10 +64,10 @@ def _gradients(
         amax = amax_of(dy, by_column=False) if scaling == "tensor" else None
         if grad_x:
             operands = quantise(dy, E5M2, scaling, amax), quantise_columns(weight, E4M3, scaling)
-            dx = _product(*operands, x.dtype, fast=False, library=library)
+            dx = multiplied(*operands, x.dtype, fast=False, library=library)
         if grad_w:
             operands = quantise_columns(dy, E5M2, scaling, amax), quantise_columns(x, E4M3, scaling)
-            dw = _product(*operands, weight.dtype, fast=False, library=library)
+            dw = multiplied(*operands, weight.dtype, fast=False, library=library)
     return dx, dw
 
 
@@ -91,15 +91,3 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 _linear.register_autograd(_backward, setup_context=_keep)
-
-
-def _product(
-    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool, library: bool = True
-) -> Tensor:
-    """a @ bᵀ of quantised rows; `fast` keeps partial sums in the tensor cores' own, shorter format."""
-    (a_q, a_scale), (b_q, b_scale) = a, b
-    if not library or not a_q.numel():
-        return product(a, b, dtype, fast=fast)
-    return torch._scaled_mm(
-        a_q, b_q.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=dtype, use_fast_accum=fast
-    )  # fmt: skip

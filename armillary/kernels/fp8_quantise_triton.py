@@ -18,39 +18,53 @@ from armillary.kernels.launch import ceil_div, power_of_two
 
 _ALIGN = 16
 _ROW_IN_REGISTERS = 16384
+_A_WARP = 512
+"""numbers of a row that a warp takes"""
+_CAST, _TURN = (16, 512, 8), (128, 64, 8)
+"""rows, columns and warps of a cast as it stands, and of a transposed one: 128 bytes and more are written in a row"""
 _TINY = tl.constexpr(TINY)
 
 
-def quantise(
-    x: Tensor, dtype: torch.dtype, scaling: str, amax: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def quantise(x: Tensor, dtype: torch.dtype, scaling: str, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """fp8 rows [M, K'] and scales [M, 1], or one scale [] (from `amax` where known); K' is K padded with zeros."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    (M, K), padded = x.shape, ceil_div(x.shape[1], _ALIGN) * _ALIGN
-    q = torch.empty(M, padded, dtype=dtype, device=x.device)
-    largest = torch.finfo(dtype).max
-    if scaling == "tensor":
-        amax = amax_of(x, by_column=False) if amax is None else amax
-        return q, _cast_tiles(x, q, amax, largest, padded, transpose=False)
-    scale = torch.empty(M, 1, dtype=torch.float32, device=x.device)
+    if scaling == "row":
+        return quantise_rows(x, dtype)
+    x, q = _unit_stride(x), _room(len(x), x.shape[1], x, dtype)
+    amax = amax_of(x, by_column=False) if amax is None else amax
+    return q, _cast_tiles(x, q, amax, torch.finfo(dtype).max, q.shape[1], transpose=False)
+
+
+def quantise_rows(
+    x: Tensor, dtype: torch.dtype, norm: Tensor | None = None, gated: bool = False, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """The same by rows, of an RMS norm of x, of SwiGLU over its alternating gate and up, or of x itself."""
+    x, (M, K) = _unit_stride(x), (len(x), x.shape[1] // 2 if gated else x.shape[1])
+    q, scale = _room(M, K, x, dtype), torch.empty(M, 1, dtype=torch.float32, device=x.device)
     if q.numel():
-        block = min(power_of_two(padded), _ROW_IN_REGISTERS)
+        block = min(power_of_two(q.shape[1]), _ROW_IN_REGISTERS)
         row_kernel[(M,)](
-            x, q, scale, K, padded, x.stride(0), LARGEST=largest, ONE=padded <= block, BLOCK=block,
-            num_warps=max(1, min(16, block // 512)),
+            x, norm, q, scale, K, q.shape[1], x.stride(0), eps, NORM=norm is not None, GATED=gated,
+            LARGEST=torch.finfo(dtype).max, ONE=q.shape[1] <= block, BLOCK=block,
+            num_warps=max(1, min(16, block // _A_WARP)),
         )  # fmt: skip
     return q, scale
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _room(rows: int, columns: int, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(rows, ceil_div(columns, _ALIGN) * _ALIGN, dtype=dtype, device=x.device)
 
 
 def quantise_columns(
     x: Tensor, dtype: torch.dtype, scaling: str, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The same of xᵀ: fp8 [K, M'] and scales [K, 1] or []."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    padded = ceil_div(len(x), _ALIGN) * _ALIGN
-    q = torch.empty(x.shape[1], padded, dtype=dtype, device=x.device)
+    x, q = _unit_stride(x), _room(x.shape[1], len(x), x, dtype)
     amax = amax_of(x, by_column=scaling == "row") if amax is None else amax
-    scale = _cast_tiles(x, q, amax, torch.finfo(dtype).max, padded, transpose=True)
+    scale = _cast_tiles(x, q, amax, torch.finfo(dtype).max, q.shape[1], transpose=True)
     return q, scale if scaling == "tensor" else scale[:, None]
 
 
@@ -58,12 +72,12 @@ def _cast_tiles(x: Tensor, q: Tensor, amax: Tensor, largest: float, padded: int,
     """Fills q from x and its largest values, one for all or one a column; returns the scales."""
     (M, K), scale = x.shape, torch.empty_like(amax)
     rows, columns = (padded, K) if transpose else (M, padded)
-    block_m, block_k = (128, 64) if transpose else (16, 512)  # 128 bytes and more are written in a row
+    block_m, block_k, warps = _TURN if transpose else _CAST
     if not q.numel():
         return scale.fill_(TINY / largest)
-    cast_kernel[(ceil_div(rows, block_m), ceil_div(columns, block_k))](
+    cast_kernel[(ceil_div(rows, block_m) * ceil_div(columns, block_k),)](
         x, q, amax, scale, M, K, padded, x.stride(0), LARGEST=largest, TRANSPOSE=transpose, BY_COLUMN=amax.dim() == 1,
-        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=8,
+        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
     return scale
 
@@ -95,27 +109,54 @@ def _cast(x, amax, dtype: tl.constexpr, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def _values(x_ptr, norm_ptr, first, K, inverse, NORM: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """A stretch of a row as its producer has it, rounded to x's own format."""
+    at = first + tl.arange(0, BLOCK)
+    if GATED:
+        both = 2 * first + tl.arange(0, 2 * BLOCK)
+        pairs = tl.load(x_ptr + both, mask=both < 2 * K, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(pairs, (BLOCK, 2)))
+        x = gate * tl.sigmoid(gate) * up
+    else:
+        x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+    if NORM:
+        x = x * inverse * tl.load(norm_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+    return x.to(x_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _inverse(x_ptr, K, eps, BLOCK: tl.constexpr):
+    """1 / √(mean x² + eps) of a row."""
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, K, BLOCK):
+        x = _values(x_ptr, x_ptr, first, K, 1.0, False, False, BLOCK)
+        squares += x * x
+    return tl.rsqrt(tl.sum(squares, 0) / K + eps)
+
+
+@triton.jit
 def row_kernel(
-    x_ptr, q_ptr, scale_ptr, K, padded, stride, LARGEST: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """A program a row: amax, scale and cast; a row that fits registers is read once."""
+    x_ptr, norm_ptr, q_ptr, scale_ptr, K, padded, stride, eps,
+    NORM: tl.constexpr, GATED: tl.constexpr, LARGEST: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program a row: producer, amax, scale and cast; a row that fits registers is read once."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride
     q_ptr += row * padded
     at = tl.arange(0, BLOCK)
+    inverse = _inverse(x_ptr, K, eps, BLOCK) if NORM else 1.0
     if ONE:
-        x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+        x = _values(x_ptr, norm_ptr, 0, K, inverse, NORM, GATED, BLOCK)
         top = tl.maximum(tl.max(tl.abs(x), 0), _TINY)
         tl.store(q_ptr + at, _cast(x, top, q_ptr.dtype.element_ty, LARGEST), mask=at < padded)
     else:
         amax = tl.zeros((BLOCK,), tl.float32)
-        for begin in range(0, K, BLOCK):
-            x = tl.load(x_ptr + begin + at, mask=begin + at < K, other=0.0).to(tl.float32)
-            amax = tl.maximum(amax, tl.abs(x))
+        for first in range(0, K, BLOCK):
+            amax = tl.maximum(amax, tl.abs(_values(x_ptr, norm_ptr, first, K, inverse, NORM, GATED, BLOCK)))
         top = tl.maximum(tl.max(amax, 0), _TINY)
-        for begin in range(0, padded, BLOCK):
-            x = tl.load(x_ptr + begin + at, mask=begin + at < K, other=0.0).to(tl.float32)
-            tl.store(q_ptr + begin + at, _cast(x, top, q_ptr.dtype.element_ty, LARGEST), mask=begin + at < padded)
+        for first in range(0, padded, BLOCK):
+            x = _values(x_ptr, norm_ptr, first, K, inverse, NORM, GATED, BLOCK)
+            tl.store(q_ptr + first + at, _cast(x, top, q_ptr.dtype.element_ty, LARGEST), mask=first + at < padded)
     tl.store(scale_ptr + row, _scale(top, LARGEST))
 
 
@@ -144,19 +185,22 @@ def cast_kernel(
     LARGEST: tl.constexpr, TRANSPOSE: tl.constexpr, BY_COLUMN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile whose largest values are known, as it stands or transposed; beyond x there are zeros."""
-    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    """A tile whose largest values are known, as it stands or transposed; beyond x there are zeros. The last tiles come
+    first: `amax_kernel` left them in the cache."""
+    across = tl.cdiv(K if TRANSPOSE else padded, BLOCK_K)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    m = (tile // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tile % across * BLOCK_K + tl.arange(0, BLOCK_K)
     x = tl.load(x_ptr + m[:, None] * stride + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
     x = x.to(tl.float32)
     if BY_COLUMN:
         top = tl.maximum(tl.load(amax_ptr + k, mask=k < K, other=1.0), _TINY)
-        if tl.program_id(0) == 0:
+        if tile < across:
             tl.store(scale_ptr + k, _scale(top, LARGEST), mask=k < K)
         q = _cast(x, top[None, :], q_ptr.dtype.element_ty, LARGEST)
     else:
         top = tl.maximum(tl.load(amax_ptr), _TINY)
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        if tile == 0:
             tl.store(scale_ptr, _scale(top, LARGEST))
         q = _cast(x, top, q_ptr.dtype.element_ty, LARGEST)
     if TRANSPOSE:

@@ -52,14 +52,37 @@ def _activate_backward(dy: Tensor, x: Tensor, activation: str, gated: bool) -> T
     if count:
         with on(x):
             _backward_kernel[(ceil_div(count, _BLOCK),)](
-                dy.contiguous(), x.contiguous(), dx, count, ACT=activation, GATED=gated, BLOCK=_BLOCK, num_warps=_WARPS
-            )
+                dy.contiguous(), x.contiguous(), dx, dx, count, ACT=activation, GATED=gated, AGAIN=False, BLOCK=_BLOCK,
+                num_warps=_WARPS,
+            )  # fmt: skip
     return dx
 
 
 @_activate_backward.register_fake
 def _empty_backward(dy: Tensor, x: Tensor, activation: str, gated: bool) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(
+    "armillary::activate_backward_again", mutates_args=(),
+    schema="(Tensor dy, Tensor x, str activation, bool gated) -> (Tensor, Tensor)",
+)  # fmt: skip
+def _activate_backward_again(dy: Tensor, x: Tensor, activation: str, gated: bool) -> tuple[Tensor, Tensor]:
+    """The gradient, and the activation itself made again on the way: for those who did not keep it."""
+    dx, y = _empty_backward_again(dy, x, activation, gated)
+    count = dy.numel()
+    if count:
+        with on(x):
+            _backward_kernel[(ceil_div(count, _BLOCK),)](
+                dy.contiguous(), x.contiguous(), dx, y, count, ACT=activation, GATED=gated, AGAIN=True, BLOCK=_BLOCK,
+                num_warps=_WARPS,
+            )  # fmt: skip
+    return dx, y
+
+
+@_activate_backward_again.register_fake
+def _empty_backward_again(dy: Tensor, x: Tensor, activation: str, gated: bool) -> tuple[Tensor, Tensor]:
+    return _empty_backward(dy, x, activation, gated), _empty_activate(x, activation, gated)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -106,7 +129,10 @@ def _forward_kernel(x_ptr, y_ptr, count, ACT: tl.constexpr, GATED: tl.constexpr,
 
 
 @triton.jit
-def _backward_kernel(dy_ptr, x_ptr, dx_ptr, count, ACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def _backward_kernel(
+    dy_ptr, x_ptr, dx_ptr, y_ptr, count, ACT: tl.constexpr, GATED: tl.constexpr, AGAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     FAST: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = start + tl.arange(0, BLOCK)
@@ -119,14 +145,18 @@ def _backward_kernel(dy_ptr, x_ptr, dx_ptr, count, ACT: tl.constexpr, GATED: tl.
             held = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
             dgate = tl.where(gate <= _LIMIT, dy * (held + 1.0) * (s + _ALPHA * low * s * (1.0 - s)), 0.0)
             dup = tl.where((up >= -_LIMIT) & (up <= _LIMIT), dy * low * s, 0.0)
+            y = (held + 1.0) * low * s
         else:
             y, slope = act_and_slope(gate, ACT, FAST)
             dgate = dy * up * slope
             dup = dy * y
+            y *= up
         both = tl.reshape(tl.join(dgate, dup), [2 * BLOCK])
         to = 2 * start + tl.arange(0, 2 * BLOCK)
         tl.store(dx_ptr + to, both.to(dx_ptr.dtype.element_ty), mask=to < 2 * count)
     else:
         x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
-        _, slope = act_and_slope(x, ACT, FAST)
+        y, slope = act_and_slope(x, ACT, FAST)
         tl.store(dx_ptr + at, (dy * slope).to(dx_ptr.dtype.element_ty), mask=at < count)
+    if AGAIN:
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,19 @@ INTERPRETED_PROGRAMS = 3
 """a grid for the interpreter on a CPU: more than one, so that sums over programs are tested"""
 
 
+def is_bare(x: Tensor) -> bool:
+    """Whether kernels may be launched past torch's dispatcher, which takes longer on the host than the launch does:
+    nothing wants gradients, traces, records, or stands in for real tensors."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    return type(x) is Tensor and not torch._C._len_torch_dispatch_stack() and not torch.autograd._profiler_enabled()
+
+
 def on(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device: make it the tensor's."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def num_programs(x: Tensor, per_multiprocessor: int) -> int:
@@ -37,6 +48,17 @@ def fitting_stages(x: Tensor, bytes_a_stage: int, stages: int) -> int:
 @cache
 def _shared_bytes(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 49152))
+
+
+@cache
+def can_start_early(device: torch.device) -> bool:
+    """Whether a kernel may be set up while the one ahead still runs (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def early_launch(early: bool) -> dict[str, Any]:
+    """The launch option for it; such a kernel waits (`gdc_wait`) before it reads what the one ahead writes."""
+    return {"launch_pdl": True} if early else {}
 
 
 def power_of_two(count: int) -> int:

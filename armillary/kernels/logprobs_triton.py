@@ -1,4 +1,5 @@
-"""Log-probabilities in four launches: sums and maxima of pieces, of rows, the candidates, their order.
+"""Log-probabilities in four launches: sums and maxima of pieces, of rows, the candidates, their order; the likeliest
+token alone takes two.
 
 As in sampling, the n-th largest of many group maxima bounds the n likeliest tokens from below, and few others reach it.
 A token is ranked by an integer that holds its logit's bits and, below them, its number counted from the end, so that
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from armillary.kernels.launch import ceil_div, on, power_of_two
+from armillary.kernels.launch import ceil_div, is_bare, on, power_of_two
 
 _BLOCK, _GROUPS, _CAPACITY, _BISECTIONS = 2048, 4096, 512, 20
 _LEAST: tl.constexpr = tl.constexpr(-(2**63))
@@ -34,25 +35,32 @@ def _value(rank):
 
 
 @triton.jit
-def _pieces(logits, tops, sums, group_tops, V: tl.constexpr, BLOCK: tl.constexpr, IN_BLOCK: tl.constexpr):
-    """Program (row, piece)."""
+def _pieces(
+    logits, tops, sums, group_tops, bests,
+    V: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, IN_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row, piece): its largest logit, the sum of exponentials, and what the likeliest are found by: the
+    largest logit of each group, or the largest rank where one is asked for."""
     b, piece, pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     token = piece * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + b.to(tl.int64) * V + token, mask=token < V, other=float("-inf")).to(tl.float32)
     groups = tl.max(tl.reshape(tl.where(x == x, x, float("-inf")), [IN_BLOCK, BLOCK // IN_BLOCK]), 1)
     top = tl.max(groups, 0)
-    tl.store(group_tops + (b * pieces + piece) * IN_BLOCK + tl.arange(0, IN_BLOCK), groups)
+    if N > 1:
+        tl.store(group_tops + (b * pieces + piece) * IN_BLOCK + tl.arange(0, IN_BLOCK), groups)
+    if N == 1:
+        tl.store(bests + b * pieces + piece, tl.max(tl.where(token < V, _ranks(x, token), _LEAST), 0))
     tl.store(tops + b * pieces + piece, top)
     tl.store(sums + b * pieces + piece, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))
 
 
 @triton.jit
 def _rows(
-    logits, tokens, tops, sums, group_tops, normalizers, bounds, arrived, chosen,
+    logits, tokens, tops, sums, group_tops, bests, normalizers, bounds, arrived, chosen, values, ids,
     V: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, GROUPS: tl.constexpr,
     GROUPS_PAD: tl.constexpr, BISECTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): its normaliser, the chosen token, and a logit that N groups reach."""
+    """Program (row): its normaliser, the chosen token, and the likeliest or a logit that N groups reach."""
     b = tl.program_id(0)
     piece, group = tl.arange(0, PIECES_PAD), tl.arange(0, GROUPS_PAD)
     each = tl.load(tops + b * PIECES + piece, mask=piece < PIECES, other=float("-inf"))
@@ -64,7 +72,11 @@ def _rows(
     token = tl.load(tokens + b)
     x = tl.load(logits + b.to(tl.int64) * V + tl.maximum(token, 0)).to(tl.float32)
     tl.store(chosen + b, tl.where(token < 0, float("nan"), x - normalizer))
-    if N > 0:
+    if N == 1:
+        best = tl.max(tl.load(bests + b * PIECES + piece, mask=piece < PIECES, other=_LEAST), 0)
+        tl.store(values + b, _value(best) - normalizer)
+        tl.store(ids + b, 0x7FFFFFFF - (best & 0x7FFFFFFF))
+    if N > 1:
         groups = tl.load(group_tops + b * GROUPS + group, mask=group < GROUPS, other=float("-inf"))
         finite = tl.sum((groups > float("-inf")).to(tl.int32), 0)
         low = tl.min(tl.where(groups > float("-inf"), groups, top), 0)
@@ -122,11 +134,10 @@ def _order(
 
 def logprobs(logits_BV: Tensor, tokens_B: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """See `armillary.kernels.logprobs.logprobs`."""
-    return _logprobs(logits_BV, tokens_B, num_top)
+    return (_launched if is_bare(logits_BV) else _logprobs)(logits_BV, tokens_B, num_top)
 
 
-@torch.library.custom_op("armillary::logprobs", mutates_args=())
-def _logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+def _launched(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     batch, vocab = logits.shape
     num_top = min(num_top, vocab)
     logits, pieces = logits.contiguous(), ceil_div(vocab, _BLOCK)
@@ -140,20 +151,26 @@ def _logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Ten
     in_block = max(1, min(_BLOCK, _GROUPS // power_of_two(pieces)))
     groups = pieces * in_block
     tops, sums, group_tops = (new(torch.float32, batch, count) for count in (pieces, pieces, groups))
+    bests = new(torch.int64, batch, pieces)
     normalizers, bounds, arrived = new(torch.float32, batch), new(torch.float32, batch), new(torch.int32, batch)
     found = new(torch.int64, batch, _CAPACITY)
     with on(logits):
-        _pieces[(batch, pieces)](logits, tops, sums, group_tops, V=vocab, BLOCK=_BLOCK, IN_BLOCK=in_block)
+        _pieces[(batch, pieces)](
+            logits, tops, sums, group_tops, bests, V=vocab, N=num_top, BLOCK=_BLOCK, IN_BLOCK=in_block
+        )
         _rows[(batch,)](
-            logits, tokens, tops, sums, group_tops, normalizers, bounds, arrived, out[0], V=vocab, N=num_top,
+            logits, tokens, tops, sums, group_tops, bests, normalizers, bounds, arrived, *out, V=vocab, N=num_top,
             PIECES=pieces, PIECES_PAD=power_of_two(pieces), GROUPS=groups, GROUPS_PAD=power_of_two(groups),
             BISECTIONS=_BISECTIONS,
         )  # fmt: skip
-        if num_top:
+        if num_top > 1:
             _collect[(batch, pieces)](logits, bounds, arrived, found, V=vocab, BLOCK=_BLOCK, CAPACITY=_CAPACITY)
             _order[(batch,)](logits, normalizers, arrived, found, *out[1:], V=vocab, N=num_top, CAPACITY=_CAPACITY,
                              num_warps=1)  # fmt: skip
     return out
+
+
+_logprobs = torch.library.custom_op("armillary::logprobs", _launched, mutates_args=())
 
 
 @_logprobs.register_fake

@@ -23,6 +23,16 @@ def _triton(device: str) -> str | None:
     return _cuda(device)
 
 
+@cache
+def interpreted() -> bool:
+    """Whether Triton runs its kernels on the CPU, as the tests have it; never a reason to choose one."""
+    if find_spec("triton") is None:
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
 def _cuda(device: str) -> str | None:
     return None if device == "cuda" else "runs on a GPU only"
 

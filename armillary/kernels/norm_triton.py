@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.column_sums_triton import column_sums
-from armillary.kernels.launch import as_rows, ceil_div, fitting_stages, num_programs, on, power_of_two
+from armillary.kernels.launch import as_rows, can_start_early, ceil_div, fitting_stages, num_programs, on
 from armillary.kernels.norm_rows_triton import backward_kernel, forward_kernel
+from armillary.kernels.norm_shape import backward_shape, forward_shape
 from armillary.kernels.norm_wide_triton import backward_wide_kernel, forward_wide_kernel, weights_wide_kernel
 
 WIDEST_FORWARD, WIDEST_BACKWARD, WIDEST_TWO_SUMS = 32768, 16384, 12288
@@ -32,7 +33,7 @@ def norm(
 def norm_pairs(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms", plus_one: bool = False
 ) -> Tensor:
-    """The same with other launch shapes, two rows at a time in the backward: better for some widths and devices."""
+    """The same with other launch shapes: better for some widths and devices."""
     return _norm(x, None, weight, bias, eps, kind == "rms", plus_one, True)[0]
 
 
@@ -94,18 +95,18 @@ def _norm(
         if columns > WIDEST_FORWARD:
             forward_wide_kernel[(rows,)](*arguments, **flags, BLOCK=_PIECE, num_warps=8)
         else:
-            first, second = tiles(columns)
-            held, warps, per_multiprocessor, stages = _forward_shape(
-                first + second, pairs, centred=not rms and residual is None
-            )
+            shape = forward_shape(columns, x.element_size(), pairs, centred=not rms, residual=residual is not None)
+            pieces = ceil_div(columns, shape.width)
             arrays = 1 + (residual is not None) + (weight is not None) + (bias is not None)
-            stages = fitting_stages(x, arrays * held * (first + second) * x.element_size(), stages)
-            programs = ceil_div(rows, held)
-            if per_multiprocessor:
-                programs = min(programs, num_programs(x, per_multiprocessor))
+            stage_bytes = arrays * shape.held * pieces * shape.width * x.element_size()
+            programs = ceil_div(rows, shape.held)
+            if shape.programs:
+                programs = min(programs, num_programs(x, shape.programs))
             forward_kernel[(programs,)](
-                *arguments, **flags, FIRST=first, SECOND=second, HELD=held, STAGES=stages, num_warps=warps
-            )
+                *arguments, **flags, PIECES=pieces, WIDTH=shape.width, HELD=shape.held,
+                STAGES=fitting_stages(x, stage_bytes, shape.stages),
+                MASKED=bool(columns % shape.width or rows % shape.held), num_warps=shape.warps,
+            )  # fmt: skip
     return y, summed, mean, rstd
 
 
@@ -145,25 +146,23 @@ def _norm_backward(
     if columns > (WIDEST_TWO_SUMS if weight is not None and bias else WIDEST_BACKWARD):
         _wide_backward(dy_MN, dsummed_MN, x_MN, weight, mean, rstd, dx, dw, db, strides, flags)
         return dx, dw, db
-    first, second = tiles(columns)
-    held, warps, per_multiprocessor, stages = _backward_shape(
-        first + second, weight is not None or bias, pairs, residual=dsummed is not None
-    )
-    arrays = held * (2 + (dsummed is not None)) + (weight is not None)
-    stages = fitting_stages(x, arrays * (first + second) * x.element_size(), stages)
-    programs = min(num_programs(x, per_multiprocessor), ceil_div(rows, held))
-    dw_PN, db_PN = (
-        x.new_empty(programs if there else 0, columns, dtype=torch.float32) for there in (weight is not None, bias)
-    )
+    sums = [out for out, there in ((dw, weight is not None), (db, bias)) if there]
+    shape = backward_shape(columns, x.element_size(), pairs, sums=len(sums), residual=dsummed is not None)
+    pieces = ceil_div(columns, shape.width)
+    column_bytes = shape.held * (2 + (dsummed is not None)) * x.element_size()
+    if weight is not None and not shape.ahead:
+        column_bytes += weight.element_size()
+    stages = fitting_stages(x, pieces * shape.width * column_bytes, shape.stages)
+    programs = min(num_programs(x, shape.programs), ceil_div(rows, shape.held))
+    parts = x.new_empty(len(sums), programs, columns, dtype=torch.float32)
     with on(x):
         backward_kernel[(programs,)](
-            dy_MN, dsummed_MN, x_MN, weight, mean, rstd, dx, dw_PN, db_PN, rows, columns, *strides, **flags,
-            FIRST=first, SECOND=second, HELD=held, STAGES=stages, num_warps=warps,
+            dy_MN, dsummed_MN, x_MN, weight, mean, rstd, dx, parts, rows, columns, *strides, **flags, PIECES=pieces,
+            WIDTH=shape.width, HELD=shape.held, STAGES=stages, MASKED=bool(columns % shape.width or rows % shape.held),
+            AHEAD=shape.ahead, EARLY=bool(sums) and can_start_early(x.device), num_warps=shape.warps,
         )  # fmt: skip
-    if weight is not None:
-        column_sums(dw_PN, dw)
-    if bias:
-        column_sums(db_PN, db)
+    if sums:
+        column_sums(parts, *sums)
     return dx, dw, db
 
 
@@ -216,37 +215,3 @@ def _wide_backward(
                 dy_MN, x_MN, mean, rstd, dw, db, rows, columns, strides[0], strides[2], RMS=flags["RMS"],
                 WEIGHT=flags["WEIGHT"], BIAS=flags["BIAS"], ROWS=64, BLOCK=64, num_warps=4,
             )  # fmt: skip
-
-
-# --- launch shapes, found on an H200
-
-
-def tiles(columns: int) -> tuple[int, int]:
-    """Powers of two that hold a row together: 12,288 -> (8,192, 4,096), 4,096 -> (4,096, 0)."""
-    whole = power_of_two(columns)
-    rest = power_of_two(columns - whole // 2)
-    return (whole // 2, rest) if whole > 1024 and rest < whole // 2 else (whole, 0)
-
-
-def _forward_shape(held_columns: int, pairs: bool, *, centred: bool) -> tuple[int, int, int, int]:
-    """Rows a program holds, warps, programs a multiprocessor (0: one for every block of rows), rows loaded ahead."""
-    if centred and 8192 < held_columns < 16384:  # two sums to wait for in each row
-        return 1, 8, 2, 2
-    if (held_columns in (4096, 8192)) != pairs and 4096 <= held_columns <= 8192:  # two rows share the weight they read
-        return 2, power_of_two(held_columns) // 512, 0, 1
-    held = max(1, 2048 // held_columns)
-    return held, min(16, max(4, power_of_two(held_columns * held) // 1024)), 0, 1
-
-
-def _backward_shape(held_columns: int, sums: bool, pairs: bool, *, residual: bool) -> tuple[int, int, int, int]:
-    """Rows a program holds at a time, warps, programs a multiprocessor, rows loaded ahead. Where there are no `sums` to
-    write at the end, more programs cost nothing."""
-    if pairs:
-        return 2, 8 if held_columns <= 6144 else 16, 1, 3
-    if held_columns <= 512:
-        return max(1, 8192 // held_columns), 16, 1, 3
-    if held_columns <= 6144:
-        return max(1, 2048 // held_columns), 8, *((1, 5) if sums else (2, 3))
-    if held_columns <= 8192:
-        return 1, 8, 1, 3
-    return (1, 16 if residual else 8, 1, 2) if held_columns < 16384 else (1, 32, 1, 1)

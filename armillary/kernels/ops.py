@@ -18,6 +18,7 @@ OPS: dict[str, str] = {
     "attention": "attention:ATTENTION",
     "small_linear": "small_linear:SMALL_LINEAR",
     "fp8_linear": "fp8_linear:FP8_LINEAR",
+    "fp8_matmul": "fp8_matmul:FP8_MATMUL",
     "paged_attention": "paged_attention:PAGED_ATTENTION",
     "qkv_cache": "qkv_cache:QKV_CACHE",
     "sample": "sampling:SAMPLE",

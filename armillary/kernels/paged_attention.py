@@ -7,6 +7,7 @@ page dim may be strided (pages of several layers may lie together).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,41 +15,66 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.kernels.dtype import DTYPES, widen
+from armillary.kernels.dtype import widen
 from armillary.kernels.op import Case, Ceiling, Late, Op, Version, Work
 
 # T packed tokens, B sequences, P pages of the longest, N query heads, K KV heads, D head dim, S keys
 
 
-def paged_attention(
-    q_TND: Tensor,
-    cache: Tensor,
-    tables_BP: Tensor,
-    starts: Tensor,
-    lengths_B: Tensor,
-    scale: float,
-    max_query: int,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_N: Tensor | None = None,
-    slopes_N: Tensor | None = None,
-    scales_2K: Tensor | None = None,
-) -> Tensor:
-    """out [T, N, D]. Sequence b owns queries starts[b] … starts[b+1] (starts has B+1 entries) and the first
-    lengths[b] keys of its pages tables[b]; its queries are the last tokens of it, each sees the keys up to its own.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PagedBatch:
+    """The sequences of a step. All of it is on the device, so that one CUDA graph serves any lengths and tables."""
 
-    `max_query` is at least the most queries of a sequence; a CUDA graph is captured for one value of it. Sequences
-    without queries are skipped; queries of sequences of length 0, and tokens behind the last sequence, give zeros.
-    `scales_2K` multiplies keys and values of a quantised cache.
-    """
+    tables_BP: Tensor
+    """pages of each sequence, int32"""
+    starts: Tensor
+    """sequence b owns queries starts[b] … starts[b + 1], int32 [B + 1]; none: it is passed over"""
+    lengths_B: Tensor
+    """keys of each sequence, int32; its queries are the last tokens of it. 0: its queries give zeros"""
+    max_query: int
+    """at least the most queries of a sequence; a CUDA graph is captured for one value of it"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PagedOptions:
+    """What a layer asks of attention, the same in every step."""
+
+    scale: float
+    """of the scores"""
+    window: int | None = None
+    """keys a query sees, itself included; all before it unless given"""
+    softcap: float | None = None
+    """soft cap of the scores"""
+    sinks_N: Tensor | None = None
+    """a logit a head that yields nothing"""
+    slopes_N: Tensor | None = None
+    """ALiBi"""
+    scales_2K: Tensor | None = None
+    """what keys and values of a quantised cache are multiplied by"""
+
+
+def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
+    """out [T, N, D]: each query sees the keys of its sequence up to its own. Tokens behind the last sequence give
+    zeros."""
+    return _by_sequence(q_TND, cache, batch, options, _explicit)
+
+
+def by_sdpa(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
+    """A sequence at a time through torch's attention: the quicker one on a CPU."""
+    fancy = options.softcap is not None or options.sinks_N is not None or options.slopes_N is not None
+    return _by_sequence(q_TND, cache, batch, options, _explicit if fancy else _sdpa)
+
+
+def _by_sequence(
+    q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions, attend: Callable[..., Tensor]
+) -> Tensor:
     out = torch.zeros_like(q_TND)
-    bounds, lengths = starts.tolist(), lengths_B.tolist()
-    for b, length in enumerate(lengths):
+    bounds = batch.starts.tolist()
+    for b, length in enumerate(batch.lengths_B.tolist()):
         queries = slice(bounds[b], bounds[b + 1])
-        if bounds[b] == bounds[b + 1] or not length:
-            continue
-        k_SKD, v_SKD = gather(cache, tables_BP[b], length, scales_2K, q_TND.dtype)
-        out[queries] = _explicit(q_TND[queries], k_SKD, v_SKD, scale, window, softcap, sinks_N, slopes_N)
+        if bounds[b] < bounds[b + 1] and length:
+            k_SKD, v_SKD = gather(cache, batch.tables_BP[b], length, options.scales_2K, q_TND.dtype)
+            out[queries] = attend(q_TND[queries], k_SKD, v_SKD, options)
     return out
 
 
@@ -63,25 +89,30 @@ def gather(
     return both[0], both[1]
 
 
-def _explicit(
-    q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float, window: int | None, softcap: float | None,
-    sinks_N: Tensor | None, slopes_N: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _explicit(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: PagedOptions) -> Tensor:
     group = q_TND.shape[1] // k_SKD.shape[1]
     k_SND, v_SND = k_SKD.repeat_interleave(group, dim=1), v_SKD.repeat_interleave(group, dim=1)
-    scores = torch.einsum("tnd,snd->nts", widen(q_TND), widen(k_SND)) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.einsum("tnd,snd->nts", widen(q_TND), widen(k_SND)) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     distance_TS = _distance(q_TND.shape[0], k_SKD.shape[0], q_TND.device)
-    if slopes_N is not None:
-        scores = scores - widen(slopes_N)[:, None, None] * distance_TS
-    hidden = distance_TS < 0 if window is None else (distance_TS < 0) | (distance_TS >= window)
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks_N is not None:
-        sink = sinks_N.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+    if options.slopes_N is not None:
+        scores = scores - widen(options.slopes_N)[:, None, None] * distance_TS
+    scores = scores.masked_fill(~_seen(distance_TS, options.window), -torch.inf)
+    if options.sinks_N is not None:
+        sink = options.sinks_N.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
         scores = torch.cat((scores, sink), dim=-1)
     weights = scores.softmax(dim=-1)[..., : k_SKD.shape[0]]
     return torch.einsum("nts,snd->tnd", weights, widen(v_SND)).to(q_TND.dtype)
+
+
+def _sdpa(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: PagedOptions) -> Tensor:
+    mask = None
+    if options.window is not None or q_TND.shape[0] > 1:
+        mask = _seen(_distance(q_TND.shape[0], k_SKD.shape[0], q_TND.device), options.window)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_TND, k_SKD, v_SKD))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
 
 
 def _distance(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -90,42 +121,8 @@ def _distance(queries: int, keys: int, device: torch.device) -> Tensor:
     return position_T[:, None] - torch.arange(keys, device=device)[None]
 
 
-def by_sdpa(
-    q_TND: Tensor,
-    cache: Tensor,
-    tables_BP: Tensor,
-    starts: Tensor,
-    lengths_B: Tensor,
-    scale: float,
-    max_query: int,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_N: Tensor | None = None,
-    slopes_N: Tensor | None = None,
-    scales_2K: Tensor | None = None,
-) -> Tensor:
-    """A sequence at a time through torch's attention: the quicker one on a CPU."""
-    if softcap is not None or sinks_N is not None or slopes_N is not None:
-        return paged_attention(q_TND, cache, tables_BP, starts, lengths_B, scale, max_query, window, softcap, sinks_N,
-                               slopes_N, scales_2K)  # fmt: skip
-    out = torch.zeros_like(q_TND)
-    bounds, lengths = starts.tolist(), lengths_B.tolist()
-    for b, length in enumerate(lengths):
-        queries = slice(bounds[b], bounds[b + 1])
-        if bounds[b] == bounds[b + 1] or not length:
-            continue
-        k_SKD, v_SKD = gather(cache, tables_BP[b], length, scales_2K, q_TND.dtype)
-        out[queries] = _sdpa(q_TND[queries], k_SKD, v_SKD, scale, window)
-    return out
-
-
-def _sdpa(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float, window: int | None) -> Tensor:
-    mask = None
-    if window is not None or q_TND.shape[0] > 1:
-        distance_TS = _distance(q_TND.shape[0], k_SKD.shape[0], q_TND.device)
-        mask = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
-    q, k, v = (x.transpose(0, 1)[None] for x in (q_TND, k_SKD, v_SKD))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+def _seen(distance_TS: Tensor, window: int | None) -> Tensor:
+    return distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +153,12 @@ class PagedCase(Case):
     """attention sinks"""
     slopes: bool = False
     """ALiBi"""
+    cache: str = ""
+    """'fp8': keys and values in E4M3 with a scale a head; as the queries unless given"""
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.cache == "fp8" else self.torch_dtype
 
     def lengths(self) -> list[int]:
         if not self.ragged:
@@ -169,38 +172,40 @@ def _inputs(case: PagedCase, generator: torch.Generator) -> tuple[Any, ...]:
     device = generator.device
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device).to(DTYPES[case.dtype])
+        return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
 
     per_row = -(-case.context // case.page)
     order = torch.randperm(case.batch * per_row, generator=generator, device=device, dtype=torch.int32)
-    cache = torch.empty(case.batch * per_row, 2, case.kv_heads, case.page, case.head_dim, dtype=DTYPES[case.dtype],
-                        device=device)  # fmt: skip
+    shape = (case.batch * per_row, 2, case.kv_heads, case.page, case.head_dim)
+    cache = torch.empty(shape, dtype=case.cache_dtype, device=device)
     for chunk in cache.split(max(1, (1 << 28) // cache[0].numel())):  # in pieces: randn is drawn in fp32
         chunk.copy_(normal(*chunk.shape))
-    return (
-        normal(case.batch * case.queries, case.heads, case.head_dim),
-        cache,
-        order.view(case.batch, per_row),
-        torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.queries,
-        torch.tensor(case.lengths(), dtype=torch.int32, device=device),
-        case.head_dim**-0.5,
-        case.queries,
-        case.window or None,
-        case.softcap or None,
-        normal(case.heads).float() if case.sinks else None,
-        2.0 ** -torch.arange(1, case.heads + 1, device=device) if case.slopes else None,
+    batch = PagedBatch(
+        tables_BP=order.view(case.batch, per_row),
+        starts=torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.queries,
+        lengths_B=torch.tensor(case.lengths(), dtype=torch.int32, device=device),
+        max_query=case.queries,
     )
+    options = PagedOptions(
+        scale=case.head_dim**-0.5,
+        window=case.window or None,
+        softcap=case.softcap or None,
+        sinks_N=normal(case.heads).float() if case.sinks else None,
+        slopes_N=2.0 ** -torch.arange(1, case.heads + 1, device=device) if case.slopes else None,
+        scales_2K=normal(2, case.kv_heads).float().abs() + 0.5 if case.cache else None,
+    )
+    return normal(case.batch * case.queries, case.heads, case.head_dim), cache, batch, options
 
 
 def _work(case: PagedCase) -> Work:
     """Keys and values read once a sequence; flops of the visible pairs."""
-    size = DTYPES[case.dtype].itemsize
+    size, kv_size = case.torch_dtype.itemsize, case.cache_dtype.itemsize
     pairs = keys = 0
     for length in case.lengths():
         reach = min(length, case.window + case.queries - 1) if case.window else length
         keys += reach
         pairs += case.queries * reach - case.queries * (case.queries - 1) // 2
-    moved = size * case.head_dim * (2 * case.kv_heads * keys + 2 * case.batch * case.queries * case.heads)
+    moved = 2 * case.head_dim * (kv_size * case.kv_heads * keys + size * case.batch * case.queries * case.heads)
     ceiling: Ceiling = "read" if case.queries * case.heads // case.kv_heads <= 64 else "gemm"
     return Work(flops=4.0 * case.heads * case.head_dim * pairs, bytes=float(moved), ceiling=ceiling)
 
@@ -227,8 +232,6 @@ PAGED_ATTENTION = Op(
     versions=(
         Version(name="triton", run=Late("armillary.kernels.paged_attention_triton", "paged_attention"),
                 refuses=refuses, needs=("triton",)),
-        Version(name="triton flat", run=Late("armillary.kernels.paged_attention_triton", "paged_attention_flat"),
-                refuses=refuses, needs=("triton",)),
         Version(name="sdpa", run=by_sdpa),
     ),
     inputs=_inputs,
@@ -238,6 +241,8 @@ PAGED_ATTENTION = Op(
         "decode 256 × 1k": PagedCase(batch=256, context=1024),
         "decode 256 × 1k, 2 KV heads": PagedCase(batch=256, context=1024, heads=16, kv_heads=2),
         "decode 256 × 128 to 1k": PagedCase(batch=256, context=1024, heads=16, ragged=True),
+        "decode 256 × 2k, group 2, pages of 64": PagedCase(batch=256, context=2048, heads=16, page=64),
+        "decode 256 × 1k, fp8 cache": PagedCase(batch=256, context=1024, cache="fp8"),
         "decode 256 × 4k ragged": PagedCase(batch=256, context=4096, ragged=True),
         "decode 256 × 8k, group 8": PagedCase(batch=256, context=8192, heads=64),
         "decode 1 × 32k": PagedCase(batch=1, context=32768),

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from armillary.kernels.launch import ceil_div, num_programs, on, power_of_two
+from armillary.kernels.launch import ceil_div, is_bare, num_programs, on, power_of_two
+from armillary.kernels.paged_attention import PagedBatch, PagedOptions
 from armillary.kernels.paged_decode import combine, decode
-from armillary.kernels.paged_decode_flat import decode_flat
 from armillary.kernels.paged_prefill import prefill
 
 _TILE_BYTES = 16384
 """of the keys of a tile: with three stages of keys and values two programs fit a multiprocessor"""
 _MAX_DECODE_ROWS = 64
 """(query, head) pairs that the split kernel takes as one product"""
-_COMBINE_ELEMENTS, _COMBINE_PROGRAMS = 8192, 8
-"""numbers that a program adds up at a time; programs that share the rows of a product"""
+_COMBINE_ELEMENTS = 8192
+"""numbers that a program of the second launch adds up at a time"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,46 +42,15 @@ class Tiling:
     """of the split kernel, on a multiprocessor"""
 
 
-def paged_attention(
-    q_TND: Tensor,
-    cache: Tensor,
-    tables_BP: Tensor,
-    starts: Tensor,
-    lengths_B: Tensor,
-    scale: float,
-    max_query: int,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_N: Tensor | None = None,
-    slopes_N: Tensor | None = None,
-    scales_2K: Tensor | None = None,
-) -> Tensor:
+def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
     """See `armillary.kernels.paged_attention.paged_attention`."""
-    return _paged_attention(q_TND, cache, tables_BP, starts, lengths_B, sinks_N, slopes_N, scales_2K, scale, max_query,
-                            window or 0, softcap or 0.0, False)  # fmt: skip
+    return (_launched if is_bare(q_TND) else _paged_attention)(
+        q_TND, cache, batch.tables_BP, batch.starts, batch.lengths_B, options.sinks_N, options.slopes_N,
+        options.scales_2K, options.scale, batch.max_query, options.window or 0, options.softcap or 0.0,
+    )  # fmt: skip
 
 
-def paged_attention_flat(
-    q_TND: Tensor,
-    cache: Tensor,
-    tables_BP: Tensor,
-    starts: Tensor,
-    lengths_B: Tensor,
-    scale: float,
-    max_query: int,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_N: Tensor | None = None,
-    slopes_N: Tensor | None = None,
-    scales_2K: Tensor | None = None,
-) -> Tensor:
-    """The same with one loop over the tiles of all sequences."""
-    return _paged_attention(q_TND, cache, tables_BP, starts, lengths_B, sinks_N, slopes_N, scales_2K, scale, max_query,
-                            window or 0, softcap or 0.0, True)  # fmt: skip
-
-
-@torch.library.custom_op("armillary::paged_attention", mutates_args=())
-def _paged_attention(
+def _launched(
     q: Tensor,
     cache: Tensor,
     tables: Tensor,
@@ -94,7 +63,6 @@ def _paged_attention(
     max_query: int,
     window: int,
     softcap: float,
-    flat: bool,
 ) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_rows, heads = tables.shape[0], cache.shape[2]
@@ -104,7 +72,7 @@ def _paged_attention(
     group = q.shape[1] // heads
     pointers = [q, cache, tables, starts, lengths, *(q if x is None else x for x in (sinks, slopes, scales)), out]
     strides = (q.stride(0), *cache.stride()[:4], tables.stride(0))
-    split = split_tiling(num_rows * heads, group, max_query, q.shape[2], cache.dtype)
+    split = split_tiling(group, max_query, q.shape[2], cache.dtype)
     shape = {
         "WINDOW": window, "QUERIES": split.queries, "ROWS": _padded(num_rows), "HEADS": heads,
         "GROUP": group, "D": q.shape[2], "D_PAD": max(16, power_of_two(q.shape[2])), "PAGE": cache.shape[3],
@@ -112,14 +80,17 @@ def _paged_attention(
         "HAS_SCALES": scales is not None, "PRECISION": "tf32x3",  # for fp32: three products that keep its precision
     }  # fmt: skip
     with on(q):
-        _launch_split(decode_flat if flat else decode, pointers, strides, shape, split, scale, softcap, num_rows)
+        _launch_split(pointers, strides, shape, split, scale, softcap, num_rows)
         if max_query > split.queries:
             _launch_prefill(pointers, strides, shape, cache.dtype, scale, softcap, num_rows)
     return out
 
 
+_paged_attention = torch.library.custom_op("armillary::paged_attention", _launched, mutates_args=())
+
+
 @_paged_attention.register_fake
-def _(q, cache, tables, starts, lengths, sinks, slopes, scales, scale, max_query, window, softcap, flat):
+def _(q, cache, tables, starts, lengths, sinks, slopes, scales, scale, max_query, window, softcap):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
@@ -128,14 +99,19 @@ def _padded(rows: int) -> int:
     return 32 if rows <= 32 else max(256, power_of_two(rows))
 
 
-def split_tiling(rows: int, group: int, max_query: int, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """All sequences, where the queries of any of them fit one product; else those of a token or two. `rows` counts
-    (sequence, KV head) pairs: where they are few and long, two warps a program read faster than four."""
+def split_tiling(group: int, max_query: int, head_dim: int, dtype: torch.dtype) -> Tiling:
+    """All sequences, where the queries of any of them fit one product; else those of a token or two."""
     queries = max_query if group * max_query <= _MAX_DECODE_ROWS else max(1, 16 // group)
     m, width = max(16, power_of_two(group * queries)), max(16, power_of_two(head_dim)) * dtype.itemsize
-    narrow = rows <= 32 and m == 16 and width <= 256
     n = max(16, min(128, _TILE_BYTES // width))
-    return Tiling(queries=queries, m=m, n=n, warps=2 if narrow else 4, stages=3, workers=2)
+    return Tiling(queries=queries, m=m, n=n, warps=4, stages=3, workers=2)
+
+
+def combine_tiling(pairs: int, workers: int, rows: int, width: int) -> tuple[int, int]:
+    """Rows and partial results that a program of the second launch adds up at a time. A (sequence, KV head) pair is
+    shared by two or three workers where pairs are many, so that few programs do; by many where they are few."""
+    parts = max(4, min(64, power_of_two(workers // pairs + 2)))
+    return min(power_of_two(rows), max(1, _COMBINE_ELEMENTS // (parts * width))), parts
 
 
 def prefill_tiling(group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
@@ -147,22 +123,22 @@ def prefill_tiling(group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     return Tiling(queries=0, m=max(128, least), n=64, warps=8, stages=3 if width <= 128 else 2)
 
 
-def _launch_split(kernel, pointers, strides, shape, tiling, scale, softcap, num_rows):
+def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
     q, *_, sinks, _, scales, out = pointers
     workers, width = num_programs(q, tiling.workers), shape["D_PAD"]
     partial = torch.empty(2 * workers * tiling.m * width, dtype=torch.float32, device=q.device)
     peaks = torch.empty(2 * workers * 2 * tiling.m, dtype=torch.float32, device=q.device)
     shared = torch.empty(5 * workers, dtype=torch.int32, device=q.device)
-    kernel[(workers,)](
+    decode[(workers,)](
         *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0], *strides, **shape,
         M=tiling.m, N=tiling.n, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     rows = shape["GROUP"] * tiling.queries
-    at_once = power_of_two(ceil_div(rows, _COMBINE_PROGRAMS))
+    at_once, parts = combine_tiling(num_rows * shape["HEADS"], workers, rows, width)
     names = ("HEADS", "GROUP", "D", "D_PAD", "HAS_SINKS", "HAS_SCALES")
     combine[(workers, ceil_div(rows, at_once))](
         partial, peaks, shared, sinks, scales, out, **{name: shape[name] for name in names}, M=tiling.m, R=at_once,
-        PARTS=max(2, min(64, _COMBINE_ELEMENTS // (at_once * width))), num_warps=4,
+        PARTS=parts, num_warps=4,
     )  # fmt: skip
 
 

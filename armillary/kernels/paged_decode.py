@@ -2,8 +2,9 @@
 
 Work is the list of all (sequence, KV head, key tile), in that order; worker w takes tiles [w·per, (w+1)·per) whatever
 the lengths are, so every multiprocessor reads the same number of bytes and the grid never depends on what is on the
-device. Where a (sequence, head) is shared by several workers, each leaves a partial softmax; `combine` adds those up in
-a fixed order. The query heads of a KV head (and its few queries) are the rows of one product.
+device. A worker goes over its tiles in one loop, so that loads of the next sequence begin while the last tiles of the
+one before are worked on. Where a (sequence, head) is shared by several workers, each leaves a partial softmax, and
+`combine` adds them up in a fixed order. Query heads of a KV head (and its few queries) are the rows of one product.
 """
 
 from __future__ import annotations
@@ -11,48 +12,56 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from armillary.kernels.paged_softmax import absorbed, finished, pages_of, places_of, scores_of
 
-@triton.jit
-def softcapped(scores, cap):
-    """cap · tanh(scores / cap), by an exponential that cannot overflow."""
-    grown = tl.exp(-2.0 * tl.abs(scores) / cap)
-    size = cap * (1.0 - grown) / (1.0 + grown)
-    return tl.where(scores < 0, -size, tl.where(scores == scores, size, scores))
+# M rows (query, head of the group), N keys of a tile, D head dim
 
 
 @triton.jit
-def _plan(starts, lengths, num_rows, N: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr):
-    """Key tiles of every row (0 for rows of other kernels, 1 at least), and their running sum."""
+def _row(starts, lengths, b, num_rows, QUERIES: tl.constexpr):
+    """First query, number of queries and keys of row b; none where it is not for this kernel."""
+    there = b < num_rows
+    begin = tl.load(starts + b, mask=there, other=0)
+    count = tl.load(starts + b + 1, mask=there, other=0) - begin
+    mine = (count > 0) & (count <= QUERIES)
+    return begin, tl.where(mine, count, 0), tl.where(mine, tl.load(lengths + b, mask=there, other=0), 0)
+
+
+@triton.jit
+def _lowest(count, length, WINDOW: tl.constexpr):
+    """The first key that any query of a row sees."""
+    return tl.maximum(length - count - WINDOW + 1, 0) if WINDOW > 0 else 0 * length
+
+
+@triton.jit
+def _first_tile(count, length, N: tl.constexpr, WINDOW: tl.constexpr):
+    return _lowest(count, length, WINDOW) // N
+
+
+@triton.jit
+def _nothing(M: tl.constexpr, N: tl.constexpr, D_PAD: tl.constexpr):
+    """Largest scores, weights by place in a tile (added up at the end of a row) and weighted values of no keys."""
+    top = tl.full([M], float("-inf"), tl.float32)
+    return top, tl.zeros([M, N], tl.float32), tl.zeros([M, D_PAD], tl.float32)
+
+
+@triton.jit
+def _start(starts, lengths, num_rows, worker, num_workers, N: tl.constexpr, WINDOW: tl.constexpr,
+           QUERIES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
+    """Where a worker begins and stops: tiles, and the row, head and tile of the first."""
     row = tl.arange(0, ROWS)
-    begin = tl.load(starts + row, mask=row < num_rows, other=0)
-    count = tl.load(starts + row + 1, mask=row < num_rows, other=0) - begin
-    length = tl.load(lengths + row, mask=row < num_rows, other=0)
-    first = tl.zeros_like(length)
-    if WINDOW > 0:
-        first = tl.maximum(length - count - WINDOW + 1, 0) // N
-    tiles = tl.maximum((length + N - 1) // N - first, 1)
-    tiles = tl.where((count > 0) & (count <= QUERIES), tiles, 0)
-    return row, tiles, tl.cumsum(tiles, 0)
-
-
-@triton.jit
-def _next(starts, b, QUERIES: tl.constexpr):
-    """The first row from b on that this kernel works on; there is one."""
-    count = tl.load(starts + b + 1) - tl.load(starts + b)
-    while (count == 0) | (count > QUERIES):
-        b += 1
-        count = tl.load(starts + b + 1) - tl.load(starts + b)
-    return b
-
-
-@triton.jit
-def pages_of(table, tile, stop, length, N: tl.constexpr, PAGE: tl.constexpr):
-    """Pages of a tile's keys: one number where a tile never crosses a page, else one a key."""
-    if PAGE % N == 0:
-        return tl.load(table + tile * N // PAGE, mask=tile < stop, other=0).to(tl.int64)
-    else:
-        key = tile * N + tl.arange(0, N)
-        return tl.load(table + key // PAGE, mask=(key < length) & (tile < stop), other=0).to(tl.int64)
+    _, count, length = _row(starts, lengths, row, num_rows, QUERIES)
+    first = _first_tile(count, length, N, WINDOW)
+    tiles = tl.where(row < num_rows, tl.maximum((length + N - 1) // N - first, 1), 0)
+    upto = tl.cumsum(tiles, 0)
+    total = tl.max(upto, 0) * HEADS
+    per = tl.maximum((total + num_workers - 1) // num_workers, 1)
+    begin = worker * per
+    b = tl.sum((upto * HEADS <= begin).to(tl.int32), 0)
+    row_tiles = tl.maximum(tl.sum(tl.where(row == b, tiles, 0), 0), 1)
+    inside = begin - tl.sum(tl.where(row == b, upto - tiles, 0), 0) * HEADS
+    tile = tl.sum(tl.where(row == b, first, 0), 0) + inside % row_tiles
+    return per, begin, tl.minimum(begin + per, total), b, inside // row_tiles, tile
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -65,109 +74,79 @@ def decode(
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q, out [T, HEADS·GROUP, D]; rows of the product are (query, head of the group). A worker leaves at most two
-    partial results, of the first and the last (sequence, head) it works on; `shared` tells of one that begins here."""
+    """q, out [T, HEADS·GROUP, D]. A worker leaves at most two partial results, of the first and the last (sequence,
+    head) it works on; `shared` tells of one that begins here. To keep the loop free of searches every sequence has a
+    tile at least; that of one without queries for this kernel writes nothing."""
     LOG2E: tl.constexpr = 1.4426950408889634
     worker, num_workers = tl.program_id(0), tl.num_programs(0)
-    dim = tl.arange(0, D_PAD)
-    rows, tiles, upto = _plan(starts, lengths, num_rows, N, WINDOW, QUERIES, ROWS)
-    total_tiles = tl.max(upto, 0) * HEADS
-    per = tl.maximum((total_tiles + num_workers - 1) // num_workers, 1)
-    at_tile = worker * per
-    stop = tl.minimum(at_tile + per, total_tiles)
+    dim, m_row = tl.arange(0, D_PAD), tl.arange(0, M)
+    query, member = m_row // GROUP, m_row % GROUP
+    per, at_first, stop, b, head, tile = _start(starts, lengths, num_rows, worker, num_workers, N, WINDOW, QUERIES,
+                                                ROWS, HEADS)  # fmt: skip
     tl.store(shared + worker * 5, 0)
-
-    b = tl.sum((upto * HEADS <= at_tile).to(tl.int32), 0)
-    row_tiles = tl.maximum(tl.sum(tl.where(rows == b, tiles, 0), 0), 1)
-    before = tl.sum(tl.where(rows == b, upto - tiles, 0), 0) * HEADS
-    head = (at_tile - before) // row_tiles
-    row_first = before + head * row_tiles
-    while at_tile < stop:
-        begin, length = tl.load(starts + b), tl.load(lengths + b)
-        count = tl.load(starts + b + 1) - begin
-        lowest = tl.maximum(length - count - WINDOW + 1, 0) if WINDOW > 0 else 0
-        first_tile = lowest // N
+    begin, count, length = _row(starts, lengths, b, num_rows, QUERIES)
+    table = tables + b.to(tl.int64) * table_stride
+    page = pages_of(table, tile, tile + (at_first < stop), _lowest(count, length, WINDOW), length, N, PAGE)
+    top, totals, sums = _nothing(M, N, D_PAD)
+    for at_tile in range(at_first, stop):
+        first_tile = _first_tile(count, length, N, WINDOW)
+        lowest = _lowest(count, length, WINDOW)
         row_tiles = tl.maximum((length + N - 1) // N - first_tile, 1)
-        segment_stop = tl.minimum(stop, row_first + row_tiles)
-        tile_start, tile_stop = first_tile + at_tile - row_first, first_tile + segment_stop - row_first
-        table = tables + b.to(tl.int64) * table_stride
-        page = pages_of(table, tile_start, tile_stop, length, N, PAGE)
+        last = tile + 1 >= first_tile + row_tiles
+        next_head = tl.where(last, head + 1, head)
+        next_b = tl.where(next_head == HEADS, b + 1, b)
+        next_head = tl.where(next_head == HEADS, 0, next_head)
+        next_begin, next_count, next_length = _row(starts, lengths, next_b, num_rows, QUERIES)
+        next_tile = tl.where(last, _first_tile(next_count, next_length, N, WINDOW), tile + 1)
+        table = tables + next_b.to(tl.int64) * table_stride
+        next_lowest = _lowest(next_count, next_length, WINDOW)
+        next_page = pages_of(table, next_tile, next_tile + (at_tile + 1 < stop), next_lowest, next_length, N, PAGE)
 
-        m_row = tl.arange(0, M)
-        query = m_row // GROUP
-        q_head = head * GROUP + m_row % GROUP
         used = query < count
         position = length - count + query
+        q_head = head * GROUP + member
         q_at = (begin + query)[:, None].to(tl.int64) * q_stride + q_head[:, None] * D + dim[None, :]
         q_MD = tl.load(q + q_at, mask=used[:, None] & (dim < D)[None, :], other=0.0)
+        at = page * page_stride + places_of(tile, lowest, length, N, PAGE) * slot_stride
+        k_at = cache + head.to(tl.int64) * head_stride + at[:, None] + dim[None, :]
+        if D_PAD > D:
+            k_ND = tl.load(k_at, mask=(dim < D)[None, :], other=0.0)
+            v_ND = tl.load(k_at + kv_stride, mask=(dim < D)[None, :], other=0.0)
+        else:
+            k_ND, v_ND = tl.load(k_at), tl.load(k_at + kv_stride)
+        factor = scale * LOG2E
+        if HAS_SCALES:
+            factor = factor * tl.load(scales + head)
+        slope = tl.zeros([M], tl.float32)
         if HAS_SLOPES:
             slope = tl.load(slopes + q_head, mask=used, other=0.0).to(tl.float32) * LOG2E
-        k_scale, v_scale = scale * LOG2E, 1.0
-        if HAS_SCALES:
-            k_scale = scale * LOG2E * tl.load(scales + head)
-            v_scale = tl.load(scales + HEADS + head)
+        key = tile * N + tl.arange(0, N)
+        there = (key < length) & (key >= lowest)
+        scores, factor = scores_of(q_MD, k_ND, factor, softcap * LOG2E, slope, key, position, there, True, WINDOW,
+                                   HAS_CAP, HAS_SLOPES, PRECISION)  # fmt: skip
+        top, totals, sums = absorbed(top, totals, sums, scores, factor, v_ND, q_MD.dtype, True, True, PRECISION)
 
-        top = tl.full([M], float("-inf"), tl.float32)
-        total = tl.zeros([M], tl.float32)
-        sums = tl.zeros([M, D_PAD], tl.float32)
-        keys = cache + head.to(tl.int64) * head_stride
-        for tile in range(tile_start, tile_stop):
-            next_page = pages_of(table, tile + 1, tile_stop, length, N, PAGE)  # a step ahead: its latency is hidden
-            key = tile * N + tl.arange(0, N)
-            there = (key < length) & (key >= lowest)
-            at = page * page_stride + (key % PAGE) * slot_stride
-            mask = there[:, None] & (dim < D)[None, :]
-            k_ND = tl.load(keys + at[:, None] + dim[None, :], mask=mask, other=0.0)
-            scores = tl.dot(q_MD, tl.trans(k_ND.to(q_MD.dtype)), input_precision=PRECISION)
-            factor = k_scale  # multiplied in where the maximum is subtracted: one operation for both
-            if HAS_CAP:
-                scores, factor = softcapped(scores * k_scale, softcap * LOG2E), 1.0
-            if HAS_SLOPES:
-                scores = scores * factor + slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
-                factor = 1.0
-            seen = there[None, :] & (key[None, :] <= position[:, None])
-            if WINDOW > 0:
-                seen = seen & (key[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-            safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(scores * factor - safe[:, None])
-            keep = tl.exp2(top - safe)
-            total = total * keep + tl.sum(weights, 1)
-            v_ND = tl.load(keys + kv_stride + at[:, None] + dim[None, :], mask=mask, other=0.0)
-            sums = sums * keep[:, None]
-            sums = tl.dot(weights.to(q_MD.dtype), v_ND.to(q_MD.dtype), sums, input_precision=PRECISION)
-            top = new_top
-            page = next_page
-
-        if (row_first >= worker * per) & (row_first + row_tiles <= stop):
-            if HAS_SINKS:
-                sink = tl.load(sinks + q_head, mask=used, other=float("-inf")).to(tl.float32) * LOG2E
-                new_top = tl.maximum(top, sink)
-                safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-                total = total * tl.exp2(top - safe) + tl.exp2(sink - safe)
-                sums = sums * tl.exp2(top - safe)[:, None]
-            sums = sums * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-            o_at = (begin + query)[:, None].to(tl.int64) * (HEADS * GROUP * D) + q_head[:, None] * D + dim[None, :]
-            tl.store(out + o_at, sums.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])
-        else:
-            slot = 2 * worker + (at_tile > worker * per).to(tl.int32)
-            tl.store(peaks + slot * (2 * M) + m_row, top)
-            tl.store(peaks + slot * (2 * M) + M + m_row, total)
-            tl.store(partial + (slot * M + m_row[:, None]) * D_PAD + dim[None, :], sums)
-            if row_first >= worker * per:
-                tl.store(shared + worker * 5, (row_first + row_tiles - 1) // per - worker + 1)
-                tl.store(shared + worker * 5 + 1, slot)
-                tl.store(shared + worker * 5 + 2, begin)
-                tl.store(shared + worker * 5 + 3, count)
-                tl.store(shared + worker * 5 + 4, head)
-        at_tile = segment_stop
-        if at_tile < stop:  # the next KV head, or the next sequence with queries for this kernel
-            row_first = at_tile
-            head += 1
-            if head == HEADS:
-                head = 0
-                b = _next(starts, b + 1, QUERIES)
+        if last | (at_tile + 1 == stop):
+            row_first, total = at_tile - (tile - first_tile), tl.sum(totals, 1)
+            if last & (row_first >= at_first):
+                v_scale = tl.load(scales + HEADS + head) if HAS_SCALES else 1.0
+                whole = finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS)
+                o_at = (begin + query)[:, None].to(tl.int64) * (HEADS * GROUP * D) + q_head[:, None] * D + dim[None, :]
+                tl.store(out + o_at, whole.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])
+            else:
+                slot = 2 * worker + (row_first > at_first).to(tl.int32)
+                tl.store(peaks + slot * (2 * M) + m_row, top)
+                tl.store(peaks + slot * (2 * M) + M + m_row, total)
+                tl.store(partial + (slot * M + m_row[:, None]) * D_PAD + dim[None, :], sums)
+                if row_first >= at_first:
+                    tl.store(shared + worker * 5, (row_first + row_tiles - 1) // per - worker + 1)
+                    tl.store(shared + worker * 5 + 1, slot)
+                    tl.store(shared + worker * 5 + 2, begin)
+                    tl.store(shared + worker * 5 + 3, count)
+                    tl.store(shared + worker * 5 + 4, head)
+            top, totals, sums = _nothing(M, N, D_PAD)
+        b, head, tile, page = next_b, next_head, next_tile, next_page
+        begin, count, length = next_begin, next_count, next_length
 
     for token in range(tl.load(starts + num_rows) + worker, num_tokens, num_workers):  # padding gets zeros
         for part in range(HEADS * GROUP):

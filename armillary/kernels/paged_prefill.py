@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from armillary.kernels.paged_decode import pages_of, softcapped
+from armillary.kernels.paged_softmax import absorbed, finished, pages_of, scores_of
 
 
 @triton.jit
@@ -22,45 +22,24 @@ def _tiles(
 ):  # fmt: skip
     """Online softmax over key tiles [start, stop); MASKED where a tile may hold keys that some query must not see."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    page = pages_of(table, start, stop, length, N, PAGE)
+    page = pages_of(table, start, stop, lowest, length, N, PAGE)
     for tile in range(start, stop):
-        next_page = pages_of(table, tile + 1, stop, length, N, PAGE)
+        next_page = pages_of(table, tile + 1, stop, lowest, length, N, PAGE)
         key = tile * N + tl.arange(0, N)
         at = page * page_stride + (key % PAGE) * slot_stride
         k_at = keys + at[:, None] + dim[None, :]
+        there = (key < length) & (key >= lowest)
         if MASKED:
-            mask = (dim < D)[None, :] & ((key < length) & (key >= lowest))[:, None]
-            k_ND = tl.load(k_at, mask=mask, other=0.0)
+            mask = (dim < D)[None, :] & there[:, None]
+            k_ND, v_ND = tl.load(k_at, mask=mask, other=0.0), tl.load(k_at + kv_stride, mask=mask, other=0.0)
         elif dim.shape[0] > D:
-            k_ND = tl.load(k_at, mask=(dim < D)[None, :], other=0.0)
+            mask = (dim < D)[None, :]
+            k_ND, v_ND = tl.load(k_at, mask=mask, other=0.0), tl.load(k_at + kv_stride, mask=mask, other=0.0)
         else:
-            k_ND = tl.load(k_at)
-        scores = tl.dot(q_MD, tl.trans(k_ND.to(q_MD.dtype)), input_precision=PRECISION)
-        factor = k_scale  # multiplied in where the maximum is subtracted: one operation for both
-        if HAS_CAP:
-            scores, factor = softcapped(scores * k_scale, softcap * LOG2E), 1.0
-        if HAS_SLOPES:
-            scores = scores * factor + slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
-            factor = 1.0
-        if MASKED:
-            seen = key[None, :] <= position[:, None]
-            if WINDOW > 0:
-                seen = seen & (key[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-        weights = tl.exp2(scores * factor - safe[:, None])
-        keep = tl.exp2(top - safe)
-        total = total * keep + tl.sum(weights, 1)
-        if MASKED:
-            v_ND = tl.load(k_at + kv_stride, mask=mask, other=0.0)
-        elif dim.shape[0] > D:
-            v_ND = tl.load(k_at + kv_stride, mask=(dim < D)[None, :], other=0.0)
-        else:
-            v_ND = tl.load(k_at + kv_stride)
-        sums = sums * keep[:, None]
-        sums = tl.dot(weights.to(q_MD.dtype), v_ND.to(q_MD.dtype), sums, input_precision=PRECISION)
-        top = new_top
+            k_ND, v_ND = tl.load(k_at), tl.load(k_at + kv_stride)
+        scores, factor = scores_of(q_MD, k_ND, k_scale, softcap * LOG2E, slope, key, position, there, MASKED, WINDOW,
+                                   HAS_CAP, HAS_SLOPES, PRECISION)  # fmt: skip
+        top, total, sums = absorbed(top, total, sums, scores, factor, v_ND, q_MD.dtype, MASKED, False, PRECISION)
         page = next_page
     return top, total, sums
 
@@ -131,12 +110,6 @@ def prefill(
         q_MD, top, total, sums, keys, kv_stride, page_stride, slot_stride, table, clear_stop, stop, length,
         lowest, position, slope, k_scale, softcap, dim, True, WINDOW, D, PAGE, HAS_CAP, HAS_SLOPES, N, PRECISION,
     )  # fmt: skip
-    if HAS_SINKS:
-        sink = tl.load(sinks + q_head, mask=used, other=float("-inf")).to(tl.float32) * LOG2E
-        new_top = tl.maximum(top, sink)
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp2(top - safe) + tl.exp2(sink - safe)
-        sums = sums * tl.exp2(top - safe)[:, None]
-    sums = sums * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+    sums = finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS)
     o_at = (begin + query)[:, None].to(tl.int64) * (HEADS * GROUP * D) + q_head[:, None] * D + dim[None, :]
     tl.store(out + o_at, sums.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])

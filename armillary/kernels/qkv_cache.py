@@ -19,51 +19,59 @@ from armillary.kernels.op import Case, Late, Op, Version, Work
 # T tokens, N query heads, K KV heads, D head dim, R rotated dims / 2
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class QkvOptions:
+    """What a layer does with queries and keys on their way, in this order: clamp, norm, rotation."""
+
+    clip: float | None = None
+    """queries, keys and values are clamped to ±clip"""
+    norm: str = "none"
+    """of each query and key: none, rms or layer"""
+    q_weight: Tensor | None = None
+    """times the norm of queries: [D] for each head, or [N·D] for a norm that spans all heads"""
+    k_weight: Tensor | None = None
+    """times the norm of keys: [D] or [K·D]"""
+    eps: float = 1e-6
+    """of the norm"""
+    plus_one: bool = False
+    """weights are 1 + weight"""
+    interleaved: bool = False
+    """dims that turn with each other are neighbours, not halves"""
+    scales_2K: Tensor | None = None
+    """what keys and values that go to a quantised cache are divided by"""
+
+
 def qkv_cache(
-    qkv: Tensor,
-    cache: Tensor,
-    slots_T: Tensor,
-    cos_TR: Tensor | None = None,
-    sin_TR: Tensor | None = None,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    norm: str = "none",
-    eps: float = 1e-6,
-    plus_one: bool = False,
-    interleaved: bool = False,
-    clip: float | None = None,
-    scales_2K: Tensor | None = None,
+    qkv: Tensor, cache: Tensor, slots_T: Tensor, cos_TR: Tensor | None, sin_TR: Tensor | None, options: QkvOptions
 ) -> tuple[Tensor, Tensor]:
     """Queries [T, N, D], and the cache, in which key and value of token t now stand at slot slots[t] (page number ·
     page size + place in the page; negative: not written).
 
-    `qkv` is [T, K·(N/K + 2)·D]. In this order: clamp to ±clip, QK norm ('none', 'rms' or 'layer', times weight or
-    1 + weight; a weight of D is per head, one of N·D or K·D spans all heads), rotation of the first 2·R dims by cos
-    and sin [T, R]. `scales_2K` divides what goes to a quantised cache.
+    `qkv` is [T, K·(N/K + 2)·D]; the first 2·R dims are turned by cos and sin [T, R], where given.
     """
     heads, size = cache.shape[2], cache.shape[4]
-    if clip is not None:
-        qkv = qkv.clamp(-clip, clip)
+    if options.clip is not None:
+        qkv = qkv.clamp(-options.clip, options.clip)
     grouped = qkv.unflatten(-1, (heads, -1, size))
     q, k, v = grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
-    q, k = (_normed(widen(x), w, norm, eps, plus_one) for x, w in ((q, q_weight), (k, k_weight)))
+    q, k = (_normed(widen(x), w, options) for x, w in ((q, options.q_weight), (k, options.k_weight)))
     if cos_TR is not None and sin_TR is not None:
-        q, k = (_rotated(x, cos_TR[:, None], sin_TR[:, None], interleaved) for x in (q, k))
-    _write(cache, slots_T, k, widen(v), scales_2K)
+        q, k = (_rotated(x, cos_TR[:, None], sin_TR[:, None], options.interleaved) for x in (q, k))
+    _write(cache, slots_T, k, widen(v), options.scales_2K)
     return q.to(qkv.dtype), cache
 
 
-def _normed(x_TND: Tensor, weight: Tensor | None, norm: str, eps: float, plus_one: bool) -> Tensor:
-    if norm == "none":
+def _normed(x_TND: Tensor, weight: Tensor | None, options: QkvOptions) -> Tensor:
+    if options.norm == "none":
         return x_TND
     whole = weight is not None and weight.numel() != x_TND.shape[-1]
     x = x_TND.flatten(1) if whole else x_TND
-    if norm == "rms":
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    if options.norm == "rms":
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + options.eps)
     else:
-        x = F.layer_norm(x, x.shape[-1:], eps=eps)
+        x = F.layer_norm(x, x.shape[-1:], eps=options.eps)
     if weight is not None:
-        x = x * (weight.to(x.dtype) + (1.0 if plus_one else 0.0))
+        x = x * (weight.to(x.dtype) + (1.0 if options.plus_one else 0.0))
     return x.view_as(x_TND)
 
 
@@ -132,11 +140,7 @@ def _inputs(case: QkvCase, generator: torch.Generator) -> tuple[Any, ...]:
         slots,
         None if angles is None else angles.cos(),
         None if angles is None else angles.sin(),
-        *weights,
-        case.norm,
-        1e-6,
-        False,
-        case.interleaved,
+        QkvOptions(norm=case.norm, q_weight=weights[0], k_weight=weights[1], interleaved=case.interleaved),
     )
 
 

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from armillary.kernels.launch import ceil_div, on, power_of_two
+from armillary.kernels.launch import ceil_div, is_bare, on, power_of_two
+from armillary.kernels.qkv_cache import QkvOptions
 
 _FP8_MAX = 448.0
 
@@ -155,28 +156,17 @@ NORMS = {"none": 0, "rms": 1, "layer": 2}
 
 
 def qkv_cache(
-    qkv: Tensor,
-    cache: Tensor,
-    slots_T: Tensor,
-    cos_TR: Tensor | None = None,
-    sin_TR: Tensor | None = None,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    norm: str = "none",
-    eps: float = 1e-6,
-    plus_one: bool = False,
-    interleaved: bool = False,
-    clip: float | None = None,
-    scales_2K: Tensor | None = None,
+    qkv: Tensor, cache: Tensor, slots_T: Tensor, cos_TR: Tensor | None, sin_TR: Tensor | None, options: QkvOptions
 ) -> tuple[Tensor, Tensor]:
     """See `armillary.kernels.qkv_cache.qkv_cache`."""
-    q = _qkv_cache(qkv, cache, slots_T, cos_TR, sin_TR, q_weight, k_weight, scales_2K, NORMS[norm], eps, plus_one,
-                   interleaved, clip or 0.0)  # fmt: skip
+    q = (_launched if is_bare(qkv) else _qkv_cache)(
+        qkv, cache, slots_T, cos_TR, sin_TR, options.q_weight, options.k_weight, options.scales_2K,
+        NORMS[options.norm], options.eps, options.plus_one, options.interleaved, options.clip or 0.0,
+    )  # fmt: skip
     return q, cache
 
 
-@torch.library.custom_op("armillary::qkv_cache", mutates_args=("cache",))
-def _qkv_cache(
+def _launched(
     qkv: Tensor,
     cache: Tensor,
     slots: Tensor,
@@ -210,11 +200,14 @@ def _qkv_cache(
     return q
 
 
+_qkv_cache = torch.library.custom_op("armillary::qkv_cache", _launched, mutates_args=("cache",))
+
+
 def tiling(tokens: int, group: int) -> tuple[int, int]:
-    """Tokens of a program, and its warps."""
+    """Tokens of a program, and its warps: a warp for 16 rows, or a token at a time where programs are few."""
     if tokens < 2048:
         return 1, 1 if group <= 4 else 2
-    return max(1, 64 // power_of_two(group)), 4
+    return max(1, 16 // power_of_two(group)), 1
 
 
 @_qkv_cache.register_fake

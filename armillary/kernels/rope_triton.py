@@ -14,8 +14,12 @@ from torch import Tensor
 
 from armillary.kernels.launch import ceil_div, on, power_of_two
 
-_ELEMENTS, _WARPS = 16384, 8
-"""numbers a program turns"""
+_HALVES, _FLAT = (16384, 64), (4096, 32)
+"""numbers that a program turns, and a thread of it"""
+_LANES, _SMALLEST = 8, 16
+"""numbers of a vector of the flat kernel, and of the smallest piece of a head that is worth a load of its own"""
+_SECTOR = 32
+"""bytes that memory is written by"""
 
 
 def rope(
@@ -88,15 +92,37 @@ def _launch(
     dim, turned = q.shape[-1], cos.shape[-1]
     tokens, slots = qkv.numel() // qkv.shape[-1], qkv.shape[-1] // dim
     cos, sin = (_per_token(table, qkv.shape[:-1]) for table in (cos, sin))
-    half = power_of_two(turned)
-    elements = _ELEMENTS if dim == power_of_two(dim) else _ELEMENTS // 2
+    if not interleaved and _is_flat(dim, turned, qkv.element_size()):
+        elements, of_a_thread = _FLAT
+        with on(qkv):
+            _flat_kernel[(tokens, ceil_div(slots * dim, elements))](
+                qkv, q, k, v, cos, sin, slots, GROUP=group, DIM=dim, TURNED=turned, BACKWARD=backward,
+                VECTORS=elements // _LANES, LANES=_LANES, num_warps=elements // (32 * of_a_thread),
+            )  # fmt: skip
+        return
+    elements, of_a_thread = _HALVES
     held = max(1, min(power_of_two(slots), elements // power_of_two(dim)))
+    half, half_more = pieces(turned)
+    rest, rest_more = pieces(dim - 2 * turned)
     with on(qkv):
         _kernel[(tokens, ceil_div(slots, held))](
-            qkv, q, k, v, cos, sin, slots, GROUP=group, DIM=dim, TURNED=turned, HALF=half,
-            REST=power_of_two(dim - 2 * turned) if dim > 2 * turned else 0, INTERLEAVED=interleaved,
-            BACKWARD=backward, HELD=held, num_warps=_WARPS,
+            qkv, q, k, v, cos, sin, slots, GROUP=group, DIM=dim, TURNED=turned, HALF=half, HALF_MORE=half_more,
+            REST=rest, REST_MORE=rest_more, INTERLEAVED=interleaved, BACKWARD=backward, HELD=held,
+            num_warps=max(1, min(16, held * power_of_two(dim) // (32 * of_a_thread))),
         )  # fmt: skip
+
+
+def _is_flat(dim: int, turned: int, element_size: int) -> bool:
+    """Whether heads are gone over from end to end, and the other half of what turns is read again: where halves begin
+    inside a sector, taking them apart reads and writes it twice."""
+    return turned * element_size % _SECTOR != 0 and dim % _LANES == 0
+
+
+def pieces(count: int) -> tuple[int, int]:
+    """Two powers of two that hold `count` together, the second 0 where one alone is as good: 48 -> (32, 16)."""
+    whole = power_of_two(count) if count else 0
+    rest = power_of_two(count - whole // 2)
+    return (whole // 2, rest) if _SMALLEST <= rest < whole // 2 else (whole, 0)
 
 
 def _per_token(table: Tensor, shape: torch.Size) -> Tensor:
@@ -105,13 +131,48 @@ def _per_token(table: Tensor, shape: torch.Size) -> Tensor:
 
 
 @triton.jit
-def _kernel(
-    qkv_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slots, GROUP: tl.constexpr, DIM: tl.constexpr,
-    TURNED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr,
-    HELD: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.program_id(1) * HELD + tl.arange(0, HELD)[:, None]
+def _turned(first, second, cos, sin, is_value):
+    return tl.where(is_value, first, first * cos - second * sin), tl.where(is_value, second, second * cos + first * sin)
+
+
+@triton.jit
+def _turn(source, target, cos_ptr, sin_ptr, there, is_value, TURNED: tl.constexpr, START: tl.constexpr,
+          SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr):  # fmt: skip
+    """Pairs START … START + SIZE of all heads."""
+    pair = START + tl.arange(0, SIZE)[None, :]
+    cos = tl.load(cos_ptr + pair, mask=pair < TURNED, other=0.0)
+    sin = tl.load(sin_ptr + pair, mask=pair < TURNED, other=0.0)
+    if BACKWARD:  # the inverse of a rotation turns the other way
+        sin = -sin
+    if INTERLEAVED:
+        at = 2 * START + tl.arange(0, 2 * SIZE)[None, :]
+        inside = there & (at < 2 * TURNED)
+        both = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(both, [both.shape[0], SIZE, 2]))
+        first, second = _turned(first, second, cos, sin, is_value)
+        both = tl.reshape(tl.join(first, second), [both.shape[0], 2 * SIZE])
+        tl.store(target + at, both.to(target.dtype.element_ty), mask=inside)
+    else:
+        inside = there & (pair < TURNED)
+        first = tl.load(source + pair, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(source + TURNED + pair, mask=inside, other=0.0).to(tl.float32)
+        first, second = _turned(first, second, cos, sin, is_value)
+        tl.store(target + pair, first.to(target.dtype.element_ty), mask=inside)
+        tl.store(target + TURNED + pair, second.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _pass(source, target, there, START: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr):
+    """Dims START … START + SIZE of all heads as they are."""
+    at = START + tl.arange(0, SIZE)[None, :]
+    inside = there & (at < DIM)
+    tl.store(target + at, tl.load(source + at, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def _places(qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP: tl.constexpr, DIM: tl.constexpr,
+            BACKWARD: tl.constexpr):  # fmt: skip
+    """Where heads are read and written, and whether each is a value."""
     kv_heads = slots // (GROUP + 2)
     head, place = slot // (GROUP + 2), slot % (GROUP + 2)
     is_value = place == GROUP + 1
@@ -119,35 +180,49 @@ def _kernel(
     key_or_value = (token * kv_heads + head) * DIM
     query = q_ptr + (token * kv_heads * GROUP + head * GROUP + place) * DIM
     apart = tl.where(place < GROUP, query, tl.where(is_value, v_ptr + key_or_value, k_ptr + key_or_value))
-    source, target = packed, apart
     if BACKWARD:
-        source, target = apart, packed
-    there = slot < slots
+        return apart, packed, is_value
+    return packed, apart, is_value
 
-    pair = tl.arange(0, HALF)[None, :]
-    cos = tl.load(cos_ptr + token * TURNED + pair, mask=pair < TURNED, other=0.0)
-    sin = tl.load(sin_ptr + token * TURNED + pair, mask=pair < TURNED, other=0.0)
-    if BACKWARD:  # the inverse of a rotation turns the other way
-        sin = -sin
-    if INTERLEAVED:
-        at = tl.arange(0, 2 * HALF)[None, :]
-        inside = there & (at < 2 * TURNED)
-        both = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-        first, second = tl.split(tl.reshape(both, [HELD, HALF, 2]))
-        turned_first = tl.where(is_value, first, first * cos - second * sin)
-        turned_second = tl.where(is_value, second, second * cos + first * sin)
-        both = tl.reshape(tl.join(turned_first, turned_second), [HELD, 2 * HALF])
-        tl.store(target + at, both.to(q_ptr.dtype.element_ty), mask=inside)
-    else:
-        inside = there & (pair < TURNED)
-        first = tl.load(source + pair, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(source + TURNED + pair, mask=inside, other=0.0).to(tl.float32)
-        turned_first = tl.where(is_value, first, first * cos - second * sin)
-        turned_second = tl.where(is_value, second, second * cos + first * sin)
-        tl.store(target + pair, turned_first.to(q_ptr.dtype.element_ty), mask=inside)
-        tl.store(target + TURNED + pair, turned_second.to(q_ptr.dtype.element_ty), mask=inside)
+
+@triton.jit
+def _kernel(
+    qkv_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slots, GROUP: tl.constexpr, DIM: tl.constexpr,
+    TURNED: tl.constexpr, HALF: tl.constexpr, HALF_MORE: tl.constexpr, REST: tl.constexpr, REST_MORE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1) * HELD + tl.arange(0, HELD)[:, None]
+    source, target, is_value = _places(qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP, DIM, BACKWARD)
+    there = slot < slots
+    cos, sin = cos_ptr + token * TURNED, sin_ptr + token * TURNED
+    _turn(source, target, cos, sin, there, is_value, TURNED, 0, HALF, INTERLEAVED, BACKWARD)
+    if HALF_MORE > 0:
+        _turn(source, target, cos, sin, there, is_value, TURNED, HALF, HALF_MORE, INTERLEAVED, BACKWARD)
     if REST > 0:
-        rest = tl.arange(0, REST)[None, :]
-        inside = there & (rest < DIM - 2 * TURNED)
-        passed = tl.load(source + 2 * TURNED + rest, mask=inside, other=0.0)
-        tl.store(target + 2 * TURNED + rest, passed, mask=inside)
+        _pass(source, target, there, 2 * TURNED, REST, DIM)
+    if REST_MORE > 0:
+        _pass(source, target, there, 2 * TURNED + REST, REST_MORE, DIM)
+
+
+@triton.jit
+def _flat_kernel(
+    qkv_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slots, GROUP: tl.constexpr, DIM: tl.constexpr,
+    TURNED: tl.constexpr, BACKWARD: tl.constexpr, VECTORS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """By halves, each thread a vector of some head: neighbours are read and written by neighbours."""
+    token = tl.program_id(0).to(tl.int64)
+    vector = tl.program_id(1) * VECTORS + tl.arange(0, VECTORS)[:, None]
+    slot = vector // (DIM // LANES)
+    at = vector % (DIM // LANES) * LANES + tl.arange(0, LANES)[None, :]
+    source, target, is_value = _places(qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP, DIM, BACKWARD)
+    there = slot < slots
+    x = tl.load(source + at, mask=there, other=0.0)
+    upper = at >= TURNED
+    turning = (at < 2 * TURNED) & there & (is_value == 0)
+    pair = at - tl.where(upper, TURNED, 0)
+    cos = tl.load(cos_ptr + token * TURNED + pair, mask=turning, other=0.0)
+    sin = tl.load(sin_ptr + token * TURNED + pair, mask=turning, other=0.0)
+    other = tl.load(source + at + tl.where(upper, -TURNED, TURNED), mask=turning, other=0.0).to(tl.float32)
+    turned = x.to(tl.float32) * cos + other * tl.where(upper != BACKWARD, sin, -sin)
+    tl.store(target + at, tl.where(turning, turned, x.to(tl.float32)).to(x.dtype), mask=there)

@@ -26,38 +26,53 @@ ONE = 40
 """the most likely token weighs 2^ONE; what weighs less than 1 cannot be drawn"""
 
 
-def sample(
-    logits_BV: Tensor,
-    temperature_B: Tensor,
-    top_k_B: Tensor,
-    top_p_B: Tensor,
-    min_p_B: Tensor,
-    seeds_B: Tensor,
-    steps_B: Tensor,
-    repetition_B: Tensor | None = None,
-    presence_B: Tensor | None = None,
-    frequency_B: Tensor | None = None,
-    counts_SV: Tensor | None = None,
-    prompt_SV: Tensor | None = None,
-    rows_B: Tensor | None = None,
-    allowed_BW: Tensor | None = None,
-) -> Tensor:
-    """Token ids [B], int64; -1 for a row with a NaN or without a possible token.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Draws:
+    """How each row's token is drawn, in this order: temperature, min-p, top-k, top-p."""
 
-    In this order, as vLLM does it: tokens whose bit in `allowed_BW` (int32, token v is bit v % 32 of word v // 32) is
-    0 are ruled out; repetition (positive logits divided, others multiplied, for tokens of prompt or output), frequency
-    (times the count) and presence penalties; temperature (0: the largest logit, the first of equals); min-p (at least
-    min_p times the likeliest); top-k (0: off); top-p over what is left (1: off). Tokens as likely as the last that
-    is kept are kept too. `seeds_B` and `steps_B` (int64: the position of the token that is drawn) make the draw.
-    `counts_SV` (int32, how often a token was put out) and `prompt_SV` (bool) are tables of which batch row b uses row
-    rows_B[b] (None: b); penalties need all five.
-    """
-    scores = score(logits_BV, repetition_B, presence_B, frequency_B, counts_SV, prompt_SV, rows_B, allowed_BW)
+    temperature_B: Tensor
+    """0: the largest logit, the first of equals"""
+    min_p_B: Tensor
+    """tokens at least so likely beside the likeliest are kept; 0: all"""
+    top_k_B: Tensor
+    """the likeliest that are kept, and those as likely as the last of them; 0: all"""
+    top_p_B: Tensor
+    """share of what is left that the likeliest which are kept make up, and those as likely as the last; 1: all"""
+    seeds_B: Tensor
+    """int64, a request's own"""
+    steps_B: Tensor
+    """int64, position of the token that is drawn: the seed's place in its random numbers"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Penalties:
+    """What makes tokens that were there before less likely; before all else but what is ruled out."""
+
+    repetition_B: Tensor
+    """divides positive logits and multiplies others, for tokens of prompt or output"""
+    presence_B: Tensor
+    """off the logits of tokens of the output"""
+    frequency_B: Tensor
+    """off, for each time a token was put out"""
+    counts_SV: Tensor
+    """how often a token was put out, int32"""
+    prompt_SV: Tensor
+    """whether it is in the prompt, bool"""
+    rows_B: Tensor | None = None
+    """row of both tables that a row of the batch uses; its own number unless given"""
+
+
+def sample(
+    logits_BV: Tensor, draws: Draws, penalties: Penalties | None = None, allowed_BW: Tensor | None = None
+) -> Tensor:
+    """Token ids [B], int64; -1 for a row with a NaN or without a possible token. Tokens whose bit in `allowed_BW`
+    (int32, token v is bit v % 32 of word v // 32) is 0 are ruled out. The order of everything is vLLM's."""
+    scores = score(logits_BV, penalties, allowed_BW)
     top_B, best_B = scores.max(dim=1)
-    weights = weigh(scores, top_B, temperature_B)
-    kept = filtered(weights, top_k_B, top_p_B, min_p_B)
-    drawn_B = drawn(kept, philox(seeds_B, steps_B)[0] >> 1)
-    tokens = torch.where(temperature_B > 0, drawn_B, best_B)
+    weights = weigh(scores, top_B, draws.temperature_B)
+    kept = filtered(weights, draws.top_k_B, draws.top_p_B, draws.min_p_B)
+    drawn_B = drawn(kept, philox(draws.seeds_B, draws.steps_B)[0] >> 1)
+    tokens = torch.where(draws.temperature_B > 0, drawn_B, best_B)
     broken = scores.isnan().any(dim=1) | (top_B == -torch.inf)
     return torch.where(broken, -1, tokens)
 
@@ -69,21 +84,16 @@ def observe(counts_SV: Tensor, rows_B: Tensor, tokens_B: Tensor) -> None:
     counts_SV.view(-1).scatter_add_(0, at, live.to(counts_SV.dtype))
 
 
-def score(
-    logits_BV: Tensor, repetition_B: Tensor | None, presence_B: Tensor | None, frequency_B: Tensor | None,
-    counts_SV: Tensor | None, prompt_SV: Tensor | None, rows_B: Tensor | None, allowed_BW: Tensor | None,
-) -> Tensor:  # fmt: skip
+def score(logits_BV: Tensor, penalties: Penalties | None, allowed_BW: Tensor | None) -> Tensor:
     """Logits less penalties; -inf where a token is ruled out."""
     x = logits_BV.float()
-    if counts_SV is not None:
-        assert repetition_B is not None and presence_B is not None and frequency_B is not None
-        assert prompt_SV is not None
-        rows = slice(0, x.shape[0]) if rows_B is None else rows_B
-        counts, prompt = counts_SV[rows], prompt_SV[rows]
-        factor = torch.where(prompt | (counts > 0), repetition_B.float()[:, None], 1.0)
+    if penalties is not None:
+        rows = slice(0, x.shape[0]) if penalties.rows_B is None else penalties.rows_B
+        counts, prompt = penalties.counts_SV[rows], penalties.prompt_SV[rows]
+        factor = torch.where(prompt | (counts > 0), penalties.repetition_B.float()[:, None], 1.0)
         x = torch.where(x > 0, x / factor, x * factor)
-        x = x - frequency_B.float()[:, None] * counts
-        x = x - torch.where(counts > 0, presence_B.float()[:, None], 0.0)
+        x = x - penalties.frequency_B.float()[:, None] * counts
+        x = x - torch.where(counts > 0, penalties.presence_B.float()[:, None], 0.0)
     if allowed_BW is not None:
         token = torch.arange(x.shape[1], device=x.device)
         bits = (allowed_BW[:, token // 32] >> (token % 32)) & 1
@@ -171,15 +181,25 @@ def _inputs(case: SampleCase, generator: torch.Generator) -> tuple[Any, ...]:
         return torch.full((batch,), value, dtype=dtype, device=device)
 
     logits = 3 * torch.randn(batch, case.vocab, generator=generator, device=device)
-    seeds = torch.randint(1 << 60, (batch,), generator=generator, device=device)
-    steps = torch.arange(batch, device=device)
-    plain = (logits.to(case.torch_dtype), each(case.temperature), each(case.top_k, torch.int32), each(case.top_p),
-             each(case.min_p), seeds, steps)  # fmt: skip
+    draws = Draws(
+        temperature_B=each(case.temperature),
+        min_p_B=each(case.min_p),
+        top_k_B=each(case.top_k, torch.int32),
+        top_p_B=each(case.top_p),
+        seeds_B=torch.randint(1 << 60, (batch,), generator=generator, device=device),
+        steps_B=torch.arange(batch, device=device),
+    )
     if not case.penalties:
-        return plain
+        return logits.to(case.torch_dtype), draws
     counts = torch.randint(8, logits.shape, generator=generator, device=device, dtype=torch.int32)
-    prompt = torch.rand(logits.shape, generator=generator, device=device) < 0.05
-    return (*plain, each(1.1), each(0.2), each(0.3), counts.sub_(5).clamp_min_(0), prompt)
+    penalties = Penalties(
+        repetition_B=each(1.1),
+        presence_B=each(0.2),
+        frequency_B=each(0.3),
+        counts_SV=counts.sub_(5).clamp_min_(0),
+        prompt_SV=torch.rand(logits.shape, generator=generator, device=device) < 0.05,
+    )
+    return logits.to(case.torch_dtype), draws, penalties
 
 
 def _work(case: SampleCase) -> Work:

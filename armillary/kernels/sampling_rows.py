@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.philox import philox
-from armillary.kernels.sampling import LOG2E, ONE, drawn, filtered, likely, score, weigh
+from armillary.kernels.sampling import LOG2E, ONE, Draws, Penalties, drawn, filtered, likely, score, weigh
 
 _REACH = (ONE + 4) / LOG2E
 """natural units below the largest score, at temperature 1, beyond which nothing weighs anything"""
@@ -17,36 +17,23 @@ _CANDIDATES = 2048
 
 
 def sample(
-    logits_BV: Tensor,
-    temperature_B: Tensor,
-    top_k_B: Tensor,
-    top_p_B: Tensor,
-    min_p_B: Tensor,
-    seeds_B: Tensor,
-    steps_B: Tensor,
-    repetition_B: Tensor | None = None,
-    presence_B: Tensor | None = None,
-    frequency_B: Tensor | None = None,
-    counts_SV: Tensor | None = None,
-    prompt_SV: Tensor | None = None,
-    rows_B: Tensor | None = None,
-    allowed_BW: Tensor | None = None,
+    logits_BV: Tensor, draws: Draws, penalties: Penalties | None = None, allowed_BW: Tensor | None = None
 ) -> Tensor:
     """See `armillary.kernels.sampling.sample`; this one looks at values on the host."""
     if not logits_BV.shape[0]:
         return torch.empty(0, dtype=torch.int64, device=logits_BV.device)
-    scores = score(logits_BV, repetition_B, presence_B, frequency_B, counts_SV, prompt_SV, rows_B, allowed_BW)
+    scores = score(logits_BV, penalties, allowed_BW)
     top_B, best_B = scores.max(dim=1)
-    random_B = philox(seeds_B, steps_B)[0] >> 1
+    random_B = philox(draws.seeds_B, draws.steps_B)[0] >> 1
     tokens = best_B.clone()
-    for b, (top, heat) in enumerate(zip(top_B.tolist(), temperature_B.tolist(), strict=True)):
+    for b, (top, heat) in enumerate(zip(top_B.tolist(), draws.temperature_B.tolist(), strict=True)):
         if top != top or top == float("-inf"):
             tokens[b] = -1
         elif heat > 0:
             one = slice(b, b + 1)
             left = (scores[b] >= top - _REACH * heat).nonzero()[:, 0]
-            weights = weigh(scores[b, left][None], top_B[one], temperature_B[one])
-            kept = _kept(weights, top_k_B[one], top_p_B[one], min_p_B[one])
+            weights = weigh(scores[b, left][None], top_B[one], draws.temperature_B[one])
+            kept = _kept(weights, draws.top_k_B[one], draws.top_p_B[one], draws.min_p_B[one])
             tokens[b] = left[drawn(kept, random_B[one])[0]]
     return tokens
 

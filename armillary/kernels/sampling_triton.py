@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from armillary.kernels.launch import ceil_div, on, power_of_two
+from armillary.kernels.launch import ceil_div, is_bare, on, power_of_two
+from armillary.kernels.sampling import Draws, Penalties
 from armillary.kernels.sampling_draw import draw
 from armillary.kernels.sampling_weights import factor_of, mass_of, scores_of, weights_of
 
@@ -107,28 +108,19 @@ def _collect(
 
 
 def sample(
-    logits_BV: Tensor,
-    temperature_B: Tensor,
-    top_k_B: Tensor,
-    top_p_B: Tensor,
-    min_p_B: Tensor,
-    seeds_B: Tensor,
-    steps_B: Tensor,
-    repetition_B: Tensor | None = None,
-    presence_B: Tensor | None = None,
-    frequency_B: Tensor | None = None,
-    counts_SV: Tensor | None = None,
-    prompt_SV: Tensor | None = None,
-    rows_B: Tensor | None = None,
-    allowed_BW: Tensor | None = None,
+    logits_BV: Tensor, draws: Draws, penalties: Penalties | None = None, allowed_BW: Tensor | None = None
 ) -> Tensor:
     """See `armillary.kernels.sampling.sample`; it needs room for fp32 weights of all logits."""
-    return _sample(logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, seeds_B, steps_B, repetition_B, presence_B,
-                   frequency_B, counts_SV, prompt_SV, rows_B, allowed_BW)  # fmt: skip
+    d, p = draws, penalties
+    against: tuple[Tensor | None, ...] = (None,) * 6
+    if p is not None:
+        against = (p.repetition_B, p.presence_B, p.frequency_B, p.counts_SV, p.prompt_SV, p.rows_B)
+    return (_launched if is_bare(logits_BV) else _sample)(
+        logits_BV, d.temperature_B, d.top_k_B, d.top_p_B, d.min_p_B, d.seeds_B, d.steps_B, *against, allowed_BW
+    )
 
 
-@torch.library.custom_op("armillary::sample", mutates_args=())
-def _sample(
+def _launched(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
@@ -183,6 +175,9 @@ def _sample(
             **padded, **(shape | {"num_warps": 8}),
         )  # fmt: skip
     return out
+
+
+_sample = torch.library.custom_op("armillary::sample", _launched, mutates_args=())
 
 
 @_sample.register_fake

@@ -2,15 +2,14 @@
 
 The weight is the left operand of the tensor cores (64 rows and more), the tokens the right one (16 to 64 columns).
 Where its rows alone are too few tiles, the inner dim is split too, and a second kernel adds the parts in a fixed order.
-Kernels start before the one ahead has ended (programmatic dependent launch): they fetch the first of their weights into
-L2, which no kernel ahead writes, and only then wait for their input.
+A norm is a small kernel ahead. Kernels start before the one ahead has ended (programmatic dependent launch): they fetch
+the first of their weights into L2, which no kernel ahead writes, and only then wait for their input, so that norm and
+sum cost next to nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -18,10 +17,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from armillary.kernels.launch import ceil_div, on
+from armillary.kernels.launch import can_start_early, ceil_div, early_launch, is_bare, on, power_of_two
+from armillary.kernels.launch_triton import fetch
 from armillary.kernels.small_linear import MOST_TOKENS, reference
 
 # M tokens, K inputs, N rows of the weight
+
+_PROGRAMS, _SHARED = 132, 200 << 10
+"""multiprocessors, and bytes of shared memory that loads in flight may take of each"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,8 @@ class Tiles:
     """of a program"""
     early: bool = True
     """start before the kernel ahead has ended, where the chip can"""
+    ahead: int = 8
+    """lines of 128 bytes of each row that an early start fetches"""
 
 
 def small_linear(
@@ -72,18 +77,17 @@ def _run(
     tokens = x.numel() // max(1, x.shape[-1])
     if tokens > MOST_TOKENS or x.dtype == torch.float64 or not x.numel():
         return reference(x, weight, norm, residual, eps, gated)
-    return _op(x, weight, norm, residual, eps, gated, early)
+    return (_launched if is_bare(x) else _op)(x, weight, norm, residual, eps, gated, early)
 
 
-@torch.library.custom_op(
-    "armillary::small_linear", mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? norm, Tensor? residual, float eps, bool gated, bool early) -> Tensor",
-)  # fmt: skip
-def _op(
+def _launched(
     x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, early: bool
 ) -> Tensor:
     tiles = plan(x.numel() // x.shape[-1], len(weight), weight.shape[1], x.element_size())
     return run_tiles(x, weight, norm, residual, eps, gated, replace(tiles, early=tiles.early and early))
+
+
+_op = torch.library.custom_op("armillary::small_linear", _launched, mutates_args=())
 
 
 @_op.register_fake
@@ -94,15 +98,21 @@ def _(
 
 
 def plan(tokens: int, outputs: int, inputs: int, itemsize: int = 2) -> Tiles:
-    """Tiles as measured on an H200 (benchmarks/) to be the quickest that are all resident at once. Where the inner dim
-    is split, an early start hides the second kernel; where it is not, it only takes bandwidth from the kernel ahead."""
-    tiles, depth = ceil_div(outputs, 64), 256 // itemsize
-    splits = max(1, min(264 // tiles, inputs // 512))
-    if splits == 1:
-        return Tiles(rows=64 if tiles <= 396 else 128, depth=depth, splits=1, stages=3, early=False)
-    if tokens <= 16:
-        return Tiles(rows=64, depth=depth, splits=splits, stages=4)
-    return Tiles(rows=128, depth=depth, splits=max(1, min(132 // ceil_div(outputs, 128), inputs // 512)), stages=3)
+    """Tiles as measured on an H200 (benchmarks/) to be the quickest. Where tiles of 64 rows are more than
+    multiprocessors, several share one. Else each gets one program with all of its memory for loads in flight, and the
+    inner dim is split until programs are as many: an early start hides the second kernel then."""
+    depth, tiles = 256 // itemsize, ceil_div(outputs, 64)
+    if tiles > _PROGRAMS:
+        return Tiles(rows=64 if tiles <= 3 * _PROGRAMS else 128, depth=depth, splits=1, stages=3, early=False)
+    narrow, wide = (_one_each(rows, tokens, outputs, inputs, depth) for rows in (64, 128))
+    return wide if ceil_div(outputs, 128) * wide.splits > tiles * narrow.splits else narrow
+
+
+def _one_each(rows: int, tokens: int, outputs: int, inputs: int, depth: int) -> Tiles:
+    """One program for each multiprocessor."""
+    splits = max(1, min(_PROGRAMS // ceil_div(outputs, rows), inputs // 512))
+    a_stage = 256 * (rows + max(16, power_of_two(tokens)))
+    return Tiles(rows=rows, depth=depth, splits=splits, stages=min(8 if rows == 64 else 4, _SHARED // a_stage))
 
 
 def run_tiles(
@@ -111,47 +121,47 @@ def run_tiles(
     """The kernels, cut as `tiles` says."""
     flat, weight = x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous()
     (M, K), N = flat.shape, len(weight)
-    width = N // 2 if gated else N
+    width, block_m = N // 2 if gated else N, max(16, power_of_two(M))
     out = x.new_empty(M, width)
     residual = None if residual is None else residual.reshape(M, width).contiguous()
-    block_m = max(16, triton.next_power_of_2(M))
     parts = None
     if tiles.splits > 1:
-        # the last row of each part holds sums of squares, for the norm
-        parts = torch.empty(tiles.splits, N + 1, block_m, dtype=torch.float32, device=x.device)
-    early = tiles.early and x.is_cuda and _can_start_early(x.device)
-    options = {
-        "EARLY": early, "HAS_NORM": norm is not None, "HAS_RESIDUAL": residual is not None, "GATED": gated,
-        "BLOCK_M": block_m,
-    }  # fmt: skip
-    launch: dict[str, Any] = {"launch_pdl": True} if early else {}
+        parts = torch.empty(tiles.splits, N, block_m, dtype=torch.float32, device=x.device)
+    can = can_start_early(x.device)
+    early = can and (tiles.early or norm is not None)
+    options = {"HAS_RESIDUAL": residual is not None, "GATED": gated, "BLOCK_M": block_m}
     with on(x):
-        linear_kernel[(triton.cdiv(N, tiles.rows), tiles.splits)](
-            flat, weight, norm, residual, out, parts, M, N, K, eps,
-            **options, SPLIT=parts is not None, EVEN=K % tiles.depth == 0, FP32=x.dtype == torch.float32,
-            BLOCK_N=tiles.rows, BLOCK_K=tiles.depth, STAGES=tiles.stages, num_warps=tiles.warps, **launch,
+        if norm is not None:
+            flat = _normed(flat, norm, eps, early)
+        linear_kernel[(ceil_div(N, tiles.rows), tiles.splits)](
+            flat, weight, residual, out, parts, M, N, K, **options, EARLY=early, SPLIT=parts is not None,
+            EVEN=K % tiles.depth == 0, FP32=x.dtype == torch.float32, BLOCK_N=tiles.rows, BLOCK_K=tiles.depth,
+            AHEAD=tiles.ahead, STAGES=tiles.stages, num_warps=tiles.warps, **early_launch(early),
         )  # fmt: skip
         if parts is not None:
-            sum_kernel[(triton.cdiv(N, 32),)](
-                parts, residual, out, M, N, K, eps, **options, SPLITS=tiles.splits, BLOCK_N=32, num_warps=4, **launch
-            )
+            early = can and tiles.early
+            sum_kernel[(ceil_div(N, 32),)](
+                parts, residual, out, M, N, **options, EARLY=early, SPLITS=tiles.splits, BLOCK_N=32, num_warps=4,
+                **early_launch(early),
+            )  # fmt: skip
     return out.view(*x.shape[:-1], width)
 
 
-@cache
-def _can_start_early(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+def _normed(x: Tensor, weight: Tensor, eps: float, early: bool) -> Tensor:
+    """The RMS norm of rows; what follows may start before it ends, but it waits for what is ahead."""
+    out, block = torch.empty_like(x), min(8192, power_of_two(x.shape[1]))
+    norm_kernel[(len(x),)](
+        x, weight, out, x.shape[1], eps, EARLY=early, BLOCK=block, num_warps=max(1, min(8, block // 512))
+    )
+    return out
 
 
 @triton.jit
 def _finish(
-    acc, squares, residual_ptr, out_ptr, first, M, N, K, eps,
-    HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, residual_ptr, out_ptr, first, M, N,
+    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sums [N, M] of rows from `first` on become results: norm, activation, residual."""
-    if HAS_NORM:
-        acc *= tl.rsqrt(squares / K + eps)[None, :]
+    """Sums [N, M] of rows from `first` on become results: activation, residual."""
     rows: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     width = N
     if GATED:
@@ -171,18 +181,29 @@ def _finish(
 
 
 @triton.jit
-def _fetch(pointers):
-    """Lines into L2, nobody waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
+def norm_kernel(x_ptr, weight_ptr, out_ptr, K, eps, EARLY: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row): x / √(mean x² + eps) · weight."""
+    if EARLY:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64) * K
+    at = tl.arange(0, BLOCK)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(0, K, BLOCK):
+        x = tl.load(x_ptr + row + begin + at, mask=begin + at < K, other=0.0).to(tl.float32)
+        squares += x * x
+    inverse = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    for begin in range(0, K, BLOCK):
+        inside = begin + at < K
+        x = tl.load(x_ptr + row + begin + at, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + begin + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row + begin + at, (x * inverse * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def linear_kernel(
-    x_ptr, w_ptr, norm_ptr, residual_ptr, out_ptr, part_ptr, M, N, K, eps,
-    EARLY: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN: tl.constexpr, FP32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, w_ptr, residual_ptr, out_ptr, part_ptr, M, N, K,
+    EARLY: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr,
+    FP32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows of the weight times all tokens, over one stretch of the inner dim."""
@@ -195,11 +216,10 @@ def linear_kernel(
     if EARLY:
         gdc_launch_dependents()
         line: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth  # 128 bytes
-        ahead = steps * split // splits * BLOCK_K + tl.arange(0, 4 * BLOCK_K // line) * line
-        _fetch(w_row + tl.minimum(ahead, K - 1)[None, :])
+        ahead = steps * split // splits * BLOCK_K + tl.arange(0, AHEAD) * line
+        fetch(w_row + tl.minimum(ahead, K - 1)[None, :])
         gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
     for step in tl.range(steps * split // splits, steps * (split + 1) // splits, num_stages=STAGES):
         k = step * BLOCK_K + depth
         if EVEN:
@@ -208,26 +228,18 @@ def linear_kernel(
         else:
             w = tl.load(w_row + k[None, :], mask=k[None, :] < K, other=0.0, eviction_policy="evict_first")
             x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=(m[None, :] < M) & (k[:, None] < K), other=0.0)
-        if HAS_NORM:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 0)
-            scale = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-            x = (wide * scale[:, None]).to(x.dtype)
         acc = tl.dot(w, x, acc, input_precision="tf32x3" if FP32 else "tf32")
     if SPLIT:
-        part_ptr += split.to(tl.int64) * (N + 1) * BLOCK_M
+        part_ptr += split.to(tl.int64) * N * BLOCK_M
         tl.store(part_ptr + n.to(tl.int64)[:, None] * BLOCK_M + m[None, :], acc, mask=n[:, None] < N)
-        if HAS_NORM and tile == 0:
-            tl.store(part_ptr + tl.cast(N, tl.int64) * BLOCK_M + m, squares)
     else:
-        _finish(acc, squares, residual_ptr, out_ptr, tile * BLOCK_N, M, N, K, eps,
-                HAS_NORM, HAS_RESIDUAL, GATED, BLOCK_M, BLOCK_N)  # fmt: skip
+        _finish(acc, residual_ptr, out_ptr, tile * BLOCK_N, M, N, HAS_RESIDUAL, GATED, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 def sum_kernel(
-    part_ptr, residual_ptr, out_ptr, M, N, K, eps,
-    EARLY: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, SPLITS: tl.constexpr,
+    part_ptr, residual_ptr, out_ptr, M, N,
+    EARLY: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Adds the parts, always in the same order, and finishes."""
@@ -238,11 +250,7 @@ def sum_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = n.to(tl.int64)[:, None] * BLOCK_M + m[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
-    part = (N + 1) * BLOCK_M
+    part = tl.cast(N, tl.int64) * BLOCK_M
     for split in tl.static_range(SPLITS):
         acc += tl.load(part_ptr + split * part + at, mask=n[:, None] < N, other=0.0)
-        if HAS_NORM:
-            squares += tl.load(part_ptr + split * part + N * BLOCK_M + m)
-    _finish(acc, squares, residual_ptr, out_ptr, tl.program_id(0) * BLOCK_N, M, N, K, eps,
-            HAS_NORM, HAS_RESIDUAL, GATED, BLOCK_M, BLOCK_N)  # fmt: skip
+    _finish(acc, residual_ptr, out_ptr, tl.program_id(0) * BLOCK_N, M, N, HAS_RESIDUAL, GATED, BLOCK_M, BLOCK_N)

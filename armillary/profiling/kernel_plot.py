@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from armillary.profiling.kernel_bench import KernelBench, KernelRow, Measured
+from armillary.profiling.kernel_rows import KernelBench, KernelRow, Measured
 from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
 
 WIDTH, LEFT, RIGHT, BAR, GAP = 1000, 330, 190, 13, 14

@@ -1,7 +1,7 @@
 """Triton's interpreter, mended where triton 3.6 falls short, so that kernels run on a CPU in tests as on a GPU.
 
 Loop bounds are taken by int() of an array with one element, which numpy 2.4 refuses; fp32 is cut off to bf16 instead of
-rounded; and a product of bf16 matrices multiplies their bit patterns.
+rounded, and rounded to fp8 without a carry into the exponent; a product of bf16 matrices multiplies their bit patterns.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def _mend_bf16(interpreter: Any) -> None:
     def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         if (source, target) == (tl.float32, tl.bfloat16):
             return to_bf16(data)
+        if source == tl.float32 and target in (tl.float8e4nv, tl.float8e5):
+            return to_fp8(data, "float8_e4m3fn" if target == tl.float8e4nv else "float8_e5m2")
         if (source, target) == (tl.bfloat16, tl.float32):
             return from_bf16(data).view(np.uint32)
         return old_convert(data, source, target, rounding)
@@ -69,6 +71,14 @@ def to_bf16(data: Any) -> Any:
     bits = np.ascontiguousarray(data).view(np.uint32)
     rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(data), np.uint16(0x7FC0), rounded)
+
+
+def to_fp8(data: Any, name: str) -> Any:
+    """Bits of the nearest fp8 number, ties to even, as torch rounds."""
+    import torch
+
+    numbers = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
+    return numbers.to(getattr(torch, name)).view(torch.uint8).numpy()
 
 
 def from_bf16(data: Any) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from armillary.kernels.paged_attention import PagedBatch, PagedOptions
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -23,8 +25,10 @@ class Shape:
     """tokens behind the last sequence"""
 
 
-def batch(shape: Shape, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> tuple[Any, ...]:
-    """(q, cache, tables, starts, lengths, scale, max_query) of `paged_attention`."""
+def batch(
+    shape: Shape, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, **options: Any
+) -> tuple[Tensor, Tensor, PagedBatch, PagedOptions]:
+    """Arguments of `paged_attention`, with these options."""
     generator = torch.Generator().manual_seed(seed)
     rows = len(shape.queries)
     per_row = max([-(-length // shape.page) for length in shape.lengths], default=0) + 1
@@ -35,8 +39,10 @@ def batch(shape: Shape, *, dtype: torch.dtype = torch.float32, device: str = "cp
     starts = torch.tensor([0, *shape.queries]).cumsum(0).int()
     q = torch.randn(int(starts[-1]) + shape.padding, shape.kv_heads * shape.group, shape.head_dim, generator=generator)
     lengths = torch.tensor(shape.lengths, dtype=torch.int32)
-    tensors = (q.to(dtype), cache.to(dtype), tables, starts, lengths)
-    return (*(x.to(device) for x in tensors), shape.head_dim**-0.5, max([*shape.queries, 1]))
+    q, cache = q.to(device, dtype), cache.to(device, dtype)
+    places = PagedBatch(tables_BP=tables.to(device), starts=starts.to(device), lengths_B=lengths.to(device),
+                        max_query=max([*shape.queries, 1]))  # fmt: skip
+    return q, cache, places, PagedOptions(**({"scale": shape.head_dim**-0.5} | options))
 
 
 def _owned(tables: Tensor, shape: Shape, num_pages: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,6 @@ CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 
 def small(op: Op) -> Case:
     """The op's first case with hardly any rows, on the CPU."""
-    from dataclasses import fields, replace
-
     case = next(iter(op.cases.values()))
     sizes = {"rows": 3, "tokens": 3, "columns": 24, "ffn": 12, "vocab": 20, "heads": 4, "kv_heads": 2, "head_dim": 8,
              "rotary_dim": 8}  # fmt: skip
@@ -46,3 +45,26 @@ def test_checked_by_torch(name: str, operator: str, order: tuple[Any, ...]) -> N
     args = tuple(inputs[i] if type(i) is int else i for i in order)
     leaves = tuple(x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args)
     torch.library.opcheck(getattr(torch.ops.armillary, operator).default, leaves, test_utils=CHECKS)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["paged_attention", "qkv_cache", "small_linear", "sample", "logprobs", "fp8_matmul"])
+def test_what_serving_calls_is_one_operator_in_a_graph(name: str) -> None:
+    """Without gradients the kernels are launched past the dispatcher, but not where torch traces."""
+    op = find_op(name)
+    case, sizes = small(op), {"batch": 2, "context": 20, "inputs": 32, "outputs": 32, "rotary": 8}
+    case = replace(case, **{key: value for key, value in sizes.items() if hasattr(case, key)})
+    inputs = op.inputs(case, torch.Generator().manual_seed(0))
+    seen: list[str] = []
+
+    def look(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    with torch.no_grad():
+        run = loaded(op)
+        traced = torch.compile(run, backend=look, fullgraph=True)(*inputs)
+        plain = run(*inputs)
+    assert any(f"armillary.{name}" in target for target in seen)
+    first, second = (x[0] if isinstance(x, tuple) else x for x in (traced, plain))
+    assert torch.equal(first, second)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from armillary.kernels import norm as module
 from armillary.kernels.norm import ADD_NORM, NORM, NormCase
+from armillary.kernels.norm_shape import Shape, backward_shape, forward_shape
 from armillary.kernels.op import Op
 from armillary.model.norm import Norm
 from tests.kernels.agreeing import assert_agrees, loaded
@@ -59,9 +60,29 @@ def test_rows_too_wide_for_a_program(case: NormCase, op: Op) -> None:
 @needs_interpreter
 @pytest.mark.parametrize("op", [NORM, ADD_NORM], ids=["norm", "add_norm"])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_rows_of_two_tiles(op: Op, kind: str) -> None:
-    """1,500 columns are held as 1,024 and 512."""
-    assert_agrees(op, NormCase(rows=5, columns=1500, kind=kind, bias=kind == "layer", dtype="fp32", device="cpu"))
+@pytest.mark.parametrize(
+    "how", [Shape(1, 64, 4, 1), Shape(1, 64, 4, 1, ahead=True), Shape(2, 64, 4, 1), Shape(4, 32, 4, 1)]
+)
+def test_rows_in_pieces(op: Op, kind: str, how: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """150 columns in pieces of 64 or 32, whichever way rows are held."""
+    triton = import_module("armillary.kernels.norm_triton")
+    for name in ("forward_shape", "backward_shape"):
+        monkeypatch.setattr(triton, name, lambda *args, **kwargs: how)
+    assert_agrees(op, NormCase(rows=5, columns=150, kind=kind, bias=kind == "layer", dtype="fp32", device="cpu"))
+
+
+@pytest.mark.parametrize("columns", [*range(4096, 16385, 512), 2880, 3584, 18432, 20480])
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_launch_shapes(columns: int, element_size: int) -> None:
+    """Whatever the width: threads read whole 16 bytes, and in a backward hardly a lane is idle."""
+    forward = [forward_shape(columns, element_size, pairs, centred=centred, residual=residual)
+               for pairs in (0, 1) for centred in (0, 1) for residual in (0, 1)]  # fmt: skip
+    assert all(shape.width * element_size == 512 * shape.warps and shape.held in (1, 2) for shape in forward)
+    shapes = [backward_shape(columns, element_size, pairs, sums=sums, residual=False)
+              for pairs in (0, 1) for sums in (0, 1, 2)]  # fmt: skip
+    for shape in shapes:
+        assert shape.held * shape.width * element_size == 512 * shape.warps and shape.warps in (4, 8, 16, 32)
+        assert -(-columns // shape.width) * shape.width <= 1.2 * columns
 
 
 @needs_interpreter

@@ -14,8 +14,8 @@ from tests.kernels.interpreter import needs_interpreter
 from tests.kernels.pages import Shape, batch, error, wide
 
 
-def fast(name: str = "triton"):  # type: ignore[no-untyped-def]
-    return PAGED_ATTENTION.version(name).load()  # type: ignore[union-attr]
+def fast():  # type: ignore[no-untyped-def]
+    return PAGED_ATTENTION.version("triton").load()  # type: ignore[union-attr]
 
 
 @st.composite
@@ -58,19 +58,16 @@ def extras(how: dict[str, object], shape: Shape) -> dict[str, object]:
 @settings(max_examples=9, deadline=None)
 @given(shape=shapes(), how=hows())
 def test_decoding_agrees(shape: Shape, how: dict[str, object]) -> None:
-    inputs, kind = batch(shape), extras(how, shape)
-    right = paged_attention(*wide(inputs), **kind)  # type: ignore[arg-type]
-    for name in ("triton", "triton flat"):
-        assert error(fast(name)(*inputs, **kind), right) < 1e-5
+    inputs = batch(shape, **extras(how, shape))
+    assert error(fast()(*inputs), paged_attention(*wide(inputs))) < 1e-5
 
 
 @needs_interpreter
 @settings(max_examples=6, deadline=None)
 @given(shape=shapes(longest_query=33), how=hows())
 def test_chunks_of_prompts_and_decoding_in_one_batch_agree(shape: Shape, how: dict[str, object]) -> None:
-    inputs, kind = batch(shape), extras(how, shape)
-    out = fast()(*inputs, **kind)
-    assert error(out, paged_attention(*wide(inputs), **kind)) < 1e-5  # type: ignore[arg-type]
+    inputs = batch(shape, **extras(how, shape))
+    assert error(fast()(*inputs), paged_attention(*wide(inputs))) < 1e-5
 
 
 @needs_interpreter
@@ -82,17 +79,16 @@ def test_half_precision_is_as_good_as_plain_torch() -> None:
 
 @needs_interpreter
 def test_a_row_shared_by_all_workers() -> None:
-    inputs = batch(Shape(queries=[1, 1], lengths=[900, 0], kv_heads=1))
-    sinks = torch.tensor([0.5, -1.0])
-    assert error(fast()(*inputs, sinks_N=sinks), paged_attention(*wide(inputs), sinks_N=sinks)) < 1e-5
+    inputs = batch(Shape(queries=[1, 1], lengths=[900, 0], kv_heads=1), sinks_N=torch.tensor([0.5, -1.0]))
+    assert error(fast()(*inputs), paged_attention(*wide(inputs))) < 1e-5
 
 
 @needs_interpreter
 @pytest.mark.parametrize("queries", [[1, 1], [20, 1]])
 def test_nan_stays_in_its_own_row(queries: list[int]) -> None:
     inputs = batch(Shape(queries=queries, lengths=[50, 60], group=4))
-    cache, tables = inputs[1], inputs[2]
-    cache[tables[0, 0], 0, 0, 3] = torch.nan  # a key of sequence 0, KV head 0
+    cache, places = inputs[1:3]
+    cache[places.tables_BP[0, 0], 0, 0, 3] = torch.nan  # a key of sequence 0, KV head 0
     out = fast()(*inputs)
     assert out[: queries[0], :4].isnan().all()
     assert not out[: queries[0], 4:].isnan().any() and not out[queries[0] :].isnan().any()
@@ -116,11 +112,11 @@ def test_empty_batches() -> None:
 
 @needs_interpreter
 def test_a_quantised_cache_is_scaled_per_head() -> None:
-    q, cache, *rest = batch(Shape(queries=[1, 2], lengths=[40, 50]))
+    q, cache, places, plain = batch(Shape(queries=[1, 2], lengths=[40, 50]))
     scales = torch.tensor([[0.5, 2.0], [3.0, 0.25]])
     small = (cache.permute(0, 3, 4, 1, 2) / scales).permute(0, 3, 4, 1, 2).contiguous()
-    out = fast()(q, small, *rest, scales_2K=scales)
-    assert error(out, paged_attention(*wide((q, cache, *rest)))) < 1e-5
+    out = fast()(q, small, places, dataclasses.replace(plain, scales_2K=scales))
+    assert error(out, paged_attention(*wide((q, cache, places, plain)))) < 1e-5
 
 
 def test_pages_hold_a_sequence_in_order() -> None:
@@ -133,18 +129,17 @@ def test_pages_hold_a_sequence_in_order() -> None:
 @settings(max_examples=30, deadline=None)
 @given(shape=shapes(longest_query=33), window=st.sampled_from([None, 1, 20]))
 def test_one_sequence_at_a_time_through_torch_agrees(shape: Shape, window: int | None) -> None:
-    inputs = batch(shape)
-    out = by_sdpa(*inputs, window=window)
-    assert error(out, paged_attention(*wide(inputs), window=window)) < 1e-5
+    inputs = batch(shape, window=window)
+    assert error(by_sdpa(*inputs), paged_attention(*wide(inputs))) < 1e-5
 
 
 def test_the_reference_is_causal_attention() -> None:
-    q, cache, tables, starts, lengths, scale, most = batch(Shape(queries=[30], lengths=[30]))
-    k, v = (x.transpose(0, 1) for x in gather(cache, tables[0], 30, None, torch.float32))
+    q, cache, places, options = batch(Shape(queries=[30], lengths=[30]))
+    k, v = (x.transpose(0, 1) for x in gather(cache, places.tables_BP[0], 30, None, torch.float32))
     whole = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(0, 1), k, v, is_causal=True, scale=scale, enable_gqa=True
+        q.transpose(0, 1), k, v, is_causal=True, scale=options.scale, enable_gqa=True
     )
-    assert error(paged_attention(q, cache, tables, starts, lengths, scale, most), whole.transpose(0, 1)) < 1e-5
+    assert error(paged_attention(q, cache, places, options), whole.transpose(0, 1)) < 1e-5
 
 
 def test_bytes_are_those_of_keys_and_values() -> None:
@@ -164,6 +159,8 @@ GPU_CASES = {
     "prompts with window and sinks": {"queries": 333, "window": 128, "sinks": True},
     "fp32 prompts": {"dtype": "fp32", "queries": 130, "softcap": 10.0},
     "wide heads": {"head_dim": 256, "queries": 200, "page": 256},
+    "fp8 cache": {"batch": 40, "cache": "fp8"},
+    "fp8 cache, prompts": {"cache": "fp8", "queries": 100, "page": 64},
 }
 
 
@@ -175,44 +172,44 @@ def test_agreement_on_a_gpu(name: str) -> None:
     case = PagedCase(**({"batch": 5, "context": 700} | GPU_CASES[name]))  # type: ignore[arg-type]
     generator = torch.Generator("cuda").manual_seed(0)
     expected = expect(PAGED_ATTENTION, PAGED_ATTENTION.inputs(case, generator), generator)
-    for version in ("triton", "triton flat"):
-        found = check(fast(version), PAGED_ATTENTION, expected)
-        assert found.agreed, f"{version}: {found.why_not}"
+    found = check(fast(), PAGED_ATTENTION, expected)
+    assert found.agreed, found.why_not
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("version", ["triton", "triton flat"])
 @pytest.mark.parametrize("most", [1, 40])
-def test_one_graph_serves_any_lengths(most: int, version: str) -> None:
+def test_one_graph_serves_any_lengths(most: int) -> None:
     inputs = batch(Shape(queries=[most, 1, 1, 1], lengths=[900, 700, 800, 600]), dtype=torch.bfloat16, device="cuda")
-    fast(version)(*inputs)
+    fast()(*inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = fast(version)(*inputs)
+        out = fast()(*inputs)
     for queries, lengths in (([most, 1, 0, 1], [890, 1, 5, 0]), ([1, 1, 1, 0], [17, 650, 33, 0])):
-        inputs[3].copy_(torch.tensor([0, *queries]).cumsum(0))
-        inputs[4].copy_(torch.tensor(lengths))
+        inputs[2].starts.copy_(torch.tensor([0, *queries]).cumsum(0))
+        inputs[2].lengths_B.copy_(torch.tensor(lengths))
         graph.replay()
         right = paged_attention(*wide(inputs, torch.float32))
         assert error(out, right) < 1e-2
-        assert torch.equal(out, fast(version)(*inputs))  # captured or not: the same bits
+        assert torch.equal(out, fast()(*inputs))  # captured or not: the same bits
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("queries", [1, 100])
 def test_a_cache_in_fp8_is_written_and_read(queries: int) -> None:
+    from armillary.kernels.qkv_cache import QkvOptions
     from armillary.kernels.qkv_cache_triton import qkv_cache
 
     inputs = batch(Shape(queries=[queries], lengths=[300]), dtype=torch.bfloat16, device="cuda")
-    q, cache, tables, starts, lengths, scale, most = inputs
-    keys, values = gather(cache, tables[0], 300, None, torch.bfloat16)
+    q, cache, places, options = inputs
+    keys, values = gather(cache, places.tables_BP[0], 300, None, torch.bfloat16)
     scales = torch.tensor([[0.02, 0.03], [0.01, 0.05]], device="cuda")
     small = torch.zeros(cache.shape, dtype=torch.float8_e4m3fn, device="cuda")
     place = torch.arange(300, device="cuda")
-    slots = tables[0, place // 16].long() * 16 + place % 16
+    slots = places.tables_BP[0, place // 16].long() * 16 + place % 16
     fused = torch.stack((keys, keys, keys, values), dim=2).flatten(1)  # [q, q, k, v] of each KV head
-    qkv_cache(fused, small, slots, scales_2K=scales)
-    right = paged_attention(q.float(), small, tables, starts, lengths, scale, most, scales_2K=scales)
-    out = fast()(q, small, tables, starts, lengths, scale, most, scales_2K=scales)
+    qkv_cache(fused, small, slots, None, None, QkvOptions(scales_2K=scales))
+    scaled = dataclasses.replace(options, scales_2K=scales)
+    right = paged_attention(q.float(), small, places, scaled)
+    out = fast()(q, small, places, scaled)
     assert error(out, right) < 1e-2
     assert error(out, paged_attention(*wide(inputs, torch.float32))) < 6e-2  # three bits of mantissa

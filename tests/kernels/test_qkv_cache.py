@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase, qkv_cache
+from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase, QkvOptions, qkv_cache
 from tests.kernels.interpreter import needs_interpreter
 from tests.kernels.pages import error, wide
 
@@ -21,7 +21,7 @@ def fast():  # type: ignore[no-untyped-def]
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     """Arguments of every kind; the last tokens' slots are -1 now and then."""
     tokens, heads, group = draw(st.integers(0, 7)), draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 4, 5]))
     size = draw(st.sampled_from([16, 64, 80]))
@@ -37,26 +37,27 @@ def calls(draw: st.DrawFn) -> tuple[tuple[Any, ...], dict[str, Any]]:
     angles = normal(tokens, turned)
     turns = (angles.cos(), angles.sin()) if turned else (None, None)
     weights = (normal(size), normal(size)) if draw(st.booleans()) else (None, None)
-    how = {
-        "norm": draw(st.sampled_from(["none", "rms", "layer"])),
-        "eps": 1e-5,
-        "plus_one": draw(st.booleans()),
-        "interleaved": draw(st.booleans()),
-        "clip": draw(st.sampled_from([None, 1.5])),
-        "scales_2K": draw(st.sampled_from([None, torch.full((2, heads), 0.5)])),
-    }
-    return (qkv, normal(PAGES, 2, heads, PAGE, size), slots, *turns, *weights), how
+    options = QkvOptions(
+        clip=draw(st.sampled_from([None, 1.5])),
+        norm=draw(st.sampled_from(["none", "rms", "layer"])),
+        q_weight=weights[0],
+        k_weight=weights[1],
+        eps=1e-5,
+        plus_one=draw(st.booleans()),
+        interleaved=draw(st.booleans()),
+        scales_2K=draw(st.sampled_from([None, torch.full((2, heads), 0.5)])),
+    )
+    return qkv, normal(PAGES, 2, heads, PAGE, size), slots, *turns, options
 
 
 @needs_interpreter
 @settings(max_examples=15, deadline=None)
 @given(call=calls())
-def test_the_kernel_agrees(call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-    inputs, how = call
-    right_q, right_cache = qkv_cache(*wide(inputs), **how)
-    before = inputs[1].clone()
-    q, cache = fast()(*inputs, **how)
-    assert cache is inputs[1]
+def test_the_kernel_agrees(call: tuple[Any, ...]) -> None:
+    right_q, right_cache = qkv_cache(*wide(call))
+    before = call[1].clone()
+    q, cache = fast()(*call)
+    assert cache is call[1]
     assert error(q, right_q) < 1e-5 and error(cache, right_cache) < 1e-5
     assert error(cache - before, right_cache - before) < 1e-5  # what was not asked for was not written
 
@@ -65,7 +66,7 @@ def test_the_kernel_agrees(call: tuple[tuple[Any, ...], dict[str, Any]]) -> None
 def test_nan_stays_in_its_head_and_token() -> None:
     qkv = torch.randn(2, 2 * 3 * 16)
     qkv[1, 5] = torch.nan  # token 1, KV head 0, its query
-    q, cache = fast()(qkv, torch.zeros(2, 2, 2, 4, 16), torch.tensor([0, 1]), norm="rms")
+    q, cache = fast()(qkv, torch.zeros(2, 2, 2, 4, 16), torch.tensor([0, 1]), None, None, QkvOptions(norm="rms"))
     assert q[1, 0].isnan().all()
     assert not q[0].isnan().any() and not q[1, 1].isnan().any() and not cache.isnan().any()
 
@@ -93,8 +94,10 @@ def test_it_is_what_the_model_does() -> None:
     layer(x, turns, attend, 0)
     cos, sin = (part[0, :, 0] for part in turns[False])
     cache = torch.zeros(2, 2, 2, 4, 16)
-    q, _ = qkv_cache(layer.qkv(x)[0], cache, torch.arange(6), cos, sin, layer.q_norm.weight, layer.k_norm.weight,
-                     "rms", config.norm_eps)  # fmt: skip
+    options = QkvOptions(
+        norm="rms", q_weight=layer.q_norm.weight, k_weight=layer.k_norm.weight, eps=config.norm_eps
+    )
+    q, _ = qkv_cache(layer.qkv(x)[0], cache, torch.arange(6), cos, sin, options)
     assert error(q, seen["q"][0]) < 1e-6
     for index, name in enumerate(("k", "v")):
         assert error(cache[:, index].transpose(1, 2).flatten(0, 1)[:6], seen[name][0]) < 1e-6
@@ -103,8 +106,9 @@ def test_it_is_what_the_model_does() -> None:
 def test_a_norm_over_all_heads_is_left_to_torch() -> None:
     triton = QKV_CACHE.version("triton")
     assert triton is not None and "all heads" in str(triton.refuses(QkvCase(tokens=1, whole=True)))
-    qkv, weights = torch.randn(3, 2 * 4 * 16), (torch.ones(2 * 2 * 16), torch.ones(2 * 16))
-    q, _ = qkv_cache(qkv, torch.zeros(1, 2, 2, 4, 16), torch.arange(3), None, None, *weights, "rms", 0.0)
+    options = QkvOptions(norm="rms", q_weight=torch.ones(2 * 2 * 16), k_weight=torch.ones(2 * 16), eps=0.0)
+    qkv, cache = torch.randn(3, 2 * 4 * 16), torch.zeros(1, 2, 2, 4, 16)
+    q, _ = qkv_cache(qkv, cache, torch.arange(3), None, None, options)
     assert torch.allclose(q.flatten(1).square().mean(-1), torch.ones(3))
 
 

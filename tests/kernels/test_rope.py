@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +33,15 @@ def cases(draw: st.DrawFn) -> RopeCase:
 @settings(max_examples=30, deadline=None)
 def test_agrees(case: RopeCase) -> None:
     assert_agrees(ROPE, case)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("dim", "turned"), [(24, 6), (96, 24), (80, 20), (80, 80), (96, 96), (40, 4), (100, 12)])
+def test_heads_that_are_no_power_of_two(dim: int, turned: int) -> None:
+    """Heads in two pieces; where little of one turns, it is gone over from end to end."""
+    assert_agrees(
+        ROPE, RopeCase(tokens=2, heads=4, kv_heads=2, head_dim=dim, rotary_dim=turned, dtype="bf16", device="cpu")
+    )
 
 
 def test_the_reference_is_what_the_model_does() -> None:

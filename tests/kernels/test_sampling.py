@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from armillary.kernels.sampling import SAMPLE, observe, sample, share
+from armillary.kernels.sampling import SAMPLE, Draws, Penalties, observe, sample, share
 from armillary.kernels.sampling_rows import sample as row_by_row
 from tests.kernels.interpreter import needs_interpreter
 
@@ -19,20 +21,29 @@ def fast():  # type: ignore[no-untyped-def]
     return SAMPLE.version("triton").load()  # type: ignore[union-attr]
 
 
-def arguments(logits: Tensor, **given: Any) -> tuple[Tensor, ...]:
+def arguments(logits: Tensor, **given: Any) -> tuple[Tensor, Draws]:
     """A row's worth of defaults for each row: temperature 1, no filters, seed 0, step = row."""
     count = logits.shape[0]
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seeds": 0} | given
+    dtypes = {"top_k": torch.int32, "seeds": torch.int64}
+    each = {
+        f"{name}_B": torch.as_tensor(value, dtype=dtypes.get(name, torch.float32)).expand(count).contiguous()
+        for name, value in values.items()
+    }
+    return logits, Draws(**each, steps_B=torch.arange(count))
 
-    def each(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.as_tensor(values[name], dtype=dtype).expand(count).contiguous()
 
-    seeds, steps = each("seeds", torch.int64), torch.arange(count)
-    return logits, each("temperature"), each("top_k", torch.int32), each("top_p"), each("min_p"), seeds, steps
+def mapped(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same with every tensor changed, those of Draws and Penalties too."""
+    if isinstance(x, tuple):
+        return tuple(mapped(part, change) for part in x)
+    if isinstance(x, Draws | Penalties):
+        return type(x)(**{field.name: mapped(getattr(x, field.name), change) for field in dataclasses.fields(x)})
+    return change(x) if isinstance(x, Tensor) else x
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     """Rows of every kind in one batch."""
     count, vocab = draw(st.sampled_from([1, 3])), draw(st.sampled_from([2, 33, 700, 5003]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
@@ -42,37 +53,38 @@ def calls(draw: st.DrawFn) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     def each(*options: float) -> Tensor:
         return torch.tensor([draw(st.sampled_from(options)) for _ in range(count)])
 
-    inputs = (logits, each(0.0, 0.3, 1.0, 1.7), each(0, 0, 1, 7, 600).int(), each(1.0, 0.999, 0.9, 0.3, 0.0),
-              each(0.0, 0.0, 0.05, 1.0), torch.randint(1 << 62, (count,), generator=generator),
-              torch.arange(count) + draw(st.sampled_from([0, 1 << 33])))  # fmt: skip
-    extra: dict[str, Tensor] = {}
+    draws = Draws(
+        temperature_B=each(0.0, 0.3, 1.0, 1.7), top_k_B=each(0, 0, 1, 7, 600).int(),
+        top_p_B=each(1.0, 0.999, 0.9, 0.3, 0.0), min_p_B=each(0.0, 0.0, 0.05, 1.0),
+        seeds_B=torch.randint(1 << 62, (count,), generator=generator),
+        steps_B=torch.arange(count) + draw(st.sampled_from([0, 1 << 33])),
+    )  # fmt: skip
+    penalties, allowed = None, None
     if draw(st.booleans()):
         rows = count + 2
-        extra = {
-            "repetition_B": each(1.0, 1.3, 0.7), "presence_B": each(0.0, 0.5), "frequency_B": each(0.0, 0.2, -0.1),
-            "counts_SV": torch.randint(-3, 4, (rows, vocab), generator=generator).clamp_min(0).int(),
-            "prompt_SV": torch.rand(rows, vocab, generator=generator) < 0.2,
-            "rows_B": torch.randperm(rows, generator=generator)[:count],
-        }  # fmt: skip
+        penalties = Penalties(
+            repetition_B=each(1.0, 1.3, 0.7), presence_B=each(0.0, 0.5), frequency_B=each(0.0, 0.2, -0.1),
+            counts_SV=torch.randint(-3, 4, (rows, vocab), generator=generator).clamp_min(0).int(),
+            prompt_SV=torch.rand(rows, vocab, generator=generator) < 0.2,
+            rows_B=torch.randperm(rows, generator=generator)[:count],
+        )  # fmt: skip
     if draw(st.booleans()):
         words = -(-vocab // 32)
-        extra["allowed_BW"] = torch.randint(-(2**31), 2**31 - 1, (count, words), generator=generator).int()
-    return inputs, extra
+        allowed = torch.randint(-(2**31), 2**31 - 1, (count, words), generator=generator).int()
+    return logits, draws, penalties, allowed
 
 
 @needs_interpreter
 @settings(max_examples=9, deadline=None)
 @given(call=calls())
-def test_kernels_draw_the_tokens_of_plain_torch(call: tuple[tuple[Tensor, ...], dict[str, Tensor]]) -> None:
-    inputs, extra = call
-    assert fast()(*inputs, **extra).tolist() == sample(*inputs, **extra).tolist()
+def test_kernels_draw_the_tokens_of_plain_torch(call: tuple[Any, ...]) -> None:
+    assert fast()(*call).tolist() == sample(*call).tolist()
 
 
 @settings(max_examples=60, deadline=None)
 @given(call=calls())
-def test_a_row_at_a_time_gives_the_same_tokens(call: tuple[tuple[Tensor, ...], dict[str, Tensor]]) -> None:
-    inputs, extra = call
-    assert row_by_row(*inputs, **extra).tolist() == sample(*inputs, **extra).tolist()
+def test_a_row_at_a_time_gives_the_same_tokens(call: tuple[Any, ...]) -> None:
+    assert row_by_row(*call).tolist() == sample(*call).tolist()
 
 
 @needs_interpreter
@@ -127,23 +139,27 @@ def test_a_request_gets_the_same_tokens_in_any_batch() -> None:
     inputs = arguments(logits, top_k=50, seeds=torch.arange(8))
     together = sample(*inputs)
     order = torch.randperm(8, generator=generator)
-    assert torch.equal(sample(*(x[order] for x in inputs)), together[order])
-    assert torch.equal(sample(*(x[3:4] for x in inputs)), together[3:4])
+    assert torch.equal(sample(*mapped(inputs, lambda x: x[order])), together[order])
+    assert torch.equal(sample(*mapped(inputs, lambda x: x[3:4])), together[3:4])
 
 
 def test_penalties_push_tokens_down() -> None:
     logits = torch.tensor([[2.0, 1.9, -1.0, -1.1]])
-    tables = {"counts_SV": torch.tensor([[0, 0, 0, 0]], dtype=torch.int32), "prompt_SV": torch.zeros(1, 4).bool()}
-    zero, one = torch.zeros(1), torch.ones(1)
-    inputs = arguments(logits, temperature=0.0)
-    assert sample(*inputs, one, zero, zero, *tables.values()).item() == 0
-    tables["prompt_SV"][0, 0] = True
-    assert sample(*inputs, 1.5 * one, zero, zero, *tables.values()).item() == 1  # 2.0 / 1.5 < 1.9
-    assert sample(*inputs, one, one, one, *tables.values()).item() == 0  # of the prompt, not of the output
-    observe(tables["counts_SV"], torch.tensor([0, -1]), torch.tensor([0, 1]))
-    assert tables["counts_SV"].tolist() == [[1, 0, 0, 0]]
-    assert sample(*inputs, one, 0.2 * one, zero, *tables.values()).item() == 1
-    assert sample(*inputs, one, zero, 0.2 * one, *tables.values()).item() == 1
+    counts, prompt = torch.tensor([[0, 0, 0, 0]], dtype=torch.int32), torch.zeros(1, 4).bool()
+
+    def penalised(repetition: float, presence: float, frequency: float) -> float:
+        each = {"repetition_B": repetition, "presence_B": presence, "frequency_B": frequency}
+        how = Penalties(**{name: torch.tensor([x]) for name, x in each.items()}, counts_SV=counts, prompt_SV=prompt)
+        return sample(*arguments(logits, temperature=0.0), how).item()
+
+    assert penalised(1.0, 0.0, 0.0) == 0
+    prompt[0, 0] = True
+    assert penalised(1.5, 0.0, 0.0) == 1  # 2.0 / 1.5 < 1.9
+    assert penalised(1.0, 1.0, 1.0) == 0  # of the prompt, not of the output
+    observe(counts, torch.tensor([0, -1]), torch.tensor([0, 1]))
+    assert counts.tolist() == [[1, 0, 0, 0]]
+    assert penalised(1.0, 0.2, 0.0) == 1
+    assert penalised(1.0, 0.0, 0.2) == 1
 
 
 def test_only_allowed_tokens_are_drawn() -> None:
@@ -161,22 +177,21 @@ def test_shares_are_exact(total: int, fraction: int) -> None:
 def test_gpu_and_cpu_draw_the_same_tokens() -> None:
     for name, case in SAMPLE.cases.items():
         inputs = SAMPLE.inputs(case, torch.Generator("cuda").manual_seed(0))
-        few = tuple(x[:6] for x in inputs)
-        drawn = fast()(*few)
-        assert drawn.tolist() == sample(*(x.cpu() for x in few)).tolist(), name
+        few = mapped(inputs, lambda x: x[:6])
+        assert fast()(*few).tolist() == sample(*mapped(few, Tensor.cpu)).tolist(), name
 
 
 @pytest.mark.gpu
 def test_one_graph_serves_other_logits_seeds_and_filters() -> None:
-    inputs = tuple(x.cuda() for x in arguments(torch.randn(5, 50_000), top_k=50))
+    inputs = mapped(arguments(torch.randn(5, 50_000), top_k=50), Tensor.cuda)
     fast()(*inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         drawn = fast()(*inputs)
     for round_ in range(4):
         inputs[0].normal_()
-        inputs[2].fill_(round_ * 20)
-        inputs[3].fill_(1.0 - 0.2 * round_)
-        inputs[6].add_(1)
+        inputs[1].top_k_B.fill_(round_ * 20)
+        inputs[1].top_p_B.fill_(1.0 - 0.2 * round_)
+        inputs[1].steps_B.add_(1)
         graph.replay()
         assert drawn.tolist() == sample(*inputs).tolist()

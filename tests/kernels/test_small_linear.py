@@ -51,6 +51,18 @@ def test_any_shape(m: int, n: int, k: int, norm: bool, gated: bool, residual: bo
 
 
 @needs_interpreter
+@given(st.integers(1, 64), st.integers(1, 300_000), st.integers(1, 40_000), st.sampled_from([2, 4]))
+def test_any_plan_fits_a_multiprocessor(tokens: int, outputs: int, inputs: int, itemsize: int) -> None:
+    from armillary.kernels.small_linear_triton import plan
+
+    tiles = plan(tokens, outputs, inputs, itemsize)
+    width = max(16, 1 << (tokens - 1).bit_length())
+    assert 2 <= tiles.stages and tiles.stages * tiles.depth * itemsize * (tiles.rows + width) <= 227 << 10
+    programs = -(-outputs // tiles.rows) * tiles.splits
+    assert tiles.splits == 1 or (programs <= 132 and inputs // tiles.splits >= 512)
+
+
+@needs_interpreter
 def test_leading_dims_stay() -> None:
     from armillary.kernels.small_linear_triton import small_linear
 

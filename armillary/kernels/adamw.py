@@ -1,0 +1,67 @@
+"""AdamW whose step is one kernel a parameter on a GPU: clipping on the way, and the copy in a half format written too.
+
+Its state is torch's (step, exp_avg, exp_avg_sq), so that checkpoints of one can be read by the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# torch keeps AdamW's step count as a tensor
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW over dense fp32 parameters on one device; `copies` are kept equal to the parameters."""
+
+    def __init__(self, params: Any, *, copies: Mapping[Tensor, Tensor] | None = None, **options: Any) -> None:
+        super().__init__(params, foreach=False, fused=False, **options)
+        self.copies: Mapping[Tensor, Tensor] = {} if copies is None else copies
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> None:  # type: ignore[override]
+        """`scale`, one number on the device, multiplies every gradient on the way."""
+        from armillary.kernels.adamw_triton import adamw_
+
+        assert closure is None, "this step runs no closure"
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self._state_of(p)
+                state["step"] += 1
+                adamw_(
+                    p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(p), scale,
+                    lr=float(group["lr"]), betas=group["betas"], eps=group["eps"], decay=group["weight_decay"],
+                    step=int(state["step"]),
+                )  # fmt: skip
+
+    def _state_of(self, p: Tensor) -> dict[str, Any]:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        elif state["step"].is_cuda:  # from a checkpoint of torch's fused form: read once, then counted on the host
+            state["step"] = state["step"].cpu()
+        return state
+
+
+def takes(parameters: Iterable[Tensor]) -> bool:
+    """Whether AdamW here can step them: dense fp32 tensors on a GPU, not shards."""
+    return all(
+        type(p.data) is Tensor and p.is_cuda and p.dtype == torch.float32 and p.is_contiguous() for p in parameters
+    )
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """The norm of all gradients together, in fp32 on their device; nothing waits for the host."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if grads and all(grad.is_cuda and grad.is_contiguous() and grad.dtype != torch.float64 for grad in grads):
+        from armillary.kernels.adamw_triton import squares
+
+        return squares(grads).sum().sqrt()
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())

@@ -1,0 +1,128 @@
+"""Matrix products through cuBLASLt by an algorithm of one's own choice, and with a matrix added on the way.
+
+Under a chip's power limit the quickest algorithm is another than the library's rules expect, so products.py times them;
+and torch copies what is added before it multiplies, which the library does not need. The library is the one that torch
+has loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# M tokens, N outputs of a linear layer, K inputs
+
+_COMPUTE_32F, _R_32F, _TYPES = 68, 0, {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+_TRANS_A, _TRANS_B, _MOST_WORKSPACE = 3, 4, 1
+_WORKSPACE_BYTES, _ASKED = 32 << 20, 16
+
+
+class _Heuristic(ctypes.Structure):
+    """What the library proposes: an algorithm, and what it knows of it."""
+
+    _fields_ = (("algorithm", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
+                ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4))  # fmt: skip
+
+
+class Form(NamedTuple):
+    """A product as the library sees it, column by column: D = op(A)·op(B), each (rows, columns)."""
+
+    a: tuple[int, int]
+    b: tuple[int, int]
+    d: tuple[int, int]
+    turn_a: bool
+    turn_b: bool
+
+
+def form(kind: str, M: int, N: int, K: int) -> Form:
+    """'forward' x_MK·w_NKᵀ, 'back' dy_MN·w_NK, 'weight' dy_MNᵀ·x_MK. What lies row by row is its own transpose column
+    by column, so A is the second operand of these and B the first."""
+    if kind == "forward":
+        return Form((K, N), (K, M), (N, M), turn_a=True, turn_b=False)
+    if kind == "back":
+        return Form((K, N), (N, M), (K, M), turn_a=False, turn_b=False)
+    return Form((K, M), (N, M), (K, N), turn_a=False, turn_b=True)
+
+
+class Product:
+    """One shape of one product, and the algorithms that the library proposes for it, its favourite first."""
+
+    def __init__(self, kind: str, M: int, N: int, K: int, dtype: torch.dtype) -> None:
+        self.lib, self.handle = _library()
+        shape = form(kind, M, N, K)
+        self.out_shape = {"forward": (M, N), "back": (M, K), "weight": (N, K)}[kind]
+        self.desc = self._made("cublasLtMatmulDescCreate", _COMPUTE_32F, _R_32F)
+        for name, turn in ((_TRANS_A, shape.turn_a), (_TRANS_B, shape.turn_b)):
+            value = ctypes.c_int32(int(turn))
+            _check(self.lib.cublasLtMatmulDescSetAttribute(self.desc, name, ctypes.byref(value), ctypes.c_size_t(4)))
+        self.layouts = [self._layout(size, dtype) for size in (shape.a, shape.b, shape.d)]
+        self.algorithms = self._proposed()
+
+    def __call__(self, first: Tensor, second: Tensor, place: int, add: Tensor | None = None) -> Tensor:
+        """The operands in `form`'s order, whole and row by row; `add` is added before the result is rounded."""
+        out = first.new_empty(self.out_shape)
+        stream = torch.cuda.current_stream(first.device).cuda_stream
+        a, b, d = self.layouts
+        status = self.lib.cublasLtMatmul(
+            self.handle, self.desc, _ONE, _at(second), a, _at(first), b, _ZERO if add is None else _ONE,
+            _at(out if add is None else add), d, _at(out), d, ctypes.byref(self.algorithms[place].algorithm),
+            _at(_workspace(first.device, stream)), ctypes.c_size_t(_WORKSPACE_BYTES), ctypes.c_void_p(stream),
+        )  # fmt: skip
+        _check(status)
+        return out
+
+    def _proposed(self) -> list[Any]:
+        preference = self._made("cublasLtMatmulPreferenceCreate")
+        most = ctypes.c_size_t(_WORKSPACE_BYTES)
+        set_most = self.lib.cublasLtMatmulPreferenceSetAttribute
+        _check(set_most(preference, _MOST_WORKSPACE, ctypes.byref(most), ctypes.c_size_t(8)))
+        found, count = (_Heuristic * _ASKED)(), ctypes.c_int(0)
+        a, b, d = self.layouts
+        propose = self.lib.cublasLtMatmulAlgoGetHeuristic
+        _check(propose(self.handle, self.desc, a, b, d, d, preference, _ASKED, found, ctypes.byref(count)))
+        return [item for item in found[: count.value] if item.state == 0]
+
+    def _layout(self, size: tuple[int, int], dtype: torch.dtype) -> Any:
+        rows, columns = size
+        sizes = (ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows))
+        return self._made("cublasLtMatrixLayoutCreate", _TYPES[dtype], *sizes)
+
+    def _made(self, function: str, *arguments: Any) -> Any:
+        made = ctypes.c_void_p()
+        _check(getattr(self.lib, function)(ctypes.byref(made), *arguments))
+        return made
+
+
+_ONE, _ZERO = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))
+
+
+def _at(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+@cache
+def _library() -> tuple[Any, Any]:
+    """The library that torch uses, and a handle of our own."""
+    torch.cuda.current_blas_handle()  # torch loads it for its first product
+    with open("/proc/self/maps") as maps:
+        path = next((line.split()[-1] for line in maps if "libcublasLt.so" in line), None)
+    if path is None:
+        raise OSError("torch has no cuBLASLt here")
+    lib, handle = ctypes.CDLL(path), ctypes.c_void_p()
+    _check(lib.cublasLtCreate(ctypes.byref(handle)))
+    return lib, handle
+
+
+@cache
+def _workspace(device: torch.device, stream: int) -> Tensor:
+    """One a stream: products of two streams may run at once."""
+    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"cuBLASLt answered {status}")

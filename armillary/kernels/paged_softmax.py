@@ -1,0 +1,90 @@
+"""What the kernels over pages share: scores of a tile of keys as the mask has them, and the running softmax.
+
+Scores are in base 2. A factor is kept beside them and multiplied in where the maximum is subtracted: one operation for
+both.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# M rows (query, head of the group), N keys of a tile, D head dim
+
+
+@triton.jit
+def places_of(tile, lowest, length, N: tl.constexpr, PAGE: tl.constexpr):
+    """Where a tile's keys stand in their pages. Keys outside [lowest, length) stand for the nearest inside, so that
+    nothing that a sequence does not own is read."""
+    key = tl.minimum(tl.maximum(tile * N + tl.arange(0, N), lowest), tl.maximum(length - 1, 0))
+    return key % PAGE
+
+
+@triton.jit
+def pages_of(table, tile, stop, lowest, length, N: tl.constexpr, PAGE: tl.constexpr):
+    """Pages of a tile's keys: one number where a tile never crosses a page, else one a key; 0 where there are none."""
+    there = (tile < stop) & (length > 0)
+    if PAGE % N == 0:
+        return tl.load(table + tile * N // PAGE, mask=there, other=0).to(tl.int64)
+    else:
+        key = tl.minimum(tl.maximum(tile * N + tl.arange(0, N), lowest), tl.maximum(length - 1, 0))
+        return tl.load(table + key // PAGE, mask=there, other=0).to(tl.int64)
+
+
+@triton.jit
+def softcapped(scores, cap):
+    """cap · tanh(scores / cap), by an exponential that cannot overflow."""
+    grown = tl.exp(-2.0 * tl.abs(scores) / cap)
+    size = cap * (1.0 - grown) / (1.0 + grown)
+    return tl.where(scores < 0, -size, tl.where(scores == scores, size, scores))
+
+
+@triton.jit
+def scores_of(
+    q_MD, k_ND, factor, cap, slope, key, position, there,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(scores, what multiplies them); -inf where a query must not see a key. `cap` and `slope` are in base 2."""
+    scores = tl.dot(q_MD, tl.trans(k_ND.to(q_MD.dtype)), input_precision=PRECISION)
+    if HAS_CAP:
+        scores, factor = softcapped(scores * factor, cap), 1.0
+    if HAS_SLOPES:
+        scores = scores * factor + slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+        factor = 1.0
+    if MASKED:
+        seen = there[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    return scores, factor
+
+
+@triton.jit
+def absorbed(
+    top, total, sums, scores, factor, v_ND, kind: tl.constexpr,
+    MASKED: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(largest score, sum of weights, weighted values) with one more tile; products are of `kind`. LATE: weights are
+    added up over tiles only, [M, N], because a sum over keys is one over warps where rows are few."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    weights = tl.exp2(scores * factor - safe[:, None])
+    keep = tl.exp2(top - safe)
+    total = total * keep[:, None] + weights if LATE else total * keep + tl.sum(weights, 1)
+    sums = tl.dot(weights.to(kind), v_ND.to(kind), sums * keep[:, None], input_precision=PRECISION)
+    return new_top, total, sums
+
+
+@triton.jit
+def finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS: tl.constexpr):
+    """Weighted values over the sum of weights, to which a sink adds; zeros where nothing was seen."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + q_head, mask=used, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        high = tl.maximum(top, sink)
+        high = tl.where(high == float("-inf"), 0.0, high)
+        shrink = tl.exp2(top - high)
+        total = total * shrink + tl.exp2(sink - high)
+        sums = sums * shrink[:, None]
+    seen = (total != 0.0)[:, None]  # what stood in for keys that are not there may be anything
+    return tl.where(seen, sums * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None], 0.0)

@@ -1,0 +1,92 @@
+"""What each kernel is to reach on an H200, as shares of the ceilings measured in the same run.
+
+A bar belongs to some cases of an operation; the bench says whether each holds, for what choose() takes and for our
+own kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_WIDE = 4096
+"""hidden size from which memory-bound kernels are held to their bar"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """The least that is asked."""
+
+    forward: float | None = None
+    """share of the ceiling"""
+    backward: float | None = None
+    """of the backward"""
+    never_behind: tuple[str, ...] = ()
+    """versions that may not take less time, by how their names begin"""
+    extra_bytes: float | None = None
+    """memory beyond the gradients and one sum in fp32"""
+
+    @property
+    def text(self) -> str:
+        """'≥ 90/85%, never behind compile'."""
+        shares = "/".join(f"{100 * share:.0f}" for share in (self.forward, self.backward) if share is not None)
+        parts = [f"≥ {shares}%"] if shares else []
+        parts += [f"< {self.extra_bytes / 1e9:.1f} GB extra"] if self.extra_bytes is not None else []
+        parts += [f"never behind {', '.join(self.never_behind)}"] if self.never_behind else []
+        return ", ".join(parts)
+
+
+_MEMORY = Bar(forward=0.90, backward=0.85, never_behind=("compile", "liger"))
+_LOSS = Bar(forward=0.75, extra_bytes=1.5e9)
+
+
+def bar_of(op: str, case: Any) -> Bar | None:
+    """The bar for a case of an operation, where there is one."""
+    rule = _RULES.get(op)
+    return rule(case) if rule is not None and case.device == "cuda" else None
+
+
+def _wide(columns: Callable[[Any], int]) -> Callable[[Any], Bar | None]:
+    return lambda case: _MEMORY if columns(case) >= _WIDE else None
+
+
+def _linear_loss(case: Any) -> Bar | None:
+    return _LOSS if (case.hidden, case.vocab) == (4096, 131072) and 8192 <= case.tokens <= 32768 else None
+
+
+def _paged(case: Any) -> Bar | None:
+    if case.queries != 1:
+        return None
+    if case.batch == 256 and 1024 <= case.context <= 8192 and 2 <= case.heads // case.kv_heads <= 8:
+        return Bar(forward=0.88)
+    return Bar(forward=0.70) if (case.batch, case.context) == (1, 32768) else None
+
+
+def _attention(case: Any) -> Bar | None:
+    plain = not (case.documents or case.window or case.sparse or case.softcap or case.sinks)
+    return Bar(never_behind=("cudnn",)) if plain and case.head_dim == 128 and case.length == 8192 else None
+
+
+def _small_linear(case: Any) -> Bar | None:
+    fits = {case.outputs, case.inputs} == {4096, 14336} and case.tokens in (1, 8, 32)
+    return Bar(forward=0.85) if fits and not (case.norm or case.gated or case.residual) else None
+
+
+def _fp8(case: Any) -> Bar | None:
+    return Bar(forward=0.85) if (case.tokens, case.outputs, case.inputs) == (8192, 8192, 8192) else None
+
+
+_RULES: dict[str, Callable[[Any], Bar | None]] = {
+    "norm": _wide(lambda case: case.columns),
+    "add_norm": _wide(lambda case: case.columns),
+    "rope": _wide(lambda case: case.heads * case.head_dim),
+    "activate": _wide(lambda case: case.ffn),
+    "bias_act_dropout": _wide(lambda case: case.columns),
+    "cross_entropy": _wide(lambda case: case.vocab),
+    "linear_cross_entropy": _linear_loss,
+    "attention": _attention,
+    "paged_attention": _paged,
+    "small_linear": _small_linear,
+    "fp8_matmul": _fp8,
+}

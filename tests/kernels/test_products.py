@@ -1,0 +1,63 @@
+"""A linear layer's products, by torch and by an algorithm of cuBLASLt's that was chosen: the same numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from armillary.kernels.cublaslt import form
+from armillary.kernels.products import Linear, Products, Shape, Tuned, tune
+
+M, N, K = 5, 3, 4
+
+
+def columns(rows: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """What lies in memory row by row, read column by column as a matrix of that size."""
+    return np.ascontiguousarray(rows).reshape(-1).reshape(size, order="F")
+
+
+@pytest.mark.parametrize("kind", ["forward", "back", "weight"])
+def test_the_library_s_view_of_a_product(kind: str) -> None:
+    x, w, dy = (np.random.default_rng(0).normal(size=size) for size in ((M, K), (N, K), (M, N)))
+    first, second = {"forward": (x, w), "back": (dy, w), "weight": (dy, x)}[kind]
+    expected = {"forward": x @ w.T, "back": dy @ w, "weight": dy.T @ x}[kind]
+    seen = form(kind, M, N, K)
+    a, b = columns(second, seen.a), columns(first, seen.b)
+    d = (a.T if seen.turn_a else a) @ (b.T if seen.turn_b else b)
+    assert d.shape == seen.d
+    np.testing.assert_allclose(d.T, expected)  # written column by column, read row by row
+
+
+def test_what_was_not_chosen_goes_to_torch() -> None:
+    x, w, dy, add = (torch.randn(size) for size in ((2, M, K), (N, K), (2, M, N), (2, M, N)))
+    plain, tuned = Products(), Tuned({Shape("forward", 10, N, K).key: "torch"})
+    torch.testing.assert_close(tuned.forward(x, w), plain.forward(x, w))
+    torch.testing.assert_close(tuned.forward(x, w, add), x @ w.t() + add)
+    torch.testing.assert_close(tuned.back(dy, w), dy @ w)
+    torch.testing.assert_close(tuned.weight(dy[0], x[0]), dy[0].t() @ x[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_algorithm_of_the_library(place: int) -> None:
+    """Against fp32, no worse than twice torch's own error; with something added on the way, too."""
+    sizes = ((2, 256, 512), (384, 512), (2, 256, 384), (2, 256, 384))
+    x, w, dy, add = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    tuned = Tuned({Shape(kind, 512, 384, 512).key: f"lt {place}" for kind in ("forward", "back", "weight")})
+    plain = Products()
+    cases = {"forward": (x, w), "back": (dy, w), "weight": (dy.flatten(0, 1), x.flatten(0, 1)), "added": (x, w, add)}
+    for name, given in cases.items():
+        kind = "forward" if name == "added" else name
+        exact = getattr(plain, kind)(*(tensor.float() for tensor in given))
+        theirs, ours = ((getattr(made, kind)(*given) - exact).norm() / exact.norm() for made in (plain, tuned))
+        assert ours < max(1e-3, 2 * theirs), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_product_of_a_layer_is_named() -> None:
+    names = tune([Linear(512, 256, added=True)], 1024, torch.bfloat16, torch.device("cuda"))
+    assert set(names) == {Shape(kind, 1024, 512, 256).key for kind in ("forward", "back", "weight")}
+    assert all(name == "torch" or name.startswith("lt ") for name in names.values())
