@@ -59,7 +59,7 @@ $(READY):
 
 $(PEERS_READY):
 	@$(call check_python)
-	@$(call install,.venv-peers,'.[torch$(comma)data$(comma)dev]')
+	@$(call install,.venv-peers,'.[torch$(comma)data$(comma)dev]' peft)
 	@touch $@
 
 comma := ,

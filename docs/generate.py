@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -145,6 +145,8 @@ def _type(hint: Any) -> str:
         return ", ".join(map(str, inner))
     if origin is tuple:
         return f"list of {_type(inner[0])}"
+    if origin is Mapping:
+        return f"table of {_type(inner[1])}s"
     if dataclasses.is_dataclass(hint):
         return "table"
     return {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "none"}[hint]

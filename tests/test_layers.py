@@ -32,7 +32,11 @@ LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
 TORCH_FREE = (
     "armillary", "armillary.errors", "armillary.units", "armillary.spec*", "armillary.store*", "armillary.cluster*",
     "armillary.planning*", "armillary.diagnosis*", "armillary.serving.gateway*", "armillary.serving.autoscale*",
-    "armillary.serving.engine.sequence", "armillary.serving.engine.kv_cache", "armillary.serving.engine.scheduler",
+    *(f"armillary.serving.engine.{name}" for name in (
+        "admission", "answers", "block_hash", "block_pool", "chunks", "constraint", "decision", "ending", "engine",
+        "gauges", "intake", "invariants", "kv_cache", "kv_capacity", "kv_groups", "kv_match", "loop", "params",
+        "prefix_cache", "report", "request", "room", "roster", "scheduler", "sequence", "settings", "stop_text",
+        "totals", "waiting", "worker")),
     "armillary.profiling.machine", "armillary.profiling.gpus", "armillary.profiling.system",
     "armillary.profiling.doctor", "armillary.profiling.roofline", "armillary.profiling.trace",
     "armillary.profiling.budget", "armillary.profiling.amdahl", "armillary.profiling.analyse",
@@ -138,6 +142,7 @@ def bringing_in(heavy: tuple[str, ...], names: list[str]) -> list[str]:
 def test_what_needs_no_torch_does_not_import_it() -> None:
     names = [name for name in modules() if any(fnmatchcase(name, pattern) for pattern in TORCH_FREE)]
     assert {"armillary.spec.model", "armillary.store.home", "armillary.cli.main"} <= set(names)
+    assert {f"armillary.serving.engine.{name}" for name in ("sequence", "kv_cache", "scheduler")} <= set(names)
     assert bringing_in(("torch",), names) == []
 
 

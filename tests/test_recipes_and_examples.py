@@ -1,4 +1,4 @@
-"""What we ship to be copied works: every recipe passes the trainer's checks, every example runs."""
+"""What we ship to be copied works: every recipe passes the trainer's checks and fits, every example runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from armillary.cli import demo
+from armillary.cli.train import plan_of
 from armillary.spec.recipe import load_recipe
 from armillary.store.home import Home
 from armillary.training.start import start, starting_point
@@ -19,15 +20,20 @@ RECIPES = [*sorted((ROOT / "recipes").glob("*.toml")), Path(demo.__file__).paren
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_can_be_started_and_exported(path: Path, home: Home) -> None:
+def test_a_recipe_plans_fits_and_can_be_exported(path: Path, home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # recipes name what we ship relative to it
     recipe = load_recipe(path)
     if recipe.model.path:  # needs a folder of one's own; a shape stands in for it
         recipe = load_recipe(path, ["model.name=armillary-2m"])
-    assert start(recipe, home, starting_point(recipe, home)).plan.model.name
+    begun = start(recipe, home, starting_point(recipe, home), room=recipe.layout.num_devices)
+    made = plan_of(begun)
+    assert made.fits and made.plan().predicted["step_s"] > 0
 
 
 EXAMPLES = {
     "python_api": ((), ("loss", "converted to half")),
+    "ddp_scaling": (("--quick",), ("predicting", "| efficiency |", "crossover at", "table.md")),
+    "precision_cnn": (("--quick",), ("| fp16 |", "| bf16 |", "loss scaler: 2^24", "that are 0 in fp16")),
     "resnet50_profile": (("--quick",), ("ResNet-50 on cpu", "1. aten::", "memory peak")),
 }
 """example -> its arguments, and what it must print"""
@@ -39,10 +45,10 @@ def test_every_example_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_runs(name: str) -> None:
+def test_an_example_runs(name: str, tmp_path: Path) -> None:
     arguments, printed = EXAMPLES[name]
     line = [sys.executable, ROOT / "examples" / f"{name}.py", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment)
+    ran = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
     assert ran.returncode == 0, ran.stderr
     assert all(text in ran.stdout for text in printed), ran.stdout

@@ -111,25 +111,27 @@ def loader(
     DATA is a folder of prepared shards (armillary data prepare); without it the standard library is prepared.
     """
     target = pick(device)
-    from armillary.cli.feeding import PlainReads, TrainingBatches
+    from armillary.cli.feeding import PlainReads, TrainingBatches, through_loader
     from armillary.profiling.ceilings import about, name_of
-    from armillary.profiling.loader import Way, default_ways, measure_loader
-    from armillary.training.data.batches import Batches
-    from armillary.training.data.shards import TokenShards
+    from armillary.profiling.loader import Way, measure_loader
 
     if any(count < 0 for count in workers):
         raise BadInput("a loader cannot have fewer than no workers; use --workers 0 or more")
     folder = data or _prepared(out, home)
-    Batches(shards=TokenShards.open(folder), sequence=sequence, batch=batch)  # refused now where too small
     shape: dict[str, Any] = {"folder": folder.absolute(), "sequence": sequence, "batch": batch}
-    budget_s = 0.5 if quick else 2.0
-    ways = default_ways(target, workers or ((0, 1) if quick else (0, 1, 2)))
+    reading = TrainingBatches(**shape)
+    reading.open()  # refused now where too small
+    measured: dict[str, Any] = {"device": target, "budget_s": 0.5 if quick else 2.0}
+    there = target.type == "cuda"
+    counts = workers or ((0, 1) if quick else (0, 1, 2))
+    ways = [Way(workers=count, pinned=there, to_device=there) for count in counts]
     with out.progress("measuring", unit="way") as bar:
-        watch = on_bar(bar)
-        plain = measure_loader(PlainReads(**shape), [Way()], device=target, budget_s=budget_s)
-        fed = measure_loader(TrainingBatches(**shape), ways, device=target, budget_s=budget_s, watch=watch)
-    points = [_loader_point("plain mmap", one, sequence * batch) for one in plain]
-    points += [_loader_point("batches", one, sequence * batch) for one in fed]
+        plain = measure_loader(PlainReads(**shape), [Way()], **measured)
+        made = measure_loader(reading, [Way()], **measured)
+        others = measure_loader(reading, [way for way in ways if way.workers], **measured)
+        fed = measure_loader(reading, ways, **measured, watch=on_bar(bar), feed=through_loader)
+    paths = {"plain mmap": plain, "batches": made, "torch DataLoader": others, "loader": fed}
+    points = [_loader_point(path, one, sequence * batch) for path, found in paths.items() for one in found]
     peaks = new_peaks(name_of(target), about(target)).with_points("loader", points)
     save_peaks(home, peaks)
     best = max(fed, key=lambda one: one.tokens_per_s)

@@ -15,7 +15,7 @@ from armillary.store.home import Home
 from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
 
 if TYPE_CHECKING:
-    from armillary.profiling.kernel_bench import KernelBench, KernelRow, Measured
+    from armillary.profiling.kernel_rows import KernelBench, KernelRow, Measured
 
 
 @verb
@@ -52,7 +52,7 @@ def show(out: Output, found: KernelBench) -> None:
     out.say(f"{found.device} · {found.date} · ceilings of this run: {tops}")
     for op in dict.fromkeys(row.op for row in found.rows):
         rows, others = [row for row in found.rows if row.op == op], _others(found, op)
-        columns = ["case", "shape", "winner", "forward", "backward", "ours", *(f"× {name}" for name in others)]
+        columns = ["case", "shape", "winner", "forward", "backward", "ours", "bar", *(f"× {name}" for name in others)]
         out.say()
         out.table(op, columns, [[*_cells(row), *_gains(row, others)] for row in rows])
 
@@ -61,7 +61,16 @@ def _cells(row: KernelRow) -> list[Any]:
     won = row.of(row.chosen)
     forward = _reached(row, won.forward_rate, won.forward_share) if won else None
     backward = _reached(row, won.backward_rate, won.backward_share) if won else None
-    return [row.name, row.shape, row.chosen or row.failed[:40], forward, backward, _shares(row.ours)]
+    return [row.name, row.shape, row.chosen or row.failed[:40], forward, backward, _shares(row.ours), _verdict(row)]
+
+
+def _verdict(row: KernelRow) -> str | None:
+    """Whether what was chosen holds the bar, and what our own kernel misses of it."""
+    if row.bar is None:
+        return None
+    missed, own = row.misses(row.of(row.chosen)), row.misses(row.ours)
+    text = f"{row.bar.text}: {'; '.join(missed) or 'holds'}"
+    return text if missed or not own else f"{text} (ours: {'; '.join(own)})"
 
 
 def _reached(row: KernelRow, rate: float | None, share: float | None) -> str | None:

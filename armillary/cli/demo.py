@@ -8,7 +8,7 @@ import click
 
 from armillary.cli.generate import stream_completion
 from armillary.cli.output import Output
-from armillary.cli.train import begin, run_training, say_start, summary
+from armillary.cli.train import begin, run_training
 from armillary.cli.verb import set_option, verb
 from armillary.spec.recipe import load_recipe
 from armillary.store.home import Home
@@ -26,11 +26,12 @@ def demo(out: Output, home: Home, overrides: tuple[str, ...], max_tokens: int) -
     Needs no download. The recipe is printed by --json, and recipes/ has larger ones.
     """
     begun = begin(out, home, load_recipe(_RECIPE, overrides))
-    say_start(out, begun)
-    done = run_training(out, begun, text=_RECIPE.read_text(), overrides=overrides, device=None)
-    samples = write_samples(out, done.export, max_tokens)
-    out.say(f"\nmore: armillary generate {done.run.name}  ·  armillary runs  ·  armillary models  ·  armillary doctor")
-    out.result(summary(done) | {"samples": samples, "recipe": _RECIPE.read_text()}, quiet=done.run.id)
+    done = run_training(out, begun, text=_RECIPE.read_text(), overrides=overrides)
+    if not done["export"]:
+        raise KeyboardInterrupt  # stopped half-way: there is nothing to write with yet
+    samples = write_samples(out, Path(done["export"]), max_tokens)
+    out.say(f"\nmore: armillary generate {done['run']}  ·  armillary runs  ·  armillary models  ·  armillary doctor")
+    out.result(done | {"samples": samples, "recipe": _RECIPE.read_text()}, quiet=done["run"])
 
 
 def write_samples(out: Output, folder: Path, max_tokens: int) -> list[str]:

@@ -5,11 +5,17 @@ Both are small objects that pickle, because loader workers are other processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from armillary.profiling.loader import Way
+    from armillary.training.data.batches import Batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +30,30 @@ class TrainingBatches:
     """rows"""
 
     def __call__(self, worker: int, workers: int) -> Iterator[Any]:
+        batches = self.open()
+        return (batches.at(step) for step in count(worker, workers))
+
+    def open(self) -> Batches:
         from armillary.training.data.batches import Batches
         from armillary.training.data.shards import TokenShards
 
-        batches = Batches(shards=TokenShards.open(self.folder), sequence=self.sequence, batch=self.batch)
-        return (batches.at(step) for step in count(worker, workers))
+        return Batches(shards=TokenShards.open(self.folder), sequence=self.sequence, batch=self.batch)
+
+
+def through_loader(reading: TrainingBatches, way: Way, device: torch.device) -> Iterator[Mapping[str, torch.Tensor]]:
+    """The batches as training's own loader hands them over."""
+    import torch
+
+    from armillary.training.data.batch import LAYOUT
+    from armillary.training.data.loader import Loader
+
+    shape: dict[str, Any] = {"rank": 0, "world": 1, "workers": way.workers, "start": 0, "stop": 2**62}
+    with Loader(reading.open(), device=device, **shape) as loader:
+        for step in count():
+            batch = loader.at(step)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            yield {name: getattr(batch, name) for name in LAYOUT}
 
 
 @dataclass(frozen=True, kw_only=True)

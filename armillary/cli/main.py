@@ -128,6 +128,12 @@ def _report(error: Exception, *, as_json: bool) -> int:
     return USER_ERROR
 
 
+def user_message(error: Exception) -> str | None:
+    """The line for an error that the user can put right; None for a bug of ours."""
+    found = _for_the_user(error)
+    return found[0] if found else None
+
+
 def _for_the_user(error: Exception) -> tuple[str, str] | None:
     """(line, kind) of an error that the user can put right; None for a bug of ours."""
     if isinstance(error, ArmillaryError):

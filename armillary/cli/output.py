@@ -25,7 +25,8 @@ from armillary.cli.progress import Bar, LineBar, RichBar, SilentBar
 from armillary.spec.fields import to_plain
 from armillary.store import strict_json
 
-Mode = Literal["human", "json", "quiet"]
+Mode = Literal["human", "json", "quiet", "silent"]
+"""silent: one of many ranks, of which another speaks"""
 PIPED_WIDTH = 100
 _NUMBER = re.compile(r"[-−+±~<>$]?\d[\d.,_]*(/\d[\d,]*)?( ?[A-Za-z%µ/]+)?( [\w/]+)?")
 
@@ -64,6 +65,8 @@ class Output:
 
     def warn(self, text: str) -> None:
         """A line on stderr, in every mode: stdout stays clean for the answer."""
+        if self.mode == "silent":
+            return
         self._line(f"warning: {text}", to_stderr=True)
 
     @contextmanager

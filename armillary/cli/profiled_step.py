@@ -21,7 +21,7 @@ from armillary.cli.data import on_bar
 from armillary.cli.output import Output, path_text
 from armillary.cli.train import begin
 from armillary.errors import BadInput, NotFound
-from armillary.spec.recipe import load_recipe
+from armillary.spec.recipe import Recipe, load_recipe
 from armillary.store.home import Home
 
 Step = Callable[[], object]
@@ -30,19 +30,27 @@ Step = Callable[[], object]
 @contextmanager
 def recipe_step(out: Output, home: Home, name: str, overrides: Sequence[str], device: str | None) -> Iterator[Step]:
     """The trainer's own step, data included; no run folder is made and nothing is exported."""
-    begun = begin(out, home, load_recipe(Path(name), overrides), device=device)
-    from armillary.model.device import pick_device
-    from armillary.training.loop import Trainer
+    begun = begin(out, home, one_device(load_recipe(Path(name), overrides)), device=device)
+    from armillary.parallel.world import join_world
     from armillary.training.precision import numerics
+    from armillary.training.trainer import Trainer
 
     with out.progress("preparing", unit="B") as bar:
         begun.prepare(on_bar(bar))
     job = begun.recipe.train
-    plan = replace(begun.plan, train=replace(job, eval_every=0))
-    with numerics(tf32=plan.layout.precision == "tf32", deterministic=job.deterministic):
-        trainer = Trainer(plan, device=pick_device(device))
-        steps = (n % max(1, job.steps - 1) for n in count())  # the last one validates, which is no step
+    plan = replace(begun.plan, train=replace(job, profile_every=0))
+    settings = numerics(tf32=plan.layout.precision == "tf32", deterministic=job.deterministic)
+    with settings, join_world(device) as world, Trainer(plan, world) as trainer:
+        steps = count()
         yield lambda: trainer.step(next(steps))
+
+
+def one_device(recipe: Recipe) -> Recipe:
+    """The recipe as one of its data-parallel ranks runs it, whole: where ranks wait for each other, gauges say."""
+    layout = recipe.layout
+    alone = replace(layout, dp=1, tp=1, zero=0, shard=None, pp=1, cp=1, ep=1, interleave=1, schedule="1f1b")
+    tokens = max(recipe.train.sequence, recipe.train.batch_tokens // layout.dp)
+    return replace(recipe, layout=alone, train=replace(recipe.train, batch_tokens=tokens))
 
 
 @contextmanager

@@ -1,59 +1,103 @@
-"""`armillary train`: the model of a recipe, trained with a progress bar and a run folder."""
+"""`armillary train`: plan the recipe, start its ranks, and show them train; goes on with an unfinished run."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from armillary.cli.data import on_bar, say_prepared
 from armillary.cli.find_model import find_model
+from armillary.cli.main import USER_ERROR
 from armillary.cli.open_model import need_torch
 from armillary.cli.output import Output, path_text
+from armillary.cli.train_view import TrainView, outcome_of, say_end
 from armillary.cli.verb import set_option, verb
+from armillary.errors import BadInput, BadLayout
 from armillary.spec.recipe import Recipe, load_recipe
 from armillary.store.home import Home
-from armillary.units import bytes_text, count_text, scaled
+from armillary.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
-    from armillary.training.loop import StepReport, Trained
+    from armillary.parallel.world import World
+    from armillary.planning.training_plan import TrainingPlan
+    from armillary.store.runs import Run
     from armillary.training.start import Start
+    from armillary.training.until import Until
 
 
 @verb
 @click.argument("recipe", type=click.Path(path_type=Path))
 @set_option
+@click.option("--devices", type=int, metavar="N", help="Spread over N devices: as much dp as fills them.")
+@click.option("--from", "weights", metavar="MODEL", help="Start from a Hugging Face folder, a run or a Hub id.")
+@click.option("--run", "name", metavar="NAME", help="Go on with this run, or begin one of this name.")
+@click.option("--until", "goal", metavar="GAUGE=X", help="End early once val_loss (or loss) is as low as X.")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--random-weights", is_flag=True, help="Take only the shape of a model that has weights.")
-@click.option("--dry-run", is_flag=True, help="Check everything and stop before anything is written.")
+@click.option("--dry-run", is_flag=True, help="Plan and check everything; stop before anything is written.")
 def train(
-    out: Output,
-    home: Home,
-    recipe: Path,
-    overrides: tuple[str, ...],
-    device: str | None,
-    random_weights: bool,
-    dry_run: bool,
-) -> None:
-    """Train the model of RECIPE and export it as a Hugging Face folder.
+    out: Output, home: Home, recipe: Path, overrides: tuple[str, ...], devices: int | None, weights: str | None,
+    name: str | None, goal: str | None, device: str | None, random_weights: bool, dry_run: bool,
+) -> None:  # fmt: skip
+    """Train the model of RECIPE, on one device or many, and export it as a Hugging Face folder.
 
-    A name of the catalogue starts from scratch; a folder, a run or a Hub id goes on from its weights.
+    A name of the catalogue starts from scratch; a folder, a run or a Hub id goes on from its weights. An unfinished run
+    of the same recipe goes on where it stopped, on whatever layout.
 
-    Ctrl-C stops after the current step and keeps what was learnt.
+    Starts its own processes on this machine, or joins those of torchrun and srun. Ctrl-C saves and stops.
     """
-    loaded = load_recipe(recipe, overrides)
-    begun = begin(out, home, loaded, random_weights=random_weights, device=device)
-    say_start(out, begun)
+    need_torch("training")
+    from armillary.parallel.world import is_launched
+
+    asked = _asked(load_recipe(recipe, (*overrides, *_from(weights))), devices)
+    settings: dict[str, Any] = {"device": device, "until": _goal(goal)}
+    texts: dict[str, Any] = {"text": recipe.read_text(), "overrides": overrides, "name": name or ""}
+    planning: dict[str, Any] = {"random_weights": random_weights, "device": device, "devices": devices}
+    if is_launched() and not dry_run:
+        train_joined(out, home, asked, planning, **texts, **settings)
+        return
+    begun = begin(out, home, asked, **planning)
     if dry_run:
         out.result({"plan": begun.plan})
         return
-    done = run_training(out, begun, text=recipe.read_text(), overrides=overrides, device=device)
-    out.result(summary(done), quiet=done.run.id)
+    outcome = run_training(out, begun, **texts, **settings)
+    out.result(outcome, quiet=outcome["run"])
 
 
-def begin(out: Output, home: Home, recipe: Recipe, *, random_weights: bool = False, device: str | None = None) -> Start:
-    """Find the model, fetching its weights if it must, and check everything."""
+def _from(weights: str | None) -> list[str]:
+    """--from as an override: a folder by its path, anything else by its name."""
+    if weights is None:
+        return []
+    return [f"model.path={weights}" if Path(weights).expanduser().exists() else f"model.name={weights}"]
+
+
+def _asked(recipe: Recipe, devices: int | None) -> Recipe:
+    if devices is None:
+        return recipe
+    if devices < 1:
+        raise BadInput(f"--devices {devices} is nothing to train on; give at least 1")
+    return replace(recipe, layout=recipe.layout.on_devices(devices))
+
+
+def _goal(text: str | None) -> Until | None:
+    if text is None:
+        return None
+    from armillary.training.until import Until
+
+    return Until.parse(text)
+
+
+# --- before anything is written
+
+
+def begin(
+    out: Output, home: Home, recipe: Recipe, *, random_weights: bool = False, device: str | None = None,
+    devices: int | None = None,
+) -> Start:  # fmt: skip
+    """Find the model, fetching its weights if it must, check everything, plan it, and say what was planned."""
     need_torch("training")
     from armillary.model.device import pick_device
     from armillary.training.start import start, starting_point
@@ -61,69 +105,158 @@ def begin(out: Output, home: Home, recipe: Recipe, *, random_weights: bool = Fal
     source = find_model(out, home, recipe.model.source, need_weights=False)
     if source.origin == "hub" and not random_weights:
         find_model(out, home, recipe.model.source, need_weights=True)
-    begun = start(recipe, home, starting_point(recipe, home, random_weights=random_weights))
+    begun = start(recipe, home, starting_point(recipe, home, random_weights=random_weights), room=devices or 0)
     pick_device(device)
+    made = plan_of(begun)
+    planned = made.plan()
+    notes = (*begun.plan.notes, *planned.notes)
+    begun = replace(begun, plan=replace(begun.plan, predicted=planned.predicted, notes=notes))
+    say_start(out, begun, made)
     for note in begun.plan.notes:
         out.warn(note)
     return begun
 
 
-def run_training(out: Output, begun: Start, *, text: str, overrides: tuple[str, ...], device: str | None) -> Trained:
-    """Prepare, train with a bar, and say how it ended."""
-    from armillary.training.loop import train as library_train
+def plan_of(begun: Start) -> TrainingPlan:
+    """What the planner predicts; a plan that cannot fit is refused with what would."""
+    from armillary.planning.changes import remedy_text
+    from armillary.planning.layouts import of
+    from armillary.planning.prediction import predict
+    from armillary.planning.question import question
+    from armillary.planning.training_plan import training_plan
+    from armillary.training.supported import NOT_YET
 
-    with out.progress("preparing", unit="B") as bar:
-        made = begun.prepare(on_bar(bar))
-    say_prepared(out, made)
-    run = begun.create_run(text=text, overrides=overrides)
-    job = begun.recipe.train
-    out.say(f"run {run.id} · {job.steps:,} steps of {count_text(job.batch_tokens)} tokens · Ctrl-C stops and keeps")
-    shown: dict[str, object] = {}
-    with out.progress("train", total=job.steps, unit="step") as bar:
-
-        def watch(report: StepReport) -> None:
-            shown.update(live(report))
-            bar.update(1, **shown)
-
-        done = library_train(begun.plan, run, device=device, watch=watch)
-    say_end(out, done)
-    return done
+    asked = question(begun.recipe, begun.plan.model, begun.plan.cluster, begun.home)
+    made = training_plan(asked, predict(asked.case, of([asked.layout])))
+    if not made.fits:
+        need, room = float(made.found.memory.total[0]), made.found.room
+        remedy = remedy_text(asked.case, asked.layout, made.found.precision(), leave=NOT_YET)
+        raise BadLayout(f"{begun.plan.model.name} needs {bytes_text(need)} on each device and there are "
+                        f"{bytes_text(room)}; {remedy.replace('--on ', '--set hardware.on=')}")  # fmt: skip
+    return made
 
 
-def live(report: StepReport) -> dict[str, object]:
-    """What stands beside the bar."""
-    gauges = report.gauges
-    fields: dict[str, object] = {"loss": f"{gauges['loss']:.3f}"}
-    if "val_loss" in gauges:
-        fields["val"] = f"{gauges['val_loss']:.3f}"
-    fields["speed"] = f"{scaled(gauges['tokens_per_s_per_device'])} tok/s"
-    fields["memory"] = bytes_text(gauges.get("memory_peak_bytes") or gauges["host_memory_bytes"])
-    return fields
-
-
-def say_start(out: Output, begun: Start) -> None:
+def say_start(out: Output, begun: Start, made: TrainingPlan) -> None:
+    from armillary.cli.plan_text import layout_text, line_text, memory_text, step_text
     from armillary.spec.params import parameters
 
     plan = begun.plan
     origin = f"from the weights in {path_text(Path(plan.weights))}" if plan.weights else "from scratch"
     count = count_text(parameters(plan.model).total)
-    out.say(f"{plan.model.name} on {plan.cluster.text()} · {count} parameters · {plan.layout.precision} · {origin}")
+    out.say(f"{plan.model.name} on {plan.cluster.text()} · {count} parameters · {origin}")
+    rows = [("layout", layout_text(made.found)), ("memory / device", memory_text(made.found)),
+            ("step", step_text(made.found)), ("learning rate", _rate_text(begun))]  # fmt: skip
+    for name, text in rows:
+        out.say(line_text(name, text))
 
 
-def say_end(out: Output, done: Trained) -> None:
-    how = "finished" if done.finished else "stopped"
-    val = f" · held-out loss {done.val_loss:.3f}" if done.val_loss is not None else ""
-    out.say(f"{how} after {done.steps:,} steps · loss {done.loss:.3f}{val}")
-    out.say(f"exported {path_text(done.export)}")
-    out.say(f'next: armillary generate {done.run.name} "def main"')
+def _rate_text(begun: Start) -> str:
+    """The peak, and what the batch made of it."""
+    from armillary.spec.params import parameters
+
+    job = begun.recipe.train
+    peak = job.peak_lr(parameters(begun.plan.model).total)
+    scaled = f" = {peak / job.lr_factor:.3g} × {job.lr_factor:g} for the batch" if job.lr_base_batch else ""
+    return f"{peak:.3g}{scaled}, {job.warmup:,} steps of warm-up, then {job.schedule}"
 
 
-def summary(done: Trained) -> dict[str, object]:
-    return {
-        "run": done.run.id,
-        "steps": done.steps,
-        "finished": done.finished,
-        "loss": done.loss,
-        "val_loss": done.val_loss,
-        "export": str(done.export),
-    }
+# --- in this process, in processes of our own, or in those of torchrun
+
+
+def run_training(
+    out: Output, begun: Start, *, text: str, overrides: tuple[str, ...], name: str = "", device: str | None = None,
+    until: Until | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Prepare the data, open the run, train, and say how it ended."""
+    from armillary.training.start import refuse_elsewhere
+
+    refuse_elsewhere(begun.plan)
+    run = _open_run(out, begun, text, overrides, name)
+    if begun.plan.layout.num_devices == 1:
+        outcome = _train_here(out, begun, run, device, until)
+    else:
+        outcome = _launch(out, begun, run, device, until)
+    say_end(out, run, outcome)
+    return outcome
+
+
+def _open_run(out: Output, begun: Start, text: str, overrides: tuple[str, ...], name: str) -> Run:
+    from armillary.training.checkpoint import saved_steps
+
+    with out.progress("preparing", unit="B") as bar:
+        made = begun.prepare(on_bar(bar))
+    for each in made:
+        say_prepared(out, each)
+    run = begun.open_run(name=name, text=text, overrides=overrides)
+    job, steps = begun.recipe.train, saved_steps(run)
+    goes_on = f"goes on with run {run.id} from step {steps[-1]:,}" if steps else f"run {run.id}"
+    saves = f"checkpoints every {job.save_every:,} steps" if job.save_every else "a checkpoint at the end"
+    planned = begun.plan.predicted
+    out.say(f"planned {seconds_text(planned['step_s'])}/step, {bytes_text(planned['memory_peak_bytes'])}/device · "
+            f"{goes_on} · {job.steps:,} steps of {count_text(job.batch_tokens)} tokens · {saves}")  # fmt: skip
+    return run
+
+
+def _train_here(out: Output, begun: Start, run: Run, device: str | None, until: Until | None) -> dict[str, Any]:
+    from armillary.training.loop import train as library_train
+
+    with TrainView(out, begun.plan, run) as view:
+        done = library_train(begun.plan, run, device=device, until=until, watch=view, say=out.warn, home=begun.home)
+    return outcome_of(done)
+
+
+def _launch(out: Output, begun: Start, run: Run, device: str | None, until: Until | None) -> dict[str, Any]:
+    """Ranks of our own; how the run ended is noted here, because a rank may not live to do it."""
+    from armillary.cli.launch import launch
+    from armillary.profiling.system import usable_cores
+    from armillary.training.recorder import note_failure
+
+    count = begun.plan.layout.num_devices
+    on_cpu = begun.plan.cluster.chip.kind == "cpu" or device == "cpu"
+    orders = {"run": str(run.folder), "mode": out.mode, "device": device,
+              "home": {"work": str(begun.home.work), "cache": str(begun.home.cache)},
+              "until": f"{until.gauge}={until.value!r}" if until else ""}  # fmt: skip
+    try:
+        ended = launch("armillary.cli.rank", orders, num_ranks=count, logs=run.folder / "logs",
+                       threads=max(1, usable_cores() // count) if on_cpu else None)  # fmt: skip
+    except BaseException as error:
+        note_failure(run, error)
+        raise
+    if not ended.outcome:
+        raise KeyboardInterrupt
+    return ended.outcome
+
+
+def train_joined(
+    out: Output, home: Home, recipe: Recipe, planning: dict[str, Any], *, text: str, overrides: tuple[str, ...],
+    name: str, device: str | None, until: Until | None,
+) -> None:  # fmt: skip
+    """As one of the ranks that torchrun or srun started: the main one speaks, and opens the run for all."""
+    from armillary.parallel.world import join_world
+    from armillary.training.agreement import AgreedError
+    from armillary.training.loop import agreement
+    from armillary.training.loop import train as library_train
+
+    with join_world(device) as world:
+        shown, ranks = out if world.is_main else Output("silent"), agreement(world)
+        try:
+            begun = ranks.together(lambda: begin(shown, home, recipe, **{**planning, "devices": world.size}))
+            run = ranks.tell(ranks.together(lambda: _opened(shown, begun, world, text, overrides, name)))
+            assert run is not None
+            with TrainView(shown, begun.plan, run) as view:
+                done = library_train(
+                    begun.plan, run, device=device, until=until, watch=view, say=shown.warn, home=home
+                )
+        except AgreedError:
+            if world.is_main:
+                raise
+            raise SystemExit(USER_ERROR) from None  # the main rank says it
+    outcome = outcome_of(done)
+    say_end(shown, run, outcome)
+    shown.result(outcome, quiet=outcome["run"])
+
+
+def _opened(
+    out: Output, begun: Start, world: World, text: str, overrides: tuple[str, ...], name: str
+) -> Run | None:  # fmt: skip
+    return _open_run(out, begun, text, overrides, name) if world.is_main else None

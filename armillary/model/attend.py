@@ -7,8 +7,9 @@ the reference forms in plain torch; faster ones keep the same signature.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,7 @@ class How:
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, How], Tensor]
+AttentionFunction = Callable[..., Tensor]
 
 
 def plain(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, how: How) -> Tensor:
@@ -61,6 +63,26 @@ def packed(documents_BT: Tensor) -> Attend:
 
     def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, how: How) -> Tensor:
         return masked(q_BTND, k_BTKD, v_BTKD, how, index_1T, index_1T, same_BTS)
+
+    return attend
+
+
+def chosen(functions: Mapping[tuple[int | None, bool], AttentionFunction], documents_BT: Tensor | None) -> Attend:
+    """Plain or packed attention by the functions that were chosen for a layer's window and for rows with or without
+    documents, by `kernels.attention.reference`'s signature; the reference forms where none was."""
+
+    @cache
+    def otherwise() -> Attend:  # a mask that most models never need
+        return plain if documents_BT is None else packed(documents_BT)
+
+    def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, how: How) -> Tensor:
+        run = functions.get((how.window, documents_BT is not None))
+        if run is None:
+            return otherwise()(layer, q_BTND, k_BTKD, v_BTKD, how)
+        return run(
+            q_BTND, k_BTKD, v_BTKD, documents_BT, None, how.sinks_N, how.slopes_N, how.scale, how.window or 0,
+            how.softcap or 0.0, True,
+        )  # fmt: skip
 
     return attend
 

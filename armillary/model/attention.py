@@ -41,6 +41,7 @@ class Attention(nn.Module):
         self.norm_whole = config.qk_norm == "all"
         self.sinks_N = nn.Parameter(torch.empty(config.heads)) if config.sinks else None
         self.alibi = (config.heads, config.alibi_max) if config.positions == "alibi" else None
+        self.chosen: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
         self.register_buffer("slopes_N", alibi_slopes(*self.alibi) if self.alibi else None, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -50,14 +51,21 @@ class Attention(nn.Module):
         return self
 
     def forward(self, x_BTH: Tensor, cos_sin: CosSin | None, attend: Attend, layer: int) -> Tensor:
-        q, k, v = self.split(self.qkv(x_BTH))
+        q, k, v = self._heads(self.qkv(x_BTH), None if cos_sin is None else cos_sin[self.sliding])
+        mixed_BTND = attend(layer, q, k, v, self.how())
+        return self.out(mixed_BTND.flatten(2))
+
+    def _heads(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys normed and turned, and values; in one kernel where one was chosen and there is no norm."""
+        if self.rotates and self.chosen is not None and self.q_norm is None and self.clip is None:
+            assert cos_sin is not None
+            return self.chosen(qkv, *cos_sin, self.group, self.head_dim, self.interleaved)
+        q, k, v = self.split(qkv)
         q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if self.rotates:
             assert cos_sin is not None
-            cos, sin = cos_sin[self.sliding]
-            q, k = (rotate(x, cos, sin, interleaved=self.interleaved) for x in (q, k))
-        mixed_BTND = attend(layer, q, k, v, self._how())
-        return self.out(mixed_BTND.flatten(2))
+            q, k = (rotate(x, *cos_sin, interleaved=self.interleaved) for x in (q, k))
+        return q, k, v
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B,T,N,D], k [B,T,K,D], v [B,T,K,D] of the fused projection."""
@@ -71,7 +79,7 @@ class Attention(nn.Module):
             return x_BTND
         return norm(x_BTND.flatten(2)).view_as(x_BTND) if self.norm_whole else norm(x_BTND)
 
-    def _how(self) -> How:
+    def how(self) -> How:
         return How(
             scale=self.scale, window=self.window, softcap=self.softcap, sinks_N=self.sinks_N, slopes_N=self.slopes_N
         )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
+_MARKS = ("armillary_answer_begins", "armillary_answer_ends")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -72,12 +73,16 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any],
+    marks: tuple[str, str] | None = None,
 ) -> str:
-    """The prompt as text; `variables` are the special tokens and whatever else the template reads."""
+    """The prompt as text; `variables` are the special tokens and whatever else the template reads; `marks` are put
+    around what the template says the assistant wrote."""
     if not messages:
         raise BadInput("a chat needs at least one message; add one like {'role': 'user', 'content': '…'}")
     template = _compiled(source)
     values = {"documents": None} | dict(variables)
+    if marks is not None:
+        values |= dict(zip(_MARKS, marks, strict=True))
     values |= {"messages": [_message(item) for item in messages], "tools": tools and list(tools)}
     try:
         return template.render(add_generation_prompt=add_generation_prompt, **{k: _plain(v) for k, v in values.items()})
@@ -148,7 +153,8 @@ def _environment() -> jinja2.Environment:
 
 
 def _generation_block() -> type[jinja2.ext.Extension]:
-    """`{% generation %}…{% endgeneration %}` marks what the assistant wrote; rendering leaves it as it is."""
+    """`{% generation %}…{% endgeneration %}` marks what the assistant wrote; rendering leaves it as it is, unless it is
+    asked to put marks around it (a variable that is not given renders as nothing)."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
@@ -158,8 +164,10 @@ def _generation_block() -> type[jinja2.ext.Extension]:
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            begin, end = (nodes.Output([nodes.Name(name, "load")]).set_lineno(line) for name in _MARKS)
             # a scope of its own: what is set inside is not seen outside, as in transformers
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+            return nodes.Scope([begin, *body, end]).set_lineno(line)
 
     return Generation
 

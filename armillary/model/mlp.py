@@ -39,8 +39,12 @@ class MLP(nn.Module):
     def __init__(self, hidden: int, ffn: int, *, activation: str, gated: bool, bias: bool) -> None:
         super().__init__()
         self.activation, self.gated = activation, gated
+        self.chosen: Callable[..., Tensor] | None = None
         self.up = nn.Linear(hidden, 2 * ffn if gated else ffn, bias=bias)
         self.down = nn.Linear(ffn, hidden, bias=bias)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        return self.down(activate(self.up(x_BTH), self.activation, gated=self.gated))
+        inner = self.up(x_BTH)
+        if self.chosen is not None:
+            return self.down(self.chosen(inner, self.activation, self.gated))
+        return self.down(activate(inner, self.activation, gated=self.gated))

@@ -76,6 +76,7 @@ class Experts(nn.Module):
     def __init__(self, hidden: int, moe: MoE, activation: str) -> None:
         super().__init__()
         self.activation = activation
+        self.chosen: Callable[..., Tensor] | None = None
         self.up_E2FH = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.ffn, hidden))
         self.down_EHF = nn.Parameter(torch.empty(moe.num_experts, hidden, moe.ffn))
         self.up_bias_E2F = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.ffn)) if moe.expert_bias else None
@@ -85,7 +86,11 @@ class Experts(nn.Module):
         """One expert on the tokens it was given."""
         up_bias = None if self.up_bias_E2F is None else self.up_bias_E2F[expert]
         down_bias = None if self.down_bias_EH is None else self.down_bias_EH[expert]
-        inner = activate(F.linear(x_MH, self.up_E2FH[expert], up_bias), self.activation, gated=True)
+        inner = F.linear(x_MH, self.up_E2FH[expert], up_bias)
+        if self.chosen is not None:
+            inner = self.chosen(inner, self.activation, True)
+        else:
+            inner = activate(inner, self.activation, gated=True)
         return F.linear(inner, self.down_EHF[expert], down_bias)
 
 

@@ -81,6 +81,14 @@ class Tokenizer:
         """Ids of `text`; `special` adds what the tokenizer puts around a text (bos). A rendered chat has it already."""
         return self._encode_batch(self.backend, [text], special)[0]
 
+    def encode_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of a rendered chat, and the characters (from, to) each of them stands for."""
+        try:
+            found = self.backend.encode(text, add_special_tokens=False)
+        except TypeError:
+            raise BadInput("only valid Unicode text has tokens; remove lone surrogates (U+D800 to U+DFFF)") from None
+        return found.ids, found.offsets
+
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of whole documents on all cores, each closed by the end of text.
 
@@ -107,13 +115,15 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        marks: tuple[str, str] | None = None,
         **extra: Any,
     ) -> str:
-        """The prompt for a conversation; encode it with `special=False`, the template writes its own bos."""
+        """The prompt for a conversation; encode it with `special=False`, the template writes its own bos. `marks` are
+        put around what the template says the assistant wrote."""
         source = chat.pick(self.templates, tools=tools)
         variables = dict(self.named) | extra
         return chat.render(
-            source, messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
+            source, messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables, marks=marks
         )
 
     @cached_property

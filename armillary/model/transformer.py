@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from armillary.model import fused_block
 from armillary.model.attend import Attend
 from armillary.model.attention import Attention, CosSin
 from armillary.model.buildable import refuse_unbuildable
 from armillary.model.device import refuse_too_big
+from armillary.model.fused import Fused
 from armillary.model.mlp import MLP
 from armillary.model.moe import MixtureOfExperts, Router
 from armillary.model.norm import Norm, hidden_norm
@@ -25,6 +27,8 @@ from armillary.spec.model import LayerKind, ModelConfig
 
 # B batch, T tokens, H hidden, V vocabulary
 Progress = Callable[[int, int], None]
+Put = Callable[[Tensor, Tensor], object]
+"""put(parameter, whole tensor): how a weight is filled"""
 
 
 class Block(nn.Module):
@@ -40,16 +44,23 @@ class Block(nn.Module):
         self.attention_post_norm = hidden_norm(config) if after else None
         self.mlp_norm = hidden_norm(config) if before and config.parallel != "one_norm" else None
         self.mlp_post_norm = hidden_norm(config) if after else None
+        self.fused: Fused | None = None
 
     def forward(self, x_BTH: Tensor, cos_sin: CosSin | None, attend: Attend, layer: int) -> Tensor:
         """`layer` is an argument, not an attribute, so that compiled blocks of one kind share one graph."""
+        if self.fused is not None and cos_sin is not None and fused_block.fits(self):
+            return fused_block.run(self, x_BTH, cos_sin, attend, layer, self.fused)
         normed_BTH = _maybe(self.attention_norm, x_BTH)
         mixed_BTH = _maybe(self.attention_post_norm, self.attention(normed_BTH, cos_sin, attend, layer))
         if self.parallel:
             mlp_in = normed_BTH if self.mlp_norm is None else self.mlp_norm(x_BTH)
             return torch.add(x_BTH, mixed_BTH + self.mlp(mlp_in), alpha=self.residual_scale)
-        x_BTH = torch.add(x_BTH, mixed_BTH, alpha=self.residual_scale)
-        added_BTH = _maybe(self.mlp_post_norm, self.mlp(_maybe(self.mlp_norm, x_BTH)))
+        if self.mlp_norm is not None and self.residual_scale == 1.0:
+            normed_BTH, x_BTH = self.mlp_norm.add(mixed_BTH, x_BTH)
+        else:
+            x_BTH = torch.add(x_BTH, mixed_BTH, alpha=self.residual_scale)
+            normed_BTH = _maybe(self.mlp_norm, x_BTH)
+        added_BTH = _maybe(self.mlp_post_norm, self.mlp(normed_BTH))
         return torch.add(x_BTH, added_BTH, alpha=self.residual_scale)
 
 
@@ -76,12 +87,15 @@ class Transformer(nn.Module):
         span = range(config.num_layers) if layers is None else layers
         self.blocks = nn.ModuleDict({str(i): Block(config, config.layers[i]) for i in span})
         self.norm = hidden_norm(config) if last and config.final_norm else None
+        self.stream: torch.dtype | None = None
         own_head = last and not (config.tied and first)
         self.output = nn.Linear(config.hidden, config.vocab, bias=config.head_bias) if own_head else None
 
     def forward(self, x: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
         """Token ids [B, T] (or hidden [B, T, H] on a later stage) to hidden [B, T, H], normed on the last stage."""
         x_BTH = self.embed(x, positions_BT) if self.embedding is not None else x
+        if self.stream is not None:
+            x_BTH = x_BTH.to(self.stream)
         cos_sin = self.rotary(positions_BT) if self.rotary is not None else None
         for name, block in self.blocks.items():
             x_BTH = block(x_BTH, cos_sin, attend, int(name))
@@ -107,11 +121,13 @@ class Transformer(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     @torch.no_grad()
-    def initialize(self, *, seed: int, std: float = 0.02, progress: Progress | None = None) -> None:
+    def initialize(
+        self, *, seed: int, std: float = 0.02, progress: Progress | None = None, put: Put = Tensor.copy_
+    ) -> None:
         """Random weights: normal(std), projections back into the residual stream divided by sqrt(2·layers).
 
         Each tensor has a generator of its own, seeded by (seed, name), so a pipeline stage draws what the whole would.
-        Shards of a tensor are not drawn here: initialise first, or load.
+        A tensor is drawn whole; `put` may keep a shard of it.
         """
         into_residual = std / (2 * self.config.num_layers) ** 0.5
         for module in self.modules():
@@ -131,7 +147,7 @@ class Transformer(nn.Module):
             generator = torch.Generator(device="cpu").manual_seed(_seed_of(seed, name))
             width = into_residual if name.endswith(("out.weight", "down.weight", "down_EHF")) else std
             drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, width, generator=generator)
-            parameter.copy_(drawn)
+            put(parameter, drawn)
 
 
 def build(

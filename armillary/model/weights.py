@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from torch import Tensor
 from armillary.errors import BadInput, BadModel
 from armillary.model.dtype import HF_NAMES, parse_dtype
 from armillary.model.fusing import Rule, rules
+from armillary.model.lora import NAMES as ADAPTERS
 from armillary.model.tensors import TensorFolder
-from armillary.model.transformer import Progress, Transformer, build
+from armillary.model.transformer import Progress, Put, Transformer, build
 from armillary.spec.hf_config import from_hf, to_hf
 from armillary.spec.model import ModelConfig
 from armillary.store.atomic import staged_folder
@@ -33,6 +34,8 @@ _ALONGSIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json",
 )  # fmt: skip
+Read = Callable[[str], Tensor]
+"""a whole parameter by our name"""
 
 
 def load_model(
@@ -48,7 +51,7 @@ def load_model(
     config = from_hf(raw, name=folder.name)
     wanted = parse_dtype(dtype) if dtype is not None else _named_dtype(raw)
     with TensorFolder(folder) as stored:
-        _check_head(config, stored)
+        check_head(config, stored)
         model = build(config, dtype=wanted or stored.dtype(), device=device)
         fill(model, stored, progress)
     return model
@@ -60,7 +63,7 @@ def _named_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
     return next((dtype for dtype, name in HF_NAMES.items() if name == text), None)
 
 
-def _check_head(config: ModelConfig, stored: TensorFolder) -> None:
+def check_head(config: ModelConfig, stored: TensorFolder) -> None:
     """Vocabulary rows, and tied against untied, said before anything is built."""
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     if embedding in stored:
@@ -80,8 +83,10 @@ def _check_head(config: ModelConfig, stored: TensorFolder) -> None:
 
 
 @torch.no_grad()
-def fill(model: Transformer, stored: TensorFolder, progress: Progress | None = None) -> None:
-    """Copy every tensor of the stored into the model, fused."""
+def fill(
+    model: Transformer, stored: TensorFolder, progress: Progress | None = None, *, put: Put = Tensor.copy_
+) -> None:
+    """Copy every tensor of the stored into the model, fused; `put` may keep a shard of it."""
     found = [_as_stored(rule, stored) for rule in rules(model.config)]
     _check_complete(model, found, stored)
     parameters = dict(model.named_parameters())
@@ -96,7 +101,7 @@ def fill(model: Transformer, stored: TensorFolder, progress: Progress | None = N
                 f"{list(target.shape)}; config.json and weights are not of one model"
             )
         fused = rule.join(parts)
-        target.copy_(fused)
+        put(target, fused)
         if progress:
             progress(i + 1, len(found))
 
@@ -121,7 +126,7 @@ def _join_stacked_experts(parts: Any) -> Tensor:
 def _check_complete(model: Transformer, found: list[Rule], stored: TensorFolder) -> None:
     name = model.config.name
     made = {rule.ours for rule in found}
-    lacking = [ours for ours, _ in model.named_parameters() if ours not in made]
+    lacking = [ours for ours, _ in model.named_parameters() if ours not in made and not ours.endswith(ADAPTERS)]
     assert not lacking, f"no rule makes {lacking[:3]}"
     wanted = {theirs for rule in found for theirs in rule.theirs}
     missing = sorted(wanted - set(stored.names()))
@@ -149,8 +154,10 @@ def save_model(
     shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     progress: Progress | None = None,
+    read: Read | None = None,
 ) -> Path:
-    """Write the model as a Hugging Face folder; tokenizer files and special-token ids are those of `like`."""
+    """Write the model as a Hugging Face folder; tokenizer files and special-token ids are those of `like`. `read` gives
+    a whole parameter by name where the model holds only a part; it is asked in the order of `fusing.rules`."""
     if shard_bytes < 1:
         raise BadInput(f"a weight file of at most {shard_bytes} bytes holds nothing; try --shard-size 5GB")
     raw = to_hf(model.config) | _token_ids(like)
@@ -158,7 +165,7 @@ def save_model(
     raw["torch_dtype"] = HF_NAMES[kept]
     _refuse_foreign(Path(folder))
     with staged_folder(Path(folder), overwrite=overwrite) as staged:
-        _write_shards(model, staged, kept, shard_bytes, progress)
+        _write_shards(model, staged, kept, shard_bytes, progress, read)
         for path in [like / name for name in _ALONGSIDE] if like else []:
             if path.exists():
                 shutil.copyfile(path, staged / path.name)
@@ -186,22 +193,24 @@ def _token_ids(like: Path | None) -> dict[str, Any]:
     return dict.fromkeys(keys)
 
 
-def hf_tensors(model: Transformer, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(model: Transformer, dtype: torch.dtype, read: Read | None = None) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) of every weight, unfused."""
-    parameters = dict(model.named_parameters())
+    read = read or dict(model.named_parameters()).__getitem__
     for rule in rules(model.config):
-        fused = parameters[rule.ours].detach().to("cpu", dtype)
+        fused = read(rule.ours).detach().to("cpu", dtype)
         for name, part in zip(rule.theirs, rule.split(fused), strict=True):
             yield name, part.contiguous()
 
 
-def _write_shards(model: Transformer, folder: Path, dtype: torch.dtype, limit: int, progress: Progress | None) -> None:
+def _write_shards(
+    model: Transformer, folder: Path, dtype: torch.dtype, limit: int, progress: Progress | None, read: Read | None
+) -> None:
     """One file where it fits, else several and an index; each shard is written as soon as it is full."""
     total = sum(len(rule.theirs) for rule in rules(model.config))
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     size = total_size = written = 0
-    for name, tensor in hf_tensors(model, dtype):
+    for name, tensor in hf_tensors(model, dtype, read):
         if pending and size + tensor.nbytes > limit:
             shards.append(_write_shard(folder, len(shards), pending))
             pending, size = {}, 0

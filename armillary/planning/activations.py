@@ -56,9 +56,21 @@ def kept(case: TrainCase, layouts: Layouts) -> Kept:
         whole = whole + share * total
         selective = selective + share * (total - attention_less - (mlp_less if case.flash else 0.0))
         working = working + share * mlp / 2
+    if case.lora is not None and case.lora.on is not None:
+        inner = 2.0 * case.lora.inner / model.num_layers
+        unread = _unread(case, layouts, case.lora.on)
+        whole, selective = whole + inner - unread, selective + inner - (0.0 if case.flash else unread)
     factor = wide * (1.0 if case.software.fused_layers else EAGER) * _quantised(case)
     entry = 2.0 * model.hidden / layouts.stream_tp * wide
     return Kept(whole=whole * factor, selective=selective * factor, entry=entry, working=working * wide)
+
+
+def _unread(case: TrainCase, layouts: Layouts, on: frozenset[str]) -> Array:
+    """Inputs of frozen matrices without adapters, which nothing in the backward pass reads."""
+    model, dense = case.model, 1 - case.model.num_moe_layers / case.model.num_layers
+    hidden = 2.0 * model.hidden / layouts.stream_tp * (("qkv" not in on) + ("up" not in on) * dense)
+    inner: Array = 2.0 * model.ffn / layouts.tp * ("down" not in on) * dense
+    return hidden + inner
 
 
 def _quantised(case: TrainCase) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from armillary.errors import BadInput
 from armillary.planning.collectives import Network, network
@@ -28,6 +28,22 @@ class Lora:
     """weights of all adapters"""
     base_bytes: float = 2.0
     """bytes of one frozen weight that is a matrix of a layer: 2 bf16, about 0.56 nf4 with its scales"""
+    whole: int = 0
+    """of the weights, those that tensor parallelism leaves whole on each rank"""
+    on: frozenset[str] | None = None
+    """matrices that carry them (qkv, out, up, down); none: not known, all are taken to keep their inputs"""
+    forward: tuple[float, float] = (0.0, 0.0)
+    """numbers that adapters read and write a token, over all layers: left whole and cut by tensor parallelism"""
+    backward: tuple[float, float] = (0.0, 0.0)
+    """of the backward pass"""
+    kernels: tuple[float, float] = (0.0, 0.0)
+    """kernels of adapters, over all layers: forward and backward"""
+    inner: float = 0.0
+    """numbers a token that adapters keep between A and B, over all layers"""
+
+    def held(self, tp: Any) -> Any:
+        """Weights of adapters on one device, before anything else is shared out."""
+        return self.whole + (self.parameters - self.whole) / tp
 
 
 NF4 = 0.5 + 4 / 64

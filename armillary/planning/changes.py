@@ -7,7 +7,7 @@ of layout helps, more devices are.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -45,9 +45,12 @@ class Remedy:
         return f"{sets} ({bytes_text(self.memory_bytes)}, {seconds_text(self.step_s)} a step)"
 
 
-def remedy(case: TrainCase, layout: Layout, precision: str | None = None) -> Remedy | None:
-    """The smallest change with which `layout` fits its devices; None where no change of one or two settings does."""
-    singles = list(_singles(case, layout))
+def remedy(
+    case: TrainCase, layout: Layout, precision: str | None = None, leave: Collection[str] = ()
+) -> Remedy | None:
+    """The smallest change with which `layout` fits its devices; None where no change of one or two settings does.
+    Settings named in `leave` stay as they are."""
+    singles = [change for change in _singles(case, layout) if not set(change) & set(leave)]
     pairs = [one | other for one, other in combinations(singles, 2) if not set(one) & set(other)]
     for changes in (singles, pairs):
         found = _best(case, layout, changes, precision)
@@ -120,9 +123,11 @@ def _grown(cluster: Cluster, devices: int) -> Cluster:
     return replace(cluster, tiers=(*cluster.tiers[:-1], replace(outer, count=outer.count * times)))
 
 
-def remedy_text(case: TrainCase, layout: Layout, precision: str | None = None) -> str:
+def remedy_text(
+    case: TrainCase, layout: Layout, precision: str | None = None, leave: Collection[str] = ()
+) -> str:
     """One line that ends with what to change."""
-    found = remedy(case, layout, precision)
+    found = remedy(case, layout, precision, leave)
     if found is not None:
         return f"try {found.text()}"
     devices = devices_that_fit(case, layout)

@@ -161,7 +161,7 @@ def _scatter_s(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
 
 def _trained_share(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
     """Of a device's weights, those that change."""
-    share = case.lora.parameters / np.maximum(mine.total * layouts.pp * layouts.tp, 1) if case.lora else 1.0
+    share = case.lora.held(layouts.tp) / np.maximum(mine.total * layouts.pp, 1) if case.lora else 1.0
     return np.minimum(share, 1.0) * np.ones(len(layouts))
 
 

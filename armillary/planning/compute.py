@@ -7,7 +7,7 @@ size and number format, attention by head dim and length, the rest by the bytes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -80,7 +80,29 @@ def nothing(count: int) -> Work:
 
 def layer_work(case: TrainCase, kind: LayerKind, layouts: Layouts) -> Work:
     """One layer of `kind`, for every layout."""
-    return _by_batch(case, layouts, lambda batch: layer_pieces(case.model, kind, batch), kind)
+    found = _by_batch(case, layouts, lambda batch: layer_pieces(case.model, kind, batch), kind)
+    return found if case.lora is None else found.plus(adapter_work(case, layouts))
+
+
+def adapter_work(case: TrainCase, layouts: Layouts) -> Work:
+    """The adapters of a mean layer: bytes over bandwidth, since their products are thin."""
+    lora, zero = case.lora, np.zeros(len(layouts))
+    assert lora is not None
+    tokens = layouts.micro_batch * case.sequence / layouts.cp / case.model.num_layers
+    size = np.where(WIDE[layouts.precision], 4.0, 2.0)
+
+    def seconds(moved: tuple[float, float]) -> Array:
+        numbers = tokens * (moved[0] + moved[1] / layouts.tp)
+        return numbers * size / case.curves.bytes_per_s * case.software.memory
+
+    forward, backward = (count / case.model.num_layers for count in lora.kernels)
+    return replace(
+        nothing(len(layouts)),
+        memory_forward=seconds(lora.forward),
+        memory_backward=seconds(lora.backward),
+        kernels_forward=zero + forward,
+        kernels_backward=zero + backward,
+    )
 
 
 def ends_work(case: TrainCase, layouts: Layouts) -> tuple[Work, Work]:

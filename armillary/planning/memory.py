@@ -80,9 +80,16 @@ def state_bytes(case: TrainCase, layouts: Layouts) -> StateBytes:
     two_or_four = np.where(wide, 4.0, 2.0)
     if case.pure:
         return StateBytes(weight=two_or_four, gradient=two_or_four, moments=2 * two_or_four, master=0.0 * two_or_four)
-    gradient = np.where(wide, 4.0, case.software.summed_bytes)
+    gradient = np.where(wide, 4.0, np.where(_alone(case, layouts), 2.0, case.software.summed_bytes))
     master = np.where(wide, 0.0, 4.0)
     return StateBytes(weight=two_or_four, gradient=gradient, moments=0 * gradient + 8.0, master=master)
+
+
+def _alone(case: TrainCase, layouts: Layouts) -> Array:
+    """Where gradients need no summing, over ranks or micro-batches, and the software makes use of it."""
+    single = (layouts.num_devices == 1) & (layouts.micro_batch * case.sequence >= case.batch_tokens)
+    alone: Array = single & case.software.narrow_alone
+    return alone
 
 
 def memory(case: TrainCase, layouts: Layouts) -> Memory:
@@ -152,18 +159,26 @@ def _trained(case: TrainCase, layouts: Layouts, mine: Held) -> tuple[Array, Arra
     """(dense, routed) parameters of the device that get gradients."""
     if case.lora is None:
         return mine.dense, mine.routed
-    return case.lora.parameters / (layouts.pp * layouts.tp), np.zeros(len(layouts))
+    return case.lora.held(layouts.tp) / layouts.pp, np.zeros(len(layouts))
 
 
 def _weights(case: TrainCase, layouts: Layouts, mine: Held, states: StateBytes) -> Array:
     dense_shared, routed_shared = _sharers(layouts)
     third = layouts.zero == 3
-    matrix = np.full(len(layouts), case.lora.base_bytes) if case.lora else states.weight
+    matrix = _matrix_bytes(case, layouts, states)
     dense = mine.layer * mine.layers * matrix + mine.ends * states.weight
-    adapters = case.lora.parameters * states.weight / layouts.pp if case.lora else 0.0
+    if case.lora:
+        dense = dense + case.lora.held(layouts.tp) * states.weight / layouts.pp
     routed = mine.routed * matrix
-    total: Array = dense / np.where(third, dense_shared, 1) + routed / np.where(third, routed_shared, 1) + adapters
+    total: Array = dense / np.where(third, dense_shared, 1) + routed / np.where(third, routed_shared, 1)
     return total
+
+
+def _matrix_bytes(case: TrainCase, layouts: Layouts, states: StateBytes) -> Array:
+    """Of one weight of a layer's matrices: frozen ones are kept in the format they are multiplied in, or fewer bits."""
+    if case.lora is None:
+        return states.weight
+    return np.where(WIDE[layouts.precision] & (case.lora.base_bytes == 2.0), 4.0, case.lora.base_bytes)
 
 
 def _loss(case: TrainCase, layouts: Layouts) -> Array:
@@ -184,7 +199,7 @@ def _buffers(case: TrainCase, layouts: Layouts, mine: Held, states: StateBytes) 
     its way."""
     dense_shared, routed_shared = _sharers(layouts)
     layer = mine.layer * (1 - 1 / dense_shared) + mine.experts * (1 - 1 / routed_shared)  # beside the device's own part
-    weight = np.full(len(layouts), case.lora.base_bytes) if case.lora else states.weight
+    weight = _matrix_bytes(case, layouts, states)
     whole = np.minimum(2.0, mine.layers) * layer * weight + (0.0 if case.lora else layer * states.gradient)
     trained = sum(_trained(case, layouts, mine), np.zeros(len(layouts)))
     bucket = np.where(layouts.zero > 0, np.minimum(2.0 * layouts.bucket_bytes, trained * states.gradient), 0.0)

@@ -32,7 +32,7 @@ def optimizer_s(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
     shared = np.where(layouts.zero > 0, layouts.shard * layouts.cp, 1)
     count = mine.dense / shared + mine.routed / np.where(layouts.zero > 0, np.minimum(replicas, shared), 1)
     if case.lora is not None:
-        count = np.full(len(layouts), case.lora.parameters / 1.0) / layouts.pp
+        count = case.lora.held(layouts.tp) / layouts.pp / shared
     one = adamw("optimizer", 1, weight_dtype="bf16")
     each = one.bytes + GRAD_NORM_BYTES
     on_device = count * each / case.curves.bytes_per_s * case.software.memory
@@ -63,7 +63,8 @@ def data_s(case: TrainCase, layouts: Layouts, micro_batches: Array, busy: Array)
     """Time a step waits for its batch: tokens of a rank / what one loader was measured to deliver − busy time, as the
     loader works ahead. Nothing where no loader was measured."""
     points = case.measured.points.get("loader", ()) if case.measured else ()
-    rates = [float(point["tokens"]) / float(point["seconds"]) for point in points if float(point["seconds"]) > 0]
+    own = [point for point in points if point["path"] == "loader"] or points  # others are there to be compared with
+    rates = [float(point["tokens"]) / float(point["seconds"]) for point in own if float(point["seconds"]) > 0]
     if not rates:
         return np.zeros(len(layouts))
     tokens = micro_batches * layouts.micro_batch * case.sequence

@@ -52,18 +52,19 @@ class Prediction:
     @property
     def model_flops(self) -> float:
         """FLOPs a token by the MFU convention."""
+        return model_flops_per_token(self.case.model, self.case.sequence, **self._adapters())
+
+    def _adapters(self) -> dict[str, int]:
+        """Frozen weights and trained adapters, as the FLOPs conventions count them."""
         lora = self.case.lora
-        if lora is None:
-            return model_flops_per_token(self.case.model, self.case.sequence)
-        frozen = parameters(self.case.model).multiplied
-        return model_flops_per_token(self.case.model, self.case.sequence, frozen=frozen, adapters=lora.parameters)
+        return {"frozen": parameters(self.case.model).multiplied, "adapters": lora.parameters} if lora else {}
 
     def hfu(self, i: int = 0) -> float:
         """FLOPs done over the dense 16-bit peak, for one layout."""
         code, every = int(self.layouts.recompute[i]), int(self.layouts.recompute_every[i])
         done = hardware_flops_per_token(
             self.case.model, self.case.sequence, recompute=RECOMPUTES[code],  # type: ignore[arg-type]
-            recompute_every=every, flash=self.case.flash,
+            recompute_every=every, flash=self.case.flash, **self._adapters(),
         )  # fmt: skip
         return float(self.mfu[i]) * done / self.model_flops
 

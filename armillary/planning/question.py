@@ -10,8 +10,10 @@ from math import log2
 from typing import TYPE_CHECKING
 
 from armillary.errors import BadInput
-from armillary.planning.case import TrainCase, read_lora
+from armillary.planning.adapters import lora_of
+from armillary.planning.case import Lora, TrainCase, read_lora
 from armillary.planning.measured import measured_peaks
+from armillary.planning.software import OURS, OURS_BY_LAYER, OURS_ON_CPU, Software
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Tier
 from armillary.spec.layout import Layout
@@ -52,14 +54,21 @@ def question(recipe: Recipe, model: ModelConfig, cluster: Cluster, home: Home, l
     """The recipe's training job on its cluster, with the ceilings of this device where there are any."""
     job = recipe.train
     cluster, measured, share, notes = _devices(cluster, recipe.layout, home)
+    adapters = read_lora(lora, model) if lora is not None else lora_of(model, job)
     case = TrainCase(
         model=model, cluster=cluster, sequence=job.sequence, batch_tokens=job.batch_tokens, measured=measured,
         measured_share=share, loss_chunk=job.chunk_tokens(model.vocab),
-        lora=read_lora(lora, model) if lora is not None else None,
+        lora=adapters, software=_ours(cluster, adapters),
     )  # fmt: skip
     if case.lora is not None:
         notes = (*notes, f"{count_text(case.lora.parameters)} weights of adapters are trained, the model's stay frozen")
     return Question(recipe=recipe, model=model, case=case, notes=notes)
+
+
+def _ours(cluster: Cluster, adapters: Lora | None) -> Software:
+    if cluster.chip.kind == "cpu":
+        return OURS_ON_CPU
+    return OURS if adapters is None else OURS_BY_LAYER
 
 
 def _devices(

@@ -62,6 +62,8 @@ class Software:
     """bytes of one gradient on the wire"""
     summed_bytes: float = 2.0
     """bytes of one gradient at rest"""
+    narrow_alone: bool = False
+    """one device that runs a single micro-batch a step has nothing to sum: gradients stay in 16 bits"""
 
     def with_numbers(self, numbers: Mapping[str, float]) -> Software:
         """The same settings with these fitted numbers and no others."""
@@ -75,6 +77,11 @@ class Software:
 
 
 PHYSICS = Software()
+OURS = Software(name="armillary", fused_layers=True, summed_bytes=4.0, narrow_alone=True)
+"""the trainer of this package on a GPU: facts of its code, nothing fitted"""
+OURS_BY_LAYER = replace(OURS, fused_layers=False)
+"""with adapters, whose blocks run layer by layer"""
+OURS_ON_CPU = replace(OURS, fused_layers=False, narrow_alone=False)
 
 
 def software(framework: str, *, chip: str = "", fitted: bool = True) -> Software:

@@ -83,7 +83,7 @@ def pool_backward(*, indices: bool = False) -> Callable[[Call], Op]:
 def resized(call: Call) -> Op:
     """Argument 1 is the size of the result: adaptive pooling, upsampling."""
     x, size = call.tensor(0), call.numbers(1)
-    if not size:
+    if not size or min(size) < 0:
         raise NoModel
     out = x.count / prod(x.shape[-len(size) :]) * prod(size)
     return call.op("elementwise", max(out, x.count), x.bytes, out * x.size)

@@ -24,22 +24,22 @@ from armillary.units import bytes_text
 TORCH_TESTED = ((2, 11), (2, 13))
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
-    "data": ("pyarrow",),
+    "data": ("fsspec", "pyarrow"),
     "http": ("fastapi", "httpx", "prometheus_client", "uvicorn"),
     "reports": ("matplotlib",),
-    "tracking": ("mlflow", "tensorboard"),
+    "tracking": ("mlflow", "tensorboard", "wandb"),
     "cluster": ("kubernetes",),
-    "dev": ("hypothesis", "mypy", "pytest", "ruff", "transformers", "triton"),
+    "dev": ("hypothesis", "mypy", "pytest", "ruff", "tensorboard", "transformers", "triton"),
 }
 """extra -> the modules it brings"""
 _LINUX_ONLY = ("triton",)
 
 _EXTRA_FOR = {
     "torch": "training, generating and converting",
-    "data": "reading Parquet",
+    "data": "reading Parquet and stores (s3://, https://)",
     "http": "serving over HTTP",
     "reports": "drawing reports",
-    "tracking": "TensorBoard and MLflow",
+    "tracking": "TensorBoard, MLflow and Weights & Biases",
     "cluster": "Kubernetes",
     "dev": "running the tests",
 }

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from armillary.profiling.names import host_state
-from armillary.profiling.trace import HOST_KINDS, KINDS, OP, PYTHON, Array, Trace
+from armillary.profiling.trace import ANNOTATION, HOST_KINDS, KINDS, OP, PYTHON, Array, Trace
 
 STATES = ("annotation", "python", "op", "view", "code", "launch", "slow", "copy", "sync", "comm", "loader")
 QUIET = 2
@@ -22,6 +22,7 @@ QUIET = 2
 _HELD = ("sync", "comm", "loader")
 """states that everything called inside shares"""
 MODULE = "nn.Module: "
+STEP = "ProfilerStep#"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,11 @@ class Host:
 
     @cached_property
     def main_thread(self) -> int | None:
-        """The thread that runs the program: the most time in operators and driver calls, else in anything."""
+        """The thread that runs the program: the one whose steps are marked, else the one with the most time in operators
+        and driver calls, else in anything."""
+        marked = self.trace.thread[(self.trace.kind == ANNOTATION) & self.trace.named(STEP)]
+        if len(marked) and int(marked[0]) in self.threads:
+            return int(marked[0])
         busy = {thread: float((s.end - s.start)[s.state >= QUIET].sum()) for thread, s in self.threads.items()}
         if not busy:
             return None

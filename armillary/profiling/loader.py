@@ -24,6 +24,8 @@ from armillary.errors import BadData
 Factory = Callable[[int, int], Iterable[Any]]
 """(worker, workers) -> batches: mappings or dataclasses of arrays, or arrays; must pickle where workers are used"""
 Watch = Callable[[int, int, str], None]
+Feed = Callable[[Any, "Way", torch.device], Iterator[Mapping[str, torch.Tensor]]]
+"""(factory, way, device) -> batches as they arrive, without end"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +63,6 @@ class Fed:
     """bytes of the arrays over the whole time"""
 
 
-def default_ways(device: torch.device, workers: Sequence[int] = (0, 1, 2)) -> list[Way]:
-    """Each number of workers, two batches ahead and eight; on a GPU also from plain and from pinned memory."""
-    plain = [Way(workers=count) for count in workers]
-    ahead = [Way(workers=count, prefetch=8) for count in workers if count]
-    if device.type != "cuda":
-        return plain + ahead
-    copies = [Way(workers=count, pinned=pinned, to_device=True) for count in workers for pinned in (False, True)]
-    return plain + ahead + copies
-
-
 def measure_loader(
     factory: Factory,
     ways: Sequence[Way],
@@ -78,18 +70,18 @@ def measure_loader(
     device: torch.device,
     budget_s: float = 2.0,
     watch: Watch = lambda done, total, what: None,
+    feed: Feed | None = None,
 ) -> list[Fed]:
-    """Feed in each way for about `budget_s`."""
+    """Feed in each way for about `budget_s`, through torch's DataLoader or a `feed` of one's own."""
     found = []
     for number, way in enumerate(ways):
         watch(number, len(ways), way.text())
-        found.append(_feed(factory, way, device, budget_s))
+        found.append(_timed((feed or _batches)(factory, way, device), way, budget_s))
     watch(len(ways), len(ways), "done")
     return found
 
 
-def _feed(factory: Factory, way: Way, device: torch.device, budget_s: float) -> Fed:
-    batches = _batches(factory, way, device)
+def _timed(batches: Iterator[Mapping[str, torch.Tensor]], way: Way, budget_s: float) -> Fed:
     if next(batches, None) is None:
         raise BadData("the data path gave no batch; prepare more text or use shorter sequences")
     ends, tokens, num_bytes = [time.perf_counter()], 0, 0

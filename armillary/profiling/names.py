@@ -35,7 +35,10 @@ _SYNC_OPS = frozenset({
     "aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal",
 })  # fmt: skip
 _COMM = re.compile(r"^(c10d::|_c10d_functional::|gloo:|nccl:|mpi:|ucc:|record_param_comms|ProcessGroup)")
-_LOADER = re.compile(r"^enumerate\(DataLoader\)|dataloader\.py\(\d+\): (__next__|_next_data|_get_data|_try_get_data)")
+_LOADER = re.compile(
+    r"^armillary loader|^enumerate\(DataLoader\)"
+    r"|dataloader\.py\(\d+\): (__next__|_next_data|_get_data|_try_get_data)"
+)
 _LAUNCHES = re.compile(r"Launch|MemcpyAsync|MemsetAsync")
 _SLOW_CALLS = re.compile(
     r"Malloc|Free|HostAlloc|HostRegister|ModuleLoad|LibraryLoad|GetFunction|GraphInstantiate|PriorityRange"

@@ -79,6 +79,15 @@ def _quantise(call: Call) -> Op:
     return call.op("elementwise", 2 * count, sum(t.bytes for t in operands), count * ops.size_of("fp8"))
 
 
+def _fp8_matmul(call: Call) -> Op:
+    """(x, weight [n, k] in fp8, scale, norm, gated, eps, library): the library's product is an operator of its own."""
+    x, w = call.tensor(0), call.tensor(1)
+    tokens, (n, k) = prod(x.shape[:-1]), w.shape
+    if call.flag(6):
+        return call.op("elementwise", 2 * x.count, x.bytes, tokens * k * w.size)
+    return call.op("matmul", 2 * tokens * n * k, x.bytes + w.bytes, tokens * n * x.size, dtype="fp8")
+
+
 def _qkv_cache(call: Call) -> Op:
     """Queries come out, keys and values go into the cache, of which only their rows are touched."""
     qkv, slots = call.tensor(0), call.tensor(2)
@@ -101,6 +110,7 @@ OWN: dict[str, Callable[[Call], Op]] = {
     "armillary::linear_cross_entropy": _linear_loss,
     "armillary::small_linear": _small_linear,
     **dict.fromkeys(("armillary::fp8_linear", "armillary::fp8_linear_backward"), _quantise),
+    "armillary::fp8_matmul": _fp8_matmul,
     "armillary::qkv_cache": _qkv_cache,
     **dict.fromkeys(("armillary::logprobs", "armillary::sample"), _passes("sampling")),
 }  # fmt: skip

@@ -5,11 +5,14 @@ Few dials with good defaults; what is left out is derived by the rule in its doc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Literal
 
 from armillary.errors import BadRecipe
+from armillary.spec.blend import shares
+from armillary.spec.lora import check_names
 
 
 def _refuse(job: Any, table: str, name: str, rule: str, better: Any = None) -> BadRecipe:
@@ -39,29 +42,60 @@ class Data:
     """What is read: text to prepare, or prepared shards."""
 
     source: str = "stdlib"
-    """text: a file, a folder, a glob, or stdlib: the Python library on this machine"""
+    """text or prepared shards: a file, a folder, a glob, a URL of any fsspec store, or stdlib: Python's own library"""
+    blend: Mapping[str, float] = field(default_factory=dict)
+    """several sources with weights, in place of source: rows of each in this proportion, exact to one row"""
     key: str = "text"
-    """key of JSONL records or column of Parquet files that holds the text"""
+    """what holds the text: key of JSONL records, column of Parquet files, suffix of WebDataset samples"""
+    format: Literal["text", "chat"] = "text"
+    """chat: records with messages, or a prompt and a response; only answers are learnt"""
+    template: str = ""
+    """chat: a file with a chat template, or chatml or plain; empty: the tokenizer's own"""
     tokenizer: str = ""
     """folder with a tokenizer.json; empty: the model's own, or one trained on the source"""
     vocab: int | None = None
     """ids of a trained tokenizer; none: as many as the model has"""
     held_out: float = 0.01
     """share of the documents kept for validation"""
+    shuffle: bool = False
+    """mix documents when text is prepared, so that neighbours in a row come from anywhere"""
     path: str = ""
     """folder of prepared shards; empty: kept in the store, named after source and settings"""
+    paths: tuple[str, ...] = ()
+    """the same for a blend: a folder for each source, in the order of their names"""
+    packing: Literal["stream", "whole"] = "stream"
+    """rows: cut from one stream of documents, or filled with whole documents (best fit), which leaves some padding"""
+    mix_shards: int = 0
+    """shards whose rows are mixed with each other, others follow: for stores larger than the cache; 0: all"""
+    cache: str = ""
+    """folder for what is fetched from stores; empty: in the user's cache"""
+    cache_bytes: int = 100_000_000_000
+    """size of that folder at most: what was not used for longest goes first"""
+    verify: bool = False
+    """compare each shard with its checksum when it is first read; sizes are always checked"""
     seed: int = 0
     """of the held-out choice and of the sample order"""
     workers: int = 0
-    """loader processes; 0: the training process reads by itself"""
+    """loader processes of each rank; 0: a thread of the training process reads ahead"""
 
     def __post_init__(self) -> None:
         if not self.source.strip() and not self.path:
             raise _refuse(self, "data", "source", "a file, a folder or stdlib")
         _at_least(self, "data", 256, "vocab")
-        _at_least(self, "data", 0, "seed", "workers", "held_out")
+        _at_least(self, "data", 0, "seed", "workers", "held_out", "mix_shards")
+        _at_least(self, "data", 1, "cache_bytes")
         if not self.held_out < 1:
             raise _refuse(self, "data", "held_out", "below 1")
+        self._check_blend()
+
+    def _check_blend(self) -> None:
+        if self.blend and (self.path or self.source != type(self).source):
+            other = f"data.path={self.path}" if self.path else f"data.source={self.source}"
+            raise BadRecipe(f"data.blend and {other} exclude each other; make it one of the blend, or leave it out")
+        if self.blend:
+            shares(self.blend)
+        if self.paths and len(self.paths) != len(self.blend):
+            raise _refuse(self, "data", "paths", f"one folder for each source of data.blend ({len(self.blend)})", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +109,10 @@ class TrainJob:
     steps: int = 1000
     """optimiser steps"""
     lr: float | None = None
-    """peak learning rate; none: 3e-4·(7e9/N)^⅓, N the parameters, at most 3e-3 (through Llama 7B, 65B and 405B)"""
+    """peak learning rate; none: 3e-4·(7e9/N)^⅓, N the parameters, at most 3e-3 (through Llama 7B, 65B and 405B);
+    adapters 2e-4"""
+    lr_base_batch: int | None = None
+    """tokens of the batch that lr is meant for: the rate is multiplied by batch_tokens over it; none: taken as it is"""
     min_lr: float | None = None
     """learning rate at the end; none: a tenth of the peak"""
     warmup_steps: int | None = None
@@ -99,7 +136,9 @@ class TrainJob:
     eval_batches: int = 8
     """batches a validation reads"""
     save_every: int = 0
-    """steps between checkpoints; 0: only at the end"""
+    """steps between checkpoints; 0: only at the end and when it is stopped"""
+    profile_every: int = 100
+    """steps between short recordings that split a step into compute, communication and overhead; 0: none"""
     log_every: int = 1
     """steps between records in gauges.jsonl"""
     compile: bool = False
@@ -108,16 +147,32 @@ class TrainJob:
     """bit-equal results on the same machine; slower, and no kernel is chosen by timing"""
     loss_chunk: int | None = None
     """tokens whose logits exist at once; none: about 64 MB of logits but at least 1024 tokens, 0: all at once"""
+    lora_rank: int = 0
+    """rank of adapters trained beside frozen weights; 0: every weight is trained"""
+    lora_alpha: float | None = None
+    """adapters are scaled by alpha / rank; none: twice the rank"""
+    lora_on: tuple[str, ...] = ("qkv", "out", "gate_up", "down")
+    """projections with adapters: qkv (or q, k, v), out, gate_up (or gate, up), down"""
+    lora_dropout: float = 0.0
+    """share of an adapter's inputs left out at random"""
+    track: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ()
+    """where gauges also go: tensorboard, mlflow, wandb"""
 
     def __post_init__(self) -> None:
         _at_least(self, "train", 1, "sequence", "batch_tokens", "steps", "eval_batches", "log_every")
         _at_least(self, "train", 0, "min_lr", "warmup_steps", "clip", "weight_decay", "seed", "eval_every")
-        _at_least(self, "train", 0, "save_every", "loss_chunk")
+        _at_least(self, "train", 0, "lora_rank", "lora_dropout")
+        _above_zero(self, "train", "lora_alpha")
+        check_names(self.lora_on)
+        _at_least(self, "train", 0, "save_every", "loss_chunk", "profile_every")
+        _at_least(self, "train", 1, "lr_base_batch")
         _above_zero(self, "train", "lr", "eps")
         _above_zero(self, "train", "decay_fraction", most=1)
         self._check_together()
 
     def _check_together(self) -> None:
+        if not self.lora_dropout < 1:
+            raise _refuse(self, "train", "lora_dropout", "below 1")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise _refuse(self, "train", "betas", "two numbers below 1", "0.9,0.95")
         if self.batch_tokens < self.sequence:
@@ -138,13 +193,25 @@ class TrainJob:
 
     def peak_lr(self, num_parameters: int) -> float:
         """Given, or 3e-4·(7e9/N)^⅓ up to 3e-3. The rule passes through the published rates of Llama 7B (3e-4) and 65B
-        (1.5e-4; arXiv 2302.13971, table 2) and of Llama 3 405B (8e-5; arXiv 2407.21783, section 3.4.1)."""
-        derived: float = min(3e-3, 3e-4 * (7e9 / num_parameters) ** (1 / 3))
-        return derived if self.lr is None else self.lr
+        (1.5e-4; arXiv 2302.13971, table 2) and of Llama 3 405B (8e-5; arXiv 2407.21783, section 3.4.1). Adapters: 2e-4,
+        as QLoRA trained 7B and 13B (arXiv 2305.14314, appendix B)."""
+        derived: float = 2e-4 if self.lora_rank else min(3e-3, 3e-4 * (7e9 / num_parameters) ** (1 / 3))
+        return (derived if self.lr is None else self.lr) * self.lr_factor
+
+    @property
+    def lr_factor(self) -> float:
+        """What the batch makes of the rate: k times the tokens, k times the rate (the linear scaling rule, Goyal et
+        al., arXiv 1706.02677, section 2.1; its warm-up is ours)."""
+        return self.batch_tokens / self.lr_base_batch if self.lr_base_batch else 1.0
 
     def final_lr(self, num_parameters: int) -> float:
         """Given, or a tenth of the peak (Hoffmann et al., Chinchilla, arXiv 2203.15556)."""
         return self.peak_lr(num_parameters) / 10 if self.min_lr is None else self.min_lr
+
+    @property
+    def lora_scale(self) -> float:
+        """What adapters are multiplied by: alpha / rank."""
+        return 2.0 if self.lora_alpha is None else self.lora_alpha / max(1, self.lora_rank)
 
     def chunk_tokens(self, vocab: int) -> int:
         """Tokens whose logits exist at once; 0: all."""
@@ -171,9 +238,26 @@ class Serve:
     """how requests are put together; all but continuous are there to be compared with it"""
     prefix_cache: bool = True
     """keep the KV blocks of finished prompts for those that begin alike"""
+    prefill_tokens: int | None = None
+    """prompt tokens a step while others decode, at most, to keep their gaps even; none: what the step has left"""
+    max_waiting: int | None = None
+    """requests in the queue at most; more are refused at once; none: no limit"""
+    max_wait_s: float | None = None
+    """a request that has not started by then is given up; none: it waits"""
+    ageing_s: float = 0.0
+    """waiting time that makes up for one step of priority, so nobody starves; 0: first come, first served"""
+    batch_window_s: float = 0.05
+    """dynamic batching: how long the first of a batch waits for others"""
+    overlap: bool = True
+    """decide the next step while one runs"""
+    check_every: int = 0
+    """steps between checks of every invariant of scheduler and cache; 0: never"""
 
     def __post_init__(self) -> None:
         _at_least(self, "serve", 1, "max_model_len", "kv_bytes", "block_tokens", "max_tokens_per_step", "max_running")
+        _at_least(self, "serve", 1, "prefill_tokens")
+        _at_least(self, "serve", 0, "max_waiting", "ageing_s", "batch_window_s", "check_every")
+        _above_zero(self, "serve", "max_wait_s")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,7 +151,8 @@ def parse_set(text: str) -> tuple[tuple[str, ...], Any]:
 
 _EXCLUSIVE: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("model", "name"): ("path",), ("model", "path"): ("name",), ("hardware", "on"): ("chip", "tiers"),
-    ("hardware", "chip"): ("on",), ("hardware", "tiers"): ("on",),
+    ("hardware", "chip"): ("on",), ("hardware", "tiers"): ("on",), ("data", "source"): ("blend", "paths"),
+    ("data", "path"): ("blend", "paths"), ("data", "blend"): ("source", "path"),
 }  # fmt: skip
 
 

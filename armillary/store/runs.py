@@ -26,6 +26,8 @@ from armillary.store.names import new_name
 from armillary.store.process import Process
 from armillary.store.run_state import RunState
 
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,63}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -82,6 +84,10 @@ class Run:
     def plan(self) -> Path:
         return self.folder / "plan.json"
 
+    def write_plan(self, plan: object) -> None:
+        """Replace plan.json: a run that goes on elsewhere is planned anew."""
+        write_json(self.plan, to_plain(plan))
+
     @property
     def gauges(self) -> Path:
         return self.folder / "gauges.jsonl"
@@ -111,16 +117,22 @@ def create_run(
     plan: object = None,
     model: str = "",
     steps: int | None = None,
+    name: str = "",
 ) -> Run:
-    """A new run folder, whole at once: recipe (and `text`, the file as given), plan (a Plan or its table), state."""
+    """A new run folder, whole at once: recipe (and `text`, the file as given), plan (a Plan or its table), state. It is
+    given a name unless one is asked for."""
+    if name and not _NAME.fullmatch(name):
+        raise BadInput(f"'{name}' is no name for a run; use letters, digits and - like quiet-otter")
     while True:
         names = {_short(path.name) for path in _folders(home)}
-        folder = home.runs / f"{time.strftime('%Y-%m-%d')}-{new_name(names)}"
+        folder = home.runs / f"{time.strftime('%Y-%m-%d')}-{name or new_name(names)}"
         try:
             with staged_folder(folder) as partial:
                 _fill(partial, recipe, text, overrides, plan, RunState.new(model=model, steps=steps))
             return Run(folder=folder)
         except Taken:
+            if name:
+                raise
             continue  # another process drew the same name in the same moment
 
 

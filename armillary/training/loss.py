@@ -1,20 +1,32 @@
 """Next-token cross entropy from hidden states, a chunk of tokens at a time so that logits never all exist at once.
 
-Each chunk's logits are recomputed in the backward pass; the sum is the same as in one piece.
+`loss_sum` is the plain form: each chunk's logits are recomputed in the backward pass, the sum is the same as in one
+piece. `through` makes one of a kernel that computes head and loss together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from armillary.model.dtype import widen
+from armillary.model.fused_block import untouched
+from armillary.model.half_weights import HalfWeights
 from armillary.model.transformer import Transformer
-from armillary.training.data.batches import IGNORED
+from armillary.training.data.batch import IGNORED
 
 # M tokens (batch and time flattened), H hidden
+
+
+class LossSum(Protocol):
+    """Sum of the losses of all targets that count; logits of about `chunk` tokens exist at once (0: all)."""
+
+    def __call__(self, model: Transformer, hidden_BTH: Tensor, targets_BT: Tensor, *, chunk: int) -> Tensor: ...
 
 
 def loss_sum(model: Transformer, hidden_BTH: Tensor, targets_BT: Tensor, *, chunk: int) -> Tensor:
@@ -30,6 +42,25 @@ def loss_sum(model: Transformer, hidden_BTH: Tensor, targets_BT: Tensor, *, chun
             part = _sum(model, hidden_mH, targets_m)
         total = total + part
     return total
+
+
+def through(linear_loss: Callable[..., Tensor], halves: HalfWeights | None = None) -> LossSum:
+    """`loss_sum` by a version of `kernels.linear_cross_entropy`, which bounds its memory by itself; heads that are
+    wrapped, cut or have a bias take the plain form."""
+
+    def loss(model: Transformer, hidden_BTH: Tensor, targets_BT: Tensor, *, chunk: int) -> Tensor:
+        head = model.embedding if model.output is None else model.output
+        if not (untouched(head, nn.Linear) or untouched(head, nn.Embedding)) or getattr(head, "bias", None) is not None:
+            return loss_sum(model, hidden_BTH, targets_BT, chunk=chunk)
+        assert head is not None
+        weight = head.weight if halves is None else halves(head.weight)
+        config, hidden_MH = model.config, hidden_BTH.flatten(0, 1).to(weight.dtype)
+        total: Tensor = linear_loss(
+            hidden_MH, weight, targets_BT.flatten(), IGNORED, "sum", config.logit_softcap or 0.0, config.logit_scale
+        )
+        return total
+
+    return loss
 
 
 def _sum(model: Transformer, hidden_MH: Tensor, targets_M: Tensor) -> Tensor:

@@ -1,25 +1,55 @@
-"""What this process uses, as the operating system or the allocator counts it."""
+"""What this process uses, as the operating system or the allocator counts it, and how each gauge is measured."""
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
-SOURCES = {"memory_peak_bytes": "allocator", "host_memory_bytes": "operating system", "loss": "model",
-           "val_loss": "model", "grad_norm": "model", "lr": "schedule"}  # fmt: skip
-"""how gauges are measured; the rest are differences of the wall clock"""
+SOURCES = {
+    "loss": "model", "val_loss": "model", "grad_norm": "model", "lr": "schedule", "tokens_total": "count",
+    "loss_scale": "scaler", "skipped_steps_total": "scaler", "mfu": "wall clock and the chip's dense peak",
+    "host_memory_bytes": "operating system", "checkpoint_bytes": "file sizes", "checkpoints_total": "count",
+    "restarts_total": "count",
+}  # fmt: skip
+"""how gauges are measured; those of memory say it themselves, the rest are differences of the wall clock"""
+WINDOW = "profiler window"
 
 
 def memory_gauges(device: torch.device) -> dict[str, float]:
-    """Largest memory so far: the allocator's on a GPU, and the whole process's on the host."""
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    host = {"host_memory_bytes": float(used if sys.platform == "darwin" else used * 1024)}
+    """Now and most so far: the allocator's on a GPU; on a CPU, whose memory is the host's, the whole process's."""
+    host = {"host_memory_bytes": peak_rss()}
     if device.type != "cuda":
-        return host
-    return host | {"memory_peak_bytes": float(torch.cuda.max_memory_allocated(device))}
+        return host | {"memory_bytes": rss(), "memory_peak_bytes": peak_rss()}
+    return host | {
+        "memory_bytes": float(torch.cuda.memory_allocated(device)),
+        "memory_peak_bytes": float(torch.cuda.max_memory_allocated(device)),
+        "memory_reserved_bytes": float(torch.cuda.memory_reserved(device)),
+    }
 
 
-def source_of(gauges: dict[str, float]) -> dict[str, str]:
-    return {name: SOURCES.get(name, "wall clock") for name in gauges}
+def peak_rss() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(used if sys.platform == "darwin" else used * 1024)
+
+
+def rss() -> float:
+    """Resident now; the peak where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return peak_rss()
+    return float(pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def source_of(gauges: Mapping[str, float], own: Mapping[str, str], device: torch.device) -> dict[str, str]:
+    """gauge -> how it was measured; `own` are those that a step measured in another way than usual."""
+    memory = "allocator" if device.type == "cuda" else "operating system"
+    return {
+        name: own.get(name) or SOURCES.get(name) or (memory if name.startswith("memory_") else "wall clock")
+        for name in gauges
+    }

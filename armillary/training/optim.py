@@ -6,24 +6,31 @@ Weight decay acts on matrices only; norms, biases and sinks are left alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from armillary.kernels import adamw
+from armillary.parallel.apply import Sharded
 from armillary.spec.job import TrainJob
+from armillary.training.scaler import LossScaler
 
 
-def make_optimizer(model: nn.Module, job: TrainJob) -> torch.optim.AdamW:
-    """Fused AdamW over the parameters that train, decayed and not."""
+def make_optimizer(
+    model: nn.Module, job: TrainJob, precision: str = "fp32", copies: Mapping[Tensor, Tensor] | None = None
+) -> torch.optim.AdamW:
+    """AdamW in one pass over the parameters that train, decayed and not: our kernel on a GPU, which also writes the
+    half-precision `copies`, else torch's fused one."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": job.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=0.0, betas=job.betas, eps=job.eps, fused=True
-    )
+    groups = [group for group in groups if group["params"]]
+    if precision != "fp16" and adamw.takes(trained):  # a loss scaler needs torch's
+        return adamw.AdamW(groups, copies=copies, lr=0.0, betas=job.betas, eps=job.eps)
+    return torch.optim.AdamW(groups, lr=0.0, betas=job.betas, eps=job.eps, fused=True)
 
 
 def learning_rate(job: TrainJob, step: int, num_parameters: int) -> float:
@@ -46,6 +53,37 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor:
-    """The gradients' norm before clipping; `limit` 0 only measures."""
-    return nn.utils.clip_grad_norm_(parameters, limit or math.inf)
+def update(sharded: Sharded, optimizer: torch.optim.Optimizer, scaler: LossScaler, limit: float) -> Tensor:
+    """Clip, step, forget the gradients; gives their norm before clipping. Nothing here waits for the device, and a
+    step whose fp16 gradients overflowed leaves the weights as they are."""
+    if scaler.is_enabled():
+        scaler.unscale_(optimizer)
+    if isinstance(optimizer, adamw.AdamW):  # whole gradients on every rank: clipped on their way through the kernel
+        norm = adamw.gradient_norm(sharded.model.parameters())
+        optimizer.step(scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None)
+        optimizer.zero_grad()
+        return norm
+    norm = sharded.clip(limit)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return norm
+
+
+def states_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's states under the names of their parameters, made where there are none yet, for checkpoints."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter] or _first_state(optimizer, parameter, on_device=bool(group.get("fused")))
+            found |= {f"{names[parameter]}.{key}": value for key, value in state.items()}
+    return found
+
+
+def _first_state(optimizer: torch.optim.Optimizer, parameter: Tensor, *, on_device: bool) -> dict[str, Tensor]:
+    """What AdamW itself makes at its first step."""
+    count = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+    zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[parameter] = {"step": count} | zeros
+    return optimizer.state[parameter]

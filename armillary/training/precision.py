@@ -25,6 +25,11 @@ def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[1])
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Matrix products in bf16 over fp32 weights, or nothing."""
-    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""precision -> what products run in, over weights in fp32"""
+
+
+def autocast(precision: str, device: torch.device, *, wanted: bool = True) -> AbstractContextManager[object]:
+    """Matrix products in a half format over fp32 weights; nothing where weights are cast in another way."""
+    half = HALF.get(precision)
+    return torch.autocast(device.type, half) if half is not None and wanted else nullcontext()

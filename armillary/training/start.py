@@ -9,12 +9,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from armillary.errors import BadRecipe
+from armillary.errors import BadLayout, BadRecipe, NotFound
 from armillary.model.buildable import refuse_unbuildable
-from armillary.model.device import pick_device
 from armillary.model.fusing import rules
+from armillary.parallel.world import join_world
 from armillary.profiling.machine import here
 from armillary.spec.fields import to_plain
 from armillary.spec.hf_config import to_hf
@@ -23,13 +22,18 @@ from armillary.spec.model import ModelConfig
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, check_recipe, load_recipe, to_dict
 from armillary.store.home import Home
-from armillary.store.runs import Run, create_run
+from armillary.store.runs import Run, create_run, find_run
 from armillary.store.source import ModelSource, resolve_model
-from armillary.training.data.corpus import find_corpus
-from armillary.training.data.prepare import Prepared, folder_name, prepare
+from armillary.training.course import Trained
+from armillary.training.data.opening import plan_data, prepare_data
+from armillary.training.data.prepare import Prepared
 from armillary.training.data.survey import Progress
-from armillary.training.loop import Trained, Watch, train
+from armillary.training.loop import agreement, train
+from armillary.training.recorder import Watch
+from armillary.training.resume import check_same, unfinished_run
 from armillary.training.supported import refuse_unsupported, unsupported_notes
+from armillary.training.trackers import check_trackers
+from armillary.training.until import Until
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,19 +46,31 @@ class Start:
     """what every rank reads"""
     home: Home
     """where runs and data are kept"""
-    settings: dict[str, Any]
-    """how the data is prepared"""
 
-    def prepare(self, progress: Progress = lambda done, total, what: None) -> Prepared:
-        """The recipe's text as shards, made now or earlier. A folder that the store named is made anew when the text
-        has changed; one that a person named is left alone."""
+    def prepare(self, progress: Progress = lambda done, total, what: None) -> tuple[Prepared, ...]:
+        """The recipe's text as shards, made now or earlier; nothing where it is shards already."""
         assert self.plan.data is not None
-        named = bool(self.recipe.data.path)
-        return prepare(
-            self.plan.data.source, self.plan.data.path, **self.settings, overwrite=not named, progress=progress
-        )
+        return prepare_data(self.recipe.data, self.plan.data, progress)
 
-    def create_run(self, *, text: str = "", overrides: Sequence[str] = ()) -> Run:
+    def open_run(self, *, name: str = "", text: str = "", overrides: Sequence[str] = ()) -> Run:
+        """The run called `name`, or the newest unfinished one of this recipe, taken over and planned anew; else a new
+        one. Where it goes on is in its checkpoints."""
+        found = self._named(name) if name else unfinished_run(self.home, self.recipe, self.plan.weights)
+        if found is None:
+            return self.create_run(name=name, text=text, overrides=overrides)
+        found.claim()
+        found.write_plan(self.plan)
+        return found
+
+    def _named(self, name: str) -> Run | None:
+        try:
+            run = find_run(self.home, name)
+        except NotFound:
+            return None
+        check_same(run, self.recipe, self.plan.weights)
+        return run
+
+    def create_run(self, *, name: str = "", text: str = "", overrides: Sequence[str] = ()) -> Run:
         """The run's folder with recipe and plan; `text` is the recipe file as it was given."""
         return create_run(
             self.home,
@@ -64,26 +80,29 @@ class Start:
             plan=to_plain(self.plan),
             model=self.plan.model.name,
             steps=self.recipe.train.steps,
+            name=name,
         )
 
 
-def start(recipe: Recipe, home: Home, source: ModelSource) -> Start:
+def start(recipe: Recipe, home: Home, source: ModelSource, *, room: int = 0) -> Start:
     """Check the recipe against its model, its devices and what the trainer can do; training starts from the weights
-    of `source`, or from scratch where it has none."""
+    of `source`, or from scratch where it has none. `room` is how many processes may share a processor's cores, where
+    that was asked for."""
     config = recipe.model_config(source.config)
     if source.folder is not None and config != source.config:
         raise BadRecipe(f"{source.name} has weights, so its shape cannot be overridden; add --random-weights")
     _check_model(recipe, config)
     refuse_unsupported(recipe)
+    check_trackers(recipe.train.track)
     cluster = recipe.cluster(here())
     job = recipe.train
+    there = max(cluster.num_devices, room if cluster.chip.kind == "cpu" else 0)
     check_layout(
-        recipe.layout, config, num_devices=cluster.num_devices, sequence=job.sequence, batch_tokens=job.batch_tokens
+        recipe.layout, config, num_devices=there, sequence=job.sequence, batch_tokens=job.batch_tokens
     )
-    settings = _data_settings(recipe, config, source)
-    path = recipe.data.path or str(home.data / folder_name(recipe.data.source, **settings))
-    if not Path(path).exists():
-        find_corpus(recipe.data.source, key=recipe.data.key)  # said now if there is no such text
+    data = plan_data(
+        recipe.data, home, vocab=recipe.data.vocab or config.vocab, tokenizer=_tokenizer(recipe, source)
+    )
     plan = Plan(
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         recipe=to_dict(recipe),
@@ -91,11 +110,11 @@ def start(recipe: Recipe, home: Home, source: ModelSource) -> Start:
         cluster=cluster,
         layout=recipe.layout,
         train=recipe.train,
-        data=replace(recipe.data, path=path),
+        data=data,
         weights=str(source.folder or ""),
-        notes=tuple(unsupported_notes(config)),
+        notes=tuple(unsupported_notes(config, job)),
     )
-    return Start(recipe=recipe, plan=plan, home=home, settings=settings)
+    return Start(recipe=recipe, plan=plan, home=home)
 
 
 def _check_model(recipe: Recipe, config: ModelConfig) -> None:
@@ -108,13 +127,10 @@ def _check_model(recipe: Recipe, config: ModelConfig) -> None:
     check_layout(recipe.layout, config)
 
 
-def _data_settings(recipe: Recipe, config: ModelConfig, source: ModelSource) -> dict[str, Any]:
-    """The tokenizer asked for, or the model's own, or one trained on the text with as many ids as the model has."""
-    data = recipe.data
+def _tokenizer(recipe: Recipe, source: ModelSource) -> Path | None:
+    """The tokenizer asked for, or the model's own; None: one trained on the text, with as many ids as the model has."""
     own = source.files if source.files is not None and (source.files / "tokenizer.json").is_file() else None
-    tokenizer = Path(data.tokenizer) if data.tokenizer else own
-    chosen: dict[str, Any] = {"vocab": data.vocab or config.vocab, "tokenizer": tokenizer}
-    return chosen | {"key": data.key, "held_out": data.held_out, "seed": data.seed}
+    return Path(recipe.data.tokenizer) if recipe.data.tokenizer else own
 
 
 def starting_point(recipe: Recipe, home: Home, *, random_weights: bool = False) -> ModelSource:
@@ -127,6 +143,15 @@ def starting_point(recipe: Recipe, home: Home, *, random_weights: bool = False) 
     return source if shape_only else resolve_model(recipe.model.source, home, need_weights=True)
 
 
+def refuse_elsewhere(plan: Plan) -> None:
+    """What is planned for other machines cannot be started from here; under torchrun or srun it is there already."""
+    found, cluster = here(), plan.cluster
+    same = found.chip.name == cluster.chip.name and found.num_devices >= plan.layout.num_devices
+    if cluster.name != "here" and not same:
+        raise BadRecipe(f"{cluster.name} is not this machine, which has {found.text()}; try --set hardware.on=here, "
+                        "start it there with torchrun or srun, or plan only with --dry-run")  # fmt: skip
+
+
 def train_recipe(
     recipe: Recipe | Path | str,
     overrides: Sequence[str] = (),
@@ -134,12 +159,34 @@ def train_recipe(
     home: Home | None = None,
     random_weights: bool = False,
     device: str | None = None,
+    run: str = "",
+    until: Until | None = None,
     watch: Watch | None = None,
 ) -> Trained:
-    """Train what a recipe (or its file) says, from beginning to end."""
+    """Train what a recipe (or its file) says, from the beginning or from where its unfinished run stands. One device is
+    this process; for more, every process that torchrun or srun started calls this."""
     home = home or Home.default()
     ready = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
-    begun = start(ready, home, starting_point(ready, home, random_weights=random_weights))
-    pick_device(device)
+    with join_world(device) as world:
+        ranks = agreement(world)
+        source = starting_point(ready, home, random_weights=random_weights)
+        begun = ranks.together(lambda: start(ready, home, source, room=world.size))
+        if world.size == 1:
+            _refuse_many(begun.plan)
+            refuse_elsewhere(begun.plan)
+        opened = ranks.together(lambda: _opened(begun, run, overrides) if world.is_main else None)
+        found = ranks.tell(opened)
+        assert found is not None
+        return train(begun.plan, found, device=device, until=until, watch=watch, home=home)
+
+
+def _opened(begun: Start, name: str, overrides: Sequence[str]) -> Run:
     begun.prepare()
-    return train(begun.plan, begun.create_run(overrides=overrides), device=device, watch=watch)
+    return begun.open_run(name=name, overrides=overrides)
+
+
+def _refuse_many(plan: Plan) -> None:
+    count = plan.layout.num_devices
+    if count > 1:
+        raise BadLayout(f"{plan.layout.text()} needs {count} processes and this is one; use armillary train, which "
+                        "starts them, or torchrun")  # fmt: skip

@@ -5,6 +5,7 @@ A second Ctrl-C stops at once.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -12,11 +13,15 @@ from typing import Any, Self
 
 
 class StopRequest:
-    """`with StopRequest() as stop: while not stop.asked: …`; handlers are put back at the end."""
+    """`with StopRequest() as stop: while not stop.asked(): …`; handlers are put back at the end."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, parent: int = 0) -> None:
+        """`parent`, where given, is the process that started this one: its end is a request to stop, too."""
+        self._asked, self._parent = False, parent
         self._before: dict[int, Any] = {}
+
+    def asked(self) -> bool:
+        return self._asked or bool(self._parent and os.getppid() != self._parent)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -29,6 +34,6 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self._asked:
             raise KeyboardInterrupt
-        self.asked = True
+        self._asked = True

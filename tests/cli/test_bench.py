@@ -115,7 +115,7 @@ def test_loader(cli: Cli, tmp_path: Path) -> None:
     ran = cli(*words, "--workers", "0")
     assert ran.code == 0 and "plain mmap" in ran.out and "best: 0 workers" in ran.out
     points = cli("bench", "ceilings", "--show", "--device", "cpu", "--json").json["points"]["loader"]
-    assert {point["path"] for point in points} == {"plain mmap", "batches"}
+    assert {point["path"] for point in points} == {"plain mmap", "batches", "loader"}
     assert all(point["tokens"] == 64 and point["beside"]["tokens_per_s"] > 0 for point in points)
 
 

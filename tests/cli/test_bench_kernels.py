@@ -9,7 +9,7 @@ import pytest
 
 from armillary.kernels import needs
 from armillary.profiling import kernel_bench
-from armillary.profiling.kernel_bench import KernelBench, KernelRow
+from armillary.profiling.kernel_rows import KernelBench, KernelRow
 from tests.conftest import Ran
 
 Cli = Callable[..., Ran]

@@ -96,7 +96,7 @@ def test_ceilings_measured_on_the_chip_are_used(cli: Cli, home: Home) -> None:
     before = float(cli("plan", *SMALL, "--set", "layout.dp=8", "-q").out)
     save_peaks(home, peaks.with_points("copy", [{"bytes": 2**30, "bytes_per_s": 1e12}]))
     assert "measured" in cli("plan", *SMALL, "--set", "layout.dp=8").out
-    assert float(cli("plan", *SMALL, "--set", "layout.dp=8", "-q").out) > 1.5 * before
+    assert float(cli("plan", *SMALL, "--set", "layout.dp=8", "-q").out) > 1.3 * before
 
 
 def test_this_machine_can_be_planned_for(cli: Cli) -> None:

@@ -10,9 +10,13 @@ import torch
 from armillary.errors import NotFound
 from armillary.kernels import needs
 from armillary.kernels.identity import device_name
+from armillary.kernels.linear_cross_entropy import LinearLoss
+from armillary.kernels.norm import NormCase
 from armillary.kernels.ops import OPS, all_ops, find_op
-from armillary.profiling.kernel_bench import KernelBench, KernelRow, Measured, _in_turn, bench_kernels
+from armillary.profiling.kernel_bars import bar_of
+from armillary.profiling.kernel_bench import _in_turn, bench_kernels
 from armillary.profiling.kernel_plot import bench_page
+from armillary.profiling.kernel_rows import KernelBench, KernelRow, Measured
 from armillary.store.choices import load_choices
 from armillary.store.home import Home
 
@@ -96,3 +100,41 @@ def test_ops_take_turns_so_that_none_goes_without() -> None:
     assert [(op.name, name) for op, name, _ in _in_turn(by_op)] == [
         ("norm", norm[0][0]), ("rope", rope[0][0]), ("norm", norm[1][0]), ("norm", norm[2][0]),
     ]  # fmt: skip
+
+
+def test_a_bar_is_held_or_what_is_missed_is_said(bench: KernelBench) -> None:
+    bar = bar_of("norm", NormCase(rows=8192, columns=4096))
+    assert bar is not None and bar.text == "≥ 90/85%, never behind compile, liger"
+    row = replace(bench.rows[0], bar=bar)
+    assert row.misses(row.ours) == []
+    assert row.misses(row.of("compile")) == ["forward 50.0% < 90%"]
+    quick = replace(row.measured[1], forward_s=1e-4)
+    assert replace(row, measured=(row.measured[0], quick)).misses(row.ours) == ["behind compile"]
+    assert row.misses(None) == ["not timed"] and bench.rows[0].misses(None) == []
+
+
+def test_memory_has_a_bar(bench: KernelBench) -> None:
+    bar = bar_of("linear_cross_entropy", LinearLoss(tokens=8192, hidden=4096, vocab=131072))
+    assert bar is not None and bar.extra_bytes == 1.5e9
+    row = replace(bench.rows[0], bar=bar)
+    assert row.misses(replace(row.measured[0], extra_bytes=1.2e9)) == []
+    assert row.misses(replace(row.measured[0], extra_bytes=2e9)) == ["2.00 GB extra > 1.5"]
+
+
+def test_every_bar_has_a_case_in_the_bench() -> None:
+    barred = {op.name for op in all_ops() if any(bar_of(op.name, case) for case in op.cases.values())}
+    assert barred == {
+        "norm", "add_norm", "rope", "activate", "bias_act_dropout", "cross_entropy", "linear_cross_entropy",
+        "attention", "paged_attention", "small_linear", "fp8_matmul",
+    }  # fmt: skip
+    tokens = {case.tokens for case in find_op("small_linear").cases.values() if bar_of("small_linear", case)}
+    assert tokens == {1, 8, 32}
+    contexts = {(case.batch, case.context) for case in find_op("paged_attention").cases.values()
+                if bar_of("paged_attention", case)}  # fmt: skip
+    assert {(256, 1024), (256, 8192), (1, 32768)} <= contexts
+
+
+def test_what_is_done_is_kept_as_it_goes(no_compiler: None) -> None:
+    kept: list[KernelBench] = []
+    bench_kernels(CPU, ops=["norm", "rope"], quick=True, keep=kept.append)
+    assert [len(bench.rows) for bench in kept] == [1, 2] and kept[0].left == ("rope llama-3-8b",)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from armillary.errors import BadData
-from armillary.profiling.loader import Way, as_tensors, default_ways, measure_loader
+from armillary.profiling.loader import Way, as_tensors, measure_loader
 
 CPU = torch.device("cpu")
 
@@ -59,9 +59,3 @@ def test_batches_of_any_make_become_named_tensors() -> None:
     assert list(as_tensors(Batch(row, row))) == ["tokens_BT", "targets_BT"]
     assert torch.equal(as_tensors({"x": row})["x"], torch.arange(6, dtype=torch.int32))
     assert list(as_tensors(row)) == ["tokens"]
-
-
-def test_ways_of_a_cpu_and_of_a_gpu() -> None:
-    assert [way.workers for way in default_ways(CPU)] == [0, 1, 2, 1, 2]
-    on_gpu = default_ways(torch.device("cuda"), (0, 2))
-    assert {(way.pinned, way.to_device) for way in on_gpu} == {(False, False), (False, True), (True, True)}

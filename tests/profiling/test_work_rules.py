@@ -241,6 +241,7 @@ def test_own_attention_with_its_mask() -> None:
         ("linear_cross_entropy", [[8, 64], [512, 64], [8]], ("",) * 6 + ("True", "True"), 2 * 8 * 512),
         ("small_linear", [[4, 64], [128, 64]], ("",) * 5 + ("True",), 4 * 64 + 128 * 64 + 4 * 64),
         ("fp8_linear", [[4, 64], [128, 64]], (), 1.5 * (4 * 64 + 128 * 64)),
+        ("fp8_matmul", [[4, 64], [128, 64]], ("",) * 6 + ("False",), 4 * 64 + 128 * 64 + 4 * 128),
     ],
 )
 def test_own_kernels_move_their_tensors(name: str, dims: list, concrete: tuple[str, ...], moved: float) -> None:

@@ -39,6 +39,8 @@ def test_every_field_has_a_default_and_a_line_of_help(table: str, cls: type[Any]
         ("data", {"held_out": -0.1}),
         ("data", {"vocab": 10}),
         ("data", {"workers": -1}),
+        ("data", {"mix_shards": -1}),
+        ("data", {"cache_bytes": 0}),
         ("serve", {"max_model_len": 0}),
         ("serve", {"block_tokens": 0}),
         ("traffic", {"requests_per_s": 0.0}),

@@ -35,6 +35,7 @@ def recipe(corpus: Path) -> Callable[..., Recipe]:
         "hardware": {"on": "here"},
         "data": {"source": str(corpus), "held_out": 0.1},
         "layout": {"precision": "fp32", "micro_batch": 4},
-        "train": {"sequence": 32, "batch_tokens": 256, "steps": 12, "eval_every": 6, "eval_batches": 2},
+        "train": {"sequence": 32, "batch_tokens": 256, "steps": 12, "eval_every": 6, "eval_batches": 2,
+                  "profile_every": 0},
     }  # fmt: skip
     return lambda *overrides: recipe_from_dict(base, overrides)

@@ -1,0 +1,148 @@
+"""Start the ranks of a run on this machine: torchrun's own processes, with one line at the end instead of tracebacks.
+
+Ctrl-C and SIGTERM are passed on to every rank, which save and end by themselves. A rank that fails takes the others
+down; the first that had something to say is quoted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from armillary.errors import ArmillaryError
+from armillary.store import strict_json
+
+POLL_S = 0.1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class RankFailed(ArmillaryError):
+    """A rank ended, and this is what it said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """What the main rank left."""
+
+    outcome: dict[str, Any]
+    """as it wrote it; empty where it was interrupted before it could"""
+    interrupted: bool
+    """whether a signal was passed on"""
+
+
+def launch(program: str, orders: Mapping[str, Any], *, num_ranks: int, threads: int | None, logs: Path) -> Launched:
+    """Run `python -m PROGRAM ORDERS` as ranks of one machine, and wait for them. The main rank shows what it does; what
+    others print goes to `logs`. `threads` are those of a rank that computes on the CPU."""
+    with tempfile.TemporaryDirectory(prefix="armillary-ranks-") as folder:
+        logs.mkdir(parents=True, exist_ok=True)
+        told = {**orders, "answers": folder, "logs": str(logs), "parent": os.getpid()}
+        ranks = _start(program, strict_json.dumps(told), num_ranks, threads, folder)
+        with _passing_on(ranks) as seen:
+            failed = _wait(ranks)
+        if failed and not _said_outcome(folder):
+            raise _failure(Path(folder), failed, logs, interrupted=bool(seen))
+        answer = Path(folder, "outcome.json")
+        return Launched(outcome=strict_json.read_table(answer) if answer.is_file() else {}, interrupted=bool(seen))
+
+
+def _said_outcome(folder: str) -> bool:
+    return Path(folder, "outcome.json").is_file()
+
+
+def _start(program: str, orders: str, num_ranks: int, threads: int | None, folder: str) -> Any:
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # we say how it ended
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "armillary", "TORCHELASTIC_MAX_RESTARTS": "0",
+    }  # fmt: skip
+    if threads is not None:
+        common |= {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": _loopback()}
+    envs = {n: {**common, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(num_ranks)}
+    before = {number: signal.getsignal(number) for number in _all_signals()}
+    try:
+        ranks = start_processes(
+            name="rank", entrypoint=sys.executable, args={n: ("-m", program, orders) for n in range(num_ranks)},
+            envs=envs, logs_specs=DefaultLogsSpecs(folder),
+        )  # fmt: skip
+    finally:
+        for number, handler in before.items():  # torch takes the signals; passing them on is done here
+            signal.signal(number, handler)
+    ranks.store = store  # the ranks meet there: it lives as long as they do
+    return ranks
+
+
+def _loopback() -> str:
+    return "lo" if sys.platform == "linux" else "lo0"
+
+
+def _all_signals() -> tuple[signal.Signals, ...]:
+    return (*_SIGNALS, signal.SIGQUIT)
+
+
+@contextmanager
+def _passing_on(ranks: Any) -> Iterator[list[int]]:
+    """Signals go to every rank: the first asks them to save and end, the second to end at once."""
+    seen: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        seen.append(number)
+        for pid in ranks.pids().values():
+            _signal(pid, signal.SIGTERM)
+
+    before: dict[signal.Signals, Callable[..., Any] | int | None] = {}
+    for number in _SIGNALS:
+        before[number] = signal.signal(number, pass_on)
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):  # it may have ended by itself
+        os.kill(pid, number)
+
+
+def _wait(ranks: Any) -> dict[int, int]:
+    """Rank -> exit code of those that failed, once all have ended."""
+    while (result := ranks.wait(timeout=POLL_S, period=POLL_S)) is None:
+        pass
+    if not result.is_failed():
+        return {}
+    first = {rank: failure.exitcode for rank, failure in result.failures.items()}
+    ranks.close(death_sig=signal.SIGTERM, timeout=10)
+    codes = first | {rank: handler.proc.poll() or 0 for rank, handler in ranks.subprocess_handlers.items()}
+    by_itself = {rank: code for rank, code in codes.items() if code not in (0, -signal.SIGTERM)}
+    return by_itself or first  # the others were told to end
+
+
+def _failure(folder: Path, failed: Mapping[int, int], logs: Path, *, interrupted: bool) -> BaseException:
+    """What to tell: the line a rank left, the lowest rank's first; else how the rank ended."""
+    said = sorted(folder.glob("error-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
+    if said:
+        return RankFailed(strict_json.read_table(said[0])["error"])
+    if interrupted:
+        return KeyboardInterrupt()
+    rank, code = min(failed.items(), key=lambda item: (item[1] >= 0, item[0]))  # who was killed is why others failed
+    lost = sorted(folder.glob("lost-*.json"))
+    if lost and code >= 0:
+        text = strict_json.read_table(lost[0])["lost"]
+        return RankFailed(f"rank {rank} lost the other ranks ({text}); see {logs}, and train again")
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    why = " (the system kills what needs too much memory)" if code == -signal.SIGKILL else ""
+    where = "its output is above" if rank == 0 else f"its output is in {logs}/rank-{rank}.log"
+    return RankFailed(f"rank {rank} {how}{why}; {where}, and the same command goes on from the last checkpoint")

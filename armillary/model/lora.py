@@ -1,0 +1,96 @@
+"""A frozen projection with trained adapters beside it: y = W·x + scale·B·A·x.
+
+Projections that are fused into one matrix here keep an A and a B of their own, so that adapters are those of a Hugging
+Face model; B's rows lie in the fused order, so a contiguous cut of the outputs holds whole heads and gate-up pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from armillary.model.transformer import Put, Transformer
+from armillary.spec.lora import Target
+
+# r rank, A matrices A of a module, I inputs, O outputs, P rows of B: those of the outputs that are adapted
+NAMES = ("lora_a", "lora_b")
+
+
+class LoraLinear(nn.Linear):
+    """A Linear whose weight and bias are frozen and keep their names, with adapters `lora_a` and `lora_b`."""
+
+    def __init__(self, base: nn.Linear, target: Target, *, rank: int, scale: float, dropout: float = 0.0) -> None:
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
+        self.weight, self.bias = base.weight, base.bias
+        self.target, self.rank, self.scale, self.dropout = target, rank, scale, dropout
+        device, rows = base.weight.device, target.periods * target.adapted
+        self.lora_a = nn.Parameter(torch.empty(target.num_a * rank, target.inputs, device=device))
+        self.lora_b = nn.Parameter(torch.empty(rows, rank, device=device))
+
+    @property
+    def lora_column(self) -> bool:
+        """Tensor parallelism cuts the outputs, so B's rows; else the inputs, so A's columns."""
+        return self.target.column
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = F.dropout(x, self.dropout, training=self.training) if self.dropout else x
+        inner = F.linear(kept, self.lora_a.to(x.dtype))
+        b_OA = spread(self.lora_b, self.target) * self.scale
+        return F.linear(x, self.weight, self.bias) + F.linear(inner, b_OA.to(x.dtype))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={self.rank}, on={self.target.chosen}"
+
+
+def spread(b_Pr: Tensor, target: Target) -> Tensor:
+    """B as [O, A·r]: each row in the columns of its own A, zero in others' and where a row is not adapted. Works on a
+    part of the rows, as long as it holds whole periods."""
+    if target.one_a and all(target.chosen):
+        return b_Pr
+    rank, widths = b_Pr.shape[1], [w for w, on in zip(target.widths, target.chosen, strict=True) if on]
+    pieces = iter(b_Pr.unflatten(0, (-1, target.adapted)).split(widths, dim=1))
+    placed, number = [], 0
+    for width, on in zip(target.widths, target.chosen, strict=True):
+        piece = next(pieces) if on else b_Pr.new_zeros(len(b_Pr) // target.adapted, width, rank)
+        left = 0 if target.one_a else min(number, target.num_a - 1) * rank
+        placed.append(F.pad(piece, (left, target.num_a * rank - left - rank)))
+        number += on
+    return torch.cat(placed, dim=1).flatten(0, 1)
+
+
+def change(a_AI: Tensor, b_Pr: Tensor, target: Target, *, scale: float) -> Tensor:
+    """What the adapters add to the matrix, [O, I]."""
+    return scale * spread(b_Pr, target) @ a_AI
+
+
+def adapters(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
+    """Every projection with adapters, by its name."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
+
+
+def attach(model: Transformer, wanted: dict[str, Target], *, rank: int, scale: float, dropout: float = 0.0) -> None:
+    """Freeze the model and put adapters, not yet drawn, on the modules named."""
+    model.requires_grad_(False)
+    for name, target in wanted.items():
+        parent, _, last = name.rpartition(".")
+        base = model.get_submodule(name)
+        assert isinstance(base, nn.Linear), name
+        setattr(model.get_submodule(parent), last, LoraLinear(base, target, rank=rank, scale=scale, dropout=dropout))
+
+
+@torch.no_grad()
+def draw(model: nn.Module, *, seed: int, put: Put = Tensor.copy_) -> None:
+    """A uniform within 1/√inputs (as peft draws it), each by its name so that every layout starts alike; B zero, so
+    that the model begins as it was."""
+    for name, module in adapters(model):
+        digest = blake2b(f"{seed}/{name}.lora_a".encode(), digest_size=7).digest()
+        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))
+        bound = module.target.inputs**-0.5
+        a, b = (module._parameters[name] for name in NAMES)  # as registered, not what a sharded class shows
+        assert a is not None and b is not None
+        put(a, torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+        b.zero_()

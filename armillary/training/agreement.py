@@ -1,0 +1,90 @@
+"""Agreement: small things that all ranks must know together, sent through the host and never through the device.
+
+A rank that met an error says so before anybody waits for it in a collective, so that all raise the same line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from armillary.errors import ArmillaryError
+
+T = TypeVar("T")
+
+
+class AgreedError(ArmillaryError):
+    """What one rank said, raised on every rank: the main one tells it."""
+
+
+class Agreement:
+    """Of `size` ranks; with one rank nothing is sent."""
+
+    def __init__(self, *, rank: int, size: int, group: ProcessGroup | None = None) -> None:
+        """`group` must take tensors of the host; None is the default group."""
+        self.rank, self.size, self.group = rank, size, group
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def total(self, *values: float) -> tuple[float, ...]:
+        """The sums over all ranks; whole numbers stay exact."""
+        if self.size == 1:
+            return values
+        sums = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(sums, group=self.group)
+        return tuple(sums.tolist())
+
+    def tell(self, value: T) -> T:
+        """The main rank's value, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value if self.is_main else None]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]  # type: ignore[return-value]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in order of rank."""
+        if self.size == 1:
+            return [value]
+        found: list[T] = [value] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def together(self, work: Callable[[], T]) -> T:
+        """`work()` of every rank; where one of them ends with a line for people, all raise that line. Work that holds
+        collectives of its own must not raise between them on some ranks only."""
+        done, error = attempt(work)
+        self.agree(error)
+        return done  # type: ignore[return-value]
+
+    def agree(self, error: ArmillaryError | None) -> None:
+        """Raise the first rank's error on all of them; go on where there is none."""
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return
+        (failed,) = self.total(float(error is not None))
+        if failed:
+            self.raise_first(error)
+
+    def raise_first(self, error: ArmillaryError | None) -> None:
+        """Called by every rank once some rank is known to have failed."""
+        if self.size == 1:
+            assert error is not None
+            raise error
+        said = self.gather(str(error) if error is not None else None)
+        raise AgreedError(next(text for text in said if text is not None)) from error
+
+
+def attempt(work: Callable[[], T]) -> tuple[T | None, ArmillaryError | None]:
+    """(what came of it, None), or (None, the line for people)."""
+    try:
+        return work(), None
+    except ArmillaryError as error:
+        return None, error

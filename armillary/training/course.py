@@ -1,0 +1,112 @@
+"""The course of a run between its steps: going on, validating, saving, ending.
+
+What is saved goes by names that no layout changes, so a run goes on on any.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from armillary.store.runs import Run
+from armillary.training import checkpoint
+from armillary.training.export import export, export_adapter
+from armillary.training.optim import states_by_name
+from armillary.training.trainer import StepReport, Trainer
+from armillary.training.until import Until
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """How a run ended."""
+
+    run: Run
+    steps: int
+    finished: bool
+    """False when it was stopped before its last step"""
+    loss: float
+    val_loss: float | None
+    export: Path | None
+    """the Hugging Face folder of a finished run"""
+    resumed_at: int = 0
+    """step it went on from"""
+    saved: int | None = None
+    """step of its last checkpoint; none where it did not come to one"""
+
+
+class Course:
+    """What happens between the steps of a run: going on, validating, saving, ending."""
+
+    def __init__(self, run: Run, trainer: Trainer, until: Until | None) -> None:
+        self.run, self.trainer, self.until, self.job = run, trainer, until, trainer.job
+        self.loss, self.saved, self.restarts = float("nan"), -1, 0
+
+    def resume(self) -> int:
+        """The step to go on with: that of the last whole checkpoint, or 0."""
+        steps = self.trainer.ranks.tell(checkpoint.saved_steps(self.run))
+        if not steps:
+            return 0
+        trainer, folder = self.trainer, self.run.checkpoint(steps[-1])
+        about = checkpoint.load(folder, self._tensors(), trainer.ranks)
+        trainer.tokens, trainer.skipped = int(about["tokens_total"]), int(about["skipped_steps_total"])
+        trainer.val_loss, self.loss = about["val_loss"], float(about["loss"])
+        if trainer.scaler.is_enabled() and about["scaler"]:
+            trainer.scaler.load_state_dict(about["scaler"])
+        self.saved, self.restarts = steps[-1], int(about["restarts_total"]) + 1
+        return steps[-1]
+
+    def after(self, report: StepReport, step: int) -> tuple[StepReport, bool]:
+        """The report with what was validated and saved, and whether the run is done; `step` steps are."""
+        job, trainer = self.job, self.trainer
+        self.loss = report.gauges["loss"]
+        more: dict[str, float] = {"restarts_total": float(self.restarts)} if self.restarts else {}
+        if step == job.steps or (job.eval_every and step % job.eval_every == 0):
+            value = trainer.validate()
+            more |= {"val_loss": value} if value is not None else {}
+        done = step == job.steps or (self.until is not None and self.until.reached(report.gauges | more))
+        if done or (job.save_every and step % job.save_every == 0):
+            more |= self.save(step)
+        return replace(report, gauges=report.gauges | more), done
+
+    def save(self, step: int) -> dict[str, float]:
+        begin = time.perf_counter()
+        made = checkpoint.save(self.run, step, self._tensors(), self._facts(), self.trainer.ranks)
+        self.saved = step
+        seconds = time.perf_counter() - begin
+        return {"checkpoint_s": seconds, "checkpoint_stall_s": seconds, "checkpoint_bytes": float(made.bytes)}
+
+    def end(self, first: int, step: int, *, finished: bool) -> Trained:
+        """A stopped run is saved to go on; a finished one is exported for everything else."""
+        trainer, ranks = self.trainer, self.trainer.ranks
+        if step > self.saved and step > first:
+            self.save(step)
+        folder = None
+        if finished:
+            trainer.close()
+            like = trainer.text.tokenizer_folder
+            folder = export(trainer.model, self.job, self.run.export(step), ranks, like=like)
+            if self.job.lora_rank:
+                base = trainer.plan.weights or trainer.plan.model.name
+                export_adapter(trainer.model, self.job, self.run.folder / "adapter" / str(step), ranks, base=base)
+        if ranks.is_main:
+            self.run.update(state="finished" if finished else "interrupted", step=step, loss=self.loss)
+        return Trained(run=self.run, steps=step, finished=finished, loss=self.loss, val_loss=trainer.val_loss,
+                       export=folder, resumed_at=first, saved=self.saved if self.saved >= 0 else None)  # fmt: skip
+
+    def _tensors(self) -> dict[str, Any]:
+        """What is trained, and the states of its optimiser, under names that no layout changes."""
+        model, optimizer = self.trainer.model, self.trainer.optimizer
+        trained = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        buffers = dict(model.named_buffers())
+        trained |= {f"model.{name}": value for name, value in model.state_dict().items() if name in buffers}
+        return trained | {f"optimizer.{name}": value for name, value in states_by_name(model, optimizer).items()}
+
+    def _facts(self) -> dict[str, Any]:
+        trainer = self.trainer
+        return {
+            "tokens_total": trainer.tokens, "skipped_steps_total": trainer.skipped, "loss": self.loss,
+            "val_loss": trainer.val_loss, "restarts_total": self.restarts, "layout": trainer.layout.text(),
+            "scaler": trainer.scaler.state_dict(), "base": trainer.plan.weights, "kernels": trainer.choices.names,
+        }  # fmt: skip

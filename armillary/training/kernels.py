@@ -1,0 +1,163 @@
+"""The kernels of a run: chosen once when the model is built, set on its layers, and named for ranks and resumed runs.
+
+On a CPU, and for what no kernel covers, layers keep their plain form. Nothing is chosen or timed inside a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from armillary.kernels.choose import choose
+from armillary.kernels.needs import interpreted, lacking
+from armillary.kernels.ops import find_op
+from armillary.model.attend import Attend, AttentionFunction, chosen
+from armillary.model.attention import Attention
+from armillary.model.fused import Fused
+from armillary.model.half_weights import HalfWeights
+from armillary.model.mlp import MLP
+from armillary.model.moe import Experts
+from armillary.model.norm import Norm
+from armillary.model.transformer import Block, Transformer
+from armillary.spec.job import TrainJob
+from armillary.spec.layout import Layout
+from armillary.store.home import Home
+from armillary.training.kernel_cases import Wanted, attention_name, wanted
+from armillary.training.loss import LossSum, loss_sum, through
+from armillary.training.product_choice import choose_products
+
+_SLOW_TO_BUILD = ("compile", "flex")
+"""versions that torch's compiler would have to build, for tens of seconds a run"""
+BLOCK, FUSED = "block", "fused"
+"""the name under which blocks as a whole are remembered, and how they run where they are not left to their layers"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What a run computes with."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    """what -> the version chosen for it; given to `use_kernels`, it chooses the same again"""
+    attention: dict[tuple[int | None, bool], AttentionFunction] = field(default_factory=dict)
+    """(window, whether rows hold several documents) -> the function"""
+    loss: LossSum = loss_sum
+    """head and cross-entropy, by `training.loss.loss_sum`'s signature"""
+    halves: HalfWeights | None = None
+    """copies of the weights that products are made with"""
+
+    @property
+    def copies(self) -> Mapping[Tensor, Tensor]:
+        """For `kernels.adamw.AdamW`, which keeps them equal to the parameters."""
+        return {} if self.halves is None else self.halves.copies
+
+    def attend(self, documents_BT: Tensor | None) -> Attend:
+        """What a step hands to the model; None where every row is one document."""
+        return chosen(self.attention, documents_BT)
+
+
+def use_kernels(
+    model: Transformer,
+    *,
+    job: TrainJob,
+    layout: Layout,
+    home: Home | None = None,
+    names: Mapping[str, str] | None = None,
+    timed: bool = True,
+    device: torch.device | None = None,
+) -> Choices:
+    """Choose for the model's shapes (or take what `names` says) and set the functions on its layers.
+
+    Called after adapters are added and before the model is cut, on rank 0 with `names` None, on the others with what
+    rank 0 chose. Deterministic jobs, and `timed` False, take the first version that agrees without timing any. `device`
+    is where the model will be, while it is still on meta.
+    """
+    device = device or next(model.parameters()).device
+    if device.type != "cuda" and not (names and interpreted()):
+        return Choices()
+    functions, taken = {}, {}
+    for want in wanted(model.config, job, layout, device=device):
+        taken[want.name], functions[want.name] = _choose(want, names or {}, home, timed and not job.deterministic)
+    taken[BLOCK] = (names or {}).get(BLOCK) or _block_form(job, layout, taken)
+    _set_layers(model, functions)
+    halves = _halves(layout)
+    if taken[BLOCK] == FUSED:
+        how: dict[str, Any] = {"names": names, "home": home, "timed": timed and not job.deterministic}
+        products, called = choose_products(model.config, job, layout, device, **how)
+        _fuse(model, job, layout, halves=halves, products=products, pairs=taken.get("norm") == "triton, pairs")
+        taken |= called
+    if halves is not None:
+        model.stream = halves.dtype
+    return Choices(
+        names=taken, attention=dict(_attention(model, functions)), halves=halves,
+        loss=through(functions["linear_cross_entropy"], halves) if "linear_cross_entropy" in functions else loss_sum,
+    )  # fmt: skip
+
+
+def _choose(want: Wanted, names: Mapping[str, str], home: Home | None, timed: bool) -> tuple[str, Callable[..., Any]]:
+    op = find_op(want.op)
+    version = op.version(names[want.name]) if want.name in names else None
+    if version is not None and (interpreted() or not lacking(version.needs, want.case.device)):
+        return version.name, version.load()
+    quick = replace(op, versions=tuple(v for v in op.versions if v.name not in _SLOW_TO_BUILD))
+    choice = choose(quick, want.case, home=home, deterministic=not timed)
+    return choice.version, choice.run
+
+
+def _block_form(job: TrainJob, layout: Layout, taken: Mapping[str, str]) -> str:
+    """Fused where their kernels are ours, unless blocks are compiled; fp16 keeps a wide residual stream instead."""
+    ours = all(taken.get(name, "").startswith("triton") for name in ("norm", "rope", "activate"))
+    return FUSED if ours and not job.compile and layout.precision in ("bf16", "fp32", "tf32") else "layers"
+
+
+def _halves(layout: Layout) -> HalfWeights | None:
+    return HalfWeights(torch.bfloat16) if layout.precision == "bf16" else None
+
+
+def _set_layers(model: Transformer, functions: Mapping[str, Callable[..., Any]]) -> None:
+    heads = {norm for layer in model.modules() if isinstance(layer, Attention) for norm in (layer.q_norm, layer.k_norm)}
+    for layer in model.modules():
+        if isinstance(layer, Norm):
+            layer.chosen = functions.get("head_norm" if layer in heads else "norm")
+            layer.chosen_add = None if layer in heads else functions.get("add_norm")
+        elif isinstance(layer, Attention):
+            layer.chosen = functions.get("rope")
+        elif isinstance(layer, MLP | Experts):
+            layer.chosen = functions.get("activate")
+
+
+def _fuse(model: Transformer, job: TrainJob, layout: Layout, *, halves: HalfWeights | None, **how: Any) -> None:
+    """Blocks as two passes; on one device gradients are summed where they are made, or come in the products' format
+    where there is one micro-batch and so nothing to sum."""
+    alone = layout.num_devices == 1
+    micro_batches = job.batch_tokens // (job.sequence * layout.micro_batch * layout.dp)
+    made = {
+        again: Fused(halves=halves, again=again, accumulate=alone and micro_batches > 1, **how)
+        for again in (False, True)
+    }
+    for index, block in enumerate(model.blocks.values()):
+        assert isinstance(block, Block)
+        block.fused = made[layout.recompute == "selective" and index % layout.recompute_every == 0]
+    if alone and micro_batches == 1 and halves is not None:
+        _narrow_gradients(model, halves.dtype)
+
+
+def _narrow_gradients(model: Transformer, dtype: torch.dtype) -> None:
+    """Gradients of matrices stay in the format their product gives them, which is exact: nothing is added to them."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight.requires_grad and hasattr(module.weight, "grad_dtype"):
+            module.weight.grad_dtype = dtype
+
+
+def _attention(
+    model: Transformer, functions: Mapping[str, Callable[..., Any]]
+) -> Iterator[tuple[tuple[int | None, bool], AttentionFunction]]:
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            for documents in (False, True):
+                function = functions.get(attention_name(layer.window, documents=documents))
+                if function is not None:
+                    yield (layer.window, documents), function

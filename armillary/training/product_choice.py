@@ -1,0 +1,61 @@
+"""The matrix products of a run's fused blocks: timed once for a device and its shapes, then remembered.
+
+Timing takes some seconds on a hot chip, so it is done for runs that last and only where nothing says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from armillary.kernels.identity import device_name, revision
+from armillary.kernels.products import TORCH, Linear, Products, Tuned, tune
+from armillary.spec.job import TrainJob
+from armillary.spec.layout import Layout
+from armillary.spec.mfu import model_flops_per_token
+from armillary.spec.model import ModelConfig
+from armillary.store.choices import load_choice, save_choice
+from armillary.store.home import Home
+
+_WORTH_S, _FLOPS_PER_S = 200.0, 5e14
+"""how long a run must be expected to take, on a chip of that speed, for its products to be timed"""
+
+
+def choose_products(
+    config: ModelConfig, job: TrainJob, layout: Layout, device: torch.device, *, names: Mapping[str, str] | None,
+    home: Home | None, timed: bool,
+) -> tuple[Products, dict[str, str]]:  # fmt: skip
+    """The products, and what they are called in the run's names; `names` says what was chosen earlier."""
+    known = {key: name for key, name in (names or {}).items() if key.startswith("product ")}
+    wanted = timed and not names and device.type == "cuda" and layout.precision == "bf16"
+    if wanted and _is_worth_it(config, job, layout):
+        known = _timed(layers(config), layout.micro_batch * job.sequence, device, home)
+    useful = any(name != TORCH for name in known.values())
+    return (Tuned(known) if useful else Products()), known
+
+
+def layers(config: ModelConfig) -> list[Linear]:
+    """Of a block: QKV, attention's output, the MLP's two."""
+    heads = config.heads * config.head_dim
+    inner = config.ffn * (2 if config.gated else 1)
+    qkv = heads + 2 * config.kv_heads * config.head_dim
+    return [
+        Linear(qkv, config.hidden), Linear(config.hidden, heads, added=True), Linear(inner, config.hidden),
+        Linear(config.hidden, config.ffn, added=True),
+    ]  # fmt: skip
+
+
+def _is_worth_it(config: ModelConfig, job: TrainJob, layout: Layout) -> bool:
+    flops = model_flops_per_token(config, job.sequence) * job.total_tokens / layout.num_devices
+    return flops / _FLOPS_PER_S > _WORTH_S
+
+
+def _timed(wanted: list[Linear], tokens: int, device: torch.device, home: Home | None) -> dict[str, str]:
+    name, key = device_name(device.type), f"products {tokens} {[tuple(layer) for layer in wanted]} bf16 {revision()}"
+    known = load_choice(home, name, key) if home is not None else None
+    if known is None:
+        known = tune(wanted, tokens, torch.bfloat16, device)
+        if home is not None:
+            save_choice(home, name, key, known)
+    return {str(shape): str(chosen) for shape, chosen in known.items()}

@@ -1,0 +1,203 @@
+"""Trainer: model, optimiser and data of one rank, and the step that all ranks take together.
+
+Weights stay in fp32 and are what is stepped; products run in the layout's precision. Gradients are those of the mean
+loss over all targets of the step, however it is cut into ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.errors import ArmillaryError
+from armillary.parallel.mesh import make_mesh
+from armillary.parallel.world import World
+from armillary.spec.plan import Plan
+from armillary.store.home import Home
+from armillary.training.agreement import Agreement
+from armillary.training.data.loader import DeviceBatch, to_device
+from armillary.training.feed import Feed, Fetched, Stop
+from armillary.training.measure import WINDOW, memory_gauges
+from armillary.training.memory import NoMeter, make_meter
+from armillary.training.model_start import open_text, start_model
+from armillary.training.optim import learning_rate, make_optimizer, set_learning_rate, update
+from armillary.training.precision import HALF, autocast
+from armillary.training.scaler import LossScaler, refuse_tiny_scale
+from armillary.training.speed import Speed
+from armillary.training.waits import Waits
+from armillary.training.window import recorded, unrecorded
+
+MEASURED_STEP = 1
+"""of those this process takes: the first whose optimiser states are there from its beginning"""
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one step measured; the keys of `gauges` are gauge names."""
+
+    step: int
+    gauges: dict[str, float]
+    sources: dict[str, str] = field(default_factory=dict)
+    """how gauges were measured that are not measured in the usual way"""
+
+
+class Trainer:
+    """`step(n)` does everything of step n; a context, because reading ahead has processes of its own."""
+
+    def __init__(
+        self, plan: Plan, world: World, ranks: Agreement | None = None, *, kernels: Mapping[str, str] | None = None,
+        home: Home | None = None,
+    ) -> None:  # fmt: skip
+        """`kernels` are those that were chosen when the run began; those chosen now are remembered in `home`."""
+        assert plan.train is not None and plan.data is not None, "a plan for training"
+        self.plan, self.job, self.layout = plan, plan.train, plan.layout
+        self.world, self.device = world, world.device
+        self.ranks = ranks or Agreement(rank=world.rank, size=world.size)
+        self.mesh = make_mesh(plan.layout, world, plan.cluster)
+        self.text = self.ranks.together(lambda: open_text(plan))
+        self.sharded, self.choices = start_model(plan, self.mesh, self.ranks, names=kernels, home=home)
+        self.model = self.sharded.model
+        self.num_parameters = sum(p.numel() for p in self.model.parameters())
+        self.optimizer = make_optimizer(self.model, self.job, plan.layout.precision, self.choices.copies)
+        self.scaler = LossScaler(self.device, enabled=plan.layout.precision == "fp16", many=world.size > 1)
+        self.speed = Speed(plan)
+        self.waits = Waits(self.device)
+        if world.size > 1:
+            self.waits.watch(self.model)
+        self.val_loss: float | None = None
+        self.tokens = self.skipped = self.taken = 0
+        self.feed = Feed(self.text.train, plan, self.mesh, self.ranks, self.waits)
+        self._meter = NoMeter()
+
+    # --- one step
+
+    def step(self, step: int, *, stop: Stop = _never) -> StepReport | None:
+        """Everything of one step; None where the ranks agreed to stop before it, because `stop()` was true on one."""
+        begin = time.perf_counter()
+        now = self.feed.at(step, stop)
+        if now.stop or (self.world.size == 1 and stop()):
+            return None
+        fetched_s = time.perf_counter() - begin
+        with self._measuring() as meter:
+            look = recorded if self._is_recorded(step) else unrecorded
+            (measured, seconds), split = look(lambda: self._timed(now, stop))
+        self._refuse_nonsense(step, measured)
+        self.taken += 1
+        self.tokens += self.job.batch_tokens
+        gauges = measured | self._counted() | self._memory(meter) | {"comm_exposed_s": self.waits.take()}
+        gauges |= self.speed.gauges(fetched_s + seconds, now.wait_s)
+        sources = {"comm_exposed_s": self.waits.source} | dict.fromkeys(meter.sizes(), meter.source)
+        return StepReport(step=step, gauges=gauges | split, sources=sources | dict.fromkeys(split, WINDOW))
+
+    def _timed(self, now: Fetched, stop: Stop) -> tuple[dict[str, float], float]:
+        begin = time.perf_counter()
+        return self._advance(now, stop), time.perf_counter() - begin
+
+    def _advance(self, now: Fetched, stop: Stop) -> dict[str, float]:
+        """Launch the whole step, look after the next batch while it runs, then read what it measured: the one wait
+        for the device."""
+        rate = learning_rate(self.job, now.step, self.num_parameters)
+        set_learning_rate(self.optimizer, rate)
+        loss = self.forward_backward(now.batch, now.targets)
+        with self._meter.phase("optimizer"):
+            norm = update(self.sharded, self.optimizer, self.scaler, self.job.clip)
+        scale = self.scaler.factor
+        self.feed.look_ahead(now.step + 1, stop)
+        found = {"loss": loss, "grad_norm": norm} | ({"loss_scale": scale} if scale is not None else {})
+        read = torch.stack([value.detach().double().reshape(()) for value in found.values()]).tolist()
+        return dict(zip(found, read, strict=True)) | {"lr": rate}
+
+    def forward_backward(self, batch: DeviceBatch, targets: float) -> Tensor:
+        """Mean loss over all targets of all ranks; gradients are those of that mean."""
+        total = torch.zeros((), device=self.device)
+        micro = batch.micro(self.layout.micro_batch)
+        for number, part in enumerate(micro):
+            with self.sharded.accumulate(last=number + 1 == len(micro)):
+                loss = self.loss_sum(part) / max(1.0, targets)
+                with self._meter.phase("backward"):
+                    self.scaler.scale(loss).backward()
+            total = total + loss.detach()
+        self.waits.after_backward()
+        return self.sharded.total(total)
+
+    def loss_sum(self, batch: DeviceBatch) -> Tensor:
+        with autocast(self.layout.precision, self.device, wanted=not self.sharded.is_fsdp):
+            with self._meter.phase("forward"):
+                attend = self.choices.attend(batch.documents_BT if batch.has_documents else None)
+                hidden = self.model(batch.tokens_BT, batch.positions_BT, attend)
+            with self._meter.phase("loss"):
+                chunk = self.job.chunk_tokens(self.model.config.vocab)
+                return self.sharded.loss_sum(hidden, batch.targets_BT, chunk=chunk)
+
+    def close(self) -> None:
+        """Let go of what reads ahead."""
+        self.feed.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- held-out text
+
+    def validate(self) -> float | None:
+        """Mean loss on held-out text, the same text whatever the layout; None where nothing is held out."""
+        total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        share = {"rank": self.mesh.dp_rank, "world": self.mesh.dp_size}
+        held_out = self.text.validation.batches(rows=self.text.train.batch, limit=self.job.eval_batches, **share)
+        with self.sharded.evaluating():
+            for batch in held_out:
+                for part in to_device(batch, self.device).micro(self.layout.micro_batch):
+                    total, count = total + self.loss_sum(part), count + part.num_targets
+        (targets,) = self.ranks.total(float(count))
+        targets /= self.world.size / self.mesh.dp_size
+        self.val_loss = float(self.sharded.total(total)) / targets if targets else None
+        return self.val_loss
+
+    # --- what is measured
+
+    def _measuring(self) -> Any:
+        """One step's memory is taken apart; the others are left alone."""
+        if self.taken == MEASURED_STEP:
+            half, compiled = self.layout.precision in HALF, self.job.compile
+            self._meter = make_meter(self.model, self.optimizer, half=half, device=self.device, compiled=compiled)
+        else:
+            self._meter = NoMeter()
+        return self._meter.step()
+
+    def _is_recorded(self, step: int) -> bool:
+        every = self.job.profile_every
+        return bool(every) and self.world.is_main and (step + 1) % every == 0 and self.taken != MEASURED_STEP
+
+    def _refuse_nonsense(self, step: int, measured: dict[str, float]) -> None:
+        """A loss that is no number ends the run; under fp16 the scaler has skipped the step."""
+        name = next((name for name in ("loss", "grad_norm") if not math.isfinite(measured[name])), None)
+        if name is None:
+            return
+        if "loss_scale" in measured:
+            self.skipped += 1
+            refuse_tiny_scale(measured["loss_scale"], step)
+            return
+        lower = measured["lr"] / 3
+        raise ArmillaryError(f"{name} is {measured[name]} at step {step}; try --set train.lr={lower:.1g}")
+
+    def _counted(self) -> dict[str, float]:
+        found = {"tokens_total": float(self.tokens)}
+        return found | {"skipped_steps_total": float(self.skipped)} if self.scaler.is_enabled() else found
+
+    def _memory(self, meter: NoMeter) -> dict[str, float]:
+        sizes, now = meter.sizes(), memory_gauges(self.device)
+        now["memory_peak_bytes"] = max(now["memory_peak_bytes"], meter.peak)
+        return now | sizes
+

@@ -1,0 +1,88 @@
+"""What train_one_gpu.py measures ours against, and the tokens it is measured on.
+
+The peers are Hugging Face's Llama, eager or compiled, and a Llama in plain torch (plain_llama.py), all in bf16 with
+torch's fused AdamW over bf16 states and no clipping.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from armillary.spec.model import ModelConfig
+
+SEQUENCE = 4096
+Step = Callable[[], Tensor]
+
+
+def drawn(config: ModelConfig, rows: int, count: int = 64) -> list[Tensor]:
+    """Random tokens, more batches than there are steps: nothing is learnt by heart."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    shape = (rows, SEQUENCE + 1)
+    return [torch.randint(0, config.vocab, shape, device="cuda", generator=generator) for _ in range(count)]
+
+
+def words(config: ModelConfig, rows: int, count: int = 64) -> list[Tensor]:
+    """Words and signs of the Python library on this machine, numbered by how often they come; rare ones share a number.
+    """
+    need, found = count * rows * (SEQUENCE + 1), []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        if len(found) < need and "site-packages" not in path.parts:
+            found += re.findall(r" ?[A-Za-z]+|[0-9]|\n *|[^A-Za-z0-9\s]", path.read_text(errors="replace"))
+    number = {word: at for at, (word, _) in enumerate(Counter(found).most_common(config.vocab - 1))}
+    ids = torch.tensor([number.get(word, config.vocab - 1) for word in found[:need]], device="cuda")
+    return list(ids[: len(ids) // (rows * (SEQUENCE + 1)) * rows * (SEQUENCE + 1)].view(-1, rows, SEQUENCE + 1))
+
+
+def plain_torch(config: ModelConfig, rows: int) -> Step:
+    """The same model in plain torch: bf16, blocks compiled one by one, cuDNN attention, the loss in chunks."""
+    from plain_llama import Llama, loss_of
+
+    with torch.device("cuda"):
+        model = Llama(config).to(torch.bfloat16)
+    for block in model.blocks:
+        block.compile()
+    return _step(model, config, rows, lambda inputs, targets: loss_of(model, inputs, targets))
+
+
+def hugging_face(config: ModelConfig, rows: int, *, compiled: bool) -> Step:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = LlamaConfig(
+        hidden_size=config.hidden, intermediate_size=config.ffn, num_hidden_layers=config.num_layers,
+        num_attention_heads=config.heads, num_key_value_heads=config.kv_heads, head_dim=config.head_dim,
+        vocab_size=config.vocab, max_position_embeddings=SEQUENCE, tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = LlamaForCausalLM._from_config(shape, dtype=torch.bfloat16, attn_implementation="sdpa")
+    if compiled:
+        model.model.compile()
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=inputs, labels=inputs).loss
+        return found
+
+    return _step(model, config, rows, loss)
+
+
+def _step(model: torch.nn.Module, config: ModelConfig, rows: int, loss_of: Callable[..., Tensor]) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
+    batches, done = drawn(config, rows), 0
+
+    def step() -> Tensor:
+        nonlocal done
+        tokens = batches[done % len(batches)]
+        done += 1
+        loss = loss_of(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step

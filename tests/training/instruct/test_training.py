@@ -1,0 +1,73 @@
+"""Instruction tuning from end to end: records in, a model that was taught its answers and carries its template out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from armillary.model.tokenizer import Tokenizer
+from armillary.spec.recipe import Recipe
+from armillary.store.home import Home
+from armillary.training.data.batch import IGNORED
+from armillary.training.data.opening import open_data
+from armillary.training.loop import train
+from armillary.training.start import start, starting_point, train_recipe
+
+
+def talks(tmp_path: Path) -> Path:
+    path = tmp_path / "talks.jsonl"
+    with path.open("w") as file:
+        for i in range(60):
+            turns = [("user", f"say {i}"), ("assistant", f"{i} {i}"), ("user", "again"), ("assistant", f"{i}!")]
+            file.write(json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]}) + "\n")
+    return path
+
+
+def test_batches_hold_whole_conversations_and_ask_for_answers_only(
+    tmp_path: Path, home: Home, recipe: Callable[..., Recipe]
+) -> None:
+    wanted = recipe(f"data.source={talks(tmp_path)}", "data.format=chat", "train.sequence=96", "train.batch_tokens=384")
+    begun = start(wanted, home, starting_point(wanted, home))
+    begun.prepare()
+    assert begun.plan.data is not None and begun.plan.train is not None
+    opened = open_data(begun.plan.data, begun.plan.train)
+    tokenizer = Tokenizer.load(opened.tokenizer_folder)
+    seen = set()
+    for step in range(8):
+        batch = opened.train.at(step)
+        for tokens, targets, positions, documents in zip(
+            batch.tokens_BT, batch.targets_BT, batch.positions_BT, batch.documents_BT, strict=True
+        ):
+            for number in np.unique(documents):
+                here = documents == number
+                if (targets[here] == IGNORED).all():
+                    continue  # padding
+                text = tokenizer.decode(tokens[here].tolist(), skip_special=False)
+                assert text.startswith("<|endoftext|><|im_start|>user\nsay ") and positions[here][0] == 0
+                name = text.split("say ")[1].split("<")[0]
+                learnt = tokenizer.decode(targets[here][targets[here] != IGNORED].tolist(), skip_special=False)
+                assert learnt == f"{name} {name}<|im_end|>{name}!<|im_end|>"
+                seen.add(name)
+    assert len(seen) > 30
+
+
+def test_cut_conversations_are_said(tmp_path: Path, home: Home, recipe: Callable[..., Recipe]) -> None:
+    wanted = recipe(f"data.source={talks(tmp_path)}", "data.format=chat", "train.sequence=32", "train.batch_tokens=128",
+                    "train.steps=1", "train.profile_every=0")  # fmt: skip
+    begun = start(wanted, home, starting_point(wanted, home))
+    begun.prepare()
+    said: list[str] = []
+    train(begun.plan, begun.create_run(), device="cpu", say=said.append)
+    assert any("conversations" in line and "train.sequence" in line for line in said), said
+
+
+def test_a_model_learns_to_answer(tmp_path: Path, home: Home, recipe: Callable[..., Recipe]) -> None:
+    wanted = recipe(f"data.source={talks(tmp_path)}", "data.format=chat", "train.sequence=96", "train.batch_tokens=768",
+                    "train.steps=8", "train.lr=0.01", "train.profile_every=0")  # fmt: skip
+    losses: list[float] = []
+    done = train_recipe(wanted, home=home, device="cpu", watch=lambda report: losses.append(report.gauges["loss"]))
+    assert losses[-1] < losses[0] - 1 and done.val_loss is not None and done.export is not None
+    assert Tokenizer.load(done.export).chat([{"role": "user", "content": "x"}]).endswith("<|im_start|>assistant\n")

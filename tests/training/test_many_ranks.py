@@ -1,0 +1,176 @@
+"""Runs on several ranks: stopped on one layout and continued on another; all ranks end together, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from armillary.errors import ArmillaryError
+from armillary.model.weights import load_model
+from armillary.spec.plan import Plan
+from armillary.spec.recipe import Recipe
+from armillary.store.gauges import read_gauges
+from armillary.store.home import Home
+from armillary.store.runs import Run
+from armillary.training.checkpoint import saved_steps
+from armillary.training.loop import train
+from armillary.training.start import Start, start, starting_point
+from armillary.training.trainer import StepReport
+from tests.ranks import Ranks
+
+Make = Callable[..., Recipe]
+
+
+def begin(recipe: Recipe, home: Home) -> Start:
+    begun = start(recipe, home, starting_point(recipe, home), room=4)
+    begun.prepare()
+    return begun
+
+
+def run_rank(plan: str, folder: str, stop_at: int | None = None, stopper: int = 0, by: str = "signal") -> Any:
+    """One rank's part; `stopper` is asked to stop (or fails) once it has seen step `stop_at`."""
+    rank = int(os.environ["RANK"])
+    made = Plan.from_json(plan)
+
+    def watch(report: StepReport) -> None:
+        if report.step == stop_at and by == "signal" and rank == stopper:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    if stop_at is not None and rank == stopper and rank != 0:
+        _ask_at(stop_at, by)
+    try:
+        done = train(made, Run(folder=Path(folder)), watch=watch)
+    except ArmillaryError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        _undo()
+    return done.steps, done.resumed_at, done.finished, done.loss
+
+
+def _ask_at(step: int, by: str) -> None:
+    """Only the main rank is watched: another is reached through its own step."""
+    from armillary.training import feed
+
+    original = feed.Feed._rows
+
+    def batch(self: Any, number: int) -> Any:
+        if number == step and by == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if number == step and by == "missing shard":
+            raise ArmillaryError("shard 00000.bin is missing; prepare the data again")
+        return original(self, number)
+
+    feed.Feed._rows = batch  # type: ignore[method-assign]
+    feed._before_test = original  # type: ignore[attr-defined]
+
+
+def _undo() -> None:
+    from armillary.training import feed
+
+    if hasattr(feed, "_before_test"):
+        feed.Feed._rows = feed._before_test  # type: ignore[method-assign]
+        del feed._before_test
+
+
+def losses(run: Run) -> list[float]:
+    """Of each step, the last that was written."""
+    found = {record["step"]: record["loss"] for record in read_gauges(run.gauges)}
+    return [found[step] for step in sorted(found)]
+
+
+def on_ranks(ranks: Ranks, begun: Start, run: Run, *args: Any) -> list[Any]:
+    """Train on as many ranks as the plan's layout has; one is this process."""
+    count = begun.plan.layout.num_devices
+    if count == 1:
+        done = train(begun.plan, run, watch=_stop_after(args[0]) if args else None)
+        return [(done.steps, done.resumed_at, done.finished, done.loss)]
+    return ranks.run(count, run_rank, begun.plan.to_json(), str(run.folder), *args)
+
+
+def _stop_after(step: int) -> Callable[[StepReport], None]:
+    def watch(report: StepReport) -> None:
+        if report.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return watch
+
+
+CHAIN = [
+    ["layout.dp=1"],
+    ["layout.dp=2", "layout.zero=1", "layout.micro_batch=2"],
+    ["layout.dp=4", "layout.zero=3", "layout.shard=2", "layout.micro_batch=1"],
+    ["layout.tp=2", "layout.micro_batch=8"],
+    ["layout.dp=2", "layout.tp=2", "layout.zero=2", "layout.recompute=full"],
+    ["layout.dp=2"],
+    ["layout.dp=1", "layout.recompute=selective"],
+]
+"""layouts through which one run is handed on"""
+
+
+def test_a_run_goes_on_on_any_layout(recipe: Make, home: Home, ranks: Ranks) -> None:
+    common = [f"train.steps={3 * len(CHAIN)}", "train.eval_every=0"]
+    reference = begin(recipe(*common), home)
+    whole = train(reference.plan, reference.create_run())
+    run, at = reference.create_run(), 0
+    for number, layout in enumerate(CHAIN):
+        begun = begin(recipe(*common, *layout), home)
+        last = number + 1 == len(CHAIN)
+        answers = on_ranks(ranks, begun, run, *([] if last else [at]))
+        assert len(set(answers)) == 1, "every rank ends alike"
+        steps, resumed, finished, _ = answers[0]
+        assert (resumed, finished) == (at, last) and steps > at
+        at = steps
+    assert losses(run) == pytest.approx(losses(whole.run), rel=1e-6)
+    assert whole.export is not None
+    exports = (run.latest_export(), whole.export)
+    ours, theirs = (dict(load_model(folder).named_parameters()) for folder in exports if folder)
+    for name, expected in theirs.items():
+        assert torch.dist(ours[name], expected) <= 1e-5 * expected.norm(), name
+
+
+@pytest.mark.parametrize("layout", [["layout.dp=2", "layout.zero=3"], ["layout.tp=2"]], ids=["fsdp", "tp"])
+def test_the_same_layout_goes_on_with_the_same_bits(layout: list[str], recipe: Make, home: Home, ranks: Ranks) -> None:
+    begun = begin(recipe("train.steps=7", "train.save_every=3", "layout.precision=bf16", *layout), home)
+    whole, cut = begun.create_run(), begun.create_run()
+    on_ranks(ranks, begun, whole)
+    on_ranks(ranks, begun, cut, 3)
+    steps = saved_steps(cut)[-1]
+    assert 4 <= steps < 7, "stopped after the step, and saved"
+    on_ranks(ranks, begun, cut)
+    assert losses(cut) == losses(whole)
+
+
+def test_one_rank_asked_to_stop_stops_all_at_the_same_step(recipe: Make, home: Home, ranks: Ranks) -> None:
+    begun = begin(recipe("train.steps=50", "layout.dp=2"), home)
+    run = begun.create_run()
+    answers = on_ranks(ranks, begun, run, 3, 1)
+    assert len(set(answers)) == 1 and not answers[0][2]
+    assert run.state.shown == "interrupted" and saved_steps(run) == [answers[0][0]]
+
+
+def test_what_one_rank_cannot_read_is_said_by_all(recipe: Make, home: Home, ranks: Ranks) -> None:
+    begun = begin(recipe("train.steps=9", "train.save_every=2", "layout.dp=2", "layout.zero=3"), home)
+    run = begun.create_run()
+    answers = on_ranks(ranks, begun, run, 5, 1, "missing shard")
+    assert answers == ["AgreedError: shard 00000.bin is missing; prepare the data again"] * 2
+    assert run.state.shown == "failed" and saved_steps(run)[-1] == 4
+
+
+def test_nan_ends_every_rank_with_one_line(recipe: Make, home: Home, ranks: Ranks) -> None:
+    begun = begin(recipe("train.lr=1e30", "train.warmup_steps=0", "train.clip=0", "layout.dp=2"), home)
+    answers = on_ranks(ranks, begun, begun.create_run())
+    assert len(set(answers)) == 1 and "at step" in answers[0] and "try --set train.lr=" in answers[0]
+
+
+def test_fewer_ranks_than_the_layout_are_refused(recipe: Make, home: Home, ranks: Ranks) -> None:
+    begun = begin(recipe("layout.dp=4", "layout.micro_batch=2"), home)
+    (first, second) = ranks.run(2, run_rank, begun.plan.to_json(), str(begun.create_run().folder))
+    assert first == second and "dp=4 needs 4 processes and 2 are running" in first
+
+

@@ -1,0 +1,252 @@
+"""`armillary train` as people run it: it launches ranks, joins those of torchrun, stops on Ctrl-C, goes on, refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from armillary.spec.gauges import GAUGES
+from armillary.spec.plan import Plan
+from armillary.spec.recipe import Recipe, to_toml
+from armillary.store.gauges import read_gauges
+from armillary.store.home import Home
+from armillary.store.runs import Run, list_runs
+from armillary.training.checkpoint import saved_steps
+from tests.conftest import Ran
+
+ROOT = Path(__file__).parents[2]
+Cli = Callable[..., Ran]
+
+
+@pytest.fixture
+def file(recipe: Callable[..., Recipe], tmp_path: Path) -> Callable[..., str]:
+    """`file("train.steps=3")`: a recipe file with these overrides."""
+
+    def write(*overrides: str) -> str:
+        path = tmp_path / "recipe.toml"
+        path.write_text(to_toml(recipe(*overrides)))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def process(home: Home) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`process("train", …)`: the command line in a process of its own."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*args: str, program: tuple[str, ...] = ("-m", "armillary"), **options: Any) -> subprocess.Popen[str]:
+        line = [sys.executable, *program, *args, "--home", str(home.work)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        child = subprocess.Popen(
+            line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
+        )
+        started.append(child)
+        return child
+
+    yield run
+    for child in started:
+        child.kill()
+        child.communicate()
+
+
+def wait_for(condition: Callable[[], Any], child: subprocess.Popen[str], seconds: float = 120.0) -> Any:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if (found := condition()) or child.poll() is not None:
+            return found
+        time.sleep(0.05)
+    raise AssertionError("it did not happen in time")
+
+
+def steps_written(home: Home) -> int:
+    runs = list_runs(home)
+    return sum(1 for _ in read_gauges(runs[0].gauges)) if runs and runs[0].gauges.exists() else 0
+
+
+def newest(home: Home) -> Run:
+    return list_runs(home)[0]
+
+
+def test_two_ranks_from_plan_to_export(file: Callable[..., str], cli: Cli, home: Home) -> None:
+    ran = cli("train", file("train.steps=8", "train.profile_every=4", "train.save_every=4"), "--devices", "2", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["finished"] and ran.json["steps"] == 8 and Path(ran.json["export"], "config.json").is_file()
+    run = newest(home)
+    plan = Plan.from_json(run.plan.read_text())
+    assert plan.layout.dp == 2 and plan.predicted["step_s"] > 0 and plan.predicted["memory_peak_bytes"] > 0
+    records = list(read_gauges(run.gauges))
+    assert [record["step"] for record in records] == list(range(8))
+    always = {"step_s", "data_wait_s", "comm_exposed_s", "tokens_per_s_per_device", "memory_bytes", "memory_peak_bytes",
+              "loss", "grad_norm", "lr", "tokens_total"}  # fmt: skip
+    for record in records:
+        assert always <= set(record) and set(record["source"]) == set(record) & set(GAUGES), "measured, and how"
+    split = {"compute_s", "comm_s", "comm_exposed_s", "bubble_s", "overhead_s"}
+    recorded = [record for record in records if "compute_s" in record]
+    assert [record["step"] for record in recorded] == [3, 7]
+    assert all(record["source"][name] == "profiler window" for record in recorded for name in split)
+    memory = {"memory_weights_bytes", "memory_optimizer_bytes", "memory_activations_bytes", "memory_loss_bytes"}
+    assert [record["step"] for record in records if memory <= set(record)] == [1]
+    assert records[1]["source"]["memory_activations_bytes"] == "tracker"
+    listed = cli("runs", "--json").json
+    assert (listed[0]["state"], listed[0]["step"]) == ("finished", 8) and listed[0]["checkpoints"] == [4, 8]
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(
+    file: Callable[..., str], process: Callable[..., subprocess.Popen[str]], cli: Cli, home: Home
+) -> None:
+    path = file("train.steps=300", "train.eval_every=0", "layout.dp=2")
+    child = process("train", path)
+    wait_for(lambda: steps_written(home) >= 3, child)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    run = newest(home)
+    (step,) = saved_steps(run)
+    assert f"checkpoint {step} written, resume with the same command" in out
+    assert run.state.shown == "interrupted" and run.state.step == step
+    again = cli("train", path, "--devices", "1", "--until", "loss=100")
+    assert f"goes on with run {run.id} from step {step}" in again.out and again.code == 0, again.err
+    assert newest(home).id == run.id and run.state.shown == "finished" and run.state.step == step + 1
+    other = cli("train", path, "--devices", "1", "--until", "loss=100", "-q")
+    assert other.code == 0 and other.out.strip() != run.id, "a finished run is not touched again"
+
+
+def test_a_killed_rank_takes_the_others_down_and_the_last_checkpoint_stays(
+    file: Callable[..., str], process: Callable[..., subprocess.Popen[str]], cli: Cli, home: Home
+) -> None:
+    path = file("train.steps=2000", "train.eval_every=0", "train.save_every=1", "layout.dp=2")
+    child = process("train", path)
+    wait_for(lambda: list_runs(home) and len(saved_steps(newest(home))) >= 2, child)
+    victims = _children(child.pid)
+    assert len(victims) == 2
+    os.kill(victims[1], signal.SIGKILL)
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 2, (out, err)
+    assert err.count("error:") == 1 and "Traceback" not in err and "elastic" not in err
+    assert re.search(r"error: rank 1 was killed by signal 9 .*goes on from the last checkpoint", err)
+    run = newest(home)
+    assert run.state.shown == "failed" and saved_steps(run), "no half checkpoint counts"
+    assert all(not _alive(pid) for pid in victims)
+    again = cli("train", path, "--devices", "1", "--until", "loss=100")
+    assert again.code == 0 and f"goes on with run {run.id} from step" in again.out
+
+
+def _children(pid: int) -> list[int]:
+    """Ranks of a launcher, in order."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int(path.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+            environment = path.joinpath("environ").read_bytes()
+        except OSError:
+            continue
+        if parent == pid and (rank := re.search(rb"\0RANK=(\d+)", environment)):
+            found.append((int(rank.group(1)), int(path.name)))
+    return [child for _, child in sorted(found)]
+
+
+def _alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_is_whole(
+    file: Callable[..., str], process: Callable[..., subprocess.Popen[str]], cli: Cli, home: Home
+) -> None:
+    path = file("train.steps=6", "train.save_every=2", "layout.dp=2", "layout.zero=3")
+    assert cli("train", path, "--until", "loss=100").code == 0, "text and a first run are there"
+    child = process("train", path, preexec_fn=_little_room)
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 2, (out, err)
+    assert err.count("error:") == 1 and "disk full while writing a checkpoint" in err and "Traceback" not in err
+    run = newest(home)
+    assert run.state.shown == "failed" and not run.checkpoint_steps()
+    assert not [p for p in (run.folder / "checkpoints").iterdir()], "nothing half-written is left"
+
+
+def _little_room() -> None:
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
+
+
+def test_torchrun_s_ranks_are_joined(
+    file: Callable[..., str], process: Callable[..., subprocess.Popen[str]], home: Home
+) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "armillary")
+    child = process("train", file("train.steps=3", "layout.tp=2"), "--json", program=torchrun)
+    out, err = child.communicate(timeout=180)
+    assert child.returncode == 0, err
+    assert json.loads(out)["steps"] == 3, "the main rank alone speaks"
+    assert newest(home).state.shown == "finished"
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--set", "layout.tp=3"], "tp=3 does not divide"),
+        (["--set", "layout.dp=64", "--set", "train.batch_tokens=8192"], r"cannot hold dp=64: try --set layout.dp=\d"),
+        (["--devices", "3"], "is not a multiple of"),
+        (["--devices", "0"], "give at least 1"),
+        (["--set", "train.sequence=256"], "longer than the context"),
+        (["--set", "hardware.on=h100x8"], "h100x8 is not this machine.*--set hardware.on=here"),
+        (["--until", "accuracy=3"], "write it like --until val_loss=3.2"),
+        (["--run", "no such"], "is no name for a run"),
+        (["--set", "model.hidden=65536", "--set", "model.ffn=262144", "--set", "model.head_dim=16384"],
+         "needs .* on each device and there are .*; "),
+        (["--set", "data.source=/nowhere"], "/nowhere"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_one_line(
+    args: list[str], expected: str, file: Callable[..., str], cli: Cli, home: Home
+) -> None:
+    ran = cli("train", file(), *args)
+    assert ran.code == 2 and re.search(f"^error: .*{expected}", ran.err, re.MULTILINE), ran.err
+    assert "Traceback" not in ran.err and not home.runs.exists()
+
+
+def test_a_dry_run_writes_nothing(file: Callable[..., str], cli: Cli, home: Home) -> None:
+    ran = cli("train", file("layout.dp=2"), "--dry-run", "--json")
+    assert ran.code == 0 and ran.json["plan"]["predicted"]["step_s"] > 0
+    assert not home.runs.exists() and not home.data.exists()
+
+
+def test_a_missing_shard_is_named(file: Callable[..., str], cli: Cli, home: Home) -> None:
+    path = file("train.steps=3", "layout.dp=2")
+    assert cli("train", path, "--until", "loss=100").code == 0
+    (shard,) = home.data.glob("*/train/*.bin")
+    prepared = shard.parents[1]
+    shard.unlink()
+    ran = cli("train", path, "--set", f"data.path={prepared}", "--set", "train.steps=4")
+    assert ran.code == 2 and shard.name in ran.err and ran.err.count("error:") == 1
+
+
+def test_nan_on_two_ranks_is_one_line(file: Callable[..., str], cli: Cli, home: Home) -> None:
+    path = file("train.lr=1e30", "train.warmup_steps=0", "train.clip=0", "train.save_every=1", "layout.dp=2")
+    ran = cli("train", path)
+    assert ran.code == 2 and ran.err.count("error:") == 1 and "Traceback" not in ran.err
+    assert re.search(r"error: (loss|grad_norm) is (nan|inf) at step \d+; try --set train.lr=", ran.err)
+    run = newest(home)
+    assert run.state.shown == "failed" and "train.lr" in run.state.error
+    assert all(step < 6 for step in saved_steps(run))
+
+
+def test_a_run_by_name(file: Callable[..., str], cli: Cli, home: Home) -> None:
+    path = file("train.steps=3")
+    assert cli("train", path, "--run", "first-try").code == 0
+    assert newest(home).name == "first-try"
+    assert "is finished; leave --run out" in cli("train", path, "--run", "first-try").err
+    ran = cli("train", file("train.steps=3", "train.lr=0.01"), "--run", "first-try")
+    assert ran.code == 2 and "is finished" in ran.err
