@@ -78,7 +78,9 @@ def absorbed(
 
 @triton.jit
 def finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS: tl.constexpr):
-    """Weighted values over the sum of weights, to which a sink adds; zeros where nothing was seen."""
+    """Weighted values over the sum of weights, to which a sink adds; zeros where nothing was seen, because what stood
+    in for keys that are not there may be anything."""
+    seen = (top != float("-inf"))[:, None]
     if HAS_SINKS:
         sink = tl.load(sinks + q_head, mask=used, other=float("-inf")).to(tl.float32) * 1.4426950408889634
         high = tl.maximum(top, sink)
@@ -86,5 +88,4 @@ def finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS: tl.const
         shrink = tl.exp2(top - high)
         total = total * shrink + tl.exp2(sink - high)
         sums = sums * shrink[:, None]
-    seen = (total != 0.0)[:, None]  # what stood in for keys that are not there may be anything
     return tl.where(seen, sums * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None], 0.0)

@@ -204,10 +204,10 @@ _qkv_cache = torch.library.custom_op("armillary::qkv_cache", _launched, mutates_
 
 
 def tiling(tokens: int, group: int) -> tuple[int, int]:
-    """Tokens of a program, and its warps: a warp for 16 rows, or a token at a time where programs are few."""
+    """Tokens of a program, and its warps; a token at a time where programs are few or have many rows anyway."""
     if tokens < 2048:
         return 1, 1 if group <= 4 else 2
-    return max(1, 16 // power_of_two(group)), 1
+    return 4 if group <= 4 else 1, 1
 
 
 @_qkv_cache.register_fake

@@ -108,12 +108,6 @@ SMALL_LINEAR = Op(
             refuses=refuses,
             needs=("triton",),
         ),
-        Version(
-            name="triton, no early start",
-            run=Late("armillary.kernels.small_linear_triton", "waiting_linear"),
-            refuses=refuses,
-            needs=("triton", "hopper"),
-        ),
         compiled(reference),
     ),
     inputs=inputs,

@@ -23,8 +23,8 @@ from armillary.kernels.small_linear import MOST_TOKENS, reference
 
 # M tokens, K inputs, N rows of the weight
 
-_PROGRAMS, _SHARED = 132, 200 << 10
-"""multiprocessors, and bytes of shared memory that loads in flight may take of each"""
+_PROGRAMS = 132
+"""multiprocessors of the chip that tiles were measured on"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,6 @@ class Tiles:
     """of a program"""
     early: bool = True
     """start before the kernel ahead has ended, where the chip can"""
-    ahead: int = 8
-    """lines of 128 bytes of each row that an early start fetches"""
 
 
 def small_linear(
@@ -55,64 +53,48 @@ def small_linear(
     eps: float = 1e-6,
     gated: bool = False,
 ) -> Tensor:
-    """The reference's result in one or two kernels; more tokens than they are made for go to the reference."""
-    return _run(x_MK, weight_NK, norm_K, residual, eps, gated, early=True)
-
-
-def waiting_linear(
-    x_MK: Tensor,
-    weight_NK: Tensor,
-    norm_K: Tensor | None = None,
-    residual: Tensor | None = None,
-    eps: float = 1e-6,
-    gated: bool = False,
-) -> Tensor:
-    """The same, but each kernel starts when the one ahead has ended."""
-    return _run(x_MK, weight_NK, norm_K, residual, eps, gated, early=False)
-
-
-def _run(
-    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, *, early: bool
-) -> Tensor:
-    tokens = x.numel() // max(1, x.shape[-1])
-    if tokens > MOST_TOKENS or x.dtype == torch.float64 or not x.numel():
-        return reference(x, weight, norm, residual, eps, gated)
-    return (_launched if is_bare(x) else _op)(x, weight, norm, residual, eps, gated, early)
+    """The reference's result in one to three kernels; more tokens than they are made for go to the reference."""
+    tokens = x_MK.numel() // max(1, x_MK.shape[-1])
+    if tokens > MOST_TOKENS or x_MK.dtype == torch.float64 or not x_MK.numel():
+        return reference(x_MK, weight_NK, norm_K, residual, eps, gated)
+    return (_launched if is_bare(x_MK) else _op)(x_MK, weight_NK, norm_K, residual, eps, gated)
 
 
 def _launched(
-    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, early: bool
+    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool
 ) -> Tensor:
     tiles = plan(x.numel() // x.shape[-1], len(weight), weight.shape[1], x.element_size())
-    return run_tiles(x, weight, norm, residual, eps, gated, replace(tiles, early=tiles.early and early))
+    return run_tiles(x, weight, norm, residual, eps, gated, tiles)
 
 
 _op = torch.library.custom_op("armillary::small_linear", _launched, mutates_args=())
 
 
 @_op.register_fake
-def _(
-    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, early: bool
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight) // 2 if gated else len(weight))
 
 
 def plan(tokens: int, outputs: int, inputs: int, itemsize: int = 2) -> Tiles:
-    """Tiles as measured on an H200 (benchmarks/) to be the quickest. Where tiles of 64 rows are more than
-    multiprocessors, several share one. Else each gets one program with all of its memory for loads in flight, and the
-    inner dim is split until programs are as many: an early start hides the second kernel then."""
-    depth, tiles = 256 // itemsize, ceil_div(outputs, 64)
+    """Tiles as measured on an H200 (benchmarks/) to be the quickest. Each multiprocessor gets one program with its
+    memory full of loads in flight, and the inner dim is split until programs are as many; an early start hides the
+    second kernel then. Only where rows are more than that, programs share a multiprocessor or follow each other."""
+    depth, most = 256 // itemsize, 8 if tokens <= 16 else 6
+    narrow = Tiles(rows=64, depth=depth, splits=_splits(64, outputs, inputs), stages=most)
+    wide = Tiles(rows=128, depth=depth, splits=_splits(128, outputs, inputs), stages=4)
+    tiles = ceil_div(outputs, 64)
+    if tiles > 2 * _PROGRAMS and tokens <= 16:
+        return replace(narrow, stages=4, early=False)
     if tiles > _PROGRAMS:
-        return Tiles(rows=64 if tiles <= 3 * _PROGRAMS else 128, depth=depth, splits=1, stages=3, early=False)
-    narrow, wide = (_one_each(rows, tokens, outputs, inputs, depth) for rows in (64, 128))
-    return wide if ceil_div(outputs, 128) * wide.splits > tiles * narrow.splits else narrow
+        return replace(wide, early=False)
+    programs, others = tiles * narrow.splits, ceil_div(outputs, 128) * wide.splits
+    whole = narrow.splits == 1 and programs < 0.9 * _PROGRAMS  # then parts, which start early, are quicker
+    return wide if others > programs or (others == programs and whole) else narrow
 
 
-def _one_each(rows: int, tokens: int, outputs: int, inputs: int, depth: int) -> Tiles:
-    """One program for each multiprocessor."""
-    splits = max(1, min(_PROGRAMS // ceil_div(outputs, rows), inputs // 512))
-    a_stage = 256 * (rows + max(16, power_of_two(tokens)))
-    return Tiles(rows=rows, depth=depth, splits=splits, stages=min(8 if rows == 64 else 4, _SHARED // a_stage))
+def _splits(rows: int, outputs: int, inputs: int) -> int:
+    """Of the inner dim, so that programs are about as many as multiprocessors."""
+    return max(1, min(_PROGRAMS // ceil_div(outputs, rows), inputs // 512))
 
 
 def run_tiles(
@@ -136,7 +118,7 @@ def run_tiles(
         linear_kernel[(ceil_div(N, tiles.rows), tiles.splits)](
             flat, weight, residual, out, parts, M, N, K, **options, EARLY=early, SPLIT=parts is not None,
             EVEN=K % tiles.depth == 0, FP32=x.dtype == torch.float32, BLOCK_N=tiles.rows, BLOCK_K=tiles.depth,
-            AHEAD=tiles.ahead, STAGES=tiles.stages, num_warps=tiles.warps, **early_launch(early),
+            STAGES=tiles.stages, num_warps=tiles.warps, **early_launch(early),
         )  # fmt: skip
         if parts is not None:
             early = can and tiles.early
@@ -203,8 +185,7 @@ def norm_kernel(x_ptr, weight_ptr, out_ptr, K, eps, EARLY: tl.constexpr, BLOCK: 
 def linear_kernel(
     x_ptr, w_ptr, residual_ptr, out_ptr, part_ptr, M, N, K,
     EARLY: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr,
-    FP32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
-    STAGES: tl.constexpr,
+    FP32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows of the weight times all tokens, over one stretch of the inner dim."""
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -216,7 +197,7 @@ def linear_kernel(
     if EARLY:
         gdc_launch_dependents()
         line: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth  # 128 bytes
-        ahead = steps * split // splits * BLOCK_K + tl.arange(0, AHEAD) * line
+        ahead = steps * split // splits * BLOCK_K + tl.arange(0, 8) * line
         fetch(w_row + tl.minimum(ahead, K - 1)[None, :])
         gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

@@ -56,16 +56,26 @@ class Attention(nn.Module):
         return self.out(mixed_BTND.flatten(2))
 
     def _heads(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys normed and turned, and values; in one kernel where one was chosen and there is no norm."""
-        if self.rotates and self.chosen is not None and self.q_norm is None and self.clip is None:
+        """Queries and keys normed and turned, and values; turned in one kernel where one was chosen."""
+        if self.rotates and self.chosen is not None:
             assert cos_sin is not None
-            return self.chosen(qkv, *cos_sin, self.group, self.head_dim, self.interleaved)
-        q, k, v = self.split(qkv)
-        q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
+            as_it_is = self.q_norm is None and self.clip is None
+            packed = qkv if as_it_is else self._packed(*self._apart(qkv))
+            return self.chosen(packed, *cos_sin, self.group, self.head_dim, self.interleaved)
+        q, k, v = self._apart(qkv)
         if self.rotates:
             assert cos_sin is not None
             q, k = (rotate(x, *cos_sin, interleaved=self.interleaved) for x in (q, k))
         return q, k, v
+
+    def _apart(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.split(qkv)
+        return self._normed(q, self.q_norm), self._normed(k, self.k_norm), v
+
+    def _packed(self, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
+        """Heads in the order of the fused projection again."""
+        grouped = (q_BTND.unflatten(2, (-1, self.group)), k_BTKD[:, :, :, None], v_BTKD[:, :, :, None])
+        return torch.cat(grouped, dim=3).flatten(2)
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B,T,N,D], k [B,T,K,D], v [B,T,K,D] of the fused projection."""

@@ -124,6 +124,14 @@ def _sweep(target: Path) -> None:
             _remove(path)
 
 
+def sweep_folder(folder: Path) -> None:
+    """Remove what writers that are gone have left behind in a folder, whatever its target."""
+    for path in list(folder.iterdir()) if folder.is_dir() else []:
+        name, mark, tag = path.name.partition(".partial-")
+        if mark and name.startswith(".") and _is_stale(tag):
+            _remove(path)
+
+
 def _is_stale(tag: str) -> bool:
     parts = tag.split("-", 3)
     if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from armillary.store.atomic import sweep_folder
 from armillary.store.runs import Run
 from armillary.training import checkpoint
 from armillary.training.export import export, export_adapter
@@ -45,6 +46,8 @@ class Course:
 
     def resume(self) -> int:
         """The step to go on with: that of the last whole checkpoint, or 0."""
+        if self.trainer.ranks.is_main:
+            sweep_folder(self.run.folder / "checkpoints")
         steps = self.trainer.ranks.tell(checkpoint.saved_steps(self.run))
         if not steps:
             return 0

@@ -91,10 +91,18 @@ def use_kernels(
         taken |= called
     if halves is not None:
         model.stream = halves.dtype
+    _give_back(device)
     return Choices(
         names=taken, attention=dict(_attention(model, functions)), halves=halves,
         loss=through(functions["linear_cross_entropy"], halves) if "linear_cross_entropy" in functions else loss_sum,
     )  # fmt: skip
+
+
+def _give_back(device: torch.device) -> None:
+    """The memory of trials: it is no part of the run, nor of its peak."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _choose(want: Wanted, names: Mapping[str, str], home: Home | None, timed: bool) -> tuple[str, Callable[..., Any]]:

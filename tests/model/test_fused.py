@@ -1,4 +1,4 @@
-"""Blocks as two fused passes say what the plain blocks say, forward and backward; kernels run in Triton's interpreter."""
+"""Blocks as two fused passes say what plain blocks say, forward and backward; kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 

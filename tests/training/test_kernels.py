@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from armillary.kernels.adamw import AdamW
 from armillary.model.attend import packed, plain
-from armillary.model.transformer import Transformer
+from armillary.model.transformer import Transformer, build
 from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
@@ -131,3 +132,33 @@ def test_on_a_gpu(name: str, precision: str) -> None:
     assert far(loss.detach().cpu(), expected) < (1e-5 if precision == "fp32" else 2e-2)
     worst = max(far(p.grad.float().cpu(), grads[key]) for key, p in model.named_parameters() if p.grad is not None)
     assert worst < (1e-3 if precision == "fp32" else 6e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_ten_steps_on_a_gpu_follow_the_plain_ones() -> None:
+    """Kernels, half-precision copies and AdamW in one pass, against autocast and torch's AdamW on the same data."""
+    config = small(hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=256, vocab=512)
+    torch.manual_seed(0)
+    tokens, targets = (torch.randint(0, 512, (2, 16), device="cuda") for _ in range(2))
+    positions = torch.arange(16, device="cuda").expand(2, -1)
+    curves = []
+    for kernels in (False, True):
+        model = build(config, dtype=torch.float32, device="cuda", seed=1)
+        layout = replace(LAYOUT, precision="bf16")
+        choices = use_kernels(model, job=JOB, layout=layout, timed=False) if kernels else None
+        kind = AdamW if kernels else torch.optim.AdamW
+        more = {"copies": choices.copies} if choices else {}
+        optimizer = kind(model.parameters(), lr=3e-3, betas=(0.9, 0.95), **more)
+        losses = []
+        for _ in range(10):
+            with torch.autocast("cuda", torch.bfloat16):
+                hidden = model(tokens, positions, choices.attend(None) if choices else plain)
+                loss = (choices.loss if choices else loss_sum)(model, hidden, targets, chunk=0) / targets.numel()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        curves.append(losses)
+    assert curves[0][-1] < 0.8 * curves[0][0]
+    assert curves[1] == pytest.approx(curves[0], rel=2e-2)

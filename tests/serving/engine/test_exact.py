@@ -21,7 +21,7 @@ prompts = st.lists(st.integers(2, 4), min_size=1, max_size=26)  # few ids: promp
 requests = st.lists(st.tuples(prompts, st.integers(1, 14), st.integers(1, 3)), min_size=1, max_size=7)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     wanted=requests,
     batching=st.sampled_from(["none", "static", "dynamic", "continuous"]),

@@ -108,15 +108,15 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         scheduler = self.scheduler
-        for _ in range(2000):
-            if not scheduler.has_work and not scheduler.under_way:
-                break
+        for _ in range(500):
             while scheduler.under_way:
                 decision = scheduler.under_way[0]
                 scheduler.update(decision, [5] * len(decision.sampling), self.now)
+            if not scheduler.has_work:
+                break
             scheduler.schedule(self.now)
         check_idle(scheduler)
 
 
-EngineMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 test_any_order_of_operations = EngineMachine.TestCase
