@@ -62,7 +62,7 @@ def paged(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
 
     others: list[dict[str, Any]] = [
         {}, {"stages": 3}, {"stages": 4}, {"workers": 3, "stages": 3}, {"n": 32, "stages": 5}, {"warps": 8},
-        {"warps": 2}, {"early": False},
+        {"warps": 2},
     ]  # fmt: skip
     ways = {" ".join(f"{k}={v}" for k, v in other.items()) or "rule": way(**other) for other in others}
     for case in (PagedCase(batch=256, context=1024), PagedCase(batch=256, context=1024, heads=16, kv_heads=2),

@@ -19,40 +19,47 @@ from armillary.kernels.launch import ceil_div, num_programs, on, power_of_two
 from armillary.kernels.philox import LANES, MASK_ROUNDS, WORD, keep_scale, threshold
 
 _ROUNDS: tl.constexpr = tl.constexpr(MASK_ROUNDS)
-_FORWARD = (1024, 8192, 4)
+_FORWARD, _TURNS = (1024, 4096, 4), (6, 3)
 _BACKWARD = (2048, 2048, 8, 4)
-"""columns and numbers a program takes at a time, its warps, programs a multiprocessor"""
+"""columns and numbers a program takes at a time, its warps; programs a multiprocessor; tiles on their way at a time"""
 
 
 def bias_act_dropout(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float) -> Tensor:
     """bias_act_dropout.bias_act_dropout in one kernel."""
-    result: Tensor = _run(x, bias, seed, activation, p)
+    result: Tensor = _run(x, bias, seed, activation, p, False)
+    return result
+
+
+def bias_act_dropout_in_turn(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float) -> Tensor:
+    """The same with programs that take tile after tile of some columns, the next one being loaded meanwhile."""
+    result: Tensor = _run(x, bias, seed, activation, p, True)
     return result
 
 
 @torch.library.custom_op(
     "armillary::bias_act_dropout", mutates_args=(),
-    schema="(Tensor x, Tensor? bias, Tensor seed, str activation, float p) -> Tensor",
+    schema="(Tensor x, Tensor? bias, Tensor seed, str activation, float p, bool in_turn) -> Tensor",
 )  # fmt: skip
-def _run(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float) -> Tensor:
-    y = _empty(x, bias, seed, activation, p)
+def _run(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float, in_turn: bool) -> Tensor:
+    y = _empty(x, bias, seed, activation, p, in_turn)
     if x.numel():
         x = x.contiguous()
         rows, columns = x.numel() // x.shape[-1], x.shape[-1]
         block, held, warps = _tile(columns, *_FORWARD)
-        pieces = ceil_div(columns, block)
+        pieces, blocks = ceil_div(columns, block), ceil_div(rows, held)
+        programs = max(1, min(blocks, num_programs(x, _TURNS[0]) // pieces)) if in_turn else blocks
         with on(x):
-            _forward_kernel[(ceil_div(rows, held) * pieces,)](
+            _forward_kernel[(programs * pieces,)](
                 x, bias, seed, y, rows, columns, pieces, _upper(p), keep_scale(p), _over(p),
                 **_flags(x, bias, p), ACT=activation if keep_scale(p) else "none", HELD=held, BLOCK=block,
-                PACKED=_packed(x),
-                MASKED=bool(columns % block or rows % held), num_warps=warps,
+                PACKED=_packed(x), MASKED=bool(columns % block or rows % held),
+                STAGES=_TURNS[1] if in_turn else 0, num_warps=warps,
             )  # fmt: skip
     return y
 
 
 @_run.register_fake
-def _empty(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float) -> Tensor:
+def _empty(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float, in_turn: bool) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -91,14 +98,14 @@ def _empty_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, bias, seed, ctx.activation, ctx.p = inputs
+    x, bias, seed, ctx.activation, ctx.p, _ = inputs
     ctx.save_for_backward(x, bias, seed)
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, bias, seed = ctx.saved_tensors
     dx, db = _run_backward(dy, x, bias, seed, ctx.activation, ctx.p)
-    return dx, None if bias is None else db, None, None, None
+    return dx, None if bias is None else db, None, None, None, None
 
 
 _run.register_autograd(_gradients, setup_context=_keep)
@@ -180,20 +187,18 @@ def _numbers(ptr, row, start, rows, columns, HELD: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _forward_kernel(
-    x_ptr, bias_ptr, seed_ptr, y_ptr, rows, columns, pieces, threshold, scale, over, BIAS: tl.constexpr,
+def _tile_forward(
+    x_ptr, y_ptr, bias, seed, row, start, rows, columns, threshold, scale, over, BIAS: tl.constexpr,
     DROP: tl.constexpr, ALIGNED: tl.constexpr, ACT: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    start = (tl.program_id(0) % pieces) * BLOCK
-    row = (tl.program_id(0) // pieces) * HELD + tl.arange(0, HELD).to(tl.int64)[:, None]
+    FAST: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     column = (start + tl.arange(0, BLOCK))[None, :]
     x = _numbers(x_ptr, row, start, rows, columns, HELD, BLOCK, PACKED, MASKED)
     if BIAS:
-        x += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
-    FAST: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
+        x += bias
     if DROP:
-        kept = _kept(tl.load(seed_ptr), row, start, columns, threshold, ALIGNED, HELD, BLOCK)
+        kept = _kept(seed, row, start, columns, threshold, ALIGNED, HELD, BLOCK)
         y = act_kept(x, kept, scale, over, ACT, FAST)
     else:
         y = act(x, ACT, FAST)
@@ -202,6 +207,30 @@ def _forward_kernel(
         tl.store(y_ptr + row * columns + column, y, mask=(row < rows) & (column < columns))
     else:
         tl.store(y_ptr + row * columns + column, y)
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, bias_ptr, seed_ptr, y_ptr, rows, columns, pieces, threshold, scale, over, BIAS: tl.constexpr,
+    DROP: tl.constexpr, ALIGNED: tl.constexpr, ACT: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """STAGES 0: a program is a tile."""
+    start = (tl.program_id(0) % pieces) * BLOCK
+    first = tl.program_id(0) // pieces
+    held = tl.arange(0, HELD).to(tl.int64)[:, None]
+    column = (start + tl.arange(0, BLOCK))[None, :]
+    bias = tl.zeros([1, BLOCK], tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
+    seed = tl.load(seed_ptr)
+    if STAGES == 0:
+        _tile_forward(x_ptr, y_ptr, bias, seed, first * HELD + held, start, rows, columns, threshold, scale, over,
+                      BIAS, DROP, ALIGNED, ACT, HELD, BLOCK, PACKED, MASKED)  # fmt: skip
+    else:
+        for block in tl.range(first, tl.cdiv(rows, HELD), tl.num_programs(0) // pieces, num_stages=STAGES):
+            _tile_forward(x_ptr, y_ptr, bias, seed, block * HELD + held, start, rows, columns, threshold, scale, over,
+                          BIAS, DROP, ALIGNED, ACT, HELD, BLOCK, PACKED, MASKED)  # fmt: skip
 
 
 @triton.jit

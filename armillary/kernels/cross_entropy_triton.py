@@ -17,7 +17,7 @@ from armillary.kernels.cross_entropy import IGNORED
 from armillary.kernels.launch import as_rows, ceil_div, on, power_of_two
 
 _FORWARD = (4096, 4, 3)
-_BACKWARD, _BACKWARD_ODD = (4096, 4), (1024, 2)
+_BACKWARD, _BACKWARD_ODD = (2048, 2), (1024, 2)
 """numbers a program takes at a time, its warps, pieces on their way at a time; odd: rows begin anywhere in a line"""
 _LINE: tl.constexpr = tl.constexpr(64)
 """numbers that a piece begins at a multiple of: 128 bytes of a half format"""

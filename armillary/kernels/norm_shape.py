@@ -35,16 +35,18 @@ class Shape(NamedTuple):
 
 def forward_shape(columns: int, element_size: int, pairs: bool, *, centred: bool, residual: bool) -> Shape:
     """Eight warps a row. A layer norm has two sums to wait for, and two vectors to read with each row: two rows share
-    both up to 8,192 columns. `pairs` is the next best."""
+    both where pieces are full, or four warps wait less. `pairs` is the next best."""
     if columns <= 2048:
         width = power_of_two(columns)
         return Shape(max(1, 2048 // width), width, 4)
-    shared = centred and columns <= 8192 and not residual
-    warps = 16 if columns > (12288 if not residual else 8192) else 8
-    if pairs:
-        shared = 7168 < columns <= 8192
-        warps = 16 if shared else warps // 2
-    return Shape(2 if shared else 1, warps * _WARP_BYTES // element_size, warps)
+    held, warps = 1, 16 if columns > (12288 if not residual else 8192) else 8
+    if centred and columns <= 8192 and not residual:
+        held, warps = (2, 8) if columns % 4096 == 0 else (1, 4)
+        if pairs:
+            held, warps = 3 - held, 4
+    elif pairs:
+        held, warps = (2, 16) if 7168 < columns <= 8192 else (1, warps // 2)
+    return Shape(held, warps * _WARP_BYTES // element_size, warps)
 
 
 def backward_shape(columns: int, element_size: int, pairs: bool, *, sums: int, residual: bool) -> Shape:

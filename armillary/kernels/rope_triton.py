@@ -14,7 +14,7 @@ from torch import Tensor
 
 from armillary.kernels.launch import ceil_div, on, power_of_two
 
-_HALVES, _FLAT = (16384, 64), (4096, 32)
+_HALVES, _FLAT = (16384, 64), (2048, 16)
 """numbers that a program turns, and a thread of it"""
 _LANES, _SMALLEST = 8, 16
 """numbers of a vector of the flat kernel, and of the smallest piece of a head that is worth a load of its own"""
@@ -114,8 +114,8 @@ def _launch(
 
 def _is_flat(dim: int, turned: int, element_size: int) -> bool:
     """Whether heads are gone over from end to end, and the other half of what turns is read again: where halves begin
-    inside a sector, taking them apart reads and writes it twice."""
-    return turned * element_size % _SECTOR != 0 and dim % _LANES == 0
+    inside a sector, taking them apart reads and writes it twice. Where most of a head turns, reading again is more."""
+    return turned * element_size % _SECTOR != 0 and 4 * turned <= dim and dim % _LANES == 0
 
 
 def pieces(count: int) -> tuple[int, int]:

@@ -7,6 +7,8 @@ are collected, and the thresholds of top-k and top-p are found among them; a row
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -115,7 +117,8 @@ def sample(
     against: tuple[Tensor | None, ...] = (None,) * 6
     if p is not None:
         against = (p.repetition_B, p.presence_B, p.frequency_B, p.counts_SV, p.prompt_SV, p.rows_B)
-    return (_launched if is_bare(logits_BV) else _sample)(
+    run: Callable[..., Tensor] = _launched if is_bare(logits_BV) else _sample
+    return run(
         logits_BV, d.temperature_B, d.top_k_B, d.top_p_B, d.min_p_B, d.seeds_B, d.steps_B, *against, allowed_BW
     )
 

@@ -5,14 +5,20 @@ What is saved goes by names that no layout changes, so a run goes on on any.
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from armillary.errors import BadData
+from armillary.spec.plan import Plan
 from armillary.store.atomic import sweep_folder
 from armillary.store.runs import Run
 from armillary.training import checkpoint
+from armillary.training.data.index import NAME as INDEX
 from armillary.training.export import export, export_adapter
 from armillary.training.optim import states_by_name
 from armillary.training.trainer import StepReport, Trainer
@@ -52,13 +58,21 @@ class Course:
         if not steps:
             return 0
         trainer, folder = self.trainer, self.run.checkpoint(steps[-1])
-        about = checkpoint.load(folder, self._tensors(), trainer.ranks)
+        about = trainer.ranks.together(lambda: checkpoint.read_facts(folder))
+        trainer.ranks.together(lambda: self._check_text(about))
+        checkpoint.load(folder, self._tensors(), trainer.ranks)
         trainer.tokens, trainer.skipped = int(about["tokens_total"]), int(about["skipped_steps_total"])
         trainer.val_loss, self.loss = about["val_loss"], float(about["loss"])
         if trainer.scaler.is_enabled() and about["scaler"]:
             trainer.scaler.load_state_dict(about["scaler"])
         self.saved, self.restarts = steps[-1], int(about["restarts_total"]) + 1
         return steps[-1]
+
+    def _check_text(self, about: Mapping[str, Any]) -> None:
+        """The order of samples is a function of the step only while the text is the same."""
+        if about.get("text") not in (None, "", text_mark(self.trainer.plan)):
+            raise BadData(f"the text has changed since run {self.run.name} was saved at step {about['step']}; put it "
+                          "back, or begin a new run with --run NAME")  # fmt: skip
 
     def after(self, report: StepReport, step: int) -> tuple[StepReport, bool]:
         """The report with what was validated and saved, and whether the run is done; `step` steps are."""
@@ -112,4 +126,15 @@ class Course:
             "tokens_total": trainer.tokens, "skipped_steps_total": trainer.skipped, "loss": self.loss,
             "val_loss": trainer.val_loss, "restarts_total": self.restarts, "layout": trainer.layout.text(),
             "scaler": trainer.scaler.state_dict(), "base": trainer.plan.weights, "kernels": trainer.choices.names,
+            "text": text_mark(trainer.plan),
         }  # fmt: skip
+
+
+def text_mark(plan: Plan) -> str:
+    """A short mark of the shards a run reads, from their checksums; empty where they are not on local disks."""
+    assert plan.data is not None
+    indices = [Path(folder) / INDEX for folder in plan.data.paths or (plan.data.path,)]
+    if not all(path.is_file() for path in indices):
+        return ""
+    sums = [found for path in indices for found in re.findall(r'"sha256": ?"([0-9a-f]+)"', path.read_text())]
+    return blake2b("".join(sums).encode(), digest_size=8).hexdigest()

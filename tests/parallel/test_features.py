@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
-
-import pytest
 
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind
@@ -31,20 +30,26 @@ FEATURES: dict[str, dict[str, Any]] = {
 PACKED = ("grouped-query", "ALiBi", "window")
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["cut tokens", "whole tokens"])
-def test_features_on_cut_heads(ranks: Ranks, sequence_parallel: bool) -> None:
-    layout = Layout(tp=4, sequence_parallel=sequence_parallel, precision="fp32")
-    cases = [
-        Case(layout=layout, config=tiny(**given), dtype="fp64", steps=2, chunk=50, documents=name in PACKED)
-        for name, given in FEATURES.items()
+def cases(names: Iterable[str], layout: Layout) -> list[Case]:
+    return [
+        Case(layout=layout, config=tiny(**FEATURES[name]), dtype="fp64", steps=2, chunk=50, documents=name in PACKED)
+        for name in names
     ]
-    check(ranks.run(4, many, cases)[0], cases)
+
+
+def test_features_on_cut_heads_and_tokens(ranks: Ranks) -> None:
+    given = cases(FEATURES, Layout(tp=4, precision="fp32"))
+    check(ranks.run(4, many, given)[0], given)
+
+
+def test_features_on_cut_heads_and_whole_tokens(ranks: Ranks) -> None:
+    """Those that tokens matter to: what ranks share, and what is added once."""
+    chosen = ("norm over all heads", "biases", "tied", "parallel, two norms", "learned positions")
+    given = cases(chosen, Layout(tp=4, sequence_parallel=False, precision="fp32"))
+    check(ranks.run(4, many, given)[0], given)
 
 
 def test_features_on_shards_of_cut_heads(ranks: Ranks) -> None:
     chosen = ("norm over all heads", "biases", "tied", "fewer words than ranks")
-    cases = [
-        Case(layout=Layout(dp=2, tp=2, zero=3, precision="fp32"), config=tiny(**FEATURES[name]), dtype="fp64", steps=2)
-        for name in chosen
-    ]
-    check(ranks.run(4, many, cases)[0], cases)
+    given = cases(chosen, Layout(dp=2, tp=2, zero=3, precision="fp32"))
+    check(ranks.run(4, many, given)[0], given)

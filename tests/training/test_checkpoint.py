@@ -121,6 +121,14 @@ def test_a_checkpoint_of_another_model_is_refused(recipe: Make, home: Home) -> N
         train(other.plan, run)
 
 
+def test_other_text_is_refused(recipe: Make, home: Home) -> None:
+    begun = begin(recipe("train.steps=4", "train.save_every=2"), home)
+    run = cut_off(begun, 2)
+    other = begin(recipe("train.steps=4", "train.save_every=2", "data.held_out=0.3"), home)
+    with pytest.raises(BadData, match=r"the text has changed since run .* was saved at step 2; put it back"):
+        train(other.plan, run)
+
+
 def test_what_a_killed_writer_left_is_swept_away(recipe: Make, home: Home) -> None:
     begun = begin(recipe("train.steps=4", "train.save_every=2"), home)
     run = cut_off(begun, 2)

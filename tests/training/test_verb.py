@@ -165,7 +165,7 @@ def test_a_full_disk_is_one_line_and_keeps_what_is_whole(
     file: Callable[..., str], process: Callable[..., subprocess.Popen[str]], cli: Cli, home: Home
 ) -> None:
     path = file("train.steps=6", "train.save_every=2", "layout.dp=2", "layout.zero=3")
-    assert cli("train", path, "--until", "loss=100").code == 0, "text and a first run are there"
+    assert cli("train", path, "--devices", "1", "--until", "loss=100").code == 0, "text and a first run are there"
     child = process("train", path, preexec_fn=_little_room)
     out, err = child.communicate(timeout=120)
     assert child.returncode == 2, (out, err)
@@ -225,7 +225,7 @@ def test_a_dry_run_writes_nothing(file: Callable[..., str], cli: Cli, home: Home
 
 def test_a_missing_shard_is_named(file: Callable[..., str], cli: Cli, home: Home) -> None:
     path = file("train.steps=3", "layout.dp=2")
-    assert cli("train", path, "--until", "loss=100").code == 0
+    assert cli("train", path, "--devices", "1", "--until", "loss=100").code == 0
     (shard,) = home.data.glob("*/train/*.bin")
     prepared = shard.parents[1]
     shard.unlink()
