@@ -56,7 +56,7 @@ def reference(
         sink = sinks_N.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sink), dim=-1)
     # an empty row would be NaN: it is made harmless before the softmax and zero after it
-    weights = scores.masked_fill(~(scores > -torch.inf).any(-1, keepdim=True), 0.0).softmax(-1)
+    weights = scores.masked_fill(~(scores != -torch.inf).any(-1, keepdim=True), 0.0).softmax(-1)
     weights = weights[..., : k_BSKD.shape[1]].masked_fill(~seen, 0.0)
     return torch.einsum("bnts,bsnd->btnd", weights.to(v_BSND.dtype), v_BSND)
 

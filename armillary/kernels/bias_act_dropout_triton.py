@@ -15,7 +15,7 @@ from torch import Tensor
 
 from armillary.kernels.activations_triton import act, act_and_slope, act_kept
 from armillary.kernels.column_sums_triton import column_sums
-from armillary.kernels.launch import ceil_div, num_programs, on, power_of_two
+from armillary.kernels.launch import ceil_div, dense, num_programs, on, power_of_two
 from armillary.kernels.philox import LANES, MASK_ROUNDS, WORD, keep_scale, threshold
 
 _ROUNDS: tl.constexpr = tl.constexpr(MASK_ROUNDS)
@@ -43,7 +43,7 @@ def bias_act_dropout_in_turn(x: Tensor, bias: Tensor | None, seed: Tensor, activ
 def _run(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float, in_turn: bool) -> Tensor:
     y = _empty(x, bias, seed, activation, p, in_turn)
     if x.numel():
-        x = x.contiguous()
+        x, bias = x.contiguous(), dense(bias)
         rows, columns = x.numel() // x.shape[-1], x.shape[-1]
         block, held, warps = _tile(columns, *_FORWARD)
         pieces, blocks = ceil_div(columns, block), ceil_div(rows, held)
@@ -51,7 +51,7 @@ def _run(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float
         with on(x):
             _forward_kernel[(programs * pieces,)](
                 x, bias, seed, y, rows, columns, pieces, _upper(p), keep_scale(p), _over(p),
-                **_flags(x, bias, p), ACT=activation if keep_scale(p) else "none", HELD=held, BLOCK=block,
+                **_flags(x, bias, p), ACT=_activation(activation, p), HELD=held, BLOCK=block,
                 PACKED=_packed(x), MASKED=bool(columns % block or rows % held),
                 STAGES=_TURNS[1] if in_turn else 0, num_warps=warps,
             )  # fmt: skip
@@ -81,7 +81,7 @@ def _run_backward(
     parts = x.new_empty(programs if bias is not None else 0, columns, dtype=torch.float32)
     with on(x):
         _backward_kernel[(pieces, programs)](
-            dy.contiguous(), x.contiguous(), bias, seed, dx, parts, rows, columns, _upper(p), keep_scale(p),
+            dy.contiguous(), x.contiguous(), dense(bias), seed, dx, parts, rows, columns, _upper(p), keep_scale(p),
             **_flags(x, bias, p), ACT=activation, HELD=held, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     if bias is not None:
@@ -122,6 +122,11 @@ def _tile(columns: int, widest: int, elements: int, warps: int) -> tuple[int, in
 def _upper(p: float) -> int:
     """The threshold in the upper half of 32 bits; where all is dropped, the scale of 0 does it."""
     return threshold(p) % WORD << 16
+
+
+def _activation(name: str, p: float) -> str:
+    """Where all is dropped, a sigmoid cannot take the scale in its stride: zeros need none."""
+    return name if keep_scale(p) or name in ("relu", "relu2") else "none"
 
 
 def _over(p: float) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from armillary.errors import ArmillaryError
 from armillary.kernels.agree import Expected, check, expect
 from armillary.kernels.identity import device_name, revision
 from armillary.kernels.needs import lacking
@@ -79,15 +80,10 @@ def choose(
     if deterministic:
         return _chosen(op, case, _without_timing(op, case))
     device = device_name(case.device)
-    known = load_choice(home, device, _key(op, case)) if home and not again else None
-    if known is not None:
-        choice = _recalled(op, case, known)
-        if choice is not None:
-            return choice
-    choice = _chosen(op, case, tuple(try_versions(op, case, budget_s=budget_s)))
-    if home is not None:
-        record = {"version": choice.version, "trials": [asdict(trial) for trial in choice.trials]}
-        save_choice(home, device, _key(op, case), record)
+    choice = None if again else _remembered(op, case, home, device)
+    if choice is None:
+        choice = _chosen(op, case, tuple(try_versions(op, case, budget_s=budget_s)))
+        _remember(op, case, home, device, choice)
     return choice
 
 
@@ -187,13 +183,29 @@ def _choice(op: Op, case: Case, name: str, trials: tuple[Trial, ...], *, remembe
     return Choice(op=op.name, case=case.label, version=name, run=run, trials=trials, remembered=remembered)
 
 
-def _recalled(op: Op, case: Case, record: Any) -> Choice | None:
-    """What the store holds, where its version still exists and can be had."""
-    version = op.version(str(record.get("version")))
+def _remembered(op: Op, case: Case, home: Home | None, device: str) -> Choice | None:
+    """What the store holds, where it can be read and its version still exists and can be had."""
+    try:
+        record: Any = load_choice(home, device, _key(op, case)) if home else None
+        version = op.version(str(record["version"])) if record else None
+        trials = tuple(Trial(**trial) for trial in record["trials"]) if record else ()
+    except (ArmillaryError, KeyError, TypeError) as error:
+        note_once(f"what is remembered of kernels cannot be used, they are tried again: {error}")
+        return None
     if version is None or lacking(version.needs, case.device) or version.refuses(case):
         return None
-    trials = tuple(Trial(**trial) for trial in record.get("trials", ()))
     return _choice(op, case, version.name, trials, remembered=True)
+
+
+def _remember(op: Op, case: Case, home: Home | None, device: str, choice: Choice) -> None:
+    """Keep it for the next run; a store that takes nothing is no reason to stop this one."""
+    if home is None:
+        return
+    record = {"version": choice.version, "trials": [asdict(trial) for trial in choice.trials]}
+    try:
+        save_choice(home, device, _key(op, case), record)
+    except ArmillaryError as error:
+        note_once(f"the choice of kernels is not remembered: {error}")
 
 
 def _family(version: str) -> str:

@@ -74,3 +74,8 @@ def as_rows(x: Tensor) -> Tensor:
     """[…, N] as [rows, N] with neighbours adjacent, a view where strides allow it."""
     rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    """A small vector or table, if there is one, with neighbours adjacent: kernels read it without strides."""
+    return None if x is None else x.contiguous()

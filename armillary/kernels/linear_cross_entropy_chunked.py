@@ -30,7 +30,7 @@ def chunked(
     scale: float = 1.0,
 ) -> Tensor:
     """The same loss from chunks; gradients are made only for what asks for them."""
-    x, targets = x_MH.flatten(0, -2), targets_M.flatten()
+    x, targets = x_MH.flatten(0, -2), targets_M.flatten().contiguous()
     grad = torch.is_grad_enabled()
     total, _, _ = _loss(
         x, weight_VH, targets, ignore_index, softcap, scale,

@@ -5,6 +5,8 @@ once (twice to centre a layer norm), a backward once. Programs go over the rows 
 meanwhile. The backward sums the gradients of weight and bias for the rows of its program; column_sums adds those up.
 """
 
+# mypy: disable-error-code="assignment, var-annotated"
+# (a tuple that grows by one tile a piece)
 from __future__ import annotations
 
 import triton

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.column_sums_triton import column_sums
-from armillary.kernels.launch import as_rows, can_start_early, ceil_div, fitting_stages, num_programs, on
+from armillary.kernels.launch import as_rows, can_start_early, ceil_div, dense, fitting_stages, num_programs, on
 from armillary.kernels.norm_rows_triton import backward_kernel, forward_kernel
 from armillary.kernels.norm_shape import backward_shape, forward_shape
 from armillary.kernels.norm_wide_triton import backward_wide_kernel, forward_wide_kernel, weights_wide_kernel
@@ -60,7 +60,7 @@ def _add_norm(
     if x.dtype != residual.dtype:  # a wider residual stream: the sum is as wide
         wider = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(wider), residual.to(wider)
-    y, summed, _, _ = _norm(x, residual, weight, bias, eps, rms, plus_one, pairs)
+    y, summed, _, _ = _norm(x, residual.expand_as(x), weight, bias, eps, rms, plus_one, pairs)
     return y, summed
 
 
@@ -78,7 +78,7 @@ def _norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(normed, summed or empty, mean or empty, 1 / deviation)."""
     y, summed, mean, rstd = _empty_norm(x, residual, weight, bias, eps, rms, plus_one, pairs)
-    x_MN = as_rows(x)
+    x_MN, weight, bias = as_rows(x), dense(weight), dense(bias)
     rows, columns = x_MN.shape
     if not x.numel():
         return y, summed, mean, rstd
@@ -135,7 +135,7 @@ def _norm_backward(
     dx, dw, db = _empty_norm_backward(dy, dsummed, x, weight, mean, rstd, plus_one, bias, pairs)
     if not x.numel():
         return dx, dw.zero_(), db.zero_()
-    dy_MN, x_MN = as_rows(dy), as_rows(x)
+    dy_MN, x_MN, weight = as_rows(dy), as_rows(x), dense(weight)
     rows, columns = x_MN.shape
     dsummed_MN = dy_MN if dsummed is None else as_rows(dsummed)
     flags = {
@@ -173,7 +173,8 @@ def _empty_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dw = x.new_empty(0) if weight is None else torch.empty_like(weight)
-    return dx, dw, x.new_empty(x.shape[-1] if bias else 0)
+    db = x.new_empty(x.shape[-1] if bias else 0, dtype=torch.float32 if weight is None else weight.dtype)
+    return dx, dw, db
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -181,19 +182,20 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     _, summed, mean, rstd = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(mean, rstd)
-    ctx.has_residual, ctx.has_bias = residual is not None, bias is not None
+    ctx.has_residual, ctx.bias_dtype = residual is not None, None if bias is None else bias.dtype
     ctx.save_for_backward(x if residual is None else summed, weight, mean, rstd)
 
 
 def _gradients(ctx: Any, dy: Tensor | None, dsummed: Tensor | None, *_: Any) -> tuple[Any, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
-    none = (None,) * 4
+    none, has_bias = (None,) * 4, ctx.bias_dtype is not None
     if dy is None:  # only the sum was used
         return dsummed, dsummed, None, None, *none
     if not ctx.has_residual:
         dsummed = None
-    dx, dw, db = _norm_backward(dy, dsummed, x, weight, mean, rstd, ctx.plus_one, ctx.has_bias, ctx.pairs)
-    return (dx, dx if ctx.has_residual else None, None if weight is None else dw, db if ctx.has_bias else None, *none)
+    dx, dw, db = _norm_backward(dy, dsummed, x, weight, mean, rstd, ctx.plus_one, has_bias, ctx.pairs)
+    return (dx, dx if ctx.has_residual else None, None if weight is None else dw,
+            db.to(ctx.bias_dtype) if has_bias else None, *none)  # fmt: skip
 
 
 _norm.register_autograd(_gradients, setup_context=_keep)

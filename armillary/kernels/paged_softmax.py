@@ -80,7 +80,7 @@ def absorbed(
 def finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS: tl.constexpr):
     """Weighted values over the sum of weights, to which a sink adds; zeros where nothing was seen, because what stood
     in for keys that are not there may be anything."""
-    seen = (top != float("-inf"))[:, None]
+    seen = (total != 0.0)[:, None]  # not by `top`: a maximum passes over NaN, a sum does not
     if HAS_SINKS:
         sink = tl.load(sinks + q_head, mask=used, other=float("-inf")).to(tl.float32) * 1.4426950408889634
         high = tl.maximum(top, sink)

@@ -127,7 +127,7 @@ def pieces(count: int) -> tuple[int, int]:
 
 def _per_token(table: Tensor, shape: torch.Size) -> Tensor:
     """cos or sin as [tokens, R] fp32; a table that several rows of the batch share is spread."""
-    return table.expand(*shape, 1, table.shape[-1]).reshape(-1, table.shape[-1]).float()
+    return table.expand(*shape, 1, table.shape[-1]).reshape(shape.numel(), table.shape[-1]).float()
 
 
 @triton.jit
@@ -196,7 +196,8 @@ def _kernel(
     source, target, is_value = _places(qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP, DIM, BACKWARD)
     there = slot < slots
     cos, sin = cos_ptr + token * TURNED, sin_ptr + token * TURNED
-    _turn(source, target, cos, sin, there, is_value, TURNED, 0, HALF, INTERLEAVED, BACKWARD)
+    if HALF > 0:
+        _turn(source, target, cos, sin, there, is_value, TURNED, 0, HALF, INTERLEAVED, BACKWARD)
     if HALF_MORE > 0:
         _turn(source, target, cos, sin, there, is_value, TURNED, HALF, HALF_MORE, INTERLEAVED, BACKWARD)
     if REST > 0:

@@ -60,8 +60,8 @@ class Host:
 
     @cached_property
     def main_thread(self) -> int | None:
-        """The thread that runs the program: the one whose steps are marked, else the one with the most time in operators
-        and driver calls, else in anything."""
+        """The thread that runs the program: the one whose steps are marked, else the one with the most time in
+        operators and driver calls, else in anything."""
         marked = self.trace.thread[(self.trace.kind == ANNOTATION) & self.trace.named(STEP)]
         if len(marked) and int(marked[0]) in self.threads:
             return int(marked[0])

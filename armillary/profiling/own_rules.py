@@ -103,6 +103,7 @@ OWN: dict[str, Callable[[Call], Op]] = {
     "armillary::rope_backward": _passes("elementwise", 0, 1, 2),
     "armillary::activate": _activate,
     "armillary::activate_backward": _passes("elementwise", 1),
+    "armillary::activate_backward_again": _passes("elementwise", 0, 1),
     "armillary::bias_act_dropout": _passes("elementwise", 0),
     "armillary::bias_act_dropout_backward": _passes("elementwise", 1),
     "armillary::cross_entropy": _loss,

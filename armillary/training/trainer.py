@@ -20,7 +20,7 @@ from armillary.parallel.mesh import make_mesh
 from armillary.parallel.world import World
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
-from armillary.training.agreement import Agreement
+from armillary.training.agreement import Agreement, attempt
 from armillary.training.data.loader import DeviceBatch, to_device
 from armillary.training.feed import Feed, Fetched, Stop
 from armillary.training.measure import WINDOW, memory_gauges
@@ -63,7 +63,7 @@ class Trainer:
         self.plan, self.job, self.layout = plan, plan.train, plan.layout
         self.world, self.device = world, world.device
         self.ranks = ranks or Agreement(rank=world.rank, size=world.size)
-        self.mesh = make_mesh(plan.layout, world, plan.cluster)
+        self.mesh = self.ranks.together(lambda: make_mesh(plan.layout, world, plan.cluster))
         self.text = self.ranks.together(lambda: open_text(plan))
         self.sharded, self.choices = start_model(plan, self.mesh, self.ranks, names=kernels, home=home)
         self.model = self.sharded.model
@@ -91,7 +91,9 @@ class Trainer:
         with self._measuring() as meter:
             look = recorded if self._is_recorded(step) else unrecorded
             (measured, seconds), split = look(lambda: self._timed(now, stop))
-        self._refuse_nonsense(step, measured)
+        _, nonsense = attempt(lambda: self._refuse_nonsense(step, measured))
+        if nonsense is not None:  # all ranks read the same sums, so all are here
+            self.ranks.raise_first(nonsense)
         self.taken += 1
         self.tokens += self.job.batch_tokens
         gauges = measured | self._counted() | self._memory(meter) | {"comm_exposed_s": self.waits.take()}

@@ -127,6 +127,16 @@ def test_weights_may_have_another_format() -> None:
 
 
 @needs_interpreter
+@pytest.mark.parametrize("weight", [torch.randn(32), None])
+def test_a_wider_bias_gets_a_gradient_as_wide(weight: torch.Tensor | None) -> None:
+    x, bias = torch.randn(5, 32).bfloat16(), torch.randn(32, requires_grad=True)
+    for version in ("triton", "eager"):
+        y = loaded(NORM, version)(x, weight, bias, 1e-6, "layer")
+        (grad,) = torch.autograd.grad(y.float().square().sum(), bias)
+        assert grad.dtype == torch.float32 and not torch.equal(grad, grad.bfloat16().float())
+
+
+@needs_interpreter
 def test_a_residual_stream_may_be_wider() -> None:
     x, residual = torch.randn(5, 32).bfloat16(), torch.randn(5, 32)
     inputs = (x, residual, torch.randn(32), None, 1e-6, "rms", False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from armillary.store.home import Home
 from armillary.store.runs import Run, list_runs
 from armillary.training.checkpoint import saved_steps
 from tests.conftest import Ran
+from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 Cli = Callable[..., Ran]
@@ -182,6 +185,31 @@ def _little_room() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
 
 
+def call_cli(args: tuple[str, ...]) -> tuple[int, str, str]:
+    """The command line on one of several ranks: (exit code, stdout, stderr)."""
+    from armillary.cli.main import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = main(args)
+        except SystemExit as left:
+            code = int(str(left.code))
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_ranks_that_are_there_already_are_joined(file: Callable[..., str], home: Home, ranks: Ranks) -> None:
+    args = ("train", file("train.steps=3", "layout.tp=2"), "--json", "--home", str(home.work))
+    main, other = ranks.run(2, call_cli, args)
+    assert main[0] == other[0] == 0, (main[2], other[2])
+    assert json.loads(main[1])["steps"] == 3 and other[1:] == ("", ""), "the main rank alone speaks"
+    assert newest(home).state.shown == "finished"
+    main, other = ranks.run(2, call_cli, (*args, "--set", "layout.tp=1"))
+    assert main[0] == other[0] == 2 and other[1:] == ("", "")
+    assert "error: dp=1 needs 1 processes and 2 are running" in main[2]
+
+
+@pytest.mark.slow
 def test_torchrun_s_ranks_are_joined(
     file: Callable[..., str], process: Callable[..., subprocess.Popen[str]], home: Home
 ) -> None:

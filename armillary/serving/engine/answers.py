@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from armillary.serving.engine.decision import Decision, Outcome
+from armillary.serving.engine.logprob import Logprob
 from armillary.serving.engine.scheduler import Scheduler
 from armillary.serving.engine.sequence import Finish, Sequence
 from armillary.serving.engine.stop_text import StopText
@@ -38,6 +39,8 @@ class Piece:
     """why it ended, in its last piece"""
     error: str = ""
     """what went wrong, and what to do"""
+    logprobs: tuple[Logprob, ...] = ()
+    """of the new tokens, where they were asked for"""
 
 
 class _Stream:
@@ -46,7 +49,8 @@ class _Stream:
     def __init__(self, seq: Sequence, detokenizer: Detokenizer) -> None:
         self.detokenizer = detokenizer
         self.stop = StopText(seq.request.params.stop)
-        self.num_tokens = 0
+        self.num_tokens = self.num_out = 0
+        """without and with the end token"""
         self.last_at: float | None = None
         self._unstoppable = seq.request.params.min_tokens
 
@@ -86,13 +90,15 @@ class Answers:
         stream = self._streams.get(seq)
         if stream is None:
             stream = self._streams[seq] = _Stream(seq, self._detokenizer())
+        stream.num_out += 1
         gap_s, ends = stream.gap(now), seq.finish == "stop" and token in seq.stops
         text = "" if ends else stream.push(token)
         if stream.stop.stopped:
             self._stop(seq, stream.num_tokens, now)
         if seq.finish is not None:
             text += self._rest(seq)
-        return Piece(sequence=seq, tokens=(token,), text=text, gap_s=gap_s, finish=seq.finish, error=seq.error)
+        return Piece(sequence=seq, tokens=(token,), text=text, gap_s=gap_s, finish=seq.finish, error=seq.error,
+                     logprobs=tuple(seq.logprobs[stream.num_out - 1 : stream.num_out]))  # fmt: skip
 
     def _stop(self, seq: Sequence, num_tokens: int, now: float) -> None:
         """A stop text came: the answer ends here, whatever else is on its way."""

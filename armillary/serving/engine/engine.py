@@ -13,6 +13,7 @@ from armillary.errors import BadInput
 from armillary.serving.engine.answers import Answers, Piece
 from armillary.serving.engine.gauges import request_gauges, step_gauges
 from armillary.serving.engine.intake import MakeConstraint
+from armillary.serving.engine.logprob import Logprob
 from armillary.serving.engine.loop import Loop, StepFailed
 from armillary.serving.engine.request import Request
 from armillary.serving.engine.sequence import Finish, Sequence
@@ -39,12 +40,19 @@ class Completion:
     """why it ended"""
     error: str = ""
     """what went wrong, for finish = error"""
+    logprobs: list[Logprob] = field(default_factory=list)
+    """of its tokens, where they were asked for"""
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+    """of the prompt's tokens but the first, where they were asked for"""
 
     def add(self, piece: Piece) -> None:
         """What is new of it."""
         self.tokens += piece.tokens
         self.text += piece.text
+        self.logprobs += piece.logprobs
         self.finish, self.error = piece.finish, piece.error
+        leader = piece.sequence.leader or piece.sequence
+        self.prompt_logprobs = leader.prompt_logprobs
 
 
 class Engine:

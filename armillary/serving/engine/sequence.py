@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from armillary.serving.engine.block_hash import Chain
     from armillary.serving.engine.constraint import Constraint
+    from armillary.serving.engine.logprob import Logprob
     from armillary.serving.engine.prefix_cache import Miss
     from armillary.serving.engine.request import Request
 
@@ -56,8 +57,8 @@ class Sequence:
     __slots__ = (
         "arrived_at", "behind", "blocks_at_limit", "blocks_at_start", "cached_tokens", "chain", "computed",
         "constraint", "due", "error", "finish", "finished_at", "first_token_at", "forks", "held", "index", "leader",
-        "limit", "matching", "miss", "named", "num_prompt", "order", "preemptions", "request", "room", "row",
-        "settled", "started_at", "state", "stops", "tables", "tokens", "watched", "windows",
+        "limit", "logprobs", "matching", "miss", "named", "num_prompt", "order", "preemptions", "prompt_logprobs",
+        "request", "room", "row", "settled", "started_at", "state", "stops", "tables", "tokens", "watched", "windows",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, chain: Chain, limit: int, stops: frozenset[int]) -> None:
@@ -78,6 +79,11 @@ class Sequence:
         """answers that wait until this one has computed the prompt"""
         self.leader: Sequence | None = None
         """the answer whose prompt this one shares"""
+
+        self.logprobs: list[Logprob] = []
+        """of its tokens, where they were asked for; there may be more than tokens"""
+        self.prompt_logprobs: list[Logprob] = []
+        """of the prompt's tokens but the first"""
 
         self.behind = True
         """the tokens it started with are not all computed yet"""

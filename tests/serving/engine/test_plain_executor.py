@@ -45,14 +45,14 @@ def model(name: str) -> Transformer:
 
 def serve(
     config: ModelConfig, weights: Transformer, requests: Items[Request], *, blocks: int = 200, overlap: bool = True,
-    constraints: Any = None, **fields: Any,
+    constraints: Any = None, executor: Any = PlainExecutor, **fields: Any,
 ) -> list[Completion]:  # fmt: skip
     table = Serve(**{"block_tokens": 4, "max_tokens_per_step": 16, "max_running": 4, "check_every": 1} | fields)
     plan = plan_kv(config, table, 1_000_000, dtype="fp32")
     plan = replace(plan, budget_bytes=plan.block_bytes * (blocks * len(plan.groups) + 1))
     scheduler = Scheduler(settings_for(config, table), plan.make(prefix=table.prefix_cache))
-    executor = PlainExecutor(weights, scheduler.cache, max_running=table.max_running, max_model_len=config.context)
-    engine = Engine(Loop(scheduler, executor, overlap=overlap), Answers(scheduler, Letters))
+    runs = executor(weights, scheduler.cache, max_running=table.max_running, max_model_len=config.context)
+    engine = Engine(Loop(scheduler, runs, overlap=overlap), Answers(scheduler, Letters))
     made = engine.generate(requests, constraints)
     check_idle(scheduler)
     return made

@@ -1,0 +1,79 @@
+"""The kernels an engine computes with, chosen once when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from armillary.kernels.choose import choose
+from armillary.kernels.dtype import DTYPES
+from armillary.kernels.gated import ACTIVATE, ActivationCase, activate
+from armillary.kernels.logprobs import LOGPROBS, LogprobCase, logprobs
+from armillary.kernels.norm import ADD_NORM, NORM, NormCase, add_norm, norm
+from armillary.kernels.op import Case, Op
+from armillary.kernels.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, paged_attention
+from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase, qkv_cache
+from armillary.kernels.sampling import SAMPLE, SampleCase, sample
+from armillary.kernels.sampling_rows import sample as sample_rows
+from armillary.kernels.small_linear import SMALL_LINEAR, SmallLinear
+from armillary.spec.model import ModelConfig
+
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKernels:
+    """One function an operation."""
+
+    norm: Run = norm
+    add_norm: Run = add_norm
+    activate: Run = activate
+    qkv_cache: Run = qkv_cache
+    attention: Run = paged_attention
+    sample: Run = sample
+    logprobs: Run = logprobs
+    small: Run | None = None
+    """products of a few tokens with the norm before and the gate or residual after; none: plain products"""
+
+
+REFERENCE = EngineKernels()
+"""what every other choice is held against"""
+
+
+def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, batch: int) -> EngineKernels:
+    """The first deterministic version of each operation that this device and model can use; nothing is timed, so that
+    an engine starts quickly and two of them compute alike."""
+    if device.type == "cpu":
+        return EngineKernels(attention=by_sdpa, sample=sample_rows)
+    name = next(key for key, known in DTYPES.items() if known == dtype)
+    on: dict[str, Any] = {"dtype": name, "device": device.type}
+    heads: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    normed = NormCase(rows=batch, columns=config.hidden, kind=config.norm, plus_one=config.norm_plus_one, **on)
+    ffn = config.ffn or config.hidden
+    qk = {"norm": "none"} if config.qk_norm == "none" else {"norm": config.norm, "whole": config.qk_norm == "all"}
+    small = SmallLinear(tokens=1, outputs=config.hidden, inputs=config.hidden, **on)
+    return EngineKernels(
+        norm=_first(NORM, normed), add_norm=_first(ADD_NORM, normed),
+        activate=_first(ACTIVATE, ActivationCase(rows=batch, ffn=ffn, activation=config.activation,
+                                                 gated=config.gated, **on)),
+        qkv_cache=_first(QKV_CACHE, QkvCase(tokens=batch, rotary=config.rotary_dim, **heads, **qk, **on)),
+        attention=_first(PAGED_ATTENTION, PagedCase(batch=batch, context=config.context, **heads, **on)),
+        sample=_first(SAMPLE, SampleCase(batch=batch, vocab=config.vocab, **on)),
+        logprobs=_first(LOGPROBS, LogprobCase(batch=batch, vocab=config.vocab, **on)),
+        small=_first(SMALL_LINEAR, small) if _plain(config) else None,
+    )  # fmt: skip
+
+
+def _first(op: Op, case: Case) -> Run:
+    return choose(op, case, deterministic=True).run
+
+
+def _plain(config: ModelConfig) -> bool:
+    """Whether the fused small products have the model's norm and activation: an RMS norm, SwiGLU, no biases."""
+    biased = config.qkv_bias or config.out_bias or config.mlp_bias
+    return (config.norm == "rms" and config.norm_weight and not config.norm_plus_one and config.norm_at == "before"
+            and config.gated and config.activation == "silu" and not biased and config.parallel == "none"
+            and config.residual_scale == 1.0 and config.moe is None)  # fmt: skip

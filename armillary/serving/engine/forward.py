@@ -1,0 +1,182 @@
+"""The model over paged blocks in few launches: what an engine computes in a step, from tokens to logits.
+
+A layer is nine calls (norm with the residual's sum, fused QKV, heads into the cache, attention, out, norm, up,
+activation, down), or six for a few tokens, where norms, gate and residual are part of the products. Nothing here waits
+for the device, so that the whole can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from armillary.kernels.paged_attention import PagedBatch
+from armillary.kernels.small_linear import MOST_TOKENS
+from armillary.model.norm import Norm
+from armillary.model.transformer import Transformer
+from armillary.serving.engine.angles import angle_tables
+from armillary.serving.engine.device_rows import DeviceRows
+from armillary.serving.engine.engine_kernels import EngineKernels
+from armillary.serving.engine.kv_groups import Group
+from armillary.serving.engine.layer import Dense, Layer, Product, make_layer
+from armillary.serving.engine.step import Shape
+
+# T tokens, B sequences, H hidden, V vocabulary, G groups of layers, R rotated dims / 2
+
+Together = Callable[[Tensor], Tensor]
+
+
+def alone(x: Tensor) -> Tensor:
+    """What ranks do with a partial sum where there is but one."""
+    return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """A step on the device."""
+
+    shape: Shape
+    packed: Tensor
+    """int32, the parts of the shape"""
+    wide: Tensor
+    """the same, int64"""
+
+    def narrow(self, name: str) -> Tensor:
+        at, size = self.shape.parts()[name]
+        return self.packed[at : at + size]
+
+    def long(self, name: str) -> Tensor:
+        at, size = self.shape.parts()[name]
+        return self.wide[at : at + size]
+
+
+def inputs_of(shape: Shape, packed: Tensor) -> Inputs:
+    return Inputs(shape=shape, packed=packed, wide=packed.long())
+
+
+class Forward:
+    """Layers, rotary tables and the head."""
+
+    def __init__(
+        self, model: Transformer, rows: DeviceRows, groups: tuple[Group, ...], kernels: EngineKernels, *,
+        max_model_len: int,
+    ) -> None:  # fmt: skip
+        place = {layer: (g, slot) for g, group in enumerate(groups) for slot, layer in enumerate(group.layers)}
+        assert sorted(place) == list(range(model.config.num_layers)), "the cache was planned for another model"
+        self.model, self.rows, self.kernels = model, rows, kernels
+        self.layers = [make_layer(block, *place[int(name)]) for name, block in model.blocks.items()]  # type: ignore[arg-type]
+        self.angles = None if model.rotary is None else angle_tables(model.rotary, max_model_len)
+        self.reduce: Together = alone
+        """adds up what each rank has of a product's result"""
+        self.head: Product = model.head
+
+    def hidden(self, inputs: Inputs) -> Tensor:
+        """[T, H], before the last norm."""
+        rows, shape = self.rows, inputs.shape
+        tokens_T = rows.tokens_RT[inputs.long("rows_T"), inputs.long("positions_T")]
+        x = self.model.embed(tokens_T, inputs.long("positions_T"))
+        tables_GBP = rows.tables_GRP[:, inputs.long("rows_B")]
+        batches = [PagedBatch(tables_BP=tables_BP, starts=inputs.narrow("starts"), max_query=shape.max_query,
+                              lengths_B=inputs.narrow("lengths_B")) for tables_BP in tables_GBP]  # fmt: skip
+        slots_GT = inputs.long("slots_GT").view(shape.groups, -1)
+        turns = self._turns(inputs.long("angles_T"))
+        small = self.kernels.small is not None and len(x) <= MOST_TOKENS
+        added: Tensor | None = None
+        for layer in self.layers:
+            context = (batches[layer.group], slots_GT[layer.group], turns[layer.sliding])
+            if small:
+                x = self._small(layer, x, *context)
+            else:
+                x, added = self._layer(layer, x, added, *context)
+        return x if added is None else x + added
+
+    def logits(self, hidden_BH: Tensor) -> Tensor:
+        """[B, V]"""
+        norm = self.model.norm
+        return self.head(hidden_BH if norm is None else self._norm(norm, hidden_BH))
+
+    def _turns(self, angles_T: Tensor) -> dict[bool, tuple[Tensor | None, Tensor | None]]:
+        if self.angles is None:
+            return {False: (None, None), True: (None, None)}
+        full = tuple(table[angles_T] for table in self.angles[False])
+        same = self.angles[True] is self.angles[False]
+        local = full if same else tuple(table[angles_T] for table in self.angles[True])
+        return {False: full, True: local}  # type: ignore[dict-item]
+
+    def _layer(
+        self, layer: Layer, x: Tensor, added: Tensor | None, batch: PagedBatch, slots_T: Tensor,
+        turn: tuple[Tensor | None, Tensor | None],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(residual stream, what is still to be added to it)."""
+        norms = layer.norms
+        normed, x = self._summed(norms["attention_norm"], x, added)
+        mixed = self._after(norms["attention_post_norm"], self._attend(layer, layer.qkv(normed), batch, slots_T, turn))
+        mixed = _scaled(mixed, layer.scale)
+        if layer.parallel:
+            own = norms["mlp_norm"]
+            inner = normed if own is None else self._norm(own, x)
+            return x, mixed + _scaled(self._mlp(layer, inner), layer.scale)
+        normed, x = self._summed(norms["mlp_norm"], x, mixed)
+        return x, _scaled(self._after(norms["mlp_post_norm"], self._mlp(layer, normed)), layer.scale)
+
+    def _attend(
+        self, layer: Layer, qkv: Tensor, batch: PagedBatch, slots_T: Tensor,
+        turn: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor:  # fmt: skip
+        return self.reduce(layer.out(self._mixed(layer, qkv, batch, slots_T, turn)))
+
+    def _mixed(
+        self, layer: Layer, qkv: Tensor, batch: PagedBatch, slots_T: Tensor,
+        turn: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor:  # fmt: skip
+        blocks = self.rows.blocks[layer.slot]
+        cos, sin = turn if layer.rotates else (None, None)
+        q_TND, _ = self.kernels.qkv_cache(qkv, blocks, slots_T, cos, sin, layer.heads)
+        return self.kernels.attention(q_TND, blocks, batch, layer.options).flatten(1)  # type: ignore[no-any-return]
+
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        if layer.mixture is not None:
+            return self.reduce(layer.mixture(x[None])[0])
+        assert layer.up is not None and layer.down is not None
+        return self.reduce(layer.down(self.kernels.activate(layer.up(x), layer.activation, layer.gated)))
+
+    def _small(
+        self, layer: Layer, x: Tensor, batch: PagedBatch, slots_T: Tensor, turn: tuple[Tensor | None, Tensor | None]
+    ) -> Tensor:
+        """A few tokens: norms, gate and residual are part of the products."""
+        small, first, second = self.kernels.small, layer.norms["attention_norm"], layer.norms["mlp_norm"]
+        assert small is not None and first is not None and second is not None
+        qkv = small(x, _weight(layer.qkv), first.weight, None, first.eps)
+        x = small(self._mixed(layer, qkv, batch, slots_T, turn), _weight(layer.out), None, x)
+        inner = small(x, _weight(layer.up), second.weight, None, second.eps, True)
+        return small(inner, _weight(layer.down), None, x)  # type: ignore[no-any-return]
+
+    def _norm(self, norm: Norm, x: Tensor) -> Tensor:
+        return self.kernels.norm(x, norm.weight, norm.bias, norm.eps, norm.kind, norm.plus_one)  # type: ignore[no-any-return]
+
+    def _after(self, norm: Norm | None, x: Tensor) -> Tensor:
+        return x if norm is None else self._norm(norm, x)
+
+    def _summed(self, norm: Norm | None, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, the sum)."""
+        if norm is None or added is None:
+            x = x if added is None else x + added
+            return self._after(norm, x), x
+        return self.kernels.add_norm(added, x, norm.weight, norm.bias, norm.eps, norm.kind, norm.plus_one)  # type: ignore[no-any-return]
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale
+
+
+def _weight(product: Product | None) -> Tensor:
+    assert isinstance(product, Dense), "small products take plain weights"
+    return product.weight
+
+
+def gathered(inputs: Inputs, hidden_TH: Tensor) -> Tensor:
+    """[B, H]: the last token of each sequence."""
+    return torch.index_select(hidden_TH, 0, inputs.long("lasts_B"))

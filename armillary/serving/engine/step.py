@@ -1,0 +1,118 @@
+"""One step as numbers: what a decision becomes before it meets a device, and can be sent to other ranks as it is.
+
+Everything a step needs to know of its tokens is one array of whole numbers, so that one copy takes it to the device;
+the tokens themselves are there already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+# T tokens, B sequences, G groups of layers, all padded
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Padded sizes of a step: steps of one shape share a CUDA graph."""
+
+    tokens: int
+    """T"""
+    rows: int
+    """B"""
+    groups: int
+    """G"""
+    decodes: bool
+    """one token a sequence"""
+
+    @property
+    def max_query(self) -> int:
+        return 1 if self.decodes else self.tokens
+
+    @property
+    def size(self) -> int:
+        """Numbers of a step."""
+        return (3 + self.groups) * self.tokens + 5 * self.rows + 1
+
+    def parts(self) -> dict[str, tuple[int, int]]:
+        """Name -> where it stands in the array, and how many."""
+        sizes = {"rows_T": self.tokens, "positions_T": self.tokens, "angles_T": self.tokens,
+                 "slots_GT": self.groups * self.tokens, "rows_B": self.rows, "writes_B": self.rows,
+                 "lasts_B": self.rows, "lengths_B": self.rows, "starts": self.rows + 1}  # fmt: skip
+        found, at = {}, 0
+        for name, size in sizes.items():
+            found[name] = (at, size)
+            at += size
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admitted:
+    """A row that is new."""
+
+    row: int
+    tokens: bytes
+    """int32 each"""
+    floats: tuple[float, ...]
+    """see device_rows.FLOATS"""
+    ints: tuple[int, ...]
+    """see device_rows.INTS"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """Wishes of a sequence that the quick way of drawing does not know."""
+
+    at: int
+    """its place among the sequences of the step"""
+    bias: tuple[tuple[int, float], ...] = ()
+    """tokens and what is added to their logits"""
+    banned: tuple[int, ...] = ()
+    """end tokens that may not come yet"""
+    penalised: bool = False
+    """it has penalties"""
+    num_top: int | None = None
+    """likeliest tokens whose log-probabilities are wanted"""
+    masked: bool = False
+    """its tokens are limited by a structure"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLogprobs:
+    """Tokens of a prompt whose log-probabilities are wanted."""
+
+    first: int
+    """place of the first among the tokens of the step"""
+    size: int
+    """how many"""
+    targets: tuple[int, ...]
+    """the token after each"""
+    num_top: int
+    """and so many of the likeliest"""
+
+
+@dataclass(kw_only=True)
+class Step:
+    """A step, ready to be run."""
+
+    shape: Shape
+    ints: Ints
+    """the parts of the shape, one after the other"""
+    edits: Ints
+    """[2, n]: places in the flat block tables, and what is put there"""
+    copies: Ints
+    """[2, n]: source and target blocks"""
+    admitted: list[Admitted] = field(default_factory=list)
+    extras: list[Extra] = field(default_factory=list)
+    """empty: the quick way of drawing does"""
+    prompts: list[PromptLogprobs] = field(default_factory=list)
+    draws: bool = True
+    """somebody gets a token"""
+
+    def part(self, name: str) -> Ints:
+        at, size = self.shape.parts()[name]
+        return self.ints[at : at + size]

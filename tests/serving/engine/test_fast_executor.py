@@ -1,0 +1,100 @@
+"""The executor against its slow twin: the same answers for any schedule, padding and wish, and log-probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.model.attend import plain
+from armillary.serving.engine.constraint import Structure
+from armillary.serving.engine.engine_kernels import REFERENCE
+from armillary.serving.engine.fast_executor import FastExecutor, null_step
+from armillary.serving.engine.graphs import row_sizes, token_sizes
+from armillary.serving.engine.step import Shape
+from tests.serving.engine.fake import ask
+from tests.serving.engine.test_plain_executor import MODELS, Alternates, model, prompts, serve
+
+
+def padded(*args: Any, **named: Any) -> FastExecutor:
+    """As on a GPU: every step a few tokens and rows too large."""
+    made = FastExecutor(*args, **named)
+    made.encoder.fit = lambda tokens, rows, decodes: (rows + 3, rows + 3) if decodes else (tokens + 5, rows + 2)
+    return made
+
+
+def reference(*args: Any, **named: Any) -> FastExecutor:
+    return FastExecutor(*args, kernels=REFERENCE, **named)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(sorted(MODELS)), wanted=prompts, blocks=st.sampled_from([7, 8, 12, 60]),
+    batching=st.sampled_from(["none", "static", "continuous"]), block_tokens=st.sampled_from([4, 8]),
+    max_tokens_per_step=st.sampled_from([4, 7, 32]), prefix_cache=st.booleans(), overlap=st.booleans(),
+    executor=st.sampled_from([FastExecutor, padded, reference]), temperature=st.sampled_from([0.0, 1.0]),
+    n=st.integers(1, 2), top_k=st.sampled_from([0, 5]), penalty=st.sampled_from([0.0, 0.7]),
+)  # fmt: skip
+def test_answers_are_those_of_the_slow_twin(
+    name: str, wanted: list[list[int]], executor: Any, temperature: float, n: int, top_k: int, penalty: float,
+    **given_settings: Any,
+) -> None:  # fmt: skip
+    wishes: dict[str, Any] = {"temperature": temperature, "seed": 3, "n": n, "top_k": top_k, "top_p": 0.9}
+    requests = [ask(f"r{i}", prompt, 9, presence_penalty=penalty * (i % 2), **wishes) for i, prompt in enumerate(wanted)]
+    found = serve(MODELS[name], model(name), requests, executor=executor, **given_settings)
+    right = serve(MODELS[name], model(name), requests, **given_settings)
+    assert [made.tokens for made in found] == [made.tokens for made in right]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_wish_at_once(overlap: bool) -> None:
+    config, weights = MODELS["plain"], model("plain")
+    (free,) = serve(config, weights, [ask("a", [2, 3], 10, temperature=0.0)])
+    requests = [
+        ask("least", [2, 3], 10, temperature=0.0, stop_ids=(free.tokens[2],), min_tokens=8),
+        ask("bias", [2, 3], 10, temperature=0.0, logit_bias={free.tokens[0]: -100.0, free.tokens[1]: 3.0}),
+        ask("penalties", [2, 3], 10, temperature=0.7, seed=1, repetition_penalty=1.3, frequency_penalty=0.3),
+        ask("min-p", [2, 3], 10, temperature=2.0, seed=1, min_p=0.3),
+    ]
+    found = serve(config, weights, requests, overlap=overlap, executor=padded)
+    right = serve(config, weights, requests, overlap=overlap)
+    assert [made.tokens for made in found] == [made.tokens for made in right]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_structures_hold(overlap: bool) -> None:
+    structure = Structure(kind="regex", source="alternating")
+    requests = [ask(f"r{i}", [2 + i, 3], 20, structure=structure, n=2) for i in range(3)]
+    found = serve(MODELS["plain"], model("plain"), requests, overlap=overlap, executor=padded,
+                  constraints={f"r{i}": Alternates for i in range(3)})  # fmt: skip
+    assert all(made.finish == "stop" and [t % 2 for t in made.tokens] == [0, 1] * 3 for made in found)
+
+
+def test_log_probabilities_of_answers_and_prompts() -> None:
+    config, weights = MODELS["plain"], model("plain")
+    prompt = [2, 3, 4, 5, 6, 7, 8]
+    wishes: dict[str, Any] = {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2, "n": 2}
+    first, second = serve(config, weights, [ask("a", prompt, 5, **wishes)], executor=padded, max_tokens_per_step=4)
+    with torch.inference_mode():
+        tokens = torch.tensor([prompt + first.tokens])
+        logits = weights.head(weights(tokens, torch.arange(tokens.shape[1])[None], plain))[0]
+        right = logits.log_softmax(-1)
+    assert [entry.token for entry in first.prompt_logprobs] == prompt[1:]
+    for at, entry in enumerate([*first.prompt_logprobs, *first.logprobs]):
+        assert entry.value == pytest.approx(float(right[at, entry.token]), abs=1e-4)
+        assert len(entry.top) == (2 if at < len(prompt) - 1 else 3)
+        assert entry.top[0][1] == pytest.approx(float(right[at].max()), abs=1e-4)
+    assert [entry.token for entry in first.logprobs] == first.tokens
+    assert second.prompt_logprobs == first.prompt_logprobs
+
+
+def test_padding_writes_nothing_and_sizes_cover_everything() -> None:
+    ints = null_step(Shape(8, 4, 2, False), 9)
+    assert (ints == -1).sum() == 16 and (ints == 9).sum() == 16
+    assert row_sizes(256)[-1] == 256 and row_sizes(3) == [1, 2, 3] and row_sizes(300)[-1] == 300
+    assert token_sizes(2048)[-1] == 2048 and token_sizes(40) == [40]
+    for sizes in (row_sizes(512), token_sizes(5000)):
+        assert all(b <= 2 * a for a, b in zip(sizes, sizes[1:], strict=False))
