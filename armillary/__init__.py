@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from armillary.profiling.doctor import doctor as doctor
     from armillary.profiling.machine import here as here
     from armillary.profiling.machine import machine as machine
+    from armillary.serving.engine.constraint import Structure as Structure
+    from armillary.serving.engine.llm import LLM as LLM
+    from armillary.serving.engine.params import SamplingParams as SamplingParams
     from armillary.spec.catalogue import chips as chips
     from armillary.spec.catalogue import cluster as hardware
     from armillary.spec.catalogue import models as models
@@ -35,7 +38,10 @@ __version__ = "0.1.0"
 _API = {
     "ArmillaryError": "armillary.errors:ArmillaryError",
     "Home": "armillary.store.home:Home",
+    "LLM": "armillary.serving.engine.llm:LLM",
     "ModelConfig": "armillary.spec.model:ModelConfig",
+    "SamplingParams": "armillary.serving.engine.params:SamplingParams",
+    "Structure": "armillary.serving.engine.constraint:Structure",
     "chips": "armillary.spec.catalogue:chips",
     "convert": "armillary.model.convert:convert",
     "doctor": "armillary.profiling.doctor:doctor",
@@ -54,8 +60,9 @@ _API = {
 }
 
 __all__ = [
-    "ArmillaryError", "Home", "ModelConfig", "__version__", "chips", "convert", "doctor", "generate", "hardware",
-    "here", "load_model", "machine", "models", "prepare", "profile", "resolve_model", "runs", "save_model", "train",
+    "LLM", "ArmillaryError", "Home", "ModelConfig", "SamplingParams", "Structure", "__version__", "chips", "convert",
+    "doctor", "generate", "hardware", "here", "load_model", "machine", "models", "prepare", "profile",
+    "resolve_model", "runs", "save_model", "train",
 ]  # fmt: skip
 
 

@@ -84,33 +84,29 @@ def stream_completion(
 ) -> Completion:
     """Complete one prompt, handing text to `emit` as whole characters become known; `before` goes ahead of it, once
     there is something to follow it."""
-    from armillary.model.generate import complete as library_complete
-    from armillary.model.tokenizer import Detokenizer
+    from armillary.model.generate import Completion, check_tokenizer
+    from armillary.serving.engine.one import answer
 
-    stream = Detokenizer(tokenizer)
-    ends = set(tokenizer.eos_ids)
-
-    waiting = [before]
-
-    def show(index: int, token: int) -> None:
+    check_tokenizer(model, tokenizer)
+    waiting, texts, tokens, finish = [before], list[str](), list[int](), ""
+    for piece in answer(model, tokenizer, tokenizer.encode(text, special=special), sampling):
         if waiting:
             emit(waiting.pop())
-        if token not in ends:
-            emit(stream.push(token))
-
-    made = library_complete(model, tokenizer, [text], sampling, show, special=special)[0]
-    emit(stream.finish())
-    return made
+        emit(piece.text)
+        texts.append(piece.text)
+        tokens += piece.tokens
+        finish = piece.finish or ""
+    return Completion(prompt=text, text="".join(texts), tokens=tuple(tokens), finish=finish)
 
 
 def generate_ids(out: Output, model: Transformer, name: str, text: str, sampling: Sampling) -> None:
     """Token ids in, token ids out, for a shape that comes without a tokenizer."""
-    from armillary.model.generate import generate_tokens
+    from armillary.serving.engine.one import answer
 
     try:
         ids = [int(word) for word in text.split()]
     except ValueError:
         raise BadInput(f'{name} has no tokenizer; give the prompt as token ids, like "1 15 7"') from None
-    made = generate_tokens(model, [ids], sampling)[0]
+    made = [token for piece in answer(model, None, ids, sampling) for token in piece.tokens]
     out.say(" ".join(map(str, made)))
     out.result({"tokens": made}, quiet=" ".join(map(str, made)))

@@ -47,7 +47,8 @@ class TrainView:
     def _say_memory(self, report: StepReport) -> None:
         rows = memory_rows(report.gauges, self.plan.predicted)
         how = report.sources.get("memory_activations_bytes", "")
-        self.out.table(f"memory at the peak of step {report.step}, main rank ({how})", ["", "planned", "measured", "error"], rows)
+        self.out.say(f"memory at the peak of step {report.step}, main rank ({how})")
+        self.out.table("", ["", "planned", "measured", "error"], rows)
 
 
 def live(gauges: dict[str, float], planned: Any) -> dict[str, object]:

@@ -59,10 +59,10 @@ def _inputs(case: DropoutCase, generator: torch.Generator) -> tuple[Any, ...]:
 
 
 def _work(case: DropoutCase) -> Work:
-    """Forward: x in, y out. Backward: x and dy in, dx out; the mask is drawn again."""
-    count = case.rows * case.columns
+    """Forward: x in, y out. Backward: dy in, dx out, and x in where there is an activation; the mask is drawn again."""
+    count, read = case.rows * case.columns, 1 if case.activation == "none" else 2
     forward = elementwise("bias_act_dropout", count, dtype=case.dtype, flops_each=8)
-    return Work.of(forward, elementwise("bias_act_dropout", count, dtype=case.dtype, inputs=2, flops_each=14))
+    return Work.of(forward, elementwise("bias_act_dropout", count, dtype=case.dtype, inputs=read, flops_each=14))
 
 
 BIAS_ACT_DROPOUT = Op(

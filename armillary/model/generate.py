@@ -89,9 +89,7 @@ def complete(
 ) -> list[Completion]:
     """Text to text; `on_token(prompt index, token id)` is called as tokens come. A rendered chat has its special
     tokens already (`special=False`)."""
-    if tokenizer.vocab_size > model.config.vocab:
-        rows = f"the model has {model.config.vocab} rows and its tokenizer ids up to {tokenizer.vocab_size - 1}"
-        raise BadModel(f"{model.config.name}: {rows}; use the tokenizer the model was trained with")
+    check_tokenizer(model, tokenizer)
     encoded = [tokenizer.encode(prompt, special=special) for prompt in prompts]
     made = generate_tokens(model, encoded, sampling, stop_ids=tokenizer.eos_ids, on_token=on_token)
     stops = set(tokenizer.eos_ids)
@@ -106,6 +104,13 @@ def complete(
     ]
 
 
+def check_tokenizer(model: Transformer, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer with ids the model does not have."""
+    if tokenizer.vocab_size > model.config.vocab:
+        rows = f"the model has {model.config.vocab} rows and its tokenizer ids up to {tokenizer.vocab_size - 1}"
+        raise BadModel(f"{model.config.name}: {rows}; use the tokenizer the model was trained with")
+
+
 @torch.inference_mode()
 def generate_tokens(
     model: Transformer,
@@ -116,7 +121,7 @@ def generate_tokens(
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
     """Token ids that follow each prompt, the stop id included where one came."""
-    _check(model, prompts, sampling)
+    check_prompts(model, prompts, sampling)
     device = next(model.parameters()).device
     lengths = [len(prompt) for prompt in prompts]
     cache = _cache(model, len(prompts), max(lengths) + sampling.max_tokens)
@@ -177,7 +182,8 @@ def _draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> i
     return int(torch.multinomial(probabilities_V, 1, generator=generator))
 
 
-def _check(model: Transformer, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+def check_prompts(model: Transformer, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    """Refuse what the model cannot continue."""
     vocab, context = model.config.vocab, model.config.context
     if not prompts:
         raise BadInput("there is no prompt; give at least one")

@@ -228,6 +228,8 @@ class Serve:
     """size of the KV cache on a device; none: what is left when weights and working memory are in"""
     kv_dtype: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
     """number format of the KV cache; auto: that of the activations"""
+    weights: Literal["auto", "int8"] = "auto"
+    """number format of the layers' weights; auto: as loaded; int8: rounded when they are loaded, on a CPU"""
     block_tokens: int = 16
     """tokens of a KV block"""
     max_tokens_per_step: int = 2048
@@ -250,6 +252,8 @@ class Serve:
     """dynamic batching: how long the first of a batch waits for others"""
     overlap: bool = True
     """decide the next step while one runs"""
+    graphs: bool = True
+    """steps as CUDA graphs, where there is a GPU; captured when the engine starts"""
     check_every: int = 0
     """steps between checks of every invariant of scheduler and cache; 0: never"""
 

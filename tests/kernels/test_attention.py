@@ -133,6 +133,18 @@ def test_nan_reaches_the_queries_that_see_it_and_no_others() -> None:
 
 
 @needs_interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
+def test_a_query_that_is_nan_gives_nan() -> None:
+    from armillary.kernels.attention_own import attention
+
+    q, k, v = torch.randn(1, 70, 2, 16), torch.randn(1, 70, 1, 16), torch.randn(1, 70, 1, 16)
+    q[0, 60, 1, 3] = torch.nan
+    for run in (reference, attention):
+        out = run(q, k, v)
+        assert out[0, 60, 1].isnan().all() and int(out.isnan().sum()) == 16
+
+
+@needs_interpreter
 def test_a_query_that_sees_nothing_gives_zeros() -> None:
     from armillary.kernels.attention_own import attention
 

@@ -16,7 +16,7 @@ from armillary.kernels.compiled import compiled
 from armillary.kernels.dtype import widen
 from armillary.kernels.identity import device_name
 from armillary.kernels.op import Case, Late, Op, Version, Work
-from armillary.store.choices import load_choices
+from armillary.store.choices import choices_path, load_choices
 from armillary.store.home import Home
 
 
@@ -119,6 +119,22 @@ def test_a_remembered_version_that_is_gone_is_not_used(home: Home) -> None:
     assert choice.version == "eager" and not choice.remembered
 
 
+@pytest.mark.parametrize(
+    "kept", ["{", '{"device": "DEVICE", "choices": {"KEY": {"version": "quick", "trials": [{"x": 1}]}}}']
+)
+def test_a_store_that_cannot_be_used_is_said_and_passed_over(
+    kept: str, home: Home, caplog: pytest.LogCaptureFixture
+) -> None:
+    op = an_op(Version(name="quick", run=quick))
+    first = choose(op, CASE, home=home)
+    device = device_name("cpu")
+    (key,) = load_choices(home, device)
+    text = kept.replace("DEVICE", device).replace("KEY", key.replace('"', '\\"'))
+    choices_path(home, device).write_text(text)
+    assert choose(op, CASE, home=home).version == first.version
+    assert "tried again" in caplog.text
+
+
 def test_deterministic_mode_takes_the_order_and_times_nothing(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     import armillary.kernels.choose as module
 
@@ -163,7 +179,7 @@ def test_what_is_hopeless_is_timed_by_one_call() -> None:
 
     def slow(x: Tensor, scale: float) -> Tensor:
         calls.append(1)
-        time.sleep(2e-2)
+        time.sleep(3e-2)
         return quick(x, scale)
 
     trials = {trial.version: trial for trial in choose(an_op(QUICK, Version(name="slow", run=slow)), CASE).trials}

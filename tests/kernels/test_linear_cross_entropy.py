@@ -39,6 +39,12 @@ def random(
 
 
 @needs_interpreter
+def test_targets_that_lie_apart() -> None:
+    x, weight, _ = random(6, 8, 33)
+    assert_agrees(x, weight, torch.arange(12)[::2])
+
+
+@needs_interpreter
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(M, H, V, st.sampled_from([0.0, 7.0]), st.sampled_from([1.0, 0.3]), st.sampled_from(["mean", "sum"]))
 def test_any_shape_in_any_chunks(m: int, h: int, v: int, softcap: float, scale: float, reduction: str) -> None:

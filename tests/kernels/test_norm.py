@@ -86,6 +86,14 @@ def test_launch_shapes(columns: int, element_size: int) -> None:
 
 
 @needs_interpreter
+def test_weights_that_lie_apart_and_a_residual_for_all_rows() -> None:
+    x, weight, bias = torch.randn(4, 40), torch.randn(80)[::2], torch.randn(80)[::2]
+    case = NormCase(rows=4, columns=40, dtype="fp32", device="cpu")
+    assert_agrees(NORM, case, inputs=(x, weight, bias, 1e-6, "layer", False))
+    assert_agrees(ADD_NORM, case, inputs=(x, torch.randn(1, 40), weight, bias, 1e-6, "rms", False))
+
+
+@needs_interpreter
 @pytest.mark.parametrize("columns", [1, 2, 3])
 def test_hardly_any_columns(columns: int) -> None:
     x = torch.randn(5, columns)

@@ -95,6 +95,16 @@ def test_nan_stays_in_its_own_row(queries: list[int]) -> None:
 
 
 @needs_interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
+@pytest.mark.parametrize("sinks", [None, torch.zeros(4)], ids=["plain", "sinks"])
+def test_a_query_that_is_nan_gives_nan_not_zeros(sinks: torch.Tensor | None) -> None:
+    inputs = batch(Shape(queries=[1, 20], lengths=[1, 60]), sinks_N=sinks)
+    inputs[0][0, 1, 3] = inputs[0][5, 2, 0] = torch.nan
+    assert torch.equal(fast()(*inputs).isnan(), paged_attention(*inputs).isnan())
+    assert fast()(*inputs)[[0, 5], [1, 2]].isnan().all()
+
+
+@needs_interpreter
 def test_scores_of_any_size_stay_finite() -> None:
     q, cache, *rest = batch(Shape(queries=[1, 3], lengths=[40, 50]))
     inputs = (q * 1e4, cache, *rest)

@@ -9,16 +9,8 @@ import torch
 from torch import Tensor
 
 from armillary.model.rope import RotaryTable, inverse_frequencies
-from armillary.spec.model import ModelConfig
 
 # A positions, R rotated dims / 2
-
-
-def rope_switch(config: ModelConfig) -> int | None:
-    """Tokens beyond which rotary frequencies are others; none where they never change."""
-    if config.positions != "rope" or config.rope.scaling != "longrope":
-        return None
-    return config.rope.original_context or config.context
 
 
 def angle_tables(rotary: RotaryTable, length: int) -> dict[bool, tuple[Tensor, Tensor]]:

@@ -47,8 +47,9 @@ class Encoder:
         num_decodes, decodes_only = len(decision.decodes), not decision.chunks
         shape = Shape(*self.fit(decision.num_tokens, num_decodes + len(decision.chunks), decodes_only), self.groups,
                       decodes_only)  # fmt: skip
+        copies = np.array(decision.copies, dtype=np.int32).reshape(-1, 2).T
         step = Step(shape=shape, ints=np.zeros(shape.size, dtype=np.int32), edits=edits, admitted=admitted,
-                    copies=np.array(decision.copies, dtype=np.int32).reshape(-1, 2).T, draws=bool(decision.sampling))  # fmt: skip
+                    copies=copies, draws=bool(decision.sampling))  # fmt: skip
         self._fill(step, decision)
         step.extras = self._extras(decision)
         step.prompts = _prompt_logprobs(decision)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from armillary.model.transformer import Transformer
-from armillary.serving.engine.angles import rope_switch
 from armillary.serving.engine.decision import Decision
 from armillary.serving.engine.device_rows import DeviceRows
 from armillary.serving.engine.device_sampler import DeviceSampler, TopLogprobs
@@ -26,6 +25,7 @@ from armillary.serving.engine.graphs import GraphSteps, Steps
 from armillary.serving.engine.kv_cache import KVCache
 from armillary.serving.engine.logprob import Logprob
 from armillary.serving.engine.sequence import Sequence
+from armillary.serving.engine.settings import rope_switch
 from armillary.serving.engine.step import Shape, Step
 
 # T tokens, B sequences, V vocabulary, W words of 32 tokens

@@ -68,7 +68,8 @@ def make_sequences(
     """The n sequences of a checked request; all but the first are forks of it."""
     params = request.params
     stops = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else settings.eos_ids)
-    chain = cache.chain(list(request.prompt), request.salt, request.adapter)
+    far = settings.rope_switch is not None and len(request.prompt) > settings.rope_switch
+    chain = cache.chain(list(request.prompt), request.salt, request.adapter + ("\0far" if far else ""))
     made = [Sequence(request, i, chain.copy() if i else chain, limit, stops) for i in range(params.n)]
     for seq in made:
         if constraint is not None:

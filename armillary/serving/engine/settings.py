@@ -45,6 +45,8 @@ class Settings:
     """context at which attention costs as much as all the rest of a token; none: attention is not counted"""
     reserve: float | None = None
     """share of all that running answers may still grow that is kept free; none: of what is likely, and learnt"""
+    rope_switch: int | None = None
+    """tokens of a prompt beyond which rotary frequencies are others, so that no blocks are shared across it"""
     lookups: int = 512
     """blocks searched or given back in a step at most"""
     check_every: int = 0
@@ -62,7 +64,15 @@ def settings_for(config: ModelConfig, serve: Serve, eos_ids: frozenset[int] = fr
         max_running=serve.max_running, batching=serve.batching, batch_window_s=serve.batch_window_s,
         ageing_s=serve.ageing_s, max_waiting=serve.max_waiting, max_wait_s=serve.max_wait_s,
         prefill_tokens=serve.prefill_tokens, attention_tokens=attention_tokens(config), check_every=serve.check_every,
+        rope_switch=rope_switch(config),
     )  # fmt: skip
+
+
+def rope_switch(config: ModelConfig) -> int | None:
+    """Tokens beyond which rotary frequencies are others (longrope); none where they never change."""
+    if config.positions != "rope" or config.rope.scaling != "longrope":
+        return None
+    return config.rope.original_context or config.context
 
 
 def attention_tokens(config: ModelConfig) -> float:

@@ -32,7 +32,7 @@ class Letters:
 
 
 def letters(tokens: list[int]) -> str:
-    return "".join("#<abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUV"[token] for token in tokens)
+    return "".join("#<abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUV"[token % 50] for token in tokens)
 
 
 def cut(text: str, stops: list[str]) -> str:

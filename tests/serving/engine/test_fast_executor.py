@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -43,7 +44,8 @@ def test_answers_are_those_of_the_slow_twin(
     **given_settings: Any,
 ) -> None:  # fmt: skip
     wishes: dict[str, Any] = {"temperature": temperature, "seed": 3, "n": n, "top_k": top_k, "top_p": 0.9}
-    requests = [ask(f"r{i}", prompt, 9, presence_penalty=penalty * (i % 2), **wishes) for i, prompt in enumerate(wanted)]
+    requests = [ask(f"r{i}", prompt, 9, presence_penalty=penalty * (i % 2), **wishes)
+                for i, prompt in enumerate(wanted)]  # fmt: skip
     found = serve(MODELS[name], model(name), requests, executor=executor, **given_settings)
     right = serve(MODELS[name], model(name), requests, **given_settings)
     assert [made.tokens for made in found] == [made.tokens for made in right]
@@ -97,4 +99,4 @@ def test_padding_writes_nothing_and_sizes_cover_everything() -> None:
     assert row_sizes(256)[-1] == 256 and row_sizes(3) == [1, 2, 3] and row_sizes(300)[-1] == 300
     assert token_sizes(2048)[-1] == 2048 and token_sizes(40) == [40]
     for sizes in (row_sizes(512), token_sizes(5000)):
-        assert all(b <= 2 * a for a, b in zip(sizes, sizes[1:], strict=False))
+        assert all(b <= 2 * a for a, b in pairwise(sizes))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+import armillary
 from armillary.errors import BadInput, BadRecipe
 from armillary.model.bpe import train_tokenizer
 from armillary.model.generate import Sampling, generate
@@ -81,3 +84,65 @@ def test_the_cache_is_no_larger_than_a_full_batch_needs(folder: Path) -> None:
     assert llm.plan.sequences_of(64) == 2 and "128 tokens = 2 sequences of 64" in llm.plan.text((64,))
     with pytest.raises(BadRecipe, match=r"try --set serve\.max_model_len=64"):
         LLM(folder, Serve(max_model_len=65), device="cpu")
+
+
+def test_many_streams_at_once_by_the_object_itself(folder: Path) -> None:
+    with armillary.LLM(folder, Serve(block_tokens=4, kv_bytes=100_000, max_running=4), device="cpu") as llm:
+        whole = [made.text for made in llm.generate(TEXTS, GREEDY)]
+
+        async def text(prompt: str) -> str:
+            return "".join([piece.text async for piece in llm.stream(prompt, GREEDY)])
+
+        async def texts() -> list[str]:
+            return await asyncio.gather(*map(text, TEXTS))
+
+        assert asyncio.run(asyncio.wait_for(texts(), 60)) == whole
+        with pytest.raises(BadInput, match="close"):
+            llm.generate(TEXTS, GREEDY)
+    assert [made.text for made in llm.generate(TEXTS, GREEDY)] == whole
+
+
+def test_fewer_bits_change_little_and_never_with_the_batch(folder: Path) -> None:
+    told: list[str] = []
+    serve = Serve(block_tokens=4, kv_bytes=100_000, max_running=4, weights="int8")
+    llm = LLM(folder, serve, device="cpu", phase=lambda name, seconds: told.append(name))
+    wish = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1)
+    exact = LLM(folder, Serve(max_running=1), device="cpu")
+    (near,), (right,) = llm.generate(TEXTS[:1], wish), exact.generate(TEXTS[:1], wish)
+    assert near.logprobs[0].value == pytest.approx(right.logprobs[0].value, abs=0.1)
+    alone = [llm.generate([text], GREEDY)[0].tokens for text in TEXTS]
+    assert [made.tokens for made in llm.generate(TEXTS, GREEDY)] == alone
+    assert told == ["weights", "kernels and KV cache"]
+    with pytest.raises(BadInput, match="for a GPU"):
+        LLM(folder, Serve(kv_dtype="fp8", kv_bytes=100_000), device="cpu")
+
+
+def test_structures_always_validate(folder: Path) -> None:
+    pytest.importorskip("llguidance")
+    llm = LLM(folder, Serve(block_tokens=4, kv_bytes=400_000, max_running=4), device="cpu")
+    schema = '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}}, "required": ["a", "b"], "additionalProperties": false}'  # noqa: E501
+    structures = [armillary.Structure(kind="regex", source="[0-9]{3}-[a-f]{2}"),
+                  armillary.Structure(kind="choice", source="yes\nno\nmaybe"),
+                  armillary.Structure(kind="grammar", source='start: "<" /[a-z]{1,4}/ ">"'),
+                  armillary.Structure(kind="regex", source="[0-9"),
+                  armillary.Structure(kind="json_schema", source=schema)]  # fmt: skip
+    wishes = [SamplingParams(temperature=1.5, seed=i, max_tokens=50, structure=kind, n=2)
+              for i, kind in enumerate(structures)]  # fmt: skip
+    found = llm.generate([TEXTS[0]] * len(wishes), wishes)
+    for made in found:
+        kind = structures[wishes.index(made.request.params)]
+        if kind.source == "[0-9":
+            assert made.finish == "error" and "cannot be used" in made.error
+        elif made.finish == "stop":
+            assert matches(kind, made.text), made.text
+    assert sum(made.finish == "stop" for made in found) >= 6
+
+
+def matches(structure: armillary.Structure, text: str) -> bool:
+    if structure.kind == "choice":
+        return text in structure.source.splitlines()
+    if structure.kind == "json_schema":
+        value = json.loads(text)
+        return set(value) == {"a", "b"} and isinstance(value["a"], int) and value["b"] in ("x", "yz")
+    pattern = structure.source if structure.kind == "regex" else "<[a-z]{1,4}>"
+    return re.fullmatch(pattern, text) is not None

@@ -1,0 +1,109 @@
+"""Where the parts of an engine are put together: scheduler, cache, executor, loop and texts of answers."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from armillary.errors import BadInput
+from armillary.model.device import free_bytes
+from armillary.model.dtype import DTYPES
+from armillary.model.tokenizer import Detokenizer, Tokenizer
+from armillary.model.transformer import Transformer
+from armillary.serving.engine.answers import Answers
+from armillary.serving.engine.engine import Engine, Record
+from armillary.serving.engine.fast_executor import FastExecutor
+from armillary.serving.engine.int8 import to_int8
+from armillary.serving.engine.kv_capacity import KVPlan, plan_kv
+from armillary.serving.engine.loop import Loop
+from armillary.serving.engine.scheduler import Scheduler
+from armillary.serving.engine.settings import Settings, settings_for
+from armillary.spec.job import Serve
+
+Phase = Callable[[str, float], None]
+"""what was done when an engine started, and the seconds it took"""
+_SHARE = {"cuda": 0.8, "cpu": 0.3}
+"""of the memory that is free once the weights are in: the rest is for activations, and on a CPU for everybody else"""
+
+
+class NoText:
+    """For models without a tokenizer: tokens are all there is."""
+
+    def push(self, token: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+def make_engine(
+    model: Transformer, tokenizer: Tokenizer | None, serve: Serve, *, record: Record | None = None,
+    seed: int | None = None, phase: Phase | None = None,
+) -> tuple[Engine, KVPlan]:  # fmt: skip
+    """`seed` is of the seeds that requests do not bring themselves; `phase` is told what the start consists of."""
+    tell = phase or (lambda name, seconds: None)
+    begin = time.monotonic()
+    settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else ()))
+    plan = kv_plan(model, serve, settings.max_model_len)
+    scheduler = Scheduler(settings, plan.make(prefix=serve.prefix_cache))
+    executor = make_executor(model, scheduler, settings, serve, plan, seed)
+    tell("kernels and KV cache", time.monotonic() - begin)
+    begin = time.monotonic()
+    if graphs := executor.warm():
+        tell(f"{graphs} CUDA graphs", time.monotonic() - begin)
+    loop = Loop(scheduler, executor, overlap=serve.overlap)
+    texts = Answers(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
+    return Engine(loop, texts, record=record), plan
+
+
+def make_executor(
+    model: Transformer, scheduler: Scheduler, settings: Settings, serve: Serve, plan: KVPlan, seed: int | None
+) -> FastExecutor:
+    """The executor of a recipe, its weights rounded where that was asked for."""
+    weight, dice = next(model.parameters()), random.Random(seed)
+    if serve.weights == "int8" and weight.device.type != "cpu":
+        raise BadInput("weights in int8 are for a CPU; leave serve.weights=auto, or take --device cpu")
+    kv_dtype = torch.float8_e4m3fn if plan.dtype == "fp8" else DTYPES[plan.dtype]
+    if kv_dtype == torch.float8_e4m3fn and weight.device.type != "cuda":
+        raise BadInput("a KV cache in fp8 is for a GPU; leave serve.kv_dtype=auto")
+    executor = FastExecutor(
+        model, scheduler.cache, max_running=settings.max_running, max_model_len=settings.max_model_len,
+        max_tokens=settings.max_tokens_per_step, new_seed=lambda: dice.getrandbits(61), graphs=serve.graphs,
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
+    if serve.weights == "int8":
+        to_int8(executor.forward.layers)
+    if kv_dtype == torch.float8_e4m3fn:
+        _scale(executor)
+    return executor
+
+
+def _scale(executor: FastExecutor) -> None:
+    """Keys and values go to fp8 as they are: their range suffices without calibration (vLLM's default too)."""
+    heads = executor.rows.blocks.shape[3]
+    ones_2K = torch.ones(2, heads, device=executor.device)
+    for layer in executor.forward.layers:
+        layer.heads = replace(layer.heads, scales_2K=ones_2K)
+        layer.options = replace(layer.options, scales_2K=ones_2K)
+
+
+def kv_plan(model: Transformer, serve: Serve, max_model_len: int) -> KVPlan:
+    """A cache of serve.kv_bytes, or of a share of what is free, but no more than a full batch can use."""
+    weight = next(model.parameters())
+    dtype = next(name for name, known in DTYPES.items() if known == weight.dtype)
+    if serve.kv_bytes is not None:
+        return plan_kv(model.config, serve, serve.kv_bytes, dtype=dtype)
+    one = plan_kv(model.config, serve, 1 << 62, dtype=dtype)
+    useful = (one.blocks_of(max_model_len) * serve.max_running + 1) * one.block_bytes
+    return plan_kv(model.config, serve, min(useful, _share_of_free(weight.device)), dtype=dtype)
+
+
+def _share_of_free(device: torch.device) -> int:
+    free = free_bytes(device)
+    if free is None:
+        raise BadInput("this machine does not say how much memory is free; set serve.kv_bytes")
+    return int(free * _SHARE[device.type])

@@ -1,0 +1,84 @@
+"""Structures by llguidance (the `structure` extra): JSON schemas, regular expressions, Lark grammars and choices.
+
+A structure is compiled once and copied for every answer; the tokens it allows are asked for while a step runs.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from armillary.errors import BadInput, missing
+from armillary.model.tokenizer import Tokenizer
+from armillary.serving.engine.constraint import Constraint, Structure
+from armillary.serving.engine.intake import MakeConstraint
+
+
+class Matched:
+    """One answer against its structure."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def allowed(self) -> bytes:
+        bits: bytes = self._matcher.compute_bitmask()
+        return bits
+
+    def advance(self, token: int) -> bool:
+        return bool(self._matcher.consume_token(token))
+
+    def finished(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+
+class Structures:
+    """Compiled structures of one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
+        self._tokenizer, self._vocab = tokenizer, vocab
+        self._wrapped: Any = None
+        self._compiled: dict[Structure, Any] = {}
+
+    def maker(self, structure: Structure) -> MakeConstraint:
+        """A constraint for each answer; BadInput where the structure is none, when the first is made."""
+        return lambda: self._made(structure)
+
+    def _made(self, structure: Structure) -> Constraint:
+        if structure not in self._compiled:
+            self._compiled[structure] = self._compile(structure)
+        return Matched(self._compiled[structure].deep_copy())
+
+    def _compile(self, structure: Structure) -> Any:
+        try:
+            from llguidance import LLMatcher, LLTokenizer
+        except ModuleNotFoundError:
+            raise missing("llguidance", "structured answers", "structure") from None
+        if self._wrapped is None:
+            ends = list(self._tokenizer.eos_ids) or None
+            self._wrapped = LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=self._vocab, eos_token=ends)
+        try:
+            grammar = _grammar(LLMatcher, structure)
+        except ValueError as error:
+            raise BadInput(f"the {structure.kind} cannot be read ({_line(error)}); correct it") from None
+        matcher = LLMatcher(self._wrapped, grammar, log_level=0)
+        if matcher.is_error():
+            raise BadInput(f"the {structure.kind} cannot be used ({_line(matcher.get_error())}); correct it")
+        return matcher
+
+
+def _grammar(library: Any, structure: Structure) -> str:
+    kind, source = structure.kind, structure.source
+    if kind in ("json", "json_schema"):
+        schema = json.loads(source) if kind == "json_schema" else {}
+        found = library.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+    elif kind == "regex":
+        found = library.grammar_from_regex(source)
+    else:
+        lark = source if kind == "grammar" else "start: " + " | ".join(json.dumps(t) for t in source.splitlines() if t)
+        found = library.grammar_from_lark(lark)
+    grammar: str = found
+    return grammar
+
+
+def _line(error: object) -> str:
+    return (str(error).strip().splitlines() or ["no reason given"])[0][:200]

@@ -1,0 +1,69 @@
+"""Greedy answers are transformers' own, token for token, for every family and whatever the schedule."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.model.transformer import Transformer
+from armillary.model.weights import load_model
+from armillary.serving.engine.fast_executor import FastExecutor
+from tests.model.families import FAMILIES, random_model
+from tests.serving.engine.fake import ask
+from tests.serving.engine.test_fast_executor import padded
+from tests.serving.engine.test_plain_executor import serve
+
+TOKENS = 8
+
+
+@cache
+def models(family: str, seed: int) -> tuple[Any, Transformer]:
+    theirs = random_model(family, seed)
+    with TemporaryDirectory() as folder:
+        theirs.save_pretrained(Path(folder) / "model")
+        return theirs, load_model(Path(folder) / "model")
+
+
+@cache
+def their_answer(family: str, seed: int, prompt: tuple[int, ...]) -> list[int]:
+    theirs, _ = models(family, seed)
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        made = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False,
+                               eos_token_id=None, pad_token_id=0)  # fmt: skip
+    return made[0, len(prompt) :].tolist()
+
+
+def lengths(config: Any) -> st.SearchStrategy[int]:
+    """Of prompts: transformers computes all anew where a longrope answer grows across its switch, we do not."""
+    switch = config.rope.original_context
+    if config.rope.scaling == "longrope" and switch:
+        return st.integers(1, switch - TOKENS) | st.integers(switch + 1, switch + 6)
+    return st.integers(1, 26)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=4, deadline=None)
+@given(data=st.data())
+def test_greedy_answers_equal_transformers(family: str, data: st.DataObject) -> None:
+    draw = data.draw
+    seed = draw(st.integers(0, 2))
+    config = models(family, seed)[1].config
+    sizes = draw(st.lists(lengths(config), min_size=1, max_size=4))
+    wanted = [tuple(3 + (i + size % 2) % 5 for i in range(size)) for size in sizes]  # some begin alike
+    requests = [ask(f"r{i}", prompt, TOKENS, temperature=0.0) for i, prompt in enumerate(wanted)]
+    found = serve(
+        config, models(family, seed)[1], requests,
+        executor=draw(st.sampled_from([FastExecutor, padded])), overlap=draw(st.booleans()),
+        batching=draw(st.sampled_from(["none", "static", "dynamic", "continuous"])), batch_window_s=0.001,
+        block_tokens=draw(st.sampled_from([1, 4, 7])), blocks=draw(st.sampled_from([36, 40, 80])),
+        max_tokens_per_step=draw(st.sampled_from([4, 7, 64])), prefix_cache=draw(st.booleans()),
+    )  # fmt: skip
+    assert [made.tokens for made in found] == [their_answer(family, seed, prompt) for prompt in wanted]
