@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from armillary.kernels.trial import ONE_CALL
 from armillary.profiling.kernel_bench import LIMIT_S, bench_kernels
 from armillary.profiling.kernel_plot import bench_page
 from armillary.profiling.kernel_rows import KernelBench, KernelRow, Measured
@@ -28,12 +29,13 @@ VERSIONS = ("eager", "compile", "torch", "cudnn", "flash", "sdpa", "cublas", "li
 
 
 def percent(one: Measured | None) -> str:
-    """'95/91' of the ceiling, forward and backward."""
+    """'95/91' of the ceiling, forward and backward; a star where it was timed by one call, because that took so long."""
     if one is None or one.forward_share is None:
         return "-"
+    star = "*" if one.method == ONE_CALL else ""
     extra = "" if one.extra_bytes is None else f" {one.extra_bytes / 1e9:.2f}GB"
     backward = f"/{100 * one.backward_share:.0f}" if one.backward_share else ""
-    return f"{100 * one.forward_share:.0f}{backward}{extra}"
+    return f"{100 * one.forward_share:.0f}{backward}{star}{extra}"
 
 
 def best(row: KernelRow, name: str) -> Measured | None:

@@ -17,7 +17,7 @@ from armillary.kernels.attention_backward_triton import delta_kernel, key_kernel
 from armillary.kernels.attention_lists import boil_down
 from armillary.kernels.attention_tiles import can_copy, described, forward_tiles, key_tiles, query_tiles
 from armillary.kernels.attention_triton import forward_kernel
-from armillary.kernels.launch import ceil_div, on, power_of_two
+from armillary.kernels.launch import ceil_div, dense, on, power_of_two
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
 
@@ -61,9 +61,10 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, log-sum-exp in base 2 [B, N, T])."""
     out, lse = _empty(q, k, v, documents, blocks, sinks, slopes, scale, window, softcap, causal)
-    if not out.numel():
-        return out, lse
+    if not out.numel() or not k.numel():
+        return out.zero_(), lse.fill_(torch.inf)
     q, k, v = (_with_unit_stride(x) for x in (q, k, v))
+    sinks, slopes = dense(sinks), dense(slopes)
     (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
     tiles = forward_tiles(D, q.dtype, documents is not None)
     flags, mask, lists = boil_down(documents, blocks, window, softcap, causal, slopes, T, S, tiles.keys)
@@ -100,11 +101,12 @@ def _attention_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dQ, dK, dV, gradient of the sinks or empty)."""
-    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) if not out.numel()
-                  else torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))  # fmt: skip
-    if not out.numel():
-        return dq, dk, dv, q.new_zeros(0) if sinks is None else torch.zeros_like(sinks)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    if not out.numel() or not k.numel():
+        dsinks = q.new_zeros(0) if sinks is None else torch.zeros_like(sinks)
+        return dq.zero_(), dk.zero_(), dv.zero_(), dsinks
     q, k, v, grad = (_with_unit_stride(x) for x in (q, k, v, grad))
+    slopes = dense(slopes)
     (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
     delta = torch.empty_like(lse)
     shared = {"FP32": q.dtype == torch.float32, "D": D, "BLOCK_D": max(16, power_of_two(D))}

@@ -47,6 +47,8 @@ class Trial:
     """seconds of a forward"""
     backward_s: float | None = None
     """seconds of a backward"""
+    method: str = ""
+    """how time was taken"""
 
     @property
     def seconds(self) -> float | None:
@@ -125,7 +127,9 @@ def time_rivals(op: Op, case: Case, *, budget_s: float = BUDGET_S) -> Iterator[T
         except Exception as error:  # a rival's compiler may fail in its own way; it is timed beside, no more
             yield Trial(version=version.name, refused=_failure(error))
             continue
-        yield Trial(version=version.name, forward_s=times.forward_s, backward_s=times.backward_s)
+        yield Trial(
+            version=version.name, forward_s=times.forward_s, backward_s=times.backward_s, method=times.method
+        )
 
 
 def _tried(
@@ -139,7 +143,7 @@ def _tried(
         if not found.agreed or not sets:
             return trial
         times = time_version(run, op, sets, **how)
-        return replace(trial, forward_s=times.forward_s, backward_s=times.backward_s)
+        return replace(trial, forward_s=times.forward_s, backward_s=times.backward_s, method=times.method)
     except Exception as error:
         # A compiler or a library may fail in its own way on a new chip or shape; the reference is there for that, and
         # may itself be too large for the memory.

@@ -140,7 +140,7 @@ def logprobs(logits_BV: Tensor, tokens_B: Tensor, num_top: int) -> tuple[Tensor,
 def _launched(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     batch, vocab = logits.shape
     num_top = min(num_top, vocab)
-    logits, pieces = logits.contiguous(), ceil_div(vocab, _BLOCK)
+    logits, tokens, pieces = logits.contiguous(), tokens.contiguous(), ceil_div(vocab, _BLOCK)
 
     def new(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)

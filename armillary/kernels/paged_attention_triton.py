@@ -70,7 +70,9 @@ def _launched(
         return out.zero_()
     q = q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
     group = q.shape[1] // heads
-    pointers = [q, cache, tables, starts, lengths, *(q if x is None else x for x in (sinks, slopes, scales)), out]
+    tables = tables if tables.stride(1) == 1 else tables.contiguous()
+    optional = (q if x is None else x.contiguous() for x in (sinks, slopes, scales))
+    pointers = [q, cache, tables, starts.contiguous(), lengths.contiguous(), *optional, out]
     strides = (q.stride(0), *cache.stride()[:4], tables.stride(0))
     split = split_tiling(group, max_query, q.shape[2], cache.dtype)
     shape = {

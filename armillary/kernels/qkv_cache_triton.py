@@ -15,8 +15,6 @@ from torch import Tensor
 from armillary.kernels.launch import ceil_div, is_bare, on, power_of_two
 from armillary.kernels.qkv_cache import QkvOptions
 
-_FP8_MAX = 448.0
-
 # a tile of rows is [tokens, heads, dims]; R dims turn with R others
 
 
@@ -38,14 +36,19 @@ def _read(rows, there, R: tl.constexpr, R_PAD: tl.constexpr, REST: tl.constexpr,
 
 
 @triton.jit
+def _clipped(x, clip):
+    return tl.clamp(x, -clip, clip, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _write(rows, there, first, second, rest, scale, R: tl.constexpr, R_PAD: tl.constexpr, REST: tl.constexpr,
            REST_PAD: tl.constexpr, INTERLEAVED: tl.constexpr, B: tl.constexpr, H: tl.constexpr,
            HAS_SCALE: tl.constexpr, LARGEST: tl.constexpr):  # fmt: skip
     """The reverse of `_read`, in the format of `rows`; divided by `scale` for a quantised cache."""
     if HAS_SCALE:
-        first = tl.minimum(tl.maximum(first / scale, -LARGEST), LARGEST)
-        second = tl.minimum(tl.maximum(second / scale, -LARGEST), LARGEST)
-        rest = tl.minimum(tl.maximum(rest / scale, -LARGEST), LARGEST)
+        first = _clipped(first / scale, LARGEST)
+        second = _clipped(second / scale, LARGEST)
+        rest = _clipped(rest / scale, LARGEST)
     kind = rows.dtype.element_ty
     pair = tl.arange(0, R_PAD)[None, None, :]
     extra = tl.arange(0, REST_PAD)[None, None, :]
@@ -59,11 +62,6 @@ def _write(rows, there, first, second, rest, scale, R: tl.constexpr, R_PAD: tl.c
             tl.store(rows + R + pair, second.to(kind), mask=there & (pair < R))
     if REST > 0:
         tl.store(rows + 2 * R + extra, rest.to(kind), mask=there & (extra < REST))
-
-
-@triton.jit
-def _clipped(x, clip):
-    return tl.clamp(x, -clip, clip, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -108,8 +106,8 @@ def _kernel(
     num_tokens, eps, clip, qkv_stride, page_stride, kv_stride, head_stride, slot_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, G_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
     REST: tl.constexpr, REST_PAD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_CLIP: tl.constexpr, HAS_SCALES: tl.constexpr, LARGEST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, B: tl.constexpr,
+    Q_WEIGHT: tl.constexpr, K_WEIGHT: tl.constexpr, HAS_CLIP: tl.constexpr, HAS_SCALES: tl.constexpr,
+    LARGEST: tl.constexpr, INTERLEAVED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Program (B tokens, KV head); heads vary first, so that programs that run together read and write neighbours."""
     D: tl.constexpr = 2 * R + REST
@@ -128,9 +126,9 @@ def _kernel(
         va, vb, vc = _clipped(va, clip), _clipped(vb, clip), _clipped(vc, clip)
     if NORM > 0:
         qa, qb, qc = _normed(qa, qb, qc, q_weight, eps, R, R_PAD, REST, REST_PAD, INTERLEAVED, NORM, PLUS_ONE,
-                             HAS_WEIGHT)  # fmt: skip
+                             Q_WEIGHT)  # fmt: skip
         ka, kb, kc = _normed(ka, kb, kc, k_weight, eps, R, R_PAD, REST, REST_PAD, INTERLEAVED, NORM, PLUS_ONE,
-                             HAS_WEIGHT)  # fmt: skip
+                             K_WEIGHT)  # fmt: skip
     if R > 0:
         pair = tl.arange(0, R_PAD)[None, None, :]
         at, there = token[:, None, None] * R + pair, live & (pair < R)
@@ -186,15 +184,19 @@ def _launched(
     q = torch.empty(tokens, heads * group, size, dtype=qkv.dtype, device=qkv.device)
     if not tokens:
         return q
+    for weight in (q_weight, k_weight):
+        assert weight is None or weight.numel() == size, "a norm that spans all heads is left to the reference"
+    qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
     turns = cos.shape[-1] if cos is not None else 0
     rest, at_once, warps = size - 2 * turns, *tiling(tokens, group)
     pointers = [qkv, *(qkv if x is None else x.contiguous() for x in (cos, sin, q_weight, k_weight, scales))]
     with on(qkv):
         _kernel[(ceil_div(tokens, at_once) * heads,)](
-            *pointers, slots, cache, q, tokens, eps, clip, qkv.stride(0), *cache.stride()[:4],
+            *pointers, slots.contiguous(), cache, q, tokens, eps, clip, qkv.stride(0), *cache.stride()[:4],
             HEADS=heads, GROUP=group, G_PAD=power_of_two(group), R=turns, R_PAD=power_of_two(turns), REST=rest,
             REST_PAD=power_of_two(rest), PAGE=cache.shape[3], NORM=norm, PLUS_ONE=plus_one,
-            HAS_WEIGHT=q_weight is not None, HAS_CLIP=clip > 0, HAS_SCALES=scales is not None, LARGEST=_FP8_MAX,
+            Q_WEIGHT=q_weight is not None, K_WEIGHT=k_weight is not None, HAS_CLIP=clip > 0,
+            HAS_SCALES=scales is not None, LARGEST=torch.finfo(cache.dtype).max,
             INTERLEAVED=interleaved and turns > 0, B=at_once, num_warps=warps,
         )  # fmt: skip
     return q

@@ -122,7 +122,7 @@ def _integer(weights: Tensor) -> Tensor:
 def likely(weights: Tensor, min_p_B: Tensor) -> Tensor:
     """Integer weights, 0 below min-p."""
     masses = _integer(weights.nan_to_num())
-    return torch.where(masses >= _integer(min_p_B.float())[:, None], masses, 0)
+    return torch.where(masses >= _integer(min_p_B.float().clamp(max=1.0))[:, None], masses, 0)
 
 
 def filtered(

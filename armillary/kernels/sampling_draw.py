@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from armillary.kernels.sampling_weights import factor_of, mass_of, scores_of, share_of, weights_of
+from armillary.kernels.sampling_weights import factor_of, least_of, mass_of, scores_of, share_of, weights_of
 
 _ABOVE_ALL: tl.constexpr = tl.constexpr(0x3F800001)
 """the bits after those of 1.0"""
@@ -138,7 +138,7 @@ def draw(
     k = tl.load(top_k + b).to(tl.int32)
     k = tl.where((k <= 0) | (k >= V), 0, k)
     p = tl.load(top_p + b).to(tl.float32)
-    least = mass_of(tl.load(min_p + b).to(tl.float32))
+    least = least_of(min_p, b)
     step = tl.load(steps + b)
     words = tl.philox(tl.load(seeds + b), (step & 0xFFFFFFFF).to(tl.uint32), (step >> 32).to(tl.uint32),
                       tl.zeros([], tl.uint32), tl.zeros([], tl.uint32))  # fmt: skip

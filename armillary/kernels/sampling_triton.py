@@ -17,7 +17,7 @@ from torch import Tensor
 from armillary.kernels.launch import ceil_div, is_bare, on, power_of_two
 from armillary.kernels.sampling import Draws, Penalties
 from armillary.kernels.sampling_draw import draw
-from armillary.kernels.sampling_weights import factor_of, mass_of, scores_of, weights_of
+from armillary.kernels.sampling_weights import factor_of, least_of, mass_of, scores_of, weights_of
 
 _BLOCK, _WARPS = 2048, 4
 _GROUPS = 4096
@@ -98,7 +98,7 @@ def _collect(
     factor = factor_of(temperature, b)
     weights = weights_of(scores_of(b, token, source, V, WORDS, PENALTIES, ROWS, ALLOWED), top, factor)
     mass = mass_of(weights)
-    least = mass_of(tl.load(min_p + b).to(tl.float32))
+    least = least_of(min_p, b)
     tl.store(masses + b * PIECES + piece, tl.sum(tl.where(mass >= least, mass, 0), 0))
     if (tl.load(top_k + b) > 0) | (tl.load(top_p + b).to(tl.float32) < 1.0):
         bound = tl.max(weights_of(tl.zeros([1], tl.float32) + tl.load(bounds + b), top, factor), 0)
@@ -154,10 +154,10 @@ def _launched(
     group_tops, masses = new(torch.float32, batch, groups), new(torch.int64, batch, pieces)
     row_tops, bounds, arrived = new(torch.float32, batch), new(torch.float32, batch), new(torch.int32, batch)
     found, found_at = new(torch.float32, batch, _CAPACITY + vocab), new(torch.int32, batch, _CAPACITY)
-    in_prompt = None if prompt is None else prompt.view(torch.uint8)
+    in_prompt = None if prompt is None else prompt.contiguous().view(torch.uint8)
     optional = (repetition, presence, frequency, counts, in_prompt, rows, allowed)
-    source = [logits, *(logits if x is None else x for x in optional)]
-    how = [temperature, top_k, top_p, min_p]
+    source = [logits, *(logits if x is None else x.contiguous() for x in optional)]
+    how = [x.contiguous() for x in (temperature, top_k, top_p, min_p, seeds, steps)]
     shape = {
         "V": vocab, "WORDS": 0 if allowed is None else allowed.shape[1], "PENALTIES": counts is not None,
         "ROWS": rows is not None, "ALLOWED": allowed is not None, "BLOCK": _BLOCK, "PIECES": pieces,
@@ -167,14 +167,14 @@ def _launched(
     with on(logits):
         _maxima[(batch, pieces)](*source, tops, bests, group_tops, IN_BLOCK=in_block, **shape)
         _rows[(batch,)](
-            temperature, tops, bests, group_tops, row_tops, bounds, arrived, out, PIECES=pieces, GROUPS=groups,
+            how[0], tops, bests, group_tops, row_tops, bounds, arrived, out, PIECES=pieces, GROUPS=groups,
             GROUPS_PAD=power_of_two(groups), LARGEST=_LARGEST, BISECTIONS=_BISECTIONS, **padded,
         )  # fmt: skip
         _collect[(batch, pieces)](
-            *source, *how, row_tops, bounds, masses, arrived, found, found_at, CAPACITY=_CAPACITY, **shape
+            *source, *how[:4], row_tops, bounds, masses, arrived, found, found_at, CAPACITY=_CAPACITY, **shape
         )
         draw[(batch,)](
-            *source, *how, seeds, steps, row_tops, masses, arrived, found, found_at, out, CAPACITY=_CAPACITY,
+            *source, *how, row_tops, masses, arrived, found, found_at, out, CAPACITY=_CAPACITY,
             **padded, **(shape | {"num_warps": 8}),
         )  # fmt: skip
     return out

@@ -70,6 +70,13 @@ def mass_of(weights):
 
 
 @triton.jit
+def least_of(min_p, b):
+    """The mass that min-p asks for; the likeliest token always has it."""
+    least = tl.load(min_p + b).to(tl.float32)
+    return mass_of(tl.where(least > 1.0, 1.0, least))
+
+
+@triton.jit
 def share_of(total, fraction, BITS: tl.constexpr):
     """⌊total · fraction / 2^BITS⌋."""
     return (((total >> 32) * fraction) << (32 - BITS)) + (((total & 0xFFFFFFFF) * fraction) >> BITS)

@@ -114,7 +114,7 @@ def run_tiles(
     options = {"HAS_RESIDUAL": residual is not None, "GATED": gated, "BLOCK_M": block_m}
     with on(x):
         if norm is not None:
-            flat = _normed(flat, norm, eps, early)
+            flat = _normed(flat, norm.contiguous(), eps, early)
         linear_kernel[(ceil_div(N, tiles.rows), tiles.splits)](
             flat, weight, residual, out, parts, M, N, K, **options, EARLY=early, SPLIT=parts is not None,
             EVEN=K % tiles.depth == 0, FP32=x.dtype == torch.float32, BLOCK_N=tiles.rows, BLOCK_K=tiles.depth,

@@ -21,12 +21,15 @@ from armillary.kernels.op import Case, Op
 from armillary.kernels.timing import Call, time_calls
 
 LOG = logging.getLogger("armillary.kernels")
+ONE_CALL = "one call"
 _How = dict[str, float]
 _TIMES_CACHE = 4
 _CPU_CACHE = 8 << 20
 _MAX_SETS = 64
 _WORTH_WHILE_S = 0.02
 """a call that takes less is timed properly whatever it took: the host's clock counts its launch too"""
+_GRAPH_S, _MOST_CALLS = 2e-3, 256
+"""that a graph of forwards takes at least, as far as so many calls go"""
 _SHARE_OF_MEMORY = 0.2
 """of free memory that inputs may take; outputs and gradients need as much again or more"""
 
@@ -107,24 +110,45 @@ def _one_call(run: Callable[..., Any], op: Op, inputs: tuple[Any, ...], device: 
             _backward(inputs, outputs, grads, op)
         mark()
     backward_s = marks[3] - marks[2] if op.grads else None
-    return Times(forward_s=marks[1] - marks[0], backward_s=backward_s, method="one call")
+    return Times(forward_s=marks[1] - marks[0], backward_s=backward_s, method=ONE_CALL)
 
 
 def _captured(run: Callable[..., Any], op: Op, leaves: list[tuple[Any, ...]], device: Any, how: _How) -> Times:
     _warm_up(run, op, leaves[:2], device)
-    forward, kept = torch.cuda.CUDAGraph(), []
-    with torch.set_grad_enabled(bool(op.grads)), torch.cuda.graph(forward):
-        kept = [as_tuple(run(*inputs)) for inputs in leaves]
+    many = leaves * _passes(run, op, leaves)
+    forward, kept = _forward_graph(run, op, many)
     times = [time_calls([lambda: forward.replay()], device, **how, graph=False).seconds]
     if op.grads:
         grads = [_grad_outputs(outputs) for outputs in kept]
         backward, kept_grads = torch.cuda.CUDAGraph(), []
         with torch.cuda.graph(backward, pool=forward.pool()):
-            kept_grads = [_backward(*three, op) for three in zip(leaves, kept, grads, strict=True)]
+            kept_grads = [_backward(*three, op) for three in zip(many, kept, grads, strict=True)]
         times.append(time_calls([lambda: backward.replay()], device, **how, graph=False).seconds)
         del kept_grads
-    forward_s, *rest = (seconds / len(leaves) for seconds in times)
+    forward_s, *rest = (seconds / len(many) for seconds in times)
     return Times(forward_s=forward_s, backward_s=rest[0] if rest else None, method="CUDA graph")
+
+
+def _forward_graph(run: Callable[..., Any], op: Op, leaves: list[tuple[Any, ...]]) -> tuple[Any, list[Any]]:
+    """The forwards of these inputs in one graph, and what they give."""
+    graph, kept = torch.cuda.CUDAGraph(), []
+    with torch.set_grad_enabled(bool(op.grads)), torch.cuda.graph(graph):
+        kept = [as_tuple(run(*inputs)) for inputs in leaves]
+    return graph, kept
+
+
+def _passes(run: Callable[..., Any], op: Op, leaves: list[tuple[Any, ...]]) -> int:
+    """How often all sets go into one graph: launching a graph takes microseconds, which a long one hides."""
+    graph, kept = _forward_graph(run, op, leaves)
+    graph.replay()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    del kept
+    wanted = ceil(_GRAPH_S / max(1e-6, begin.elapsed_time(end) / 1e3))
+    return max(1, min(wanted, _MOST_CALLS // len(leaves)))
 
 
 def _warm_up(run: Callable[..., Any], op: Op, leaves: list[tuple[Any, ...]], device: Any) -> None:

@@ -170,6 +170,7 @@ def _measured(trial: Trial, work: Work, ceilings: dict[str, float]) -> Measured:
         version=trial.version, forward_s=trial.forward_s, backward_s=trial.backward_s, forward_rate=forward,
         backward_rate=backward, forward_share=forward / top if forward and top else None,
         backward_share=backward / top if backward and top else None, error=trial.error, refused=trial.refused,
+        method=trial.method,
     )  # fmt: skip
 
 

@@ -33,6 +33,8 @@ class Measured:
     """relative, against the wide reference"""
     refused: str = ""
     """why it was not timed"""
+    method: str = ""
+    """how time was taken"""
     rival: bool = False
     """timed beside, never chosen"""
     extra_bytes: float | None = None

@@ -110,6 +110,14 @@ def test_odd_rows(run: Any) -> None:
     assert run(*arguments(torch.zeros(0, 100))).tolist() == []
 
 
+@needs_interpreter
+def test_parameters_that_lie_apart_and_a_min_p_beyond_one() -> None:
+    logits, draws = arguments(torch.randn(3, 100), temperature=torch.tensor([0.5, 9.0, 1.0]), min_p=2.0)
+    apart = mapped(draws, lambda x: torch.stack((x, x + 1), dim=1)[:, 0])
+    largest = logits.argmax(dim=1).tolist()
+    assert fast()(logits, apart).tolist() == sample(logits, draws).tolist() == row_by_row(logits, draws).tolist() == largest
+
+
 def test_frequencies_follow_the_filtered_distribution() -> None:
     """Chi-square of 20,000 draws with different seeds, 5 degrees of freedom: beyond 25 once in 7,000 runs."""
     row = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -1.5, -4.0, -8.0])

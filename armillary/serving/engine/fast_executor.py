@@ -30,6 +30,8 @@ from armillary.serving.engine.step import Shape, Step
 
 # T tokens, B sequences, V vocabulary, W words of 32 tokens
 
+Masks = dict[int, bytes]
+"""place among the sequences of a step -> bits of the tokens it may get"""
 _HEAD_TOKENS = 256
 """prompt tokens whose logits are held at once"""
 
@@ -90,18 +92,18 @@ class FastExecutor:
         with torch.inference_mode():
             return self.run(step, decision)
 
-    def run(self, step: Step, decision: Decision) -> Launched:
-        """A step that is encoded already."""
+    def run(self, step: Step, decision: Decision, masks: Masks | None = None) -> Launched:
+        """A step that is encoded already; `masks` where another rank has asked the structures."""
         self.rows.take(step)
         told, prompts = None, []
         if step.prompts:
-            tokens_B, told, prompts = self._with_prompts(step, decision)
+            tokens_B, told, prompts = self._with_prompts(step, decision, masks)
         else:
             quick = step.draws and not step.extras
             result = self.steps.run(step.shape, quick, step.ints)
             tokens_B = result if quick else None
             if step.draws and not quick:
-                tokens_B, told = self._drawn(result, step, decision)
+                tokens_B, told = self._drawn(result, step, decision, masks)
         return self._sent(Launched(decision=decision, tokens_B=tokens_B if step.draws else None, done=None, told=told,
                                    prompts=prompts, step=step))  # fmt: skip
 
@@ -111,12 +113,16 @@ class FastExecutor:
         logits_BV = self.forward.logits(gathered(inputs, self.forward.hidden(inputs)))
         return self.sampler.quick(logits_BV, inputs) if quick else logits_BV
 
-    def _drawn(self, logits_BV: Tensor, step: Step, decision: Decision) -> tuple[Tensor, TopLogprobs | None]:
+    def _drawn(
+        self, logits_BV: Tensor, step: Step, decision: Decision, masks: Masks | None
+    ) -> tuple[Tensor, TopLogprobs | None]:
         """The slow way: what structures allow is asked for while the device still computes the logits."""
         inputs = inputs_of(step.shape, self.rows.send(step.ints))
-        return self.sampler.full(logits_BV, inputs, step.extras, self._allowed(step, decision))
+        return self.sampler.full(logits_BV, inputs, step.extras, self._allowed(step, decision, masks))
 
-    def _with_prompts(self, step: Step, decision: Decision) -> tuple[Tensor | None, Any, list[TopLogprobs]]:
+    def _with_prompts(
+        self, step: Step, decision: Decision, masks: Masks | None
+    ) -> tuple[Tensor | None, Any, list[TopLogprobs]]:
         """Logits of prompt tokens are wanted too, a few at a time."""
         inputs = inputs_of(step.shape, self.rows.send(step.ints))
         hidden_TH = self.forward.hidden(inputs)
@@ -130,19 +136,25 @@ class FastExecutor:
         if not step.draws:
             return None, None, prompts
         logits_BV = self.forward.logits(gathered(inputs, hidden_TH))
-        return *self.sampler.full(logits_BV, inputs, step.extras, self._allowed(step, decision)), prompts
+        return *self.sampler.full(logits_BV, inputs, step.extras, self._allowed(step, decision, masks)), prompts
 
-    def _allowed(self, step: Step, decision: Decision) -> Tensor | None:
+    def masks(self, step: Step, decision: Decision) -> Masks:
+        """What the structures of a step allow."""
+        found = {}
+        for at in (extra.at for extra in step.extras if extra.masked):
+            constraint = self._sequence(decision, at).constraint
+            assert constraint is not None
+            found[at] = constraint.allowed()
+        return found
+
+    def _allowed(self, step: Step, decision: Decision, masks: Masks | None) -> Tensor | None:
         """Bits of the tokens that structures allow [B, W]; none where nobody has one."""
-        masked = [extra.at for extra in step.extras if extra.masked]
-        if not masked:
+        if not any(extra.masked for extra in step.extras):
             return None
         words = -(-self.vocab // 32)
         bits_BW = np.full((step.shape.rows, words), -1, dtype=np.int32)
-        for at in masked:
-            constraint = self._sequence(decision, at).constraint
-            assert constraint is not None
-            bits_BW[at] = np.frombuffer(constraint.allowed().ljust(4 * words, b"\0")[: 4 * words], dtype=np.int32)
+        for at, bits in (self.masks(step, decision) if masks is None else masks).items():
+            bits_BW[at] = np.frombuffer(bits.ljust(4 * words, b"\0")[: 4 * words], dtype=np.int32)
         return self.rows.send(bits_BW)
 
     @staticmethod

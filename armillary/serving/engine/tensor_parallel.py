@@ -1,0 +1,212 @@
+"""An engine over several ranks: heads, MLPs and the vocabulary are cut, decisions are made by the first and sent on.
+
+Rank 0 schedules and sends each step as numbers; the others run the same steps until there are no more. Where ranks are
+more than KV heads, several hold the same one. Every rank draws the tokens itself, from the same logits by the same
+seeds, so that the next step finds them on its own device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from armillary.errors import BadLayout
+from armillary.model.moe import MixtureOfExperts
+from armillary.parallel.collectives import Group, all_gather, all_reduce
+from armillary.serving.engine.decision import Decision
+from armillary.serving.engine.fast_executor import FastExecutor, Launched
+from armillary.serving.engine.layer import Dense, Layer, Product
+from armillary.spec.model import ModelConfig
+
+# N query heads, K KV heads, D head dim, H hidden
+
+
+def local_kv_heads(config: ModelConfig, size: int) -> int:
+    """KV heads of a rank; one where ranks are more."""
+    if config.heads % size or (config.kv_heads % size and size % config.kv_heads):
+        raise BadLayout(f"{config.heads} heads and {config.kv_heads} KV heads of {config.name} cannot be cut over "
+                        f"{size} ranks; choose another tp")  # fmt: skip
+    return max(1, config.kv_heads // size)
+
+
+def refuse_uncuttable(config: ModelConfig, size: int) -> None:
+    """What cannot be cut evenly is said before weights are loaded."""
+    local_kv_heads(config, size)
+    ffn = config.moe.ffn if config.moe is not None else config.ffn
+    if ffn % size:
+        raise BadLayout(f"an MLP of {ffn} cannot be cut over {size} ranks; choose another tp")
+    if config.qk_norm == "all" and config.norm != "rms":
+        raise BadLayout(f"{config.name} norms all heads together by their mean, which is not cut here; use tp=1")
+
+
+def cut(executor: FastExecutor, config: ModelConfig, group: Group) -> None:
+    """Leave this rank its part of every product."""
+    refuse_uncuttable(config, group.size)
+    for layer in executor.forward.layers:
+        _cut_layer(layer, config, group)
+    forward = executor.forward
+    forward.reduce = lambda x: all_reduce(x, group)
+    whole = config.qk_norm == "all"
+    if whole:
+        forward.kernels = replace(forward.kernels, qkv_cache=_whole_norm(forward.kernels.qkv_cache, config, group))
+    if forward.kernels.small is not None:
+        forward.kernels = replace(forward.kernels, small=None)  # its residual would be added by every rank
+    forward.head = _cut_head(forward.head, forward.model.config.vocab, group)
+
+
+def _cut_layer(layer: Layer, config: ModelConfig, group: Group) -> None:
+    heads, size, rank = config.heads, group.size, group.rank
+    local, dim = heads // size, config.head_dim
+    layer.qkv = _cut_qkv(_plain(layer.qkv), config, group)
+    columns = slice(rank * local * dim, (rank + 1) * local * dim)
+    layer.out = _columns(_plain(layer.out), columns, first=rank == 0)
+    if layer.up is not None and layer.down is not None:
+        up, down = _plain(layer.up), _plain(layer.down)
+        inner, rows = down.weight.shape[1] // size, len(up.weight) // size
+        layer.up = _rows(up, slice(rank * rows, (rank + 1) * rows))
+        layer.down = _columns(down, slice(rank * inner, (rank + 1) * inner), first=rank == 0)
+    else:
+        assert isinstance(layer.mixture, MixtureOfExperts)
+        _cut_mixture(layer.mixture, group)
+    mine = slice(rank * local, (rank + 1) * local)
+    sinks, slopes = layer.options.sinks_N, layer.options.slopes_N
+    layer.options = replace(layer.options, sinks_N=None if sinks is None else sinks[mine].contiguous(),
+                            slopes_N=None if slopes is None else slopes[mine].contiguous())  # fmt: skip
+
+
+def _cut_qkv(qkv: Dense, config: ModelConfig, group: Group) -> Dense:
+    """Whole groups of [q…, k, v]; where ranks share a KV head, its queries are cut and its key and value are copied."""
+    members, dim = config.heads // config.kv_heads, config.head_dim
+    rows = torch.arange(len(qkv.weight), device=qkv.weight.device).view(config.kv_heads, members + 2, dim)
+    if config.kv_heads >= group.size:
+        mine = rows.chunk(group.size)[group.rank].flatten()
+    else:
+        sharers = group.size // config.kv_heads
+        head, part = divmod(group.rank, sharers)
+        queries = rows[head, : members].chunk(sharers)[part].flatten()
+        mine = torch.cat((queries, rows[head, members:].flatten()))
+    return Dense(qkv.weight[mine].contiguous(), None if qkv.bias is None else qkv.bias[mine].contiguous())
+
+
+def _cut_mixture(mixture: MixtureOfExperts, group: Group) -> None:
+    """Every rank has a slice of every expert; the router is whole."""
+    experts, (size, rank) = mixture.experts, (group.size, group.rank)
+    with torch.no_grad():
+        experts.up_E2FH = torch.nn.Parameter(experts.up_E2FH.chunk(size, dim=1)[rank].contiguous(), requires_grad=False)
+        experts.down_EHF = torch.nn.Parameter(experts.down_EHF.chunk(size, dim=2)[rank].contiguous(), requires_grad=False)
+        if experts.up_bias_E2F is not None:
+            cut_bias = experts.up_bias_E2F.chunk(size, dim=1)[rank].contiguous()
+            experts.up_bias_E2F = torch.nn.Parameter(cut_bias, requires_grad=False)
+        if experts.down_bias_EH is not None and rank:
+            experts.down_bias_EH = torch.nn.Parameter(torch.zeros_like(experts.down_bias_EH), requires_grad=False)
+        if mixture.shared is not None:
+            shared = mixture.shared
+            shared.up.weight = torch.nn.Parameter(shared.up.weight.chunk(size)[rank].contiguous(), requires_grad=False)
+            shared.down.weight = torch.nn.Parameter(
+                shared.down.weight.chunk(size, dim=1)[rank].contiguous(), requires_grad=False
+            )
+
+
+def _whole_norm(run: Callable[..., Any], config: ModelConfig, group: Group) -> Callable[..., Any]:
+    """A norm over all heads, of which this rank has some: their square sums are added up over the ranks."""
+    local = config.heads // group.size
+    held = local_kv_heads(config, group.size)
+    copies = max(1, group.size // config.kv_heads)
+
+    def normed(x_TM: Tensor, weight: Tensor, mine: slice, total: int, repeats: int, eps: float) -> Tensor:
+        wide = x_TM.float()
+        squares = all_reduce(wide.square().sum(-1, keepdim=True), group) / repeats
+        return (wide * torch.rsqrt(squares / total + eps) * weight[mine].float()).to(x_TM.dtype)
+
+    def qkv_cache(qkv: Tensor, cache: Tensor, slots: Tensor, cos: Any, sin: Any, options: Any) -> Any:
+        dim = config.head_dim
+        grouped = qkv.unflatten(-1, (held, -1, dim))
+        q, k, v = grouped[:, :, :-2].flatten(1), grouped[:, :, -2].flatten(1), grouped[:, :, -1:]
+        first = group.rank * local * dim
+        head = group.rank * config.kv_heads // group.size * dim
+        q = normed(q, options.q_weight, slice(first, first + local * dim), config.heads * dim, 1, options.eps)
+        k = normed(k, options.k_weight, slice(head, head + held * dim), config.kv_heads * dim, copies, options.eps)
+        queries, keys = q.unflatten(-1, (held, -1, dim)), k.unflatten(-1, (held, 1, dim))
+        packed = torch.cat((queries, keys, v), dim=2).flatten(1)
+        return run(packed, cache, slots, cos, sin, replace(options, norm="none"))
+
+    return qkv_cache
+
+
+def _cut_head(head: Product, vocab: int, group: Group) -> Product:
+    """Each rank keeps the whole head's weight where it is tied; logits are computed by parts and put together."""
+    model: Any = getattr(head, "__self__", None)
+    assert model is not None, "the head is the model's own"
+    linear = model.output
+    weight, bias = (linear.weight, linear.bias) if linear is not None else (model.embedding.weight, None)
+    share = -(-vocab // group.size)
+    mine = slice(group.rank * share, min(vocab, (group.rank + 1) * share))
+    short = share - (mine.stop - mine.start)
+    part = Dense(weight[mine], None if bias is None else bias[mine])
+    scale, cap = model.config.logit_scale, model.config.logit_softcap
+
+    def logits(x: Tensor) -> Tensor:
+        found = torch.nn.functional.pad(part(x), (0, short)) if short else part(x)
+        whole = all_gather(found, group, dim=1)[:, :vocab] * scale
+        return whole if cap is None else cap * torch.tanh(whole / cap)
+
+    return logits
+
+
+def _rows(product: Dense, rows: slice) -> Dense:
+    return Dense(product.weight[rows].contiguous(), None if product.bias is None else product.bias[rows].contiguous())
+
+
+def _columns(product: Dense, columns: slice, *, first: bool) -> Dense:
+    """The bias is added once, by the first rank."""
+    return Dense(product.weight[:, columns].contiguous(), product.bias if first else None)
+
+
+def _plain(product: Product) -> Dense:
+    assert isinstance(product, Dense), "weights are cut before they are rounded"
+    return product
+
+
+class Leader:
+    """The executor of rank 0: sends steps on before it runs them."""
+
+    def __init__(self, executor: FastExecutor, group: Any = None) -> None:
+        self.executor, self._group = executor, group
+
+    def launch(self, decision: Decision) -> Launched:
+        step = self.executor.encoder.encode(decision)
+        masks = self.executor.masks(step, decision)
+        dist.broadcast_object_list([(step, masks)], src=0, group=self._group)
+        with torch.inference_mode():
+            return self.executor.run(step, decision, masks)
+
+    def tokens(self, launched: Launched) -> list[int]:
+        return self.executor.tokens(launched)
+
+    def warm(self) -> int:
+        return self.executor.warm()
+
+    def stop(self) -> None:
+        """Let the others go."""
+        dist.broadcast_object_list([None], src=0, group=self._group)
+
+
+def follow(executor: FastExecutor, group: Any = None) -> int:
+    """The other ranks: run what comes, until nothing does; how many steps that was."""
+    count = 0
+    while True:
+        message: list[Any] = [None]
+        dist.broadcast_object_list(message, src=0, group=group)
+        if message[0] is None:
+            return count
+        step, masks = message[0]
+        with torch.inference_mode():
+            executor.run(step, Decision(count), masks)
+        count += 1
+
+

@@ -1,0 +1,82 @@
+"""Two ranks give the tokens of one, for models of every kind, KV heads fewer than ranks among them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from armillary.errors import BadLayout
+from armillary.model.transformer import build
+from armillary.parallel.collectives import Group
+from armillary.serving.engine.answers import Answers
+from armillary.serving.engine.engine import Engine
+from armillary.serving.engine.fast_executor import FastExecutor
+from armillary.serving.engine.kv_capacity import plan_kv
+from armillary.serving.engine.loop import Loop
+from armillary.serving.engine.scheduler import Scheduler
+from armillary.serving.engine.settings import settings_for
+from armillary.serving.engine.tensor_parallel import Leader, cut, follow, local_kv_heads, refuse_uncuttable
+from armillary.spec.job import Serve
+from tests.model.test_attend import small
+from tests.ranks import Ranks
+from tests.serving.engine.fake import ask
+from tests.serving.engine.test_answers import Letters
+from tests.serving.engine.test_plain_executor import MODELS
+
+CASES = MODELS | {
+    "norm over heads": small(qk_norm="all"),
+    "norm over heads, one KV head": small(qk_norm="all", kv_heads=1),
+    "experts": small(moe={"num_experts": 4, "top_k": 2, "ffn": 16, "shared_ffn": 16}),
+}
+
+
+def requests() -> list[Any]:
+    made = [ask(f"r{i}", [2 + i, 3, 4, 5] * (i + 1), 8, temperature=0.0) for i in range(4)]
+    return [*made, ask("drawn", [5, 6], 8, temperature=1.0, seed=3, n=2, logprobs=2, frequency_penalty=0.4)]
+
+
+def answers(name: str, size: int, rank: int) -> list[list[int]]:
+    config = CASES[name]
+    weights = build(config, dtype=torch.float32, device="cpu", seed=3)
+    table = Serve(block_tokens=4, max_tokens_per_step=8, max_running=4)
+    plan = plan_kv(config, table, 1_000_000, dtype="fp32")
+    plan = replace(plan, budget_bytes=plan.block_bytes * (30 * len(plan.groups) + 1))
+    scheduler = Scheduler(settings_for(config, table), plan.make())
+    executor = FastExecutor(weights, scheduler.cache, max_running=4, max_model_len=config.context,
+                            kv_heads=local_kv_heads(config, size))  # fmt: skip
+    if size == 1:
+        return run(scheduler, executor)
+    group = Group(name=dist.group.WORLD.group_name, size=size, rank=rank)  # type: ignore[union-attr]
+    cut(executor, config, group)
+    if rank:
+        return [[follow(executor)]]
+    leader = Leader(executor)
+    found = run(scheduler, leader)
+    leader.stop()
+    return found
+
+
+def run(scheduler: Scheduler, executor: Any) -> list[list[int]]:
+    engine = Engine(Loop(scheduler, executor), Answers(scheduler, Letters))
+    return [made.tokens for made in engine.generate(requests())]
+
+
+def all_answers(size: int) -> dict[str, list[list[int]]]:
+    return {name: answers(name, size, dist.get_rank()) for name in CASES}
+
+
+def test_two_ranks_give_the_tokens_of_one(ranks: Ranks) -> None:
+    first, second = ranks.run(2, all_answers, 2)
+    assert "multi-query" in CASES
+    for name in CASES:
+        assert first[name] == answers(name, 1, 0), name
+        assert second[name][0][0] > 5
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(BadLayout, match="choose another tp"):
+        refuse_uncuttable(small(heads=6, kv_heads=3), 2)
