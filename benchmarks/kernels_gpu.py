@@ -29,7 +29,7 @@ VERSIONS = ("eager", "compile", "torch", "cudnn", "flash", "sdpa", "cublas", "li
 
 
 def percent(one: Measured | None) -> str:
-    """'95/91' of the ceiling, forward and backward; a star where it was timed by one call, because that took so long."""
+    """'95/91' of the ceiling, forward and backward; a star where one long call is all that was timed."""
     if one is None or one.forward_share is None:
         return "-"
     star = "*" if one.method == ONE_CALL else ""

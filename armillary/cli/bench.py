@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from armillary.cli.bench_kernels import kernels
+from armillary.cli.bench_serve import serve
 from armillary.cli.bench_tables import bests, shares, show_peaks
 from armillary.cli.data import on_bar as on_bytes
 from armillary.cli.data import say_prepared
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 bench = VerbGroup("bench", help="Measure what this machine can reach, and keep it as peaks.")
 bench.add_command(kernels)
+bench.add_command(serve)
 
 
 @bench.verb

@@ -46,10 +46,11 @@ def _gelu_odds(x):
 
 
 @triton.jit
-def act_kept(x, kept, scale, over, NAME: tl.constexpr, FAST: tl.constexpr):
+def act_kept(x, kept, scale, over, NAME: tl.constexpr, FAST: tl.constexpr, COARSE: tl.constexpr):
     """scale · act(x) where `kept`, else 0, and NaN where x is; `over` is 1 / scale. What is a sigmoid has both for
-    nothing: 1 / (over + odds · over), with infinity for the first `over` where nothing is kept."""
-    if FAST and (NAME == "silu" or NAME == "gelu" or NAME == "gelu_tanh"):
+    nothing: 1 / (over + odds · over), with infinity for the first `over` where nothing is kept. GELU is one only where
+    numbers are as COARSE as bf16."""
+    if (FAST and (NAME == "silu" or NAME == "gelu_tanh")) or (COARSE and NAME == "gelu"):
         if NAME == "silu":
             odds = tl.exp2(x * _MINUS_LOG2E)
         elif NAME == "gelu":
@@ -132,3 +133,11 @@ def act_and_slope(x, NAME: tl.constexpr, FAST: tl.constexpr):
         y = x
         slope = tl.full(x.shape, 1.0, tl.float32)
     return y, slope
+
+
+@triton.jit
+def through(dy, slope, x, NAME: tl.constexpr):
+    """The gradient that an activation lets through. Below zero a ReLU lets nothing through, not even infinity."""
+    if NAME == "relu" or NAME == "relu2":
+        return tl.where(x <= 0.0, 0.0, dy * slope)
+    return dy * slope

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from armillary.kernels.activations_triton import act, act_and_slope, act_kept
+from armillary.kernels.activations_triton import act, act_and_slope, act_kept, through
 from armillary.kernels.column_sums_triton import column_sums
 from armillary.kernels.launch import ceil_div, dense, num_programs, on, power_of_two
 from armillary.kernels.philox import LANES, MASK_ROUNDS, WORD, keep_scale, threshold
@@ -204,7 +204,7 @@ def _tile_forward(
         x += bias
     if DROP:
         kept = _kept(seed, row, start, columns, threshold, ALIGNED, HELD, BLOCK)
-        y = act_kept(x, kept, scale, over, ACT, FAST)
+        y = act_kept(x, kept, scale, over, ACT, FAST, x_ptr.dtype.element_ty == tl.bfloat16)
     else:
         y = act(x, ACT, FAST)
     y = y.to(y_ptr.dtype.element_ty)
@@ -260,7 +260,7 @@ def _backward_kernel(
         if DROP:
             dx = dx * tl.where(_kept(seed, row, start, columns, threshold, ALIGNED, HELD, BLOCK), scale, 0.0)
         _, slope = act_and_slope(x, ACT, x_ptr.dtype.element_ty != tl.float32)
-        dx = dx * slope
+        dx = through(dx, slope, x, ACT)
         if BIAS:
             total += tl.where(inside, dx, 0.0)
         tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)

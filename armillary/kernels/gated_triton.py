@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from armillary.kernels.activations_triton import act, act_and_slope, sigmoid
+from armillary.kernels.activations_triton import act, act_and_slope, sigmoid, through
 from armillary.kernels.launch import ceil_div, on
 
 _BLOCK, _WARPS = 2048, 4
@@ -148,7 +148,7 @@ def _backward_kernel(
             y = (held + 1.0) * low * s
         else:
             y, slope = act_and_slope(gate, ACT, FAST)
-            dgate = dy * up * slope
+            dgate = through(dy * up, slope, gate, ACT)
             dup = dy * y
             y *= up
         both = tl.reshape(tl.join(dgate, dup), [2 * BLOCK])
@@ -157,6 +157,6 @@ def _backward_kernel(
     else:
         x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
         y, slope = act_and_slope(x, ACT, FAST)
-        tl.store(dx_ptr + at, (dy * slope).to(dx_ptr.dtype.element_ty), mask=at < count)
+        tl.store(dx_ptr + at, through(dy, slope, x, ACT).to(dx_ptr.dtype.element_ty), mask=at < count)
     if AGAIN:
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < count)

@@ -7,12 +7,11 @@ as many tokens as the memory allows that dW and its fp32 sum need anyway, becaus
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from armillary.kernels.needs import interpreted
 
 # M tokens, H hidden, V vocabulary, m tokens of a chunk
 
@@ -177,7 +176,7 @@ def _to_gradient_(
     z: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, softcap: float, scale: float, *, write: bool
 ) -> None:
     """Writes the losses; `write` also turns the logits into d loss / d logits, in place."""
-    if z.dtype != torch.float64 and (z.is_cuda or _interpreted()):
+    if z.dtype != torch.float64 and (z.is_cuda or interpreted()):
         from armillary.kernels.linear_cross_entropy_triton import to_gradient_
 
         to_gradient_(z, targets, losses, ignore_index, softcap, scale, write=write)
@@ -193,13 +192,3 @@ def _to_gradient_(
     dz.scatter_add_(1, targets.where(counts, 0)[:, None], dz.new_full((len(z), 1), -1.0))
     dz *= scale * (1 - (capped / softcap).square()) if softcap else scale
     z.copy_(dz.masked_fill_(~counts[:, None], 0.0))
-
-
-@cache
-def _interpreted() -> bool:
-    """Whether Triton runs its kernels on the CPU, as the tests have it."""
-    if find_spec("triton") is None:
-        return False
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)

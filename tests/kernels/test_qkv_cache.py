@@ -36,7 +36,7 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     slots[draw(st.integers(0, 7)) :] = -1
     angles = normal(tokens, turned)
     turns = (angles.cos(), angles.sin()) if turned else (None, None)
-    weights = (normal(size), normal(size)) if draw(st.booleans()) else (None, None)
+    weights = [normal(size) if draw(st.booleans()) else None for _ in range(2)]
     options = QkvOptions(
         clip=draw(st.sampled_from([None, 1.5])),
         norm=draw(st.sampled_from(["none", "rms", "layer"])),

@@ -115,7 +115,8 @@ def test_parameters_that_lie_apart_and_a_min_p_beyond_one() -> None:
     logits, draws = arguments(torch.randn(3, 100), temperature=torch.tensor([0.5, 9.0, 1.0]), min_p=2.0)
     apart = mapped(draws, lambda x: torch.stack((x, x + 1), dim=1)[:, 0])
     largest = logits.argmax(dim=1).tolist()
-    assert fast()(logits, apart).tolist() == sample(logits, draws).tolist() == row_by_row(logits, draws).tolist() == largest
+    for run in (fast(), sample, row_by_row):
+        assert run(logits, apart).tolist() == largest
 
 
 def test_frequencies_follow_the_filtered_distribution() -> None:

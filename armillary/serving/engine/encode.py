@@ -33,12 +33,12 @@ class Encoder:
     ) -> None:  # fmt: skip
         self.max_running, self.max_model_len, self.size, self.groups = max_running, max_model_len, block_tokens, groups
         self.pages = -(-max_model_len // block_tokens)
-        self.tables_GRP = np.zeros((groups, max_running + 1, self.pages), dtype=np.int32)
+        self.tables_GRP: Ints = np.zeros((groups, max_running + 1, self.pages), dtype=np.int32)
         self.fit = fit
         self._new_seed = new_seed
         self._switch = rope_switch
-        self._ordinary: dict[int, bool] = {}
-        """row -> whether the quick way of drawing does for it"""
+        self._special: set[int] = set()
+        """rows for which the quick way of drawing does not do"""
 
     def encode(self, decision: Decision) -> Step:
         """The step; the null row, one past the last, stands for padding."""
@@ -88,7 +88,7 @@ class Encoder:
     def _turn_far(self, step: Step, decision: Decision, sizes: Ints, total: int) -> None:
         """Positions of rotary rules that change with the length: a prompt turns as a whole by its own."""
         sequences = [*decision.decodes, *(chunk.sequence for chunk in decision.chunks)]
-        prompts = np.repeat(np.array([seq.num_prompt for seq in sequences], dtype=np.int32), sizes)
+        prompts: Ints = np.repeat(np.array([seq.num_prompt for seq in sequences], dtype=np.int32), sizes)
         positions = step.part("positions_T")[:total]
         far = np.maximum(prompts, positions + 1) > self._switch
         step.part("angles_T")[:total] = positions + np.where(far, self.max_model_len, 0)
@@ -96,7 +96,8 @@ class Encoder:
     def _edited(self, decision: Decision) -> Ints:
         if not decision.edits:
             return np.empty((2, 0), dtype=np.int32)
-        places, values = [], []
+        places: list[int] = []
+        values: list[int] = []
         for row, group, first, blocks in decision.edits:
             self.tables_GRP[group, row, first : first + len(blocks)] = blocks
             base = (group * (self.max_running + 1) + row) * self.pages + first
@@ -107,7 +108,7 @@ class Encoder:
 
     def _admitted(self, seq: Sequence) -> Admitted:
         params = seq.request.params
-        self._ordinary[seq.row] = _is_ordinary(seq, params)
+        (self._special.discard if _is_ordinary(seq, params) else self._special.add)(seq.row)
         seed = (self._new_seed() if params.seed is None else params.seed) + seq.index
         return Admitted(
             row=seq.row, tokens=_token_bytes(seq), ints=(seed, params.top_k, seq.num_prompt),
@@ -116,14 +117,16 @@ class Encoder:
         )  # fmt: skip
 
     def _extras(self, decision: Decision) -> list[Extra]:
-        ordinary = self._ordinary
+        special = self._special
+        if not special:
+            return []
         found = [_extra(i, seq, position + 1) for i, (seq, row, position) in
                  enumerate(zip(decision.decodes, decision.rows, decision.positions, strict=True))
-                 if not ordinary[row]]  # fmt: skip
+                 if row in special]  # fmt: skip
         first = len(decision.decodes)
         return found + [_extra(first + i, chunk.sequence, chunk.start + chunk.size)
                         for i, chunk in enumerate(decision.chunks)
-                        if chunk.samples and not ordinary[chunk.row]]  # fmt: skip
+                        if chunk.samples and chunk.row in special]  # fmt: skip
 
 
 def _is_ordinary(seq: Sequence, params: SamplingParams) -> bool:

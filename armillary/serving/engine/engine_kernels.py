@@ -37,6 +37,8 @@ class EngineKernels:
     logprobs: Run = logprobs
     small: Run | None = None
     """products of a few tokens with the norm before and the gate or residual after; none: plain products"""
+    capturable: bool = False
+    """none of them waits for the device, so that steps can be CUDA graphs"""
 
 
 REFERENCE = EngineKernels()
@@ -55,12 +57,16 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     ffn = config.ffn or config.hidden
     qk = {"norm": "none"} if config.qk_norm == "none" else {"norm": config.norm, "whole": config.qk_norm == "all"}
     small = SmallLinear(tokens=1, outputs=config.hidden, inputs=config.hidden, **on)
+    into_cache = choose(QKV_CACHE, QkvCase(tokens=batch, rotary=config.rotary_dim, **heads, **qk, **on),
+                        deterministic=True)  # fmt: skip
+    attention = choose(PAGED_ATTENTION, PagedCase(batch=batch, context=config.context, **heads, **on),
+                       deterministic=True)  # fmt: skip
     return EngineKernels(
         norm=_first(NORM, normed), add_norm=_first(ADD_NORM, normed),
         activate=_first(ACTIVATE, ActivationCase(rows=batch, ffn=ffn, activation=config.activation,
                                                  gated=config.gated, **on)),
-        qkv_cache=_first(QKV_CACHE, QkvCase(tokens=batch, rotary=config.rotary_dim, **heads, **qk, **on)),
-        attention=_first(PAGED_ATTENTION, PagedCase(batch=batch, context=config.context, **heads, **on)),
+        qkv_cache=into_cache.run, attention=attention.run,
+        capturable=into_cache.version == attention.version == "triton" and config.moe is None,
         sample=_first(SAMPLE, SampleCase(batch=batch, vocab=config.vocab, **on)),
         logprobs=_first(LOGPROBS, LogprobCase(batch=batch, vocab=config.vocab, **on)),
         small=_first(SMALL_LINEAR, small) if _plain(config) else None,

@@ -26,7 +26,7 @@ from armillary.serving.engine.kv_cache import KVCache
 from armillary.serving.engine.logprob import Logprob
 from armillary.serving.engine.sequence import Sequence
 from armillary.serving.engine.settings import rope_switch
-from armillary.serving.engine.step import Shape, Step
+from armillary.serving.engine.step import Ints, Shape, Step
 
 # T tokens, B sequences, V vocabulary, W words of 32 tokens
 
@@ -69,14 +69,14 @@ class FastExecutor:
         with torch.inference_mode():
             self.forward = Forward(model, self.rows, cache.groups, self.kernels, max_model_len=max_model_len)
         self.sampler = DeviceSampler(self.rows, self.kernels)
-        self.steps = self._steps(graphs, config.moe is None, max_running, max_tokens)
+        self.steps = self._steps(graphs, max_running, max_tokens)
         self.encoder = Encoder(
             max_running=max_running, max_model_len=max_model_len, block_tokens=cache.block_tokens,
             groups=len(cache.groups), new_seed=new_seed, fit=self.steps.fit, rope_switch=rope_switch(config),
         )  # fmt: skip
 
-    def _steps(self, graphs: bool | None, capturable: bool, max_running: int, max_tokens: int) -> Steps:
-        if self.device.type != "cuda" or graphs is False or not capturable:
+    def _steps(self, graphs: bool | None, max_running: int, max_tokens: int) -> Steps:
+        if self.device.type != "cuda" or graphs is False or not self.kernels.capturable:
             return Steps(self._compute, self.rows.send)
         return GraphSteps(self._compute, self.rows.send, max_running=max_running, max_tokens=max_tokens,
                           device=self.device, null=lambda shape: null_step(shape, max_running))  # fmt: skip
@@ -95,7 +95,8 @@ class FastExecutor:
     def run(self, step: Step, decision: Decision, masks: Masks | None = None) -> Launched:
         """A step that is encoded already; `masks` where another rank has asked the structures."""
         self.rows.take(step)
-        told, prompts = None, []
+        told: TopLogprobs | None = None
+        prompts: list[TopLogprobs] = []
         if step.prompts:
             tokens_B, told, prompts = self._with_prompts(step, decision, masks)
         else:
@@ -152,7 +153,7 @@ class FastExecutor:
         if not any(extra.masked for extra in step.extras):
             return None
         words = -(-self.vocab // 32)
-        bits_BW = np.full((step.shape.rows, words), -1, dtype=np.int32)
+        bits_BW: Ints = np.full((step.shape.rows, words), -1, dtype=np.int32)
         for at, bits in (self.masks(step, decision) if masks is None else masks).items():
             bits_BW[at] = np.frombuffer(bits.ljust(4 * words, b"\0")[: 4 * words], dtype=np.int32)
         return self.rows.send(bits_BW)
@@ -186,7 +187,7 @@ class FastExecutor:
 
 def null_step(shape: Shape, null_row: int) -> Any:
     """Padding alone."""
-    ints = np.zeros(shape.size, dtype=np.int32)
+    ints: Ints = np.zeros(shape.size, dtype=np.int32)
     for name, (at, size) in shape.parts().items():
         if name in ("rows_T", "rows_B", "writes_B"):
             ints[at : at + size] = null_row

@@ -16,6 +16,7 @@ from armillary.errors import BadInput
 from armillary.model.device import pick_device
 from armillary.model.tokenizer import Tokenizer
 from armillary.model.weights import load_model
+from armillary.parallel.world import World
 from armillary.serving.engine.answers import Piece
 from armillary.serving.engine.engine import Completion, Record
 from armillary.serving.engine.intake import MakeConstraint
@@ -23,6 +24,7 @@ from armillary.serving.engine.make import Phase, make_engine
 from armillary.serving.engine.params import SamplingParams
 from armillary.serving.engine.request import Request
 from armillary.serving.engine.structure import Structures
+from armillary.serving.engine.tensor_parallel import Leader, follow, refuse_uncuttable, whole_world
 from armillary.serving.engine.worker import Worker
 from armillary.spec.job import Serve
 from armillary.store.home import Home
@@ -37,15 +39,23 @@ class LLM:
     def __init__(
         self, model: str | Path, serve: Serve | None = None, *, home: Home | None = None, dtype: str | None = None,
         device: str | None = None, record: Record | None = None, phase: Phase | None = None,
+        world: World | None = None,
     ) -> None:  # fmt: skip
+        """With a `world` of several ranks (parallel.world) the model is cut over them: the first one answers until it
+        is closed, the others `follow`."""
         source = resolve_model(str(model), home or Home.default(), need_weights=True)
         assert source.folder is not None
         begin = time.monotonic()
-        loaded = load_model(source.folder, dtype=dtype, device=pick_device(device))
+        group = None if world is None or world.size == 1 else whole_world(world)
+        if group is not None:
+            refuse_uncuttable(source.config, group.size)
+        loaded = load_model(source.folder, dtype=dtype, device=world.device if world else pick_device(device))
         if phase is not None:
             phase("weights", time.monotonic() - begin)
         self.tokenizer = Tokenizer.load(source.folder)
-        self.engine, self.plan = make_engine(loaded, self.tokenizer, serve or Serve(), record=record, phase=phase)
+        self.engine, self.plan = make_engine(
+            loaded, self.tokenizer, serve or Serve(), record=record, phase=phase, group=group
+        )
         self.structures = Structures(self.tokenizer, loaded.config.vocab)
         self._numbers = count(1)
         self._worker: Worker | None = None
@@ -71,11 +81,21 @@ class LLM:
         async for piece in self._worker.stream(request, self._constraint(request.params)):
             yield piece
 
+    def follow(self) -> int:
+        """On the other ranks: run what the first one sends until it is closed; how many steps that was."""
+        leader = self.engine.loop.executor
+        if not isinstance(leader, Leader):
+            raise BadInput("this engine is alone and leads itself; call generate")
+        return follow(leader.executor)
+
     def close(self) -> None:
-        """End the thread of `stream`, where there is one."""
+        """End the thread of `stream`, and let other ranks go, where there are any."""
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
+        leader = self.engine.loop.executor
+        if isinstance(leader, Leader) and leader.leads:
+            leader.stop()
 
     def __enter__(self) -> LLM:
         return self

@@ -14,6 +14,7 @@ from armillary.model.device import free_bytes
 from armillary.model.dtype import DTYPES
 from armillary.model.tokenizer import Detokenizer, Tokenizer
 from armillary.model.transformer import Transformer
+from armillary.parallel.collectives import Group, all_reduce
 from armillary.serving.engine.answers import Answers
 from armillary.serving.engine.engine import Engine, Record
 from armillary.serving.engine.fast_executor import FastExecutor
@@ -22,6 +23,7 @@ from armillary.serving.engine.kv_capacity import KVPlan, plan_kv
 from armillary.serving.engine.loop import Loop
 from armillary.serving.engine.scheduler import Scheduler
 from armillary.serving.engine.settings import Settings, settings_for
+from armillary.serving.engine.tensor_parallel import Leader, cut, local_kv_heads
 from armillary.spec.job import Serve
 
 Phase = Callable[[str, float], None]
@@ -42,28 +44,30 @@ class NoText:
 
 def make_engine(
     model: Transformer, tokenizer: Tokenizer | None, serve: Serve, *, record: Record | None = None,
-    seed: int | None = None, phase: Phase | None = None,
+    seed: int | None = None, phase: Phase | None = None, group: Group | None = None,
 ) -> tuple[Engine, KVPlan]:  # fmt: skip
-    """`seed` is of the seeds that requests do not bring themselves; `phase` is told what the start consists of."""
+    """`seed` is of the seeds that requests do not bring themselves; `phase` is told what the start consists of. With a
+    `group` of ranks the model is cut over them; the first one's engine leads, the others follow."""
     tell = phase or (lambda name, seconds: None)
     begin = time.monotonic()
     settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else ()))
-    plan = kv_plan(model, serve, settings.max_model_len)
+    plan = kv_plan(model, serve, settings.max_model_len, group)
     scheduler = Scheduler(settings, plan.make(prefix=serve.prefix_cache))
-    executor = make_executor(model, scheduler, settings, serve, plan, seed)
+    executor = make_executor(model, scheduler, settings, serve, plan, seed, group)
     tell("kernels and KV cache", time.monotonic() - begin)
     begin = time.monotonic()
     if graphs := executor.warm():
         tell(f"{graphs} CUDA graphs", time.monotonic() - begin)
-    loop = Loop(scheduler, executor, overlap=serve.overlap)
+    loop = Loop(scheduler, executor if group is None else Leader(executor), overlap=serve.overlap)
     texts = Answers(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
     return Engine(loop, texts, record=record), plan
 
 
 def make_executor(
-    model: Transformer, scheduler: Scheduler, settings: Settings, serve: Serve, plan: KVPlan, seed: int | None
-) -> FastExecutor:
-    """The executor of a recipe, its weights rounded where that was asked for."""
+    model: Transformer, scheduler: Scheduler, settings: Settings, serve: Serve, plan: KVPlan, seed: int | None,
+    group: Group | None = None,
+) -> FastExecutor:  # fmt: skip
+    """The executor of a recipe, its weights cut and rounded where that was asked for."""
     weight, dice = next(model.parameters()), random.Random(seed)
     if serve.weights == "int8" and weight.device.type != "cpu":
         raise BadInput("weights in int8 are for a CPU; leave serve.weights=auto, or take --device cpu")
@@ -73,8 +77,10 @@ def make_executor(
     executor = FastExecutor(
         model, scheduler.cache, max_running=settings.max_running, max_model_len=settings.max_model_len,
         max_tokens=settings.max_tokens_per_step, new_seed=lambda: dice.getrandbits(61), graphs=serve.graphs,
-        kv_dtype=kv_dtype,
+        kv_dtype=kv_dtype, kv_heads=None if group is None else local_kv_heads(model.config, group.size),
     )  # fmt: skip
+    if group is not None:
+        cut(executor, model.config, group)
     if serve.weights == "int8":
         to_int8(executor.forward.layers)
     if kv_dtype == torch.float8_e4m3fn:
@@ -91,15 +97,19 @@ def _scale(executor: FastExecutor) -> None:
         layer.options = replace(layer.options, scales_2K=ones_2K)
 
 
-def kv_plan(model: Transformer, serve: Serve, max_model_len: int) -> KVPlan:
-    """A cache of serve.kv_bytes, or of a share of what is free, but no more than a full batch can use."""
-    weight = next(model.parameters())
+def kv_plan(model: Transformer, serve: Serve, max_model_len: int, group: Group | None = None) -> KVPlan:
+    """A cache of serve.kv_bytes, or of a share of what is free (on the rank that has least), but no more than a full
+    batch can use."""
+    weight, tp = next(model.parameters()), 1 if group is None else group.size
     dtype = next(name for name, known in DTYPES.items() if known == weight.dtype)
     if serve.kv_bytes is not None:
-        return plan_kv(model.config, serve, serve.kv_bytes, dtype=dtype)
-    one = plan_kv(model.config, serve, 1 << 62, dtype=dtype)
+        return plan_kv(model.config, serve, serve.kv_bytes, dtype=dtype, tp=tp)
+    one = plan_kv(model.config, serve, 1 << 62, dtype=dtype, tp=tp)
     useful = (one.blocks_of(max_model_len) * serve.max_running + 1) * one.block_bytes
-    return plan_kv(model.config, serve, min(useful, _share_of_free(weight.device)), dtype=dtype)
+    free = _share_of_free(weight.device)
+    if group is not None:
+        free = int(all_reduce(torch.tensor([free], device=weight.device), group, "min"))
+    return plan_kv(model.config, serve, min(useful, free), dtype=dtype, tp=tp)
 
 
 def _share_of_free(device: torch.device) -> int:

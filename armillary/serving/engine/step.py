@@ -7,11 +7,12 @@ the tokens themselves are there already.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int32]
+Ints = np.ndarray
+"""of int32"""
 
 # T tokens, B sequences, G groups of layers, all padded
 
@@ -40,14 +41,19 @@ class Shape:
 
     def parts(self) -> dict[str, tuple[int, int]]:
         """Name -> where it stands in the array, and how many."""
-        sizes = {"rows_T": self.tokens, "positions_T": self.tokens, "angles_T": self.tokens,
-                 "slots_GT": self.groups * self.tokens, "rows_B": self.rows, "writes_B": self.rows,
-                 "lasts_B": self.rows, "lengths_B": self.rows, "starts": self.rows + 1}  # fmt: skip
-        found, at = {}, 0
-        for name, size in sizes.items():
-            found[name] = (at, size)
-            at += size
-        return found
+        return _parts(self)
+
+
+@lru_cache(maxsize=4096)
+def _parts(shape: Shape) -> dict[str, tuple[int, int]]:
+    tokens, rows = shape.tokens, shape.rows
+    sizes = {"rows_T": tokens, "positions_T": tokens, "angles_T": tokens, "slots_GT": shape.groups * tokens,
+             "rows_B": rows, "writes_B": rows, "lasts_B": rows, "lengths_B": rows, "starts": rows + 1}  # fmt: skip
+    found, at = {}, 0
+    for name, size in sizes.items():
+        found[name] = (at, size)
+        at += size
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

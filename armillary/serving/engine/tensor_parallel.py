@@ -16,14 +16,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.errors import BadLayout
+from armillary.model.mlp import MLP
 from armillary.model.moe import MixtureOfExperts
 from armillary.parallel.collectives import Group, all_gather, all_reduce
+from armillary.parallel.world import World
 from armillary.serving.engine.decision import Decision
 from armillary.serving.engine.fast_executor import FastExecutor, Launched
 from armillary.serving.engine.layer import Dense, Layer, Product
 from armillary.spec.model import ModelConfig
 
 # N query heads, K KV heads, D head dim, H hidden
+
+
+def whole_world(world: World) -> Group:
+    """All ranks, as one group that cuts the model."""
+    everybody = dist.group.WORLD
+    assert everybody is not None, "several ranks have a process group"
+    return Group(name=everybody.group_name, size=world.size, rank=world.rank)
 
 
 def local_kv_heads(config: ModelConfig, size: int) -> int:
@@ -57,6 +66,15 @@ def cut(executor: FastExecutor, config: ModelConfig, group: Group) -> None:
     if forward.kernels.small is not None:
         forward.kernels = replace(forward.kernels, small=None)  # its residual would be added by every rank
     forward.head = _cut_head(forward.head, forward.model.config.vocab, group)
+    for block in forward.model.blocks.values():
+        _forget(block)
+
+
+def _forget(block: Any) -> None:
+    """The whole weights are not needed any more."""
+    dense = (block.mlp.up, block.mlp.down) if isinstance(block.mlp, MLP) else ()
+    for linear in (block.attention.qkv, block.attention.out, *dense):
+        linear.weight = torch.nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
 
 
 def _cut_layer(layer: Layer, config: ModelConfig, group: Group) -> None:
@@ -95,21 +113,19 @@ def _cut_qkv(qkv: Dense, config: ModelConfig, group: Group) -> Dense:
 
 def _cut_mixture(mixture: MixtureOfExperts, group: Group) -> None:
     """Every rank has a slice of every expert; the router is whole."""
-    experts, (size, rank) = mixture.experts, (group.size, group.rank)
-    with torch.no_grad():
-        experts.up_E2FH = torch.nn.Parameter(experts.up_E2FH.chunk(size, dim=1)[rank].contiguous(), requires_grad=False)
-        experts.down_EHF = torch.nn.Parameter(experts.down_EHF.chunk(size, dim=2)[rank].contiguous(), requires_grad=False)
-        if experts.up_bias_E2F is not None:
-            cut_bias = experts.up_bias_E2F.chunk(size, dim=1)[rank].contiguous()
-            experts.up_bias_E2F = torch.nn.Parameter(cut_bias, requires_grad=False)
-        if experts.down_bias_EH is not None and rank:
-            experts.down_bias_EH = torch.nn.Parameter(torch.zeros_like(experts.down_bias_EH), requires_grad=False)
-        if mixture.shared is not None:
-            shared = mixture.shared
-            shared.up.weight = torch.nn.Parameter(shared.up.weight.chunk(size)[rank].contiguous(), requires_grad=False)
-            shared.down.weight = torch.nn.Parameter(
-                shared.down.weight.chunk(size, dim=1)[rank].contiguous(), requires_grad=False
-            )
+    experts, shared = mixture.experts, mixture.shared
+
+    def mine(whole: Tensor, dim: int) -> torch.nn.Parameter:
+        return torch.nn.Parameter(whole.detach().chunk(group.size, dim)[group.rank].contiguous(), requires_grad=False)
+
+    experts.up_E2FH, experts.down_EHF = mine(experts.up_E2FH, 1), mine(experts.down_EHF, 2)
+    if experts.up_bias_E2F is not None:
+        experts.up_bias_E2F = mine(experts.up_bias_E2F, 1)
+    if experts.down_bias_EH is not None and group.rank:
+        zeros = torch.zeros_like(experts.down_bias_EH)
+        experts.down_bias_EH = torch.nn.Parameter(zeros, requires_grad=False)  # the first rank adds it
+    if shared is not None:
+        shared.up.weight, shared.down.weight = mine(shared.up.weight, 0), mine(shared.down.weight, 1)
 
 
 def _whole_norm(run: Callable[..., Any], config: ModelConfig, group: Group) -> Callable[..., Any]:
@@ -148,6 +164,9 @@ def _cut_head(head: Product, vocab: int, group: Group) -> Product:
     mine = slice(group.rank * share, min(vocab, (group.rank + 1) * share))
     short = share - (mine.stop - mine.start)
     part = Dense(weight[mine], None if bias is None else bias[mine])
+    if linear is not None:
+        part.weight = part.weight.clone()
+        linear.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
     scale, cap = model.config.logit_scale, model.config.logit_softcap
 
     def logits(x: Tensor) -> Tensor:
@@ -177,6 +196,8 @@ class Leader:
 
     def __init__(self, executor: FastExecutor, group: Any = None) -> None:
         self.executor, self._group = executor, group
+        self.leads = dist.get_rank(group) == 0
+        """until it is stopped"""
 
     def launch(self, decision: Decision) -> Launched:
         step = self.executor.encoder.encode(decision)
@@ -193,6 +214,7 @@ class Leader:
 
     def stop(self) -> None:
         """Let the others go."""
+        self.leads = False
         dist.broadcast_object_list([None], src=0, group=self._group)
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.errors import BadLayout
+from armillary.errors import BadInput, BadLayout
 from armillary.model.transformer import build
 from armillary.parallel.collectives import Group
+from armillary.parallel.world import join_world
 from armillary.serving.engine.answers import Answers
 from armillary.serving.engine.engine import Engine
 from armillary.serving.engine.fast_executor import FastExecutor
 from armillary.serving.engine.kv_capacity import plan_kv
+from armillary.serving.engine.llm import LLM
 from armillary.serving.engine.loop import Loop
 from armillary.serving.engine.scheduler import Scheduler
 from armillary.serving.engine.settings import settings_for
@@ -25,7 +28,10 @@ from tests.model.test_attend import small
 from tests.ranks import Ranks
 from tests.serving.engine.fake import ask
 from tests.serving.engine.test_answers import Letters
+from tests.serving.engine.test_llm import GREEDY, TEXTS, folder  # noqa: F401
 from tests.serving.engine.test_plain_executor import MODELS
+
+TABLE = Serve(block_tokens=4, kv_bytes=100_000, max_running=4)
 
 CASES = MODELS | {
     "norm over heads": small(qk_norm="all"),
@@ -75,6 +81,22 @@ def test_two_ranks_give_the_tokens_of_one(ranks: Ranks) -> None:
     for name in CASES:
         assert first[name] == answers(name, 1, 0), name
         assert second[name][0][0] > 5
+
+
+def together(where: str) -> list[list[int]]:
+    """The Python object on each rank, as under torchrun."""
+    with join_world("cpu") as world, LLM(where, TABLE, world=world) as llm:
+        if world.rank:
+            return [[llm.follow()]]
+        return [made.tokens for made in llm.generate(TEXTS, GREEDY)]
+
+
+def test_the_python_object_over_ranks(ranks: Ranks, folder: Path) -> None:  # noqa: F811
+    first, second = ranks.run(2, together, str(folder))
+    alone = LLM(folder, TABLE, device="cpu")
+    assert first == [made.tokens for made in alone.generate(TEXTS, GREEDY)] and second[0][0] > 5
+    with pytest.raises(BadInput, match="call generate"):
+        alone.follow()
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

@@ -1,0 +1,196 @@
+"""The engine on one GPU: the nano-vllm benchmark, a single stream, and streams beside long prompts.
+
+    python benchmarks/engine_gpu.py [--case throughput single mixed graphs] [--model qwen3-0.6b] [--json FILE]
+
+Real shapes with random weights in bf16. Peers' figures on the same chip are printed beside (benchmarks/ says where they
+are from); bytes a second are held against the read bandwidth measured in the same run. Each case stops by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from armillary.model.transformer import Transformer, build
+from armillary.serving.engine.engine import Engine
+from armillary.serving.engine.make import make_engine
+from armillary.serving.measure import Watch, decode_bytes, percentile, serve_all
+from armillary.serving.workload import fixed, nano_vllm
+from armillary.spec.catalogue import models
+from armillary.spec.job import Serve
+
+PEERS = {"qwen3-0.6b": {"nano-vllm, measured": 15_800, "nano-vllm, published": 19_638, "mini-sglang, published": 20_711,
+                        "bar": 25_000, "byte and FLOP limit": 36_000},
+         "qwen3-8b": {"nano-vllm, measured": 7_900, "bar": 9_500, "byte and FLOP limit": 12_300}}  # fmt: skip
+SINGLE = {"qwen3-8b": {"nano-vllm": 169, "bar, of read bandwidth": 0.85},
+          "tinyllama-1.1b": {"gpt-fast": 653, "bar, of read bandwidth": 0.65}}  # fmt: skip
+
+
+def drawn(name: str, device: str, dtype: torch.dtype) -> Transformer:
+    """The shape with random weights, drawn on the device."""
+    model = build(models()[name].config, dtype=dtype, device=device)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.fill_(1.0) if "norm" in key else parameter.normal_(0.0, 0.02)
+    return model.eval()
+
+
+def read_bandwidth(device: str) -> float:
+    """Bytes a second of a sum over a buffer far larger than the caches, the best of several."""
+    count = 1 << (30 if device == "cuda" else 24)
+    data, best = torch.ones(count, dtype=torch.float32, device=device), 0.0
+    for _ in range(5):
+        _wait(device)
+        begin = time.monotonic()
+        for _ in range(4):
+            data.sum()
+        _wait(device)
+        best = max(best, 16.0 * count / (time.monotonic() - begin))
+    return best
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def started(model: Transformer, serve: Serve) -> tuple[Engine, dict[str, float]]:
+    """An engine, and what its start took."""
+    phases: dict[str, float] = {}
+    engine, _ = make_engine(model, None, serve, seed=0, phase=lambda name, seconds: phases.update({name: seconds}))
+    return engine, {name: round(seconds, 2) for name, seconds in phases.items()}
+
+
+def throughput(model: Transformer, args: Any) -> dict[str, Any]:
+    """256 requests at once, 100 to 1,024 tokens in and out."""
+    longest = 4096 if not args.tiny else 64
+    engine, phases = started(model, Serve(max_model_len=longest, max_running=256 if not args.tiny else 8,
+                                          max_tokens_per_step=args.step_tokens, overlap=not args.no_overlap,
+                                          graphs=not args.no_graphs))  # fmt: skip
+    requests = nano_vllm() if not args.tiny else nano_vllm(12, least=3, most=20, vocab=100)
+    serve_all(engine, fixed(2, tokens_in=8, tokens_out=4, vocab=100, name="warm"))
+    found = serve_all(engine, requests, limit_s=args.limit_s)
+    peers = PEERS.get(args.model, {})
+    ratios = {name: round(found.tokens_per_s / value, 3) for name, value in peers.items()}
+    return {"tokens_per_s": round(found.tokens_per_s), "of": ratios, "start_s": phases} | asdict(found)
+
+
+def single(model: Transformer, args: Any) -> dict[str, Any]:
+    """One request, 128 in, 256 out: bytes a second against the read bandwidth."""
+    tokens_in, tokens_out = (128, 256) if not args.tiny else (8, 16)
+    engine, phases = started(model, Serve(max_model_len=1024 if not args.tiny else 64, max_running=1,
+                                          max_tokens_per_step=128, graphs=not args.no_graphs))  # fmt: skip
+    best: dict[str, Any] = {"tokens_per_s": 0.0}
+    for turn in range(3):
+        found = serve_all(engine, fixed(1, tokens_in=tokens_in, tokens_out=tokens_out, vocab=100, name=f"t{turn}-"))
+        decode_s = found.seconds - found.ttft_p50_s
+        rate = (tokens_out - 1) / decode_s
+        if rate > best["tokens_per_s"]:
+            moved = decode_bytes(model, tokens_in + tokens_out / 2) * rate
+            best = {"tokens_per_s": rate, "bytes_per_s": moved, "of_read_bandwidth": moved / args.read,
+                    "ttft_s": found.ttft_p50_s}  # fmt: skip
+    return best | {"peers": SINGLE.get(args.model, {}), "start_s": phases}
+
+
+def mixed(model: Transformer, args: Any) -> dict[str, Any]:
+    """32 streams at 1k context, alone and with a 32k prompt always in prefill; then such prompts alone."""
+    streams, context, long = (32, 1024, 32_768) if not args.tiny else (3, 8, 24)
+    longest = max(long + 8, context + 4000) if not args.tiny else 64
+    engine, phases = started(model, Serve(
+        max_model_len=min(longest, model.config.context), max_running=streams + 2, max_tokens_per_step=args.step_tokens,
+        prefill_tokens=args.prefill_tokens, prefix_cache=False, graphs=not args.no_graphs))  # fmt: skip
+    watch = Watch(engine)
+    prompts = iter(fixed(64, tokens_in=min(long, model.config.context - 8), tokens_out=1, vocab=100, name="long"))
+    alone = _prefill(watch, prompts, 2, streams=0)
+    for request in fixed(streams, tokens_in=context, tokens_out=min(longest, model.config.context) - context - 2,
+                         vocab=100, name="s"):  # fmt: skip
+        watch.submit(request)
+    while any(seq.behind for seq in engine.scheduler.roster.running) or engine.scheduler.roster.waiting:
+        watch.step()
+    watch.clear()
+    for _ in range(200 if not args.tiny else 5):
+        watch.step()
+    quiet = percentile(watch.gaps, 50)
+    watch.clear()
+    beside = _prefill(watch, prompts, 2, streams=streams)
+    p50, p99 = percentile(watch.gaps, 50), percentile(watch.gaps, 99)
+    watch.give_up()
+    return {"itl_alone_p50_s": quiet, "itl_p50_s": p50, "itl_p99_s": p99, "itl_p99_over_alone_p50": p99 / quiet,
+            "prefill_alone_tokens_per_s": alone, "prefill_tokens_per_s": beside, "prefill_share": beside / alone,
+            "bars": {"itl_p99_over_alone_p50": 2.0, "prefill_share": 0.6}, "start_s": phases}  # fmt: skip
+
+
+def _prefill(watch: Watch, prompts: Any, count: int, *, streams: int) -> float:
+    """Prompt tokens a second while there is always a long one."""
+    begin, tokens, left = time.monotonic(), 0, count
+    watch.submit(first := next(prompts))
+    while left:
+        done = {piece.sequence.request.id for piece in watch.step() if piece.finish is not None}
+        if first.id in done:
+            tokens, left = tokens + len(first.prompt), left - 1
+            if left:
+                watch.submit(first := next(prompts))
+    return tokens / (time.monotonic() - begin)
+
+
+def graphs(model: Transformer, args: Any) -> dict[str, Any]:
+    """Graphs on and off give the same tokens, drawn and greedy."""
+    found = []
+    for on in (True, False):
+        serve = Serve(max_model_len=256 if not args.tiny else 64, max_running=16, max_tokens_per_step=256, graphs=on)
+        engine, _ = started(model, serve)
+        if not on:  # the same padding, so that products have the same sizes
+            engine.loop.executor.encoder.fit = found[0][1].encoder.fit  # type: ignore[attr-defined]
+        requests = fixed(16, tokens_in=24, tokens_out=32, vocab=100, temperature=0.8)
+        tokens = [made.tokens for made in engine.generate(requests)]
+        found.append((tokens, engine.loop.executor))
+    return {"equal": found[0][0] == found[1][0]}
+
+
+CASES: dict[str, Callable[[Transformer, Any], dict[str, Any]]] = {
+    "throughput": throughput, "single": single, "mixed": mixed, "graphs": graphs,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--model", default="qwen3-0.6b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--prefill-tokens", type=int, default=352)
+    parser.add_argument("--limit-s", type=float, default=120.0)
+    parser.add_argument("--no-overlap", action="store_true")
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a few tokens, to see that it runs")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    begin = time.monotonic()
+    model = drawn(args.model, args.device, torch.bfloat16 if args.device == "cuda" else torch.float32)
+    args.read = read_bandwidth(args.device)
+    _wait(args.device)
+    found: dict[str, Any] = {"model": args.model, "read_bytes_per_s": args.read,
+                             "weights_s": round(time.monotonic() - begin, 2)}  # fmt: skip
+    for name in args.case:
+        try:
+            found[name] = CASES[name](model, args)
+        except Exception as error:  # one case that fails must not cost the others their figures
+            found[name] = {"failed": f"{type(error).__name__}: {error}"[:300]}
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+        print(json.dumps({name: found[name]}, default=str), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()

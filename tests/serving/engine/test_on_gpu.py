@@ -1,0 +1,51 @@
+"""The engine on a GPU: graphs change nothing, and answers are those of the CPU and of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from armillary.model.transformer import Transformer, build
+from armillary.serving.engine.fast_executor import FastExecutor
+from tests.model.test_attend import small
+from tests.serving.engine.fake import ask
+from tests.serving.engine.test_plain_executor import MODELS, model, serve
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def requests(**wishes: Any) -> list[Any]:
+    made = [ask(f"r{i}", [2 + i % 5, 3, 4, 5] * (1 + i % 4), 12, **{"temperature": 0.0} | wishes) for i in range(9)]
+    return [*made, ask("wishes", [5, 6], 9, temperature=1.0, seed=3, n=2, logprobs=2, frequency_penalty=0.4)]
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_answers_are_those_of_the_cpu(name: str) -> None:
+    on_gpu = build(MODELS[name], dtype=torch.float32, device="cuda", seed=3)
+    found = serve(MODELS[name], on_gpu, requests(), executor=FastExecutor)
+    right = serve(MODELS[name], model(name), requests(), executor=FastExecutor)
+    assert [made.tokens for made in found] == [made.tokens for made in right]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_graphs_change_no_bit(dtype: torch.dtype, temperature: float) -> None:
+    config = small(hidden=256, heads=8, kv_heads=2, head_dim=64, ffn=512, vocab=1000, num_layers=3, context=128)
+    weights: Transformer = build(config, dtype=dtype, device="cuda", seed=3)
+    executors: list[FastExecutor] = []
+
+    def made(*args: Any, graphs: bool, **named: Any) -> FastExecutor:
+        executor = FastExecutor(*args, graphs=graphs, **named)
+        if executors:
+            executor.encoder.fit = executors[0].encoder.fit  # the same padding
+        executors.append(executor)
+        return executor
+
+    wanted = requests(temperature=temperature, seed=1)
+    first = serve(config, weights, wanted, executor=lambda *a, **k: made(*a, graphs=True, **k))
+    second = serve(config, weights, wanted, executor=lambda *a, **k: made(*a, graphs=False, **k))
+    assert [made.tokens for made in first] == [made.tokens for made in second]
+    assert [made.logprobs for made in first] == [made.logprobs for made in second]
+    assert executors[0].steps is not None and executors[0].warm() > 5
