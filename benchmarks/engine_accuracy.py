@@ -2,10 +2,10 @@
 
     python benchmarks/engine_accuracy.py [--prompts 64] [--tokens 128] [--device cuda] [--layers 28] [--json FILE]
 
-A Qwen3-0.6B shape with random weights. The same texts (prompt and answer) go through transformers in fp32 and in bf16 and
-through the engine in bf16, whole and a token at a time (as decoding computes them); errors are the largest and the mean over all
-logits. Where the engine's likeliest token is not fp32's, the gap between the two in fp32 must be within twice that place's
-largest error.
+A Qwen3-0.6B shape with random weights. The same texts (prompt and answer) go through transformers in fp32 and in bf16
+and through the engine in bf16, whole and a token at a time (as decoding computes them); errors are the largest and the
+mean over all logits. Where the engine's likeliest token is not fp32's, the gap between the two in fp32 must be within
+twice that place's largest error.
 """
 
 from __future__ import annotations

@@ -29,14 +29,14 @@ class Encoder:
 
     def __init__(
         self, *, max_running: int, max_model_len: int, block_tokens: int, groups: int, new_seed: Callable[[], int],
-        fit: Fit = exactly, rope_switch: int | None = None,
+        fit: Fit = exactly, far: bool = False,
     ) -> None:  # fmt: skip
         self.max_running, self.max_model_len, self.size, self.groups = max_running, max_model_len, block_tokens, groups
         self.pages = -(-max_model_len // block_tokens)
         self.tables_GRP: Ints = np.zeros((groups, max_running + 1, self.pages), dtype=np.int32)
         self.fit = fit
         self._new_seed = new_seed
-        self._switch = rope_switch
+        self._far = far
         self._special: set[int] = set()
         """rows for which the quick way of drawing does not do"""
 
@@ -67,7 +67,7 @@ class Encoder:
         rows_T[:total] = np.repeat(rows, sizes)
         positions_T[:total] = np.arange(total, dtype=np.int32) + np.repeat(begins - (upto - sizes), sizes)
         step.part("angles_T")[:] = positions_T
-        if self._switch is not None:
+        if self._far:
             self._turn_far(step, decision, sizes, total)
         slots_GT = step.part("slots_GT").reshape(self.groups, -1)
         slots_GT[:] = -1
@@ -86,12 +86,10 @@ class Encoder:
         starts[count + 1 :] = total
 
     def _turn_far(self, step: Step, decision: Decision, sizes: Ints, total: int) -> None:
-        """Positions of rotary rules that change with the length: a prompt turns as a whole by its own."""
+        """Positions of rotary rules that change with the length, in the second half of their tables."""
         sequences = [*decision.decodes, *(chunk.sequence for chunk in decision.chunks)]
-        prompts: Ints = np.repeat(np.array([seq.num_prompt for seq in sequences], dtype=np.int32), sizes)
-        positions = step.part("positions_T")[:total]
-        far = np.maximum(prompts, positions + 1) > self._switch
-        step.part("angles_T")[:total] = positions + np.where(far, self.max_model_len, 0)
+        far: Ints = np.array([seq.far for seq in sequences], dtype=np.int32)
+        step.part("angles_T")[:total] += np.repeat(far, sizes) * self.max_model_len
 
     def _edited(self, decision: Decision) -> Ints:
         if not decision.edits:

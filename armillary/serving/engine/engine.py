@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 
 from armillary.errors import BadInput
 from armillary.serving.engine.answers import Answers, Piece
+from armillary.serving.engine.decision import Decision
 from armillary.serving.engine.gauges import request_gauges, step_gauges
 from armillary.serving.engine.intake import MakeConstraint
 from armillary.serving.engine.logprob import Logprob
 from armillary.serving.engine.loop import Loop, StepFailed
 from armillary.serving.engine.request import Request
 from armillary.serving.engine.sequence import Finish, Sequence
+from armillary.serving.engine.step_roof import StepRoof
 
 Record = Callable[..., None]
 """`GaugeWriter.write`, or anything that takes gauges and step= or request="""
@@ -58,11 +60,15 @@ class Completion:
 class Engine:
     """Steps, and what comes of them."""
 
-    def __init__(self, loop: Loop, answers: Answers, *, record: Record | None = None) -> None:
+    def __init__(
+        self, loop: Loop, answers: Answers, *, record: Record | None = None, roof: StepRoof | None = None
+    ) -> None:
         self.loop = loop
         self.scheduler = loop.scheduler
         self.answers = answers
         self._record = record
+        self._roof = roof
+        self._needed_s = 0.0
 
     @property
     def busy(self) -> bool:
@@ -80,8 +86,17 @@ class Engine:
         pieces = self.answers.take(decision, outcome, now)
         if self._record is not None and not decision.empty:
             times = {"engine_step_s": now - begin, "engine_schedule_s": self.loop.schedule_s}
+            times |= self._roof_fraction(decision, now - begin)
             self._record(step_gauges(self.scheduler, decision) | times, step=decision.number)
         return self._recorded(pieces)
+
+    def _roof_fraction(self, decision: Decision, seconds: float) -> dict[str, float]:
+        """With overlap, the time is that of the step before, which was waited for."""
+        if self._roof is None:
+            return {}
+        needed_s = self._roof.seconds(decision)
+        done_s, self._needed_s = self._needed_s if self.loop.overlap else needed_s, needed_s
+        return {"engine_roof_fraction": done_s / seconds} if done_s and seconds > 0 else {}
 
     def abort(self, request_id: str) -> list[Piece]:
         """Give a request up; one that is over, or was never here, is none."""

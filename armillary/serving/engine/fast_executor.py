@@ -72,7 +72,7 @@ class FastExecutor:
         self.steps = self._steps(graphs, max_running, max_tokens)
         self.encoder = Encoder(
             max_running=max_running, max_model_len=max_model_len, block_tokens=cache.block_tokens,
-            groups=len(cache.groups), new_seed=new_seed, fit=self.steps.fit, rope_switch=rope_switch(config),
+            groups=len(cache.groups), new_seed=new_seed, fit=self.steps.fit, far=rope_switch(config) is not None,
         )  # fmt: skip
 
     def _steps(self, graphs: bool | None, max_running: int, max_tokens: int) -> Steps:

@@ -15,6 +15,8 @@ from armillary.serving.engine.sequence import EVERY_TOKEN, Sequence
 from armillary.serving.engine.settings import Settings
 
 MakeConstraint = Callable[[], Constraint]
+FAR = "\0far"
+"""added to the adapter's name: blocks of sequences that turn by other frequencies are others"""
 
 
 def check(request: Request, settings: Settings, cache: KVCache, constraint: MakeConstraint | None = None) -> int:
@@ -69,9 +71,10 @@ def make_sequences(
     params = request.params
     stops = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else settings.eos_ids)
     far = settings.rope_switch is not None and len(request.prompt) > settings.rope_switch
-    chain = cache.chain(list(request.prompt), request.salt, request.adapter + ("\0far" if far else ""))
+    chain = cache.chain(list(request.prompt), request.salt, request.adapter + (FAR if far else ""))
     made = [Sequence(request, i, chain.copy() if i else chain, limit, stops) for i in range(params.n)]
     for seq in made:
+        seq.far = far
         if constraint is not None:
             seq.constraint, seq.watched = constraint(), EVERY_TOKEN
         seq.blocks_at_limit = cache.blocks_at(limit)

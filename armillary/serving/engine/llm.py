@@ -17,6 +17,7 @@ from armillary.model.device import pick_device
 from armillary.model.tokenizer import Tokenizer
 from armillary.model.weights import load_model
 from armillary.parallel.world import World
+from armillary.profiling.ceilings import name_of
 from armillary.serving.engine.answers import Piece
 from armillary.serving.engine.engine import Completion, Record
 from armillary.serving.engine.intake import MakeConstraint
@@ -28,6 +29,7 @@ from armillary.serving.engine.tensor_parallel import Leader, follow, refuse_uncu
 from armillary.serving.engine.worker import Worker
 from armillary.spec.job import Serve
 from armillary.store.home import Home
+from armillary.store.peaks import load_peaks
 from armillary.store.source import resolve_model
 
 Prompt = str | Items[int]
@@ -54,8 +56,9 @@ class LLM:
             phase("weights", time.monotonic() - begin)
         self.tokenizer = Tokenizer.load(source.folder)
         self.engine, self.plan = make_engine(
-            loaded, self.tokenizer, serve or Serve(), record=record, phase=phase, group=group
-        )
+            loaded, self.tokenizer, serve or Serve(), record=record, phase=phase, group=group,
+            peaks=load_peaks(home or Home.default(), name_of(next(loaded.parameters()).device)),
+        )  # fmt: skip
         self.structures = Structures(self.tokenizer, loaded.config.vocab)
         self._numbers = count(1)
         self._worker: Worker | None = None

@@ -23,8 +23,10 @@ from armillary.serving.engine.kv_capacity import KVPlan, plan_kv
 from armillary.serving.engine.loop import Loop
 from armillary.serving.engine.scheduler import Scheduler
 from armillary.serving.engine.settings import Settings, settings_for
+from armillary.serving.engine.step_roof import step_roof
 from armillary.serving.engine.tensor_parallel import Leader, cut, local_kv_heads
 from armillary.spec.job import Serve
+from armillary.store.peaks import Peaks
 
 Phase = Callable[[str, float], None]
 """what was done when an engine started, and the seconds it took"""
@@ -45,6 +47,7 @@ class NoText:
 def make_engine(
     model: Transformer, tokenizer: Tokenizer | None, serve: Serve, *, record: Record | None = None,
     seed: int | None = None, phase: Phase | None = None, group: Group | None = None,
+    peaks: Peaks | None = None,
 ) -> tuple[Engine, KVPlan]:  # fmt: skip
     """`seed` is of the seeds that requests do not bring themselves; `phase` is told what the start consists of. With a
     `group` of ranks the model is cut over them; the first one's engine leads, the others follow."""
@@ -60,7 +63,8 @@ def make_engine(
         tell(f"{graphs} CUDA graphs", time.monotonic() - begin)
     loop = Loop(scheduler, executor if group is None else Leader(executor), overlap=serve.overlap)
     texts = Answers(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
-    return Engine(loop, texts, record=record), plan
+    roof = step_roof(model.config, peaks, _dtype_name(model))
+    return Engine(loop, texts, record=record, roof=roof), plan
 
 
 def make_executor(
@@ -100,8 +104,7 @@ def _scale(executor: FastExecutor) -> None:
 def kv_plan(model: Transformer, serve: Serve, max_model_len: int, group: Group | None = None) -> KVPlan:
     """A cache of serve.kv_bytes, or of a share of what is free (on the rank that has least), but no more than a full
     batch can use."""
-    weight, tp = next(model.parameters()), 1 if group is None else group.size
-    dtype = next(name for name, known in DTYPES.items() if known == weight.dtype)
+    weight, tp, dtype = next(model.parameters()), 1 if group is None else group.size, _dtype_name(model)
     if serve.kv_bytes is not None:
         return plan_kv(model.config, serve, serve.kv_bytes, dtype=dtype, tp=tp)
     one = plan_kv(model.config, serve, 1 << 62, dtype=dtype, tp=tp)
@@ -110,6 +113,10 @@ def kv_plan(model: Transformer, serve: Serve, max_model_len: int, group: Group |
     if group is not None:
         free = int(all_reduce(torch.tensor([free], device=weight.device), group, "min"))
     return plan_kv(model.config, serve, min(useful, free), dtype=dtype, tp=tp)
+
+
+def _dtype_name(model: Transformer) -> str:
+    return next(name for name, known in DTYPES.items() if known == next(model.parameters()).dtype)
 
 
 def _share_of_free(device: torch.device) -> int:

@@ -6,7 +6,7 @@ from bisect import insort
 from operator import attrgetter
 
 from armillary.errors import BadInput
-from armillary.serving.engine.intake import MakeConstraint, check, make_sequences
+from armillary.serving.engine.intake import FAR, MakeConstraint, check, make_sequences
 from armillary.serving.engine.kv_cache import KVCache
 from armillary.serving.engine.request import Request
 from armillary.serving.engine.sequence import Finish, Sequence, State
@@ -87,6 +87,12 @@ class Roster:
         seq.preemptions += 1
         seq.blocks_at_start = self.cache.blocks_at(seq.due)
         self.waiting.push(seq)
+
+    def turn(self, seq: Sequence) -> None:
+        """It has grown beyond the length at which rotary frequencies change: all of it is computed anew by others."""
+        self.put_back(seq)
+        seq.far, request = True, seq.request
+        seq.chain = self.cache.chain(seq.tokens, request.salt, request.adapter + FAR)
 
     def wake_forks(self, seq: Sequence) -> None:
         """The prompt is computed, or never will be by this one: its forks may start."""

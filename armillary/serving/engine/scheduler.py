@@ -125,6 +125,15 @@ class Scheduler:
         self._fresh.clear()
         decision.ended = self.roster.deadlines.due(now)
         self._end([(seq, Ending("deadline")) for seq in decision.ended], now)
+        if self.settings.rope_switch is not None:
+            self._turn(decision, self.settings.rope_switch)
+
+    def _turn(self, decision: Decision, switch: int) -> None:
+        """Answers that grow across the length at which rotary frequencies change are computed anew, as transformers
+        does."""
+        for seq in [seq for seq in self.roster.running if seq.computed == switch and not seq.behind and not seq.far]:
+            self.roster.turn(seq)
+            decision.preempted.append(seq)
 
     def _decode(self, decision: Decision) -> list[Sequence]:
         """One token for everyone who has one to compute; returns the others, whose prompts are under way."""

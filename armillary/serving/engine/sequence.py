@@ -56,9 +56,10 @@ class Sequence:
 
     __slots__ = (
         "arrived_at", "behind", "blocks_at_limit", "blocks_at_start", "cached_tokens", "chain", "computed",
-        "constraint", "due", "error", "finish", "finished_at", "first_token_at", "forks", "held", "index", "leader",
-        "limit", "logprobs", "matching", "miss", "named", "num_prompt", "order", "preemptions", "prompt_logprobs",
-        "request", "room", "row", "settled", "started_at", "state", "stops", "tables", "tokens", "watched", "windows",
+        "constraint", "due", "error", "far", "finish", "finished_at", "first_token_at", "forks", "held", "index",
+        "leader", "limit", "logprobs", "matching", "miss", "named", "num_prompt", "order", "preemptions",
+        "prompt_logprobs", "request", "room", "row", "settled", "started_at", "state", "stops", "tables", "tokens",
+        "watched", "windows",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, chain: Chain, limit: int, stops: frozenset[int]) -> None:
@@ -85,6 +86,8 @@ class Sequence:
         self.prompt_logprobs: list[Logprob] = []
         """of the prompt's tokens but the first"""
 
+        self.far = False
+        """its tokens turn by the frequencies of long texts, where a model has others for them"""
         self.behind = True
         """the tokens it started with are not all computed yet"""
         self.due = self.num_prompt
@@ -156,7 +159,7 @@ class Sequence:
     def can_fork(self) -> bool:
         """Whether it may start from what its leader has computed."""
         leader = self.leader
-        if leader is None or self.preemptions:
+        if leader is None or self.preemptions or leader.far != self.far:
             return False
         return leader.state is State.RUNNING and leader.settled >= self.num_prompt - 1
 

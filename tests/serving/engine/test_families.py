@@ -21,11 +21,12 @@ from tests.serving.engine.test_fast_executor import padded
 from tests.serving.engine.test_plain_executor import serve
 
 TOKENS = 8
+LONG, LONG_SEEDS = {"original_max_position_embeddings": 20}, (101, 105)
 
 
 @cache
 def models(family: str, seed: int) -> tuple[Any, Transformer]:
-    theirs = random_model(family, seed)
+    theirs = random_model(family, seed, **LONG if seed in LONG_SEEDS else {})
     with TemporaryDirectory() as folder:
         theirs.save_pretrained(Path(folder) / "model")
         return theirs, load_model(Path(folder) / "model")
@@ -41,14 +42,6 @@ def their_answer(family: str, seed: int, prompt: tuple[int, ...]) -> list[int]:
     return made[0, len(prompt) :].tolist()
 
 
-def lengths(config: Any) -> st.SearchStrategy[int]:
-    """Of prompts: transformers computes all anew where a longrope answer grows across its switch, we do not."""
-    switch = config.rope.original_context
-    if config.rope.scaling == "longrope" and switch and switch < 26:
-        return st.integers(1, switch - TOKENS) | st.integers(switch + 1, switch + 6)
-    return st.integers(1, 26)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())
@@ -56,7 +49,7 @@ def test_greedy_answers_equal_transformers(family: str, data: st.DataObject) -> 
     draw = data.draw
     seed = draw(st.integers(0, 2))
     config = models(family, seed)[1].config
-    sizes = draw(st.lists(lengths(config), min_size=1, max_size=4))
+    sizes = draw(st.lists(st.integers(1, 26), min_size=1, max_size=4))
     wanted = [tuple(3 + (i + size % 2) % 5 for i in range(size)) for size in sizes]  # some begin alike
     requests = [ask(f"r{i}", prompt, TOKENS, temperature=0.0) for i, prompt in enumerate(wanted)]
     found = serve(
@@ -67,3 +60,15 @@ def test_greedy_answers_equal_transformers(family: str, data: st.DataObject) -> 
         max_tokens_per_step=draw(st.sampled_from([4, 7, 64])), prefix_cache=draw(st.booleans()),
     )  # fmt: skip
     assert [made.tokens for made in found] == [their_answer(family, seed, prompt) for prompt in wanted]
+
+
+@pytest.mark.parametrize("seed", LONG_SEEDS)
+@pytest.mark.parametrize(("overlap", "blocks"), [(True, 80), (False, 80), (True, 36)])
+def test_answers_that_grow_across_a_switch_of_rotary_frequencies(seed: int, overlap: bool, blocks: int) -> None:
+    config, weights = models("phi3", seed)[1].config, models("phi3", seed)[1]
+    assert config.rope.original_context == 20
+    wanted = [tuple(3 + i % 5 for i in range(size)) for size in (12, 13, 15, 18, 20, 21, 24)]
+    requests = [ask(f"r{i}", prompt, TOKENS, temperature=0.0, n=1 + i % 2) for i, prompt in enumerate(wanted)]
+    found = serve(config, weights, requests, executor=padded, overlap=overlap, blocks=blocks, block_tokens=1)
+    for made in found:
+        assert made.tokens == their_answer("phi3", seed, tuple(made.request.prompt)), len(made.request.prompt)

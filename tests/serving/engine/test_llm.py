@@ -16,12 +16,15 @@ from armillary.model.bpe import train_tokenizer
 from armillary.model.generate import Sampling, generate
 from armillary.model.transformer import build
 from armillary.model.weights import save_model
+from armillary.profiling.ceilings import name_of
 from armillary.serving.engine.llm import LLM
 from armillary.serving.engine.params import SamplingParams
 from armillary.serving.engine.request import Request
 from armillary.serving.engine.worker import Worker
 from armillary.spec.job import Serve
 from armillary.store.gauges import GaugeWriter, read_gauges
+from armillary.store.home import Home
+from armillary.store.peaks import Peaks, save_peaks
 from tests.model.test_attend import small
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -146,3 +149,15 @@ def matches(structure: armillary.Structure, text: str) -> bool:
         return set(value) == {"a", "b"} and isinstance(value["a"], int) and value["b"] in ("x", "yz")
     pattern = structure.source if structure.kind == "regex" else "<[a-z]{1,4}>"
     return re.fullmatch(pattern, text) is not None
+
+
+def test_steps_are_held_against_the_measured_roof(folder: Path, home: Home) -> None:
+    points = {"read": ({"bytes": 1 << 30, "bytes_per_s": 1e10},),
+              "gemm": ({"m": 1, "n": 1, "k": 1, "dtype": "fp32", "flops": 1e11},)}  # fmt: skip
+    save_peaks(home, Peaks(device=name_of(torch.device("cpu")), date="2026-01-01", points=points))
+    records: list[dict[str, float]] = []
+    serve = Serve(block_tokens=4, kv_bytes=100_000, max_running=4)
+    llm = LLM(folder, serve, home=home, device="cpu", record=lambda gauges, **_: records.append(gauges))
+    llm.generate(TEXTS, GREEDY)
+    shares = [record["engine_roof_fraction"] for record in records if "engine_roof_fraction" in record]
+    assert len(shares) > 5 and all(share > 0 for share in shares)

@@ -1,0 +1,28 @@
+"""The roofline of a step: a decode reads weights, a long prompt computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from armillary.serving.engine.decision import Chunk, Decision
+from armillary.serving.engine.step_roof import step_roof
+from armillary.spec.catalogue import models
+from armillary.spec.params import parameters
+from armillary.store.peaks import Peaks
+
+
+def test_a_decode_is_bound_by_bytes_and_a_prompt_by_products() -> None:
+    points = {"read": ({"bytes": 1 << 30, "bytes_per_s": 4e12},),
+              "gemm": ({"m": 1, "n": 1, "k": 1, "dtype": "bf16", "flops": 7e14},)}  # fmt: skip
+    config = models()["qwen3-8b"].config
+    roof = step_roof(config, Peaks(device="x", date="2026-01-01", points=points), "bf16")
+    assert roof is not None
+    decode = Decision(1)
+    decode.positions = [127]
+    decode.decodes = [None]  # type: ignore[list-item]
+    weights = parameters(config).multiplied
+    assert roof.seconds(decode) == pytest.approx((2 * weights + 128 * roof.kv_bytes) / 4e12)
+    prompt = Decision(2)
+    prompt.chunks = [Chunk(None, 0, 0, 8192, True)]  # type: ignore[arg-type]
+    assert roof.seconds(prompt) >= 2 * weights * 8192 / 7e14
+    assert step_roof(config, None, "bf16") is None
