@@ -41,7 +41,7 @@ def reader_of(path: Path) -> Reader | None:
 def read_text(path: Path, origin: str, key: str) -> Iterator[Document | Skipped]:
     """The file as one document, or as pieces of at most PIECE characters cut at blank lines."""
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             for number, text in enumerate(_pieces(file)):
                 yield Document(text=text, origin=origin if number == 0 else f"{origin}#{number}")
     except UnicodeDecodeError:
@@ -83,21 +83,22 @@ def _valid(text: str) -> str:
 
 def read_jsonl(path: Path, origin: str, key: str) -> Iterator[Document | Skipped]:
     """One document a line, its text under `key`."""
-    with _opened(path) as file:
+    with opened(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.isspace():
                 where = f"{path}:{number}"
-                text = _under_key(_row(line, where), key, where)
+                text = _under_key(json_row(line, where), key, where)
                 yield from (Document(text=text, origin=f"{origin}:{number}") for text in _unless_blank(text))
 
 
-def _row(line: bytes, where: str) -> dict[str, Any]:
+def json_row(line: bytes, where: str, *, like: str = '{"text": "…"}') -> dict[str, Any]:
+    """The JSON object of a line; `like` is what an error shows."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise BadData(f"{where} is not JSON ({error}); each line must be one JSON object") from None
     if not isinstance(row, dict):
-        raise BadData(f'{where} holds no JSON object; each line must look like {{"text": "…"}}')
+        raise BadData(f"{where} holds no JSON object; each line must look like {like}")
     return row
 
 
@@ -146,7 +147,7 @@ def _rows(file: Any, key: str, origin: str) -> Iterator[Document]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
     """The file's bytes, unpacked; a broken archive is a one-line error."""
     try:
         with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:

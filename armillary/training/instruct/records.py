@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +9,7 @@ from typing import Any
 
 from armillary.errors import BadData, missing
 from armillary.training.data.corpus import Corpus
+from armillary.training.data.readers import json_row, opened
 
 _SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet")
 
@@ -38,24 +36,12 @@ def records(corpus: Corpus) -> Iterator[Record]:
 
 
 def _lines(path: Path, name: str) -> Iterator[Record]:
-    try:
-        with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.isspace():
-                    origin = f"{name}:{number}"
-                    yield Record(values=_object(line, origin), origin=origin, num_bytes=len(line))
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise BadData(f"{path} is a broken gzip file ({error}); fetch or pack it again") from None
-
-
-def _object(line: bytes, origin: str) -> dict[str, Any]:
-    try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise BadData(f"{origin} is not JSON ({error}); each line must be one JSON object") from None
-    if not isinstance(values, dict):
-        raise BadData(f'{origin} holds no JSON object; each line must look like {{"messages": […]}}')
-    return values
+    with opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.isspace():
+                origin = f"{name}:{number}"
+                values = json_row(line, origin, like='{"messages": […]}')
+                yield Record(values=values, origin=origin, num_bytes=len(line))
 
 
 def _parquet(path: Path, name: str) -> Iterator[Record]:
