@@ -6,7 +6,7 @@ A single layout is an array of one. Number formats beyond spec.Layout's (mxfp8, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias, TypeVar, get_args
 
 import numpy as np
@@ -162,11 +162,6 @@ def joined(first: Layouts, second: Layouts) -> Layouts:
     """Both, one after the other."""
     pairs = ((field.name, getattr(first, field.name), getattr(second, field.name)) for field in fields(Layouts))
     return Layouts(**{name: np.concatenate([a, b]) for name, a, b in pairs})
-
-
-def with_field(layouts: Layouts, **columns: Any) -> Layouts:
-    """The same with some columns replaced."""
-    return replace(layouts, **columns)
 
 
 def _ints(values: Sequence[int]) -> Ints:
