@@ -77,13 +77,6 @@ def sample(
     return torch.where(broken, -1, tokens)
 
 
-def observe(counts_SV: Tensor, rows_B: Tensor, tokens_B: Tensor) -> None:
-    """Count tokens that were put out; rows below 0 and tokens below 0 are passed over."""
-    live = (rows_B >= 0) & (tokens_B >= 0)
-    at = rows_B.clamp_min(0) * counts_SV.shape[1] + tokens_B.clamp_min(0)
-    counts_SV.view(-1).scatter_add_(0, at, live.to(counts_SV.dtype))
-
-
 def score(logits_BV: Tensor, penalties: Penalties | None, allowed_BW: Tensor | None) -> Tensor:
     """Logits less penalties; -inf where a token is ruled out."""
     x = logits_BV.float()

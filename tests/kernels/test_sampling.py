@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from armillary.kernels.sampling import SAMPLE, Draws, Penalties, observe, sample, share
+from armillary.kernels.sampling import SAMPLE, Draws, Penalties, sample, share
 from armillary.kernels.sampling_rows import sample as row_by_row
 from tests.kernels.interpreter import needs_interpreter
 
@@ -165,8 +165,7 @@ def test_penalties_push_tokens_down() -> None:
     prompt[0, 0] = True
     assert penalised(1.5, 0.0, 0.0) == 1  # 2.0 / 1.5 < 1.9
     assert penalised(1.0, 1.0, 1.0) == 0  # of the prompt, not of the output
-    observe(counts, torch.tensor([0, -1]), torch.tensor([0, 1]))
-    assert counts.tolist() == [[1, 0, 0, 0]]
+    counts[0, 0] = 1  # put out once
     assert penalised(1.0, 0.2, 0.0) == 1
     assert penalised(1.0, 0.0, 0.2) == 1
 
