@@ -168,6 +168,7 @@ def test_bf16_agrees_with_the_plain_model(way: Way, mesh: Mesh) -> None:
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("default")  # torch's compiler warns about its own code
 def test_compiled_agrees_with_the_plain_model(way: Way, mesh: Mesh) -> None:
     check(way, mesh, losses=2e-5, weights=3e-4)
 
