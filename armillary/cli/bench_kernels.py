@@ -11,6 +11,7 @@ import click
 from armillary.cli.measuring import device_option, on_bar, pick, quick_option
 from armillary.cli.output import Output
 from armillary.cli.verb import verb
+from armillary.errors import BadInput
 from armillary.store.home import Home
 from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
 
@@ -31,6 +32,8 @@ def kernels(
     Shapes of real models, random data past the caches; what wins is remembered and used from then on.
     """
     target = pick(device)
+    if plot is not None and plot.suffix not in (".html", ".htm"):
+        raise BadInput(f"what is drawn is a page of HTML; try --plot {plot.with_suffix('.html')}")
     from armillary.profiling.kernel_bench import bench_kernels
     from armillary.profiling.kernel_plot import bench_page
     from armillary.store.atomic import write_text

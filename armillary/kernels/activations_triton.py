@@ -46,19 +46,25 @@ def _gelu_odds(x):
 
 
 @triton.jit
-def act_kept(x, kept, scale, over, NAME: tl.constexpr, FAST: tl.constexpr, COARSE: tl.constexpr):
-    """scale · act(x) where `kept`, else 0, and NaN where x is; `over` is 1 / scale. What is a sigmoid has both for
-    nothing: 1 / (over + odds · over), with infinity for the first `over` where nothing is kept. GELU is one only where
-    numbers are as COARSE as bf16."""
-    if (FAST and (NAME == "silu" or NAME == "gelu_tanh")) or (COARSE and NAME == "gelu"):
-        if NAME == "silu":
-            odds = tl.exp2(x * _MINUS_LOG2E)
-        elif NAME == "gelu":
-            odds = _gelu_odds(x)
-        else:
-            factor: tl.constexpr = 2.0 * _TANH_SCALE * _MINUS_LOG2E
-            odds = tl.exp2(x * (x * x * (factor * _TANH_CUBE) + factor))
-        root = tl.rsqrt(odds * over + tl.where(kept, over, float("inf")))
+def odds_of(x, NAME: tl.constexpr):
+    """(1 − s) / s for activations that are x · s(x), with s a sigmoid: silu, gelu_tanh, and gelu as coarse as bf16."""
+    if NAME == "silu":
+        odds = tl.exp2(x * _MINUS_LOG2E)
+    elif NAME == "gelu":
+        odds = _gelu_odds(x)
+    else:
+        tl.static_assert(NAME == "gelu_tanh")
+        factor: tl.constexpr = 2.0 * _TANH_SCALE * _MINUS_LOG2E
+        odds = tl.exp2(x * (x * x * (factor * _TANH_CUBE) + factor))
+    return odds
+
+
+@triton.jit
+def act_kept(x, kept, scale, over, NAME: tl.constexpr, FAST: tl.constexpr):
+    """scale · act(x) where `kept`, else 0, and NaN where x is; `over` is 1 / scale. A sigmoid has both for nothing:
+    1 / (over + odds · over), with infinity for the first `over` where nothing is kept."""
+    if FAST and (NAME == "silu" or NAME == "gelu_tanh"):
+        root = tl.rsqrt(odds_of(x, NAME) * over + tl.where(kept, over, float("inf")))
         y = x * root * root
     else:
         y = act(x, NAME, FAST) * tl.where(kept, scale, 0.0)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from armillary.kernels.activations_triton import act, act_and_slope, act_kept, through
 from armillary.kernels.column_sums_triton import column_sums
+from armillary.kernels.dropout_pairs_triton import draw, pairs_kernel
 from armillary.kernels.launch import ceil_div, dense, num_programs, on, power_of_two
-from armillary.kernels.philox import LANES, MASK_ROUNDS, WORD, keep_scale, threshold
+from armillary.kernels.needs import interpreted
+from armillary.kernels.philox import LANES, WORD, keep_scale, threshold
 
-_ROUNDS: tl.constexpr = tl.constexpr(MASK_ROUNDS)
 _FORWARD, _TURNS = (1024, 4096, 4), (6, 3)
 _BACKWARD = (2048, 2048, 8, 4)
 """columns and numbers a program takes at a time, its warps; programs a multiprocessor; tiles on their way at a time"""
@@ -48,13 +49,21 @@ def _run(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float
         block, held, warps = _tile(columns, *_FORWARD)
         pieces, blocks = ceil_div(columns, block), ceil_div(rows, held)
         programs = max(1, min(blocks, num_programs(x, _TURNS[0]) // pieces)) if in_turn else blocks
+        options = {
+            "BIAS": bias is not None, "DROP": p > 0, "ACT": _activation(activation, p), "HELD": held, "BLOCK": block,
+            "MASKED": bool(columns % block or rows % held), "STAGES": _TURNS[1] if in_turn else 0, "num_warps": warps,
+        }  # fmt: skip
         with on(x):
-            _forward_kernel[(programs * pieces,)](
-                x, bias, seed, y, rows, columns, pieces, _upper(p), keep_scale(p), _over(p),
-                **_flags(x, bias, p), ACT=_activation(activation, p), HELD=held, BLOCK=block,
-                PACKED=_packed(x), MASKED=bool(columns % block or rows % held),
-                STAGES=_TURNS[1] if in_turn else 0, num_warps=warps,
-            )  # fmt: skip
+            if _in_pairs(x):
+                pairs_kernel[(programs * pieces,)](
+                    x, bias, seed, y, rows, columns, pieces, _least(p) * 0x10001, keep_scale(p), _over(p), **options,
+                    ASM=not interpreted(),
+                )  # fmt: skip
+            else:
+                _forward_kernel[(programs * pieces,)](
+                    x, bias, seed, y, rows, columns, pieces, _least(p) << 17, keep_scale(p), _over(p), **options,
+                    ALIGNED=columns % LANES == 0,
+                )  # fmt: skip
     return y
 
 
@@ -81,8 +90,9 @@ def _run_backward(
     parts = x.new_empty(programs if bias is not None else 0, columns, dtype=torch.float32)
     with on(x):
         _backward_kernel[(pieces, programs)](
-            dy.contiguous(), x.contiguous(), dense(bias), seed, dx, parts, rows, columns, _upper(p), keep_scale(p),
-            **_flags(x, bias, p), ACT=activation, HELD=held, BLOCK=block, num_warps=warps,
+            dy.contiguous(), x.contiguous(), dense(bias), seed, dx, parts, rows, columns, _least(p) << 17,
+            keep_scale(p), BIAS=bias is not None, DROP=p > 0, ALIGNED=columns % LANES == 0, ACT=activation, HELD=held,
+            BLOCK=block, num_warps=warps,
         )  # fmt: skip
     if bias is not None:
         column_sums(parts[None], db)
@@ -119,9 +129,9 @@ def _tile(columns: int, widest: int, elements: int, warps: int) -> tuple[int, in
     return block, max(1, elements // block), warps
 
 
-def _upper(p: float) -> int:
-    """The threshold in the upper half of 32 bits; where all is dropped, the scale of 0 does it."""
-    return threshold(p) % WORD << 16
+def _least(p: float) -> int:
+    """The threshold; where all is dropped, the scale of 0 does it."""
+    return threshold(p) % WORD
 
 
 def _activation(name: str, p: float) -> str:
@@ -134,15 +144,9 @@ def _over(p: float) -> float:
     return 1 / keep_scale(p) if keep_scale(p) else 1.0
 
 
-def _packed(x: Tensor) -> bool:
-    """Whether pairs of bf16 can be read as words of 32 bits: taken apart by a shift and a mask, each costs one
-    instruction, where the compiler's own way takes three for two."""
+def _in_pairs(x: Tensor) -> bool:
+    """Whether pairs of bf16 can be read as words of 32 bits."""
     return x.dtype == torch.bfloat16 and x.shape[-1] % LANES == 0 and x.data_ptr() % 16 == 0
-
-
-def _flags(x: Tensor, bias: Tensor | None, p: float) -> dict[str, bool]:
-    """Where rows are a multiple of a counter's lanes, a counter is drawn once for all of them."""
-    return {"BIAS": bias is not None, "DROP": p > 0, "ALIGNED": x.shape[-1] % LANES == 0}
 
 
 # --- kernels
@@ -150,66 +154,44 @@ def _flags(x: Tensor, bias: Tensor | None, p: float) -> dict[str, bool]:
 
 @triton.jit
 def _kept(seed, row, start, columns, threshold, ALIGNED: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr):
-    """Which elements of a tile stay, rows `row` [HELD, 1] and columns from `start`. A word of 16 bits is compared where
-    it is, in the upper half of 32 bits: `threshold` stands there too."""
+    """Which elements of a tile stay, rows `row` [HELD, 1] and columns from `start`. 15 bits are compared in the upper
+    part of 32, where `threshold` stands too. Where rows are ALIGNED to a counter's lanes, one is drawn for all."""
     threshold = threshold.to(tl.uint32)
     if ALIGNED:
         counter = row * (columns // 8) + (start // 8 + tl.arange(0, BLOCK // 8))[None, :]
-        r0, r1, r2, r3 = _draw(seed, counter)
+        r0, r1, r2, r3 = draw(seed, counter)
         words = tl.join(tl.join(r0, r2), tl.join(r1, r3))
-        kept = tl.reshape(tl.join(words << 16, words), [HELD, BLOCK]) >= threshold
+        kept = tl.reshape(tl.join(words << 17, words << 1), [HELD, BLOCK]) >= threshold
     else:
         at = row * columns + (start + tl.arange(0, BLOCK))[None, :]
-        r0, r1, r2, r3 = _draw(seed, at // 8)
+        r0, r1, r2, r3 = draw(seed, at // 8)
         lane = (at % 8).to(tl.int32)
         word = tl.where(lane < 4, tl.where(lane < 2, r0, r1), tl.where(lane < 6, r2, r3))
-        kept = tl.where(lane % 2 == 0, word << 16, word) >= threshold
+        kept = tl.where(lane % 2 == 0, word << 17, word << 1) >= threshold
     return kept
-
-
-@triton.jit
-def _draw(seed, counter):
-    low = (counter & 0xFFFFFFFF).to(tl.uint32)
-    high = (counter >> 32).to(tl.uint32)
-    return tl.philox(seed, low, high, low * 0, low * 0, _ROUNDS)
-
-
-@triton.jit
-def _numbers(ptr, row, start, rows, columns, HELD: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
-             MASKED: tl.constexpr):  # fmt: skip
-    """A tile in fp32."""
-    if PACKED:
-        column = (start // 2 + tl.arange(0, BLOCK // 2))[None, :]
-        at = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row * (columns // 2) + column
-        words = tl.load(at, mask=(row < rows) & (column < columns // 2), other=0) if MASKED else tl.load(at)
-        low = (words << 16).to(tl.float32, bitcast=True)
-        high = (words & -65536).to(tl.float32, bitcast=True)
-        x = tl.reshape(tl.join(low, high), [HELD, BLOCK])
-    else:
-        column = (start + tl.arange(0, BLOCK))[None, :]
-        x = tl.load(ptr + row * columns + column, mask=(row < rows) & (column < columns), other=0.0).to(tl.float32)
-    return x
 
 
 @triton.jit
 def _tile_forward(
     x_ptr, y_ptr, bias, seed, row, start, rows, columns, threshold, scale, over, BIAS: tl.constexpr,
     DROP: tl.constexpr, ALIGNED: tl.constexpr, ACT: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
-    PACKED: tl.constexpr, MASKED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     FAST: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     column = (start + tl.arange(0, BLOCK))[None, :]
-    x = _numbers(x_ptr, row, start, rows, columns, HELD, BLOCK, PACKED, MASKED)
+    inside = (row < rows) & (column < columns)
+    x_at = x_ptr + row * columns + column
+    x = (tl.load(x_at, mask=inside, other=0.0) if MASKED else tl.load(x_at)).to(tl.float32)
     if BIAS:
         x += bias
     if DROP:
         kept = _kept(seed, row, start, columns, threshold, ALIGNED, HELD, BLOCK)
-        y = act_kept(x, kept, scale, over, ACT, FAST, x_ptr.dtype.element_ty == tl.bfloat16)
+        y = act_kept(x, kept, scale, over, ACT, FAST)
     else:
         y = act(x, ACT, FAST)
     y = y.to(y_ptr.dtype.element_ty)
     if MASKED:
-        tl.store(y_ptr + row * columns + column, y, mask=(row < rows) & (column < columns))
+        tl.store(y_ptr + row * columns + column, y, mask=inside)
     else:
         tl.store(y_ptr + row * columns + column, y)
 
@@ -218,7 +200,7 @@ def _tile_forward(
 def _forward_kernel(
     x_ptr, bias_ptr, seed_ptr, y_ptr, rows, columns, pieces, threshold, scale, over, BIAS: tl.constexpr,
     DROP: tl.constexpr, ALIGNED: tl.constexpr, ACT: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
-    PACKED: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """STAGES 0: a program is a tile."""
     start = (tl.program_id(0) % pieces) * BLOCK
@@ -231,11 +213,11 @@ def _forward_kernel(
     seed = tl.load(seed_ptr)
     if STAGES == 0:
         _tile_forward(x_ptr, y_ptr, bias, seed, first * HELD + held, start, rows, columns, threshold, scale, over,
-                      BIAS, DROP, ALIGNED, ACT, HELD, BLOCK, PACKED, MASKED)  # fmt: skip
+                      BIAS, DROP, ALIGNED, ACT, HELD, BLOCK, MASKED)  # fmt: skip
     else:
         for block in tl.range(first, tl.cdiv(rows, HELD), tl.num_programs(0) // pieces, num_stages=STAGES):
             _tile_forward(x_ptr, y_ptr, bias, seed, block * HELD + held, start, rows, columns, threshold, scale, over,
-                          BIAS, DROP, ALIGNED, ACT, HELD, BLOCK, PACKED, MASKED)  # fmt: skip
+                          BIAS, DROP, ALIGNED, ACT, HELD, BLOCK, MASKED)  # fmt: skip
 
 
 @triton.jit

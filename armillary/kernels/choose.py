@@ -6,25 +6,24 @@ nothing may be timed, the first deterministic version in the op's own order is t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from math import inf
 from typing import Any
 
 import torch
 
-from armillary.errors import ArmillaryError
+from armillary.errors import ArmillaryError, BadInput
 from armillary.kernels.agree import Expected, check, expect
+from armillary.kernels.dtype import DTYPES
 from armillary.kernels.identity import device_name, revision
 from armillary.kernels.needs import lacking
+from armillary.kernels.note import note_once
 from armillary.kernels.op import Case, Op, Version
 from armillary.kernels.trial import input_sets, time_version
 from armillary.store.choices import load_choice, save_choice
 from armillary.store.home import Home
 
-LOG = logging.getLogger("armillary.kernels")
 BUDGET_S = 0.1
 HOPELESS = 4.0
 """times the best so far: what takes longer is timed by one call only"""
@@ -79,6 +78,7 @@ def choose(
 ) -> Choice:  # fmt: skip
     """The version of `op` for `case`; `budget_s` is the time to look at each version, a direction. `again` tries anew
     what is remembered."""
+    _check(case)
     if deterministic:
         return _chosen(op, case, _without_timing(op, case))
     device = device_name(case.device)
@@ -87,6 +87,17 @@ def choose(
         choice = _chosen(op, case, tuple(try_versions(op, case, budget_s=budget_s)))
         _remember(op, case, home, device, choice)
     return choice
+
+
+def _check(case: Case) -> None:
+    """A case that no version could ever be tried on is the caller's mistake."""
+    if case.dtype not in DTYPES:
+        raise BadInput(f"no number format '{case.dtype}' for kernels; try one of {', '.join(DTYPES)}")
+    kind = case.device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise BadInput(f"no kernels for device '{case.device}'; try cpu or cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise BadInput("torch sees no GPU here to try kernels on; try device='cpu'")
 
 
 def explain(choice: Choice) -> list[str]:
@@ -123,7 +134,8 @@ def time_rivals(op: Op, case: Case, *, budget_s: float = BUDGET_S) -> Iterator[T
             yield Trial(version=version.name, refused=why)
             continue
         try:
-            times = time_version(version.load(), op, sets, budget_s=budget_s, rest_s=_rest_s(op, case))
+            how = {"budget_s": budget_s, "rest_s": _rest_s(op, case)}
+            times = time_version(version.load(), op, sets, **how, name=version.name)
         except Exception as error:  # a rival's compiler may fail in its own way; it is timed beside, no more
             yield Trial(version=version.name, refused=_failure(error))
             continue
@@ -142,7 +154,7 @@ def _tried(
         trial = Trial(version=version.name, agreed=found.agreed, error=found.error, refused=found.why_not)
         if not found.agreed or not sets:
             return trial
-        times = time_version(run, op, sets, **how)
+        times = time_version(run, op, sets, **how, name=version.name)
         return replace(trial, forward_s=times.forward_s, backward_s=times.backward_s, method=times.method)
     except Exception as error:
         # A compiler or a library may fail in its own way on a new chip or shape; the reference is there for that, and
@@ -241,9 +253,3 @@ def _reason(trial: Trial) -> str:
 def _failure(error: Exception) -> str:
     first_line = (str(error).strip().splitlines() or [""])[0][:200]
     return f"failed: {type(error).__name__}: {first_line}"
-
-
-@cache
-def note_once(text: str) -> None:
-    """Say it on the log, once a process."""
-    LOG.warning(text)

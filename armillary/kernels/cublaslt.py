@@ -49,22 +49,28 @@ def form(kind: str, M: int, N: int, K: int) -> Form:
 
 
 class Product:
-    """One shape of one product, and the algorithms that the library proposes for it, its favourite first."""
+    """One shape of one product, and the algorithms that the library proposes for it, its favourite first. 'sum' is
+    'weight' with a result in fp32, which what was there before is added to."""
 
     def __init__(self, kind: str, M: int, N: int, K: int, dtype: torch.dtype) -> None:
         self.lib, self.handle = _library()
         shape = form(kind, M, N, K)
-        self.out_shape = {"forward": (M, N), "back": (M, K), "weight": (N, K)}[kind]
+        self.out_shape = {"forward": (M, N), "back": (M, K)}.get(kind, (N, K))
+        self.out_dtype = torch.float32 if kind == "sum" else dtype
         self.desc = self._made("cublasLtMatmulDescCreate", _COMPUTE_32F, _R_32F)
         for name, turn in ((_TRANS_A, shape.turn_a), (_TRANS_B, shape.turn_b)):
             value = ctypes.c_int32(int(turn))
             _check(self.lib.cublasLtMatmulDescSetAttribute(self.desc, name, ctypes.byref(value), ctypes.c_size_t(4)))
-        self.layouts = [self._layout(size, dtype) for size in (shape.a, shape.b, shape.d)]
+        formats = (dtype, dtype, self.out_dtype)
+        self.layouts = [self._layout(*pair) for pair in zip((shape.a, shape.b, shape.d), formats, strict=True)]
         self.algorithms = self._proposed()
 
-    def __call__(self, first: Tensor, second: Tensor, place: int, add: Tensor | None = None) -> Tensor:
-        """The operands in `form`'s order, whole and row by row; `add` is added before the result is rounded."""
-        out = first.new_empty(self.out_shape)
+    def __call__(
+        self, first: Tensor, second: Tensor, place: int, add: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """The operands in `form`'s order, whole and row by row; `add` is added before the result is rounded, and may
+        be `out` itself."""
+        out = first.new_empty(self.out_shape, dtype=self.out_dtype) if out is None else out
         stream = torch.cuda.current_stream(first.device).cuda_stream
         a, b, d = self.layouts
         status = self.lib.cublasLtMatmul(

@@ -97,11 +97,15 @@ def _case(tokens: int, hidden: int, vocab: int, softcap: float = 0.0) -> LinearL
     return LinearLoss(tokens=tokens, hidden=hidden, vocab=vocab, softcap=softcap)
 
 
+_CHUNKED = Late("armillary.kernels.linear_cross_entropy_chunked", "chunked")
+"""with kernels of ours between the products on a GPU, with plain torch on a processor"""
+
 LINEAR_CROSS_ENTROPY = Op(
     name="linear_cross_entropy",
     reference=reference,
     versions=(
-        Version(name="triton", run=Late("armillary.kernels.linear_cross_entropy_chunked", "chunked")),
+        Version(name="triton", run=_CHUNKED, needs=("triton",)),
+        Version(name="chunked", run=_CHUNKED, needs=("cpu",)),
         replace(compiled(reference), refuses=holds_too_much),
         Version(name="liger", run=Late("armillary.kernels.liger", "linear_cross_entropy"), needs=("liger",)),
     ),

@@ -50,6 +50,10 @@ def _liger(device: str) -> str | None:
     return "liger_kernel is not installed" if find_spec("liger_kernel") is None else _cuda(device)
 
 
+def _cpu(device: str) -> str | None:
+    return None if device == "cpu" else "it is plain torch, for a processor"
+
+
 def _hopper(device: str) -> str | None:
     if _cuda(device):
         return _cuda(device)
@@ -59,6 +63,7 @@ def _hopper(device: str) -> str | None:
 NEEDS: dict[str, Callable[[str], str | None]] = {
     "triton": _triton,
     "cuda": _cuda,
+    "cpu": _cpu,
     "compile": _compile,
     "liger": _liger,
     "hopper": _hopper,

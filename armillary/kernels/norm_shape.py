@@ -30,7 +30,7 @@ class Shape(NamedTuple):
     stages: int = 1
     """blocks of rows on their way at a time"""
     ahead: bool = False
-    """whether the weight is read once, before the rows"""
+    """whether the weight is read before the rows' sums are known; a backward reads it once"""
 
 
 def forward_shape(columns: int, element_size: int, pairs: bool, *, centred: bool, residual: bool) -> Shape:

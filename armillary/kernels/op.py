@@ -41,9 +41,9 @@ class Case:
 
     @property
     def label(self) -> str:
-        """'8192 × 4096 bf16': the numbers and words that tell it from others."""
+        """'8192 × 4096 bf16': the numbers and words that tell it from others; 0 stands for what it has not."""
         sizes = [value for name, value in asdict(self).items() if name not in ("dtype", "device")]
-        numbers = " × ".join(f"{v}" for v in sizes if isinstance(v, int) and not isinstance(v, bool))
+        numbers = " × ".join(f"{v}" for v in sizes if v and isinstance(v, int) and not isinstance(v, bool))
         return " ".join([numbers, *(v for v in sizes if isinstance(v, str) and v), self.dtype])
 
 

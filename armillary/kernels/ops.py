@@ -17,6 +17,7 @@ OPS: dict[str, str] = {
     "linear_cross_entropy": "linear_cross_entropy:LINEAR_CROSS_ENTROPY",
     "attention": "attention:ATTENTION",
     "small_linear": "small_linear:SMALL_LINEAR",
+    "grouped_linear": "grouped_linear:GROUPED_LINEAR",
     "fp8_linear": "fp8_linear:FP8_LINEAR",
     "fp8_matmul": "fp8_matmul:FP8_MATMUL",
     "paged_attention": "paged_attention:PAGED_ATTENTION",

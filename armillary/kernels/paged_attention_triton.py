@@ -11,15 +11,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from armillary.kernels.launch import ceil_div, is_bare, num_programs, on, power_of_two
+from armillary.kernels.launch import (
+    can_start_early,
+    ceil_div,
+    early_launch,
+    is_bare,
+    num_programs,
+    on,
+    power_of_two,
+)
 from armillary.kernels.paged_attention import PagedBatch, PagedOptions
 from armillary.kernels.paged_decode import combine, decode
-from armillary.kernels.paged_prefill import prefill
+from armillary.kernels.paged_prefill import combine_prefill, prefill
 
 _TILE_BYTES = 16384
 """of the keys of a tile: with three stages of keys and values two programs fit a multiprocessor"""
 _MAX_DECODE_ROWS = 64
 """(query, head) pairs that the split kernel takes as one product"""
+_SPLIT_TILES = 8
+"""key tiles that a program of the kernel for prompts gets at least, where keys are split"""
 _COMBINE_ELEMENTS = 8192
 """numbers that a program of the second launch adds up at a time"""
 
@@ -40,6 +50,10 @@ class Tiling:
     """of the loads' pipeline"""
     workers: int = 0
     """of the split kernel, on a multiprocessor"""
+    early: bool = True
+    """start before the kernel ahead has ended, where the chip can"""
+    ahead: int = 0
+    """tiles that a worker fetches into L2 before it waits for the kernel ahead"""
 
 
 def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
@@ -69,6 +83,8 @@ def _launched(
     if not num_rows or not q.numel():
         return out.zero_()
     q = q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
+    if scale <= 0:  # kernels take the largest product before they multiply by the scale
+        q, scale = (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
     group = q.shape[1] // heads
     tables = tables if tables.stride(1) == 1 else tables.contiguous()
     optional = (q if x is None else x.contiguous() for x in (sinks, slopes, scales))
@@ -125,29 +141,52 @@ def prefill_tiling(group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     return Tiling(queries=0, m=max(128, least), n=64, warps=8, stages=3 if width <= 128 else 2)
 
 
+def prefill_splits(programs: int, slots: int) -> int:
+    """Programs that may share the keys of a tile of queries, a power of two: about three for each multiprocessor, so
+    that short chunks of long texts fill the chip too."""
+    return min(8, 1 << max(0, (3 * slots // max(1, programs)).bit_length() - 1))
+
+
 def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
     q, *_, sinks, _, scales, out = pointers
     workers, width = num_programs(q, tiling.workers), shape["D_PAD"]
     partial = torch.empty(2 * workers * tiling.m * width, dtype=torch.float32, device=q.device)
     peaks = torch.empty(2 * workers * 2 * tiling.m, dtype=torch.float32, device=q.device)
     shared = torch.empty(5 * workers, dtype=torch.int32, device=q.device)
+    early = tiling.early and can_start_early(q.device)
     decode[(workers,)](
-        *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0], *strides, **shape,
-        M=tiling.m, N=tiling.n, num_warps=tiling.warps, num_stages=tiling.stages,
+        *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0], len(pointers[1]),
+        pointers[2].shape[1], *strides, **shape,
+        M=tiling.m, N=tiling.n, EARLY=early, AHEAD=tiling.ahead, num_warps=tiling.warps, num_stages=tiling.stages,
+        **early_launch(early),
     )  # fmt: skip
     rows = shape["GROUP"] * tiling.queries
     at_once, parts = combine_tiling(num_rows * shape["HEADS"], workers, rows, width)
     names = ("HEADS", "GROUP", "D", "D_PAD", "HAS_SINKS", "HAS_SCALES")
     combine[(workers, ceil_div(rows, at_once))](
         partial, peaks, shared, sinks, scales, out, **{name: shape[name] for name in names}, M=tiling.m, R=at_once,
-        PARTS=parts, num_warps=4,
+        PARTS=parts, EARLY=early, num_warps=4, **early_launch(early),
     )  # fmt: skip
 
 
 def _launch_prefill(pointers, strides, shape, dtype, scale, softcap, num_rows):
+    q, _, _, starts, lengths, sinks, _, scales, out = pointers
     tiling = prefill_tiling(shape["GROUP"], shape["D"], dtype)
-    grid = (pointers[0].shape[0] // (tiling.m // shape["GROUP"]) + num_rows, shape["HEADS"])
+    tiles, heads = q.shape[0] // (tiling.m // shape["GROUP"]), shape["HEADS"]
+    splits = prefill_splits(tiles * heads, num_programs(q, 1))
+    grid = (tiles + num_rows, heads, splits)
+    slots = grid[0] * heads * splits if splits > 1 else 0
+    partial = torch.empty(slots * tiling.m * shape["D_PAD"], dtype=torch.float32, device=q.device)
+    peaks = torch.empty(slots * 2 * tiling.m, dtype=torch.float32, device=q.device)
+    parts = {"M": tiling.m, "N": tiling.n, "SPLITS": splits, "LEAST": _SPLIT_TILES}
     prefill[grid](
-        *pointers, scale, softcap, num_rows, *strides, **shape, M=tiling.m, N=tiling.n,
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        *pointers, partial, peaks, scale, softcap, num_rows, *strides, **shape, **parts, num_warps=tiling.warps,
+        num_stages=tiling.stages,
     )  # fmt: skip
+    if splits > 1:
+        names = ("WINDOW", "QUERIES", "ROWS", "HEADS", "GROUP", "D", "D_PAD", "HAS_SINKS", "HAS_SCALES")
+        at_once = max(1, _COMBINE_ELEMENTS // (splits * shape["D_PAD"]))
+        combine_prefill[(grid[0], heads, ceil_div(tiling.m, at_once))](
+            partial, peaks, starts, lengths, sinks, scales, out, num_rows, **{name: shape[name] for name in names},
+            **parts, R=at_once, num_warps=4,
+        )  # fmt: skip

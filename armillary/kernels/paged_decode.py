@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from armillary.kernels.paged_softmax import absorbed, finished, pages_of, places_of, scores_of
+from armillary.kernels.launch_triton import fetch
+from armillary.kernels.paged_softmax import absorbed, finished, pages_of, places_of, positive, scores_of
 
 # M rows (query, head of the group), N keys of a tile, D head dim
 
 
 @triton.jit
-def _row(starts, lengths, b, num_rows, QUERIES: tl.constexpr):
-    """First query, number of queries and keys of row b; none where it is not for this kernel."""
+def _row(starts, lengths, b, num_rows, QUERIES: tl.constexpr, KEEP: tl.constexpr):
+    """First query, number of queries and keys of row b; none where it is not for this kernel. KEEP: how they are
+    cached."""
     there = b < num_rows
-    begin = tl.load(starts + b, mask=there, other=0)
-    count = tl.load(starts + b + 1, mask=there, other=0) - begin
+    begin = tl.load(starts + b, mask=there, other=0, cache_modifier=KEEP)
+    count = tl.load(starts + b + 1, mask=there, other=0, cache_modifier=KEEP) - begin
+    length = tl.load(lengths + b, mask=there, other=0, cache_modifier=KEEP)
     mine = (count > 0) & (count <= QUERIES)
-    return begin, tl.where(mine, count, 0), tl.where(mine, tl.load(lengths + b, mask=there, other=0), 0)
+    return begin, tl.where(mine, count, 0), tl.where(mine, length, 0)
 
 
 @triton.jit
@@ -46,33 +50,62 @@ def _nothing(M: tl.constexpr, N: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
+def _row_tiles(first_tile, length, N: tl.constexpr):
+    """Tiles of a row; one at least."""
+    return tl.maximum((length + N - 1) // N - first_tile, 1)
+
+
+@triton.jit
 def _start(starts, lengths, num_rows, worker, num_workers, N: tl.constexpr, WINDOW: tl.constexpr,
-           QUERIES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
-    """Where a worker begins and stops: tiles, and the row, head and tile of the first."""
+           QUERIES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
+    """Where a worker begins and stops: tiles of a worker, the first and the last, its row, and how many tiles of that
+    row lie before."""
     row = tl.arange(0, ROWS)
-    _, count, length = _row(starts, lengths, row, num_rows, QUERIES)
+    _, count, length = _row(starts, lengths, row, num_rows, QUERIES, KEEP)
     first = _first_tile(count, length, N, WINDOW)
-    tiles = tl.where(row < num_rows, tl.maximum((length + N - 1) // N - first, 1), 0)
-    upto = tl.cumsum(tiles, 0)
-    total = tl.max(upto, 0) * HEADS
+    tiles = tl.where(row < num_rows, _row_tiles(first, length, N), 0)
+    total = tl.sum(tiles, 0) * HEADS
+    upto = tl.cumsum(tiles, 0) * HEADS
     per = tl.maximum((total + num_workers - 1) // num_workers, 1)
     begin = worker * per
-    b = tl.sum((upto * HEADS <= begin).to(tl.int32), 0)
-    row_tiles = tl.maximum(tl.sum(tl.where(row == b, tiles, 0), 0), 1)
-    inside = begin - tl.sum(tl.where(row == b, upto - tiles, 0), 0) * HEADS
-    tile = tl.sum(tl.where(row == b, first, 0), 0) + inside % row_tiles
-    return per, begin, tl.minimum(begin + per, total), b, inside // row_tiles, tile
+    b = tl.sum((upto <= begin).to(tl.int32), 0)
+    inside = begin - tl.max(tl.where(upto <= begin, upto, 0), 0)
+    return per, begin, tl.minimum(begin + per, total), b, inside
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit
+def _fetch_first(cache, tables, starts, lengths, num_rows, num_pages, table_pages, worker, num_workers,
+                 page_stride, kv_stride, head_stride, slot_stride, table_stride, WINDOW: tl.constexpr,
+                 QUERIES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+                 PAGE: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """The first tiles of a worker into L2, while the kernel ahead still runs. It may yet change rows and tables: what
+    is read here says where to look and no more, passes L1 by, and is kept within the cache."""
+    _, at_first, stop, b, inside = _start(starts, lengths, num_rows, worker, num_workers, N, WINDOW, QUERIES, ROWS,
+                                          HEADS, ".cg")  # fmt: skip
+    _, count, length = _row(starts, lengths, b, num_rows, QUERIES, ".cg")
+    first = _first_tile(count, length, N, WINDOW)
+    row_tiles = _row_tiles(first, length, N)
+    key = (first + inside % row_tiles) * N + tl.arange(0, N * TILES)
+    there = (at_first < stop) & (key >= 0) & (key < tl.minimum(length, table_pages * PAGE))
+    page = tl.load(tables + b.to(tl.int64) * table_stride + key // PAGE, mask=there, other=0, cache_modifier=".cg")
+    page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+    head = tl.maximum(inside // row_tiles % HEADS, 0).to(tl.int64)
+    at = page * page_stride + head * head_stride + key % PAGE * slot_stride
+    line: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth  # 128 bytes
+    for part in tl.static_range((D + line - 1) // line):
+        fetch(cache + at + part * line)
+        fetch(cache + at + kv_stride + part * line)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_pages", "table_pages"])
 def decode(
     q, cache, tables, starts, lengths, sinks, slopes, scales, out, partial, peaks, shared,
-    scale, softcap, num_rows, num_tokens,
+    scale, softcap, num_rows, num_tokens, num_pages, table_pages,
     q_stride, page_stride, kv_stride, head_stride, slot_stride, table_stride,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """q, out [T, HEADS·GROUP, D]. A worker leaves at most two partial results, of the first and the last (sequence,
     head) it works on; `shared` tells of one that begins here. To keep the loop free of searches every sequence has a
@@ -81,22 +114,31 @@ def decode(
     worker, num_workers = tl.program_id(0), tl.num_programs(0)
     dim, m_row = tl.arange(0, D_PAD), tl.arange(0, M)
     query, member = m_row // GROUP, m_row % GROUP
-    per, at_first, stop, b, head, tile = _start(starts, lengths, num_rows, worker, num_workers, N, WINDOW, QUERIES,
-                                                ROWS, HEADS)  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        if AHEAD > 0:
+            _fetch_first(cache, tables, starts, lengths, num_rows, num_pages, table_pages, worker, num_workers,
+                         page_stride, kv_stride, head_stride, slot_stride, table_stride, WINDOW, QUERIES, ROWS, HEADS,
+                         D, PAGE, N, AHEAD)  # fmt: skip
+        gdc_wait()
+    per, at_first, stop, b, inside = _start(starts, lengths, num_rows, worker, num_workers, N, WINDOW, QUERIES, ROWS,
+                                            HEADS, "")  # fmt: skip
+    begin, count, length = _row(starts, lengths, b, num_rows, QUERIES, "")
+    row_tiles = _row_tiles(_first_tile(count, length, N, WINDOW), length, N)
+    head, tile = inside // row_tiles, _first_tile(count, length, N, WINDOW) + inside % row_tiles
     tl.store(shared + worker * 5, 0)
-    begin, count, length = _row(starts, lengths, b, num_rows, QUERIES)
     table = tables + b.to(tl.int64) * table_stride
     page = pages_of(table, tile, tile + (at_first < stop), _lowest(count, length, WINDOW), length, N, PAGE)
     top, totals, sums = _nothing(M, N, D_PAD)
     for at_tile in range(at_first, stop):
         first_tile = _first_tile(count, length, N, WINDOW)
         lowest = _lowest(count, length, WINDOW)
-        row_tiles = tl.maximum((length + N - 1) // N - first_tile, 1)
+        row_tiles = _row_tiles(first_tile, length, N)
         last = tile + 1 >= first_tile + row_tiles
         next_head = tl.where(last, head + 1, head)
         next_b = tl.where(next_head == HEADS, b + 1, b)
         next_head = tl.where(next_head == HEADS, 0, next_head)
-        next_begin, next_count, next_length = _row(starts, lengths, next_b, num_rows, QUERIES)
+        next_begin, next_count, next_length = _row(starts, lengths, next_b, num_rows, QUERIES, "")
         next_tile = tl.where(last, _first_tile(next_count, next_length, N, WINDOW), tile + 1)
         table = tables + next_b.to(tl.int64) * table_stride
         next_lowest = _lowest(next_count, next_length, WINDOW)
@@ -116,7 +158,7 @@ def decode(
             k_ND, v_ND = tl.load(k_at), tl.load(k_at + kv_stride)
         factor = scale * LOG2E
         if HAS_SCALES:
-            factor = factor * tl.load(scales + head)
+            factor = factor * positive(tl.load(scales + head))
         slope = tl.zeros([M], tl.float32)
         if HAS_SLOPES:
             slope = tl.load(slopes + q_head, mask=used, other=0.0).to(tl.float32) * LOG2E
@@ -158,9 +200,12 @@ def decode(
 def combine(
     partial, peaks, shared, sinks, scales, out,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_SCALES: tl.constexpr, M: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
+    HAS_SCALES: tl.constexpr, M: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (worker, R rows of the product): the sum of the partial results that begin with this worker's."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     LOG2E: tl.constexpr = 1.4426950408889634
     worker = tl.program_id(0)
     row = tl.program_id(1) * R + tl.arange(0, R)

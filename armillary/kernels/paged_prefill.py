@@ -3,6 +3,7 @@
 The queries of all sequences are packed, so a program finds its sequence by where queries start; there are as many
 programs as packed tokens and sequences could ever need, and those without work leave at once. Rows of the product are
 (query, head of the group); keys before the first query of the chunk need no causal mask and have a loop of their own.
+Short chunks of long texts are too few programs for the chip: their keys are split too, and `combine_prefill` adds up.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from armillary.kernels.paged_softmax import absorbed, finished, pages_of, scores_of
+from armillary.kernels.paged_softmax import absorbed, finished, pages_of, positive, scores_of
 
 
 @triton.jit
@@ -44,28 +45,53 @@ def _tiles(
     return top, total, sums
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def prefill(
-    q, cache, tables, starts, lengths, sinks, slopes, scales, out,
-    scale, softcap, num_rows,
-    q_stride, page_stride, kv_stride, head_stride, slot_stride, table_stride,
-    WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Program (tile of queries, KV head); rows of at most QUERIES queries are left to `decode`."""
-    LOG2E: tl.constexpr = 1.4426950408889634
-    PER: tl.constexpr = M // GROUP
-    tile_index = tl.num_programs(0) - 1 - tl.program_id(0)  # late queries see most keys: they begin first
-    head = tl.program_id(1)
+@triton.jit
+def _place(starts, lengths, tile_index, num_rows, PER: tl.constexpr, ROWS: tl.constexpr):
+    """Row, first query in the batch, number of queries and keys of a tile, and its first query within the row."""
     rows = tl.arange(0, ROWS)
     row_tile = tl.load(starts + rows, mask=rows < num_rows, other=0) // PER + rows
     b = tl.sum(((row_tile <= tile_index) & (rows < num_rows)).to(tl.int32), 0) - 1
     begin, length = tl.load(starts + b), tl.load(lengths + b)
     count = tl.load(starts + b + 1) - begin
-    first_query = (tile_index - (begin // PER + b)) * PER
+    return b, begin, count, length, (tile_index - (begin // PER + b)) * PER
+
+
+@triton.jit
+def _reach(first_position, length, PER: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr):
+    """First key that a tile's queries see, the one after the last, and the key tiles [start, stop) of these."""
+    upto = tl.minimum(length, first_position + PER)
+    lowest = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    return lowest, upto, lowest // N, (upto + N - 1) // N
+
+
+@triton.jit
+def _parts(start, stop, SPLITS: tl.constexpr, LEAST: tl.constexpr):
+    """How many programs share these key tiles: as many as get LEAST of them each."""
+    return tl.minimum(tl.maximum((stop - start) // LEAST, 1), SPLITS)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def prefill(
+    q, cache, tables, starts, lengths, sinks, slopes, scales, out, partial, peaks,
+    scale, softcap, num_rows,
+    q_stride, page_stride, kv_stride, head_stride, slot_stride, table_stride,
+    WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of queries, KV head, part of the keys); rows of at most QUERIES queries are left to `decode`."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    PER: tl.constexpr = M // GROUP
+    tile_index = tl.num_programs(0) - 1 - tl.program_id(0)  # late queries see most keys: they begin first
+    head, split = tl.program_id(1), tl.program_id(2)
+    b, begin, count, length, first_query = _place(starts, lengths, tile_index, num_rows, PER, ROWS)
     if (count <= QUERIES) | (first_query >= count):
+        return
+    first_position = length - count + first_query
+    lowest, upto, start, stop = _reach(first_position, length, PER, N, WINDOW)
+    parts = _parts(start, stop, SPLITS, LEAST)
+    if split >= parts:
         return
 
     dim = tl.arange(0, D_PAD)
@@ -81,7 +107,7 @@ def prefill(
         slope = tl.load(slopes + q_head, mask=used, other=0.0).to(tl.float32) * LOG2E
     k_scale, v_scale = scale * LOG2E, 1.0
     if HAS_SCALES:
-        k_scale = scale * LOG2E * tl.load(scales + head)
+        k_scale = scale * LOG2E * positive(tl.load(scales + head))
         v_scale = tl.load(scales + HEADS + head)
 
     top = tl.full([M], float("-inf"), tl.float32)
@@ -89,17 +115,18 @@ def prefill(
     sums = tl.zeros([M, D_PAD], tl.float32)
     keys = cache + head.to(tl.int64) * head_stride
     table = tables + b.to(tl.int64) * table_stride
-    first_position = length - count + first_query
-    upto = tl.minimum(length, first_position + PER)
-    lowest = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
-    start, stop = lowest // N, (upto + N - 1) // N
     clear_start = start
     if WINDOW > 0:  # tiles that begin where the last query no longer sees are masked too
         clear_start = tl.maximum(tl.minimum((upto - WINDOW + N - 1) // N, stop), start)
     clear_stop = tl.maximum(tl.minimum((first_position + 1) // N, stop), clear_start)
+    mine, end = start, stop
+    if SPLITS > 1:
+        mine, end = start + (stop - start) * split // parts, start + (stop - start) * (split + 1) // parts
+        clear_start = tl.minimum(tl.maximum(clear_start, mine), end)
+        clear_stop = tl.minimum(tl.maximum(clear_stop, mine), end)
     if WINDOW > 0:
         top, total, sums = _tiles(
-            q_MD, top, total, sums, keys, kv_stride, page_stride, slot_stride, table, start, clear_start, length,
+            q_MD, top, total, sums, keys, kv_stride, page_stride, slot_stride, table, mine, clear_start, length,
             lowest, position, slope, k_scale, softcap, dim, True, WINDOW, D, PAGE, HAS_CAP, HAS_SLOPES, N, PRECISION,
         )  # fmt: skip
     top, total, sums = _tiles(
@@ -107,9 +134,51 @@ def prefill(
         lowest, position, slope, k_scale, softcap, dim, False, WINDOW, D, PAGE, HAS_CAP, HAS_SLOPES, N, PRECISION,
     )  # fmt: skip
     top, total, sums = _tiles(
-        q_MD, top, total, sums, keys, kv_stride, page_stride, slot_stride, table, clear_stop, stop, length,
+        q_MD, top, total, sums, keys, kv_stride, page_stride, slot_stride, table, clear_stop, end, length,
         lowest, position, slope, k_scale, softcap, dim, True, WINDOW, D, PAGE, HAS_CAP, HAS_SLOPES, N, PRECISION,
     )  # fmt: skip
+    if SPLITS > 1:  # noqa: SIM102 (known when compiled)
+        if parts > 1:
+            slot = ((tile_index * HEADS + head) * SPLITS + split).to(tl.int64)
+            tl.store(peaks + slot * (2 * M) + m_row, top)
+            tl.store(peaks + slot * (2 * M) + M + m_row, total)
+            tl.store(partial + (slot * M + m_row[:, None]) * D_PAD + dim[None, :], sums)
+            return
     sums = finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS)
     o_at = (begin + query)[:, None].to(tl.int64) * (HEADS * GROUP * D) + q_head[:, None] * D + dim[None, :]
     tl.store(out + o_at, sums.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def combine_prefill(
+    partial, peaks, starts, lengths, sinks, scales, out, num_rows,
+    WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of queries, KV head, R rows of it): the sum of what the parts of the keys gave."""
+    PER: tl.constexpr = M // GROUP
+    tile_index, head = tl.program_id(0), tl.program_id(1)
+    _, begin, count, length, first_query = _place(starts, lengths, tile_index, num_rows, PER, ROWS)
+    if (count <= QUERIES) | (first_query >= count):
+        return
+    _, _, start, stop = _reach(length - count + first_query, length, PER, N, WINDOW)
+    parts = _parts(start, stop, SPLITS, LEAST)
+    if parts == 1:
+        return
+    m_row, dim, part = tl.program_id(2) * R + tl.arange(0, R), tl.arange(0, D_PAD), tl.arange(0, SPLITS)
+    query, q_head = first_query + m_row // GROUP, head * GROUP + m_row % GROUP
+    used = (query < count) & (m_row < PER * GROUP)
+    there = (part < parts)[:, None] & used[None, :]
+    slot = ((tile_index * HEADS + head) * SPLITS + part).to(tl.int64)[:, None]
+    at = slot * M + m_row[None, :]
+    sums = tl.load(partial + at[:, :, None] * D_PAD + dim[None, None, :], mask=there[:, :, None], other=0.0)
+    tops = tl.load(peaks + slot * (2 * M) + m_row[None, :], mask=there, other=float("-inf"))
+    totals = tl.load(peaks + slot * (2 * M) + M + m_row[None, :], mask=there, other=0.0)
+    top = tl.max(tops, 0)
+    weights = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top)[None, :])
+    v_scale = tl.load(scales + HEADS + head) if HAS_SCALES else 1.0
+    whole = finished(top, tl.sum(totals * weights, 0), tl.sum(sums * weights[:, :, None], 0), sinks, q_head, used,
+                     v_scale, HAS_SINKS)  # fmt: skip
+    o_at = (begin + query)[:, None].to(tl.int64) * (HEADS * GROUP * D) + q_head[:, None] * D + dim[None, :]
+    tl.store(out + o_at, whole.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])

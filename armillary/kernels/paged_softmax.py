@@ -32,6 +32,12 @@ def pages_of(table, tile, stop, lowest, length, N: tl.constexpr, PAGE: tl.conste
 
 
 @triton.jit
+def positive(scale):
+    """A head of zeros has a scale of 0, and 0 · -inf, of what is not seen, would be NaN: the least there is instead."""
+    return tl.maximum(scale, 1e-30, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def softcapped(scores, cap):
     """cap · tanh(scores / cap), by an exponential that cannot overflow."""
     grown = tl.exp(-2.0 * tl.abs(scores) / cap)

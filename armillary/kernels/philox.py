@@ -1,8 +1,8 @@
 """Counter-based random words, Philox 4×32 (Salmon et al., SC 2011), in plain torch: the twin of what kernels draw.
 
 The word of element i is a pure function of (seed, i), so a backward draws the same mask again and nothing is stored.
-Eight elements share a counter, 16 bits each. Masks take seven rounds, the fewest that the authors found to pass every
-test; ten, as usual, elsewhere.
+Eight elements share a counter, 15 bits each (the lower ones of 16, so that they can be compared as bf16 numbers). Masks
+take seven rounds, the fewest that the authors found to pass every test; ten, as usual, elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 LANES = 8
 """elements a counter serves"""
-WORD = 1 << 16
+WORD = 1 << 15
 _MASK = 0xFFFFFFFF
 ROUNDS, MASK_ROUNDS = 10, 7
 _KEYS = (0x9E3779B9, 0xBB67AE85)
@@ -20,7 +20,7 @@ _FACTORS = (0xD2511F53, 0xCD9E8D57)
 
 
 def threshold(p: float) -> int:
-    """Words below it are dropped: p to the nearest 1 / 65536."""
+    """Words below it are dropped: p to the nearest 1 / 32768."""
     return min(WORD, max(0, round(p * WORD)))
 
 
@@ -37,7 +37,7 @@ def kept(seed: Tensor, count: int, p: float) -> Tensor:
 
 
 def random_words(seed: Tensor, counters: Tensor) -> Tensor:
-    """[counters, 8] words of 16 bits; `seed` is an int64 tensor with one element, `counters` are int64."""
+    """[counters, 8] words of 15 bits; `seed` is an int64 tensor with one element, `counters` are int64."""
     words = philox(seed.reshape(()), counters, MASK_ROUNDS)
     return torch.stack([(word >> shift) & (WORD - 1) for word in words for shift in (0, 16)], dim=-1)
 

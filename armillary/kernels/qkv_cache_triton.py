@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from armillary.kernels.launch import ceil_div, is_bare, on, power_of_two
+from armillary.kernels.launch import can_start_early, ceil_div, early_launch, is_bare, on, power_of_two
 from armillary.kernels.qkv_cache import QkvOptions
 
 # a tile of rows is [tokens, heads, dims]; R dims turn with R others
@@ -107,9 +108,13 @@ def _kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, G_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
     REST: tl.constexpr, REST_PAD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
     Q_WEIGHT: tl.constexpr, K_WEIGHT: tl.constexpr, HAS_CLIP: tl.constexpr, HAS_SCALES: tl.constexpr,
-    LARGEST: tl.constexpr, INTERLEAVED: tl.constexpr, B: tl.constexpr,
+    LARGEST: tl.constexpr, INTERLEAVED: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (B tokens, KV head); heads vary first, so that programs that run together read and write neighbours."""
+    """Program (B tokens, KV head); heads vary first, so that programs that run together read and write neighbours.
+    EARLY: it is set up while the kernel ahead runs, and sets up the next one."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     D: tl.constexpr = 2 * R + REST
     head = tl.program_id(0) % HEADS
     token = tl.program_id(0) // HEADS * B + tl.arange(0, B)
@@ -189,6 +194,7 @@ def _launched(
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
     turns = cos.shape[-1] if cos is not None else 0
     rest, at_once, warps = size - 2 * turns, *tiling(tokens, group)
+    early = can_start_early(qkv.device)
     pointers = [qkv, *(qkv if x is None else x.contiguous() for x in (cos, sin, q_weight, k_weight, scales))]
     with on(qkv):
         _kernel[(ceil_div(tokens, at_once) * heads,)](
@@ -197,7 +203,7 @@ def _launched(
             REST_PAD=power_of_two(rest), PAGE=cache.shape[3], NORM=norm, PLUS_ONE=plus_one,
             Q_WEIGHT=q_weight is not None, K_WEIGHT=k_weight is not None, HAS_CLIP=clip > 0,
             HAS_SCALES=scales is not None, LARGEST=torch.finfo(cache.dtype).max,
-            INTERLEAVED=interleaved and turns > 0, B=at_once, num_warps=warps,
+            INTERLEAVED=interleaved and turns > 0, B=at_once, EARLY=early, num_warps=warps, **early_launch(early),
         )  # fmt: skip
     return q
 

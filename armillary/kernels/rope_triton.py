@@ -14,7 +14,7 @@ from torch import Tensor
 
 from armillary.kernels.launch import ceil_div, on, power_of_two
 
-_HALVES, _FLAT = (16384, 64), (2048, 16)
+_HALVES, _FLAT, _FRONT = (16384, 64), (2048, 16), (8192, 64)
 """numbers that a program turns, and a thread of it"""
 _LANES, _SMALLEST = 8, 16
 """numbers of a vector of the flat kernel, and of the smallest piece of a head that is worth a load of its own"""
@@ -92,6 +92,18 @@ def _launch(
     dim, turned = q.shape[-1], cos.shape[-1]
     tokens, slots = qkv.numel() // qkv.shape[-1], qkv.shape[-1] // dim
     cos, sin = (_per_token(table, qkv.shape[:-1]) for table in (cos, sin))
+    if not interleaved and _is_front(dim, turned, qkv.element_size()):
+        front, front_more = pieces(2 * turned)
+        rest, rest_more = pieces(max(0, dim - front - front_more))
+        elements, of_a_thread = _FRONT
+        held = max(1, min(power_of_two(slots), elements // power_of_two(dim)))
+        with on(qkv):
+            _front_kernel[(tokens, ceil_div(slots, held))](
+                qkv, q, k, v, cos, sin, slots, GROUP=group, DIM=dim, TURNED=turned, FRONT=front,
+                FRONT_MORE=front_more, REST=rest, REST_MORE=rest_more, BACKWARD=backward, HELD=held,
+                num_warps=max(1, min(16, held * power_of_two(dim) // (32 * of_a_thread))),
+            )  # fmt: skip
+        return
     if not interleaved and _is_flat(dim, turned, qkv.element_size()):
         elements, of_a_thread = _FLAT
         with on(qkv):
@@ -110,6 +122,10 @@ def _launch(
             REST=rest, REST_MORE=rest_more, INTERLEAVED=interleaved, BACKWARD=backward, HELD=held,
             num_warps=max(1, min(16, held * power_of_two(dim) // (32 * of_a_thread))),
         )  # fmt: skip
+
+
+def _is_front(dim: int, turned: int, element_size: int) -> bool:
+    return turned * element_size % _SECTOR != 0 and turned > 0
 
 
 def _is_flat(dim: int, turned: int, element_size: int) -> bool:
@@ -204,6 +220,64 @@ def _kernel(
         _pass(source, target, there, 2 * TURNED, REST, DIM)
     if REST_MORE > 0:
         _pass(source, target, there, 2 * TURNED + REST, REST_MORE, DIM)
+
+
+@triton.jit
+def _loaded(source, there, START: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr):
+    """Dims START … START + SIZE of all heads."""
+    at = START + tl.arange(0, SIZE)[None, :]
+    return tl.load(source + at, mask=there & (at < DIM), other=0.0)
+
+
+@triton.jit
+def _stored(target, x, there, START: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr):
+    at = START + tl.arange(0, SIZE)[None, :]
+    tl.store(target + at, x.to(target.dtype.element_ty), mask=there & (at < DIM))
+
+
+@triton.jit
+def _fronts(source, cos_ptr, sin_ptr, there, is_value, TURNED: tl.constexpr, START: tl.constexpr,
+            SIZE: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr):  # fmt: skip
+    """The same turned, where they do. What a dim turns with is read once more, out of L1."""
+    at = START + tl.arange(0, SIZE)[None, :]
+    upper, turns = at >= TURNED, at < 2 * TURNED
+    pair = at - tl.where(upper, TURNED, 0)
+    turning = there & turns & (is_value == 0)
+    x = _loaded(source, there, START, SIZE, DIM)
+    other = tl.load(source + at + tl.where(upper, -TURNED, TURNED), mask=turning, other=0.0)
+    cos = tl.load(cos_ptr + pair, mask=turns, other=1.0)
+    sin = tl.load(sin_ptr + pair, mask=turns, other=0.0)
+    turned = x.to(tl.float32) * cos + other.to(tl.float32) * tl.where(upper != BACKWARD, sin, -sin)
+    return tl.where(turning, turned.to(x.dtype), x)
+
+
+@triton.jit
+def _front_kernel(
+    qkv_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slots, GROUP: tl.constexpr, DIM: tl.constexpr,
+    TURNED: tl.constexpr, FRONT: tl.constexpr, FRONT_MORE: tl.constexpr, REST: tl.constexpr,
+    REST_MORE: tl.constexpr, BACKWARD: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """By halves that begin inside a sector: all that turns is one piece, or two. All is loaded before anything is
+    stored, because a load does not pass a store."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1) * HELD + tl.arange(0, HELD)[:, None]
+    source, target, is_value = _places(qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP, DIM, BACKWARD)
+    there = slot < slots
+    cos, sin = cos_ptr + token * TURNED, sin_ptr + token * TURNED
+    REST_AT: tl.constexpr = FRONT + FRONT_MORE
+    if REST > 0:
+        rest = _loaded(source, there, REST_AT, REST, DIM)
+    if REST_MORE > 0:
+        rest_more = _loaded(source, there, REST_AT + REST, REST_MORE, DIM)
+    front = _fronts(source, cos, sin, there, is_value, TURNED, 0, FRONT, DIM, BACKWARD)
+    if FRONT_MORE > 0:
+        more = _fronts(source, cos, sin, there, is_value, TURNED, FRONT, FRONT_MORE, DIM, BACKWARD)
+        _stored(target, more, there, FRONT, FRONT_MORE, DIM)
+    _stored(target, front, there, 0, FRONT, DIM)
+    if REST > 0:
+        _stored(target, rest, there, REST_AT, REST, DIM)
+    if REST_MORE > 0:
+        _stored(target, rest_more, there, REST_AT + REST, REST_MORE, DIM)
 
 
 @triton.jit

@@ -63,10 +63,10 @@ def input_sets(op: Op, case: Case) -> list[tuple[Any, ...]]:
 
 def time_version(
     run: Callable[..., Any], op: Op, sets: list[tuple[Any, ...]], *, budget_s: float, rest_s: float = 0.0,
-    hopeless_s: float = inf,
+    hopeless_s: float = inf, name: str = "",
 ) -> Times:  # fmt: skip
-    """Time `run` on these sets for about `budget_s` a direction; `rest_s` as in time_calls. What takes longer than
-    `hopeless_s`, and long at all, is timed by one call."""
+    """Time `run`, version `name`, on these sets for about `budget_s` a direction; `rest_s` as in time_calls. What takes
+    longer than `hopeless_s`, and long at all, is timed by one call."""
     device = next(x.device for x in sets[0] if isinstance(x, Tensor))
     leaves = [with_grad(inputs, op.grads) for inputs in sets]
     run_once(run, op, leaves[0])
@@ -77,9 +77,14 @@ def time_version(
         try:
             return _captured(run, op, leaves, device, {"budget_s": budget_s, "rest_s": rest_s})
         except RuntimeError as error:
-            LOG.warning("%s: not captured in a CUDA graph, timed call by call: %s", op.name, error)
+            what = f"{op.name}, {name}" if name else op.name
+            LOG.warning("%s: not captured in a CUDA graph, timed call by call: %s", what, _first_line(error))
         torch.cuda.synchronize(device)
     return _called(run, op, leaves, device, {"budget_s": budget_s, "rest_s": rest_s})
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
 
 
 def run_once(run: Callable[..., Any], op: Op, inputs: tuple[Any, ...]) -> None:

@@ -12,8 +12,8 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from armillary.kernels.choose import note_once
 from armillary.kernels.needs import lacking
+from armillary.kernels.note import note_once
 from armillary.kernels.op import Case, Op, Version
 from armillary.kernels.ops import find_op
 from armillary.kernels.trial import run_once

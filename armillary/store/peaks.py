@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "write": ("bytes", "bytes_per_s"),
     "triad": ("bytes", "bytes_per_s"),
     "cache": ("op", "bytes", "bytes_per_s"),
+    "attention": ("keys", "head_dim", "dtype", "backward", "flops"),
     "fma": ("dtype", "flops"),
     "collective": ("op", "world", "alpha_s", "bytes_per_s"),
     "collective_time": ("op", "world", "bytes", "seconds"),

@@ -157,6 +157,17 @@ def test_a_query_that_sees_nothing_gives_zeros() -> None:
 
 
 @needs_interpreter
+def test_without_keys_there_are_zeros_and_no_gradients() -> None:
+    from armillary.kernels.attention_own import attention
+
+    for run in (reference, attention):
+        q, k, v = (torch.randn(1, n, 2, 16, requires_grad=True) for n in (5, 0, 0))
+        out = run(q, k, v)
+        assert out.shape == q.shape and not out.any()
+        assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@needs_interpreter
 def test_the_op_can_be_traced() -> None:
     from armillary.kernels.attention_own import _attention
 

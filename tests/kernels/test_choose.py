@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from armillary.errors import BadInput
 from armillary.kernels.choose import choose, explain
 from armillary.kernels.compiled import compiled
 from armillary.kernels.dtype import widen
 from armillary.kernels.identity import device_name
+from armillary.kernels.norm import NORM, NormCase
 from armillary.kernels.op import Case, Late, Op, Version, Work
 from armillary.store.choices import choices_path, load_choices
 from armillary.store.home import Home
@@ -62,6 +64,17 @@ def an_op(*versions: Version) -> Op:
 
 
 QUICK = Version(name="quick", run=quick)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"dtype": "fp7"}, "no number format"), ({"device": "tpu"}, "try cpu or cuda"), ({"device": "cuda"}, "no GPU")],
+)
+def test_a_case_that_nothing_can_run_is_one_line(wrong: dict[str, str], words: str) -> None:
+    if wrong == {"device": "cuda"} and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(BadInput, match=words):
+        choose(NORM, NormCase(rows=1, columns=8, **{"device": "cpu", **wrong}))
 
 
 def test_the_fastest_that_agrees_is_taken() -> None:

@@ -47,6 +47,12 @@ def test_odd_rows(run: object) -> None:
 
 
 @needs_interpreter
+def test_tokens_that_lie_apart() -> None:
+    logits, tokens = torch.randn(3, 50), torch.tensor([[3, 0], [8, 1], [40, 2]])[:, 0]
+    assert torch.allclose(fast()(logits, tokens, 0)[0], logprobs(logits, tokens, 0)[0])
+
+
+@needs_interpreter
 def test_rows_where_many_are_alike() -> None:
     logits = torch.zeros(2, 3000)
     logits[1] = -torch.inf

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.bias_act_dropout import BIAS_ACT_DROPOUT, DropoutCase
+from armillary.kernels.bias_act_dropout import BIAS_ACT_DROPOUT, DropoutCase, bias_act_dropout
 from armillary.kernels.choose import choose
 from armillary.kernels.cross_entropy import CROSS_ENTROPY, CrossEntropyCase
 from armillary.kernels.gated import ACTIVATE, ActivationCase
@@ -37,8 +37,11 @@ def test_norms(case: NormCase) -> None:
     assert_agrees(ADD_NORM, case)
 
 
-@given(st.integers(0, 50), st.integers(1, 5), st.integers(1, 8),
-       st.sampled_from([(64, 64), (128, 64), (96, 24), (80, 80)]), st.booleans(), DTYPES)  # fmt: skip
+HEADS = st.sampled_from([(64, 64), (128, 64), (96, 24), (80, 80), (80, 20), (64, 16), (96, 96)])
+"""dims, and how many of them turn"""
+
+
+@given(st.integers(0, 50), st.integers(1, 5), st.integers(1, 8), HEADS, st.booleans(), DTYPES)
 @OFTEN
 def test_rope(tokens: int, kv: int, group: int, dims: tuple[int, int], interleaved: bool, dtype: str) -> None:
     case = RopeCase(tokens=tokens, heads=kv * group, kv_heads=kv, head_dim=dims[0], rotary_dim=dims[1],
@@ -53,11 +56,26 @@ def test_activations(rows: int, ffn: int, activation: str, gated: bool, dtype: s
     assert_agrees(ACTIVATE, ActivationCase(rows=rows, ffn=ffn, activation=activation, gated=gated, dtype=dtype))
 
 
-@given(st.integers(0, 40), st.integers(1, 3000), st.sampled_from(["gelu", "relu", "none"]), st.floats(0, 1), DTYPES)
+dropped_columns = st.one_of(st.integers(8, 3000), st.integers(1, 400).map(lambda n: 8 * n))
+"""bf16 in eights goes in pairs"""
+
+
+@given(st.integers(4, 40), dropped_columns, st.sampled_from(["gelu", "gelu_tanh", "silu", "relu", "none"]),
+       st.one_of(st.floats(0, 1), st.floats(0, 0.004)), DTYPES)  # fmt: skip
 @OFTEN
 def test_dropout(rows: int, columns: int, activation: str, p: float, dtype: str) -> None:
     case = DropoutCase(rows=rows, columns=columns, activation=activation, p=p, dtype=dtype)
-    assert_agrees(BIAS_ACT_DROPOUT, case)
+    for version in ("triton", "triton, in turn"):
+        assert_agrees(BIAS_ACT_DROPOUT, case, version)
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-4, 0.002, 0.1, 0.5, 0.9999, 1.0])
+def test_dropout_in_pairs_drops_what_the_twin_drops(p: float) -> None:
+    """Random bits are compared as bf16 numbers: the smallest are subnormal, the largest NaN."""
+    x, seed = torch.ones(4096, 1024, device="cuda", dtype=torch.bfloat16), torch.tensor([11], device="cuda")
+    assert torch.equal(loaded(BIAS_ACT_DROPOUT)(x, None, seed, "none", p), bias_act_dropout(x, None, seed, "none", p))
+    x[:, ::3] = float("nan")
+    assert torch.equal(loaded(BIAS_ACT_DROPOUT)(x, None, seed, "gelu", p).isnan(), x.isnan())
 
 
 @given(st.integers(0, 40), st.one_of(st.integers(1, 3000), st.sampled_from([32000, 50257, 128256, 262144])),

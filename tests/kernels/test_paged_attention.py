@@ -71,6 +71,26 @@ def test_chunks_of_prompts_and_decoding_in_one_batch_agree(shape: Shape, how: di
 
 
 @needs_interpreter
+@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_keys_of_a_short_chunk_of_a_long_text_are_split(window: int | None, sinks: bool) -> None:
+    from armillary.kernels.paged_attention_triton import prefill_splits
+
+    shape = Shape(queries=[1, 20, 9], lengths=[40, 900, 300], kv_heads=1, group=3, head_dim=16, page=24, padding=2)
+    how: dict[str, object] = {"window": window, "softcap": None, "sinks": sinks, "slopes": False}
+    inputs = batch(shape, **extras(how, shape))
+    assert prefill_splits(programs=1, slots=3) > 2
+    assert error(fast()(*inputs), paged_attention(*wide(inputs))) < 1e-5
+
+
+@needs_interpreter
+def test_splits_fill_the_chip_and_no_more() -> None:
+    from armillary.kernels.paged_attention_triton import prefill_splits
+
+    assert [prefill_splits(programs, 132) for programs in (0, 24, 40, 96, 130, 200, 400)] == [8, 8, 8, 4, 2, 1, 1]
+
+
+@needs_interpreter
 def test_half_precision_is_as_good_as_plain_torch() -> None:
     inputs = batch(Shape(queries=[1, 1], lengths=[70, 130], group=4), dtype=torch.float16)
     right = paged_attention(*wide(inputs))
@@ -110,6 +130,34 @@ def test_scores_of_any_size_stay_finite() -> None:
     inputs = (q * 1e4, cache, *rest)
     out = fast()(*inputs)
     assert error(out, paged_attention(*wide(inputs))) < 1e-4
+
+
+@needs_interpreter
+@pytest.mark.parametrize("queries", [[1, 1], [20, 1]])
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_scales_that_turn_scores_around(queries: list[int], scale: float) -> None:
+    inputs = batch(Shape(queries=queries, lengths=[50, 60]), scale=scale)
+    assert error(fast()(*inputs), paged_attention(*wide(inputs))) < 1e-5
+
+
+@needs_interpreter
+@pytest.mark.parametrize("queries", [[1, 1], [20, 1]])
+def test_small_tensors_that_lie_apart(queries: list[int]) -> None:
+    """Sinks, slopes, scales and tables as columns of something larger."""
+    options = {"sinks_N": torch.randn(4, 2)[:, 0], "slopes_N": torch.rand(4, 2)[:, 1],
+               "scales_2K": (torch.rand(2, 2, 2) + 0.5)[..., 0]}  # fmt: skip
+    q, cache, places, asked = batch(Shape(queries=queries, lengths=[50, 60]), **options)
+    apart = dataclasses.replace(places, tables_BP=places.tables_BP.T.contiguous().T)
+    assert apart.tables_BP.stride(1) != 1
+    assert error(fast()(q, cache, apart, asked), paged_attention(*wide((q, cache, places, asked)))) < 1e-5
+
+
+@needs_interpreter
+@pytest.mark.parametrize("queries", [[1], [20]])
+def test_a_head_whose_keys_are_all_zero(queries: list[int]) -> None:
+    """Its scale is 0 then, and what is not seen must not become 0 · infinity."""
+    inputs = batch(Shape(queries=queries, lengths=[50]), scales_2K=torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
+    assert error(fast()(*inputs), paged_attention(*wide(inputs))) < 1e-5
 
 
 @needs_interpreter

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from armillary.kernels.cublaslt import form
-from armillary.kernels.products import Linear, Products, Shape, Tuned, tune
+from armillary.kernels.products import Products, Shape, Tuned
+from armillary.kernels.products_tune import Linear, tune
+from tests.kernels.interpreter import needs_interpreter
 
 M, N, K = 5, 3, 4
 
@@ -38,6 +40,27 @@ def test_what_was_not_chosen_goes_to_torch() -> None:
     torch.testing.assert_close(tuned.weight(dy[0], x[0]), dy[0].t() @ x[0])
 
 
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_gradients_are_summed_in_the_sum_s_own_format(wide: torch.dtype) -> None:
+    """The first replaces what was there; narrow parts are added without narrowing the sum."""
+    total, parts = torch.full((N, K), torch.nan, dtype=wide), []
+    for i in range(3):
+        dy, x = torch.randn(M, N), torch.randn(M, K)
+        Tuned({}).sum(total, dy, x, first=i == 0)
+        parts.append(dy.t() @ x)
+    torch.testing.assert_close(total, sum(part.to(wide) for part in parts), rtol=1e-6, atol=1e-6)
+
+
+@needs_interpreter
+def test_a_narrow_gradient_is_added_in_one_pass() -> None:
+    from armillary.kernels.sums_triton import add_
+
+    total, part = torch.randn(3, 5000), torch.randn(3, 5000).bfloat16()
+    expected = total + part.float()
+    add_(total, part)
+    assert torch.equal(total, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("place", [0, 1])
@@ -57,7 +80,23 @@ def test_an_algorithm_of_the_library(place: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_every_product_of_a_layer_is_named() -> None:
-    names = tune([Linear(512, 256, added=True)], 1024, torch.bfloat16, torch.device("cuda"))
-    assert set(names) == {Shape(kind, 1024, 512, 256).key for kind in ("forward", "back", "weight")}
-    assert all(name == "torch" or name.startswith("lt ") for name in names.values())
+@pytest.mark.parametrize("name", ["torch", "apart", "lt 0", "lt 1"])
+def test_gradients_summed_on_a_gpu(name: str) -> None:
+    """In fp32 over three micro-batches; a part that was bf16 in between is off by bf16's rounding and no more."""
+    tuned, total, exact = Tuned({Shape("sum", 512, 384, 256).key: name}), torch.full((384, 256), torch.nan), 0.0
+    total = total.cuda()
+    for i in range(3):
+        dy, x = (torch.randn(512, width, device="cuda", dtype=torch.bfloat16) for width in (384, 256))
+        tuned.sum(total, dy, x, first=i == 0)
+        exact = exact + dy.double().t() @ x.double()
+    assert (total - exact).norm() / exact.norm() < (4e-3 if name == "apart" else 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("summed", [False, True])
+def test_every_product_of_a_layer_is_named(summed: bool) -> None:
+    names = tune([Linear(512, 256, added=True)], 1024, torch.bfloat16, torch.device("cuda"), summed=summed)
+    kinds = ("forward", "back", "weight", *(["sum"] if summed else []))
+    assert set(names) == {Shape(kind, 1024, 512, 256).key for kind in kinds}
+    assert all(name in ("torch", "apart") or name.startswith("lt ") for name in names.values())

@@ -71,6 +71,16 @@ def test_nan_stays_in_its_head_and_token() -> None:
     assert not q[0].isnan().any() and not q[1, 1].isnan().any() and not cache.isnan().any()
 
 
+@needs_interpreter
+def test_nan_is_written_to_a_cache_in_fp8() -> None:
+    qkv = torch.randn(2, 2 * 3 * 16)
+    qkv[1, 16 + 5] = torch.nan  # token 1, KV head 0, its key
+    cache = torch.zeros(2, 2, 2, 4, 16, dtype=torch.float8_e4m3fn)
+    _, cache = fast()(qkv, cache, torch.tensor([0, 1]), None, None, QkvOptions(scales_2K=torch.full((2, 2), 1e-3)))
+    assert int(cache.float().isnan().sum()) == 1 and cache[0, 0, 0, 1, 5].float().isnan()
+    assert cache[0, 0, 0, 0].float().abs().max() == 448  # what is too large is cut off
+
+
 @torch.no_grad()
 def test_it_is_what_the_model_does() -> None:
     from armillary.model.attend import plain

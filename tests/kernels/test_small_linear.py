@@ -51,6 +51,16 @@ def test_any_shape(m: int, n: int, k: int, norm: bool, gated: bool, residual: bo
 
 
 @needs_interpreter
+def test_a_norm_and_a_residual_that_lie_apart() -> None:
+    from armillary.kernels.small_linear_triton import small_linear
+
+    x, weight, norm, residual, *rest = random(3, 40, 64, norm=True, gated=False, residual=True)
+    norm, residual = torch.stack((norm, norm), 1)[:, 0], torch.stack((residual, residual), 2)[..., 0]
+    assert norm.stride(0) == 2 and residual.stride(1) == 2
+    assert_agrees(small_linear, (x, weight, norm, residual, *rest))
+
+
+@needs_interpreter
 @given(st.integers(1, 64), st.integers(1, 300_000), st.integers(1, 40_000), st.sampled_from([2, 4]))
 def test_any_plan_fits_a_multiprocessor(tokens: int, outputs: int, inputs: int, itemsize: int) -> None:
     from armillary.kernels.small_linear_triton import plan

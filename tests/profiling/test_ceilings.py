@@ -11,7 +11,7 @@ import torch
 
 from armillary.errors import NotFound
 from armillary.kernels.random_data import Pool, random_row, set_elements
-from armillary.profiling import bandwidth, disk, fma, gemm, host_copy, launch
+from armillary.profiling import attention, bandwidth, disk, fma, gemm, host_copy, launch
 from armillary.profiling.ceilings import measure_ceilings, name_of
 from armillary.profiling.device_name import device_name, names_here
 from armillary.profiling.others import Others
@@ -203,3 +203,16 @@ def test_the_work_of_others_is_counted(tmp_path: Path) -> None:
     busy = others.cores()
     assert busy is not None and busy > 1
     assert Others(tmp_path / "elsewhere").cores() is None
+
+
+def test_attention_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pairs that the mask leaves count; five products backward against two forward."""
+    monkeypatch.setattr(attention, "_ROWS", 2)
+    settings = Settings(device=torch.device("cpu"), budget_s=0.01, quick=True)
+    assert attention.cases(settings) == []
+    shape = {"keys": 64, "heads": 2, "head_dim": 8, "dtype": "bf16"}
+    cases = [shape | {"backward": backward} for backward in (False, True)]
+    kinds, points = zip(*attention.measure(cases, settings), strict=True)
+    assert set(kinds) == {"attention"} and all(point["flops"] > 0 for point in points)
+    forward, backward = (attention.counted_flops(64, 2, 8, backward=one) for one in (False, True))
+    assert forward == 2 * 2 * 2 * 2 * 8 * 64 * 65 / 2 and backward == 2.5 * forward
