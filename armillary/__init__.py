@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from armillary.errors import ArmillaryError as ArmillaryError
     from armillary.model.convert import convert as convert
-    from armillary.model.generate import generate as generate
     from armillary.model.weights import load_model as load_model
     from armillary.model.weights import save_model as save_model
     from armillary.profiling.capture import profile as profile
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from armillary.profiling.machine import machine as machine
     from armillary.serving.engine.constraint import Structure as Structure
     from armillary.serving.engine.llm import LLM as LLM
+    from armillary.serving.engine.one import generate as generate
     from armillary.serving.engine.params import SamplingParams as SamplingParams
     from armillary.spec.catalogue import chips as chips
     from armillary.spec.catalogue import cluster as hardware
@@ -45,7 +45,7 @@ _API = {
     "chips": "armillary.spec.catalogue:chips",
     "convert": "armillary.model.convert:convert",
     "doctor": "armillary.profiling.doctor:doctor",
-    "generate": "armillary.model.generate:generate",
+    "generate": "armillary.serving.engine.one:generate",
     "hardware": "armillary.spec.catalogue:cluster",
     "here": "armillary.profiling.machine:here",
     "load_model": "armillary.model.weights:load_model",

@@ -1,11 +1,11 @@
 """How far the engine's logits are from fp32, beside transformers' in the same format, on transformers' greedy answers.
 
-    python benchmarks/engine_accuracy.py [--prompts 64] [--tokens 128] [--device cuda] [--layers 28] [--json FILE]
+    python -m benchmarks.engine_accuracy [--prompts 64] [--tokens 128] [--device cuda] [--layers 28] [--json FILE]
 
 A Qwen3-0.6B shape with random weights. The same texts (prompt and answer) go through transformers in fp32 and in bf16
-and through the engine in bf16, whole and a token at a time (as decoding computes them); errors are the largest and the
-mean over all logits. Where the engine's likeliest token is not fp32's, the gap between the two in fp32 must be within
-twice that place's largest error.
+and through the engine in bf16, as prompts and decoded together, a token a step (in CUDA graphs on a GPU). Errors
+are the largest and the mean over tokens of the largest over the vocabulary. Where the engine's likeliest token is not
+fp32's, the gap between the two in fp32 must be within twice that place's largest error.
 """
 
 from __future__ import annotations
@@ -40,16 +40,15 @@ def transformers_model(args: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(args.device)
 
 
-def our_logits(engine: Any, texts: Tensor) -> list[Tensor]:
-    """Logits of every token of every text, through steps of the engine: the prompts' are caught where log-probabilities
-    are made of them."""
-    executor, caught = engine.loop.executor, []
+def of_prompts(engine: Any, texts: Tensor) -> list[Tensor]:
+    """Logits of every token but the last of every text, computed as prompts: caught where log-probabilities are made
+    of them."""
+    executor, caught = engine.loop.executor, list[Tensor]()
     plain_logits = executor.forward.logits
 
     def catching(hidden: Tensor) -> Tensor:
-        logits: Tensor = plain_logits(hidden)
-        caught.append(logits.float().cpu())
-        return logits
+        caught.append(plain_logits(hidden))
+        return caught[-1]
 
     found = []
     executor.forward.logits = catching
@@ -59,8 +58,34 @@ def our_logits(engine: Any, texts: Tensor) -> list[Tensor]:
         (answer,) = engine.generate([Request(id=str(i), prompt=text, params=params)])
         assert not answer.error, answer.error
         found.append(torch.cat(caught[:-1]))  # the last are those of the answer's one token
-    executor.forward.logits = plain_logits
     return found
+
+
+def of_answers(engine: Any, texts: Tensor, num_prompt: int) -> list[Tensor]:
+    """Logits of every token from the prompt's last on, decoded together: whatever is drawn, the next token is the
+    text's."""
+    executor, (count, length) = engine.loop.executor, texts.shape
+    sampler, rows = executor.sampler, {}
+    forced = torch.zeros(len(executor.rows.tokens_RT), length + 1, dtype=torch.int64, device=texts.device)
+    vocab = executor.vocab
+    caught = torch.zeros(len(forced), length + 1, vocab, dtype=torch.bfloat16, device=texts.device)
+
+    def quick(logits_BV: Tensor, inputs: Any) -> Tensor:
+        at = (inputs.long("rows_B"), inputs.long("lengths_B"))
+        caught.index_put_(at, logits_BV.to(caught.dtype))
+        return sampler._keep(forced[at], inputs)  # type: ignore[no-any-return]
+
+    def admitted(seq: Any) -> Any:
+        rows[int(seq.id)] = seq.row
+        forced[seq.row, :length] = texts[int(seq.id)]
+        return plain_admitted(seq)
+
+    plain_admitted, executor.encoder._admitted, sampler.quick = executor.encoder._admitted, admitted, quick
+    executor.warm()
+    params = SamplingParams(max_tokens=length - num_prompt, temperature=0.0, ignore_eos=True)
+    engine.generate([Request(id=str(i), prompt=text[:num_prompt], params=params)
+                     for i, text in enumerate(texts.tolist())])  # fmt: skip
+    return [caught[rows[i], num_prompt:length] for i in range(count)]
 
 
 @torch.inference_mode()
@@ -71,22 +96,22 @@ def compare(args: Any) -> dict[str, Any]:
         ours = load_model(Path(folder), dtype="bf16", device=torch.device(args.device))
     prompts = torch.randint(0, theirs.config.vocab_size, (args.prompts, 32), device=args.device)
     texts = theirs.generate(prompts, max_new_tokens=args.tokens, do_sample=False, pad_token_id=0, eos_token_id=None)
-    exact = [theirs(row[None]).logits[0, :-1].cpu() for row in texts]
-    half = [theirs.bfloat16()(row[None]).logits[0, :-1].float().cpu() for row in texts]
-    return {name: _compared(_through_engine(ours, texts, step), exact, half)
-            for name, step in (("whole", texts.shape[1] + 8), ("a token at a time", 1))}  # fmt: skip
+    exact = [theirs(row[None]).logits[0, :-1] for row in texts]
+    half = [theirs.bfloat16()(row[None]).logits[0, :-1] for row in texts]
+    found = {"as prompts": _compared(of_prompts(_engine(ours, texts, running=1, warm=False), texts), exact, half)}
+    engine = _engine(ours, texts, running=args.prompts, warm=False)
+    exact, half = ([x[31:] for x in given] for given in (exact, half))
+    return found | {"decoded": _compared(of_answers(engine, texts, 32), exact, half)}
 
 
-def _through_engine(model: Any, texts: Tensor, step_tokens: int) -> list[Tensor]:
-    serve = Serve(max_running=1, max_model_len=texts.shape[1] + 8, max_tokens_per_step=step_tokens, graphs=False,
-                  prefix_cache=False)  # fmt: skip
-    engine, _ = make_engine(model, None, serve, seed=0)
-    return our_logits(engine, texts)
+def _engine(model: Any, texts: Tensor, *, running: int, warm: bool) -> Any:
+    serve = Serve(max_running=running, max_model_len=texts.shape[1] + 8, kv_bytes=4_000_000_000, prefix_cache=False)
+    return make_engine(model, None, serve, seed=0, warm=warm)[0]
 
 
 def _compared(mine: list[Tensor], exact: list[Tensor], half: list[Tensor]) -> dict[str, Any]:
-    our_errors = [(a - b).abs().amax(-1) for a, b in zip(mine, exact, strict=True)]
-    their_errors = [(a - b).abs().amax(-1) for a, b in zip(half, exact, strict=True)]
+    our_errors = [(a.float() - b).abs().amax(-1) for a, b in zip(mine, exact, strict=True)]
+    their_errors = [(a.float() - b).abs().amax(-1) for a, b in zip(half, exact, strict=True)]
     bad = differ = 0
     for a, b, error in zip(mine, exact, our_errors, strict=True):
         best = a.argmax(-1)

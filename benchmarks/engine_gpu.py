@@ -1,6 +1,6 @@
 """The engine on one GPU: the nano-vllm benchmark, a single stream, and streams beside long prompts.
 
-    python benchmarks/engine_gpu.py [--case throughput single mixed graphs] [--model qwen3-0.6b] [--json FILE]
+    python -m benchmarks.engine_gpu [--case throughput single mixed graphs] [--model NAME] [--explain] [--json FILE]
 
 Real shapes with random weights in bf16. Peers' figures on the same chip are printed beside (benchmarks/ says where they
 are from); bytes a second are held against the read bandwidth measured in the same run. Each case stops by itself.
@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from armillary.serving.measure import Watch, decode_bytes, percentile, serve_all
 from armillary.serving.workload import fixed, nano_vllm
 from armillary.spec.catalogue import models
 from armillary.spec.job import Serve
+from benchmarks.engine_times import StepTimes, top_kernels
 
 PEERS = {"qwen3-0.6b": {"nano-vllm, measured": 15_800, "nano-vllm, published": 19_638, "mini-sglang, published": 20_711,
                         "bar": 25_000, "byte and FLOP limit": 36_000},
@@ -34,9 +37,10 @@ SINGLE = {"qwen3-8b": {"nano-vllm": 169, "bar, of read bandwidth": 0.85},
           "tinyllama-1.1b": {"gpt-fast": 653, "bar, of read bandwidth": 0.65}}  # fmt: skip
 
 
-def drawn(name: str, device: str, dtype: torch.dtype) -> Transformer:
+def drawn(name: str, device: str, dtype: torch.dtype, layers: int | None = None) -> Transformer:
     """The shape with random weights, drawn on the device."""
-    model = build(models()[name].config, dtype=dtype, device=device)
+    config = models()[name].config
+    model = build(config if layers is None else config.with_layers(layers), dtype=dtype, device=device)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.fill_(1.0) if "norm" in key else parameter.normal_(0.0, 0.02)
@@ -74,20 +78,44 @@ def throughput(model: Transformer, args: Any) -> dict[str, Any]:
     longest = 4096 if not args.tiny else 64
     engine, phases = started(model, Serve(max_model_len=longest, max_running=256 if not args.tiny else 8,
                                           max_tokens_per_step=args.step_tokens, overlap=not args.no_overlap,
-                                          graphs=not args.no_graphs))  # fmt: skip
+                                          kv_bytes=args.kv_bytes, graphs=not args.no_graphs))  # fmt: skip
     requests = nano_vllm() if not args.tiny else nano_vllm(12, least=3, most=20, vocab=100)
     serve_all(engine, fixed(2, tokens_in=8, tokens_out=4, vocab=100, name="warm"))
+    gc.collect()
+    gc.freeze()
     found = serve_all(engine, requests, limit_s=args.limit_s)
     peers = PEERS.get(args.model, {})
     ratios = {name: round(found.tokens_per_s / value, 3) for name, value in peers.items()}
-    return {"tokens_per_s": round(found.tokens_per_s), "of": ratios, "start_s": phases} | asdict(found)
+    made = {"tokens_per_s": round(found.tokens_per_s), "of": ratios, "start_s": phases} | _rounded(asdict(found))
+    return made | (_explained(engine, args) if args.explain else {})
+
+
+def _explained(engine: Engine, args: Any) -> dict[str, Any]:
+    """The same requests again: the parts of a step, and the kernels of steps that decode them all, then a quarter."""
+    times, watch = StepTimes(engine), Watch(engine)
+    requests = nano_vllm() if not args.tiny else nano_vllm(12, least=8, most=40, vocab=100)
+    for request in requests:
+        watch.submit(replace(request, id=f"e{request.id}", prompt=request.prompt[::-1]))
+    running, kernels, halves = engine.scheduler.roster.running, {}, [len(requests) // 4, int(0.9 * len(requests))]
+    while engine.busy:
+        watch.step()
+        over = not engine.scheduler.roster.waiting and not any(seq.behind for seq in running)
+        if over and halves and len(running) <= halves[-1] and args.device == "cuda":
+            kernels[f"{len(running)} rows, {sum(seq.length for seq in running)} tokens"] = top_kernels(watch.step, 8)
+            halves.pop()
+    return {"kernels": kernels} | times.text()
+
+
+def _rounded(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in found.items()}
 
 
 def single(model: Transformer, args: Any) -> dict[str, Any]:
     """One request, 128 in, 256 out: bytes a second against the read bandwidth."""
     tokens_in, tokens_out = (128, 256) if not args.tiny else (8, 16)
     engine, phases = started(model, Serve(max_model_len=1024 if not args.tiny else 64, max_running=1,
-                                          max_tokens_per_step=128, graphs=not args.no_graphs))  # fmt: skip
+                                          max_tokens_per_step=128, kv_bytes=args.kv_bytes,
+                                          graphs=not args.no_graphs))  # fmt: skip
     best: dict[str, Any] = {"tokens_per_s": 0.0}
     for turn in range(3):
         found = serve_all(engine, fixed(1, tokens_in=tokens_in, tokens_out=tokens_out, vocab=100, name=f"t{turn}-"))
@@ -97,7 +125,23 @@ def single(model: Transformer, args: Any) -> dict[str, Any]:
             moved = decode_bytes(model, tokens_in + tokens_out / 2) * rate
             best = {"tokens_per_s": rate, "bytes_per_s": moved, "of_read_bandwidth": moved / args.read,
                     "ttft_s": found.ttft_p50_s}  # fmt: skip
-    return best | {"peers": SINGLE.get(args.model, {}), "start_s": phases}
+    if args.explain:
+        best |= _explained_single(engine, args, tokens_in, tokens_out)
+    return _rounded(best) | {"peers": SINGLE.get(args.model, {}), "start_s": phases}
+
+
+def _explained_single(engine: Engine, args: Any, tokens_in: int, tokens_out: int) -> dict[str, Any]:
+    times, watch = StepTimes(engine), Watch(engine)
+    watch.submit(fixed(1, tokens_in=tokens_in, tokens_out=tokens_out, vocab=90, name="e")[0])
+    for _ in range(tokens_out // 2):
+        watch.step()
+    found = times.text()
+    if args.device == "cuda":
+        found["kernels"] = top_kernels(watch.step, 8)
+    watch.give_up()
+    while engine.busy:
+        watch.step()
+    return found
 
 
 def mixed(model: Transformer, args: Any) -> dict[str, Any]:
@@ -106,7 +150,8 @@ def mixed(model: Transformer, args: Any) -> dict[str, Any]:
     longest = max(long + 8, context + 4000) if not args.tiny else 64
     engine, phases = started(model, Serve(
         max_model_len=min(longest, model.config.context), max_running=streams + 2, max_tokens_per_step=args.step_tokens,
-        prefill_tokens=args.prefill_tokens, prefix_cache=False, graphs=not args.no_graphs))  # fmt: skip
+        prefill_tokens=args.prefill_tokens, prefix_cache=False, kv_bytes=args.kv_bytes,
+        graphs=not args.no_graphs))  # fmt: skip
     watch = Watch(engine)
     prompts = iter(fixed(64, tokens_in=min(long, model.config.context - 8), tokens_out=1, vocab=100, name="long"))
     alone = _prefill(watch, prompts, 2, streams=0)
@@ -120,12 +165,25 @@ def mixed(model: Transformer, args: Any) -> dict[str, Any]:
         watch.step()
     quiet = percentile(watch.gaps, 50)
     watch.clear()
+    times = StepTimes(engine)
     beside = _prefill(watch, prompts, 2, streams=streams)
     p50, p99 = percentile(watch.gaps, 50), percentile(watch.gaps, 99)
+    kernels = _explained_mixed(watch, prompts) if args.explain and args.device == "cuda" else {}
     watch.give_up()
-    return {"itl_alone_p50_s": quiet, "itl_p50_s": p50, "itl_p99_s": p99, "itl_p99_over_alone_p50": p99 / quiet,
+    return times.text() | kernels | {
+            "itl_alone_p50_s": quiet, "itl_p50_s": p50, "itl_p99_s": p99, "itl_p99_over_alone_p50": p99 / quiet,
             "prefill_alone_tokens_per_s": alone, "prefill_tokens_per_s": beside, "prefill_share": beside / alone,
             "bars": {"itl_p99_over_alone_p50": 2.0, "prefill_share": 0.6}, "start_s": phases}  # fmt: skip
+
+
+def _explained_mixed(watch: Watch, prompts: Any) -> dict[str, Any]:
+    """Kernels of streams alone, then beside a prompt half of which is computed."""
+    found = {"streams alone": top_kernels(watch.step, 8)}
+    watch.submit(request := next(prompts))
+    running = watch.engine.scheduler.roster.running
+    while not any(seq.request is request and 2 * seq.computed > seq.length for seq in running):
+        watch.step()
+    return found | {"beside": top_kernels(watch.step, 4)}
 
 
 def _prefill(watch: Watch, prompts: Any, count: int, *, streams: int) -> float:
@@ -145,7 +203,8 @@ def graphs(model: Transformer, args: Any) -> dict[str, Any]:
     """Graphs on and off give the same tokens, drawn and greedy."""
     found = []
     for on in (True, False):
-        serve = Serve(max_model_len=256 if not args.tiny else 64, max_running=16, max_tokens_per_step=256, graphs=on)
+        serve = Serve(max_model_len=256 if not args.tiny else 64, max_running=16, max_tokens_per_step=256,
+                      kv_bytes=args.kv_bytes, graphs=on)  # fmt: skip
         engine, _ = started(model, serve)
         if not on:  # the same padding, so that products have the same sizes
             engine.loop.executor.encoder.fit = found[0][1].encoder.fit  # type: ignore[attr-defined]
@@ -167,14 +226,17 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--prefill-tokens", type=int, default=352)
+    parser.add_argument("--layers", type=int, help="fewer than the model has: to see that it runs")
+    parser.add_argument("--kv-bytes", type=int, help="of the KV cache; what is free unless given")
     parser.add_argument("--limit-s", type=float, default=120.0)
+    parser.add_argument("--explain", action="store_true", help="parts of steps and kernels, in a run of their own")
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a few tokens, to see that it runs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     begin = time.monotonic()
-    model = drawn(args.model, args.device, torch.bfloat16 if args.device == "cuda" else torch.float32)
+    model = drawn(args.model, args.device, torch.bfloat16 if args.device == "cuda" else torch.float32, args.layers)
     args.read = read_bandwidth(args.device)
     _wait(args.device)
     found: dict[str, Any] = {"model": args.model, "read_bytes_per_s": args.read,
@@ -184,6 +246,7 @@ def main() -> None:
             found[name] = CASES[name](model, args)
         except Exception as error:  # one case that fails must not cost the others their figures
             found[name] = {"failed": f"{type(error).__name__}: {error}"[:300]}
+            traceback.print_exc(file=sys.stderr)
         gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()

@@ -1,9 +1,10 @@
 """What a step costs scheduler and cache, without a model: 256 requests decoding, and prompts of 100,000 tokens.
 
-    python benchmarks/scheduler.py [--running 256] [--steps 600] [--json]
+    python benchmarks/scheduler.py [--running 256] [--steps 300] [--repeats 3] [--json]
 
 A step is one `schedule` and one `update`; tokens come from nowhere. Times are processor time of the thread, which is
-its wall time on a quiet machine. Submitting is timed apart: hashing a prompt happens there, outside the steps.
+its wall time on a quiet machine; every case runs `repeats` times with the same steps, and of each step the least time
+counts. Submitting is timed apart: hashing a prompt happens there, outside the steps.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import platform
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import NamedTuple
 
 from armillary.serving.engine.kv_cache import KVCache
 from armillary.serving.engine.kv_groups import WHOLE, Group
@@ -30,16 +32,17 @@ GROUPS = {"all": WHOLE, "window": (Group(), Group(sees="window", reach=1024))}
 
 
 def make(running: int, num_blocks: int, groups: tuple[Group, ...] = WHOLE) -> Scheduler:
-    settings = Settings(max_model_len=131_072, vocab=VOCAB, max_running=running, attention_tokens=20_000.0)
+    settings = Settings(max_model_len=131_072, vocab=VOCAB, max_running=running, attention_tokens=20_000.0,
+                        ageing_s=5.0)  # fmt: skip
     made = Scheduler(settings, KVCache(num_blocks, 16, groups=groups))
     gc.collect()
     gc.freeze()  # as an engine should: what stays for good need not be looked at by every collection
     return made
 
 
-def ask(name: str, start: int, length: int, most: int, n: int = 1) -> Request:
+def ask(name: str, start: int, length: int, most: int, n: int = 1, priority: int = 0) -> Request:
     prompt = [(start + 7 * i) % VOCAB for i in range(length)]
-    return Request(id=name, prompt=prompt, params=SamplingParams(max_tokens=most, n=n))
+    return Request(id=name, prompt=prompt, params=SamplingParams(max_tokens=most, n=n), priority=priority)
 
 
 class Steps:
@@ -101,58 +104,103 @@ def plain_loop(steps: int) -> Row:
     return row("plain loop over 256 objects", cost_s, "for scale")
 
 
-def decoding(running: int, steps: int, groups: str, *, overlap: bool, queue: int) -> Row:
-    """`running` requests of some 500 tokens in decode, `queue` more waiting."""
-    scheduler = make(running, 400_000, GROUPS[groups])
-    for i in range(running + queue):
-        scheduler.submit(ask(f"r{i}", 1000 * i, 480 + i % 64, 20_000), 0.0)
-    measured = Steps(scheduler, overlap=overlap)
+class Case(NamedTuple):
+    """What 256 requests in decode are like."""
+
+    note: str
+    groups: str = "all"
+    overlap: bool = True
+    queue: int = 0
+    """requests that wait beside them"""
+    together: bool = False
+    """prompts of one length: all need a new block in the same step"""
+    priorities: int = 1
+    full: bool = False
+    """every block was somebody's before and is still named: each new one evicts"""
+
+
+CASES = (
+    Case("without overlap", overlap=False),
+    Case("a step ahead"),
+    Case("a step ahead, 100 waiting", queue=100),
+    Case("a step ahead, three priorities", priorities=3),
+    Case("a step ahead, all need a block in the same step", together=True),
+    Case("a step ahead, every new block evicts an old one", full=True),
+    Case("a step ahead, layers with a window of 1,024 besides", groups="window"),
+)
+
+
+def decoding(running: int, steps: int, case: Case) -> list[list[float]]:
+    """`running` requests of some 500 tokens in decode."""
+    tables = len(GROUPS[case.groups])
+    grown = running * tables * steps // 8
+    num_blocks = running * 80 if case.full else (running + case.queue) * 35 * tables + grown
+    scheduler = make(running, num_blocks, GROUPS[case.groups])
+    measured = Steps(scheduler, overlap=case.overlap)
+    for i in range(running * 3 if case.full else 0):
+        scheduler.submit(ask(f"old{i}", 3000 * i + 1, 480, 1), 0.0)
+    measured.while_(lambda: scheduler.has_work)
+    for i in range(running + case.queue):
+        length = 480 + (0 if case.together else i % 64)
+        scheduler.submit(ask(f"r{i}", 1000 * i, length, 20_000, priority=i % case.priorities), 0.0)
     measured.while_(lambda: any(seq.num_output < 8 for seq in scheduler.roster.running) or not measured.cost_s)
     measured.for_(steps)
-    note = f"layers see {groups}, overlap {'on' if overlap else 'off'}, {queue} waiting"
-    return row(f"{running} decoding", measured.cost_s, note)
+    return [measured.cost_s]
 
 
-def long_prompt(running: int) -> list[Row]:
-    """A prompt of 100,000 tokens beside decodes: new, found in the cache, answered four times, aborted."""
+def long_prompts(running: int) -> list[list[float]]:
+    """A prompt of 100,000 tokens beside decodes: nothing yet, new, found in the cache, answered four times, aborted."""
     scheduler = make(running, 100_000)
     for i in range(running - 6):
         scheduler.submit(ask(f"r{i}", 1000 * i, 64 + i % 16, 4_000), 0.0)
     steps = Steps(scheduler, overlap=True)
     steps.for_(20)
     steps.for_(100)
-    rows = [row(f"{running - 6} decoding", steps.cost_s, "what the rows below are beside")]
-    for case, start, n in (("new", 5, 1), ("found in the cache", 5, 1), ("four answers", 17, 4)):
+    costs, submits = [steps.cost_s], []
+    for case, start, n in (("new", 5, 1), ("again", 5, 1), ("four", 17, 4)):
         begin = time.thread_time()
         made = scheduler.submit(ask(case, start, LONG, 4, n), 0.0)
-        submitted = time.thread_time() - begin
+        submits.append(time.thread_time() - begin)
         steps.while_(lambda made=made: any(seq.finish is None for seq in made) or bool(scheduler.cache.leaving))
-        rows.append(row(f"prompt of 100k, {case}", steps.cost_s,
-                        f"{made[0].cached_tokens:,} cached; submit {submitted * 1e3:.1f} ms"))  # fmt: skip
+        costs.append(steps.cost_s)
     (seq,) = scheduler.submit(ask("aborted", 11, LONG, 4), 0.0)
     steps.while_(lambda: seq.computed < LONG - 1)
     begin = time.thread_time()
     scheduler.abort("aborted", 0.0)
-    rows.append(row("prompt of 100k, abort", [time.thread_time() - begin], "the call alone"))
-    return rows
+    return [*costs, [time.thread_time() - begin], submits]
+
+
+LONG_NOTES = ("nothing else: what the rows below are beside", "a prompt of 100k comes",
+              "the same comes again and is found", "one comes and is answered four times",
+              "abort of a prompt of 100k, the call alone", "submitting 100k tokens, outside the steps")  # fmt: skip
+
+
+def least(repeats: int, measure: Callable[[], list[list[float]]]) -> list[list[float]]:
+    """The same steps several times: of each step the run that was disturbed least."""
+    runs = [measure() for _ in range(repeats)]
+    return [[min(costs) for costs in zip(*alike, strict=True)] for alike in zip(*runs, strict=True)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--running", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    cases = (("all", False, 0), ("all", True, 0), ("all", True, 100), ("window", True, 0))
-    rows = [decoding(options.running, options.steps, groups, overlap=overlap, queue=queue)
-            for groups, overlap, queue in cases]  # fmt: skip
-    rows = [plain_loop(options.steps), *rows, *long_prompt(options.running)]
+    running, repeats = options.running, options.repeats
+    rows = [plain_loop(options.steps)]
+    for case in CASES:
+        (costs,) = least(repeats, lambda case=case: decoding(running, options.steps, case))
+        rows.append(row(f"{running} decoding", costs, case.note))
+    long = least(repeats, lambda: long_prompts(running))
+    rows += [row(f"{running - 6} decoding", costs, note) for costs, note in zip(long, LONG_NOTES, strict=True)]
     if options.json:
         print(json.dumps({"python": platform.python_version(), "machine": platform.processor(), "rows": rows}))
         return
     print(f"Python {platform.python_version()}, {options.running} running; µs of one step")
     for found in rows:
-        print(f"{found['case']:<34} median {found['median_us']:7.0f}  p99 {found['p99_us']:7.0f}  most "
+        print(f"{found['case']:<28} median {found['median_us']:7.0f}  p99 {found['p99_us']:7.0f}  most "
               f"{found['most_us']:7.0f}   {found['note']}")  # fmt: skip
 
 

@@ -55,7 +55,9 @@ def generate(
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     text = sys.stdin.read() if prompt == "-" else prompt
+    begin = time.monotonic()
     source, loaded = open_model(out, home, model, random_weights=random_weights, seed=seed, dtype=dtype, device=device)
+    phases = {"weights": time.monotonic() - begin}
     if source.files is None or not (source.files / "tokenizer.json").is_file():
         return generate_ids(out, loaded, source.name, text, sampling)
     from armillary.model.tokenizer import Tokenizer
@@ -65,10 +67,12 @@ def generate(
         text = tokenizer.chat([{"role": "user", "content": text}])
     prompt_shown = "" if chat else text
     begin = time.monotonic()
-    made = stream_completion(out.stream, loaded, tokenizer, text, sampling, special=not chat, before=prompt_shown)
+    made = stream_completion(out.stream, loaded, tokenizer, text, sampling, special=not chat, before=prompt_shown,
+                             phases=phases)  # fmt: skip
     seconds = time.monotonic() - begin
     out.say(f"\n\n{len(made.tokens)} tokens · {len(made.tokens) / seconds:.1f} tokens/s · {made.finish}")
-    answer = {"text": made.text, "tokens": made.tokens, "finish": made.finish, "seconds": seconds}
+    out.say("start: " + " · ".join(f"{name} {spent:.2f} s" for name, spent in phases.items()))
+    answer = {"text": made.text, "tokens": made.tokens, "finish": made.finish, "seconds": seconds, "start_s": phases}
     out.result(answer, quiet=made.text)
 
 
@@ -81,17 +85,21 @@ def stream_completion(
     *,
     special: bool,
     before: str = "",
+    phases: dict[str, float] | None = None,
 ) -> Completion:
     """Complete one prompt, handing text to `emit` as whole characters become known; `before` goes ahead of it, once
-    there is something to follow it."""
+    there is something to follow it. Seconds to the first token go to `phases`."""
     from armillary.model.generate import Completion, check_tokenizer
     from armillary.serving.engine.one import answer
 
     check_tokenizer(model, tokenizer)
     waiting, texts, tokens, finish = [before], list[str](), list[int](), ""
-    for piece in answer(model, tokenizer, tokenizer.encode(text, special=special), sampling):
+    spent, begin = {} if phases is None else phases, time.monotonic()
+    ids = tokenizer.encode(text, special=special)
+    for piece in answer(model, tokenizer, ids, sampling, lambda name, seconds: spent.update({name: seconds})):
         if waiting:
             emit(waiting.pop())
+            spent["first token"] = time.monotonic() - begin - spent.get("kernels and KV cache", 0.0)
         emit(piece.text)
         texts.append(piece.text)
         tokens += piece.tokens

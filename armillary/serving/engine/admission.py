@@ -7,8 +7,6 @@ falls while none is (SGLang's new-token ratio is the same idea).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from armillary.serving.engine.kv_cache import KVCache
 from armillary.serving.engine.kv_match import probe
 from armillary.serving.engine.sequence import Sequence
@@ -63,17 +61,17 @@ class Admission:
             return True
         return self._open and not (self._settings.batching == "none" and running)
 
-    def fits(self, seq: Sequence, running: Iterable[Sequence]) -> bool:
+    def fits(self, seq: Sequence, running: list[Sequence]) -> bool:
         """Whether all its tokens find room beside what the running ones need, and are likely to."""
-        growth = self._growth()
-        certain, likely = 0, min(growth, seq.blocks_at_limit - seq.blocks_at_start)
+        growth, prompts = self._growth(), [other for other in running if other.behind]
+        left = self._cache.available - self._needed(seq)
+        left -= sum(max(0, other.blocks_at_start - other.held) for other in prompts)
+        if left >= self.reserve * growth * (len(running) + 1):
+            return True  # there is so much that nobody need be asked
+        likely = min(growth, seq.blocks_at_limit - seq.blocks_at_start)
         for other in running:
-            held = other.held
-            if held < other.blocks_at_start:
-                certain += other.blocks_at_start - held
-                held = other.blocks_at_start
-            likely += min(growth, max(0, other.blocks_at_limit - held))
-        return self._cache.available >= self._needed(seq) + certain + self.reserve * likely
+            likely += min(growth, max(0, other.blocks_at_limit - max(other.held, other.blocks_at_start)))
+        return left >= self.reserve * likely
 
     def _growth(self) -> int:
         """Blocks that an answer grows by from here on, at most. How long it is already says little about it."""

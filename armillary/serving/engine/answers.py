@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Protocol
 
 from armillary.serving.engine.decision import Decision, Outcome
@@ -76,9 +77,11 @@ class Answers:
 
     def take(self, decision: Decision, outcome: Outcome, now: float) -> list[Piece]:
         """What a step brought: a piece for each token, and one for each answer that was given up."""
-        pieces = [self._piece(seq, token, now) for seq, token in outcome.emitted]
-        emitted = {seq for seq, _ in outcome.emitted}
-        ended = [seq for seq in (*decision.ended, *outcome.finished) if seq not in emitted]
+        pieces = list(map(self._piece, outcome.sequences, outcome.tokens, repeat(now)))
+        ended = [*decision.ended, *outcome.finished]
+        if ended:
+            with_token = set(outcome.sequences)
+            ended = [seq for seq in ended if seq not in with_token]
         return pieces + self.end(ended)
 
     def end(self, ended: Iterable[Sequence]) -> list[Piece]:

@@ -26,8 +26,8 @@ class BlockPool:
         """1 for blocks the prefix cache knows: their content outlives the last holder"""
         self.num_free = num_blocks - 1
         self.num_evicted = 0
-        self.evict: Callable[[int], None] = _nobody
-        """called with a named block that is about to be reused"""
+        self.evict: Callable[[list[int]], None] = _nobody
+        """called with named blocks that are about to be reused"""
         # index 0, the null block, is head and tail of the ring
         self._next = [*range(1, num_blocks), 0]
         self._previous = [num_blocks - 1, *range(num_blocks - 1)]
@@ -44,13 +44,14 @@ class BlockPool:
         for _ in range(count):
             found.append(block)
             refs[block] = 1
-            if named[block]:
-                self.num_evicted += 1
-                self.evict(block)
             block = follow[block]
         follow[0] = block
         self._previous[block] = 0
         self.num_free -= count
+        if count and named[found[-1]]:  # named ones stand behind the others
+            evicted = [block for block in found if named[block]]
+            self.num_evicted += len(evicted)
+            self.evict(evicted)
         return found
 
     def share(self, block: int) -> None:
@@ -69,22 +70,31 @@ class BlockPool:
                 previous[after] = before
                 self.num_free -= 1
 
-    def release(self, block: int) -> None:
-        """One holder less; without any, the block is free."""
+    def hold_again(self, blocks: list[int]) -> None:
+        """`share_all` for blocks that somebody holds."""
         refs = self.refs
-        left = refs[block] - 1
-        assert left >= 0 and block, f"block {block} was freed twice"
-        refs[block] = left
-        if left:
-            return
-        # between the last and the ring's head where its content may be wanted again, else first in line
-        before = self._previous[0] if self.named[block] else 0
-        after = self._next[before]
-        self._next[before] = block
-        self._previous[block] = before
-        self._next[block] = after
-        self._previous[after] = block
-        self.num_free += 1
+        for block in blocks:
+            refs[block] += 1
+
+    def release(self, block: int) -> None:
+        """`release_all` for one."""
+        self.release_all([block])
+
+    def release_all(self, blocks: list[int]) -> None:
+        """One holder less for each; without any, a block is free."""
+        refs, named, follow, previous = self.refs, self.named, self._next, self._previous
+        for block in blocks:
+            left = refs[block] - 1
+            assert left >= 0 and block, f"block {block} was freed twice"
+            refs[block] = left
+            if left:
+                continue
+            # between the last and the ring's head where its content may be wanted again, else first in line
+            before = previous[0] if named[block] else 0
+            after = follow[before]
+            follow[before] = previous[after] = block
+            previous[block], follow[block] = before, after
+            self.num_free += 1
 
     def lose_name(self, block: int) -> None:
         """The prefix cache forgot the block: if it is free, it is the first to be reused."""
@@ -102,5 +112,5 @@ class BlockPool:
             block = self._next[block]
 
 
-def _nobody(block: int) -> None:
-    raise AssertionError(f"block {block} has a name and nobody to tell")
+def _nobody(blocks: list[int]) -> None:
+    raise AssertionError(f"blocks {blocks} have names and nobody to tell")

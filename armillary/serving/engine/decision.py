@@ -31,7 +31,7 @@ class Decision:
     """One step."""
 
     __slots__ = ("admitted", "chunks", "copies", "decodes", "edits", "ended", "last", "number", "positions",
-                 "preempted", "reached", "rows", "sampling")  # fmt: skip
+                 "preempted", "reached", "rows", "sampling", "stale")  # fmt: skip
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -59,6 +59,8 @@ class Decision:
         """put back to wait; they will be computed again"""
         self.ended: list[Sequence] = []
         """given up when the step was decided: their time was over"""
+        self.stale = False
+        """somebody ended while it was under way"""
 
     @property
     def empty(self) -> bool:
@@ -86,7 +88,9 @@ class Decision:
 class Outcome(NamedTuple):
     """What came of a step."""
 
-    emitted: list[tuple[Sequence, int]]
-    """tokens that belong to answers, one a sequence"""
+    sequences: list[Sequence]
+    """answers that got a token"""
+    tokens: list[int]
+    """the token of each"""
     finished: list[Sequence]
     """answers that are complete"""

@@ -19,6 +19,9 @@ Fit = Callable[[int, int, bool], tuple[int, int]]
 """(tokens, sequences, decodes only) -> the same, padded"""
 
 
+_NOTHING: Ints = np.empty((2, 0), dtype=np.int32)
+
+
 def exactly(tokens: int, rows: int, decodes: bool) -> tuple[int, int]:
     """No padding, for devices without graphs."""
     return tokens, rows
@@ -39,6 +42,8 @@ class Encoder:
         self._far = far
         self._special: set[int] = set()
         """rows for which the quick way of drawing does not do"""
+        self._again: tuple[Shape, list[int], Ints, Ints] | None = None
+        """of the last step that only decoded: shape, rows twice, and its numbers"""
 
     def encode(self, decision: Decision) -> Step:
         """The step; the null row, one past the last, stands for padding."""
@@ -47,13 +52,32 @@ class Encoder:
         num_decodes, decodes_only = len(decision.decodes), not decision.chunks
         shape = Shape(*self.fit(decision.num_tokens, num_decodes + len(decision.chunks), decodes_only), self.groups,
                       decodes_only)  # fmt: skip
-        copies = np.array(decision.copies, dtype=np.int32).reshape(-1, 2).T
-        step = Step(shape=shape, ints=np.zeros(shape.size, dtype=np.int32), edits=edits, admitted=admitted,
-                    copies=copies, draws=bool(decision.sampling))  # fmt: skip
-        self._fill(step, decision)
+        copies = np.array(decision.copies, dtype=np.int32).reshape(-1, 2).T if decision.copies else _NOTHING
+        quick = decodes_only and not self._far
+        ints = self._decodes(shape, decision) if quick else np.zeros(shape.size, dtype=np.int32)
+        step = Step(shape=shape, ints=ints, edits=edits, admitted=admitted, copies=copies,
+                    draws=bool(decision.sampling))  # fmt: skip
+        if not quick:
+            self._fill(step, decision)
         step.extras = self._extras(decision)
         step.prompts = _prompt_logprobs(decision)
         return step
+
+    def _decodes(self, shape: Shape, decision: Decision) -> Ints:
+        """Where the rows are those of the step before, as they mostly are, only places and lengths are new."""
+        if self._again is None or self._again[0] != shape or self._again[1] != decision.rows:
+            self._again = (shape, decision.rows, np.array(decision.rows, dtype=np.int32),
+                           _decoding(shape, decision.rows, self.max_running))  # fmt: skip
+        _, _, rows, ints = self._again
+        ints, parts, count = ints.copy(), shape.parts(), len(rows)
+        positions = np.array(decision.positions, dtype=np.int32)
+        block, place = np.divmod(positions, self.size)
+        for name, values in (("positions_T", positions), ("angles_T", positions), ("lengths_B", positions + 1)):
+            at = parts[name][0]
+            ints[at : at + count] = values
+        at, size = parts["slots_GT"]
+        ints[at : at + size].reshape(self.groups, -1)[:, :count] = self.tables_GRP[:, rows, block] * self.size + place
+        return ints
 
     def _fill(self, step: Step, decision: Decision) -> None:
         null, chunks, n = self.max_running, decision.chunks, len(decision.decodes)
@@ -93,7 +117,7 @@ class Encoder:
 
     def _edited(self, decision: Decision) -> Ints:
         if not decision.edits:
-            return np.empty((2, 0), dtype=np.int32)
+            return _NOTHING
         places: list[int] = []
         values: list[int] = []
         for row, group, first, blocks in decision.edits:
@@ -125,6 +149,23 @@ class Encoder:
         return found + [_extra(first + i, chunk.sequence, chunk.start + chunk.size)
                         for i, chunk in enumerate(decision.chunks)
                         if chunk.samples and chunk.row in special]  # fmt: skip
+
+
+def _decoding(shape: Shape, rows: list[int], null: int) -> Ints:
+    """What does not change while the same rows decode."""
+    ints: Ints = np.zeros(shape.size, dtype=np.int32)
+    parts, count = shape.parts(), len(rows)
+    for name in ("rows_T", "rows_B", "writes_B"):
+        at, size = parts[name]
+        ints[at : at + size] = null
+        ints[at : at + count] = rows
+    at, size = parts["slots_GT"]
+    ints[at : at + size] = -1
+    at = parts["lasts_B"][0]
+    ints[at : at + count] = np.arange(count)
+    at, size = parts["starts"]
+    ints[at : at + size] = np.minimum(np.arange(size), count)
+    return ints
 
 
 def _is_ordinary(seq: Sequence, params: SamplingParams) -> bool:

@@ -11,6 +11,7 @@ import torch
 from armillary.kernels.choose import choose
 from armillary.kernels.dtype import DTYPES
 from armillary.kernels.gated import ACTIVATE, ActivationCase, activate
+from armillary.kernels.grouped_linear import GROUPED_LINEAR, GroupedCase
 from armillary.kernels.logprobs import LOGPROBS, LogprobCase, logprobs
 from armillary.kernels.norm import ADD_NORM, NORM, NormCase, add_norm, norm
 from armillary.kernels.op import Case, Op
@@ -37,6 +38,8 @@ class EngineKernels:
     logprobs: Run = logprobs
     small: Run | None = None
     """products of a few tokens with the norm before and the gate or residual after; none: plain products"""
+    grouped: Run | None = None
+    """products of all experts of a layer, which wait for nothing; none: expert by expert"""
     capturable: bool = False
     """none of them waits for the device, so that steps can be CUDA graphs"""
 
@@ -61,16 +64,27 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
                         deterministic=True)  # fmt: skip
     attention = choose(PAGED_ATTENTION, PagedCase(batch=batch, context=config.context, **heads, **on),
                        deterministic=True)  # fmt: skip
+    grouped = _grouped(config, batch, on)
     return EngineKernels(
-        norm=_first(NORM, normed), add_norm=_first(ADD_NORM, normed),
+        grouped=grouped, norm=_first(NORM, normed), add_norm=_first(ADD_NORM, normed),
         activate=_first(ACTIVATE, ActivationCase(rows=batch, ffn=ffn, activation=config.activation,
                                                  gated=config.gated, **on)),
         qkv_cache=into_cache.run, attention=attention.run,
-        capturable=into_cache.version == attention.version == "triton" and config.moe is None,
+        capturable=(into_cache.version == attention.version == "triton"
+                    and (config.moe is None or grouped is not None)),
         sample=_first(SAMPLE, SampleCase(batch=batch, vocab=config.vocab, **on)),
         logprobs=_first(LOGPROBS, LogprobCase(batch=batch, vocab=config.vocab, **on)),
         small=_first(SMALL_LINEAR, small) if _plain(config) else None,
     )  # fmt: skip
+
+
+def _grouped(config: ModelConfig, batch: int, on: dict[str, Any]) -> Run | None:
+    if config.moe is None:
+        return None
+    case = GroupedCase(rows=batch * config.moe.top_k, experts=config.moe.num_experts, outputs=2 * config.moe.ffn,
+                       inputs=config.hidden, **on)  # fmt: skip
+    chosen = choose(GROUPED_LINEAR, case, deterministic=True)
+    return None if chosen.version == "eager" else chosen.run
 
 
 def _first(op: Op, case: Case) -> Run:

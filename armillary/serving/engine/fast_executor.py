@@ -164,10 +164,12 @@ class FastExecutor:
         return decision.decodes[at] if at < first else decision.chunks[at - first].sequence
 
     def _sent(self, launched: Launched) -> Launched:
-        """Begin to copy tokens to the host; what is asked for rarely is copied when it is read."""
-        if self.device.type == "cuda" and launched.tokens_B is not None:
-            host = torch.empty(launched.tokens_B.shape, dtype=launched.tokens_B.dtype, pin_memory=True)
-            launched.tokens_B = host.copy_(launched.tokens_B, non_blocking=True)
+        """Begin to copy tokens to the host; what is asked for rarely is copied when it is read. A step without tokens
+        is waited for as well, so that no more than two are ever under way."""
+        if self.device.type == "cuda":
+            if launched.tokens_B is not None:
+                host = torch.empty(launched.tokens_B.shape, dtype=launched.tokens_B.dtype, pin_memory=True)
+                launched.tokens_B = host.copy_(launched.tokens_B, non_blocking=True)
             launched.done = torch.cuda.Event()
             launched.done.record()
         return launched

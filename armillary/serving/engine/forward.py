@@ -15,6 +15,7 @@ from torch import Tensor
 
 from armillary.kernels.paged_attention import PagedBatch
 from armillary.kernels.small_linear import MOST_TOKENS
+from armillary.model.moe_sorted import SortedDispatch
 from armillary.model.norm import Norm
 from armillary.model.transformer import Transformer
 from armillary.serving.engine.angles import angle_tables
@@ -68,6 +69,9 @@ class Forward:
         assert sorted(place) == list(range(model.config.num_layers)), "the cache was planned for another model"
         self.model, self.rows, self.kernels = model, rows, kernels
         self.layers = [make_layer(block, *place[int(name)]) for name, block in model.blocks.items()]  # type: ignore[arg-type]
+        for layer in self.layers:
+            if layer.mixture is not None and kernels.grouped is not None:
+                layer.mixture.dispatch = SortedDispatch(kernels.grouped)
         self.angles = None if model.rotary is None else angle_tables(model.rotary, max_model_len)
         self.reduce: Together = alone
         """adds up what each rank has of a product's result"""

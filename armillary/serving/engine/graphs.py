@@ -16,7 +16,6 @@ from armillary.serving.engine.step import Shape
 
 Compute = Callable[[Shape, bool, Tensor], Any]
 """(shape, whether tokens are drawn the quick way, packed inputs) -> tensors"""
-_FEW_ROWS = 32
 
 
 class Steps:
@@ -30,15 +29,13 @@ class Steps:
     def run(self, shape: Shape, quick: bool, ints: Any) -> Any:
         return self._compute(shape, quick, self._send(ints))
 
-    eager = run
-
     def warm(self, groups: int) -> int:
         """Graphs captured."""
         return 0
 
 
 class GraphSteps(Steps):
-    """Runs `compute` as graphs, captured when `warm` is called or when a shape first comes."""
+    """Runs `compute` as graphs, captured when `warm` is called or when a shape comes a second time."""
 
     def __init__(
         self, compute: Compute, send: Callable[[Any], Tensor], *, max_running: int, max_tokens: int,
@@ -50,20 +47,24 @@ class GraphSteps(Steps):
         self._null, self._device = null, device
         self._static: Tensor | None = None
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
-        self._pool: Any = None
+        self._seen: set[Hashable] = set()
+        self._aside = torch.cuda.Stream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
         self.fit = self._fit
 
     def _fit(self, tokens: int, rows: int, decodes: bool) -> tuple[int, int]:
         if decodes:
             size = next(size for size in self.rows if size >= rows)
             return size, size
-        wide = min(_FEW_ROWS, self.rows[-1]) if rows <= _FEW_ROWS else self.rows[-1]
-        return next(size for size in self.tokens if size >= tokens), wide
+        return next(size for size in self.tokens if size >= tokens), self.rows[-1]
 
     def run(self, shape: Shape, quick: bool, ints: Any) -> Any:
         """The graph of this shape; its results are overwritten by the next step."""
         key = (shape, quick)
         if key not in self._graphs:
+            if key not in self._seen:
+                self._seen.add(key)
+                return self._compute(shape, quick, self._load(shape, ints))
             self._capture(shape, quick)
         self._load(shape, ints)
         graph, results = self._graphs[key]
@@ -72,8 +73,7 @@ class GraphSteps(Steps):
 
     def warm(self, groups: int) -> int:
         """Capture every shape that steps are padded to, the largest first, so that the others fit its memory."""
-        shapes = [Shape(tokens, rows, groups, False) for tokens in reversed(self.tokens)
-                  for rows in sorted({self.rows[-1], min(_FEW_ROWS, self.rows[-1])}, reverse=True)]  # fmt: skip
+        shapes = [Shape(tokens, self.rows[-1], groups, False) for tokens in reversed(self.tokens)]
         shapes += [Shape(rows, rows, groups, True) for rows in reversed(self.rows)]
         for shape in shapes:
             if (shape, True) not in self._graphs:
@@ -90,31 +90,33 @@ class GraphSteps(Steps):
         return packed
 
     def _capture(self, shape: Shape, quick: bool) -> None:
-        """On a step of padding alone, which writes nothing; once outside, for what compiles or allocates at first."""
-        packed = self._load(shape, self._null(shape))
-        aside = torch.cuda.Stream(self._device)
-        aside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(aside):
+        """On a step of padding alone, which writes nothing; once outside, for what compiles or allocates at first.
+        torch's own context manager gives all cached memory back before each graph, which costs more than a graph."""
+        packed, current = self._load(shape, self._null(shape)), torch.cuda.current_stream(self._device)
+        self._aside.wait_stream(current)
+        with torch.cuda.stream(self._aside):
             self._compute(shape, quick, packed)
-        torch.cuda.current_stream(self._device).wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
-            results = self._compute(shape, quick, packed)
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                results = self._compute(shape, quick, packed)
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._aside)
         self._graphs[(shape, quick)] = (graph, results)
 
 
 def row_sizes(most: int) -> list[int]:
-    """Batches that decodes are padded to: close together where a row is a large part of the step."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 32, 32)]
+    """Batches that decodes are padded to. Products of up to 16 rows cost the same, and so do 16 rows more or less of
+    many; the cost of attention does not depend on padding at all."""
+    sizes = [1, 2, 4, 8, 16, 32, 48, *range(64, 256, 32), *range(256, most + 64, 64)]
     return sorted({min(size, most) for size in sizes})
 
 
 def token_sizes(most: int) -> list[int]:
-    """Token counts that mixed steps are padded to: no more than a third is padding."""
-    sizes, size = [], 64
+    """Token counts that mixed steps are padded to: products cost what padding they have, so that it is kept small."""
+    sizes, size = list(range(64, 512, 64)), 512
     while size < most:
-        sizes += [size, size + size // 2]
+        sizes += [size * quarters // 4 for quarters in (4, 5, 6, 7)]
         size *= 2
     return sorted({min(size, most) for size in [*sizes, most]})

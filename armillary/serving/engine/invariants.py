@@ -82,6 +82,8 @@ def check_blocks(cache: KVCache, running: list[Sequence]) -> None:
     _must(len(free) == pool.num_free, f"{len(free)} blocks are free and {pool.num_free} are counted")
     _must(len(set(free)) == len(free), "a block is free twice")
     _must(all(not pool.refs[block] for block in free), "a free block is held")
+    marks = [pool.named[block] for block in free]
+    _must(marks == sorted(marks), "a block whose content may be wanted stands before one without a name")
     _must(pool.num_free + len(holders) == cache.num_blocks, "blocks have leaked")
 
 
@@ -99,10 +101,11 @@ def check_names(cache: KVCache) -> None:
             children[parent] += 1
             beginnings[chunk] += names.first[block]
     _must(sum(pool.named) == names.num_named, "a block has a lost name")
-    _must(dict(children) == names.children, "children are miscounted")
-    _must(dict(+beginnings) == names.beginnings, "first blocks are miscounted")
+    _must(dict(children) == names.children.plain(), "children are miscounted")
+    _must(dict(+beginnings) == names.beginnings.plain(), "first blocks are miscounted")
     _must(not any(names.chunks[block] for block in range(pool.num_blocks) if not pool.named[block]), "a lost name")
-    _must(not set(names.ghosts) & set(names.found[0]), "a cached block is remembered as evicted")
+    _must(len(names.ghosts) == names.num_ghosts, "what was evicted is miscounted")
+    _must(not set(names.ghosts.plain()) & set(names.found[0].plain()), "a cached block is remembered as evicted")
 
 
 def check_sequence(cache: KVCache, seq: Sequence) -> None:
@@ -122,7 +125,8 @@ def check_sequence(cache: KVCache, seq: Sequence) -> None:
         _must(all(table[window:]) and not any(table[:window]), f"{seq} has a hole in its table")
         at = seq.computed // size
         writable = at >= len(table) or cache.pool.refs[table[at]] == 1
-        _must(writable or seq.room <= seq.computed, f"{seq} would write into a block that others read")
+        _must(writable or max(seq.room, seq.writable) <= seq.computed,
+              f"{seq} would write into a block that others read")  # fmt: skip
     _check_content(cache, seq)
 
 

@@ -18,6 +18,8 @@ from armillary.serving.engine.sequence import Sequence
 
 _AT_ONCE = 256
 """blocks given back at once; what is longer leaves in slices"""
+_SAMPLED = 16
+"""of a long table every so manieth block is asked whether others hold it too"""
 
 
 class Edit(NamedTuple):
@@ -91,7 +93,7 @@ class KVCache:
         """Empty tables; `match` and `grow` fill them."""
         seq.tables = [[] for _ in self.groups]
         seq.windows = [0] * len(self.groups)
-        seq.computed = seq.settled = seq.room = seq.named = seq.held = 0
+        seq.computed = seq.settled = seq.room = seq.writable = seq.named = seq.held = 0
         seq.matching = self.prefix and seq.request.params.prompt_logprobs is None
         if not seq.matching:
             seq.miss = seq.miss or "off"
@@ -100,7 +102,6 @@ class KVCache:
         """Blocks for the tokens below `upto`, the next to be written its own alone; False where there are too few."""
         size, tables, pool = self.block_tokens, seq.tables, self.pool
         have, first = len(tables[0]), seq.computed // size
-        self.name(seq)
         if self.windowed:
             self._leave_windows(seq)
         num_new = max(0, -(-upto // size) - have)
@@ -116,8 +117,33 @@ class KVCache:
                 table += fresh
                 self.edits.append(Edit(seq.row, g, have, fresh))
             seq.held += num_new * len(tables)
-        seq.room = 0 if seq.constraint is not None else min((have + num_new) * size, seq.limit - 2)
+        self._set_room(seq)
         return True
+
+    def extend(self, full: list[Sequence]) -> None:
+        """A block more for those answers that stand at the end of theirs: `grow` for all of them together, or for
+        none where there are too few."""
+        groups, edits = len(self.groups), self.edits
+        if self.windowed:
+            for seq in full:
+                self._leave_windows(seq)
+        if len(full) * groups > self.pool.num_free:
+            return
+        fresh = self.pool.allocate(len(full) * groups)
+        for seq in full:
+            row, have = seq.row, len(seq.tables[0])
+            for g, table in enumerate(seq.tables):
+                block = fresh.pop()
+                table.append(block)
+                edits.append(Edit(row, g, have, [block]))
+            seq.held += groups
+            self._set_room(seq)
+
+    def _set_room(self, seq: Sequence) -> None:
+        seq.writable = writable = len(seq.tables[0]) * self.block_tokens
+        if seq.constraint is None:
+            most = seq.limit - 2
+            seq.room = writable if writable < most else most
 
     def _own(self, seq: Sequence, index: int, shared: list[int]) -> None:
         """Before a block is written, others that hold it keep the old one, and nobody finds it by a name."""
@@ -138,16 +164,9 @@ class KVCache:
         first = seq.named
         if full <= first or not self.prefix:
             return
-        chain, add = seq.chain, self.names.add
-        chain.extend(seq.tokens, full * self.block_tokens)
-        parent = chain.parent(first)
+        seq.chain.extend(seq.tokens, full * self.block_tokens)
         for g, table in enumerate(seq.tables):
-            before = parent
-            for index in range(first, full):
-                digest = chain.digests[index]
-                if table[index]:
-                    add(table[index], g, digest, before, chain.chunks[index], not index)
-                before = digest
+            self.names.add(table[first:full], g, seq.chain, first)
         seq.named = full
 
     def _leave_windows(self, seq: Sequence) -> None:
@@ -157,13 +176,13 @@ class KVCache:
             end = min(len(table), self.groups[g].first_needed(seq.computed) // self.block_tokens)
             if end <= start:
                 continue
-            gone = [index for index in range(start, end) if table[index]]
-            for index in reversed(gone):
-                self.pool.release(table[index])
-                table[index] = NULL
+            gone = [block for block in table[start:end] if block]
+            gone.reverse()
+            self.pool.release_all(gone)
+            table[start:end] = nothing = [NULL] * (end - start)
             seq.windows[g] = end
             seq.held -= len(gone)
-            self.edits.append(Edit(seq.row, g, start, [NULL] * (end - start)))
+            self.edits.append(Edit(seq.row, g, start, nothing))
 
     def fork(self, leader: Sequence, seq: Sequence) -> bool:
         """Share the leader's blocks of the prompt but for its last token, which every answer computes for itself;
@@ -174,15 +193,16 @@ class KVCache:
         if any(leader.windows[g] > first for g, first in enumerate(firsts)):
             return False
         for g, first in enumerate(firsts):
-            table = [NULL] * min(first, count) + leader.tables[g][first:count]
-            self.pool.share_all(table[first:])
-            seq.tables[g], seq.windows[g] = table, min(first, count)
-            seq.held += count - min(first, count)
+            first, table = min(first, count), leader.tables[g][:count]
+            table[:first] = [NULL] * first
+            self.pool.hold_again(table[first:] if first else table)
+            seq.tables[g], seq.windows[g] = table, first
+            seq.held += count - first
             if table:
                 self.edits.append(Edit(seq.row, g, 0, table.copy()))
-        seq.computed, seq.room, seq.matching = shared, 0, False
+        seq.computed, seq.matching = shared, False
         seq.named = min(leader.named, shared // self.block_tokens)
-        leader.room = 0  # the next block it writes may be shared now
+        leader.room = leader.writable = 0  # the next block it writes may be shared now
         return True
 
     # --- a sequence goes
@@ -196,14 +216,15 @@ class KVCache:
                 self._forget(table)
             self.give_back(table)
         seq.tables, seq.windows = [[] for _ in self.groups], [0] * len(self.groups)
-        seq.computed = seq.settled = seq.room = seq.named = seq.held = 0
+        seq.computed = seq.settled = seq.room = seq.writable = seq.named = seq.held = 0
         seq.matching = False
 
     def give_back(self, table: list[int]) -> None:
         """Release a table's blocks, its last first; a long one leaves in slices."""
         if len(table) > _AT_ONCE:
             self.leaving.append(table)
-            self._leaving_own += list(map(self.pool.refs.__getitem__, table)).count(1)
+            asked = [self.pool.refs[block] for block in table[::_SAMPLED]]
+            self._leaving_own += len(table) * asked.count(1) // len(asked)
         else:
             self._return(table, len(table))
 
@@ -232,10 +253,10 @@ class KVCache:
 
     def _return(self, table: list[int], count: int) -> int:
         before = self.pool.num_free
-        for _ in range(count):
-            block = table.pop()
-            if block:
-                self.pool.release(block)
+        going = [block for block in table[len(table) - count :] if block]
+        del table[len(table) - count :]
+        going.reverse()
+        self.pool.release_all(going)
         return self.pool.num_free - before
 
     def _forget(self, table: list[int]) -> None:

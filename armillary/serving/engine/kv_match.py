@@ -73,7 +73,7 @@ def probe(cache: KVCache, seq: Sequence) -> int:
     low, high = 0, _last(cache, seq)
     while low < high:
         middle = (low + high + 1) // 2
-        block = cache.names.found[group].get(chain.digests[middle - 1], NULL)
+        block = cache.names.found[group].get(chain.digests[middle - 1])
         if block and cache.pool.refs[block]:
             low = middle
         else:
@@ -108,11 +108,11 @@ def _walk(cache: KVCache, seq: Sequence, index: int, stop: int) -> int:
 def _run(cache: KVCache, seq: Sequence, group: int, index: int, stop: int) -> list[int]:
     """Blocks found from `index` on, without a gap: `PrefixCache.find` again and again, in a loop of its own because
     a long prompt has thousands."""
-    names = cache.names
-    found, parents, chunks = names.found[group], names.parents, names.chunks
+    names, found = cache.names, cache.names.found[group]
+    parents, chunks, parts, mask = names.parents, names.chunks, found.parts, found.mask
     parent, blocks = seq.chain.parent(index), []
     for digest, chunk in zip(seq.chain.digests[index:stop], seq.chain.chunks[index:stop], strict=True):
-        block = found.get(digest, NULL)
+        block = parts[hash(digest) & mask].get(digest, NULL)
         if chunks[block] != chunk or parents[block] != parent:
             break
         blocks.append(block)

@@ -54,7 +54,7 @@ class Loop:
         self.schedule_s = self.clock() - begin
         self._launched.append((decision, None if decision.empty else self.executor.launch(decision)))
         waits = self.overlap and not decision.empty and len(self._launched) == 1
-        return decision, Outcome([], []) if waits else self._collect()
+        return decision, Outcome([], [], []) if waits else self._collect()
 
     def fail(self, error: str) -> list[Sequence]:
         """The executor could not do a step: what was under way is over, the rest goes on with the next step."""
@@ -64,11 +64,11 @@ class Loop:
     def _collect(self) -> Outcome:
         """Take what is back; with overlap, a step that computes stays under way."""
         keep = 1 if self.overlap and not self._launched[-1][0].empty else 0
-        emitted, finished = [], []
+        found = Outcome([], [], [])
         while len(self._launched) > keep:
             decision, launched = self._launched.pop(0)
             tokens = () if decision.empty else self.executor.tokens(launched)
             outcome = self.scheduler.update(decision, tokens, self.clock())
-            emitted += outcome.emitted
-            finished += outcome.finished
-        return Outcome(emitted, finished)
+            for kept, new in zip(found, outcome, strict=True):
+                kept.extend(new)
+        return found

@@ -18,6 +18,7 @@ from armillary.parallel.collectives import Group, all_reduce
 from armillary.serving.engine.answers import Answers
 from armillary.serving.engine.engine import Engine, Record
 from armillary.serving.engine.fast_executor import FastExecutor
+from armillary.serving.engine.fp8 import pick_fp8, to_fp8
 from armillary.serving.engine.int8 import to_int8
 from armillary.serving.engine.kv_capacity import KVPlan, plan_kv
 from armillary.serving.engine.loop import Loop
@@ -47,10 +48,11 @@ class NoText:
 def make_engine(
     model: Transformer, tokenizer: Tokenizer | None, serve: Serve, *, record: Record | None = None,
     seed: int | None = None, phase: Phase | None = None, group: Group | None = None,
-    peaks: Peaks | None = None,
+    peaks: Peaks | None = None, warm: bool = True,
 ) -> tuple[Engine, KVPlan]:  # fmt: skip
     """`seed` is of the seeds that requests do not bring themselves; `phase` is told what the start consists of. With a
-    `group` of ranks the model is cut over them; the first one's engine leads, the others follow."""
+    `group` of ranks the model is cut over them; the first one's engine leads, the others follow. Where few requests
+    will come, graphs need not be captured beforehand (`warm`): each is when its shape first comes."""
     tell = phase or (lambda name, seconds: None)
     begin = time.monotonic()
     settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else ()))
@@ -59,7 +61,7 @@ def make_engine(
     executor = make_executor(model, scheduler, settings, serve, plan, seed, group)
     tell("kernels and KV cache", time.monotonic() - begin)
     begin = time.monotonic()
-    if graphs := executor.warm():
+    if warm and (graphs := executor.warm()):
         tell(f"{graphs} CUDA graphs", time.monotonic() - begin)
     loop = Loop(scheduler, executor if group is None else Leader(executor), overlap=serve.overlap)
     texts = Answers(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
@@ -75,6 +77,7 @@ def make_executor(
     weight, dice = next(model.parameters()), random.Random(seed)
     if serve.weights == "int8" and weight.device.type != "cpu":
         raise BadInput("weights in int8 are for a CPU; leave serve.weights=auto, or take --device cpu")
+    run_fp8 = pick_fp8(model.blocks["0"].attention.out.weight, settings.max_running) if serve.weights == "fp8" else None
     kv_dtype = torch.float8_e4m3fn if plan.dtype == "fp8" else DTYPES[plan.dtype]
     if kv_dtype == torch.float8_e4m3fn and weight.device.type != "cuda":
         raise BadInput("a KV cache in fp8 is for a GPU; leave serve.kv_dtype=auto")
@@ -87,6 +90,9 @@ def make_executor(
         cut(executor, model.config, group)
     if serve.weights == "int8":
         to_int8(executor.forward.layers)
+    if run_fp8 is not None:
+        executor.forward.kernels = replace(executor.forward.kernels, small=None)  # it takes plain weights
+        to_fp8(executor.forward.layers, model, run_fp8)
     if kv_dtype == torch.float8_e4m3fn:
         _scale(executor)
     return executor

@@ -1,32 +1,75 @@
-"""One prompt through an engine of its own, piece by piece: what `armillary generate` and the demo show."""
+"""Prompts through an engine that has room for these alone: what `armillary.generate`, the verb and the demo show."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from pathlib import Path
 
 from armillary.errors import BadModel
-from armillary.model.generate import Sampling, check_prompts
+from armillary.model.device import pick_device
+from armillary.model.generate import Completion, Sampling, check_prompts, check_tokenizer
 from armillary.model.tokenizer import Tokenizer
 from armillary.model.transformer import Transformer
+from armillary.model.weights import load_model
 from armillary.serving.engine.answers import Piece
-from armillary.serving.engine.make import make_engine
+from armillary.serving.engine.engine import Engine
+from armillary.serving.engine.make import Phase, make_engine
 from armillary.serving.engine.params import SamplingParams
 from armillary.serving.engine.request import Request
 from armillary.spec.job import Serve
+from armillary.store.home import Home
+from armillary.store.source import resolve_model
+
+_BROKEN = "the model's logits are not numbers; its weights are broken or its dtype too narrow"
+_TOGETHER = 64
+"""prompts that are answered at a time"""
 
 
-def answer(model: Transformer, tokenizer: Tokenizer | None, prompt: Items[int], sampling: Sampling) -> Iterator[Piece]:
-    """Pieces as they come. The cache has room for this one alone."""
-    check_prompts(model, [prompt], sampling)
-    longest = len(prompt) + sampling.max_tokens
-    serve = Serve(max_running=1, max_model_len=longest, prefix_cache=False, graphs=False)
-    engine, _ = make_engine(model, tokenizer, serve)
+def generate(
+    model: Path | str, prompts: Items[str], sampling: Sampling | None = None, *, home: Home | None = None,
+    dtype: str | None = None, device: str | None = None,
+) -> list[Completion]:  # fmt: skip
+    """Complete `prompts` with a Hugging Face folder, a Hub id, a run or a release; prompt i draws with seed + i."""
+    source = resolve_model(str(model), home or Home.default(), need_weights=True)
+    assert source.folder is not None
+    loaded = load_model(source.folder, dtype=dtype, device=pick_device(device))
+    tokenizer, wished = Tokenizer.load(source.folder), sampling or Sampling()
+    check_tokenizer(loaded, tokenizer)
+    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    engine = _engine(loaded, tokenizer, encoded, wished)
+    found = engine.generate([_request(i, prompt, wished) for i, prompt in enumerate(encoded)])
+    if any(made.finish == "error" for made in found):
+        raise BadModel(_BROKEN)
+    return [Completion(prompt=prompt, text=made.text, tokens=tuple(made.tokens), finish=str(made.finish))
+            for prompt, made in zip(prompts, found, strict=True)]  # fmt: skip
+
+
+def _engine(
+    model: Transformer, tokenizer: Tokenizer | None, prompts: Items[Items[int]], sampling: Sampling,
+    phase: Phase | None = None,
+) -> Engine:  # fmt: skip
+    check_prompts(model, prompts, sampling)
+    longest = max(map(len, prompts)) + sampling.max_tokens
+    serve = Serve(max_running=min(len(prompts), _TOGETHER), max_model_len=longest, prefix_cache=False)
+    return make_engine(model, tokenizer, serve, warm=False, phase=phase)[0]
+
+
+def _request(number: int, prompt: Items[int], sampling: Sampling) -> Request:
     params = SamplingParams(max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_k=sampling.top_k,
-                            top_p=sampling.top_p, seed=sampling.seed)  # fmt: skip
-    engine.scheduler.submit(Request(id="one", prompt=prompt, params=params), engine.loop.clock())
+                            top_p=sampling.top_p, seed=sampling.seed + number)  # fmt: skip
+    return Request(id=str(number), prompt=prompt, params=params)
+
+
+def answer(
+    model: Transformer, tokenizer: Tokenizer | None, prompt: Items[int], sampling: Sampling,
+    phase: Phase | None = None,
+) -> Iterator[Piece]:  # fmt: skip
+    """Pieces as they come. The cache has room for this one alone; `phase` is told what the start consists of."""
+    engine = _engine(model, tokenizer, [prompt], sampling, phase)
+    engine.scheduler.submit(_request(0, prompt, sampling), engine.loop.clock())
     while engine.busy:
         for piece in engine.step():
             if piece.finish == "error":
-                raise BadModel("the model's logits are not numbers; its weights are broken or its dtype too narrow")
+                raise BadModel(_BROKEN)
             yield piece

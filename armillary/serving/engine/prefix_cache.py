@@ -6,10 +6,11 @@ What was evicted is remembered for a while, so that a miss can say why it was on
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Literal
 
+from armillary.serving.engine.block_hash import Chain
 from armillary.serving.engine.block_pool import NULL, BlockPool
+from armillary.serving.engine.digest_map import DigestMap
 
 Miss = Literal["off", "short", "partial", "cold", "salt", "evicted", "diverged", "extends"]
 MEANING: dict[Miss, str] = {
@@ -31,7 +32,7 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, num_groups: int) -> None:
         self._pool = pool
         pool.evict = self._evicted
-        self.found: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self.found = [DigestMap(pool.num_blocks) for _ in range(num_groups)]
         """for each group of layers: digest -> block"""
         self.digests, self.parents, self.chunks = ([b""] * pool.num_blocks for _ in range(3))
         """of each named block: its digest, that of the block before, its tokens"""
@@ -40,53 +41,69 @@ class PrefixCache:
         self.first = bytearray(pool.num_blocks)
         """1 for named blocks that begin a prompt"""
         self.num_named = 0
-        self.children: dict[bytes, int] = {}
+        self.children = DigestMap(pool.num_blocks)
         """digest -> named blocks that continue it (first group)"""
-        self.beginnings: dict[bytes, int] = {}
+        self.beginnings = DigestMap(pool.num_blocks)
         """tokens of first blocks, whatever their salt (first group)"""
-        self.ghosts: OrderedDict[bytes, None] = OrderedDict()
-        """digests evicted lately, oldest first (first group)"""
+        self.ghosts = DigestMap(pool.num_blocks)
+        """digests evicted lately, oldest first in each part (first group)"""
+        self.num_ghosts = 0
+        self._most_ghosts = -(-pool.num_blocks // len(self.ghosts.parts))
+        """of a part"""
 
     def __len__(self) -> int:
         return self.num_named
 
     def find(self, group: int, digest: bytes, parent: bytes, chunk: bytes) -> int:
         """The block that holds these tokens after these, or 0."""
-        block = self.found[group].get(digest, NULL)
+        block = self.found[group].get(digest)
         return block if self.chunks[block] == chunk and self.parents[block] == parent else NULL
 
-    def add(self, block: int, group: int, digest: bytes, parent: bytes, chunk: bytes, first: bool) -> None:
-        """Give a computed block its name; of two alike the first keeps it."""
+    def add(self, blocks: list[int], group: int, chain: Chain, index: int) -> None:
+        """Give computed blocks, of which the first is the chain's block `index`, their names; of two alike the first
+        keeps it."""
         found, named = self.found[group], self._pool.named
-        if digest in found or named[block]:
-            return
-        found[digest] = block
-        self.digests[block], self.parents[block], self.chunks[block] = digest, parent, chunk
-        self.groups[block], self.first[block] = group, first
-        named[block] = 1
-        self.num_named += 1
-        if not group:
-            self.children[parent] = self.children.get(parent, 0) + 1
-            if digest in self.ghosts:
-                del self.ghosts[digest]
-            if first:
-                self.beginnings[chunk] = self.beginnings.get(chunk, 0) + 1
+        for place, block in enumerate(blocks, index):
+            digest = chain.digests[place]
+            part = found.parts[hash(digest) & found.mask]
+            if not block or digest in part or named[block]:
+                continue
+            part[digest] = block
+            parent, chunk = chain.parent(place), chain.chunks[place]
+            self.digests[block], self.parents[block], self.chunks[block] = digest, parent, chunk
+            self.groups[block], self.first[block], named[block] = group, not place, 1
+            self.num_named += 1
+            if not group:
+                self._continues(parent, digest, chunk, first=not place)
 
-    def _evicted(self, block: int) -> None:
-        digest = self.digests[block]
-        self._forget(block)
-        if not self.groups[block]:
-            self.ghosts[digest] = None
-            if len(self.ghosts) > self._pool.num_blocks:
-                self.ghosts.popitem(last=False)
+    def _continues(self, parent: bytes, digest: bytes, chunk: bytes, *, first: bool) -> None:
+        """What is kept to explain misses."""
+        self.children.count(parent, 1)
+        if self.num_ghosts and self.ghosts.part(digest).pop(digest, None):
+            self.num_ghosts -= 1
+        if first:
+            self.beginnings.count(chunk, 1)
+
+    def _evicted(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if not self.groups[block]:
+                digest = self.digests[block]
+                part = self.ghosts.part(digest)
+                part[digest] = 1
+                self.num_ghosts += 1
+                if len(part) > self._most_ghosts:
+                    del part[next(iter(part))]
+                    self.num_ghosts -= 1
+            self._forget(block)
 
     def _forget(self, block: int) -> None:
         assert self._pool.named[block], f"block {block} has no name to forget"
-        del self.found[self.groups[block]][self.digests[block]]
-        if not self.groups[block]:
-            _less(self.children, self.parents[block])
+        digest, group = self.digests[block], self.groups[block]
+        del self.found[group].part(digest)[digest]
+        if not group:
+            self.children.count(self.parents[block], -1)
             if self.first[block]:
-                _less(self.beginnings, self.chunks[block])
+                self.beginnings.count(self.chunks[block], -1)
         self.digests[block] = self.parents[block] = self.chunks[block] = b""
         self._pool.named[block] = 0
         self.num_named -= 1
@@ -102,6 +119,7 @@ class PrefixCache:
             if named:
                 self.forget(block)
         self.ghosts.clear()
+        self.num_ghosts = 0
 
     def why(self, digest: bytes, parent: bytes, chunk: bytes, *, first: bool) -> Miss:
         """Why there is no block of this name."""
@@ -110,9 +128,3 @@ class PrefixCache:
         if first:
             return "salt" if chunk in self.beginnings else "cold"
         return "diverged" if parent in self.children else "extends"
-
-
-def _less(counts: dict[bytes, int], key: bytes) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]

@@ -26,6 +26,8 @@ from armillary.serving.engine.sequence import BROKEN, Finish, Sequence, State
 from armillary.serving.engine.settings import Settings
 
 _RUNNING = State.RUNNING
+_NAMED_AT_ONCE = 4
+"""blocks that an answer fills before they get their names: together they take less time"""
 
 
 class Scheduler:
@@ -44,7 +46,7 @@ class Scheduler:
         """decided, and their tokens not back"""
         self._admitted: list[Sequence] = []
         self._fresh: list[Sequence] = []
-        self._lookups = 0
+        self._lookups = self._next_named = 0
         self._stalled = False
         self._full = False
 
@@ -75,6 +77,8 @@ class Scheduler:
         if ended:
             self.roster.sweep()
             self._full = False
+            for decision in self.under_way:
+                decision.stale = True
 
     @property
     def has_work(self) -> bool:
@@ -123,10 +127,19 @@ class Scheduler:
                     self.roster.wake_forks(seq)
                     self._full = False
         self._fresh.clear()
+        self._name_some()
         decision.ended = self.roster.deadlines.due(now)
         self._end([(seq, Ending("deadline")) for seq in decision.ended], now)
         if self.settings.rope_switch is not None:
             self._turn(decision, self.settings.rope_switch)
+
+    def _name_some(self) -> None:
+        """Answers get the names of their blocks in turn, a few at a time: they are wanted when the answer is over."""
+        running, period = self.roster.running, _NAMED_AT_ONCE * self.cache.block_tokens
+        begin = self._next_named if self._next_named < len(running) else 0
+        self._next_named = begin + len(running) // period + 1
+        for seq in running[begin : self._next_named]:
+            self.cache.name(seq)
 
     def _turn(self, decision: Decision, switch: int) -> None:
         """Answers that grow across the length at which rotary frequencies change are computed anew, as transformers
@@ -138,6 +151,7 @@ class Scheduler:
     def _decode(self, decision: Decision) -> list[Sequence]:
         """One token for everyone who has one to compute; returns the others, whose prompts are under way."""
         prompts: list[Sequence] = []
+        self.cache.extend([seq for seq in self.roster.running if seq.computed >= seq.room and self._at_end(seq)])
         take, place = decision.decodes.append, decision.positions.append
         for seq in self.roster.running:  # those put back meanwhile stand behind the one at hand
             at = seq.computed
@@ -148,6 +162,10 @@ class Scheduler:
             place(at)
         return prompts
 
+    def _at_end(self, seq: Sequence) -> bool:
+        """Whether an answer has come to the end of its block and may go on in the next."""
+        return seq.computed == seq.writable and not seq.behind and seq.computed < seq.limit - 1
+
     def _may_advance(self, decision: Decision, seq: Sequence, prompts: list[Sequence]) -> bool:
         """Whether one that has reached its `room` goes on: at the end of its block, its length or its known tokens."""
         if seq.behind:
@@ -155,7 +173,7 @@ class Scheduler:
             return False
         if seq.computed >= seq.limit - 1 or (seq.constraint is not None and seq.num_pending):
             return False  # its last token is on its way, or the next depends on it
-        found = make_room(self.roster, decision, seq, seq.computed + 1)
+        found = seq.computed < seq.writable or make_room(self.roster, decision, seq, seq.computed + 1)
         self._stalled |= not found
         if found and seq.computed == seq.limit - 2:
             decision.last.append(seq)
@@ -241,13 +259,13 @@ class Scheduler:
         assert self.under_way and decision is self.under_way[0], "steps are updated in the order they were decided"
         assert len(tokens) == len(decision.sampling), f"{len(tokens)} tokens for {len(decision.sampling)} sequences"
         self.under_way.popleft()
-        emitted = list(zip(decision.sampling, tokens, strict=True))
+        sequences, kept = decision.sampling, list(tokens)
+        if decision.stale:
+            kept = [token for seq, token in zip(sequences, kept, strict=True) if seq.finish is None]
+            sequences = [seq for seq in sequences if seq.finish is None]
+            self.totals.discarded += len(tokens) - len(kept)
         over: list[tuple[Sequence, Ending]] = []
-        late = 0
-        for seq, token in emitted:
-            if seq.finish is not None:
-                late += 1
-                continue
+        for seq, token in zip(sequences, kept, strict=True):
             seq.tokens.append(token)
             if token in seq.watched and (ending := find_ending(seq, token)):
                 over.append((seq, ending))
@@ -257,20 +275,18 @@ class Scheduler:
         for seq in decision.reached:
             if seq.first_token_at is None:
                 seq.first_token_at = now
-        if late:
-            self.totals.discarded += late
-            emitted = [(seq, token) for seq, token in emitted if seq.finish is None]
-        self.totals.tokens_out += len(emitted)
-        return Outcome(emitted, self._finished(over, emitted, now))
+        if BROKEN in kept:
+            broken = [seq for seq in sequences if seq.tokens[-1] == BROKEN]
+            sequences = [seq for seq in sequences if seq not in broken]
+            kept = [token for token in kept if token != BROKEN]
+            for seq in broken:
+                seq.tokens.pop()
+        self.totals.tokens_out += len(kept)
+        return Outcome(sequences, kept, self._finished(over, now))
 
-    def _finished(
-        self, over: list[tuple[Sequence, Ending]], emitted: list[tuple[Sequence, int]], now: float
-    ) -> list[Sequence]:
+    def _finished(self, over: list[tuple[Sequence, Ending]], now: float) -> list[Sequence]:
         for seq, _ in over:
             self.admission.ended(seq)
-            if seq.tokens[-1] == BROKEN:
-                emitted.remove((seq, seq.tokens.pop()))
-                self.totals.tokens_out -= 1
         self._end(over, now)
         self._check()
         return [seq for seq, _ in over]

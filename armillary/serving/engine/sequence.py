@@ -59,7 +59,7 @@ class Sequence:
         "constraint", "due", "error", "far", "finish", "finished_at", "first_token_at", "forks", "held", "index",
         "leader", "limit", "logprobs", "matching", "miss", "named", "num_prompt", "order", "preemptions",
         "prompt_logprobs", "request", "room", "row", "settled", "started_at", "state", "stops", "tables", "tokens",
-        "watched", "windows",
+        "watched", "windows", "writable",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, chain: Chain, limit: int, stops: frozenset[int]) -> None:
@@ -69,6 +69,8 @@ class Sequence:
         self.tokens = list(request.prompt)
         """prompt and the answer so far, as far as known"""
         self.num_prompt = len(self.tokens)
+        self.tokens.append(BROKEN)  # and out again: a long list finds room to grow now, not within a step
+        self.tokens.pop()
         self.limit = limit
         """tokens of prompt and answer at most"""
         self.stops = stops
@@ -97,6 +99,8 @@ class Sequence:
         self.settled = 0
         """of these, tokens that others may read: computed by a step before the one that is being decided"""
         self.room = 0
+        """positions below it can be computed without asking anybody"""
+        self.writable = 0
         """positions below it can be written without asking the cache"""
         self.tables: list[list[int]] = []
         """for each group of layers: the block of tokens 0 … B-1, of B … 2B-1, …"""

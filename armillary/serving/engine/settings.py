@@ -47,7 +47,7 @@ class Settings:
     """share of all that running answers may still grow that is kept free; none: of what is likely, and learnt"""
     rope_switch: int | None = None
     """tokens of a prompt beyond which rotary frequencies are others, so that no blocks are shared across it"""
-    lookups: int = 512
+    lookups: int = 256
     """blocks searched or given back in a step at most"""
     check_every: int = 0
     """steps between checks of every invariant; 0: never"""

@@ -13,6 +13,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from armillary.serving.engine.block_pool import NULL, BlockPool
 
 
+def unname(pool: BlockPool, blocks: list[int]) -> None:
+    for block in blocks:
+        pool.named[block] = 0
+
+
 def test_blocks_are_handed_out_once_and_never_the_null_block() -> None:
     pool = BlockPool(12)
     assert sorted(pool.allocate(11)) == list(range(1, 12)) and pool.num_free == 0
@@ -42,7 +47,7 @@ def test_a_shared_block_is_free_when_its_last_holder_goes() -> None:
 
 def test_unnamed_blocks_are_reused_first_and_named_ones_least_recently_freed_first() -> None:
     pool, evicted = BlockPool(6), []
-    pool.evict = lambda block: (evicted.append(block), pool.named.__setitem__(block, 0))[0]
+    pool.evict = lambda blocks: evicted.extend(blocks) or unname(pool, blocks)
     a, b, c, d, e = pool.allocate(5)
     for block in (a, b, c):
         pool.named[block] = 1
@@ -72,7 +77,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(9)
-        self.pool.evict = lambda block: self.pool.named.__setitem__(block, 0)
+        self.pool.evict = lambda blocks: unname(self.pool, blocks)
         self.holders: Counter[int] = Counter()
 
     @precondition(lambda self: self.pool.num_free)
@@ -117,7 +122,7 @@ test_any_order_of_calls = PoolMachine.TestCase
 
 def test_a_hundred_thousand_operations_leave_nothing_allocated() -> None:
     dice, pool, held = random.Random(3), BlockPool(400), []
-    pool.evict = lambda block: pool.named.__setitem__(block, 0)
+    pool.evict = lambda blocks: unname(pool, blocks)
     for _ in range(100_000):
         action = dice.random()
         if action < 0.4 and pool.num_free >= 3:

@@ -52,6 +52,13 @@ def test_texts_are_continued_as_by_plain_generation(folder: Path, tmp_path: Path
     assert sum("request" in record for record in records) == 3 and any("engine_step_s" in record for record in records)
 
 
+def test_one_call_does_the_same(folder: Path) -> None:
+    sampling = Sampling(max_tokens=12, temperature=0)
+    assert armillary.generate(folder, TEXTS, sampling, device="cpu") == generate(folder, TEXTS, sampling, device="cpu")
+    with pytest.raises(BadInput, match="exceed the context"):
+        armillary.generate(folder, TEXTS, Sampling(max_tokens=1000), device="cpu")
+
+
 def test_stop_texts_wishes_each_and_errors_of_one(folder: Path) -> None:
     llm = LLM(folder, Serve(block_tokens=4, kv_bytes=100_000, max_running=4), device="cpu")
     (whole,) = llm.generate(TEXTS[:1], GREEDY)

@@ -29,10 +29,16 @@ def test_answers_are_those_of_the_cpu(name: str) -> None:
     assert [made.tokens for made in found] == [made.tokens for made in right]
 
 
+SIZES: dict[str, Any] = {"hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 64, "ffn": 512, "vocab": 1000,
+                         "num_layers": 3, "context": 128}  # fmt: skip
+EXPERTS = {"moe": {"num_experts": 8, "top_k": 2, "ffn": 128}}
+
+
+@pytest.mark.parametrize("more", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_graphs_change_no_bit(dtype: torch.dtype, temperature: float) -> None:
-    config = small(hidden=256, heads=8, kv_heads=2, head_dim=64, ffn=512, vocab=1000, num_layers=3, context=128)
+def test_graphs_change_no_bit(dtype: torch.dtype, temperature: float, more: dict[str, Any]) -> None:
+    config = small(**SIZES | more)
     weights: Transformer = build(config, dtype=dtype, device="cuda", seed=3)
     executors: list[FastExecutor] = []
 

@@ -227,7 +227,7 @@ def test_a_late_end_costs_one_token_and_an_end_by_length_none() -> None:
     first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
     assert second.decodes == [seq] and seq.num_pending == 2
     assert scheduler.update(first, [EOS], 0.0).finished == [seq]
-    assert scheduler.update(second, [5], 0.0) == Outcome([], [])
+    assert scheduler.update(second, [5], 0.0) == Outcome([], [], [])
     assert seq.output == [EOS] and scheduler.totals.discarded == 1
     check_idle(scheduler)
 
@@ -367,7 +367,7 @@ def test_useless_numbers_end_one_request_and_its_blocks_are_not_trusted() -> Non
     step(scheduler)
     decision = scheduler.schedule(0.0)
     outcome = scheduler.update(decision, [-1, 5], 0.0)
-    assert outcome.finished == [bad] and outcome.emitted == [(good, 5)]
+    assert outcome.finished == [bad] and outcome.sequences == [good] and outcome.tokens == [5]
     assert bad.finish == "error" and "check its weights" in bad.error and bad.output == [9]
     again = scheduler.submit(ask("once more", list(bad.request.prompt)), 0.0)[0]
     step(scheduler)

@@ -1,0 +1,69 @@
+"""Weights and activations in fp8 on a GPU: a scale for every row of a weight and for every token, sums in fp32.
+
+Weights are rounded once, when the engine starts; scales of activations are of a token alone, so an answer does not
+depend on what stands beside it in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from armillary.errors import BadInput
+from armillary.kernels.choose import choose
+from armillary.kernels.fp8_linear import E4M3, quantised
+from armillary.kernels.fp8_matmul import FP8_MATMUL, Fp8Matmul
+from armillary.kernels.needs import lacking
+from armillary.model.mlp import MLP
+from armillary.model.transformer import Transformer
+from armillary.serving.engine.layer import Dense, Layer, Product
+
+Matmul = Callable[..., Tensor]
+"""`armillary.kernels.fp8_matmul.reference`, or a quicker one"""
+
+
+class Fp8Dense:
+    """x @ weightᵀ + bias with both factors rounded to E4M3."""
+
+    def __init__(self, product: Dense, run: Matmul) -> None:
+        weight, scale = quantised(product.weight.detach(), E4M3, "row")
+        self.weight_NK, self.scale_N1, self.bias, self._run = weight, scale.float(), product.bias, run
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._run(x, self.weight_NK, self.scale_N1)
+        return y if self.bias is None else y + self.bias
+
+
+def pick_fp8(weight: Tensor, tokens: int) -> Matmul:
+    """The product for weights like this one; BadInput where the device has none."""
+    if lacking(("hopper",), weight.device.type) or weight.dtype != torch.bfloat16:
+        raise BadInput("weights in fp8 are for bf16 models on a GPU of compute capability 9.0 or more; leave "
+                       "serve.weights=auto")  # fmt: skip
+    outputs, inputs = weight.shape
+    case = Fp8Matmul(tokens=tokens, outputs=outputs, inputs=inputs, dtype="bf16", device="cuda")
+    run: Any = choose(FP8_MATMUL, case, deterministic=True).run
+    return run  # type: ignore[no-any-return]
+
+
+def to_fp8(layers: list[Layer], model: Transformer, run: Matmul) -> None:
+    """Products of all layers but routers and mixtures of experts, which keep their format; wide weights are let go."""
+    for layer, block in zip(layers, model.blocks.values(), strict=True):
+        layer.qkv, layer.out = _rounded(layer.qkv, run), _rounded(layer.out, run)
+        _let_go(block.attention.qkv, block.attention.out)  # type: ignore[union-attr, arg-type]
+        if layer.up is not None and layer.down is not None:
+            layer.up, layer.down = _rounded(layer.up, run), _rounded(layer.down, run)
+            assert isinstance(block.mlp, MLP)
+            _let_go(block.mlp.up, block.mlp.down)
+
+
+def _rounded(product: Product, run: Matmul) -> Product:
+    assert isinstance(product, Dense), "only plain weights can be rounded"
+    return Fp8Dense(product, run)
+
+
+def _let_go(*linears: nn.Linear) -> None:
+    for linear in linears:
+        linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
