@@ -8,13 +8,15 @@ without dropout and with fused attention the same sum is 32). Recomputation keep
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from armillary.planning.case import TrainCase
 from armillary.planning.compute import WIDE
+from armillary.planning.kept import Kept
 from armillary.planning.layouts import FULL, SCHEDULES, SELECTIVE, Array, Layouts
+from armillary.planning.plain_layers import plain_kept
 from armillary.spec.model import LayerKind, ModelConfig
 
 EAGER = 1.1
@@ -28,25 +30,21 @@ SCORES_BYTES = 5
 GPIPE, INTERLEAVED = SCHEDULES.index("gpipe"), SCHEDULES.index("interleaved")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """Bytes that one layer keeps a token (mean over kinds of layers), on one device."""
-
-    whole: Array
-    """without recomputation"""
-    selective: Array
-    """where norms and activation functions (unfused: the scores) are made again"""
-    entry: Array
-    """the layer's input alone, for full recomputation"""
-    working: Array
-    """gradients in flight inside one layer of the backward pass"""
-
-
 def kept(case: TrainCase, layouts: Layouts) -> Kept:
     """What a layer keeps a token of the micro-batch, after tensor parallelism; context parallelism cuts the tokens."""
+    plain = case.software.plain_layers
+    each = plain_kept(case, layouts) if plain else _fused_or_eager(case, layouts)
+    if case.lora is None or case.lora.on is None:
+        return each
+    scale = 1.0 if plain else _factor(case, layouts)
+    inner, unread = 2.0 * case.lora.inner / case.model.num_layers, _unread(case, layouts, case.lora.on)
+    return replace(each, whole=each.whole + scale * (inner - unread),
+                   selective=each.selective + scale * (inner - (0.0 if case.flash else unread)))  # fmt: skip
+
+
+def _fused_or_eager(case: TrainCase, layouts: Layouts) -> Kept:
     model, zero = case.model, np.zeros(len(layouts))
     whole, selective, working = zero, zero, zero
-    wide = np.where(WIDE[layouts.precision], 2.0, 1.0)
     for kind, count in Counter(model.layers).items():
         share = count / model.num_layers
         attention, attention_less = _attention(case, layouts)
@@ -56,13 +54,17 @@ def kept(case: TrainCase, layouts: Layouts) -> Kept:
         whole = whole + share * total
         selective = selective + share * (total - attention_less - (mlp_less if case.flash else 0.0))
         working = working + share * mlp / 2
-    if case.lora is not None and case.lora.on is not None:
-        inner = 2.0 * case.lora.inner / model.num_layers
-        unread = _unread(case, layouts, case.lora.on)
-        whole, selective = whole + inner - unread, selective + inner - (0.0 if case.flash else unread)
-    factor = wide * (1.0 if case.software.fused_layers else EAGER) * _quantised(case)
+    factor, wide = _factor(case, layouts), np.where(WIDE[layouts.precision], 2.0, 1.0)
     entry = 2.0 * model.hidden / layouts.stream_tp * wide
-    return Kept(whole=whole * factor, selective=selective * factor, entry=entry, working=working * wide)
+    again = np.where(layouts.recompute == FULL, whole * factor, 0.0)
+    return Kept(whole=whole * factor, selective=selective * factor, entry=entry, working=working * wide, again=again,
+                top=2 * entry)  # fmt: skip
+
+
+def _factor(case: TrainCase, layouts: Layouts) -> Array:
+    """On what is counted in 16 bits: wider formats, unfused operations, frozen weights in few bits."""
+    wide = np.where(WIDE[layouts.precision], 2.0, 1.0)
+    return wide * (1.0 if case.software.fused_layers else EAGER) * _quantised(case)
 
 
 def _unread(case: TrainCase, layouts: Layouts, on: frozenset[str]) -> Array:
@@ -135,17 +137,27 @@ def in_flight(layouts: Layouts, micro_batches: Array) -> Array:
     return flying
 
 
-def activation_bytes(case: TrainCase, layouts: Layouts, layers: Array, flying: Array) -> Array:
-    """Of `layers` layers and `flying` micro-batches: what recomputation leaves, and one layer's worth while it is made
-    again."""
+def stored_bytes(case: TrainCase, layouts: Layouts, layers: Array, flying: Array) -> Array:
+    """Of `layers` layers and `flying` micro-batches: what recomputation leaves between forward and backward pass."""
     each = kept(case, layouts)
-    tokens = layouts.micro_batch * case.sequence / layouts.cp
     share = 1.0 / layouts.recompute_every
     per_layer = np.select(
         [layouts.recompute == FULL, layouts.recompute == SELECTIVE],
         [share * each.entry + (1 - share) * each.whole, share * each.selective + (1 - share) * each.whole],
         each.whole,
     )
-    again = np.where(layouts.recompute == FULL, each.whole, 0.0)
-    total: Array = tokens * (layers * flying * per_layer + again + each.working)
+    total: Array = _tokens(case, layouts) * (layers * flying * per_layer + each.top)
     return total
+
+
+def layer_bytes(case: TrainCase, layouts: Layouts) -> Array:
+    """Of the one layer that is differentiated: what it makes again, and gradients inside it."""
+    each = kept(case, layouts)
+    total: Array = _tokens(case, layouts) * (each.again + each.working)
+    return total
+
+
+def _tokens(case: TrainCase, layouts: Layouts) -> Array:
+    """Of a micro-batch, on one device."""
+    tokens: Array = layouts.micro_batch * case.sequence / layouts.cp
+    return tokens

@@ -266,5 +266,6 @@ def _memory(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
 
 
 def _pass(case: TrainCase, op: Op, mine: Array) -> Array:
-    passes = PASSES if case.software.fused_layers else EAGER_PASSES
+    software = case.software
+    passes = 1.0 if software.whole_blocks else PASSES if software.fused_layers else EAGER_PASSES
     return case.curves.pass_s(op.bytes * mine * passes)

@@ -46,6 +46,9 @@ class Curves:
     """precision -> dense peak, FLOP/s"""
     reached: Mapping[str, float]
     """precision -> FLOP/s of the largest products"""
+    held: Mapping[str, float]
+    """precision -> FLOP/s that no row of products exceeds, because the power limit holds the clock down; where it was
+    measured apart from what a burst reaches"""
     gemm_k: float
     """summed dim at which half is lost, for bf16"""
     gemm_waves: float
@@ -63,12 +66,19 @@ class Curves:
     launch_s: float
     """cost of an eager launch on the host"""
 
+    def lasting(self, precision: str) -> float:
+        """FLOP/s of the largest products in a long row."""
+        return min(self.reached[precision], self.held.get(precision, np.inf))
+
     def gemm_flops(self, precision: Ints, m: Array, n: Array, k: Array, groups: Array | float = 1.0) -> Array:
-        """reached · k/(k + k½·speed) · w/(w + w½): w = groups·⌈m·n⌉ tiles over the multiprocessors."""
+        """reached · k/(k + k½·speed) · w/(w + w½): w = groups·⌈m·n⌉ tiles over the multiprocessors. Held to the power
+        limit's rate, which a product that leaves units idle comes nearer to, as the clock rises meanwhile."""
         reached = np.array([self.reached[name] for name in PRECISIONS])[precision]
+        held = np.array([self.held.get(name, np.inf) for name in PRECISIONS])[precision]
         speed = np.array([max(1.0, self.peaks[name] / self.peaks["bf16"]) for name in PRECISIONS])[precision]
         waves = np.maximum(groups * m * n / (TILE * self.num_sms), 1e-9)
-        flops: Array = reached * k / (k + self.gemm_k * speed) * waves / (waves + self.gemm_waves)
+        shaped = reached * k / (k + self.gemm_k * speed) * waves / (waves + self.gemm_waves)
+        flops: Array = np.minimum(shaped, held)
         return flops
 
     def attention_flops(self, keys: Array | float, head_dim: float, *, backward: bool) -> Array:
@@ -103,6 +113,7 @@ def curves(
         source="catalogue",
         peaks=by_precision,
         reached=reached,
+        held={},
         gemm_k=table["gemm_k"],
         gemm_waves=table["gemm_waves"],
         num_sms=chip.num_sms or 100,
@@ -116,20 +127,38 @@ def curves(
 
 
 def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves:
-    """Ceilings of `armillary bench` in place of the catalogue's: products (sustained where known), copies, launches."""
-    reached = dict(curves.reached)
+    """Ceilings of `armillary bench` in place of the catalogue's: products in a burst and, where known, in a long row,
+    attention, copies, launches."""
+    reached, held = dict(curves.reached), dict(curves.held)
     for name, (dtype, _) in FORMATS.items():
-        best = measured.best_gemm(dtype)
+        best, sustained = measured.best_gemm(dtype), _sustained(measured, dtype)
         if best:
-            reached[name] = (_sustained(measured, dtype) or best) * share
+            reached[name] = best * share
+        if sustained:
+            held[name] = sustained * share
     launches = [float(point["seconds"]) for point in measured.points.get("launch", ()) if not point.get("graph")]
     return replace(
         curves,
         source=f"{measured.device}, measured {measured.date}",
         reached=reached,
+        held=held,
+        attention_forward=_attention(curves, measured, share, backward=False) or curves.attention_forward,
+        attention_backward=_attention(curves, measured, share, backward=True) or curves.attention_backward,
         bytes_per_s=(measured.best_copy() or 0.0) * share or curves.bytes_per_s,
         launch_s=min(launches, default=curves.launch_s),
     )
+
+
+def _attention(curves: Curves, measured: Peaks, share: float, *, backward: bool) -> float:
+    """What long sequences with heads of 128 would reach, from the best that was measured; 0 where nothing was."""
+    found = 0.0
+    for point in measured.points.get("attention", ()):
+        if bool(point["backward"]) == backward:
+            of_best = curves.attention_flops(float(point["keys"]), float(point["head_dim"]), backward=backward) / (
+                curves.attention_backward if backward else curves.attention_forward
+            )
+            found = max(found, float(point["flops"]) * share / float(of_best))
+    return found
 
 
 def _sustained(measured: Peaks, dtype: str) -> float | None:

@@ -13,9 +13,11 @@ from armillary.planning.activations import in_flight, kept
 from armillary.planning.compute import product_s
 from armillary.planning.cuts import LOW_PRECISION_NEVER, product
 from armillary.planning.layouts import PRECISIONS
-from armillary.planning.memory import CONTEXT_BYTES, FRAGMENTATION, logit_bytes, memory, state_bytes
+from armillary.planning.memory import CONTEXT_BYTES, FRAGMENTATION, memory
+from armillary.planning.moments import MOMENTS, logit_bytes
 from armillary.planning.overhead import GRAD_NORM_BYTES, STEP_S
 from armillary.planning.prediction import Prediction
+from armillary.planning.states import state_bytes
 from armillary.spec.layer_ops import adamw
 from armillary.spec.params import parameters
 from armillary.spec.workload import layer_pieces, make_batch
@@ -102,7 +104,7 @@ def _products(found: Prediction) -> list[Term]:
 def _compute(found: Prediction) -> list[Term]:
     time, case = found.time, found.case
     m, mean = float(time.micro_batches[0]), float(time.stages.mean[0])
-    reached = case.curves.reached[found.precision()]
+    reached = case.curves.lasting(found.precision())
     peak = case.curves.peaks[found.precision()]
     hidden = float((time.comm - time.exposed)[0])
     return [
@@ -207,12 +209,12 @@ def _memory(found: Prediction) -> list[Term]:
     zero, tokens = int(layouts.zero[0]), float(layouts.micro_batch[0] * case.sequence / layouts.cp[0])
     flying = float(in_flight(layouts, found.time.micro_batches[:1])[0])
     share = {stage: f" / {shard}" if zero >= stage else "" for stage in (1, 2, 3)}
-    weight, trained = float(states.weight[0]), total
+    weight, trained, logit = float(states.weight[0]), total, float(logit_bytes(case, layouts)[0])
     if case.lora is not None:
         weight, trained = case.lora.base_bytes, count_text(case.lora.parameters / float((layouts.pp * layouts.tp)[0]))
     rows = [
         ("weights", "parameters · bytes (/ sharers with zero 3)", f"{total} · {weight:g}{share[3]}"),
-        ("gradients", "trained parameters · bytes (/ sharers from zero 2)",
+        ("gradients", "trained parameters · bytes (/ sharers from zero 2), those that are there then",
          f"{trained} · {float(states.gradient[0]):g}{share[2]}"),
         ("optimizer", "trained parameters · 8 (/ sharers from zero 1)",
          f"{trained} · {float(states.moments[0]):g}{share[1]}"),
@@ -221,10 +223,11 @@ def _memory(found: Prediction) -> list[Term]:
         ("activations", "tokens · (layers · micro-batches in flight · bytes a layer + working)",
          f"{tokens:g} · ({float(mine.layers[0]):g} · {flying:g} · up to {bytes_text(float(each.whole[0]))} + …)"),
         ("loss", "tokens · vocabulary / tp · bytes a logit",
-         f"{tokens:g} · {case.model.vocab:,} / {int(layouts.tp[0])} · {logit_bytes(case):g}, on the last stage"),
+         f"{tokens:g} · {case.model.vocab:,} / {int(layouts.tp[0])} · {logit:g}, on the last stage"),
         ("buffers", "two gathered layers and a gradient (zero 3), or two buckets", f"zero {zero}"),
         ("other", "context + fragmentation · the rest",
          f"{bytes_text(CONTEXT_BYTES)} + {FRAGMENTATION:g} · {bytes_text(float(held.allocated[0]))}"),
     ]  # fmt: skip
     terms = [_bytes(f"memory, {name}", formula, numbers, held.parts()[name]) for name, formula, numbers in rows]
-    return [*terms, _bytes("memory, all", "Σ", f"of {bytes_text(found.room)}", float(held.total[0]))]
+    when = MOMENTS[int(held.moment[0])]
+    return [*terms, _bytes("memory, all", f"Σ, most {when}", f"of {bytes_text(found.room)}", float(held.total[0]))]

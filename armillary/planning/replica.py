@@ -164,7 +164,7 @@ class Replica:
     def _product_s(self, op: Op) -> float:
         experts = op.name in EXPERT_PRODUCTS
         compute = "bf16" if op.name == "head" or (experts and self.rates.experts_in_16_bits) else self.formats.compute
-        rate, flops = self.curves.reached[_precision(compute)] * self.rates.compute_rate, op.flops
+        rate, flops = self.curves.lasting(_precision(compute)) * self.rates.compute_rate, op.flops
         if experts:
             rate *= self.rates.grouped * self.rates.expert_rate
             groups, _, n, k = op.shape
@@ -195,7 +195,7 @@ class Replica:
         reads = 1.0 if shared else 1 + self.rates.kv_reread * (heads / kv_heads - 1)
         started = 1 + self.rates.kv_start_bytes * kv_heads / op.bytes
         moved = op.bytes * reads * started / (self.bytes_per_s * self.rates.kv)
-        return float(max(moved, op.flops / (self.curves.reached["bf16"] * self.rates.compute_rate)))
+        return float(max(moved, op.flops / (self.curves.lasting("bf16") * self.rates.compute_rate)))
 
     def _prompt_s(self, op: Op, group: Group) -> float:
         rate = float(self.curves.attention_flops(group.keys, self._shape.qk_dim, backward=False))

@@ -58,6 +58,12 @@ class Software:
     """kernels are launched from CUDA graphs"""
     fused_layers: bool = False
     """norms and activation functions are fused kernels that keep only their 16-bit inputs"""
+    whole_blocks: bool = False
+    """a block's passes are written as one: they move what they must, with no cast, transpose or sum between them"""
+    plain_layers: bool = False
+    """layers are torch's operators one by one, of which autograd keeps what each needs (our trainer on a CPU)"""
+    fully_shard: bool = False
+    """ZeRO stages are torch's fully_shard: fp32 shards stand beside what is gathered of them, layer by layer"""
     grad_bytes: float = 4.0
     """bytes of one gradient on the wire"""
     summed_bytes: float = 2.0
@@ -77,11 +83,13 @@ class Software:
 
 
 PHYSICS = Software()
-OURS = Software(name="armillary", fused_layers=True, summed_bytes=4.0, narrow_alone=True)
+OURS = Software(
+    name="armillary", fused_layers=True, whole_blocks=True, fully_shard=True, summed_bytes=4.0, narrow_alone=True
+)
 """the trainer of this package on a GPU: facts of its code, nothing fitted"""
-OURS_BY_LAYER = replace(OURS, fused_layers=False)
+OURS_BY_LAYER = replace(OURS, fused_layers=False, whole_blocks=False)
 """with adapters, whose blocks run layer by layer"""
-OURS_ON_CPU = replace(OURS, fused_layers=False, narrow_alone=False)
+OURS_ON_CPU = replace(OURS_BY_LAYER, narrow_alone=False, plain_layers=True)
 
 
 def software(framework: str, *, chip: str = "", fitted: bool = True) -> Software:

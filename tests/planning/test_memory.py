@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from armillary.planning.activations import in_flight, kept
 from armillary.planning.case import Lora, TrainCase
 from armillary.planning.layouts import of
-from armillary.planning.memory import Memory, by_stage, memory, state_bytes
+from armillary.planning.memory import Memory, by_stage, memory
 from armillary.planning.software import OURS, Software
+from armillary.planning.states import state_bytes
 from armillary.spec.layout import Layout
 from armillary.spec.model import MoE
 from armillary.spec.params import parameters
@@ -44,7 +45,7 @@ def test_states_are_sixteen_bytes_of_every_parameter_the_model_has() -> None:
 
 def test_zero_stages_share_out_what_the_paper_says() -> None:
     """7.5 B over 64 ranks: 120, 31.4, 16.6 and 1.9 GB (Rajbhandari et al., figure 1)."""
-    case = case_of("llama-2-7b", "h100x64")
+    case = case_of("llama-2-7b", "h100x64", sequences=128)
     count = parameters(case.model).total
     expected = {0: 16.0, 1: 4 + 12 / 64, 2: 2 + 14 / 64, 3: 16 / 64}
     for stage, each in expected.items():

@@ -13,7 +13,7 @@ from armillary.errors import BadInput
 from armillary.planning.bubble import gpipe_fraction
 from armillary.planning.case import Lora
 from armillary.planning.collectives import Network, Ring, network
-from armillary.planning.layouts import Layouts, of
+from armillary.planning.layouts import PRECISIONS, Layouts, of
 from armillary.planning.prediction import predict
 from armillary.planning.software import MOST_PARAMETERS, declared, software
 from armillary.planning.step_time import StepTime, step_time
@@ -158,6 +158,27 @@ def test_measured_ceilings_replace_the_catalogue() -> None:
     slow = replace(case, measured=peaks)
     assert "measured" in slow.curves.source and slow.curves.reached["bf16"] == 3e14
     assert step_time(slow, one()).total[0] > 1.5 * step_time(case, one()).total[0]
+
+
+def test_a_row_of_products_is_held_to_the_power_limit() -> None:
+    """Large ones run at the lasting rate whatever their shape, small ones at what a burst of their shape reaches."""
+    point = {"m": 8192, "n": 8192, "k": 8192, "dtype": "bf16", "flops": 8e14, "beside": {"sustained_flops": 6.7e14}}
+    peaks = new_peaks("NVIDIA H200").with_points("gemm", [point])
+    peaks = peaks.with_points("copy", [{"bytes": 2**30, "bytes_per_s": 4e12}])
+    found = replace(case_of("llama-3-8b", "h200"), measured=peaks).curves
+    bf16, sizes = ints(PRECISIONS.index("bf16")), [np.array([float(size)]) for size in (32768, 4096, 2048)]
+    assert found.gemm_flops(bf16, *sizes)[0] == 6.7e14 == found.lasting("bf16")
+    assert found.gemm_flops(bf16, *(size / 8 for size in sizes))[0] < 5e14
+
+
+def test_measured_attention_is_what_its_length_is_priced_at() -> None:
+    shape = {"keys": 4096, "head_dim": 128, "dtype": "bf16"}
+    points = [shape | {"backward": False, "flops": 5.4e14}, shape | {"backward": True, "flops": 4e14}]
+    peaks = new_peaks("NVIDIA H200").with_points("attention", points)
+    found = replace(case_of("llama-3-8b", "h200"), measured=peaks).curves
+    for backward, rate in ((False, 5.4e14), (True, 4e14)):
+        assert found.attention_flops(4096, 128, backward=backward) == pytest.approx(rate)
+        assert found.attention_flops(512, 128, backward=backward) < 0.8 * rate
 
 
 def test_measured_collectives_give_the_rate_of_the_innermost_link() -> None:

@@ -1,0 +1,206 @@
+"""Moments: what is there beside weights and optimiser states, and when; a step's peak is the fullest of them.
+
+At the loss all activations and the logits stand, but gradients only of earlier micro-batches. When the last layer is
+differentiated the logits are gone, and what it makes again stands beside the activations of all. At the end of the
+backward pass every gradient is there, and the activations of one layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from armillary.planning.activations import layer_bytes, stored_bytes
+from armillary.planning.case import TrainCase
+from armillary.planning.layouts import OFFLOADS, Array, Bools, Layouts
+from armillary.planning.states import StateBytes, by_layer, matrix_bytes, shared_out, sharers, trained
+from armillary.planning.weights import Held
+
+LOGIT_BYTES, EAGER_LOGIT_BYTES, ADAPTED_LOGIT_BYTES = 6.0, 12.0, 16.0
+"""of one logit in the loss: 16 bits as made and 32 as softmax; unfused also its gradient in 32 and 16; and with an
+adapter on the output projection the adapter's share and the sum"""
+CUT_LOGIT_BYTES = 8.0
+"""where our trainer cuts the vocabulary over ranks: in 32 bits as made and as softmax, replaced by its gradient"""
+MOMENTS = ("at the loss", "in the last layer's backward pass", "when the last layer's gradients are summed",
+           "when the first layer's gradients are summed", "at the end of the backward pass")  # fmt: skip
+_ACTIVATIONS_OUT = [OFFLOADS.index(name) for name in ("activations", "both")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Bytes that are there at one moment, beside what is always there."""
+
+    gradients: Array
+    activations: Array
+    loss: Array
+    buffers: Array
+
+    @property
+    def total(self) -> Array:
+        return self.gradients + self.activations + self.loss + self.buffers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One pipeline stage of every layout."""
+
+    case: TrainCase
+    layouts: Layouts
+    mine: Held
+    """parameters of a device"""
+    states: StateBytes
+    """bytes of each"""
+    flying: Array
+    """micro-batches whose activations it holds"""
+    micro_batches: Array
+    """of a step"""
+    makes_logits: bool
+    """it holds the output projection"""
+
+    def moments(self) -> tuple[Moment, ...]:
+        """In the order of MOMENTS."""
+        stored, inside = self._stored(), layer_bytes(self.case, self.layouts)
+        none, of_one = 0 * stored, stored / np.maximum(self.mine.layers * self.flying, 1)
+        early, summed, buffers = self._early_gradients, self._gradients, self._buffers_at_moments()
+        others = stored * (1 - 1 / self.flying)  # of micro-batches that are still on their way
+        head, late = np.maximum(early, np.minimum(self._head_gradient(), summed)), self._late_gradients()
+        first = np.where(by_layer(self.case, self.layouts), early, head)  # there, the head's leaves with the root
+        return (
+            Moment(gradients=early, activations=stored, loss=self._loss(), buffers=buffers[0]),
+            Moment(gradients=first, activations=stored + inside, loss=none, buffers=buffers[1]),
+            Moment(gradients=first, activations=np.maximum(stored - of_one, 0.0), loss=none, buffers=buffers[2]),
+            Moment(gradients=late, activations=others, loss=none, buffers=buffers[3]),
+            Moment(gradients=late, activations=others + of_one + inside, loss=none, buffers=buffers[4]),
+        )
+
+    # --- activations and logits
+
+    def _stored(self) -> Array:
+        stored = stored_bytes(self.case, self.layouts, self.mine.layers, self.flying)
+        two_layers = np.minimum(stored, 2 * stored / np.maximum(self.mine.layers, 1))
+        left: Array = np.where(np.isin(self.layouts.offload, _ACTIVATIONS_OUT), two_layers, stored)
+        return left
+
+    def _loss(self) -> Array:
+        case, layouts = self.case, self.layouts
+        tokens = layouts.micro_batch * case.sequence / layouts.cp
+        rows = np.minimum(tokens, case.loss_chunk) if case.loss_chunk else tokens
+        logits = rows * case.model.vocab / layouts.tp * (1 + case.extra_heads)
+        bytes_ = logit_bytes(case, layouts) * logits
+        if case.software.plain_layers and case.lora is None:  # or the projection's gradient beside that of the logits
+            bytes_ = np.maximum(bytes_, 4.0 * logits + self._table * self.states.weight)
+        return bytes_ if self.makes_logits else 0 * bytes_
+
+    # --- gradients
+
+    @property
+    def _gradients(self) -> Array:
+        """Of a whole step; fully_shard shares them out whatever the stage, unless micro-batches are summed first."""
+        case, layouts, states = self.case, self.layouts, self.states
+        usual = shared_out(case, layouts, self.mine, states.gradient, 2)
+        at_once = by_layer(case, layouts) & (self.micro_batches <= 1)
+        return np.where(at_once, shared_out(case, layouts, self.mine, states.gradient, 1), usual)
+
+    @property
+    def _early_gradients(self) -> Array:
+        """Of micro-batches that are through, while this one's activations are kept."""
+        return np.where(self._more, self._gradients, 0.0)
+
+    @property
+    def _more(self) -> Bools:
+        more: Bools = self.micro_batches > self.flying
+        return more
+
+    def _late_gradients(self) -> Array:
+        """When the first layer is differentiated; fully_shard's root comes after it, so that its gradients are those of
+        earlier micro-batches, if any."""
+        mine, states, layouts = self.mine, self.states, self.layouts
+        shared = np.where((layouts.zero > 1) | (self.micro_batches <= 1), sharers(layouts)[0], 1.0)
+        root = (self._table if not self.case.model.tied else mine.ends) * states.gradient / shared
+        earlier = self.micro_batches >= np.where(layouts.zero == 3, 2, 3)
+        without = by_layer(self.case, layouts) & ~earlier
+        late: Array = self._gradients - np.where(without, root, 0.0)
+        return late
+
+    def _head_gradient(self) -> Array:
+        """The output projection's: the first that is made."""
+        if self.case.lora is not None or not self.makes_logits:
+            return np.zeros(len(self.layouts))
+        return self._table * self.states.gradient / np.where(self.layouts.zero >= 2, sharers(self.layouts)[0], 1)
+
+    @property
+    def _table(self) -> Array:
+        """Weights of the output projection."""
+        both = (self.layouts.pp == 1) & (not self.case.model.tied)
+        return self.mine.ends / np.where(both, 2.0, 1.0)
+
+    # --- gathered weights, and gradients on their way
+
+    def _buffers_at_moments(self) -> list[Array]:
+        usual, last = self._buffers(), 0.0
+        if self.case.software.plain_layers and self.case.lora is None:
+            # a gradient that is added to an earlier one: a layer's largest matrix is near half of it
+            usual = usual + np.where(self._more, 0.5 * self.mine.layer * self.states.weight, 0.0)
+            last = self._tables_at_end()
+        others = (self._buffers(), usual, 0 * usual, last + 0 * usual, usual)
+        mask = by_layer(self.case, self.layouts)
+        return [np.where(mask, mine, other) for mine, other in zip(self._fully_shard(), others, strict=True)]
+
+    def _tables_at_end(self) -> Array:
+        """Autograd sums both gradients of a tied table before it lets go of either, and adds to an earlier one last;
+        or a bucket is filled while its parts still stand."""
+        table = self._table * self.states.weight
+        new = (2.0 if self.case.model.tied else 0.0) + self._more
+        number = self.mine.total * self.states.gradient
+        bucket = np.where(self.layouts.dp > 1, np.minimum(self.layouts.bucket_bytes, number), 0.0)
+        tables: Array = np.maximum(new * table, bucket + (table if self.case.model.tied else 0.0))
+        return tables
+
+    def _buffers(self) -> Array:
+        """zero 3: two layers gathered and one layer's whole gradient (frozen layers have none); zero 1 and 2: a bucket
+        on its way."""
+        case, layouts, mine, states = self.case, self.layouts, self.mine, self.states
+        dense_shared, routed_shared = sharers(layouts)
+        # beside the device's own part
+        layer = mine.layer * (1 - 1 / dense_shared) + mine.experts * (1 - 1 / routed_shared)
+        weight = matrix_bytes(case, layouts, states)
+        whole = np.minimum(2.0, mine.layers) * layer * weight + (0.0 if case.lora else layer * states.gradient)
+        number = sum(trained(case, layouts, mine), np.zeros(len(layouts)))
+        bucket = np.where(layouts.zero > 0, np.minimum(2.0 * layouts.bucket_bytes, number * states.gradient), 0.0)
+        bytes_: Array = np.where(layouts.zero == 3, whole, bucket)
+        return bytes_
+
+    def _fully_shard(self) -> tuple[Array, ...]:
+        """Stage 3 gathers a layer and the next, stages 1 and 2 all, until they are differentiated for the last time;
+        embedding, head and last norm stay. A layer's gradient is whole until it is summed and copied to travel, and the
+        copy stays until the next goes; the root's are whole to the end."""
+        mine, weight, third = self.mine, self.states.weight, self.layouts.zero == 3
+        layer, table = mine.layer + mine.experts, self._table * weight
+        root, all_ = np.where(third, self._table, mine.ends) * weight, mine.total * weight
+        next_ = np.where(mine.layers > 1, layer * weight, 0.0)
+        waits = self._more & (self.layouts.zero == 1)  # nothing is summed before the last micro-batch
+        leaving = np.where(waits, 0.0, layer * (weight + 4.0 + 4.0 / sharers(self.layouts)[0]))
+        inside = np.where(third, root + layer * weight + next_, all_) + np.where(waits, 0.5 * layer * weight, 0.0)
+        first = np.where(third, root + next_, np.where(self._more, all_, all_ - layer * weight))
+        left = np.where(third | ~self._more, root, all_)
+        before = np.where(waits, 0.0, layer * 4.0)
+        return (np.where(third, root, all_), inside + table, first + table + leaving, left + table + leaving,
+                left + before + self._root_leaves())  # fmt: skip
+
+    def _root_leaves(self) -> Array:
+        """Gradients of embedding and head: a tied table's two and their sum, or all as they are copied to travel."""
+        weight, table = self.states.weight, self._table
+        if self.case.model.tied:
+            return table * np.maximum(3 * weight, weight + 4.0)
+        apart = np.where(self.layouts.zero == 3, self.mine.ends - table, 0.0)  # gathered again for its gradient
+        inner = self.mine.ends - apart
+        left: Array = np.where(apart > 0, apart * (2 * weight + 4.0) + inner * weight, inner * (weight + 4.0))
+        return left
+
+
+def logit_bytes(case: TrainCase, layouts: Layouts) -> Array:
+    """Bytes that the loss keeps of one logit."""
+    unfused = ADAPTED_LOGIT_BYTES if case.lora else EAGER_LOGIT_BYTES
+    alone = LOGIT_BYTES if case.software.fused_layers else unfused
+    return np.where((layouts.tp > 1) & case.software.plain_layers, CUT_LOGIT_BYTES, alone)
