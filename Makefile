@@ -9,6 +9,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 KEY := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 READY := .venv/.ready-$(KEY)
+# All tests on ranks go to one worker, with their pool (tests/conftest.py); the others are shared out by file.
+WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
 PEERS_READY := .venv-peers/.ready-$(KEY)
 
 # Held for every pip call, also those made inside builds: nothing may bring another torch.
@@ -24,10 +26,11 @@ demo: $(READY) ## the main job, small: prepare data, train, save, generate
 	@$(BIN)/armillary demo
 
 test: $(READY) lint ## lint, types and the tests that any machine can run
-	@$(BIN)/pytest -q
+	@$(BIN)/pytest -q $(WORKERS)
 
 test-all: $(READY) lint ## also the slow tests
-	@$(BIN)/pytest -q -m 'not gpu and not peers'
+	@$(BIN)/pytest -q $(WORKERS) -m 'not gpu and not peers and not slow'
+	@$(BIN)/pytest -q -m slow  # one after the other: some look at where time goes
 
 test-gpu: $(READY) ## the tests that need an accelerator
 	@$(BIN)/pytest -q -m gpu

@@ -84,6 +84,7 @@ def throughput(model: Transformer, args: Any) -> dict[str, Any]:
     gc.collect()
     gc.freeze()
     found = serve_all(engine, requests, limit_s=args.limit_s)
+    gc.unfreeze()
     peers = PEERS.get(args.model, {})
     ratios = {name: round(found.tokens_per_s / value, 3) for name, value in peers.items()}
     made = {"tokens_per_s": round(found.tokens_per_s), "of": ratios, "start_s": phases} | _rounded(asdict(found))
@@ -91,18 +92,20 @@ def throughput(model: Transformer, args: Any) -> dict[str, Any]:
 
 
 def _explained(engine: Engine, args: Any) -> dict[str, Any]:
-    """The same requests again: the parts of a step, and the kernels of steps that decode them all, then a quarter."""
+    """The same requests again until a tenth is over: the parts of a step, and the kernels of one that decodes."""
     times, watch = StepTimes(engine), Watch(engine)
     requests = nano_vllm() if not args.tiny else nano_vllm(12, least=8, most=40, vocab=100)
     for request in requests:
         watch.submit(replace(request, id=f"e{request.id}", prompt=request.prompt[::-1]))
-    running, kernels, halves = engine.scheduler.roster.running, {}, [len(requests) // 4, int(0.9 * len(requests))]
+    while engine.scheduler.roster.waiting or len(engine.scheduler.roster.running) > 0.9 * len(requests):
+        watch.step()
+    running, kernels = engine.scheduler.roster.running, {}
+    if args.device == "cuda":
+        name = f"{len(running)} rows, {sum(seq.length for seq in running)} tokens"
+        kernels[name] = top_kernels(watch.step, 8)
+    watch.give_up()
     while engine.busy:
         watch.step()
-        over = not engine.scheduler.roster.waiting and not any(seq.behind for seq in running)
-        if over and halves and len(running) <= halves[-1] and args.device == "cuda":
-            kernels[f"{len(running)} rows, {sum(seq.length for seq in running)} tokens"] = top_kernels(watch.step, 8)
-            halves.pop()
     return {"kernels": kernels} | times.text()
 
 
@@ -154,7 +157,7 @@ def mixed(model: Transformer, args: Any) -> dict[str, Any]:
         graphs=not args.no_graphs))  # fmt: skip
     watch = Watch(engine)
     prompts = iter(fixed(64, tokens_in=min(long, model.config.context - 8), tokens_out=1, vocab=100, name="long"))
-    alone = _prefill(watch, prompts, 2, streams=0)
+    alone = _prefill(watch, prompts, args.prompts)
     for request in fixed(streams, tokens_in=context, tokens_out=min(longest, model.config.context) - context - 2,
                          vocab=100, name="s"):  # fmt: skip
         watch.submit(request)
@@ -166,7 +169,7 @@ def mixed(model: Transformer, args: Any) -> dict[str, Any]:
     quiet = percentile(watch.gaps, 50)
     watch.clear()
     times = StepTimes(engine)
-    beside = _prefill(watch, prompts, 2, streams=streams)
+    beside = _prefill(watch, prompts, args.prompts)
     p50, p99 = percentile(watch.gaps, 50), percentile(watch.gaps, 99)
     kernels = _explained_mixed(watch, prompts) if args.explain and args.device == "cuda" else {}
     watch.give_up()
@@ -180,13 +183,13 @@ def _explained_mixed(watch: Watch, prompts: Any) -> dict[str, Any]:
     """Kernels of streams alone, then beside a prompt half of which is computed."""
     found = {"streams alone": top_kernels(watch.step, 8)}
     watch.submit(request := next(prompts))
-    running = watch.engine.scheduler.roster.running
-    while not any(seq.request is request and 2 * seq.computed > seq.length for seq in running):
+    roster = watch.engine.scheduler.roster
+    while not any(seq.request is request and 2 * seq.computed > seq.length for seq in roster.running):
         watch.step()
     return found | {"beside": top_kernels(watch.step, 4)}
 
 
-def _prefill(watch: Watch, prompts: Any, count: int, *, streams: int) -> float:
+def _prefill(watch: Watch, prompts: Any, count: int) -> float:
     """Prompt tokens a second while there is always a long one."""
     begin, tokens, left = time.monotonic(), 0, count
     watch.submit(first := next(prompts))
@@ -225,7 +228,8 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--step-tokens", type=int, default=8192)
-    parser.add_argument("--prefill-tokens", type=int, default=352)
+    parser.add_argument("--prefill-tokens", type=int, default=280, help="mixed: prompt tokens a step beside streams")
+    parser.add_argument("--prompts", type=int, default=2, help="mixed: long prompts one after the other")
     parser.add_argument("--layers", type=int, help="fewer than the model has: to see that it runs")
     parser.add_argument("--kv-bytes", type=int, help="of the KV cache; what is free unless given")
     parser.add_argument("--limit-s", type=float, default=120.0)

@@ -18,7 +18,6 @@ from torch import Tensor
 from armillary.spec.model import ModelConfig
 
 SEQUENCE = 4096
-Step = Callable[[], Tensor]
 
 
 def drawn(config: ModelConfig, rows: int, count: int = 64) -> list[Tensor]:
@@ -40,7 +39,26 @@ def words(config: ModelConfig, rows: int, count: int = 64) -> list[Tensor]:
     return list(ids[: len(ids) // (rows * (SEQUENCE + 1)) * rows * (SEQUENCE + 1)].view(-1, rows, SEQUENCE + 1))
 
 
-def plain_torch(config: ModelConfig, rows: int) -> Step:
+class Peer:
+    """Somebody else's model with torch's fused AdamW over states of its own format, which clips nothing."""
+
+    def __init__(self, model: torch.nn.Module, config: ModelConfig, rows: int, loss_of: Callable[..., Tensor]) -> None:
+        self.model, self.loss_of, self.micro_batches, self.done = model, loss_of, 1, 0
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
+        self.batches = drawn(config, rows)
+
+    def __call__(self) -> Tensor:
+        for _ in range(self.micro_batches):
+            tokens = self.batches[self.done % len(self.batches)]
+            self.done += 1
+            loss = self.loss_of(tokens[:, :-1], tokens[:, 1:])
+            (loss / self.micro_batches).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def plain_torch(config: ModelConfig, rows: int) -> Peer:
     """The same model in plain torch: bf16, blocks compiled one by one, cuDNN attention, the loss in chunks."""
     from plain_llama import Llama, loss_of
 
@@ -48,10 +66,10 @@ def plain_torch(config: ModelConfig, rows: int) -> Step:
         model = Llama(config).to(torch.bfloat16)
     for block in model.blocks:
         block.compile()
-    return _step(model, config, rows, lambda inputs, targets: loss_of(model, inputs, targets))
+    return Peer(model, config, rows, lambda inputs, targets: loss_of(model, inputs, targets))
 
 
-def hugging_face(config: ModelConfig, rows: int, *, compiled: bool) -> Step:
+def hugging_face(config: ModelConfig, rows: int, *, compiled: bool) -> Peer:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = LlamaConfig(
@@ -68,21 +86,4 @@ def hugging_face(config: ModelConfig, rows: int, *, compiled: bool) -> Step:
         found: Tensor = model(input_ids=inputs, labels=inputs).loss
         return found
 
-    return _step(model, config, rows, loss)
-
-
-def _step(model: torch.nn.Module, config: ModelConfig, rows: int, loss_of: Callable[..., Tensor]) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
-    batches, done = drawn(config, rows), 0
-
-    def step() -> Tensor:
-        nonlocal done
-        tokens = batches[done % len(batches)]
-        done += 1
-        loss = loss_of(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return Peer(model, config, rows, loss)

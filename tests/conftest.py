@@ -36,6 +36,20 @@ class Ran:
         return json.loads(self.out)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Two workers (`make test`) share the tests out by file, so that fixtures are made once; all tests on ranks are one
+    worker's, with one pool, and come first, because they are the longest that cannot be shared out."""
+    items.sort(key=lambda item: not _on_ranks(item))
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group("ranks" if _on_ranks(item) else item.nodeid.partition("::")[0]))
+
+
+def _on_ranks(item: pytest.Item) -> bool:
+    return "ranks" in getattr(item, "fixturenames", ())
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
     return Home.at(tmp_path / "home")

@@ -17,7 +17,7 @@ from armillary.cli.output import Output
 from armillary.cli.verb import VerbGroup
 from armillary.errors import BadInput, NotFound
 from armillary.store.home import Home
-from armillary.store.peaks import Peaks, load_peaks, new_peaks, peaks_path, save_peaks
+from armillary.store.peaks import Peaks, Point, load_peaks, new_peaks, peaks_path, save_peaks
 from armillary.units import scaled, seconds_text
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ bench.add_command(serve)
 @bench.verb
 @device_option
 @quick_option
-@click.option("--only", multiple=True, metavar="SECTION", help="bandwidth, gemm, fma, launch, host_copy, disk; often.")
+@click.option("--only", multiple=True, metavar="SECTION",
+              help="bandwidth, gemm, attention, fma, launch, host_copy, disk; often.")  # fmt: skip
 @click.option("--folder", type=click.Path(path_type=Path), help="Whose disk is measured.  [default: this folder]")
 @click.option("--show", is_flag=True, help="Print what is stored, measure nothing.")
 def ceilings(
@@ -178,9 +179,15 @@ def _quiet(peaks: Peaks) -> list[str]:
             lines += [f"{kind} {best:.4g}" for _, best in bests(peaks, kind)]
         elif kind == "collective":
             lines += [f"{p['op']} {p['world']} {p['alpha_s']:.4g} {p['bytes_per_s']:.4g}" for p in peaks.points[kind]]
+        elif kind == "attention":
+            lines += [f"attention {_pass_of(point)} {point['flops']:.4g}" for point in peaks.points[kind]]
         elif kind == "launch":
             lines += [f"launch {point['mode']} {point['seconds']:.4g}" for point in peaks.points[kind]]
     return lines
+
+
+def _pass_of(point: Point) -> str:
+    return "backward" if point["backward"] else "forward"
 
 
 def _say_times(out: Output, peaks: Peaks) -> None:

@@ -108,6 +108,15 @@ def _gemm(out: Output, peaks: Peaks, chip: Chip | None) -> None:
     out.table("matrix products m × n × k, FLOP/s", ["shape", *dtypes], rows)
 
 
+def _attention(out: Output, peaks: Peaks, chip: Chip | None) -> None:
+    rows = [
+        [f"{p['keys']:,} keys, head dim {p['head_dim']}", p["dtype"], "backward" if p["backward"] else "forward",
+         flops_per_s_text(p["flops"]), _percent(_share(p["flops"], chip.peak(p["dtype"]) if chip else None))]
+        for p in peaks.points["attention"]
+    ]  # fmt: skip
+    out.table("causal attention, without rests", ["shape", "dtype", "pass", "measured", "of catalogue"], rows)
+
+
 def _fma(out: Output, peaks: Peaks, chip: Chip | None) -> None:
     rows = [[dtype, flops_per_s_text(best), _percent(_share(best, chip.peak(dtype) if chip else None))]
             for dtype, best in bests(peaks, "fma")]  # fmt: skip
@@ -167,6 +176,7 @@ _TABLES: tuple[tuple[tuple[str, ...], Callable[[Output, Peaks, Chip | None], Non
     (MEMORY, _memory),
     (("cache",), _cache),
     (("gemm",), _gemm),
+    (("attention",), _attention),
     (("fma",), _fma),
     (("launch",), _launch),
     (("host_copy",), _host_copy),

@@ -8,7 +8,7 @@ from armillary.cli.output import Output
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks, save_peaks
 
-_NEEDED = ("bandwidth", "gemm", "launch")
+_NEEDED = ("bandwidth", "gemm", "attention", "launch")
 
 
 def measure_once(out: Output, home: Home, device: str | None = None) -> None:

@@ -25,35 +25,46 @@ BLOCK = 128
 _MOST_SCORES_BYTES = 1e9
 
 
-def reference(
-    q_BTND: Tensor,
-    k_BSKD: Tensor,
-    v_BSKD: Tensor,
-    documents_BT: Tensor | None = None,
-    blocks_XY: Tensor | None = None,
-    sinks_N: Tensor | None = None,
-    slopes_N: Tensor | None = None,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    causal: bool = True,
-) -> Tensor:
-    """Scores written out, softmax in at least fp32. `documents` keeps queries to keys of the same number, `blocks` is
-    a boolean mask of blocks of 128 × 128, `sinks` a logit a head that yields nothing, `slopes` are ALiBi's; a query
-    sees `window` keys, itself included (0: all); `scale` is 1/√D unless given."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionOptions:
+    """What a layer and a batch ask of attention."""
+
+    documents_BT: Tensor | None = None
+    """queries see keys of the same number only"""
+    blocks_XY: Tensor | None = None
+    """boolean mask of blocks of 128 × 128"""
+    sinks_N: Tensor | None = None
+    """a logit a head that yields nothing"""
+    slopes_N: Tensor | None = None
+    """ALiBi"""
+    scale: float | None = None
+    """of the scores; 1/√D unless given"""
+    window: int = 0
+    """keys a query sees, itself included; 0: all"""
+    softcap: float = 0.0
+    """soft cap of the scores; 0: none"""
+    causal: bool = True
+    """whether keys behind a query are hidden from it"""
+
+
+PLAIN = AttentionOptions()
+
+
+def reference(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
+    """Scores written out, softmax in at least fp32."""
     group = q_BTND.shape[2] // k_BSKD.shape[2]
     k_BSND, v_BSND = k_BSKD.repeat_interleave(group, dim=2), v_BSKD.repeat_interleave(group, dim=2)
-    scale = q_BTND.shape[-1] ** -0.5 if scale is None else scale
+    scale = q_BTND.shape[-1] ** -0.5 if options.scale is None else options.scale
     scores = widen(torch.einsum("btnd,bsnd->bnts", q_BTND, k_BSND)) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     distance_TS = distances(q_BTND.shape[1], k_BSKD.shape[1], q_BTND.device)
-    if slopes_N is not None:
-        scores = scores - slopes_N.to(scores.dtype)[:, None, None] * distance_TS
-    seen = seen_keys(distance_TS, documents_BT, blocks_XY, window, causal)
+    if options.slopes_N is not None:
+        scores = scores - options.slopes_N.to(scores.dtype)[:, None, None] * distance_TS
+    seen = seen_keys(distance_TS, options)
     scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks_N is not None:
-        sink = sinks_N.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+    if options.sinks_N is not None:
+        sink = options.sinks_N.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sink), dim=-1)
     # an empty row would be NaN: it is made harmless before the softmax and zero after it
     weights = scores.masked_fill(~(scores != -torch.inf).any(-1, keepdim=True), 0.0).softmax(-1)
@@ -67,60 +78,47 @@ def distances(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
     return query[:, None] - torch.arange(num_keys, device=device)
 
 
-def seen_keys(
-    distance_TS: Tensor, documents_BT: Tensor | None, blocks_XY: Tensor | None, window: int, causal: bool
-) -> Tensor:
+def seen_keys(distance_TS: Tensor, options: AttentionOptions) -> Tensor:
     """Boolean mask that broadcasts to [B, N, T, S]."""
-    seen = distance_TS >= 0 if causal else torch.ones_like(distance_TS, dtype=torch.bool)
-    if window:
-        seen = seen & (distance_TS < window)
-    if blocks_XY is not None:
+    seen = distance_TS >= 0 if options.causal else torch.ones_like(distance_TS, dtype=torch.bool)
+    if options.window:
+        seen = seen & (distance_TS < options.window)
+    if options.blocks_XY is not None:
         T, S = distance_TS.shape
-        whole = blocks_XY.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        whole = options.blocks_XY.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
         seen = seen & whole[:T, :S]
+    documents_BT = options.documents_BT
     if documents_BT is not None:
         return seen & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
     return seen
 
 
-def sdpa(
-    q_BTND: Tensor,
-    k_BSKD: Tensor,
-    v_BSKD: Tensor,
-    documents_BT: Tensor | None = None,
-    blocks_XY: Tensor | None = None,
-    sinks_N: Tensor | None = None,
-    slopes_N: Tensor | None = None,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    causal: bool = True,
-) -> Tensor:
+def sdpa(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
     """torch's own choice of kernel, with a dense mask where being causal does not say it all."""
-    if softcap or sinks_N is not None or slopes_N is not None:
-        return reference(
-            q_BTND, k_BSKD, v_BSKD, documents_BT, blocks_XY, sinks_N, slopes_N, scale, window, softcap, causal
-        )
+    if options.softcap or options.sinks_N is not None or options.slopes_N is not None:
+        return reference(q_BTND, k_BSKD, v_BSKD, options)
     q, k, v = (x.transpose(1, 2) for x in (q_BTND, k_BSKD, v_BSKD))
     T, S = q.shape[2], k.shape[2]
-    plain = documents_BT is None and blocks_XY is None and (not window or window >= S) and (T == S or not causal)
-    mask = None if plain else seen_keys(distances(T, S, q.device), documents_BT, blocks_XY, window, causal)
+    free = options.documents_BT is None and options.blocks_XY is None and not 0 < options.window < S
+    plain = free and (T == S or not options.causal)
+    mask = None if plain else seen_keys(distances(T, S, q.device), options)
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=plain and causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+        q, k, v, attn_mask=mask, is_causal=plain and options.causal, scale=options.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
     return out.transpose(1, 2)
 
 
-def cudnn(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, *rest: Any) -> Tensor:
+def cudnn(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
     """The same by cuDNN or not at all."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return sdpa(q_BTND, k_BSKD, v_BSKD, *rest)
+        return sdpa(q_BTND, k_BSKD, v_BSKD, options)
 
 
-def flash(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, *rest: Any) -> Tensor:
+def flash(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
     """The same by torch's FlashAttention or not at all."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return sdpa(q_BTND, k_BSKD, v_BSKD, *rest)
+        return sdpa(q_BTND, k_BSKD, v_BSKD, options)
 
 
 # --- the op
@@ -169,8 +167,10 @@ def inputs(case: Attention, generator: torch.Generator) -> tuple[object, ...]:
         documents = (index * case.documents // case.length).expand(case.batch, -1).contiguous()
     blocks = sparse_blocks(case.length, generator.device) if case.sparse else None
     sinks = normal(case.heads) if case.sinks else None
-    q, k, v = normal(*shape), normal(*kv_shape), normal(*kv_shape)
-    return q, k, v, documents, blocks, sinks, None, None, case.window, case.softcap, True
+    options = AttentionOptions(
+        documents_BT=documents, blocks_XY=blocks, sinks_N=sinks, window=case.window, softcap=case.softcap
+    )
+    return normal(*shape), normal(*kv_shape), normal(*kv_shape), options
 
 
 def num_pairs(case: Attention) -> int:

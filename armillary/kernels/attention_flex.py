@@ -10,33 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from armillary.kernels.attention import BLOCK
+from armillary.kernels.attention import BLOCK, PLAIN, AttentionOptions
 
 
-def attention(
-    q_BTND: Tensor,
-    k_BSKD: Tensor,
-    v_BSKD: Tensor,
-    documents_BT: Tensor | None = None,
-    blocks_XY: Tensor | None = None,
-    sinks_N: Tensor | None = None,
-    slopes_N: Tensor | None = None,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    causal: bool = True,
-) -> Tensor:
+def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
     """attention.reference, but without sinks; the block mask of documents is made anew for every call."""
-    assert sinks_N is None, "flex_attention has no sinks"
+    assert options.sinks_N is None, "flex_attention has no sinks"
     q, k, v = (x.transpose(1, 2) for x in (q_BTND, k_BSKD, v_BSKD))
     T, S, shift = q.shape[2], k.shape[2], k.shape[2] - q.shape[2]
+    documents_BT, blocks_XY = options.documents_BT, options.blocks_XY
     if documents_BT is None and blocks_XY is None:
-        mask = _fixed_mask(T, S, window, causal, q.device)
+        mask = _fixed_mask(T, S, options.window, options.causal, q.device)
     else:
-        seen = _seen(shift, window, causal, documents_BT, blocks_XY)
+        seen = _seen(shift, options.window, options.causal, documents_BT, blocks_XY)
         mask = _compiled_mask()(seen, None if documents_BT is None else len(q), None, T, S, device=q.device)
     out = _compiled_flex()(
-        q, k, v, score_mod=_change(shift, softcap, slopes_N), block_mask=mask, scale=scale,
+        q, k, v, score_mod=_change(shift, options.softcap, options.slopes_N), block_mask=mask, scale=options.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     return out.transpose(1, 2)

@@ -12,40 +12,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.kernels.attention import BLOCK, reference
+from armillary.kernels.attention import BLOCK, PLAIN, AttentionOptions, reference
 from armillary.kernels.attention_backward_triton import delta_kernel, key_kernel, query_kernel
 from armillary.kernels.attention_lists import boil_down
 from armillary.kernels.attention_tiles import can_copy, described, forward_tiles, key_tiles, query_tiles
 from armillary.kernels.attention_triton import forward_kernel
 from armillary.kernels.launch import ceil_div, dense, on, power_of_two
+from armillary.kernels.note import note_once
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
 
 _LOG2E = math.log2(math.e)
 
 
-def attention(
-    q_BTND: Tensor,
-    k_BSKD: Tensor,
-    v_BSKD: Tensor,
-    documents_BT: Tensor | None = None,
-    blocks_XY: Tensor | None = None,
-    sinks_N: Tensor | None = None,
-    slopes_N: Tensor | None = None,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    causal: bool = True,
-) -> Tensor:
+def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
     """attention.reference in kernels of our own; what they cannot hold goes to the reference."""
-    if v_BSKD.shape[-1] != q_BTND.shape[-1] or q_BTND.shape[-1] > 256 or q_BTND.dtype == torch.float64:
-        return reference(
-            q_BTND, k_BSKD, v_BSKD, documents_BT, blocks_XY, sinks_N, slopes_N, scale, window, softcap, causal
-        )
-    scale = q_BTND.shape[-1] ** -0.5 if scale is None else scale
+    why = _cannot(q_BTND, v_BSKD)
+    if why:
+        if not torch.compiler.is_compiling():
+            note_once(f"attention is left to plain torch: {why}")
+        return reference(q_BTND, k_BSKD, v_BSKD, options)
+    scale = q_BTND.shape[-1] ** -0.5 if options.scale is None else options.scale
     return _attention(
-        q_BTND, k_BSKD, v_BSKD, documents_BT, blocks_XY, sinks_N, slopes_N, scale, window, softcap, causal
-    )[0]
+        q_BTND, k_BSKD, v_BSKD, options.documents_BT, options.blocks_XY, options.sinks_N, options.slopes_N, scale,
+        options.window, options.softcap, options.causal,
+    )[0]  # fmt: skip
+
+
+def _cannot(q_BTND: Tensor, v_BSKD: Tensor) -> str | None:
+    """Why our kernels are not for these."""
+    if v_BSKD.shape[-1] != q_BTND.shape[-1]:
+        return f"values of {v_BSKD.shape[-1]} dims, queries of {q_BTND.shape[-1]}"
+    if q_BTND.shape[-1] > 256:
+        return f"heads of {q_BTND.shape[-1]} dims are too wide for registers"
+    return "fp64" if q_BTND.dtype == torch.float64 else None
 
 
 _SCHEMA = (

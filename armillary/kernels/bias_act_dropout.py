@@ -70,7 +70,6 @@ BIAS_ACT_DROPOUT = Op(
     reference=bias_act_dropout,
     versions=(
         in_triton("bias_act_dropout_triton", "bias_act_dropout"),
-        replace(in_triton("bias_act_dropout_triton", "bias_act_dropout_in_turn"), name="triton, in turn"),
         compiled(bias_act_dropout),
     ),
     rivals=(replace(compiled(torch_dropout), name="compile, torch's bits"),),

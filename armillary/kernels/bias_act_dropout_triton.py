@@ -15,60 +15,46 @@ from torch import Tensor
 
 from armillary.kernels.activations_triton import act, act_and_slope, act_kept, through
 from armillary.kernels.column_sums_triton import column_sums
-from armillary.kernels.dropout_pairs_triton import draw, pairs_kernel
+from armillary.kernels.dropout_pairs_triton import backward_pairs, draw, forward_pairs
 from armillary.kernels.launch import ceil_div, dense, num_programs, on, power_of_two
 from armillary.kernels.needs import interpreted
 from armillary.kernels.philox import LANES, WORD, keep_scale, threshold
 
-_FORWARD, _TURNS = (1024, 4096, 4), (6, 3)
-_BACKWARD = (2048, 2048, 8, 4)
-"""columns and numbers a program takes at a time, its warps; programs a multiprocessor; tiles on their way at a time"""
+_FORWARD, _BACKWARD = (1024, 4096, 4), (2048, 2048, 8, 4)
+"""columns and numbers a program takes at a time, its warps; programs a multiprocessor"""
 
 
 def bias_act_dropout(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float) -> Tensor:
     """bias_act_dropout.bias_act_dropout in one kernel."""
-    result: Tensor = _run(x, bias, seed, activation, p, False)
-    return result
-
-
-def bias_act_dropout_in_turn(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float) -> Tensor:
-    """The same with programs that take tile after tile of some columns, the next one being loaded meanwhile."""
-    result: Tensor = _run(x, bias, seed, activation, p, True)
+    result: Tensor = _run(x, bias, seed, activation, p)
     return result
 
 
 @torch.library.custom_op(
     "armillary::bias_act_dropout", mutates_args=(),
-    schema="(Tensor x, Tensor? bias, Tensor seed, str activation, float p, bool in_turn) -> Tensor",
+    schema="(Tensor x, Tensor? bias, Tensor seed, str activation, float p) -> Tensor",
 )  # fmt: skip
-def _run(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float, in_turn: bool) -> Tensor:
-    y = _empty(x, bias, seed, activation, p, in_turn)
-    if x.numel():
-        x, bias = x.contiguous(), dense(bias)
-        rows, columns = x.numel() // x.shape[-1], x.shape[-1]
-        block, held, warps = _tile(columns, *_FORWARD)
-        pieces, blocks = ceil_div(columns, block), ceil_div(rows, held)
-        programs = max(1, min(blocks, num_programs(x, _TURNS[0]) // pieces)) if in_turn else blocks
-        options = {
-            "BIAS": bias is not None, "DROP": p > 0, "ACT": _activation(activation, p), "HELD": held, "BLOCK": block,
-            "MASKED": bool(columns % block or rows % held), "STAGES": _TURNS[1] if in_turn else 0, "num_warps": warps,
-        }  # fmt: skip
-        with on(x):
-            if _in_pairs(x):
-                pairs_kernel[(programs * pieces,)](
-                    x, bias, seed, y, rows, columns, pieces, _least(p) * 0x10001, keep_scale(p), _over(p), **options,
-                    ASM=not interpreted(),
-                )  # fmt: skip
-            else:
-                _forward_kernel[(programs * pieces,)](
-                    x, bias, seed, y, rows, columns, pieces, _least(p) << 17, keep_scale(p), _over(p), **options,
-                    ALIGNED=columns % LANES == 0,
-                )  # fmt: skip
+def _run(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float) -> Tensor:
+    y = _empty(x, bias, seed, activation, p)
+    if not x.numel():
+        return y
+    x, bias = x.contiguous(), dense(bias)
+    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
+    block, held, warps = _tile(columns, *_FORWARD)
+    pieces = ceil_div(columns, block)
+    pairs = _in_pairs(x)
+    kernel, least = (forward_pairs, _least(p) * 0x10001) if pairs else (_forward_kernel, _least(p) << 17)
+    with on(x):
+        kernel[(ceil_div(rows, held) * pieces,)](
+            x, bias, seed, y, rows, columns, pieces, least, keep_scale(p), _over(p), BIAS=bias is not None, DROP=p > 0,
+            ACT=_activation(activation, p), HELD=held, BLOCK=block, MASKED=bool(columns % block or rows % held),
+            num_warps=warps, **_flags(pairs, columns),
+        )  # fmt: skip
     return y
 
 
 @_run.register_fake
-def _empty(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float, in_turn: bool) -> Tensor:
+def _empty(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -88,11 +74,14 @@ def _run_backward(
     pieces = ceil_div(columns, block)
     programs = max(1, min(num_programs(x, _BACKWARD[3]) // pieces, ceil_div(rows, held)))
     parts = x.new_empty(programs if bias is not None else 0, columns, dtype=torch.float32)
+    dy, x = dy.contiguous(), x.contiguous()
+    pairs = _in_pairs(x) and _in_pairs(dy)
+    kernel, least = (backward_pairs, _least(p) * 0x10001) if pairs else (_backward_kernel, _least(p) << 17)
     with on(x):
-        _backward_kernel[(pieces, programs)](
-            dy.contiguous(), x.contiguous(), dense(bias), seed, dx, parts, rows, columns, _least(p) << 17,
-            keep_scale(p), BIAS=bias is not None, DROP=p > 0, ALIGNED=columns % LANES == 0, ACT=activation, HELD=held,
-            BLOCK=block, num_warps=warps,
+        kernel[(pieces, programs)](
+            dy, x, dense(bias), seed, dx, parts, rows, columns, least, keep_scale(p), BIAS=bias is not None,
+            DROP=p > 0, ACT=activation, HELD=held, BLOCK=block, MASKED=bool(columns % block or rows % held),
+            num_warps=warps, **_flags(pairs, columns),
         )  # fmt: skip
     if bias is not None:
         column_sums(parts[None], db)
@@ -108,14 +97,14 @@ def _empty_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, bias, seed, ctx.activation, ctx.p, _ = inputs
+    x, bias, seed, ctx.activation, ctx.p = inputs
     ctx.save_for_backward(x, bias, seed)
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, bias, seed = ctx.saved_tensors
     dx, db = _run_backward(dy, x, bias, seed, ctx.activation, ctx.p)
-    return dx, None if bias is None else db, None, None, None, None
+    return dx, None if bias is None else db, None, None, None
 
 
 _run.register_autograd(_gradients, setup_context=_keep)
@@ -149,6 +138,11 @@ def _in_pairs(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.shape[-1] % LANES == 0 and x.data_ptr() % 16 == 0
 
 
+def _flags(pairs: bool, columns: int) -> dict[str, bool]:
+    """What only one of the kernels asks for."""
+    return {"ASM": not interpreted()} if pairs else {"ALIGNED": columns % LANES == 0}
+
+
 # --- kernels
 
 
@@ -172,59 +166,39 @@ def _kept(seed, row, start, columns, threshold, ALIGNED: tl.constexpr, HELD: tl.
 
 
 @triton.jit
-def _tile_forward(
-    x_ptr, y_ptr, bias, seed, row, start, rows, columns, threshold, scale, over, BIAS: tl.constexpr,
+def _forward_kernel(
+    x_ptr, bias_ptr, seed_ptr, y_ptr, rows, columns, pieces, threshold, scale, over, BIAS: tl.constexpr,
     DROP: tl.constexpr, ALIGNED: tl.constexpr, ACT: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
+    """A program is HELD rows of one of `pieces` of BLOCK columns; `over` is 1 / scale."""
     FAST: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
+    start = (tl.program_id(0) % pieces) * BLOCK
+    row = (tl.program_id(0) // pieces).to(tl.int64) * HELD + tl.arange(0, HELD)[:, None]
     column = (start + tl.arange(0, BLOCK))[None, :]
-    inside = (row < rows) & (column < columns)
-    x_at = x_ptr + row * columns + column
-    x = (tl.load(x_at, mask=inside, other=0.0) if MASKED else tl.load(x_at)).to(tl.float32)
+    at, inside = row * columns + column, (row < rows) & (column < columns)
+    x = (tl.load(x_ptr + at, mask=inside, other=0.0) if MASKED else tl.load(x_ptr + at)).to(tl.float32)
     if BIAS:
-        x += bias
+        x += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
     if DROP:
-        kept = _kept(seed, row, start, columns, threshold, ALIGNED, HELD, BLOCK)
+        kept = _kept(tl.load(seed_ptr), row, start, columns, threshold, ALIGNED, HELD, BLOCK)
         y = act_kept(x, kept, scale, over, ACT, FAST)
     else:
         y = act(x, ACT, FAST)
     y = y.to(y_ptr.dtype.element_ty)
     if MASKED:
-        tl.store(y_ptr + row * columns + column, y, mask=inside)
+        tl.store(y_ptr + at, y, mask=inside)
     else:
-        tl.store(y_ptr + row * columns + column, y)
-
-
-@triton.jit
-def _forward_kernel(
-    x_ptr, bias_ptr, seed_ptr, y_ptr, rows, columns, pieces, threshold, scale, over, BIAS: tl.constexpr,
-    DROP: tl.constexpr, ALIGNED: tl.constexpr, ACT: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """STAGES 0: a program is a tile."""
-    start = (tl.program_id(0) % pieces) * BLOCK
-    first = tl.program_id(0) // pieces
-    held = tl.arange(0, HELD).to(tl.int64)[:, None]
-    column = (start + tl.arange(0, BLOCK))[None, :]
-    bias = tl.zeros([1, BLOCK], tl.float32)
-    if BIAS:
-        bias = tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
-    seed = tl.load(seed_ptr)
-    if STAGES == 0:
-        _tile_forward(x_ptr, y_ptr, bias, seed, first * HELD + held, start, rows, columns, threshold, scale, over,
-                      BIAS, DROP, ALIGNED, ACT, HELD, BLOCK, MASKED)  # fmt: skip
-    else:
-        for block in tl.range(first, tl.cdiv(rows, HELD), tl.num_programs(0) // pieces, num_stages=STAGES):
-            _tile_forward(x_ptr, y_ptr, bias, seed, block * HELD + held, start, rows, columns, threshold, scale, over,
-                          BIAS, DROP, ALIGNED, ACT, HELD, BLOCK, MASKED)  # fmt: skip
+        tl.store(y_ptr + at, y)
 
 
 @triton.jit
 def _backward_kernel(
     dy_ptr, x_ptr, bias_ptr, seed_ptr, dx_ptr, parts_ptr, rows, columns, threshold, scale, BIAS: tl.constexpr,
     DROP: tl.constexpr, ALIGNED: tl.constexpr, ACT: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
+    """Program (BLOCK columns, some rows, HELD at a time); `parts` gets what it adds to the bias's gradient."""
     start = tl.program_id(0) * BLOCK
     column = (start + tl.arange(0, BLOCK))[None, :]
     if BIAS:

@@ -19,6 +19,8 @@ from torch import Tensor
 _COMPUTE_32F, _R_32F, _TYPES = 68, 0, {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _TRANS_A, _TRANS_B, _MOST_WORKSPACE = 3, 4, 1
 _WORKSPACE_BYTES, _ASKED = 32 << 20, 16
+_SWIZZLE, _OPTION, _OPTIONS = 4, 5, range(8)
+"""of an algorithm: the order in which tiles are visited, and a setting of its own whose meaning nobody tells"""
 
 
 class _Heuristic(ctypes.Structure):
@@ -63,10 +65,24 @@ class Product:
             _check(self.lib.cublasLtMatmulDescSetAttribute(self.desc, name, ctypes.byref(value), ctypes.c_size_t(4)))
         formats = (dtype, dtype, self.out_dtype)
         self.layouts = [self._layout(*pair) for pair in zip((shape.a, shape.b, shape.d), formats, strict=True)]
-        self.algorithms = self._proposed()
+        self.proposed = self._proposed()
+
+    def algorithm(self, name: str) -> Any:
+        """'2' is the third proposal, '2.6.1' the same with option 6 and tiles in order 1; None where there is none."""
+        place, *changes = map(int, name.split("."))
+        if place >= len(self.proposed):
+            return None
+        return self._changed(self.proposed[place], *changes) if changes else self.proposed[place]
+
+    def variants(self, name: str) -> list[str]:
+        """Names of the other settings of a proposal that the library takes."""
+        names = (f"{name}.{option}.{swizzle}" for option in _OPTIONS for swizzle in (0, 1))
+        found = {bytes(made.algorithm): one for one in names if (made := self.algorithm(one)) is not None}
+        found.pop(bytes(self.algorithm(name).algorithm), None)
+        return list(found.values())
 
     def __call__(
-        self, first: Tensor, second: Tensor, place: int, add: Tensor | None = None, out: Tensor | None = None
+        self, first: Tensor, second: Tensor, algorithm: Any, add: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """The operands in `form`'s order, whole and row by row; `add` is added before the result is rounded, and may
         be `out` itself."""
@@ -75,7 +91,7 @@ class Product:
         a, b, d = self.layouts
         status = self.lib.cublasLtMatmul(
             self.handle, self.desc, _ONE, _at(second), a, _at(first), b, _ZERO if add is None else _ONE,
-            _at(out if add is None else add), d, _at(out), d, ctypes.byref(self.algorithms[place].algorithm),
+            _at(out if add is None else add), d, _at(out), d, ctypes.byref(algorithm.algorithm),
             _at(_workspace(first.device, stream)), ctypes.c_size_t(_WORKSPACE_BYTES), ctypes.c_void_p(stream),
         )  # fmt: skip
         _check(status)
@@ -91,6 +107,19 @@ class Product:
         propose = self.lib.cublasLtMatmulAlgoGetHeuristic
         _check(propose(self.handle, self.desc, a, b, d, d, preference, _ASKED, found, ctypes.byref(count)))
         return [item for item in found[: count.value] if item.state == 0]
+
+    def _changed(self, proposal: Any, option: int, swizzle: int) -> Any:
+        made, said = _Heuristic(), _Heuristic()
+        made.algorithm = proposal.algorithm
+        for name, value in ((_OPTION, option), (_SWIZZLE, swizzle)):
+            number = ctypes.c_uint32(value)
+            change = self.lib.cublasLtMatmulAlgoConfigSetAttribute
+            if change(ctypes.byref(made.algorithm), name, ctypes.byref(number), ctypes.c_size_t(4)):
+                return None
+        a, b, d = self.layouts
+        check = self.lib.cublasLtMatmulAlgoCheck
+        refused = check(self.handle, self.desc, a, b, d, d, ctypes.byref(made.algorithm), ctypes.byref(said))
+        return None if refused or said.state or said.workspace > _WORKSPACE_BYTES else made
 
     def _layout(self, size: tuple[int, int], dtype: torch.dtype) -> Any:
         rows, columns = size

@@ -39,23 +39,19 @@ def forward_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, summed_ptr, mean_ptr, rstd_ptr, rows, columns, x_stride,
     residual_stride, eps, RMS: tl.constexpr, WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr,
-    MASKED: tl.constexpr, AHEAD: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """AHEAD: the weight is read with the rows, not when their sum is known."""
     lane = tl.arange(0, WIDTH)[None, :]
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, HELD), tl.num_programs(0), num_stages=STAGES):
         row = block * HELD + tl.arange(0, HELD).to(tl.int64)[:, None]
         there = row < rows
-        loaded, residuals, weights, xs = (), (), (), ()
+        loaded, residuals, xs = (), (), ()
         for i in tl.static_range(PIECES):  # all of them before anything is stored: a load does not pass a store
             column = i * WIDTH + lane
             inside = there & (column < columns)
             loaded += (_load(x_ptr + row * x_stride + column, inside, MASKED),)
             if RESIDUAL:
                 residuals += (_load(residual_ptr + row * residual_stride + column, inside, MASKED),)
-        if WEIGHT and AHEAD:
-            for i in tl.static_range(PIECES):
-                weights += (_load(weight_ptr + i * WIDTH + lane, i * WIDTH + lane < columns, MASKED),)
         total = tl.zeros([HELD, WIDTH], tl.float32)  # of squares, or of the numbers themselves
         for i in tl.static_range(PIECES):
             x = loaded[i]
@@ -82,8 +78,7 @@ def forward_kernel(
             column = i * WIDTH + lane
             y = (xs[i] if RMS else xs[i] - mean) * rstd
             if WEIGHT:
-                weight = weights[i] if AHEAD else _load(weight_ptr + column, column < columns, MASKED)
-                y = _weighted(y, weight, PLUS_ONE)
+                y = _weighted(y, _load(weight_ptr + column, column < columns, MASKED), PLUS_ONE)
             if BIAS:
                 y += _load(bias_ptr + column, column < columns, MASKED).to(tl.float32)
             _store(y_ptr + row * columns + column, y, there & (column < columns), MASKED)

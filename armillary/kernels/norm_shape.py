@@ -30,7 +30,7 @@ class Shape(NamedTuple):
     stages: int = 1
     """blocks of rows on their way at a time"""
     ahead: bool = False
-    """whether the weight is read before the rows' sums are known; a backward reads it once"""
+    """whether the weight is read once, before the rows"""
 
 
 def forward_shape(columns: int, element_size: int, pairs: bool, *, centred: bool, residual: bool) -> Shape:
@@ -40,7 +40,7 @@ def forward_shape(columns: int, element_size: int, pairs: bool, *, centred: bool
         width = power_of_two(columns)
         return Shape(max(1, 2048 // width), width, 4)
     held, warps = 1, 16 if columns > (12288 if not residual else 8192) else 8
-    if centred and columns <= 8192 and not residual:
+    if centred and columns < 8192 and not residual:
         held, warps = (2, 8) if columns % 4096 == 0 else (1, 4)
         if pairs:
             held, warps = 3 - held, 4

@@ -105,7 +105,7 @@ def _norm(
             forward_kernel[(programs,)](
                 *arguments, **flags, PIECES=pieces, WIDTH=shape.width, HELD=shape.held,
                 STAGES=fitting_stages(x, stage_bytes, shape.stages),
-                MASKED=bool(columns % shape.width or rows % shape.held), AHEAD=shape.ahead, num_warps=shape.warps,
+                MASKED=bool(columns % shape.width or rows % shape.held), num_warps=shape.warps,
             )  # fmt: skip
     return y, summed, mean, rstd
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,6 +34,17 @@ class PagedBatch:
     """keys of each sequence, int32; its queries are the last tokens of it. 0: its queries give zeros"""
     max_query: int
     """at least the most queries of a sequence; a CUDA graph is captured for one value of it"""
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """First query, the one after the last, and keys of each sequence, on the host: waits for the device."""
+        bounds = self.starts.tolist()
+        return list(zip(bounds, bounds[1:], self.lengths_B.tolist(), strict=False))
+
+    @cached_property
+    def pieces(self) -> dict[int, Tensor]:
+        """Where `gather` finds the heads of a sequence's pages: the same for all layers of a step."""
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,25 +80,39 @@ def by_sdpa(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptio
 def _by_sequence(
     q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions, attend: Callable[..., Tensor]
 ) -> Tensor:
-    out = torch.zeros_like(q_TND)
-    bounds = batch.starts.tolist()
-    for b, length in enumerate(batch.lengths_B.tolist()):
-        queries = slice(bounds[b], bounds[b + 1])
-        if bounds[b] < bounds[b + 1] and length:
-            k_SKD, v_SKD = gather(cache, batch.tables_BP[b], length, options.scales_2K, q_TND.dtype)
-            out[queries] = attend(q_TND[queries], k_SKD, v_SKD, options)
-    return out
+    out = None
+    for b, (begin, end, length) in enumerate(batch.spans):
+        if begin >= end or not length:
+            continue
+        if b not in batch.pieces:
+            batch.pieces[b] = pieces(cache, batch.tables_BP[b], length)
+        k_SKD, v_SKD = gather(cache, batch.pieces[b], length, options.scales_2K, q_TND.dtype)
+        found = attend(q_TND[begin:end], k_SKD, v_SKD, options)
+        if end - begin == len(q_TND):
+            return found
+        out = torch.zeros_like(q_TND) if out is None else out
+        out[begin:end] = found
+    return torch.zeros_like(q_TND) if out is None else out
+
+
+def pieces(cache: Tensor, table_P: Tensor, length: int) -> Tensor:
+    """Which pieces of the cache a sequence's keys and values are: a head of a page is one piece of memory, and goes as
+    such to its place among the keys of that head."""
+    _, two, heads, size, _ = cache.shape
+    pages_P = table_P[: -(-length // size)].long()
+    return (pages_P * (two * heads) + torch.arange(two * heads, device=cache.device)[:, None]).view(-1)
 
 
 def gather(
-    cache: Tensor, table_P: Tensor, length: int, scales_2K: Tensor | None, dtype: torch.dtype
+    cache: Tensor, pieces: Tensor, length: int, scales_2K: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [S, K, D] of one sequence, out of its pages."""
-    num_pages = -(-length // cache.shape[3])
-    both = cache[table_P[:num_pages].long()].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length].to(dtype)
+    """Keys and values [S, K, D] of a sequence, out of its pages."""
+    _, two, heads, size, dim = cache.shape
+    both = cache.reshape(-1, size * dim).index_select(0, pieces).view(two, heads, -1, dim)[:, :, :length].to(dtype)
     if scales_2K is not None:
-        both = both * scales_2K.to(dtype)[:, None, :, None]
-    return both[0], both[1]
+        both = both * scales_2K.to(dtype)[:, :, None, None]
+    k_KSD, v_KSD = both
+    return k_KSD.transpose(0, 1), v_KSD.transpose(0, 1)
 
 
 def _explicit(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: PagedOptions) -> Tensor:
@@ -107,11 +133,17 @@ def _explicit(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: PagedOptions
 
 
 def _sdpa(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: PagedOptions) -> Tensor:
-    mask = None
-    if options.window is not None or q_TND.shape[0] > 1:
-        mask = _seen(_distance(q_TND.shape[0], k_SKD.shape[0], q_TND.device), options.window)
+    queries, window = q_TND.shape[0], options.window
+    if window is not None and queries + window <= k_SKD.shape[0]:
+        k_SKD, v_SKD = k_SKD[1 - queries - window :], v_SKD[1 - queries - window :]  # what nobody sees any more
+    keys = k_SKD.shape[0]
+    limited = window is not None and window < keys
+    whole, mask = queries == keys and not limited, None
+    if not whole and (queries > 1 or limited):
+        mask = _seen(_distance(queries, keys, q_TND.device), window)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_TND, k_SKD, v_SKD))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole and queries > 1, scale=options.scale,
+                                         enable_gqa=True)  # fmt: skip
     return out[0].transpose(0, 1)
 
 

@@ -114,8 +114,9 @@ def decode(
     worker, num_workers = tl.program_id(0), tl.num_programs(0)
     dim, m_row = tl.arange(0, D_PAD), tl.arange(0, M)
     query, member = m_row // GROUP, m_row % GROUP
-    if EARLY:
+    if EARLY == 1:
         gdc_launch_dependents()
+    if EARLY > 0:
         if AHEAD > 0:
             _fetch_first(cache, tables, starts, lengths, num_rows, num_pages, table_pages, worker, num_workers,
                          page_stride, kv_stride, head_stride, slot_stride, table_stride, WINDOW, QUERIES, ROWS, HEADS,
@@ -190,6 +191,8 @@ def decode(
         b, head, tile, page = next_b, next_head, next_tile, next_page
         begin, count, length = next_begin, next_count, next_length
 
+    if EARLY == 2:
+        gdc_launch_dependents()
     for token in range(tl.load(starts + num_rows) + worker, num_tokens, num_workers):  # padding gets zeros
         for part in range(HEADS * GROUP):
             at = (dim * 0 + token).to(tl.int64) * (HEADS * GROUP * D) + part * D + dim

@@ -65,9 +65,21 @@ def _reach(first_position, length, PER: tl.constexpr, N: tl.constexpr, WINDOW: t
 
 
 @triton.jit
-def _parts(start, stop, SPLITS: tl.constexpr, LEAST: tl.constexpr):
-    """How many programs share these key tiles: as many as get LEAST of them each."""
-    return tl.minimum(tl.maximum((stop - start) // LEAST, 1), SPLITS)
+def _parts(
+    starts, start, stop, num_rows, QUERIES: tl.constexpr, ROWS: tl.constexpr, PER: tl.constexpr, HEADS: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """How many programs share these key tiles: the number up to SPLITS at which all programs with work fill whole
+    turns of the SLOTS that run at once best, but each gets LEAST tiles."""
+    rows = tl.arange(0, ROWS)
+    counts = tl.load(starts + rows + 1, mask=rows < num_rows, other=0)
+    counts -= tl.load(starts + rows, mask=rows < num_rows, other=0)
+    live = tl.sum(tl.where(counts > QUERIES, (counts + PER - 1) // PER, 0), 0) * HEADS
+    number = tl.arange(1, SPLITS + 1)
+    programs = number * live
+    used = programs * 1000 // ((programs + SLOTS - 1) // SLOTS * SLOTS) - 10 * number  # of few that are as good, fewer
+    best = tl.min(tl.where(used == tl.max(used, 0), number, SPLITS), 0)
+    return tl.minimum(tl.maximum((stop - start) // LEAST, 1), best)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -78,7 +90,8 @@ def prefill(
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, SLOTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of queries, KV head, part of the keys); rows of at most QUERIES queries are left to `decode`."""
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -90,7 +103,9 @@ def prefill(
         return
     first_position = length - count + first_query
     lowest, upto, start, stop = _reach(first_position, length, PER, N, WINDOW)
-    parts = _parts(start, stop, SPLITS, LEAST)
+    parts = 1
+    if SPLITS > 1:
+        parts = _parts(starts, start, stop, num_rows, QUERIES, ROWS, PER, HEADS, SPLITS, LEAST, SLOTS)
     if split >= parts:
         return
 
@@ -154,7 +169,7 @@ def combine_prefill(
     partial, peaks, starts, lengths, sinks, scales, out, num_rows,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, R: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, SLOTS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of queries, KV head, R rows of it): the sum of what the parts of the keys gave."""
     PER: tl.constexpr = M // GROUP
@@ -163,7 +178,7 @@ def combine_prefill(
     if (count <= QUERIES) | (first_query >= count):
         return
     _, _, start, stop = _reach(length - count + first_query, length, PER, N, WINDOW)
-    parts = _parts(start, stop, SPLITS, LEAST)
+    parts = _parts(starts, start, stop, num_rows, QUERIES, ROWS, PER, HEADS, SPLITS, LEAST, SLOTS)
     if parts == 1:
         return
     m_row, dim, part = tl.program_id(2) * R + tl.arange(0, R), tl.arange(0, D_PAD), tl.arange(0, SPLITS)

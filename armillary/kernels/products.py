@@ -5,7 +5,7 @@ Forward, back to the input, and the weight's gradient: by itself, or summed over
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,10 @@ from armillary.kernels.cublaslt import Product
 
 # M tokens, N outputs of a linear layer, K inputs
 
-TORCH, APART = "torch", "apart"
+TORCH, APART, LIBRARY = "torch", "apart", "lt "
 """what multiplies; `apart`: the gradient in the product's format, then a pass that adds it to the sum"""
+Ready = Callable[..., Tensor]
+"""takes the two operands, what is added, and where the result goes"""
 
 
 class Shape(NamedTuple):
@@ -69,28 +71,25 @@ class Tuned(Products):
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
-        self._made: dict[tuple[Shape, torch.dtype], tuple[Product, int] | None] = {}
+        self._made: dict[tuple[Shape, torch.dtype], Ready | None] = {}
 
     def forward(self, x: Tensor, w_NK: Tensor, add: Tensor | None = None) -> Tensor:
         found = self._found("forward", x, *w_NK.shape)
         if found is None or not _whole(x, w_NK, *(() if add is None else (add,))):
             return super().forward(x, w_NK, add)
-        product, place = found
-        return product(x, w_NK, place, add).view(*x.shape[:-1], len(w_NK))
+        return found(x, w_NK, add).view(*x.shape[:-1], len(w_NK))
 
     def back(self, dy: Tensor, w_NK: Tensor) -> Tensor:
         found = self._found("back", dy, *w_NK.shape)
         if found is None or not _whole(dy, w_NK):
             return super().back(dy, w_NK)
-        product, place = found
-        return product(dy, w_NK, place).view(*dy.shape[:-1], w_NK.shape[1])
+        return found(dy, w_NK).view(*dy.shape[:-1], w_NK.shape[1])
 
     def weight(self, dy_MN: Tensor, x_MK: Tensor) -> Tensor:
         found = self._found("weight", dy_MN, dy_MN.shape[1], x_MK.shape[1])
         if found is None or not _whole(dy_MN, x_MK):
             return super().weight(dy_MN, x_MK)
-        product, place = found
-        return product(dy_MN, x_MK, place)
+        return found(dy_MN, x_MK)
 
     def sum(self, total_NK: Tensor, dy_MN: Tensor, x_MK: Tensor, *, first: bool) -> None:
         name = self.names.get(_shape("sum", dy_MN, *total_NK.shape).key, TORCH)
@@ -101,22 +100,28 @@ class Tuned(Products):
         if found is None or total_NK.dtype != torch.float32 or not _whole(total_NK, dy_MN, x_MK):
             super().sum(total_NK, dy_MN, x_MK, first=first)
             return
-        product, place = found
-        product(dy_MN, x_MK, place, None if first else total_NK, total_NK)
+        found(dy_MN, x_MK, None if first else total_NK, total_NK)
 
-    def _found(self, kind: str, rows: Tensor, N: int, K: int) -> tuple[Product, int] | None:
+    def _found(self, kind: str, rows: Tensor, N: int, K: int) -> Ready | None:
         shape = _shape(kind, rows, N, K)
         at = shape, rows.dtype
         if at not in self._made:
             self._made[at] = self._make(shape, rows.dtype)
         return self._made[at]
 
-    def _make(self, shape: Shape, dtype: torch.dtype) -> tuple[Product, int] | None:
+    def _make(self, shape: Shape, dtype: torch.dtype) -> Ready | None:
         name = self.names.get(shape.key, TORCH)
         if name in (TORCH, APART):
             return None
-        product, place = Product(*shape, dtype), int(name.split()[-1])
-        return (product, place) if place < len(product.algorithms) else None  # another release of the library
+        return ready(Product(*shape, dtype), name)  # None: another release of the library
+
+
+def ready(product: Product, name: str) -> Ready | None:
+    """A product by the algorithm that 'lt NAME' stands for."""
+    algorithm = product.algorithm(name.removeprefix(LIBRARY))
+    if algorithm is None:
+        return None
+    return lambda first, second, add=None, out=None: product(first, second, algorithm, add, out)
 
 
 def add_(total: Tensor, part: Tensor, *, first: bool) -> None:

@@ -61,6 +61,40 @@ def qkv_cache(
     return q.to(qkv.dtype), cache
 
 
+def unpadded(
+    qkv: Tensor, cache: Tensor, slots_T: Tensor, cos_TR: Tensor | None, sin_TR: Tensor | None, options: QkvOptions
+) -> tuple[Tensor, Tensor]:
+    """The same in fewer calls, for processors: queries and keys go together, and every token is written."""
+    heads, page, size = cache.shape[2:]
+    if not _alike(options, size) or options.scales_2K is not None or not len(qkv) or int(slots_T.min()) < 0:
+        return qkv_cache(qkv, cache, slots_T, cos_TR, sin_TR, options)
+    if options.clip is not None:
+        qkv = qkv.clamp(-options.clip, options.clip)
+    grouped = qkv.unflatten(-1, (heads, -1, size))
+    qk = _normed_together(widen(grouped[:, :, :-1]), options)
+    if cos_TR is not None and sin_TR is not None:
+        qk = _rotated(qk, cos_TR[:, None, None], sin_TR[:, None, None], options.interleaved)
+    qk = qk.to(qkv.dtype)
+    kv_T2KD = torch.stack((qk[:, :, -1], grouped[:, :, -1]), dim=1).to(cache.dtype)
+    cache.permute(0, 3, 1, 2, 4).index_put_((slots_T // page, slots_T % page), kv_T2KD)
+    return qk[:, :, :-1].flatten(1, 2), cache
+
+
+def _alike(options: QkvOptions, size: int) -> bool:
+    """Whether queries and keys are normed alike, each head alone."""
+    sizes = {None if weight is None else weight.numel() for weight in (options.q_weight, options.k_weight)}
+    return options.norm == "none" or sizes in ({None}, {size})
+
+
+def _normed_together(qk_TKGD: Tensor, options: QkvOptions) -> Tensor:
+    """Queries and the key of each KV head, the key last."""
+    q_weight, k_weight = options.q_weight, options.k_weight
+    if options.norm == "none" or q_weight is None or k_weight is None:
+        return _normed(qk_TKGD, None, options)
+    scales = torch.stack((*[q_weight] * (qk_TKGD.shape[2] - 1), k_weight)).to(qk_TKGD.dtype)
+    return _normed(qk_TKGD, None, options) * (scales + 1.0 if options.plus_one else scales)
+
+
 def _normed(x_TND: Tensor, weight: Tensor | None, options: QkvOptions) -> Tensor:
     if options.norm == "none":
         return x_TND
@@ -81,7 +115,7 @@ def _rotated(x_TND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tens
     first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
     turned = first * cos - second * sin, second * cos + first * sin
     whole = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
-    return torch.cat((whole, rest), dim=-1)
+    return torch.cat((whole, rest), dim=-1) if rest.shape[-1] else whole
 
 
 def _write(cache: Tensor, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor, scales_2K: Tensor | None) -> None:

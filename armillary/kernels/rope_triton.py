@@ -14,10 +14,12 @@ from torch import Tensor
 
 from armillary.kernels.launch import ceil_div, on, power_of_two
 
-_HALVES, _FLAT, _FRONT = (16384, 64), (2048, 16), (8192, 64)
+_HALVES = (16384, 64)
 """numbers that a program turns, and a thread of it"""
-_LANES, _SMALLEST = 8, 16
-"""numbers of a vector of the flat kernel, and of the smallest piece of a head that is worth a load of its own"""
+_WHOLE = (64, 16)
+"""heads of a program that goes over them from end to end, and its warps"""
+_SMALLEST = 16
+"""numbers of the smallest piece of a head that is worth a load of its own"""
 _SECTOR = 32
 """bytes that memory is written by"""
 
@@ -92,24 +94,15 @@ def _launch(
     dim, turned = q.shape[-1], cos.shape[-1]
     tokens, slots = qkv.numel() // qkv.shape[-1], qkv.shape[-1] // dim
     cos, sin = (_per_token(table, qkv.shape[:-1]) for table in (cos, sin))
-    if not interleaved and _is_front(dim, turned, qkv.element_size()):
+    if not interleaved and _halves_share_sectors(turned, qkv.element_size()):
         front, front_more = pieces(2 * turned)
         rest, rest_more = pieces(max(0, dim - front - front_more))
-        elements, of_a_thread = _FRONT
-        held = max(1, min(power_of_two(slots), elements // power_of_two(dim)))
+        held = min(power_of_two(slots), _WHOLE[0])
         with on(qkv):
-            _front_kernel[(tokens, ceil_div(slots, held))](
+            _whole_kernel[(tokens, ceil_div(slots, held))](
                 qkv, q, k, v, cos, sin, slots, GROUP=group, DIM=dim, TURNED=turned, FRONT=front,
                 FRONT_MORE=front_more, REST=rest, REST_MORE=rest_more, BACKWARD=backward, HELD=held,
-                num_warps=max(1, min(16, held * power_of_two(dim) // (32 * of_a_thread))),
-            )  # fmt: skip
-        return
-    if not interleaved and _is_flat(dim, turned, qkv.element_size()):
-        elements, of_a_thread = _FLAT
-        with on(qkv):
-            _flat_kernel[(tokens, ceil_div(slots * dim, elements))](
-                qkv, q, k, v, cos, sin, slots, GROUP=group, DIM=dim, TURNED=turned, BACKWARD=backward,
-                VECTORS=elements // _LANES, LANES=_LANES, num_warps=elements // (32 * of_a_thread),
+                num_warps=_WHOLE[1],
             )  # fmt: skip
         return
     elements, of_a_thread = _HALVES
@@ -124,14 +117,10 @@ def _launch(
         )  # fmt: skip
 
 
-def _is_front(dim: int, turned: int, element_size: int) -> bool:
-    return turned * element_size % _SECTOR != 0 and turned > 0
-
-
-def _is_flat(dim: int, turned: int, element_size: int) -> bool:
-    """Whether heads are gone over from end to end, and the other half of what turns is read again: where halves begin
-    inside a sector, taking them apart reads and writes it twice. Where most of a head turns, reading again is more."""
-    return turned * element_size % _SECTOR != 0 and 4 * turned <= dim and dim % _LANES == 0
+def _halves_share_sectors(turned: int, element_size: int) -> bool:
+    """Where halves begin inside a sector, taking them apart would read and write it twice: heads are gone over from end
+    to end then, and the other half of what turns is read again."""
+    return turned * element_size % _SECTOR != 0
 
 
 def pieces(count: int) -> tuple[int, int]:
@@ -236,8 +225,8 @@ def _stored(target, x, there, START: tl.constexpr, SIZE: tl.constexpr, DIM: tl.c
 
 
 @triton.jit
-def _fronts(source, cos_ptr, sin_ptr, there, is_value, TURNED: tl.constexpr, START: tl.constexpr,
-            SIZE: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr):  # fmt: skip
+def _turned_in_place(source, cos_ptr, sin_ptr, there, is_value, TURNED: tl.constexpr, START: tl.constexpr,
+                     SIZE: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr):  # fmt: skip
     """The same turned, where they do. What a dim turns with is read once more, out of L1."""
     at = START + tl.arange(0, SIZE)[None, :]
     upper, turns = at >= TURNED, at < 2 * TURNED
@@ -252,7 +241,7 @@ def _fronts(source, cos_ptr, sin_ptr, there, is_value, TURNED: tl.constexpr, STA
 
 
 @triton.jit
-def _front_kernel(
+def _whole_kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slots, GROUP: tl.constexpr, DIM: tl.constexpr,
     TURNED: tl.constexpr, FRONT: tl.constexpr, FRONT_MORE: tl.constexpr, REST: tl.constexpr,
     REST_MORE: tl.constexpr, BACKWARD: tl.constexpr, HELD: tl.constexpr,
@@ -269,35 +258,12 @@ def _front_kernel(
         rest = _loaded(source, there, REST_AT, REST, DIM)
     if REST_MORE > 0:
         rest_more = _loaded(source, there, REST_AT + REST, REST_MORE, DIM)
-    front = _fronts(source, cos, sin, there, is_value, TURNED, 0, FRONT, DIM, BACKWARD)
+    front = _turned_in_place(source, cos, sin, there, is_value, TURNED, 0, FRONT, DIM, BACKWARD)
     if FRONT_MORE > 0:
-        more = _fronts(source, cos, sin, there, is_value, TURNED, FRONT, FRONT_MORE, DIM, BACKWARD)
+        more = _turned_in_place(source, cos, sin, there, is_value, TURNED, FRONT, FRONT_MORE, DIM, BACKWARD)
         _stored(target, more, there, FRONT, FRONT_MORE, DIM)
     _stored(target, front, there, 0, FRONT, DIM)
     if REST > 0:
         _stored(target, rest, there, REST_AT, REST, DIM)
     if REST_MORE > 0:
         _stored(target, rest_more, there, REST_AT + REST, REST_MORE, DIM)
-
-
-@triton.jit
-def _flat_kernel(
-    qkv_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slots, GROUP: tl.constexpr, DIM: tl.constexpr,
-    TURNED: tl.constexpr, BACKWARD: tl.constexpr, VECTORS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """By halves, each thread a vector of some head: neighbours are read and written by neighbours."""
-    token = tl.program_id(0).to(tl.int64)
-    vector = tl.program_id(1) * VECTORS + tl.arange(0, VECTORS)[:, None]
-    slot = vector // (DIM // LANES)
-    at = vector % (DIM // LANES) * LANES + tl.arange(0, LANES)[None, :]
-    source, target, is_value = _places(qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP, DIM, BACKWARD)
-    there = slot < slots
-    x = tl.load(source + at, mask=there, other=0.0)
-    upper = at >= TURNED
-    turning = (at < 2 * TURNED) & there & (is_value == 0)
-    pair = at - tl.where(upper, TURNED, 0)
-    cos = tl.load(cos_ptr + token * TURNED + pair, mask=turning, other=0.0)
-    sin = tl.load(sin_ptr + token * TURNED + pair, mask=turning, other=0.0)
-    other = tl.load(source + at + tl.where(upper, -TURNED, TURNED), mask=turning, other=0.0).to(tl.float32)
-    turned = x.to(tl.float32) * cos + other * tl.where(upper != BACKWARD, sin, -sin)
-    tl.store(target + at, tl.where(turning, turned, x.to(tl.float32)).to(x.dtype), mask=there)

@@ -24,12 +24,12 @@ def sample(
         return torch.empty(0, dtype=torch.int64, device=logits_BV.device)
     scores = score(logits_BV, penalties, allowed_BW)
     top_B, best_B = scores.max(dim=1)
-    random_B = philox(draws.seeds_B, draws.steps_B)[0] >> 1
-    tokens = best_B.clone()
-    for b, (top, heat) in enumerate(zip(top_B.tolist(), draws.temperature_B.tolist(), strict=True)):
+    tokens, heats = best_B.clone(), draws.temperature_B.tolist()
+    random_B = philox(draws.seeds_B, draws.steps_B)[0] >> 1 if any(heat > 0 for heat in heats) else None
+    for b, (top, heat) in enumerate(zip(top_B.tolist(), heats, strict=True)):
         if top != top or top == float("-inf"):
             tokens[b] = -1
-        elif heat > 0:
+        elif heat > 0 and random_B is not None:
             one = slice(b, b + 1)
             left = (scores[b] >= top - _REACH * heat).nonzero()[:, 0]
             weights = weigh(scores[b, left][None], top_B[one], draws.temperature_B[one])

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.errors import BadInput
+from armillary.kernels.attention import AttentionOptions
 from armillary.model.dtype import widen
 from armillary.spec.model import ModelConfig
 
@@ -61,7 +62,15 @@ def packed(documents_BT: Tensor) -> Attend:
     same_BTS = documents_BT[:, :, None] == documents_BT[:, None, :]
     index_1T = torch.arange(documents_BT.shape[1], device=documents_BT.device)[None]
 
+    @cache
+    def added(window: int | None, dtype: torch.dtype) -> Tensor:
+        """What is added to scores, made once: torch would make, and keep, one of a boolean mask in every layer."""
+        hidden_BTS = ~_visible(index_1T[:, :, None] - index_1T[:, None, :], window, same_BTS)
+        return torch.zeros(hidden_BTS.shape, dtype=dtype, device=hidden_BTS.device).masked_fill_(hidden_BTS, -torch.inf)
+
     def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, how: How) -> Tensor:
+        if how.is_plain and not torch.compiler.is_compiling():
+            return _sdpa(q_BTND, k_BTKD, v_BTKD, how.scale, mask=added(how.window, q_BTND.dtype)[:, None])
         return masked(q_BTND, k_BTKD, v_BTKD, how, index_1T, index_1T, same_BTS)
 
     return attend
@@ -79,10 +88,11 @@ def chosen(functions: Mapping[tuple[int | None, bool], AttentionFunction], docum
         run = functions.get((how.window, documents_BT is not None))
         if run is None:
             return otherwise()(layer, q_BTND, k_BTKD, v_BTKD, how)
-        return run(
-            q_BTND, k_BTKD, v_BTKD, documents_BT, None, how.sinks_N, how.slopes_N, how.scale, how.window or 0,
-            how.softcap or 0.0, True,
+        options = AttentionOptions(
+            documents_BT=documents_BT, sinks_N=how.sinks_N, slopes_N=how.slopes_N, scale=how.scale,
+            window=how.window or 0, softcap=how.softcap or 0.0,
         )  # fmt: skip
+        return run(q_BTND, k_BTKD, v_BTKD, options)
 
     return attend
 
@@ -130,14 +140,17 @@ def masked(
 ) -> Tensor:
     """Attention over an explicit mask: causal by position, inside the window, and where `allowed`."""
     distance_BTS = query_BT[:, :, None] - key_BS[:, None, :]
-    mask_BTS = distance_BTS >= 0
-    if how.window is not None:
-        mask_BTS = mask_BTS & (distance_BTS < how.window)
-    if allowed_BTS is not None:
-        mask_BTS = mask_BTS & allowed_BTS
+    mask_BTS = _visible(distance_BTS, how.window, allowed_BTS)
     if how.is_plain:
         return _sdpa(q_BTND, k_BSKD, v_BSKD, how.scale, mask=mask_BTS[:, None])
     return _explicit(q_BTND, k_BSKD, v_BSKD, how, mask_BTS, distance_BTS)
+
+
+def _visible(distance_BTS: Tensor, window: int | None, allowed_BTS: Tensor | None) -> Tensor:
+    mask_BTS = distance_BTS >= 0
+    if window is not None:
+        mask_BTS = mask_BTS & (distance_BTS < window)
+    return mask_BTS if allowed_BTS is None else mask_BTS & allowed_BTS
 
 
 def _sdpa(

@@ -44,25 +44,12 @@ class Fused:
             return None
         if not self.accumulate:
             return self.products.weight(dy_MN, x_MK)
-        add_product(parameter, dy_MN.t(), x_MK)
+        first = parameter.grad is None
+        if first:
+            parameter.grad = torch.empty_like(parameter)
+        with torch.no_grad():
+            self.products.sum(parameter.grad, dy_MN, x_MK, first=first)  # type: ignore[arg-type]
         return None
-
-
-@torch.no_grad()
-def add_product(parameter: Tensor, a: Tensor, b: Tensor) -> None:
-    """parameter.grad += a·b, summed in the gradient's own format by the product itself where a library can."""
-    first = parameter.grad is None
-    if first:
-        parameter.grad = torch.empty_like(parameter)
-    total = parameter.grad
-    assert total is not None
-    if total.dtype == a.dtype:
-        torch.mm(a, b, out=total) if first else total.addmm_(a, b)
-    elif a.is_cuda:
-        wide: Any = {"out_dtype": total.dtype, "out": total}
-        torch.mm(a, b, **wide) if first else torch.addmm(total, a, b, **wide)
-    else:
-        total.copy_(a @ b) if first else total.add_(a @ b)
 
 
 def norm_arguments(norm: Norm) -> tuple[Tensor | None, Tensor | None, float, bool, bool]:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from armillary.errors import BadModel
-from armillary.spec.model import ModelConfig
+from armillary.spec.model import ModelConfig, MoE
 
+SELECTION_BIAS = "selection_bias"
+"""of a router: a buffer, in fp32 whatever the weights are in"""
 Join = Callable[[Sequence[Tensor]], Tensor]
 Split = Callable[[Tensor], list[Tensor]]
 
@@ -48,6 +50,10 @@ class Names:
     router: str = ""
     experts: tuple[str, str, str] = ("", "", "")
     """gate, up and down of expert {e}"""
+    shared: tuple[str, str, str] = ("", "", "")
+    """gate, up and down of the shared expert"""
+    selection_bias: str = ""
+    """the router's, where it has one"""
 
 
 _PRE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -73,6 +79,13 @@ FAMILIES: dict[str, Names] = {
         norms=_PRE,
         router="mlp.gate",
         experts=tuple(f"mlp.experts.{{e}}.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
+    ),
+    "glm4_moe": Names(
+        norms=_PRE,
+        router="mlp.gate",
+        experts=tuple(f"mlp.experts.{{e}}.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
+        shared=tuple(f"mlp.shared_experts.{w}_proj" for w in ("gate", "up", "down")),  # type: ignore[arg-type]
+        selection_bias="mlp.gate.e_score_correction_bias",
     ),
 }
 
@@ -134,9 +147,23 @@ def _moe_rules(config: ModelConfig, names: Names, ours: str, theirs: str) -> lis
     downs = tuple(f"{theirs}{down.format(e=e)}.weight" for e in span)
     return [
         _same(f"{ours}mlp.router.weight", f"{theirs}{names.router}.weight"),
+        *_shared_rules(config.moe, names, f"{ours}mlp.", theirs),
         Rule(ours=f"{ours}mlp.experts.up_E2FH", theirs=pairs, join=_join_expert_pairs, split=_split_expert_pairs),
         Rule(ours=f"{ours}mlp.experts.down_EHF", theirs=downs, join=torch.stack, split=lambda x: list(x.unbind(0))),
     ]
+
+
+def _shared_rules(moe: MoE, names: Names, ours: str, theirs: str) -> list[Rule]:
+    """The shared expert, and the bias that only chooses."""
+    found = []
+    if moe.selection_bias:
+        found.append(_same(f"{ours}router.{SELECTION_BIAS}", f"{theirs}{names.selection_bias}"))
+    if moe.shared_ffn:
+        gate, up, down = (f"{theirs}{name}.weight" for name in names.shared)
+        join, split = _gate_up_pair(stacked=False)
+        found.append(Rule(ours=f"{ours}shared.up.weight", theirs=(gate, up), join=join, split=split))
+        found.append(_same(f"{ours}shared.down.weight", down))
+    return found
 
 
 def _same(ours: str, theirs: str) -> Rule:

@@ -1,6 +1,6 @@
 """Mixture of experts: a router that scores, a choice of top-k, and stacked experts [E, 2F, H], [E, H, F].
 
-This is the plain dispatch that others are held against: tokens are gathered expert by expert.
+`plain_dispatch` gathers tokens expert by expert: the slow twin that sorted and exchanged dispatches are held against.
 """
 
 from __future__ import annotations
@@ -13,10 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armillary.model.dtype import widen
+from armillary.model.half_weights import HalfWeights
 from armillary.model.mlp import MLP, activate
+from armillary.model.moe_balance import Balance, watched
+from armillary.model.moe_capacity import drop_beyond
 from armillary.spec.model import ModelConfig, MoE
 
 # M tokens (batch and time flattened), E experts, F expert inner size, H hidden, k experts a token
+Grouped = Callable[..., Tensor]
+"""grouped(x_PK, weight_ENK, ends_E, full) -> y_PN: a version of `kernels.grouped_linear`"""
+Beside = Callable[[], Tensor | None]
+"""what does not depend on the routed experts, computed while they are waited for"""
+Dispatch = Callable[["Experts", Tensor, Tensor, Tensor, Beside], tuple[Tensor, Tensor | None]]
+"""dispatch(experts, x_MH, weights_Mk, experts_Mk, beside) -> (sum of the chosen experts_MH, what beside() gave)"""
 
 
 class Router(nn.Module):
@@ -43,7 +52,21 @@ class Router(nn.Module):
 
     def forward(self, x_MH: Tensor) -> tuple[Tensor, Tensor]:
         """(weights_Mk in fp32 or wider, experts_Mk)."""
-        logits_ME = widen(F.linear(x_MH, self.weight, self.bias))
+        return self.choose(self.logits(x_MH))
+
+    def logits(self, x_MH: Tensor) -> Tensor:
+        """[M, E], in fp32 or wider."""
+        return widen(F.linear(x_MH, self.weight, self.bias))
+
+    def probabilities(self, logits_ME: Tensor) -> Tensor:
+        """Over all experts, each row summing to 1."""
+        if self.moe.score != "sigmoid":
+            return logits_ME.softmax(dim=-1)
+        scores_ME = logits_ME.sigmoid()
+        return scores_ME / scores_ME.sum(dim=-1, keepdim=True).clamp_min(1e-20)
+
+    def choose(self, logits_ME: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights_Mk, experts_Mk), the likeliest first."""
         if self.moe.score == "softmax_topk":
             top_Mk, experts_Mk = logits_ME.topk(self.moe.top_k, dim=-1)
             return top_Mk.softmax(dim=-1), experts_Mk
@@ -75,23 +98,46 @@ class Experts(nn.Module):
 
     def __init__(self, hidden: int, moe: MoE, activation: str) -> None:
         super().__init__()
-        self.activation = activation
+        self.moe, self.activation = moe, activation
         self.chosen: Callable[..., Tensor] | None = None
+        self.halves: HalfWeights | None = None
+        self.parts = 1
+        """into which the sums over F are cut: each adds its part of the bias"""
         self.up_E2FH = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.ffn, hidden))
         self.down_EHF = nn.Parameter(torch.empty(moe.num_experts, hidden, moe.ffn))
         self.up_bias_E2F = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.ffn)) if moe.expert_bias else None
         self.down_bias_EH = nn.Parameter(torch.empty(moe.num_experts, hidden)) if moe.expert_bias else None
 
-    def forward(self, x_MH: Tensor, expert: int) -> Tensor:
+    def forward(self, rows_PH: Tensor, experts_P: Tensor, ends_E: Tensor, grouped: Grouped, full: bool) -> Tensor:
+        """Rows sorted by expert, each through its own; `ends_E` is where the rows of each expert end, and `full` says
+        that all rows have one."""
+        up_E2FH, down_EHF = self.weights(rows_PH.dtype)
+        inner_P2F = grouped(rows_PH, up_E2FH, ends_E, full)
+        if self.up_bias_E2F is not None:
+            inner_P2F = inner_P2F + _of_row(self.up_bias_E2F, experts_P, inner_P2F.dtype)
+        out_PH = grouped(self.activate(inner_P2F), down_EHF, ends_E, full)
+        if self.down_bias_EH is not None:
+            out_PH = out_PH + _of_row(self.down_bias_EH / self.parts, experts_P, out_PH.dtype)
+        return out_PH
+
+    def one(self, x_MH: Tensor, expert: int) -> Tensor:
         """One expert on the tokens it was given."""
         up_bias = None if self.up_bias_E2F is None else self.up_bias_E2F[expert]
         down_bias = None if self.down_bias_EH is None else self.down_bias_EH[expert]
-        inner = F.linear(x_MH, self.up_E2FH[expert], up_bias)
-        if self.chosen is not None:
-            inner = self.chosen(inner, self.activation, True)
-        else:
-            inner = activate(inner, self.activation, gated=True)
+        inner = self.activate(F.linear(x_MH, self.up_E2FH[expert], up_bias))
         return F.linear(inner, self.down_EHF[expert], down_bias)
+
+    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(up_E2FH, down_EHF) as they are multiplied: cast, or the copies kept for it."""
+        up, down = self.up_E2FH, self.down_EHF
+        if self.halves is not None and self.halves.dtype == dtype and isinstance(up, nn.Parameter):
+            return self.halves(up), self.halves(down)
+        return up.to(dtype), down.to(dtype)
+
+    def activate(self, inner_M2F: Tensor) -> Tensor:
+        if self.chosen is not None:
+            return self.chosen(inner_M2F, self.activation, True)
+        return activate(inner_M2F, self.activation, gated=True)
 
 
 class MixtureOfExperts(nn.Module):
@@ -109,25 +155,50 @@ class MixtureOfExperts(nn.Module):
             self.shared = MLP(config.hidden, moe.shared_ffn, activation=config.activation, gated=True, bias=False)
         if moe.shared_gate:
             self.shared_gate = nn.Linear(config.hidden, 1, bias=False)
+        self.dispatch: Dispatch = plain_dispatch
+        self.balance: Balance | None = None
+        """what training adds and counts; it takes no part where there are no gradients"""
+        self.copies = 1
+        """ranks that route the same tokens"""
 
     def forward(self, x_BTH: Tensor) -> Tensor:
         x_MH = x_BTH.flatten(0, 1)
-        weights_Mk, experts_Mk = self.router(x_MH)
-        mixed_MH = self._dispatch(x_MH, weights_Mk.to(x_MH.dtype), experts_Mk)
-        if self.shared is not None:
-            shared_MH = self.shared(x_MH)
-            gate = 1.0 if self.shared_gate is None else torch.sigmoid(self.shared_gate(x_MH))
-            mixed_MH = mixed_MH + gate * shared_MH
-        return mixed_MH.view_as(x_BTH)
+        logits_ME = self.router.logits(x_MH)
+        weights_Mk, chosen_Mk = self.router.choose(logits_ME)
+        balance = self.balance if torch.is_grad_enabled() else None
+        experts_Mk = chosen_Mk if balance is None else drop_beyond(chosen_Mk, len(x_BTH), self.moe, balance.capacity)
+        mixed_MH, shared_MH = self.dispatch(
+            self.experts, x_MH, weights_Mk.to(x_MH.dtype), experts_Mk, lambda: self._shared(x_MH)
+        )
+        mixed_BTH = (mixed_MH if shared_MH is None else mixed_MH + shared_MH).view_as(x_BTH)
+        if balance is None:
+            return mixed_BTH
+        return watched(mixed_BTH, logits_ME, self.router.probabilities(logits_ME), chosen_Mk, experts_Mk, balance)
 
-    def _dispatch(self, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor) -> Tensor:
-        mixed_MH = torch.zeros_like(x_MH)
-        for expert in range(self.moe.num_experts):
-            tokens, slots = torch.where(experts_Mk == expert)
-            weights_m1 = weights_Mk[tokens, slots, None]
-            if self.moe.scale_input:
-                out = self.experts(x_MH[tokens] * weights_m1, expert)
-            else:
-                out = self.experts(x_MH[tokens], expert) * weights_m1
-            mixed_MH = mixed_MH.index_add(0, tokens, out.to(mixed_MH.dtype))
-        return mixed_MH
+    def _shared(self, x_MH: Tensor) -> Tensor | None:
+        """The shared expert's part, which every token has."""
+        if self.shared is None:
+            return None
+        shared_MH: Tensor = self.shared(x_MH)
+        return shared_MH if self.shared_gate is None else torch.sigmoid(self.shared_gate(x_MH)) * shared_MH
+
+
+def _of_row(bias_EN: Tensor, experts_P: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bias of each row's expert; rows of nobody have the last one's, and are thrown away."""
+    return bias_EN.to(dtype)[experts_P.clamp(max=len(bias_EN) - 1)]
+
+
+def plain_dispatch(
+    experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, beside: Beside
+) -> tuple[Tensor, Tensor | None]:
+    """Expert by expert; a choice that names no expert (a dropped one) is passed over."""
+    mixed_MH = torch.zeros_like(x_MH)
+    for expert in range(experts.moe.num_experts):
+        tokens, slots = torch.where(experts_Mk == expert)
+        weights_m1 = weights_Mk[tokens, slots, None]
+        if experts.moe.scale_input:
+            out = experts.one(x_MH[tokens] * weights_m1, expert)
+        else:
+            out = experts.one(x_MH[tokens], expert) * weights_m1
+        mixed_MH = mixed_MH.index_add(0, tokens, out.to(mixed_MH.dtype))
+    return mixed_MH, beside()

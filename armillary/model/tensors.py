@@ -5,11 +5,12 @@ Nothing pickled is ever opened, and only plain floats are accepted: quantised we
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +20,21 @@ from armillary.errors import BadModel
 from armillary.model.dtype import HF_NAMES
 from armillary.store.hf_folder import weight_files
 
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Stored(NamedTuple):
+    """Where a tensor lies on disk."""
+
+    path: Path
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
 
 class TensorFolder:
     """The safetensors files of a folder, opened lazily and read by tensor name."""
@@ -27,6 +43,7 @@ class TensorFolder:
         self.folder = folder
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
+        self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
         self.files = self._index()
 
     def __enter__(self) -> TensorFolder:
@@ -70,3 +87,17 @@ class TensorFolder:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise BadModel(f"{self.folder}: {name} is {kind}, not a plain float; use the unquantised weights")
         return tensor
+
+    def where(self, name: str) -> Stored:
+        """The place of a tensor, for those who read it by themselves."""
+        file = self.files[name]
+        if file not in self._headers:
+            with open(self.folder / file, "rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                self._headers[file] = (8 + size, json.loads(opened.read(size)))
+        begin, header = self._headers[file]
+        entry = header[name]
+        if entry["dtype"] not in _FLOATS:
+            self.read(name)  # which says what is wrong with it
+        return Stored(self.folder / file, begin + entry["data_offsets"][0], torch.Size(entry["shape"]),
+                      _FLOATS[entry["dtype"]])  # fmt: skip

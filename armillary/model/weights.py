@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from torch import Tensor
 
 from armillary.errors import BadInput, BadModel
 from armillary.model.dtype import HF_NAMES, parse_dtype
-from armillary.model.fusing import Rule, rules
+from armillary.model.fusing import SELECTION_BIAS, Rule, rules
 from armillary.model.lora import NAMES as ADAPTERS
-from armillary.model.tensors import TensorFolder
+from armillary.model.sending import Sender
+from armillary.model.tensors import Stored, TensorFolder
 from armillary.model.transformer import Progress, Put, Transformer, build
 from armillary.spec.hf_config import from_hf, to_hf
 from armillary.spec.model import ModelConfig
@@ -86,24 +88,45 @@ def check_head(config: ModelConfig, stored: TensorFolder) -> None:
 def fill(
     model: Transformer, stored: TensorFolder, progress: Progress | None = None, *, put: Put = Tensor.copy_
 ) -> None:
-    """Copy every tensor of the stored into the model, fused; `put` may keep a shard of it."""
+    """Copy every tensor of the stored into the model, fused; `put` may keep a shard of it. On a GPU that takes whole
+    tensors they are fused there."""
     found = [_as_stored(rule, stored) for rule in rules(model.config)]
     _check_complete(model, found, stored)
-    parameters = dict(model.named_parameters())
-    for i, rule in enumerate(found):
-        parts = [stored.read(name) for name in rule.theirs]
-        target = parameters[rule.ours]
-        made = rule.made_shape([part.shape for part in parts])
-        if made != target.shape:
-            found_shape = list(made) if made is not None else [list(part.shape) for part in parts[:3]]
-            raise BadModel(
-                f"{model.config.name}: {rule.theirs[0]} makes {found_shape} where config.json says "
-                f"{list(target.shape)}; config.json and weights are not of one model"
-            )
-        fused = rule.join(parts)
-        put(target, fused)
-        if progress:
-            progress(i + 1, len(found))
+    parameters = whole_names(model)
+    found = [rule for rule in found if rule.ours in parameters]  # a pipeline stage holds some
+    device = next(iter(parameters.values())).device
+    with Sender(device) if device.type == "cuda" and put is Tensor.copy_ else nullcontext() as sender:
+        places = (_checked(rule, stored, parameters[rule.ours].shape, model.config.name) for rule in found)
+        read = ([stored.read(name) for name in rule.theirs] for rule, _ in zip(found, places, strict=True))
+        for i, parts in enumerate(read if sender is None else sender.send(places)):
+            put(parameters[found[i].ours], found[i].join(parts))
+            if progress:
+                progress(i + 1, len(found))
+
+
+def whole_names(model: Transformer) -> dict[str, Tensor]:
+    """All that is stored of a model, by its names in the whole one: where a last stage holds a copy of the tied
+    embedding, that is the embedding."""
+    found: dict[str, Tensor] = dict(model.named_parameters()) | selection_biases(model)
+    if model.config.tied and model.embedding is None and model.output is not None:
+        found["embedding.weight"] = found.pop("output.weight")
+    return found
+
+
+def selection_biases(model: Transformer) -> dict[str, Tensor]:
+    """What routers add to scores to choose by: buffers, because no gradient reaches them."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(SELECTION_BIAS)}
+
+
+def _checked(rule: Rule, stored: TensorFolder, wanted: torch.Size, name: str) -> list[Stored]:
+    """Where the parts of one of our tensors lie; BadModel where they do not make its shape."""
+    parts = [stored.where(theirs) for theirs in rule.theirs]
+    made = rule.made_shape([part.shape for part in parts])
+    if made != wanted:
+        found = list(made) if made is not None else [list(part.shape) for part in parts[:3]]
+        raise BadModel(f"{name}: {rule.theirs[0]} makes {found} where config.json says {list(wanted)}; config.json and "
+                       "weights are not of one model")  # fmt: skip
+    return parts
 
 
 def _as_stored(rule: Rule, stored: TensorFolder) -> Rule:
@@ -126,7 +149,7 @@ def _join_stacked_experts(parts: Any) -> Tensor:
 def _check_complete(model: Transformer, found: list[Rule], stored: TensorFolder) -> None:
     name = model.config.name
     made = {rule.ours for rule in found}
-    lacking = [ours for ours, _ in model.named_parameters() if ours not in made and not ours.endswith(ADAPTERS)]
+    lacking = [ours for ours in whole_names(model) if ours not in made and not ours.endswith(ADAPTERS)]
     assert not lacking, f"no rule makes {lacking[:3]}"
     wanted = {theirs for rule in found for theirs in rule.theirs}
     missing = sorted(wanted - set(stored.names()))
@@ -195,9 +218,10 @@ def _token_ids(like: Path | None) -> dict[str, Any]:
 
 def hf_tensors(model: Transformer, dtype: torch.dtype, read: Read | None = None) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) of every weight, unfused."""
-    read = read or dict(model.named_parameters()).__getitem__
+    read = read or (dict(model.named_parameters()) | selection_biases(model)).__getitem__
     for rule in rules(model.config):
-        fused = read(rule.ours).detach().to("cpu", dtype)
+        kept = torch.float32 if rule.ours.endswith(SELECTION_BIAS) else dtype
+        fused = read(rule.ours).detach().to("cpu", kept)
         for name, part in zip(rule.theirs, rule.split(fused), strict=True):
             yield name, part.contiguous()
 

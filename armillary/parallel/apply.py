@@ -1,7 +1,7 @@
 """The one place where a layout is applied to a model, and the order of it can be read.
 
 Tensor parallelism cuts layers, recompute wraps what is left of them, compile sees both, and the data axes share out
-the result last.
+the result last. A pipeline stage holds some of the layers and is treated alike; its chunks are shared out one by one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,20 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from armillary.model.transformer import Transformer
+from armillary.model.weights import whole_names
 from armillary.parallel import data, vocabulary
 from armillary.parallel.clip import clip
 from armillary.parallel.collectives import Group
 from armillary.parallel.compiling import can_fold, compile_blocks
+from armillary.parallel.context import Context, agree_on_length
+from armillary.parallel.expert import cut_experts, is_of_expert, shard_experts
 from armillary.parallel.mesh import DATA_AXES, Mesh
+from armillary.parallel.pipeline_make import make_pipeline, refuse_split
+from armillary.parallel.pipeline_stage import Chunk, Held
 from armillary.parallel.recompute import recompute, recomputed
 from armillary.parallel.replicate import Replicas, sum_partial
 from armillary.parallel.tensor import cut_by_tensor, refuse_uneven
+from armillary.parallel.weights import whole
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules import check_layout
 
@@ -36,36 +43,50 @@ def apply(
 ) -> Sharded:
     """Spread a model, on meta or with weights, over the mesh. `loss` is used where the vocabulary is not cut."""
     check_layout(layout, model.config, num_devices=mesh.world.size)
+    assert (layout.pp > 1) == isinstance(model, Held), "stages are held by pipeline_stage.hold"
+    refuse_split(layout, compile=compile)
     tp = cut_tokens = None
     if layout.tp > 1:
         cut_tokens = layout.sequence_parallel
         kept = set(model.blocks) - set(recomputed(model, kind=layout.recompute, every=layout.recompute_every))
         tp = cut_by_tensor(model, mesh.along("tp"), cut_tokens=cut_tokens, gather_again=kept)
+    cut_experts(model, mesh)
     recompute(model, kind=layout.recompute, every=layout.recompute_every)
     if compile:
         compile_blocks(model, tp, overlap=bool(cut_tokens) and can_fold(mesh))
-    if layout.zero and mesh.dp_size > 1:
+    chunks = [Chunk(model, span) for span in model.spans] if isinstance(model, Held) else [model]
+    if layout.zero and mesh.num_copies > 1:
         axes = [axis for axis in DATA_AXES if mesh.size(axis) > 1 or axis == "shard"]
-        data.shard_out(model, mesh.along(*axes), zero=layout.zero, precision=layout.precision)
-    return Sharded(model, layout, mesh, tp=tp, cut_tokens=bool(cut_tokens), loss=loss)
+        # a split backward pass looks weights up between its halves, so they must not be let go after the forward pass
+        zero = min(layout.zero, 2) if layout.pp > 1 and layout.schedule == "zero_bubble" else layout.zero
+        for chunk in chunks:
+            shard_experts(chunk, mesh, data.policy_of(layout.precision), again=zero == 3)
+            data.shard_out(chunk, mesh.along(*axes), zero=zero, precision=layout.precision)
+    return Sharded(model, layout, mesh, chunks=chunks, tp=tp, cut_tokens=bool(cut_tokens), loss=loss)
 
 
 class Sharded:
     """A model spread over a mesh, and what a training step asks of it."""
 
     def __init__(
-        self, model: Transformer, layout: Layout, mesh: Mesh, *, tp: Group | None, cut_tokens: bool,
-        loss: LossSum | None,
+        self, model: Transformer, layout: Layout, mesh: Mesh, *, chunks: list[Any], tp: Group | None,
+        cut_tokens: bool, loss: LossSum | None,
     ) -> None:  # fmt: skip
-        self.model, self.layout, self.mesh = model, layout, mesh
+        self.model, self.layout, self.mesh, self._chunks = model, layout, mesh, chunks
         self._tp, self._cut_tokens, self._loss = tp, cut_tokens, loss
-        if tp is not None and cut_tokens:
-            model.register_forward_pre_hook(lambda _, args: refuse_uneven(args[0].shape[1], tp.size))
+        self.context = None if mesh.context is None else Context.of(mesh.context)
+        """how rows are cut among the ranks that share them; None where they are not"""
+        if self.context is not None:
+            agree_on_length(model, self.context)
+        self.pipeline = make_pipeline(model, chunks, layout, mesh) if isinstance(model, Held) else None
+        """the stages, through which micro-batches are passed; None where the model is called by itself"""
+        if tp is not None and cut_tokens and model.embedding is not None:
+            chunks[0].register_forward_pre_hook(lambda _, args: refuse_uneven(args[0].shape[1], tp.size))
 
     @property
     def is_fsdp(self) -> bool:
         """Weights are shards between steps, and are cast as they are gathered: no autocast is needed."""
-        return isinstance(self.model, FSDPModule)
+        return isinstance(self._chunks[0], FSDPModule)
 
     @contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
@@ -74,26 +95,36 @@ class Sharded:
             with data.micro_batch(self.model, zero=self.layout.zero, last=last):
                 yield
             return
-        if last and self._replicas is not None:
-            self._replicas.arm()
+        for replicas in self._replicas if last else ():
+            replicas.arm()
         yield
         if last:
-            self._finish_gradients()
+            self.finish_gradients()
 
     @cached_property
-    def _replicas(self) -> Replicas | None:
-        """Made when first asked for, because filling a model from meta makes new parameters."""
-        group = None if self.is_fsdp else self.mesh.group("replicate")
-        if group is None:
-            return None
-        return Replicas(self.model.parameters(), group, bucket_bytes=self.layout.bucket_bytes)
+    def _replicas(self) -> list[Replicas]:
+        """Who sums which gradients: all copies, but for experts only the ranks with the same ones. Made when first asked
+        for, because filling a model from meta makes new parameters."""
+        if self.is_fsdp:
+            return []
+        experts, others = (
+            [p for p in self.model.parameters() if is_of_expert(p) is wanted] for wanted in (True, False)
+        )
+        by_group = {self.mesh.group("replicate"): others, self.mesh.group("expert_replicate"): experts}
+        return [
+            Replicas(parameters, group, bucket_bytes=self.layout.bucket_bytes)
+            for group, parameters in by_group.items() if group is not None
+        ]  # fmt: skip
 
-    def _finish_gradients(self) -> None:
-        if self._replicas is not None:
-            self._replicas.finish()
+    def finish_gradients(self) -> None:
+        """Sum over ranks what the backward passes of a step left as parts."""
+        for replicas in self._replicas:
+            replicas.finish()
         group = self.mesh.group("tp")
-        if group is not None:
+        if group is not None and not self.is_fsdp:
             sum_partial(self.model.parameters(), group)
+        if self.pipeline is not None:
+            self.pipeline.sum_tied()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -101,25 +132,66 @@ class Sharded:
         with torch.no_grad():
             yield
         if self.is_fsdp:
-            data.reshard(self.model)
+            for chunk in self._chunks:
+                data.reshard(chunk)
 
-    def loss_sum(self, hidden: Tensor, targets_BT: Tensor, *, chunk: int = 0) -> Tensor:
-        """Sum of the losses of this rank's rows, the same on all tensor-parallel ranks."""
+    def loss_sum(
+        self, hidden: Tensor, targets_BT: Tensor, *, chunk: int = 0, model: Transformer | None = None
+    ) -> Tensor:
+        """Sum of the losses of this rank's rows, the same on all tensor-parallel ranks; `model` is the one with the
+        head, where that is not all of it."""
+        model = model or self.model
         if self._tp is not None:
             return vocabulary.loss_sum(
-                self.model, hidden, targets_BT, chunk=chunk, group=self._tp, cut_tokens=self._cut_tokens
+                model, hidden, targets_BT, chunk=chunk, group=self._tp, cut_tokens=self._cut_tokens
             )
         assert self._loss is not None, "a loss for heads that are whole is handed to apply"
-        return self._loss(self.model, hidden, targets_BT, chunk=chunk)
+        return self._loss(model, hidden, targets_BT, chunk=chunk)
 
     def clip(self, limit: float) -> Tensor:
         """The gradients' norm over the whole mesh before clipping to `limit`; 0 only measures."""
-        return clip(self.model.parameters(), self.mesh, limit)
+        return clip(self.model.parameters(), self.mesh, limit, copies=self._copies)
+
+    def norm_of_all(self, norm: Tensor) -> Tensor:
+        """The norm over all stages, of one that counts what this stage holds."""
+        if self.pipeline is None:
+            return norm
+        twice = [p.grad.norm() for p in self._copies if p.grad is not None]
+        squares = norm.square() - sum(each.square() for each in twice)
+        dist.all_reduce(squares, group=self.pipeline.group)
+        return squares.sqrt()
+
+    @property
+    def _copies(self) -> list[Tensor]:
+        """Parameters that another stage holds too and counts."""
+        if not isinstance(self.model, Held) or not self.model.has_copy:
+            return []
+        assert self.model.output is not None
+        return [p for name, p in self.model.output.named_parameters() if name == "weight"]
+
+    def whole_name(self, name: str) -> str:
+        """What a parameter is called in the whole model."""
+        return name if self.pipeline is None else self.pipeline.whole_name(name)
+
+    def whole(self, name: str) -> Tensor:
+        """The whole of a parameter of the whole model, on every rank; all ask for the same ones in the same order."""
+        return whole(whole_names(self.model)[name]) if self.pipeline is None else self.pipeline.whole(name)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        copies = {id(parameter) for parameter in self._copies}
+        count = sum(p.numel() for p in self.model.parameters() if id(p) not in copies)
+        total = torch.tensor(count, dtype=torch.int64, device=self.mesh.world.device)
+        if self.pipeline is not None:
+            dist.all_reduce(total, group=self.pipeline.group)
+        return int(total)
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum of a value over the ranks that read different rows."""
+        """The sum of a value over the ranks that read different rows or tokens, and over the stages, of which only the
+        last has one that is not zero."""
         value = value.detach().clone()
-        for axis in DATA_AXES:
+        for axis in (*DATA_AXES, "pp"):
             group = self.mesh.group(axis)
             if group is not None:
                 dist.all_reduce(value, group=group)

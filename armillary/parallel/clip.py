@@ -15,14 +15,17 @@ from torch.distributed.tensor import DTensor
 from armillary.parallel.mesh import Mesh
 from armillary.parallel.replicate import local_of
 
-CUT_AXES = ("shard", "tp")
+CUTS = ((), ("shard",), ("tp",), ("shard", "tp"), ("ep",), ("ep", "tp"), ("expert_shard", "ep"),
+        ("expert_shard", "ep", "tp"))  # fmt: skip
+"""the axes along which a parameter may be cut"""
 
 
 @torch.no_grad()
-def clip(parameters: Iterable[nn.Parameter], mesh: Mesh, limit: float) -> Tensor:
-    """The norm before clipping; `limit` 0 only measures."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = gradient_norm(gradients, mesh)
+def clip(parameters: Iterable[nn.Parameter], mesh: Mesh, limit: float, *, copies: Iterable[Tensor] = ()) -> Tensor:
+    """The norm before clipping; `limit` 0 only measures. `copies` are clipped but counted by another stage."""
+    found, twice = [parameter for parameter in parameters if parameter.grad is not None], set(map(id, copies))
+    gradients = [parameter.grad for parameter in found if parameter.grad is not None]
+    norm = gradient_norm([p.grad for p in found if p.grad is not None and id(p) not in twice], mesh)
     if limit:
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # a scale of 1 is multiplied too: nobody waits for the device
         torch._foreach_mul_([local_of(gradient) for gradient in gradients], scale)
@@ -35,14 +38,13 @@ def gradient_norm(gradients: list[Tensor], mesh: Mesh) -> Tensor:
         by_axes.setdefault(_cut_along(gradient), []).append(local_of(gradient))
     device = mesh.world.device
     wide = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
-    squares = {axes: _squares(found, wide) for axes, found in by_axes.items()}
     zero = torch.zeros((), dtype=wide, device=device)
-    both, shard, tp, none = (
-        squares.get(axes, zero) for axes in (("shard", "tp"), ("shard",), ("tp",), ())
-    )  # every rank takes part in the same sums, whatever it holds
-    both, shard = _summed(torch.stack((both, shard)), mesh, "shard")
-    (both_and_tp,) = _summed(torch.stack((both + tp,)), mesh, "tp")
-    return (both_and_tp + shard + none).sqrt()
+    squares = {axes: _squares(by_axes[axes], wide) if axes in by_axes else zero for axes in CUTS}
+    for axis in ("shard", "expert_shard", "ep", "tp"):  # every rank takes part in the same sums, whatever it holds
+        cut = [axes for axes in CUTS if axis in axes]
+        summed = _summed(torch.stack([squares[axes] for axes in cut]), mesh, axis)
+        squares |= dict(zip(cut, summed, strict=True))
+    return _summed(torch.stack(list(squares.values())).sum(), mesh, "pp").sqrt()
 
 
 def _squares(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:

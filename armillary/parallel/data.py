@@ -19,17 +19,21 @@ from armillary.model.transformer import Transformer
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def policy_of(precision: str) -> MixedPrecisionPolicy:
+    """Sums of gradients are taken in fp32; cos and sin, which come from outside, stay as they are."""
+    half = HALF.get(precision)
+    return MixedPrecisionPolicy(
+        param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
+    )
+
+
 def shard_out(model: Transformer, mesh: DeviceMesh, *, zero: int, precision: str) -> None:
     """Share the model out, block by block; `mesh` is the shard axis, or replicate and shard.
 
     Embedding, last norm and head are the root's, which stay whole from the forward pass to the end of the backward
     pass: the loss reads the head outside the forward pass.
     """
-    half = HALF.get(precision)
-    # sums of gradients are taken in fp32; cos and sin, which come from outside, stay as they are
-    policy = MixedPrecisionPolicy(
-        param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
-    )
+    policy = policy_of(precision)
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
     if zero == 3 and model.embedding is not None and model.output is not None:

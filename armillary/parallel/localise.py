@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 
 class Cut(NamedTuple):
-    """How a parameter lies on tensor-parallel ranks, and how its gradient comes out of a local backward."""
+    """How a parameter lies on tensor-parallel ranks, and how its gradient comes out of a local backward; a tuple has one
+    placement for each axis of a mesh of several."""
 
-    weight: Placement
-    gradient: Placement
+    weight: Placement | tuple[Placement, ...]
+    gradient: Placement | tuple[Placement, ...]
 
 
 ROWS = Cut(Shard(0), Shard(0))
@@ -40,10 +41,10 @@ def localise(module: nn.Module, mesh: DeviceMesh, cuts: Mapping[str, Cut], *, as
     for name, cut in held.items():
         parameter = module._parameters[name]
         assert parameter is not None
-        module._parameters[name] = _distributed(parameter, mesh, cut.weight)
+        module._parameters[name] = _distributed(parameter, mesh, _by_axis(cut.weight))
     become(module, _local_class, tuple(held), aside)
     seen: Any = module
-    seen._cuts = {**getattr(module, "_cuts", {}), **{name: cut.gradient for name, cut in held.items()}}
+    seen._cuts = {**getattr(module, "_cuts", {}), **{name: _by_axis(cut.gradient) for name, cut in held.items()}}
     seen._pieces = {}
 
 
@@ -62,13 +63,19 @@ def local_piece(whole: Tensor, placement: Placement, size: int, rank: int) -> Te
     return pieces[rank] if rank < len(pieces) else whole.narrow(placement.dim, 0, 0)
 
 
+def _by_axis(placement: Placement | tuple[Placement, ...]) -> tuple[Placement, ...]:
+    return placement if isinstance(placement, tuple) else (placement,)
+
+
 @torch.no_grad()
-def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    piece = local_piece(parameter.data, placement, mesh.size(), mesh.get_local_rank())
+def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> nn.Parameter:
+    piece = parameter.data
+    for axis, placement in enumerate(placements):
+        piece = local_piece(piece, placement, mesh.size(axis), mesh.get_local_rank(axis))
     made = DTensor.from_local(
         piece.clone(memory_format=torch.contiguous_format),  # a view would keep the whole alive
         mesh,
-        [placement],
+        placements,
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),
@@ -81,8 +88,8 @@ def local(module: Any, name: str) -> Tensor | None:
     if name in module._pieces:
         return module._pieces[name]  # type: ignore[no-any-return]
     parameter = module._parameters[name]
-    if _is_cut(parameter):
-        return parameter.to_local(grad_placements=[module._cuts[name]])  # type: ignore[no-any-return]
+    if name in module._cuts and _is_cut(parameter, module._cuts[name]):
+        return parameter.to_local(grad_placements=module._cuts[name])  # type: ignore[no-any-return]
     return parameter  # type: ignore[no-any-return]
 
 
@@ -99,14 +106,14 @@ def pieces_ready(model: nn.Module) -> Iterator[None]:
             module._pieces = {}
 
 
-def _is_cut(parameter: Tensor | None) -> bool:
-    """Cut by tensor parallelism and gathered from FSDP's shards, if there are any: ready to compute with."""
-    return isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
+def _is_cut(parameter: Tensor | None, placements: tuple[Placement, ...]) -> bool:
+    """Cut along its own axes only, and gathered from FSDP's shards, if there are any: ready to compute with."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.ndim == len(placements)
 
 
 def _read(module: Any, *, name: str, aside: bool) -> Tensor | None:
     """What the module's own code gets for `self.weight`."""
-    computes = name in module._pieces or _is_cut(module._parameters[name])
+    computes = name in module._pieces or _is_cut(module._parameters[name], module._cuts[name])
     return None if aside and computes else local(module, name)
 
 

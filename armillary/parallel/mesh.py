@@ -1,7 +1,8 @@
 """The mesh: which ranks share which axis of a layout, and which link each axis travels over.
 
-Axes from the outermost to the innermost are replicate, shard, tp: neighbours on the mesh are neighbours in a machine,
-so the axis that talks most gets the fastest links, however a launcher numbered the processes.
+Axes from the outermost to the innermost are pp, replicate, shard, tp: neighbours on the mesh are neighbours in a
+machine, so the axis that talks most gets the fastest links, however a launcher numbered the processes. Ranks that share
+a row (cp) share the weights too: they are the innermost ranks of replicate, or of shard where weights are shared out.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
 
 DATA_AXES = ("replicate", "shard")
-AXES = (*DATA_AXES, "tp")
+AXES = ("pp", *DATA_AXES, "tp")
 """outermost first"""
+EXPERT_AXES = ("expert_replicate", "expert_shard", "ep")
+"""into which the data axes are cut for experts, outermost first"""
 
 
 class Mesh:
@@ -29,13 +32,20 @@ class Mesh:
 
     def __init__(
         self, sizes: dict[str, int], world: World, torch_mesh: DeviceMesh | None = None,
-        cluster: Cluster | None = None, machines: tuple[str, ...] = (),
+        cluster: Cluster | None = None, machines: tuple[str, ...] = (), cp: int = 1,
+        context: dist.ProcessGroup | None = None, experts: DeviceMesh | None = None,
     ) -> None:  # fmt: skip
         self.sizes, self.world, self.torch_mesh, self.cluster = sizes, world, torch_mesh, cluster
         self.machines = machines
         """of each rank"""
+        self.cp, self.context = cp, context
+        """ranks that share a row, and their group where there are several"""
+        self.experts = experts
+        """the same ranks by the axes that experts are cut along, where ep does"""
 
     def size(self, axis: str) -> int:
+        if axis in EXPERT_AXES:
+            return 1 if self.experts is None else self.experts[axis].size()
         return self.sizes[axis]
 
     def rank(self, axis: str) -> int:
@@ -44,6 +54,8 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Those that differ from this rank in `axis` only; None where it is alone."""
+        if axis in EXPERT_AXES:
+            return None if self.experts is None or self.size(axis) == 1 else self.experts[axis].get_group()
         return self.along(axis).get_group() if self.sizes[axis] > 1 else None
 
     def along(self, *axes: str) -> DeviceMesh:
@@ -52,14 +64,19 @@ class Mesh:
         return self.torch_mesh[axes]
 
     @property
+    def num_copies(self) -> int:
+        """Ranks with the same weights, or with shards of one copy: over these gradients are summed."""
+        return prod(self.sizes[axis] for axis in DATA_AXES)
+
+    @property
     def dp_size(self) -> int:
         """Ranks that read different rows of the batch."""
-        return prod(self.sizes[axis] for axis in DATA_AXES)
+        return self.num_copies // self.cp
 
     @property
     def dp_rank(self) -> int:
         """Which of them this is."""
-        return self.rank("replicate") * self.sizes["shard"] + self.rank("shard")
+        return (self.rank("replicate") * self.sizes["shard"] + self.rank("shard")) // self.cp
 
     def is_on_one_machine(self, axis: str) -> bool:
         """Whether this rank reaches all others of the axis without a network."""
@@ -68,13 +85,34 @@ class Mesh:
 
     def placement(self) -> list[str]:
         """In words, which axis spans which tier of the cluster; one line for each axis in use."""
-        return axis_words(self.sizes, self.cluster)
+        inner = "shard" if self.sizes["shard"] > 1 else "replicate"
+        sizes: dict[str, int] = {}
+        for axis, size in self.sizes.items():
+            sizes |= {axis: size // self.cp, "cp": self.cp} if axis == inner else {axis: size}
+        words = axis_words(sizes, self.cluster)
+        if self.experts is None:
+            return words
+        names = self.experts.mesh_dim_names or ()
+        found = axis_words(dict(zip(names, self.experts.shape, strict=True)), self.cluster)
+        return words + [each for each in found if each.startswith("ep=")]
 
 
 def axis_sizes(layout: Layout) -> dict[str, int]:
-    """Ranks along each axis; replicate × shard = dp."""
+    """Ranks along each axis; replicate × shard = dp × cp."""
     shard = layout.shard_size
-    return {"replicate": layout.dp // shard, "shard": shard, "tp": layout.tp}
+    sizes = {"pp": layout.pp, "replicate": layout.dp // shard, "shard": shard, "tp": layout.tp}
+    sizes["shard" if layout.zero else "replicate"] *= layout.cp
+    return sizes
+
+
+def expert_axis_sizes(layout: Layout) -> dict[str, int]:
+    """The same ranks as experts are spread over them: ep is innermost of dp × cp, so that tokens are exchanged between
+    neighbours; ranks with the same experts replicate or share them out as the layout does with all else."""
+    sizes = axis_sizes(layout)
+    copies = sizes["replicate"] * sizes["shard"]
+    shard = sizes["shard"] // layout.ep if sizes["shard"] % layout.ep == 0 else 1
+    same = {"expert_replicate": copies // (layout.ep * shard), "expert_shard": shard}
+    return {"pp": layout.pp} | same | {"ep": layout.ep, "tp": layout.tp}
 
 
 def make_mesh(layout: Layout, world: World, cluster: Cluster | None = None) -> Mesh:
@@ -87,7 +125,21 @@ def make_mesh(layout: Layout, world: World, cluster: Cluster | None = None) -> M
     places = _neighbours(world)
     ranks = torch.tensor(ranks_by_machine(places)).view(tuple(sizes.values()))
     made = DeviceMesh(world.device.type, ranks, mesh_dim_names=tuple(sizes))
-    return Mesh(sizes, world, made, cluster, tuple(machine for machine, _ in places))
+    context = _own_group(ranks.view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp), world)
+    machines = tuple(machine for machine, _ in places)
+    experts = None
+    if layout.ep > 1:
+        shape = expert_axis_sizes(layout)
+        experts = DeviceMesh(world.device.type, ranks.view(tuple(shape.values())), mesh_dim_names=tuple(shape))
+    return Mesh(sizes, world, made, cluster, machines, cp=layout.cp, context=context, experts=experts)
+
+
+def _own_group(lines: torch.Tensor, world: World) -> dist.ProcessGroup | None:
+    """A group of each line of ranks, of which this rank's is given; None where it is alone."""
+    if lines.shape[1] == 1:
+        return None
+    groups = {tuple(line): dist.new_group(line) for line in lines.tolist()}
+    return next(group for line, group in groups.items() if world.rank in line)
 
 
 def _neighbours(world: World) -> list[tuple[str, int]]:
@@ -106,6 +158,7 @@ def ranks_by_machine(places: list[tuple[str, int]]) -> list[int]:
 
 def _refuse_size(layout: Layout, have: int) -> None:
     need = layout.num_devices
-    fits = have % layout.tp == 0
-    hint = f"--set layout.dp={have // layout.tp}" if fits else "--set layout.tp=1 --set layout.dp=" + str(have)
+    inner = need // layout.dp
+    alone = "".join(f"--set layout.{axis}=1 " for axis in ("tp", "pp", "cp") if getattr(layout, axis) > 1)
+    hint = f"--set layout.dp={have // inner}" if have % inner == 0 else f"{alone}--set layout.dp={have}"
     raise BadLayout(f"{layout.text()} needs {need} processes and {have} are running; try --devices {need} or {hint}")

@@ -17,8 +17,8 @@ from armillary.model.fused_block import fits
 from armillary.model.transformer import Transformer
 from armillary.parallel.localise import become
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm")
-_PARTS = ("attention", "reduce_scatter", "all_reduce")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "grouped_linear")
+_PARTS = ("attention", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 def recompute(model: Transformer, *, kind: str, every: int = 1) -> None:

@@ -22,7 +22,6 @@ class Bucket:
     parameters: list[nn.Parameter]
     waiting: set[nn.Parameter] = field(default_factory=set)
     """those whose gradient is not there yet"""
-    flat: Tensor | None = None
     work: dist.Work | None = None
 
 
@@ -55,21 +54,22 @@ class Replicas:
             self._next += 1
 
     def finish(self) -> None:
-        """Send what no gradient arrived for, wait for all, and put the sums in place."""
+        """Send what no gradient arrived for, and wait for all."""
         self.armed = False
         for bucket in self.buckets[self._next :]:
             self._send(bucket)
         for bucket in self.buckets:
-            assert bucket.work is not None and bucket.flat is not None
+            assert bucket.work is not None
             bucket.work.wait()
-            _put_back(bucket.flat, bucket.parameters)
-            bucket.work = bucket.flat = None
+            bucket.work = None
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
-        pieces = [_local_gradient(parameter).reshape(-1) for parameter in bucket.parameters]
-        bucket.flat = torch.cat(pieces)
-        bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+        """Gradients become pieces of what travels: nothing is held twice, and nothing is copied back."""
+        flat = torch.cat([_local_gradient(parameter).reshape(-1) for parameter in bucket.parameters])
+        for parameter, piece in zip(bucket.parameters, _pieces(flat, bucket.parameters), strict=True):
+            _replace_gradient(parameter, piece)
+        bucket.work = dist.all_reduce(flat, group=self.group, async_op=True)
 
 
 def _buckets(parameters: list[nn.Parameter], limit: int) -> list[Bucket]:
@@ -97,10 +97,18 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _put_back(flat: Tensor, parameters: list[nn.Parameter]) -> None:
+def _pieces(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Views into `flat`, each shaped as a parameter's local gradient."""
     targets = [_local_gradient(parameter) for parameter in parameters]
-    for target, piece in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
-        target.copy_(piece.view_as(target))
+    parts = flat.split([target.numel() for target in targets])
+    return [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
+
+
+def _replace_gradient(parameter: nn.Parameter, piece: Tensor) -> None:
+    if isinstance(parameter.grad, DTensor):
+        parameter.grad._local_tensor = piece
+    else:
+        parameter.grad = piece
 
 
 @torch.no_grad()
@@ -111,9 +119,7 @@ def sum_partial(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) ->
         return
     flat = torch.cat([local_of(p.grad).reshape(-1) for p in found if p.grad is not None])
     dist.all_reduce(flat, group=group)
-    _put_back(flat, found)
-    for parameter in found:
+    for parameter, piece in zip(found, _pieces(flat, found), strict=True):
         assert isinstance(parameter.grad, DTensor)
-        parameter.grad = DTensor.from_local(
-            parameter.grad._local_tensor, parameter.grad.device_mesh, [Replicate()], run_check=False
-        )
+        placements = [Replicate() if x.is_partial() else x for x in parameter.grad.placements]
+        parameter.grad = DTensor.from_local(piece, parameter.grad.device_mesh, placements, run_check=False)

@@ -21,9 +21,11 @@ from armillary.errors import BadLayout
 from armillary.model.attention import Attention
 from armillary.model.dtype import widen
 from armillary.model.mlp import MLP
+from armillary.model.moe import MixtureOfExperts
 from armillary.model.norm import Norm
 from armillary.model.transformer import Block, Transformer
 from armillary.parallel.collectives import Group, all_gather, gather, scatter, share, summed, summed_for_each
+from armillary.parallel.expert import cut_routing
 from armillary.parallel.localise import COLUMNS, ROWS, SAME, SHARED, become, local, localise
 from armillary.parallel.vocabulary import first_row, look_up
 
@@ -77,12 +79,14 @@ class _Cutting:
 
 def _cut_block(block: Block, mesh: DeviceMesh, cutting: _Cutting) -> None:
     attention, mlp = block.attention, block.mlp
-    if not isinstance(mlp, MLP):
-        raise BadLayout("layers of experts are not cut by tensor parallelism yet; try --set layout.tp=1")
-    for module in (attention.qkv, mlp.up):
-        _cut_rows(module, mesh, cutting)
-    for module in (attention.out, mlp.down):
-        _cut_columns(module, mesh, cutting)
+    _cut_rows(attention.qkv, mesh, cutting)
+    _cut_columns(attention.out, mesh, cutting)
+    if isinstance(mlp, MLP):
+        _cut_rows(mlp.up, mesh, cutting)
+        _cut_columns(mlp.down, mesh, cutting)
+    else:
+        assert isinstance(mlp, MixtureOfExperts)
+        cut_routing(mlp, mesh, cutting.group, tokens=cutting.tokens)
     _cut_heads(attention, mesh, cutting.group)
 
 

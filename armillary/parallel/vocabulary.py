@@ -60,17 +60,37 @@ def loss_sum(
 
 
 def _sum(model: Transformer, hidden_MH: Tensor, targets_M: Tensor, group: Group) -> Tensor:
-    logits_Mv = widen(model.head(hidden_MH))
+    logits_Mv = model.head(hidden_MH)
     counts_M = targets_M != IGNORED
-    with torch.no_grad():
-        best_M = logits_Mv.amax(dim=-1) if logits_Mv.shape[-1] else logits_Mv.new_full((len(logits_Mv),), -torch.inf)
-        best_M = all_reduce(best_M, group, "max")
-    shifted_Mv = logits_Mv - best_M[:, None]
     own_M = targets_M - first_row(model.config.vocab, group)
     is_own_M = counts_M & (own_M >= 0) & (own_M < logits_Mv.shape[-1])
-    if logits_Mv.shape[-1]:
-        target_M = shifted_Mv.gather(-1, own_M.where(is_own_M, 0)[:, None])[:, 0].where(is_own_M, 0.0)
-    else:
-        target_M = shifted_Mv.sum(dim=-1)
-    total_M, chosen_M = summed(torch.stack((shifted_Mv.exp().sum(dim=-1), target_M)), group)
-    return (total_M.log() - chosen_M).where(counts_M, 0.0).sum()
+    losses_M: Tensor = _CrossEntropy.apply(logits_Mv, own_M.where(is_own_M, 0), is_own_M, group)
+    return losses_M.where(counts_M, 0.0).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Each token's loss from this rank's logits; of them only exp(logit - max) is kept, of which the gradient is made
+    in place: a backward pass works once."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_Mv: Tensor, own_M: Tensor, is_own_M: Tensor, group: Group) -> Tensor:
+        wide_Mv, empty = widen(logits_Mv), not logits_Mv.shape[-1]
+        best_M = wide_Mv.new_full((len(wide_Mv),), -torch.inf) if empty else wide_Mv.amax(dim=-1)
+        best_M = all_reduce(best_M, group, "max")
+        shifted_Mv = wide_Mv - best_M[:, None] if wide_Mv is logits_Mv else wide_Mv.sub_(best_M[:, None])
+        target_M = best_M * 0 if empty else shifted_Mv.gather(-1, own_M[:, None])[:, 0].where(is_own_M, 0.0)
+        exp_Mv = shifted_Mv.exp_()
+        total_M, chosen_M = all_reduce(torch.stack((exp_Mv.sum(dim=-1), target_M)), group)
+        ctx.save_for_backward(exp_Mv, total_M, own_M, is_own_M)
+        ctx.dtype = logits_Mv.dtype
+        return total_M.log() - chosen_M
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """softmax - 1 at the target, times what comes in."""
+        exp_Mv, total_M, own_M, is_own_M = ctx.saved_tensors
+        (grad_M,) = grads
+        grad_Mv = exp_Mv.mul_((grad_M / total_M)[:, None])
+        if grad_Mv.shape[-1]:
+            grad_Mv.scatter_add_(-1, own_M[:, None], -grad_M.where(is_own_M, 0.0)[:, None])
+        return grad_Mv.to(ctx.dtype), None, None, None

@@ -14,7 +14,7 @@ import numpy as np
 from armillary.planning.activations import GPIPE, in_flight
 from armillary.planning.case import TrainCase
 from armillary.planning.layouts import OFFLOADS, Array, Ints, Layouts
-from armillary.planning.moments import Stage
+from armillary.planning.moments import Moment, Stage
 from armillary.planning.stages import split
 from armillary.planning.states import shared_out, state_bytes, weight_bytes
 from armillary.planning.weights import Held, held
@@ -113,7 +113,8 @@ def _stage(case: TrainCase, layouts: Layouts, mine: Held, flying: Array, *, loss
         micro_batches=_micro_batches(case, layouts), makes_logits=loss,
     ).moments()  # fmt: skip
     fullest = np.argmax([moment.total for moment in moments], axis=0)
-    then = {name: np.choose(fullest, [getattr(moment, name) for moment in moments])
-            for name in ("gradients", "activations", "loss", "buffers")}  # fmt: skip
-    allocated = sum((always | then).values(), np.zeros(len(layouts)))
-    return Memory(**always, **then, other=CONTEXT_BYTES + FRAGMENTATION * allocated, moment=fullest)
+    then = {field.name: np.choose(fullest, [getattr(moment, field.name) for moment in moments])
+            for field in fields(Moment)}  # fmt: skip
+    parts = always | then | {"weights": always["weights"] + then["weights"]}
+    allocated = sum(parts.values(), np.zeros(len(layouts)))
+    return Memory(**parts, other=CONTEXT_BYTES + FRAGMENTATION * allocated, moment=fullest)

@@ -13,8 +13,16 @@ import numpy as np
 
 from armillary.planning.activations import layer_bytes, stored_bytes
 from armillary.planning.case import TrainCase
-from armillary.planning.layouts import OFFLOADS, Array, Bools, Layouts
-from armillary.planning.states import StateBytes, by_layer, matrix_bytes, shared_out, sharers, trained
+from armillary.planning.layouts import NONE, OFFLOADS, Array, Bools, Layouts
+from armillary.planning.states import (
+    StateBytes,
+    by_layer,
+    casts_by_operator,
+    matrix_bytes,
+    shared_out,
+    sharers,
+    trained,
+)
 from armillary.planning.weights import Held
 
 LOGIT_BYTES, EAGER_LOGIT_BYTES, ADAPTED_LOGIT_BYTES = 6.0, 12.0, 16.0
@@ -31,6 +39,8 @@ _ACTIVATIONS_OUT = [OFFLOADS.index(name) for name in ("activations", "both")]
 class Moment:
     """Bytes that are there at one moment, beside what is always there."""
 
+    weights: Array
+    """copies of weights that autocast makes and autograd lets go"""
     gradients: Array
     activations: Array
     loss: Array
@@ -38,7 +48,7 @@ class Moment:
 
     @property
     def total(self) -> Array:
-        return self.gradients + self.activations + self.loss + self.buffers
+        return self.weights + self.gradients + self.activations + self.loss + self.buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,18 +71,31 @@ class Stage:
     def moments(self) -> tuple[Moment, ...]:
         """In the order of MOMENTS."""
         stored, inside = self._stored(), layer_bytes(self.case, self.layouts)
-        none, of_one = 0 * stored, stored / np.maximum(self.mine.layers * self.flying, 1)
+        none, of_one = np.zeros(len(stored)), stored / np.maximum(self.mine.layers * self.flying, 1)
         early, summed, buffers = self._early_gradients, self._gradients, self._buffers_at_moments()
         others = stored * (1 - 1 / self.flying)  # of micro-batches that are still on their way
         head, late = np.maximum(early, np.minimum(self._head_gradient(), summed)), self._late_gradients()
         first = np.where(by_layer(self.case, self.layouts), early, head)  # there, the head's leaves with the root
-        return (
-            Moment(gradients=early, activations=stored, loss=self._loss(), buffers=buffers[0]),
-            Moment(gradients=first, activations=stored + inside, loss=none, buffers=buffers[1]),
-            Moment(gradients=first, activations=np.maximum(stored - of_one, 0.0), loss=none, buffers=buffers[2]),
-            Moment(gradients=late, activations=others, loss=none, buffers=buffers[3]),
-            Moment(gradients=late, activations=others + of_one + inside, loss=none, buffers=buffers[4]),
+        activations = (stored, stored + inside, np.maximum(stored - of_one, 0.0), others, others + of_one + inside)
+        columns = zip(self._copies(), (early, first, first, late, late), activations, (self._loss(), *[none] * 4),
+                      buffers, strict=True)  # fmt: skip
+        return tuple(
+            Moment(weights=weights, gradients=gradients, activations=acts, loss=loss, buffers=gathered)
+            for weights, gradients, acts, loss, gathered in columns
         )
+
+    # --- weights
+
+    def _copies(self) -> tuple[Array, ...]:
+        """Autocast keeps a half-precision copy of every weight to the end of the forward pass, the backward pass those
+        of layers that it did not have to make again."""
+        mine, none = self.mine, np.zeros(len(self.layouts))
+        if not self.case.software.plain_layers:
+            return (none,) * 5
+        each = np.where(casts_by_operator(self.case, self.layouts), self.states.weight, 0.0)
+        one, again = each * mine.layer, (self.layouts.recompute != NONE) / self.layouts.recompute_every
+        kept = np.maximum(each * mine.layer * mine.layers * (1 - again), one)
+        return each * (mine.layer * mine.layers + self._table), kept, np.maximum(kept - one, 0.0), none, one
 
     # --- activations and logits
 
@@ -180,7 +203,9 @@ class Stage:
         root, all_ = np.where(third, self._table, mine.ends) * weight, mine.total * weight
         next_ = np.where(mine.layers > 1, layer * weight, 0.0)
         waits = self._more & (self.layouts.zero == 1)  # nothing is summed before the last micro-batch
-        leaving = np.where(waits, 0.0, layer * (weight + 4.0 + 4.0 / sharers(self.layouts)[0]))
+        joined = weight if self.case.software.plain_layers else 0.0  # before it is widened: two operators on a CPU
+        copies = weight + np.where(weight < 4.0, joined, 0.0) + 4.0
+        leaving = np.where(waits, 0.0, layer * (copies + 4.0 / sharers(self.layouts)[0]))
         inside = np.where(third, root + layer * weight + next_, all_) + np.where(waits, 0.5 * layer * weight, 0.0)
         first = np.where(third, root + next_, np.where(self._more, all_, all_ - layer * weight))
         left = np.where(third | ~self._more, root, all_)

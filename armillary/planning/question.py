@@ -13,7 +13,7 @@ from armillary.errors import BadInput
 from armillary.planning.adapters import lora_of
 from armillary.planning.case import Lora, TrainCase, read_lora
 from armillary.planning.measured import measured_peaks
-from armillary.planning.software import OURS, OURS_BY_LAYER, OURS_ON_CPU, Software
+from armillary.planning.software import OURS, OURS_BY_LAYER, OURS_ON_CPU, Software, runs_whole
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Tier
 from armillary.spec.layout import Layout
@@ -58,17 +58,19 @@ def question(recipe: Recipe, model: ModelConfig, cluster: Cluster, home: Home, l
     case = TrainCase(
         model=model, cluster=cluster, sequence=job.sequence, batch_tokens=job.batch_tokens, measured=measured,
         measured_share=share, loss_chunk=job.chunk_tokens(model.vocab),
-        lora=adapters, software=_ours(cluster, adapters),
+        lora=adapters, software=_ours(recipe, model, cluster, adapters),
     )  # fmt: skip
     if case.lora is not None:
         notes = (*notes, f"{count_text(case.lora.parameters)} weights of adapters are trained, the model's stay frozen")
     return Question(recipe=recipe, model=model, case=case, notes=notes)
 
 
-def _ours(cluster: Cluster, adapters: Lora | None) -> Software:
+def _ours(recipe: Recipe, model: ModelConfig, cluster: Cluster, adapters: Lora | None) -> Software:
+    """On a GPU blocks are passes of their own where they are whole: one device, no adapters, a shape they know."""
     if cluster.chip.kind == "cpu":
         return OURS_ON_CPU
-    return OURS if adapters is None else OURS_BY_LAYER
+    whole = adapters is None and recipe.layout.num_devices == 1 and runs_whole(model)
+    return OURS if whole else OURS_BY_LAYER
 
 
 def _devices(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import BadInput
+from armillary.spec.model import ModelConfig
 
 PARAMETERS = ("gemm", "attention", "memory", "communication", "host", "experts")
 """times that a framework's fitted numbers may multiply"""
@@ -87,9 +88,19 @@ OURS = Software(
     name="armillary", fused_layers=True, whole_blocks=True, fully_shard=True, summed_bytes=4.0, narrow_alone=True
 )
 """the trainer of this package on a GPU: facts of its code, nothing fitted"""
-OURS_BY_LAYER = replace(OURS, fused_layers=False, whole_blocks=False)
-"""with adapters, whose blocks run layer by layer"""
-OURS_ON_CPU = replace(OURS_BY_LAYER, narrow_alone=False, plain_layers=True)
+OURS_BY_LAYER = replace(OURS, whole_blocks=False)
+"""where blocks run layer by layer: the same kernels, and sums and casts between them"""
+OURS_ON_CPU = replace(OURS, fused_layers=False, whole_blocks=False, narrow_alone=False, plain_layers=True)
+
+
+def runs_whole(model: ModelConfig) -> bool:
+    """Whether our blocks of this shape are hand-written passes: norms before attention and a dense MLP, rotary
+    positions, no biases, nothing done to queries and keys."""
+    plain = model.norm_at == "before" and model.parallel == "none" and model.residual_scale == 1.0
+    heads = model.positions == "rope" and model.qk_norm == "none" and model.qkv_clip is None
+    biased = model.qkv_bias or model.out_bias or model.mlp_bias
+    dense = all(kind.mlp == "dense" and kind.rope for kind in model.layers)
+    return plain and heads and dense and not biased and not model.mla and not model.simplicial
 
 
 def software(framework: str, *, chip: str = "", fitted: bool = True) -> Software:

@@ -50,6 +50,12 @@ def by_layer(case: TrainCase, layouts: Layouts) -> Bools:
     return shared & case.software.fully_shard & (case.lora is None) & (not case.pure)
 
 
+def casts_by_operator(case: TrainCase, layouts: Layouts) -> Bools:
+    """Where weights are fp32 and autocast makes the copies that are multiplied, as they are needed (on a CPU)."""
+    half: Bools = ~WIDE[layouts.precision] & ~by_layer(case, layouts)
+    return half & case.software.plain_layers & (case.lora is None) & (not case.pure)
+
+
 def sharers(layouts: Layouts) -> tuple[Array, Array]:
     """Ranks that share out the states of dense weights, and of routed ones."""
     dense = np.where(layouts.zero > 0, layouts.shard * layouts.cp, 1)
@@ -74,7 +80,7 @@ def shared_out(case: TrainCase, layouts: Layouts, mine: Held, each: Array, stage
 
 
 def weight_bytes(case: TrainCase, layouts: Layouts, mine: Held, states: StateBytes) -> Array:
-    """Of the weights that are multiplied; fully_shard has none of its own but the shards, where they are fp32."""
+    """Of the weights that are multiplied and always there; fully_shard has none but its shards, where they are fp32."""
     dense_shared, routed_shared = sharers(layouts)
     third = layouts.zero == 3
     matrix = matrix_bytes(case, layouts, states)
@@ -85,7 +91,7 @@ def weight_bytes(case: TrainCase, layouts: Layouts, mine: Held, states: StateByt
     total = dense / np.where(third, dense_shared, 1) + routed / np.where(third, routed_shared, 1)
     shards = np.where(states.master > 0, 0.0, shared_out(case, layouts, mine, states.weight, 1))
     bytes_: Array = np.where(by_layer(case, layouts), shards, total)
-    return bytes_
+    return np.where(casts_by_operator(case, layouts), 0.0, bytes_)
 
 
 def matrix_bytes(case: TrainCase, layouts: Layouts, states: StateBytes) -> Array:

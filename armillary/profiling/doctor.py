@@ -30,7 +30,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "structure": ("llguidance",),
     "tracking": ("mlflow", "tensorboard", "wandb"),
     "cluster": ("kubernetes",),
-    "dev": ("hypothesis", "llguidance", "mypy", "pytest", "ruff", "tensorboard", "transformers", "triton"),
+    "dev": ("hypothesis", "llguidance", "mypy", "pytest", "ruff", "tensorboard", "transformers", "triton", "xdist"),
 }
 """extra -> the modules it brings"""
 _LINUX_ONLY = ("triton",)

@@ -180,6 +180,26 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
+    moe = config.moe
+    assert moe is not None
+    return {
+        "attention_bias": config.qkv_bias,
+        "use_qk_norm": config.qk_norm == "head",
+        "partial_rotary_factor": config.rope.fraction,
+        "first_k_dense_replace": config.num_layers - config.num_moe_layers,
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.ffn,
+        "n_shared_experts": moe.shared_ffn // moe.ffn,
+        "norm_topk_prob": moe.normalize,
+        "routed_scaling_factor": moe.routed_scale,
+        "n_group": moe.groups,
+        "topk_group": moe.top_groups,
+        "num_nextn_predict_layers": 0,
+    }
+
+
 def _write_gemma(config: ModelConfig) -> dict[str, Any]:
     return {"attention_bias": config.qkv_bias}
 
@@ -210,6 +230,7 @@ WRITERS: dict[str, tuple[str, Callable[[ModelConfig], dict[str, Any]]]] = {
     "qwen2": ("Qwen2ForCausalLM", _write_qwen),
     "qwen3": ("Qwen3ForCausalLM", _write_qwen3),
     "qwen3_moe": ("Qwen3MoeForCausalLM", _write_qwen3_moe),
+    "glm4_moe": ("Glm4MoeForCausalLM", _write_glm4_moe),
     "phi3": ("Phi3ForCausalLM", _write_phi3),
     "gemma": ("GemmaForCausalLM", _write_gemma),
     "gemma2": ("Gemma2ForCausalLM", _write_gemma2),

@@ -31,6 +31,7 @@ READERS: dict[str, Callable[[Raw], Fields]] = {
     "gpt_neox": dense.gpt_neox,
     "falcon": dense.falcon,
     "mpt": dense.mpt,
+    "glm4_moe": moe.glm4_moe,
     "deepseek_v2": moe.deepseek,
     "deepseek_v3": moe.deepseek,
     "kimi_k2": moe.deepseek,

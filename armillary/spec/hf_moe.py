@@ -96,6 +96,16 @@ def deepseek_moe(raw: Raw) -> Fields:
     }  # fmt: skip
 
 
+def glm4_moe(raw: Raw) -> Fields:
+    first = raw.get("first_k_dense_replace", 1)
+    routing = {"score": "sigmoid", "selection_bias": True, "normalize": raw.get("norm_topk_prob", True)}
+    return {
+        "qkv_bias": raw.get("attention_bias", False), "qk_norm": "head" if raw.get("use_qk_norm", False) else "none",
+        "rope": read_rope(raw, fraction=0.5), "layers": kinds(raw, moe=lambda i: i >= first),
+        "moe": deepseek_moe(raw) | routing,
+    }  # fmt: skip
+
+
 def _yarn_softmax(factor: float, mscale: float | None) -> float:
     """DeepSeek multiplies the softmax scale by (0.1·mscale·ln(factor) + 1)²."""
     return (0.1 * mscale * log(factor) + 1.0) ** 2 if mscale and factor > 1 else 1.0

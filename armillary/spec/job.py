@@ -155,6 +155,16 @@ class TrainJob:
     """projections with adapters: qkv (or q, k, v), out, gate_up (or gate, up), down"""
     lora_dropout: float = 0.0
     """share of an adapter's inputs left out at random"""
+    balance_loss: float | None = None
+    """weight of the routers' balance loss, a mean over sequences and layers that is 1 where all experts are used alike;
+    none: the model's own (model.moe.aux_loss)"""
+    router_z_loss: float = 0.0
+    """weight of the mean square of log Σ exp of the routers' logits, which keeps them small; usual: 1e-3"""
+    bias_rate: float = 2e-3
+    """how far the selection bias of an expert moves a step at most, up where it is used too little, down where too much
+    (models with model.moe.selection_bias)"""
+    expert_capacity: float | None = None
+    """places of an expert in each sequence, times the fair share; choices beyond are dropped; none: nothing is"""
     track: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ()
     """where gauges also go: tensorboard, mlflow, wandb"""
 
@@ -166,6 +176,8 @@ class TrainJob:
         check_names(self.lora_on)
         _at_least(self, "train", 0, "save_every", "loss_chunk", "profile_every")
         _at_least(self, "train", 1, "lr_base_batch")
+        _at_least(self, "train", 0, "balance_loss", "router_z_loss", "bias_rate")
+        _above_zero(self, "train", "expert_capacity")
         _above_zero(self, "train", "lr", "eps")
         _above_zero(self, "train", "decay_fraction", most=1)
         self._check_together()
@@ -228,8 +240,9 @@ class Serve:
     """size of the KV cache on a device; none: what is left when weights and working memory are in"""
     kv_dtype: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
     """number format of the KV cache; auto: that of the activations"""
-    weights: Literal["auto", "int8"] = "auto"
-    """number format of the layers' weights; auto: as loaded; int8: rounded when they are loaded, on a CPU"""
+    weights: Literal["auto", "int8", "fp8"] = "auto"
+    """number format of the layers' weights; auto: as loaded; rounded when they are loaded: int8 on a CPU, fp8 on a
+    GPU"""
     block_tokens: int = 16
     """tokens of a KV block"""
     max_tokens_per_step: int = 2048

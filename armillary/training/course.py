@@ -103,10 +103,10 @@ class Course:
         if finished:
             trainer.close()
             like = trainer.text.tokenizer_folder
-            folder = export(trainer.model, self.job, self.run.export(step), ranks, like=like)
+            folder = export(trainer.sharded, self.job, self.run.export(step), ranks, like=like)
             if self.job.lora_rank:
                 base = trainer.plan.weights or trainer.plan.model.name
-                export_adapter(trainer.model, self.job, self.run.folder / "adapter" / str(step), ranks, base=base)
+                export_adapter(trainer.sharded, self.job, self.run.folder / "adapter" / str(step), ranks, base=base)
         if ranks.is_main:
             self.run.update(state="finished" if finished else "interrupted", step=step, loss=self.loss)
         return Trained(run=self.run, steps=step, finished=finished, loss=self.loss, val_loss=trainer.val_loss,
@@ -114,11 +114,12 @@ class Course:
 
     def _tensors(self) -> dict[str, Any]:
         """What is trained, and the states of its optimiser, under names that no layout changes."""
-        model, optimizer = self.trainer.model, self.trainer.optimizer
-        trained = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        model, optimizer, called = self.trainer.model, self.trainer.optimizer, self.trainer.sharded.whole_name
+        trained = {f"model.{called(name)}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
         buffers = dict(model.named_buffers())
         trained |= {f"model.{name}": value for name, value in model.state_dict().items() if name in buffers}
-        return trained | {f"optimizer.{name}": value for name, value in states_by_name(model, optimizer).items()}
+        states = states_by_name(model, optimizer, called)
+        return trained | {f"optimizer.{name}": value for name, value in states.items()}
 
     def _facts(self) -> dict[str, Any]:
         trainer = self.trainer

@@ -10,32 +10,31 @@ from torch import Tensor
 
 from armillary.model.fusing import rules
 from armillary.model.lora import NAMES, change
-from armillary.model.transformer import Transformer
 from armillary.model.weights import save_model
-from armillary.parallel.weights import whole
+from armillary.parallel.apply import Sharded
 from armillary.spec.job import TrainJob
 from armillary.spec.lora import targets
 from armillary.training.agreement import Agreement, attempt
 from armillary.training.lora import save_adapter
 
 
-def export(model: Transformer, job: TrainJob, folder: Path, ranks: Agreement, *, like: Path) -> Path:
+def export(sharded: Sharded, job: TrainJob, folder: Path, ranks: Agreement, *, like: Path) -> Path:
     """Every rank calls this; the main rank writes, and all raise its error where it cannot."""
-    reader, error = Whole(model, job), None
+    reader, error = Whole(sharded, job), None
     if ranks.is_main:
-        _, error = attempt(lambda: save_model(model, folder, like=like, overwrite=True, read=reader))
+        _, error = attempt(lambda: save_model(sharded.model, folder, like=like, overwrite=True, read=reader))
     reader.rest()
     ranks.agree(error)
     return folder
 
 
-def export_adapter(model: Transformer, job: TrainJob, folder: Path, ranks: Agreement, *, base: str) -> Path:
+def export_adapter(sharded: Sharded, job: TrainJob, folder: Path, ranks: Agreement, *, base: str) -> Path:
     """The adapters alone, as a folder that peft reads; every rank calls this."""
-    names = [f"{module}.{adapter}" for module in targets(model.config, job.lora_on) for adapter in NAMES]
-    parameters, error = dict(model.named_parameters()), None
-    tensors = {name: whole(parameters[name]) for name in names}
+    config, error = sharded.model.config, None
+    names = [f"{module}.{adapter}" for module in targets(config, job.lora_on) for adapter in NAMES]
+    tensors = {name: sharded.whole(name) for name in names}
     if ranks.is_main:
-        _, error = attempt(lambda: save_adapter(tensors, model.config, job, folder, base=base, overwrite=True))
+        _, error = attempt(lambda: save_adapter(tensors, config, job, folder, base=base, overwrite=True))
     ranks.agree(error)
     return folder
 
@@ -43,11 +42,11 @@ def export_adapter(model: Transformer, job: TrainJob, folder: Path, ranks: Agree
 class Whole:
     """A parameter of all ranks by its name. Gathering needs every rank, so all ask for the same ones in one order."""
 
-    def __init__(self, model: Transformer, job: TrainJob) -> None:
-        self._parameters = dict(model.named_parameters())
-        self._adapted = targets(model.config, job.lora_on) if job.lora_rank else {}
+    def __init__(self, sharded: Sharded, job: TrainJob) -> None:
+        config, self._gathered = sharded.model.config, sharded.whole
+        self._adapted = targets(config, job.lora_on) if job.lora_rank else {}
         self._scale = job.lora_scale
-        self._names = [rule.ours for rule in rules(model.config)]
+        self._names = [rule.ours for rule in rules(config)]
         self._next = 0
 
     def __call__(self, name: str) -> Tensor:
@@ -60,9 +59,6 @@ class Whole:
         a, b = (self._gathered(f"{module}.{adapter}") for adapter in NAMES)
         added = change(a, b, self._adapted[module], scale=self._scale)
         return (found.to(added.dtype) + added).to(found.dtype)
-
-    def _gathered(self, name: str) -> Tensor:
-        return whole(self._parameters[name])
 
     def rest(self) -> None:
         """Take part in what is left: on ranks that do not write, all of it."""

@@ -75,7 +75,7 @@ class Feed:
         if errors:
             self._ranks.raise_first(error)
         assert batch is not None and self._loader is not None
-        same = self._ranks.size / self._mesh.dp_size  # tensor-parallel ranks read the same rows
+        same = self._ranks.size / self._mesh.dp_size  # those of tp, cp and pp read the same rows
         return Fetched(step, batch, targets / same, stops > 0, self._loader.wait_s)
 
     def _rows(self, step: int) -> DeviceBatch:

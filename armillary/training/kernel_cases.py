@@ -72,6 +72,15 @@ def _layers(config: ModelConfig, layout: Layout, tokens: int, shared: dict[str, 
         rows=tokens, ffn=ffn // layout.tp, activation=config.activation, gated=config.gated, **shared
     )
     yield Wanted("activate", "activate", case)
+    if config.moe is not None and config.num_moe_layers:
+        from armillary.kernels.grouped_linear import GroupedCase
+
+        moe = config.moe
+        grouped = GroupedCase(
+            rows=tokens * moe.top_k, experts=moe.num_experts // layout.ep, outputs=2 * moe.ffn // layout.expert_tp,
+            inputs=config.hidden, **shared,
+        )  # fmt: skip
+        yield Wanted("grouped_linear", "grouped_linear", grouped)
     if config.positions == "rope":
         rope = RopeCase(
             tokens=tokens, heads=config.heads // layout.tp, kv_heads=config.kv_heads // layout.tp,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.kernels.choose import choose
+from armillary.kernels.grouped_linear import grouped_linear
 from armillary.kernels.needs import interpreted, lacking
 from armillary.kernels.ops import find_op
 from armillary.model.attend import Attend, AttentionFunction, chosen
@@ -20,7 +21,8 @@ from armillary.model.attention import Attention
 from armillary.model.fused import Fused
 from armillary.model.half_weights import HalfWeights
 from armillary.model.mlp import MLP
-from armillary.model.moe import Experts
+from armillary.model.moe import Experts, MixtureOfExperts
+from armillary.model.moe_sorted import SortedDispatch
 from armillary.model.norm import Norm
 from armillary.model.transformer import Block, Transformer
 from armillary.spec.job import TrainJob
@@ -76,6 +78,7 @@ def use_kernels(
     is where the model will be, while it is still on meta.
     """
     device = device or next(model.parameters()).device
+    _sort_experts(model, job, grouped_linear)
     if device.type != "cuda" and not (names and interpreted()):
         return Choices()
     functions, taken = {}, {}
@@ -84,6 +87,7 @@ def use_kernels(
     taken[BLOCK] = (names or {}).get(BLOCK) or _block_form(job, layout, taken)
     _set_layers(model, functions)
     halves = _halves(layout)
+    _sort_experts(model, job, functions.get("grouped_linear", grouped_linear), halves)
     if taken[BLOCK] == FUSED:
         how: dict[str, Any] = {"names": names, "home": home, "timed": timed and not job.deterministic}
         products, called = choose_products(model.config, job, layout, device, **how)
@@ -137,6 +141,16 @@ def _set_layers(model: Transformer, functions: Mapping[str, Callable[..., Any]])
             layer.chosen = functions.get("activate")
 
 
+def _sort_experts(
+    model: Transformer, job: TrainJob, grouped: Callable[..., Tensor], halves: HalfWeights | None = None
+) -> None:
+    """Experts take their tokens sorted, all in one product, and their weights from the copies where there are some."""
+    for layer in model.modules():
+        if isinstance(layer, MixtureOfExperts):
+            layer.dispatch = SortedDispatch(grouped, drops=job.expert_capacity is not None)
+            layer.experts.halves = halves
+
+
 def _fuse(model: Transformer, job: TrainJob, layout: Layout, *, halves: HalfWeights | None, **how: Any) -> None:
     """Blocks as two passes; on one device gradients are summed where they are made, or come in the products' format
     where there is one micro-batch and so nothing to sum."""
@@ -156,8 +170,11 @@ def _fuse(model: Transformer, job: TrainJob, layout: Layout, *, halves: HalfWeig
 def _narrow_gradients(model: Transformer, dtype: torch.dtype) -> None:
     """Gradients of matrices stay in the format their product gives them, which is exact: nothing is added to them."""
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight.requires_grad and hasattr(module.weight, "grad_dtype"):
-            module.weight.grad_dtype = dtype
+        matrices = [module.weight] if isinstance(module, nn.Linear) else []
+        matrices += [module.up_E2FH, module.down_EHF] if isinstance(module, Experts) else []
+        for weight in matrices:
+            if weight.requires_grad and hasattr(weight, "grad_dtype"):
+                weight.grad_dtype = dtype
 
 
 def _attention(

@@ -36,7 +36,8 @@ def add_lora(model: Transformer, job: TrainJob, *, precision: str = "fp32") -> N
         return
     if precision in HALF:
         model.to(HALF[precision])
-    wanted = targets(model.config, job.lora_on)
+    mine = {name for name, _ in model.named_modules()}  # a pipeline stage has some
+    wanted = {name: target for name, target in targets(model.config, job.lora_on).items() if name in mine}
     attach(model, wanted, rank=job.lora_rank, scale=job.lora_scale, dropout=job.lora_dropout)
     if not next(model.parameters()).is_meta:
         draw(model, seed=job.seed)

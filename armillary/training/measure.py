@@ -14,7 +14,8 @@ SOURCES = {
     "loss": "model", "val_loss": "model", "grad_norm": "model", "lr": "schedule", "tokens_total": "count",
     "loss_scale": "scaler", "skipped_steps_total": "scaler", "mfu": "wall clock and the chip's dense peak",
     "host_memory_bytes": "operating system", "checkpoint_bytes": "file sizes", "checkpoints_total": "count",
-    "restarts_total": "count",
+    "restarts_total": "count", "aux_loss": "model", "expert_load_max_over_mean": "count",
+    "expert_tail_fraction": "count", "expert_drop_fraction": "count", "router_entropy": "model",
 }  # fmt: skip
 """how gauges are measured; those of memory say it themselves, the rest are differences of the wall clock"""
 WINDOW = "profiler window"

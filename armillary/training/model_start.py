@@ -13,6 +13,7 @@ from armillary.model.transformer import Transformer, build
 from armillary.model.weights import load_model
 from armillary.parallel.apply import Sharded, apply
 from armillary.parallel.mesh import Mesh
+from armillary.parallel.pipeline_stage import hold
 from armillary.parallel.weights import fill_from, fill_random, materialise
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
@@ -48,8 +49,8 @@ def start_model(
     ever holds the whole: the model is built without memory, cut, and each rank keeps its piece of every tensor."""
     job, layout, device = plan.train, plan.layout, mesh.world.device
     assert job is not None
-    copies = layout.tp == 1 and (layout.zero == 0 or mesh.dp_size == 1)
-    model = ranks.together(lambda: _whole(plan, device) if copies else _without_memory(plan))
+    copies = layout.tp == layout.pp == layout.ep == 1 and (layout.zero == 0 or mesh.num_copies == 1)
+    model = ranks.together(lambda: _whole(plan, device) if copies else _without_memory(plan, mesh))
     add_lora(model, job, precision=layout.precision)
     choices = _choices(plan, model, device, ranks, names or {}, home)
     sharded = apply(model, layout, mesh, loss=choices.loss, compile=job.compile)
@@ -83,8 +84,12 @@ def _whole(plan: Plan, device: torch.device) -> Transformer:
     return build(plan.model, dtype=_dtype(plan), device=device, seed=plan.train.seed)
 
 
-def _without_memory(plan: Plan) -> Transformer:
+def _without_memory(plan: Plan, mesh: Mesh) -> Transformer:
+    assert plan.train is not None
     with torch.device("meta"):
+        if plan.layout.pp > 1:
+            held: Transformer = hold(plan.model, plan.layout, mesh.rank("pp"), sequence=plan.train.sequence)
+            return held.to(_dtype(plan))
         return Transformer(plan.model).to(_dtype(plan))
 
 

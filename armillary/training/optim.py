@@ -6,10 +6,12 @@ Weight decay acts on matrices only; norms, biases and sinks are left alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from armillary.kernels import adamw
 from armillary.parallel.apply import Sharded
@@ -23,14 +25,24 @@ def make_optimizer(
     """AdamW in one pass over the parameters that train, decayed and not: our kernel on a GPU, which also writes the
     half-precision `copies`, else torch's fused one."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": job.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups = _groups(model, job.weight_decay)
     if precision != "fp16" and adamw.takes(trained):  # a loss scaler needs torch's
         return adamw.AdamW(groups, copies=copies, lr=0.0, betas=job.betas, eps=job.eps)
     return torch.optim.AdamW(groups, lr=0.0, betas=job.betas, eps=job.eps, fused=True)
+
+
+def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Decayed and not; parameters on different meshes (experts and others) go through different passes."""
+    found: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            decays = parameter.ndim >= 2 and "bias" not in name
+            found.setdefault((decays, mesh), []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
+        for (decays, _), parameters in sorted(found.items(), key=lambda item: not item[0][0])
+    ]
 
 
 def learning_rate(job: TrainJob, step: int, num_parameters: int) -> float:
@@ -59,7 +71,7 @@ def update(sharded: Sharded, optimizer: torch.optim.Optimizer, scaler: LossScale
     if scaler.is_enabled():
         scaler.unscale_(optimizer)
     if isinstance(optimizer, adamw.AdamW):  # whole gradients on every rank: clipped on their way through the kernel
-        norm = adamw.gradient_norm(sharded.model.parameters())
+        norm = sharded.norm_of_all(adamw.gradient_norm(sharded.model.parameters()))
         optimizer.step(scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None)
         optimizer.zero_grad()
         return norm
@@ -70,9 +82,12 @@ def update(sharded: Sharded, optimizer: torch.optim.Optimizer, scaler: LossScale
     return norm
 
 
-def states_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's states under the names of their parameters, made where there are none yet, for checkpoints."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+def states_by_name(
+    model: nn.Module, optimizer: torch.optim.Optimizer, called: Callable[[str], str] = str
+) -> dict[str, Tensor]:
+    """AdamW's states under the names of their parameters (`called` in the whole model), made where there are none yet,
+    for checkpoints."""
+    names = {parameter: called(name) for name, parameter in model.named_parameters()}
     found: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from armillary.errors import ArmillaryError
+from armillary.model.attend import Attend
 from armillary.parallel.mesh import make_mesh
+from armillary.parallel.pipeline import Passing, Pipeline, Rows
 from armillary.parallel.world import World
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
 from armillary.training.agreement import Agreement, attempt
+from armillary.training.balance import Routers
 from armillary.training.data.loader import DeviceBatch, to_device
 from armillary.training.feed import Feed, Fetched, Stop
 from armillary.training.measure import WINDOW, memory_gauges
@@ -31,7 +34,7 @@ from armillary.training.precision import HALF, autocast
 from armillary.training.scaler import LossScaler, refuse_tiny_scale
 from armillary.training.speed import Speed
 from armillary.training.waits import Waits
-from armillary.training.window import recorded, unrecorded
+from armillary.training.window import recorded, set_apart, unrecorded
 
 MEASURED_STEP = 1
 """of those this process takes: the first whose optimiser states are there from its beginning"""
@@ -67,9 +70,10 @@ class Trainer:
         self.text = self.ranks.together(lambda: open_text(plan))
         self.sharded, self.choices = start_model(plan, self.mesh, self.ranks, names=kernels, home=home)
         self.model = self.sharded.model
-        self.num_parameters = sum(p.numel() for p in self.model.parameters())
+        self.num_parameters = self.sharded.num_parameters
         self.optimizer = make_optimizer(self.model, self.job, plan.layout.precision, self.choices.copies)
         self.scaler = LossScaler(self.device, enabled=plan.layout.precision == "fp16", many=world.size > 1)
+        self.routers = Routers(self.sharded, self.job)
         self.speed = Speed(plan)
         self.waits = Waits(self.device)
         if world.size > 1:
@@ -97,9 +101,19 @@ class Trainer:
         self.taken += 1
         self.tokens += self.job.batch_tokens
         gauges = measured | self._counted() | self._memory(meter) | {"comm_exposed_s": self.waits.take()}
-        gauges |= self.speed.gauges(fetched_s + seconds, now.wait_s)
-        sources = {"comm_exposed_s": self.waits.source} | dict.fromkeys(meter.sizes(), meter.source)
-        return StepReport(step=step, gauges=gauges | split, sources=sources | dict.fromkeys(split, WINDOW))
+        gauges |= self.speed.gauges(fetched_s + seconds, now.wait_s) | (idle := self._idle())
+        split = set_apart(split, idle.get("bubble_s", 0.0))
+        sources = dict.fromkeys(meter.sizes(), meter.source) | dict.fromkeys(split, WINDOW)
+        sources |= dict.fromkeys([*idle, *([] if split else ["comm_exposed_s"])], self.waits.source)
+        return StepReport(step=step, gauges=gauges | split, sources=sources)
+
+    def _idle(self) -> dict[str, float]:
+        """How long this rank's stage stood still between passes: the first stage's, where the main rank is, lasts
+        from a step's first pass to its last."""
+        if self.sharded.pipeline is None:
+            return {}
+        computing, whole = self.sharded.pipeline.busy.take()
+        return {"bubble_s": max(0.0, whole - computing)}
 
     def _timed(self, now: Fetched, stop: Stop) -> tuple[dict[str, float], float]:
         begin = time.perf_counter()
@@ -110,17 +124,21 @@ class Trainer:
         for the device."""
         rate = learning_rate(self.job, now.step, self.num_parameters)
         set_learning_rate(self.optimizer, rate)
+        self.routers.start(self.scaler.factor)
         loss = self.forward_backward(now.batch, now.targets)
         with self._meter.phase("optimizer"):
             norm = update(self.sharded, self.optimizer, self.scaler, self.job.clip)
         scale = self.scaler.factor
         self.feed.look_ahead(now.step + 1, stop)
         found = {"loss": loss, "grad_norm": norm} | ({"loss_scale": scale} if scale is not None else {})
+        found |= self.routers.finish()
         read = torch.stack([value.detach().double().reshape(()) for value in found.values()]).tolist()
         return dict(zip(found, read, strict=True)) | {"lr": rate}
 
     def forward_backward(self, batch: DeviceBatch, targets: float) -> Tensor:
         """Mean loss over all targets of all ranks; gradients are those of that mean."""
+        if self.sharded.pipeline is not None:
+            return self._through_stages(self.sharded.pipeline, batch, targets)
         total = torch.zeros((), device=self.device)
         micro = batch.micro(self.layout.micro_batch)
         for number, part in enumerate(micro):
@@ -132,14 +150,45 @@ class Trainer:
         self.waits.after_backward()
         return self.sharded.total(total)
 
+    def _through_stages(self, pipeline: Pipeline, batch: DeviceBatch, targets: float) -> Tensor:
+        rows, count = len(batch.row_targets), self.layout.micro_batch
+        with self._meter.phase("backward"):
+            total = pipeline.step(self._rows(batch), self._passing(max(1.0, targets)), num_micro_batches=rows // count)
+        self.sharded.finish_gradients()
+        return self.sharded.total(total)
+
+    def _rows(self, batch: DeviceBatch) -> Rows:
+        """What stages read: this rank's tokens, and the documents of whole rows."""
+        part, _ = self._taken(batch)
+        return Rows(tokens_BT=part.tokens_BT, positions_BT=part.positions_BT, targets_BT=part.targets_BT,
+                    documents_BT=batch.documents_BT if batch.has_documents else None)  # fmt: skip
+
+    def _passing(self, targets: float = 1.0) -> Passing:
+        chunk, context = self.job.chunk_tokens(self.model.config.vocab), self.sharded.context
+        return Passing(
+            attends=self.choices.attend if context is None else context.attend, scale=self.scaler.scale,
+            autocast=lambda: autocast(self.layout.precision, self.device, wanted=not self.sharded.is_fsdp),
+            loss=lambda model, hidden, y: self.sharded.loss_sum(hidden, y, chunk=chunk, model=model) / targets,
+        )  # fmt: skip
+
     def loss_sum(self, batch: DeviceBatch) -> Tensor:
+        """Of a micro-batch; with stages, on the last of them and without a backward pass."""
+        if self.sharded.pipeline is not None:
+            return self.sharded.pipeline.evaluate(self._rows(batch), self._passing())
         with autocast(self.layout.precision, self.device, wanted=not self.sharded.is_fsdp):
             with self._meter.phase("forward"):
-                attend = self.choices.attend(batch.documents_BT if batch.has_documents else None)
+                batch, attend = self._taken(batch)
                 hidden = self.model(batch.tokens_BT, batch.positions_BT, attend)
             with self._meter.phase("loss"):
                 chunk = self.job.chunk_tokens(self.model.config.vocab)
                 return self.sharded.loss_sum(hidden, batch.targets_BT, chunk=chunk)
+
+    def _taken(self, batch: DeviceBatch) -> tuple[DeviceBatch, Attend]:
+        """This rank's tokens of the rows, all of them where rows are not cut, and how they attend."""
+        documents_BT, context = batch.documents_BT if batch.has_documents else None, self.sharded.context
+        if context is None:
+            return batch, self.choices.attend(documents_BT)
+        return batch.tokens(context.cut), context.attend(documents_BT)
 
     def close(self) -> None:
         """Let go of what reads ahead."""

@@ -45,12 +45,22 @@ def unrecorded(step: Callable[[], T]) -> tuple[T, dict[str, float]]:
 
 
 def split(judged: Judged, spent: Budget) -> dict[str, float]:
-    """A step's budget in the words of a plan. There are no pipeline stages yet, so nothing waits for another."""
+    """A step's budget in the words of a plan; what a pipeline stage waits for others is still part of the rest."""
     compute = sum(spent.parts.get(part, 0.0) for part in KERNEL_PARTS)
     exposed = spent.parts["comm_exposed"]
     rest = max(0.0, spent.wall_s - compute - exposed)
     return {"compute_s": compute, "comm_s": max(exposed, comm_s(judged, spent)), "comm_exposed_s": exposed,
             "bubble_s": 0.0, "overhead_s": rest}  # fmt: skip
+
+
+def set_apart(parts: dict[str, float], bubble: float) -> dict[str, float]:
+    """The parts with a measured bubble taken out of what a trace sees of it: waits for exchanges, then idle time."""
+    if not parts or not bubble:
+        return parts
+    waits = min(bubble, parts["comm_exposed_s"])
+    rest = min(bubble - waits, parts["overhead_s"])
+    return parts | {"comm_exposed_s": parts["comm_exposed_s"] - waits, "overhead_s": parts["overhead_s"] - rest,
+                    "bubble_s": waits + rest}  # fmt: skip
 
 
 def comm_s(judged: Judged, spent: Budget) -> float:

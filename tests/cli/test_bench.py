@@ -24,7 +24,8 @@ def h200() -> Peaks:
     peaks = new_peaks("NVIDIA H200").with_points("gemm", [square, square | {"k": 4096, "flops": 7.0e14}])
     copy = {"bytes": 1 << 30, "bytes_per_s": 4.2e12, "beside": beside | {"sm_clock_hz": 1.5e9}}
     host = {"direction": "to_host", "pinned": True, "bytes": 1 << 20, "bytes_per_s": 5e10, "beside": beside}
-    return peaks.with_points("copy", [copy]).with_points("host_copy", [host])
+    attention = {"keys": 4096, "head_dim": 128, "dtype": "bf16", "backward": True, "flops": 4e14, "beside": beside}
+    return peaks.with_points("copy", [copy]).with_points("host_copy", [host]).with_points("attention", [attention])
 
 
 def test_measures_keeps_and_shows_again(cli: Cli, home: Home) -> None:
@@ -80,6 +81,7 @@ def test_figures_stand_beside_the_catalogue(h200: Peaks, capsys: pytest.CaptureF
     text = capsys.readouterr().out
     assert "catalogue: H200 SXM" in text and "79.8%" in text and "87.5%" in text
     assert "790 T ±1.0%" in text and "sm clock 1500 MHz to 1980 MHz" in text and "power 650 W" in text
+    assert "causal attention" in text and "backward" in text and "40.4%" in text
     assert "pinned" in text and max(map(len, text.splitlines())) <= 100
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -10,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.kernels.agree import check, expect, relative_error
-from armillary.kernels.attention import ATTENTION, Attention, distances, num_pairs, reference, sdpa, seen_keys
+from armillary.kernels.attention import (
+    ATTENTION,
+    Attention,
+    AttentionOptions,
+    distances,
+    num_pairs,
+    reference,
+    sdpa,
+    seen_keys,
+)
 from tests.kernels.interpreter import needs_interpreter
 
 # a GPU that is new to the thread of a backward: torch sets it up and says so
@@ -36,7 +47,10 @@ def random(
     blocks = torch.rand(-(-length // 128), -(-keys // 128), device=device) < 0.6 if sparse else None
     q, k, v = normal(batch, length, heads, dim), normal(batch, keys, kv_heads, dim), normal(batch, keys, kv_heads, dim)
     alibi = torch.rand(heads, device=device) if slopes else None
-    return q, k, v, drawn, blocks, None, alibi, None, window, softcap, causal
+    options = AttentionOptions(
+        documents_BT=drawn, blocks_XY=blocks, slopes_N=alibi, window=window, softcap=softcap, causal=causal
+    )
+    return q, k, v, options
 
 
 def assert_agrees(run, inputs) -> None:
@@ -107,7 +121,7 @@ def test_sinks_take_part_and_learn() -> None:
     found = []
     for run, dtype in ((attention, torch.float32), (reference, torch.float64)):
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, torch.arange(4.0))]
-        out = run(*leaves[:3], None, None, leaves[3])
+        out = run(*leaves[:3], AttentionOptions(sinks_N=leaves[3]))
         found.append((out.detach(), *torch.autograd.grad(out.square().sum(), leaves)))
     for mine, plain in zip(*found, strict=True):
         assert relative_error(mine, plain) < 1e-5
@@ -152,7 +166,7 @@ def test_a_query_that_sees_nothing_gives_zeros() -> None:
     blocks = torch.ones(3, 3, dtype=torch.bool)
     blocks[1] = False
     for run in (reference, attention):
-        out = run(q, k, v, None, blocks)
+        out = run(q, k, v, AttentionOptions(blocks_XY=blocks))
         assert not out[:, 128:256].any() and out[:, :128].all()
 
 
@@ -168,6 +182,28 @@ def test_without_keys_there_are_zeros_and_no_gradients() -> None:
 
 
 @needs_interpreter
+def test_sinks_and_slopes_that_lie_apart() -> None:
+    from armillary.kernels.attention_own import attention
+
+    q, k, v, _ = random(60, heads=4, kv_heads=2)
+    options = AttentionOptions(sinks_N=torch.randn(4, 2)[:, 0], slopes_N=torch.rand(4, 2)[:, 1])
+    assert_agrees(attention, (q, k, v, options))
+
+
+@needs_interpreter
+def test_what_kernels_cannot_hold_is_left_to_torch_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    from armillary.kernels.attention_own import attention
+
+    q, k, v, _ = random(5, dim=300)
+    with caplog.at_level(logging.WARNING, logger="armillary.kernels"):
+        assert torch.equal(attention(q, k, v), reference(q, k, v))
+        attention(q, k, v)
+    assert [record.message for record in caplog.records] == [
+        "attention is left to plain torch: heads of 300 dims are too wide for registers"
+    ]
+
+
+@needs_interpreter
 def test_the_op_can_be_traced() -> None:
     from armillary.kernels.attention_own import _attention
 
@@ -179,9 +215,9 @@ def test_the_op_can_be_traced() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 200), st.sampled_from(["", "runs", "scattered"]), st.sampled_from([0, 5]), st.booleans())
 def test_sdpa_with_a_dense_mask(length: int, documents: str, window: int, sparse: bool) -> None:
-    inputs = random(length, documents=documents, window=window)
+    q, k, v, options = random(length, documents=documents, window=window)
     blocks = torch.eye(-(-length // 128), dtype=torch.bool) if sparse else None
-    inputs = (*inputs[:4], blocks, *inputs[5:])
+    inputs = (q, k, v, replace(options, blocks_XY=blocks))
     torch.testing.assert_close(sdpa(*inputs), reference(*inputs), atol=1e-5, rtol=1e-5)
 
 
@@ -189,7 +225,8 @@ def test_work_counts_the_pairs_that_are_seen() -> None:
     for more in ({}, {"window": 20}, {"documents": 4}, {"documents": 2, "window": 7}):
         case = Attention(batch=1, length=96, heads=1, kv_heads=1, **more)
         documents = torch.arange(96)[None] * max(1, case.documents) // 96
-        seen = seen_keys(distances(96, 96, torch.device("cpu")), documents, None, case.window, True)
+        options = AttentionOptions(documents_BT=documents, window=case.window)
+        seen = seen_keys(distances(96, 96, torch.device("cpu")), options)
         assert num_pairs(case) == int(seen.sum())
 
 

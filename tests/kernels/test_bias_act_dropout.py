@@ -25,10 +25,10 @@ cases = st.builds(
 
 
 @needs_interpreter
-@given(cases, st.sampled_from(["triton", "triton, in turn"]))
-@settings(max_examples=25, deadline=None)
-def test_agrees(case: DropoutCase, version: str) -> None:
-    assert_agrees(BIAS_ACT_DROPOUT, case, version)
+@given(cases)
+@settings(max_examples=20, deadline=None)
+def test_agrees(case: DropoutCase) -> None:
+    assert_agrees(BIAS_ACT_DROPOUT, case)
 
 
 @needs_interpreter

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, gather, paged_attention
+from armillary.kernels.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, gather, paged_attention, pieces
 from tests.kernels.interpreter import needs_interpreter
 from tests.kernels.pages import Shape, batch, error, wide
 
@@ -73,13 +73,16 @@ def test_chunks_of_prompts_and_decoding_in_one_batch_agree(shape: Shape, how: di
 @needs_interpreter
 @pytest.mark.parametrize("window", [None, 600])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_keys_of_a_short_chunk_of_a_long_text_are_split(window: int | None, sinks: bool) -> None:
-    from armillary.kernels.paged_attention_triton import prefill_splits
+@pytest.mark.parametrize("slots", [3, 40])
+def test_keys_of_a_short_chunk_of_a_long_text_are_split(
+    window: int | None, sinks: bool, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from armillary.kernels import paged_attention_triton
 
+    monkeypatch.setattr(paged_attention_triton, "num_programs", lambda x, count: slots)
     shape = Shape(queries=[1, 20, 9], lengths=[40, 900, 300], kv_heads=1, group=3, head_dim=16, page=24, padding=2)
     how: dict[str, object] = {"window": window, "softcap": None, "sinks": sinks, "slopes": False}
     inputs = batch(shape, **extras(how, shape))
-    assert prefill_splits(programs=1, slots=3) > 2
     assert error(fast()(*inputs), paged_attention(*wide(inputs))) < 1e-5
 
 
@@ -87,7 +90,7 @@ def test_keys_of_a_short_chunk_of_a_long_text_are_split(window: int | None, sink
 def test_splits_fill_the_chip_and_no_more() -> None:
     from armillary.kernels.paged_attention_triton import prefill_splits
 
-    assert [prefill_splits(programs, 132) for programs in (0, 24, 40, 96, 130, 200, 400)] == [8, 8, 8, 4, 2, 1, 1]
+    assert [prefill_splits(programs, 132) for programs in (0, 24, 131, 132, 395, 396)] == [8, 8, 8, 4, 4, 1]
 
 
 @needs_interpreter
@@ -179,7 +182,7 @@ def test_a_quantised_cache_is_scaled_per_head() -> None:
 
 def test_pages_hold_a_sequence_in_order() -> None:
     cache = torch.arange(4 * 2 * 1 * 2 * 1, dtype=torch.float32).view(4, 2, 1, 2, 1)  # 4 pages of 2 tokens
-    keys, values = gather(cache, torch.tensor([3, 1]), 3, None, torch.float32)
+    keys, values = gather(cache, pieces(cache, torch.tensor([3, 1]), 3), 3, None, torch.float32)
     assert keys.flatten().tolist() == [12, 13, 4]
     assert values.flatten().tolist() == [14, 15, 6]
 
@@ -193,7 +196,7 @@ def test_one_sequence_at_a_time_through_torch_agrees(shape: Shape, window: int |
 
 def test_the_reference_is_causal_attention() -> None:
     q, cache, places, options = batch(Shape(queries=[30], lengths=[30]))
-    k, v = (x.transpose(0, 1) for x in gather(cache, places.tables_BP[0], 30, None, torch.float32))
+    k, v = (x.transpose(0, 1) for x in gather(cache, pieces(cache, places.tables_BP[0], 30), 30, None, torch.float32))
     whole = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1), k, v, is_causal=True, scale=options.scale, enable_gqa=True
     )
@@ -259,7 +262,7 @@ def test_a_cache_in_fp8_is_written_and_read(queries: int) -> None:
 
     inputs = batch(Shape(queries=[queries], lengths=[300]), dtype=torch.bfloat16, device="cuda")
     q, cache, places, options = inputs
-    keys, values = gather(cache, places.tables_BP[0], 300, None, torch.bfloat16)
+    keys, values = gather(cache, pieces(cache, places.tables_BP[0], 300), 300, None, torch.bfloat16)
     scales = torch.tensor([[0.02, 0.03], [0.01, 0.05]], device="cuda")
     small = torch.zeros(cache.shape, dtype=torch.float8_e4m3fn, device="cuda")
     place = torch.arange(300, device="cuda")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase, QkvOptions, qkv_cache
+from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase, QkvOptions, qkv_cache, unpadded
 from tests.kernels.interpreter import needs_interpreter
 from tests.kernels.pages import error, wide
 
@@ -60,6 +60,15 @@ def test_the_kernel_agrees(call: tuple[Any, ...]) -> None:
     assert cache is call[1]
     assert error(q, right_q) < 1e-5 and error(cache, right_cache) < 1e-5
     assert error(cache - before, right_cache - before) < 1e-5  # what was not asked for was not written
+
+
+@settings(max_examples=60, deadline=None)
+@given(call=calls())
+def test_fewer_calls_give_the_same(call: tuple[Any, ...]) -> None:
+    right_q, right_cache = qkv_cache(call[0], call[1].clone(), *call[2:])
+    q, cache = unpadded(*call)
+    assert cache is call[1]
+    assert error(q, right_q) < 1e-6 and error(cache, right_cache) < 1e-6
 
 
 @needs_interpreter

@@ -10,7 +10,9 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "gemma", "gemma2", "olmo2")
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "phi3", "gemma", "gemma2", "olmo2",
+)  # fmt: skip
 _CLASSES = {
     "llama": "Llama",
     "mistral": "Mistral",
@@ -18,6 +20,7 @@ _CLASSES = {
     "qwen3": "Qwen3",
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
+    "glm4_moe": "Glm4Moe",
     "phi3": "Phi3",
     "gemma": "Gemma",
     "gemma2": "Gemma2",
@@ -70,6 +73,9 @@ def random_model(family: str, seed: int, **changes: Any) -> Any:
         for name, parameter in model.named_parameters():
             wide = 0.3 if "norm" in name else 0.08
             parameter.add_(torch.randn_like(parameter) * wide)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     return model.eval()
 
 
@@ -135,6 +141,23 @@ def _qwen3_moe(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _glm4_moe(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    groups = pick.choice([1, 2])
+    fields["rope_parameters"] |= {"partial_rotary_factor": pick.choice([0.5, 1.0])}
+    return _bias(pick, fields) | {
+        "moe_intermediate_size": pick.choice([17, 32]),
+        "n_routed_experts": 6,
+        "num_experts_per_tok": pick.choice([1, 2, 3]),
+        "n_shared_experts": pick.choice([1, 2]),
+        "first_k_dense_replace": pick.choice([0, 1]) if fields["num_hidden_layers"] > 1 else 0,
+        "norm_topk_prob": pick.random() < 0.5,
+        "routed_scaling_factor": pick.choice([1.0, 2.5]),
+        "n_group": groups,
+        "topk_group": 1,
+        "use_qk_norm": pick.random() < 0.5,
+    }
+
+
 def _gemma2(pick: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     return _bias(pick, fields) | {
         "query_pre_attn_scalar": pick.choice([8, 24, 100]),
@@ -151,6 +174,7 @@ _EXTRA: dict[str, Any] = {
     "qwen3": lambda p, f: _qwen(p, f) | _bias(p, f),
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
+    "glm4_moe": _glm4_moe,
     "phi3": _window,
     "gemma": _bias,
     "gemma2": _gemma2,

@@ -15,6 +15,7 @@ from armillary.model.attend import packed, plain
 from armillary.model.fused import Fused
 from armillary.model.half_weights import HalfWeights
 from armillary.model.transformer import Transformer
+from armillary.planning.software import runs_whole
 from armillary.spec.model import ModelConfig
 from tests.kernels.interpreter import needs_interpreter
 from tests.model.test_attend import randomised, small
@@ -74,6 +75,12 @@ def test_fused_blocks_agree_with_plain_ones(name: str, again: bool) -> None:
     assert far(fused_hidden, hidden) < 1e-5
     assert fused_grads.keys() == grads.keys()
     assert max(far(fused_grads[key], grads[key]) for key in grads) < 1e-5
+
+
+@pytest.mark.parametrize("name", [*FIT, *UNFIT])
+def test_the_planner_knows_which_blocks_are_fused(name: str) -> None:
+    config = (FIT | UNFIT)[name]
+    assert runs_whole(config) == all(fused_block.fits(block) for block in Transformer(config).blocks.values())
 
 
 @pytest.mark.parametrize("name", UNFIT)

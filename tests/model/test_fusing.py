@@ -8,6 +8,7 @@ import torch
 from armillary.model.attend import plain
 from armillary.model.fusing import rules
 from armillary.model.transformer import Transformer, build
+from armillary.model.weights import selection_biases
 from armillary.spec.hf_config import from_hf
 from tests.model.families import FAMILIES, random_config
 from tests.model.test_attend import small
@@ -18,7 +19,8 @@ from tests.model.test_attend import small
 def test_split_undoes_join(family: str, seed: int) -> None:
     config = from_hf(random_config(family, seed).to_dict(), name=family)
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Transformer(config).named_parameters()}
+        model = Transformer(config)
+    shapes = {name: p.shape for name, p in (dict(model.named_parameters()) | selection_biases(model)).items()}
     found = rules(config)
     assert {rule.ours for rule in found} == set(shapes)
     for rule in found:

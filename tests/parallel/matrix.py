@@ -9,15 +9,18 @@ from pathlib import Path
 
 import torch
 
-from tests.parallel.strategies import STRATEGIES, layout_of
+from tests.parallel.strategies import EXPERTS, STRATEGIES, layout_of
 from tests.parallel.test_strategies import alone
-from tests.parallel.training import Case, error, many
+from tests.parallel.training import Case, error, many, mixture, tiny
 from tests.ranks import Ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallel_agreement.md"
 STEPS = 20
 WORLDS = (2, 4, 8)
-VARIANTS = ((1, "none", 1), (2, "full", 1), (2, "selective", 1), (1, "full", 2))
+VARIANTS = {
+    "fp32": ((1, "none", 1), (2, "full", 1), (2, "selective", 1), (1, "full", 2)),
+    "fp64": ((1, "none", 1), (2, "full", 1), (2, "selective", 2)),
+}
 """micro-batches, recompute, one layer in …"""
 
 
@@ -32,12 +35,13 @@ class Row:
 
 
 def cases_of(strategy: str, world: int) -> Iterator[Case]:
-    for dtype in ("fp32", "fp64"):
-        for accumulate, kind, every in VARIANTS:
+    for dtype, variants in VARIANTS.items():
+        for accumulate, kind, every in variants:
             layout = layout_of(strategy, world, recompute=kind, recompute_every=every)
             if layout is not None:
-                chunk = 20 * (accumulate - 1)
-                yield Case(layout=layout, dtype=dtype, steps=STEPS, accumulate=accumulate, chunk=chunk)
+                config = mixture() if strategy in EXPERTS else tiny()
+                parts, chunk = max(accumulate, layout.pp * 2 if layout.pp > 1 else 1), 20 * (accumulate - 1)
+                yield Case(layout=layout, config=config, dtype=dtype, steps=STEPS, accumulate=parts, chunk=chunk)
 
 
 def measure(ranks: Ranks, strategy: str, world: int) -> Row | None:
@@ -64,13 +68,31 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(rows: list[Row]) -> str:
-    named = ", ".join(STRATEGIES)
+def page(lines: list[str]) -> str:
+    """Of these rows of the table."""
+    named = ", ".join([*STRATEGIES, *EXPERTS])
+    heads = table([]).rstrip("\n")
     return (
         "# Agreement of every strategy with one process\n\n"
-        f"Written by `pytest -m slow tests/parallel/test_matrix.py` on {datetime.date.today()}, torch "
-        f"{torch.__version__}. Largest relative difference from one process over {STEPS} AdamW steps of a tiny dense "
-        "model (vocabulary 37, which no number of ranks divides), gradients clipped, over the variants without and "
+        f"Written by `pytest -m slow tests/parallel/test_matrix.py`, a row a test, last on {datetime.date.today()} with "
+        f"torch {torch.__version__}. Largest relative difference from one process over {STEPS} AdamW steps of a tiny "
+        "model (vocabulary 37, which no number of ranks divides; with experts: 8, two a token and a shared one, "
+        "balance loss, z-loss and selection bias), gradients clipped, over the variants without and "
         "with accumulation, full, selective and every-second-layer recompute. Bars: fp32 loss 1e-6, weights 1e-5; "
-        f"fp64 1e-10. Strategies: {named}.\n\n" + table(rows)
+        f"fp64 1e-10. Strategies: {named}.\n\n" + "\n".join([heads, *lines]) + "\n"
     )
+
+
+def with_row(text: str, row: Row) -> str:
+    """The page with this row in its place, in that of an earlier run or new; rows of strategies that are gone go."""
+    (line,) = table([row]).splitlines()[2:]
+    found = {_key(old): old for old in text.splitlines() if old.startswith("| ") and "gloo" in old}
+    found[_key(line)] = line
+    order = [(name, str(world)) for world in WORLDS for name in (*STRATEGIES, *EXPERTS)]
+    return page([found[key] for key in order if key in found])
+
+
+def _key(line: str) -> tuple[str, str]:
+    """(strategy, ranks) of a row."""
+    cells = [cell.strip() for cell in line.split("|")]
+    return cells[1], cells[2]

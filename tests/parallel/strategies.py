@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from armillary.spec.layout import Layout
 
-STRATEGIES = {
+STRATEGIES: dict[str, dict[str, Any]] = {
     "DDP": dict(zero=0),
     "ZeRO-1": dict(zero=1),
     "ZeRO-2": dict(zero=2),
@@ -17,16 +19,40 @@ STRATEGIES = {
     "FSDP2 × tp": dict(tp=2, zero=3),
     "HSDP × tp": dict(tp=2, zero=3, shard="half"),
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "experts: DDP": dict(),
+    "experts: FSDP2": dict(zero=3),
+    "experts: tp": dict(tp="all", sequence_parallel=False),
+    "experts: tp + sp": dict(tp="all"),
+    "experts: ep": dict(ep="all"),
+    "experts: ep × FSDP2": dict(ep="all", zero=3),
+    "experts: ep × dp": dict(ep=2),
+    "experts: ep × dp × ZeRO-1": dict(ep=2, zero=1),
+    "experts: ep × dp × FSDP2": dict(ep=2, zero=3),
+    "experts: ep × HSDP": dict(ep=2, zero=3, shard="half"),
+    "experts: ep × tp": dict(ep=2, tp=2),
+    "experts: ep × FSDP2 × tp": dict(ep=2, tp=2, zero=3),
+    "experts: ep × pp": dict(ep=2, pp=2),
+    "experts: ep × pp × ZeRO-1": dict(ep=2, pp=2, zero=1),
+    "experts: ep × cp": dict(ep=2, cp=2),
+    "experts: ep × cp × FSDP2": dict(ep=2, cp=2, zero=3),
+    "experts: ep × pp × tp": dict(ep=2, pp=2, tp=2),
+}
+"""of a model with experts"""
 
 
 def layout_of(strategy: str, ranks: int, **also: object) -> Layout | None:
     """The strategy on that many ranks, in fp32; None where there are too few for it."""
-    given = STRATEGIES[strategy]
-    tp = ranks if given.get("tp") == "all" else int(given.get("tp", 1))  # type: ignore[call-overload]
-    dp = ranks // tp
+    given = STRATEGIES[strategy] if strategy in STRATEGIES else EXPERTS[strategy]
+    tp = ranks if given.get("tp") == "all" else int(given.get("tp", 1))
+    fixed = {name: given.get(name, 1) for name in ("pp", "cp")}
+    inner = tp * fixed["pp"] * fixed["cp"]
+    dp, alone = ranks // inner, given.get("tp") != "all" and ranks < 2 * inner
+    ep = dp if given.get("ep") == "all" else int(given.get("ep", 1))
     shard = dp // 2 if given.get("shard") == "half" else None
-    alone = given.get("tp") != "all" and dp < 2
-    if alone or shard == 1:
+    # ep next to dp is only told apart from ep alone where some ranks hold the same experts
+    whole = given.get("ep") == 2 and inner == 1 and dp == ep
+    if alone or whole or shard == 1 or dp * fixed["cp"] % ep:
         return None
-    fields = {"zero": given.get("zero", 0), "sequence_parallel": given.get("sequence_parallel", True)}
-    return Layout(dp=dp, tp=tp, shard=shard, precision="fp32", **fields, **also)  # type: ignore[arg-type]
+    fields = {key: given[key] for key in ("zero", "sequence_parallel", "schedule", "interleave") if key in given}
+    return Layout(dp=dp, tp=tp, ep=ep, shard=shard, precision="fp32", **fixed, **fields, **also)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ batches; what comes back is the losses, gradient norms and whole weights.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,11 +19,15 @@ from armillary.model.attend import packed, plain
 from armillary.model.transformer import Transformer, build
 from armillary.parallel.apply import Sharded, apply
 from armillary.parallel.mesh import make_mesh
-from armillary.parallel.weights import fill_random, materialise, whole
+from armillary.parallel.pipeline import Passing, Rows
+from armillary.parallel.pipeline_stage import hold
+from armillary.parallel.weights import fill_random, materialise
 from armillary.parallel.world import World, join_world
 from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
-from armillary.spec.model import LayerKind, ModelConfig
+from armillary.spec.model import LayerKind, ModelConfig, MoE
+from armillary.training.balance import Routers
+from armillary.training.kernels import use_kernels
 from armillary.training.lora import add_lora
 from armillary.training.loss import loss_sum
 from armillary.training.optim import make_optimizer
@@ -39,6 +44,12 @@ def tiny(**changes: Any) -> ModelConfig:
     return ModelConfig(**(base | changes))
 
 
+def mixture(**changes: Any) -> ModelConfig:
+    """The same with experts in its second layer, a shared one, and a bias that chooses."""
+    moe = MoE(num_experts=8, top_k=2, ffn=8, shared_ffn=16, score="sigmoid", selection_bias=True)
+    return tiny(**({"moe": moe, "layers": (LayerKind(), LayerKind(mlp="moe"))} | changes))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model on a layout for some steps."""
@@ -52,6 +63,8 @@ class Case:
     documents: bool = False
     clip: float = 1.0
     lora: int = 0
+    capacity: float | None = None
+    """of experts"""
     lora_on: tuple[str, ...] = ("qkv", "out", "gate_up", "down")
     meta: bool = False
     """built without weights, which are drawn when it is spread"""
@@ -70,6 +83,8 @@ class Outcome:
     losses: list[float]
     norms: list[float]
     weights: dict[str, Tensor]
+    gauges: list[dict[str, float]] = field(default_factory=list)
+    """of the routers"""
 
 
 def steps(case: Case) -> Outcome:
@@ -87,32 +102,50 @@ def many(cases: list[Case]) -> list[Outcome]:
 
 
 def run(case: Case, world: World) -> Outcome:
-    job = TrainJob(weight_decay=0.1, lora_rank=case.lora, lora_on=case.lora_on, seed=1)
+    job = TrainJob(
+        weight_decay=0.1, lora_rank=case.lora, lora_on=case.lora_on, seed=1, sequence=SEQUENCE,
+        batch_tokens=ROWS * SEQUENCE, balance_loss=0.05, router_z_loss=1e-3, expert_capacity=case.capacity,
+    )  # fmt: skip
     sharded = spread(case, job, world)
+    routers = Routers(sharded, job)
     optimizer = make_optimizer(sharded.model, job)
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
-    losses, norms = [], []
+    losses, norms, gauges = [], [], []
     for step in range(case.steps):
+        routers.start()
         loss, norm = train_step(sharded, case, step)
+        gauges.append({name: float(value) for name, value in routers.finish().items()})
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss))
         norms.append(float(norm))
-    return Outcome(losses, norms, {name: whole(p).clone() for name, p in sharded.model.named_parameters()})
+    return Outcome(losses, norms, {name: sharded.whole(name).clone() for name in names(sharded)}, gauges)
+
+
+def names(sharded: Sharded) -> list[str]:
+    """Of the whole model's parameters."""
+    if sharded.pipeline is None:
+        return [name for name, _ in sharded.model.named_parameters()]
+    with torch.device("meta"):
+        return [name for name, _ in Transformer(sharded.model.config).named_parameters()]
 
 
 def spread(case: Case, job: TrainJob, world: World) -> Sharded:
     """The model with its first weights, spread before or after they are drawn."""
-    if case.meta:
+    mesh, later = make_mesh(case.layout, world), case.meta or case.layout.pp > 1
+    if case.layout.pp > 1:
+        with torch.device("meta"):
+            model: Transformer = hold(case.config, case.layout, mesh.rank("pp"), sequence=SEQUENCE)
+    elif case.meta:
         with torch.device("meta"):
             model = Transformer(case.config)
     else:
         model = build(case.config, dtype=DTYPES[case.dtype], device="cpu", seed=1)
     add_lora(model, job)
-    mesh = make_mesh(case.layout, world)
+    use_kernels(model, job=job, layout=case.layout, device=torch.device("cpu"))
     sharded = apply(model.to(DTYPES[case.dtype]), case.layout, mesh, loss=loss_sum, compile=case.compile)
-    if case.meta:
+    if later:
         materialise(sharded.model, "cpu")
         fill_random(sharded.model, seed=1)
     return sharded
@@ -123,16 +156,40 @@ def train_step(sharded: Sharded, case: Case, step: int) -> tuple[Tensor, Tensor]
     count = int((targets != -100).sum())
     mesh = sharded.mesh
     rows = slice(*(ROWS // mesh.dp_size * n for n in (mesh.dp_rank, mesh.dp_rank + 1)))
+    if sharded.pipeline is not None:
+        return pipelined(sharded, case, *(x[rows] for x in (tokens, targets, documents)), count)
     micro = list(zip(*(x[rows].chunk(case.accumulate) for x in (tokens, targets, documents)), strict=True))
     total = torch.zeros((), dtype=DTYPES[case.dtype])
     for number, (tokens_bT, targets_bT, documents_bT) in enumerate(micro):
         attend = packed(documents_bT) if case.documents else plain
         positions_bT = torch.arange(SEQUENCE).expand_as(tokens_bT)
+        if sharded.context is not None:
+            attend = sharded.context.attend(documents_bT if case.documents else None)
+            tokens_bT, targets_bT, positions_bT = map(sharded.context.cut, (tokens_bT, targets_bT, positions_bT))
         with sharded.accumulate(last=number + 1 == len(micro)):
             hidden = sharded.model(tokens_bT, positions_bT, attend)
             loss = sharded.loss_sum(hidden, targets_bT, chunk=case.chunk) / count
             loss.backward()
         total += loss.detach()
+    return sharded.total(total), sharded.clip(case.clip)
+
+
+def pipelined(
+    sharded: Sharded, case: Case, tokens: Tensor, targets: Tensor, documents: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """The same step through the stages."""
+    assert sharded.pipeline is not None
+    cut = sharded.context.cut if sharded.context is not None else lambda x: x
+    positions = torch.arange(SEQUENCE).expand_as(tokens)
+    rows = Rows(tokens_BT=cut(tokens), targets_BT=cut(targets), positions_BT=cut(positions),
+                documents_BT=documents if case.documents else None)  # fmt: skip
+    attends = sharded.context.attend if sharded.context is not None else lambda x: plain if x is None else packed(x)
+    passing = Passing(
+        attends=attends, autocast=nullcontext, scale=lambda loss: loss,
+        loss=lambda model, hidden, y: sharded.loss_sum(hidden, y, chunk=case.chunk, model=model) / count,
+    )  # fmt: skip
+    total = sharded.pipeline.step(rows, passing, num_micro_batches=case.accumulate)
+    sharded.finish_gradients()
     return sharded.total(total), sharded.clip(case.clip)
 
 

@@ -106,7 +106,7 @@ def test_hub_settings_are_read_and_the_hub_is_not_asked(tmp_path: Path) -> None:
 def test_extras_are_those_of_the_project_file() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     listed = {
-        extra: tuple(sorted(re.split(r"[\[><=]", line)[0].replace("-", "_") for line in lines))
+        extra: tuple(sorted(re.split(r"[\[><=]", line)[0].replace("-", "_").removeprefix("pytest_") for line in lines))
         for extra, lines in project["optional-dependencies"].items()
     }
     assert {extra: tuple(sorted(modules)) for extra, modules in EXTRAS.items()} == listed

@@ -108,11 +108,10 @@ def test_a_deterministic_run_leaves_torch_as_it_was(recipe: Make, home: Home) ->
     assert not torch.are_deterministic_algorithms_enabled() and torch.get_float32_matmul_precision() == "highest"
 
 
-def test_a_mixture_of_experts_trains_and_says_what_it_leaves_out(recipe: Make, home: Home) -> None:
+def test_a_mixture_of_experts_trains(recipe: Make, home: Home) -> None:
     experts = ["model.family=mixtral", "model.ffn=0", "model.moe_every=1", "model.moe.num_experts=4",
                "model.moe.top_k=2", "model.moe.ffn=32", "model.moe.aux_loss=0.01", "layout.precision=bf16"]  # fmt: skip
     begun = begin(recipe(*experts), home)
-    assert begun.plan.notes == ("the balance loss of the router (model.moe.aux_loss=0.01) is not trained with yet",)
     begun.prepare()
     assert train(begun.plan, begun.create_run()).loss < 6
 
@@ -161,7 +160,6 @@ def test_a_loss_that_is_no_number_ends_the_run(recipe: Make, home: Home) -> None
     ("overrides", "expected"),
     [
         (["layout.tp=3"], "tp=3 does not divide"),
-        (["layout.pp=2"], "cannot do layout.pp=2 yet; try --set layout.pp=1"),
         (["layout.offload=optimizer"], "cannot do layout.offload=optimizer yet; try --set layout.offload=none"),
         (["layout.precision=fp8"], "cannot do fp8 yet; try --set layout.precision=bf16"),
         (["train.sequence=256"], "longer than the context"),

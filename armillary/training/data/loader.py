@@ -7,7 +7,7 @@ pinned buffers and copies them on a stream of its own, so that a step waits only
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,6 +63,11 @@ class DeviceBatch:
     def micro(self, rows: int) -> list[DeviceBatch]:
         """Micro-batches of `rows` rows; the last may have fewer."""
         return [self._rows(start, start + rows) for start in range(0, len(self.row_targets), rows)]
+
+    def tokens(self, cut: Callable[[Tensor], Tensor]) -> DeviceBatch:
+        """Some tokens of every row; what is known of rows stays that of whole ones."""
+        cuts: dict[str, Any] = {name: cut(getattr(self, name)) for name in LAYOUT}
+        return replace(self, **cuts)
 
     def _rows(self, start: int, stop: int) -> DeviceBatch:
         parts: dict[str, Any] = {name: getattr(self, name)[start:stop] for name in LAYOUT}

@@ -1,0 +1,116 @@
+"""Stages whose computing is a sleep of known length: what a schedule lets stand idle, without model or fast machine.
+
+They go through the same pipeline as a model's chunks, so what is measured is the schedule and its exchanges.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from armillary.parallel.pipeline import Passing, Pipeline, Rows
+from armillary.parallel.pipeline_split import Span
+from armillary.parallel.pipeline_stage import Received
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Seconds of one stage for one micro-batch."""
+
+    forward_s: float
+    """forward pass"""
+    inputs_s: float
+    """the half of the backward pass that makes gradients of inputs"""
+    weights_s: float
+    """the other half"""
+
+
+class _Through(torch.autograd.Function):
+    """Hidden states as they are, after a while; their gradients too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, inputs_s: float) -> Tensor:
+        ctx.inputs_s = inputs_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.inputs_s)
+        return grads[0], None, None
+
+
+class _Weighed(torch.autograd.Function):
+    """A weight's part of the result, whose gradient takes a while."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, like: Tensor, weights_s: float) -> Tensor:
+        ctx.weights_s = weights_s
+        return weight.expand_as(like)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.weights_s)
+        return grads[0].sum().reshape(1), None, None
+
+
+class SleepingChunk(nn.Module):
+    """One of the `parts` chunks of a stage, with the same face as a chunk of a model."""
+
+    wire = torch.float32
+    attends: Callable[..., Any] | None = None
+    autocast: Callable[..., Any] = nullcontext
+
+    def __init__(self, span: Span, work: Work, *, parts: int, hidden: int) -> None:
+        super().__init__()
+        self.span, self.work, self.parts, self.hidden = span, work, parts, hidden
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.table = nn.Parameter(torch.zeros(1)) if span.first else None
+
+    def forward(self, x: Tensor, positions_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        work, parts = self.work, self.parts
+        x = Received.apply(x) if self.table is None else self.table.expand(*x.shape, self.hidden)
+        through = _Through.apply(x, work.forward_s / parts, work.inputs_s / parts)
+        return through + _Weighed.apply(self.weight, through.detach(), work.weights_s / parts)
+
+
+def sleeping_pipeline(group: dist.ProcessGroup, work: Work, *, schedule: str, chunks: int = 1) -> Pipeline:
+    """This rank's stage of as many as the group has ranks."""
+    size, rank, hidden, total = group.size(), group.rank(), 8, group.size() * chunks
+    spans = [Span(index=i, layers=range(0), first=i == 0, last=i == total - 1) for i in range(rank, total, size)]
+    held: Any = SimpleNamespace(config=SimpleNamespace(hidden=hidden, tied=False))
+    made: Any = [SleepingChunk(span, work, parts=chunks, hidden=hidden) for span in spans]
+    return Pipeline(held, made, group, schedule=schedule, device=torch.device("cpu"))
+
+
+def measured_idle(pipeline: Pipeline, *, num_micro_batches: int, steps: int = 2) -> float:
+    """Share of a step in which stages stand idle, the mean over the stages and the least over some steps; the first
+    step, which makes connections, does not count."""
+    tokens = torch.zeros(num_micro_batches, 4, dtype=torch.int64)
+    rows = Rows(tokens_BT=tokens, positions_BT=tokens, targets_BT=tokens, documents_BT=None)
+    passing = Passing(attends=lambda _: None, autocast=nullcontext, scale=lambda loss: loss,  # type: ignore[arg-type, return-value]
+                      loss=lambda chunk, hidden, targets: hidden.sum())  # fmt: skip
+    found = []
+    for _ in range(steps + 1):
+        dist.barrier(pipeline.group)
+        pipeline.step(rows, passing, num_micro_batches=num_micro_batches)
+        found.append(idle_of_all(pipeline))
+    return min(found[1:])
+
+
+def idle_of_all(pipeline: Pipeline) -> float:
+    """Of the last step, over all stages: 1 - mean computing time / the longest stage's time from begin to end."""
+    busy, whole = pipeline.busy.take()
+    times = torch.tensor([busy, whole], dtype=torch.float64)
+    every = [torch.empty_like(times) for _ in range(pipeline.size)]
+    dist.all_gather(every, times, group=pipeline.group)
+    longest = max(float(each[1]) for each in every)
+    return 1.0 - sum(float(each[0]) for each in every) / (pipeline.size * longest)

@@ -1,0 +1,51 @@
+"""The orders in which a pipeline's stages take micro-batches, those of torch.distributed.pipelining, and how long each
+lets a stage stand idle.
+
+GPipe (Huang et al., arXiv 1811.06965), 1F1B (Narayanan et al., arXiv 1806.03377), interleaved 1F1B (arXiv 2104.04473),
+zero-bubble ZB-H1 (Qi et al., arXiv 2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+_SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_SEVERAL = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+
+
+def make_schedule(
+    name: str, stages: list[PipelineStage], num_micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
+) -> Any:
+    """Sums, not means: the loss is divided by the count of targets of the whole step."""
+    settings: dict[str, Any] = {"n_microbatches": num_micro_batches, "loss_fn": loss, "scale_grads": False}
+    if name in _SINGLE:
+        (stage,) = stages
+        return _SINGLE[name](stage, **settings)
+    return _SEVERAL[name](stages, **settings)
+
+
+def rounds_fit(name: str, num_stages: int, num_micro_batches: int) -> bool:
+    """Schedules over several chunks take micro-batches in equal rounds of about as many as there are stages."""
+    return name in _SINGLE or num_micro_batches % max(1, num_micro_batches // num_stages) == 0
+
+
+def idle_share(
+    name: str, *, num_stages: int, num_micro_batches: int, chunks: int = 1, forward: float = 1.0,
+    backward: float = 2.0, weights: float = 1.0,
+) -> float:  # fmt: skip
+    """Of a step, the part in which a stage waits while the pipeline fills and drains: (p−1)·(f + b)/v against
+    m·(f + b), f and b the times of a whole stage; zero-bubble puts weight gradients w (a part of b) into it twice."""
+    turn = forward + backward
+    idle = max(turn - 2 * weights, 0.0) if name == "zero_bubble" else turn
+    waits = (num_stages - 1) * idle / chunks
+    return waits / (num_micro_batches * turn + waits)

@@ -1,0 +1,242 @@
+"""Prompts and answers a second on a CPU, beside llama.cpp: the same random Llama, the same prompt, greedy, one stream.
+
+    python benchmarks/cpu_peers.py [--rounds 5] [--threads 2] [--prompt 512] [--answer 64] [--json]
+
+Needs `gguf` and `llama-cpp-python` (`make peers` builds it). Every contestant is a process of its own with its model
+loaded; they run one after the other, round after round, so that what else the machine does hits all alike. The best
+round counts. A decoded token reads every weight once but the input embedding: bytes a second say how far memory goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SHAPE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 12,
+         "intermediate_size": 2048, "vocab_size": 32000, "max_position_embeddings": 2048}  # fmt: skip
+"""134M weights, 109M of which a token is multiplied by"""
+OURS, THEIRS = ("fp32", "bf16", "int8"), ("F32", "F16", "BF16", "Q8_0")
+BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "F32": 4, "F16": 2, "BF16": 2, "Q8_0": 34 / 32}
+"""of a weight; int8 keeps the head in bf16"""
+NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+         "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+         "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+         "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}  # fmt: skip
+Answer = Callable[[list[int], int], tuple[float, float, list[int]]]
+"""(prompt, tokens wanted) -> seconds of the prompt, seconds of the rest, tokens"""
+
+
+# --- the model, as each side reads it
+
+
+def make_model(folder: Path) -> None:
+    """A Llama with random weights that bf16 holds exactly, as a Hugging Face folder."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPE, rms_norm_eps=1e-5, tie_word_embeddings=False, initializer_range=0.05)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def write_gguf(folder: Path, path: Path, kind: str) -> None:
+    """The folder's weights as a GGUF file without a vocabulary."""
+    import gguf
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    out = gguf.GGUFWriter(str(path), "llama")
+    out.add_context_length(config["max_position_embeddings"])
+    out.add_embedding_length(config["hidden_size"])
+    out.add_block_count(config["num_hidden_layers"])
+    out.add_feed_forward_length(config["intermediate_size"])
+    out.add_head_count(config["num_attention_heads"])
+    out.add_head_count_kv(config["num_key_value_heads"])
+    out.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    out.add_vocab_size(config["vocab_size"])
+    out.add_tokenizer_model("no_vocab")
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        value = tensor.float().numpy()
+        module = name.removesuffix(".weight")
+        turning = heads.get(module.split(".")[-1])
+        if turning:  # llama.cpp turns neighbours, Hugging Face halves
+            value = value.reshape(turning, 2, -1, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
+        form = gguf.GGMLQuantizationType["F32" if value.ndim == 1 else kind]
+        out.add_tensor(_gguf_name(module) + ".weight", gguf.quants.quantize(value, form), raw_dtype=form)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+
+
+def _gguf_name(module: str) -> str:
+    if not module.startswith("model.layers."):
+        return NAMES[module]
+    number, rest = module.removeprefix("model.layers.").split(".", 1)
+    return f"blk.{number}.{NAMES[rest]}"
+
+
+# --- the two sides
+
+
+def ours(folder: Path, kind: str, threads: int) -> Answer:
+    import torch
+
+    from armillary import SamplingParams
+    from armillary.model.weights import load_model
+    from armillary.serving.engine.make import make_engine
+    from armillary.serving.engine.request import Request
+    from armillary.spec.job import Serve
+
+    torch.set_num_threads(threads)
+    model = load_model(folder, dtype="fp32" if kind == "fp32" else "bf16", device=torch.device("cpu"))
+    serve = Serve(max_running=1, max_model_len=1024, prefix_cache=False, weights="int8" if kind == "int8" else "auto")
+    engine, _ = make_engine(model, None, serve, owns_model=True)
+
+    def answer(prompt: list[int], most: int) -> tuple[float, float, list[int]]:
+        params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
+        engine.scheduler.submit(Request(id="one", prompt=prompt, params=params), engine.loop.clock())
+        begin, first, tokens = time.perf_counter(), 0.0, []
+        while engine.busy:
+            for piece in engine.step():
+                tokens += piece.tokens
+                first = first or time.perf_counter()
+        return first - begin, time.perf_counter() - first, tokens
+
+    return answer
+
+
+def theirs(path: Path, kind: str, threads: int) -> Answer:
+    import llama_cpp as llama
+    import numpy as np
+
+    silent = llama.llama_log_callback(lambda level, text, data: None)
+    llama.llama_log_set(silent, None)
+    llama.llama_backend_init()
+    model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
+    wish = llama.llama_context_default_params()
+    wish.n_ctx, wish.n_batch, wish.n_threads, wish.n_threads_batch = 1024, 1024, threads, threads
+    context = llama.llama_init_from_model(model, wish)
+
+    def next_token(tokens: list[int]) -> int:
+        ids = (llama.llama_token * len(tokens))(*tokens)  # the batch points to it
+        assert llama.llama_decode(context, llama.llama_batch_get_one(ids, len(tokens))) == 0
+        logits = np.ctypeslib.as_array(llama.llama_get_logits_ith(context, -1), shape=(SHAPE["vocab_size"],))
+        return int(logits.argmax())
+
+    def answer(prompt: list[int], most: int, _keep: Any = silent) -> tuple[float, float, list[int]]:
+        llama.llama_memory_clear(llama.llama_get_memory(context), True)
+        begin = time.perf_counter()
+        tokens = [next_token(prompt)]
+        first = time.perf_counter()
+        while len(tokens) < most:
+            tokens.append(next_token(tokens[-1:]))
+        return first - begin, time.perf_counter() - first, tokens
+
+    return answer
+
+
+# --- one process each
+
+
+def work(kind: str, source: Path, threads: int) -> None:
+    """Answer what comes on stdin, a line each."""
+    answer = (ours if kind in OURS else theirs)(source, kind, threads)
+    answer(list(range(2, 34)), 4)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(**json.loads(line))), flush=True)
+
+
+class Contestant:
+    """A process that answers."""
+
+    def __init__(self, kind: str, source: Path, threads: int) -> None:
+        command = [sys.executable, __file__, "--worker", kind, "--source", str(source), "--threads", str(threads)]
+        self.kind, self.prompt_s, self.token_s, self.tokens = kind, [], [], []
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if self._read() != "ready":
+            raise SystemExit(f"{kind} did not start")
+
+    def run(self, prompt: list[int], most: int) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompt": prompt, "most": most}) + "\n")
+        self._process.stdin.flush()
+        prompt_s, rest_s, self.tokens = json.loads(self._read())
+        self.prompt_s.append(prompt_s / len(prompt))
+        self.token_s.append(rest_s / (most - 1))
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.kind} ended with {self._process.wait()}")
+        return line.strip()
+
+    def row(self) -> dict[str, Any]:
+        hidden, ffn, vocab = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["vocab_size"]
+        layers = SHAPE["num_hidden_layers"] * (4 * hidden * hidden + 3 * hidden * ffn) * BYTES[self.kind]
+        read = layers + vocab * hidden * (2 if self.kind == "int8" else BYTES[self.kind])
+        return {"kind": self.kind, "prompt_tokens_per_s": 1 / min(self.prompt_s), "decode_tokens_per_s":
+                1 / min(self.token_s), "read_bytes_per_s": read / min(self.token_s), "tokens": self.tokens}  # fmt: skip
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def compare(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every contestant's row."""
+    dice = random.Random(0)
+    prompt = [dice.randrange(SHAPE["vocab_size"]) for _ in range(options.prompt)]
+    running = []
+    for kind in (*OURS, *THEIRS):
+        path = folder if kind in OURS else folder / f"{kind}.gguf"
+        if kind in THEIRS:
+            write_gguf(folder, path, kind)
+        running.append(Contestant(kind, path, options.threads))
+    for _ in range(options.rounds):
+        for one in running:
+            one.run(prompt, options.answer)
+    for one in running:
+        one.end()
+    return [one.row() for one in running]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--answer", type=int, default=64)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--source", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return work(options.worker, options.source, options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder))
+        rows = compare(Path(folder), options)
+    if options.json:
+        print(json.dumps(rows))
+        return
+    print(f"{options.threads} threads, {options.prompt} tokens in, {options.answer} out, best of {options.rounds}")
+    for row in rows:
+        side = "armillary" if row["kind"] in OURS else "llama.cpp"
+        print(f"{side} {row['kind']:<5} prompt {row['prompt_tokens_per_s']:7.0f} tokens/s   decode "
+              f"{row['decode_tokens_per_s']:6.1f} tokens/s = {row['read_bytes_per_s'] / 1e9:5.1f} GB/s")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The trainer itself on text, as `armillary train` runs it: loader, gauges and all, without checkpoints."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+from train_ours import SMALL
+from train_peers import SEQUENCE
+
+from armillary.parallel.world import join_world
+from armillary.spec.job import Data, TrainJob
+from armillary.spec.layout import Layout
+from armillary.spec.model_table import ModelTable
+from armillary.spec.recipe import Recipe
+from armillary.store.home import Home
+from armillary.training.start import start, starting_point
+from armillary.training.trainer import Trainer
+
+TEXT_BYTES = 4_000_000
+
+
+@contextmanager
+def trainer_step(home: Home, rows: int, kernels: Mapping[str, str]) -> Iterator[Callable[[], float]]:
+    """One step after the other, each giving its loss. The text is one document, so that rows are one sequence each, as
+    in the other measurements."""
+    text = home.work / "library.txt"
+    text.write_text(library())
+    recipe = Recipe(
+        model=ModelTable(name="tinyllama-1.1b", overrides={key: SMALL[key] for key in SMALL if key != "vocab"}),
+        layout=Layout(micro_batch=rows, precision="bf16"), data=Data(source=str(text), held_out=0.0),
+        train=TrainJob(sequence=SEQUENCE, batch_tokens=rows * SEQUENCE),
+    )  # fmt: skip
+    begun, steps = start(recipe, home, starting_point(recipe, home)), count()
+    begun.prepare()
+    with join_world(None) as world, Trainer(begun.plan, world, kernels=kernels, home=home) as trainer:
+
+        def step() -> float:
+            report = trainer.step(next(steps))
+            assert report is not None
+            return report.gauges["loss"]
+
+        yield step
+
+
+def library() -> str:
+    found, size = [], 0
+    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        if size < TEXT_BYTES and "site-packages" not in path.parts:
+            found.append(path.read_text(errors="replace").replace("\0", " "))
+            size += len(found[-1])
+    return "\n".join(found)

@@ -1,0 +1,145 @@
+"""Ranks that share a row: the ring gives what attention over whole rows gives, and training is that of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from armillary.errors import BadLayout
+from armillary.model.attend import How, packed, plain
+from armillary.parallel.context import Context
+from armillary.parallel.mesh import make_mesh
+from armillary.parallel.ring import pieces, seen_pairs
+from armillary.parallel.world import join_world
+from armillary.spec.layout import Layout
+from armillary.spec.model import LayerKind, Rope
+from tests.parallel.test_strategies import check
+from tests.parallel.training import Case, many, tiny
+from tests.ranks import Ranks
+
+B, T, N, K, D = 2, 48, 4, 2, 8
+HOWS = {
+    "plain": {},
+    "window": {"window": 7},
+    "wide window": {"window": 29},
+    "cap": {"softcap": 2.0},
+    "sinks": {"sinks_N": torch.linspace(-1.0, 1.0, N)},
+    "slopes": {"slopes_N": torch.linspace(0.1, 0.5, N)},
+    "all": {"window": 11, "softcap": 3.0, "sinks_N": torch.linspace(-1.0, 1.0, N)},
+}
+
+
+def drawn(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((B, T, N, D), (B, T, K, D), (B, T, K, D), (B, T, N, D))
+    q, k, v, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    documents = (torch.rand(B, T, generator=generator) < 0.1).long().cumsum(1)
+    return q, k, v, grad, documents
+
+
+def asked(name: str) -> How:
+    values = {key: x.double() if isinstance(x, Tensor) else x for key, x in HOWS[name].items()}
+    if "sinks_N" in values:
+        values["sinks_N"] = values["sinks_N"].requires_grad_()
+    return How(scale=0.3, **values)
+
+
+def results(attend: object, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, how: How) -> list[Tensor]:
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attend(0, *inputs, how)  # type: ignore[operator]
+    out.backward(grad)
+    return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
+
+
+def ring_against_whole(size: int) -> list[str]:
+    """Every option with and without documents, in fp64; gives what differs by more than rounding."""
+    wrong = []
+    with join_world("cpu") as world:
+        context = make_mesh(Layout(cp=size), world).context
+        assert context is not None
+        ring = Context.of(context)
+        q, k, v, grad, documents = drawn()
+        for name in HOWS:
+            for docs in (None, documents):
+                theirs, ours = asked(name), asked(name)
+                whole = results(plain if docs is None else packed(docs), q, k, v, grad, theirs)
+                cut = results(ring.attend(docs), *map(ring.cut, (q, k, v, grad)), ours)
+                differ = max(float((a - ring.cut(b)).abs().max()) for a, b in zip(cut, whole, strict=True))
+                if ours.sinks_N is not None and theirs.sinks_N is not None:
+                    summed = ours.sinks_N.grad.clone()
+                    torch.distributed.all_reduce(summed, group=context)
+                    differ = max(differ, float((summed - theirs.sinks_N.grad).abs().max()))
+                if not differ < 1e-12:
+                    wrong.append(f"{name}, documents {docs is not None}: {differ}")
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_ring_gives_what_the_whole_row_gives(ranks: Ranks, size: int) -> None:
+    assert ranks.run(size, ring_against_whole, size) == [[]] * size
+
+
+def test_every_rank_has_as_much_to_do_in_every_turn() -> None:
+    """Of the four pairs of pieces two are seen; on the diagonal two of three are half hidden."""
+    for size in (2, 3, 8):
+        assert sorted(piece for rank in range(size) for piece in pieces(rank, size)) == list(range(2 * size))
+        for rank in range(size):
+            counts = [len(list(seen_pairs(rank, source, size))) for source in range(size)]
+            assert counts == [3 if source == rank else 2 for source in range(size)]
+
+
+def test_rows_are_cut_from_both_ends() -> None:
+    row = torch.arange(8)[None]
+    assert [Context(group="", size=2, rank=r).cut(row).tolist() for r in (0, 1)] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
+    with pytest.raises(BadLayout, match="cp=3 does not cut 8 tokens into 6 equal pieces"):
+        Context(group="", size=3, rank=0).cut(row)
+
+
+LAYOUTS = {
+    2: [
+        Case(layout=Layout(cp=2, precision="fp32"), accumulate=2, documents=True),
+        Case(layout=Layout(cp=2, zero=3, precision="fp32", recompute="full"), accumulate=2, chunk=20),
+        Case(layout=Layout(cp=2, zero=1, precision="fp32", recompute="selective"), accumulate=2, meta=True),
+        Case(layout=Layout(cp=2, precision="fp32"), dtype="fp64", documents=True),
+    ],
+    4: [
+        Case(layout=Layout(cp=2, dp=2, precision="fp32"), documents=True, accumulate=2),
+        Case(layout=Layout(cp=2, tp=2, precision="fp32"), documents=True),
+        Case(layout=Layout(cp=2, dp=2, zero=3, precision="fp32"), dtype="fp64", accumulate=2),
+    ],
+}
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_training_is_that_of_one_process(ranks: Ranks, world: int) -> None:
+    cases = LAYOUTS[world]
+    check(ranks.run(world, many, cases)[0], cases)
+
+
+def test_other_attention_trains_too(ranks: Ranks) -> None:
+    """Sliding windows, sinks, and rotary frequencies that depend on the longest position of all ranks."""
+    kinds = (LayerKind(attention="sliding"), LayerKind())
+    config = tiny(kv_heads=4, layers=kinds, window=5, sinks=True, context=8,
+                  rope=Rope(scaling="dynamic", factor=2.0))  # fmt: skip
+    cases = [Case(layout=Layout(cp=2, precision="fp32"), dtype="fp64", config=config, steps=3, documents=True)]
+    check(ranks.run(2, many, cases)[0], cases)
+
+
+def test_a_wrong_cut_would_be_seen(ranks: Ranks) -> None:
+    """Rows cut in the plain order, which the ring does not expect, train differently."""
+    case = replace(LAYOUTS[2][0], steps=2)
+    found = ranks.run(2, in_plain_order, case)[0]
+    with pytest.raises(AssertionError, match="loss"):
+        check(found, [case])
+
+
+def in_plain_order(case: Case) -> list[object]:
+    cut = Context.cut
+    Context.cut = lambda self, x: x.chunk(self.size, dim=1)[self.rank]  # type: ignore[method-assign]
+    try:
+        return many([case])  # type: ignore[return-value]
+    finally:
+        Context.cut = cut  # type: ignore[method-assign]

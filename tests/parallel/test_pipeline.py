@@ -1,0 +1,212 @@
+"""Pipelines: stages train as one process does, whatever the schedule; what they hold, and how long they stand idle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from armillary.errors import BadLayout
+from armillary.model.transformer import Transformer, build
+from armillary.model.weights import save_model
+from armillary.parallel.apply import apply
+from armillary.parallel.mesh import make_mesh
+from armillary.parallel.pipeline_busy import Pass
+from armillary.parallel.pipeline_make import refuse_rounds, refuse_split
+from armillary.parallel.pipeline_sleep import Work, measured_idle, sleeping_pipeline
+from armillary.parallel.pipeline_split import chunks_of, places, split
+from armillary.parallel.pipeline_stage import hold
+from armillary.parallel.schedule import idle_share
+from armillary.parallel.schedule_replay import replayed_idle
+from armillary.parallel.weights import fill_from, materialise
+from armillary.parallel.world import join_world
+from armillary.spec.layout import Layout
+from armillary.spec.model import LayerKind, ModelConfig
+from armillary.training.loss import loss_sum
+from tests.parallel.test_strategies import check
+from tests.parallel.training import Case, many, tiny
+from tests.ranks import Ranks
+
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
+"""schedule -> chunks a stage"""
+
+
+def layout(**changes: object) -> Layout:
+    return Layout(precision="fp32", **changes)  # type: ignore[arg-type]
+
+
+def deep(num_layers: int = 4, **changes: object) -> ModelConfig:
+    return tiny(layers=(LayerKind(),) * num_layers, **changes)
+
+
+# --- training
+
+
+def test_every_schedule_trains_as_one_process_does(ranks: Ranks) -> None:
+    cases = [
+        Case(layout=layout(pp=2, schedule=name, interleave=chunks), accumulate=4, chunk=20 * (chunks - 1))
+        for name, chunks in SCHEDULES.items()
+    ]
+    cases += [
+        Case(layout=layout(pp=2, schedule="zero_bubble", interleave=2), accumulate=4, dtype="fp64", config=deep()),
+        Case(layout=layout(pp=2, recompute="full"), accumulate=2, dtype="fp64", documents=True, config=deep(tied=True)),
+        Case(layout=layout(pp=2, recompute="full", schedule="zero_bubble"), accumulate=2, dtype="fp64"),
+    ]
+    check(ranks.run(2, many, cases)[0], cases)
+
+
+def test_stages_may_be_copied_cut_and_shared_out(ranks: Ranks) -> None:
+    common = dict(accumulate=4, dtype="fp64", steps=3)
+    cases = [
+        Case(layout=layout(pp=2, dp=2), **common, config=deep(tied=True)),
+        Case(layout=layout(pp=2, tp=2), **common, config=deep(tied=True)),
+        Case(layout=layout(pp=2, dp=2, zero=3, schedule="interleaved", interleave=2), **common, config=deep()),
+        Case(layout=layout(pp=2, dp=2, zero=3, schedule="zero_bubble"), **common, config=deep(tied=True)),
+        Case(layout=layout(pp=2, cp=2), **common, documents=True),
+    ]
+    check(ranks.run(4, many, cases)[0], cases)
+
+
+COMBINATIONS = {
+    "pp × dp": dict(pp=2, dp=2), "pp × fsdp": dict(pp=2, dp=2, zero=3), "pp × tp": dict(pp=2, tp=2),
+    "pp × cp": dict(pp=2, cp=2), "pp × pp": dict(pp=4), "cp × dp": dict(cp=2, dp=2), "cp × tp": dict(cp=2, tp=2),
+    "cp × fsdp": dict(cp=2, dp=2, zero=3), "cp × cp": dict(cp=4),
+    "pp × fsdp × tp": dict(pp=2, dp=2, tp=2, zero=3), "pp × dp × cp": dict(pp=2, dp=2, cp=2),
+    "pp × cp × tp": dict(pp=2, cp=2, tp=2), "cp × fsdp × tp": dict(cp=2, dp=2, tp=2, zero=3),
+    "pp × hsdp": dict(pp=2, dp=4, zero=3, shard=2), "pp of 8": dict(pp=8), "cp of 8": dict(cp=8),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_every_combination_over_twenty_steps(ranks: Ranks, name: str) -> None:
+    fields = COMBINATIONS[name]
+    schedules = SCHEDULES if "pp" in fields else {"1f1b": 1}
+    shapes = [layout(**fields, schedule=key, interleave=v) for key, v in schedules.items()]
+    micro = max(2, int(fields.get("pp", 2)))
+    common = dict(steps=20, accumulate=micro // int(fields.get("dp", 1)) or 1, documents=True)
+    config = deep(2 * int(fields.get("pp", 1)) if fields.get("pp", 1) > 2 else 2)
+    cases = [Case(layout=x, dtype=dtype, config=config, **common) for x in shapes for dtype in ("fp32", "fp64")]
+    check(ranks.run(shapes[0].num_devices, many, cases, timeout_s=600)[0], cases)
+
+
+# --- what stages hold
+
+
+@given(num_layers=st.integers(1, 12), num_chunks=st.integers(1, 14), vocab=st.integers(8, 4000))
+def test_chunks_hold_every_layer_once_and_none_takes_much_longer_than_it_must(
+    num_layers: int, num_chunks: int, vocab: int
+) -> None:
+    if num_chunks > num_layers + 2:
+        return
+    config = deep(num_layers, vocab=vocab)
+    spans = split(config, num_chunks, sequence=64)
+    assert [layer for span in spans for layer in span.layers] == list(range(num_layers))
+    assert [span.first for span in spans] == [i == 0 for i in range(num_chunks)]
+    assert [span.last for span in spans] == [i + 1 == num_chunks for i in range(num_chunks)]
+    embedding, *layers, head = [place.flops for place in places(config, 64)]
+    longest = max(sum(layers[i] for i in span.layers) + span.last * head + span.first * embedding for span in spans)
+    bound = sum(layers) + head
+    assert longest <= 1.05 * (bound / num_chunks + max(*layers, head))
+
+
+def test_a_heavy_head_has_fewer_layers_beside_it() -> None:
+    spans = split(deep(8, vocab=512), 2, sequence=64)
+    assert len(spans[1].layers) < len(spans[0].layers) < 8
+    assert [span.index for span in chunks_of(split(deep(6), 6, sequence=64), 1, 2)] == [1, 3, 5]
+
+
+def filled_from(folder: str, config: ModelConfig) -> list[str]:
+    """Names whose values a stage reads differently from the whole model."""
+    with join_world("cpu") as world:
+        mesh = make_mesh(layout(pp=2), world)
+        with torch.device("meta"):
+            model = hold(config, layout(pp=2), mesh.rank("pp"), sequence=16)
+        sharded = apply(model, layout(pp=2), mesh, loss=loss_sum)
+        materialise(model, "cpu")
+        fill_from(model, folder)
+        wanted = dict(build(config, dtype=torch.float32, device="cpu", seed=3).named_parameters())
+        return [name for name, value in wanted.items() if not torch.equal(sharded.whole(name), value)]
+
+
+def test_stages_fill_from_a_folder_and_give_back_the_whole(ranks: Ranks, tmp_path: Path) -> None:
+    config = deep(3, tied=True)
+    save_model(build(config, dtype=torch.float32, device="cpu", seed=3), tmp_path / "model")
+    assert ranks.run(2, filled_from, str(tmp_path / "model"), config) == [[], []]
+
+
+def test_what_cannot_be_split_is_refused_in_one_line() -> None:
+    split_pass = Layout(pp=2, schedule="zero_bubble")
+    with pytest.raises(BadLayout, match=r"cannot be compiled; try --set layout.schedule=1f1b"):
+        refuse_split(split_pass, compile=True)
+    with pytest.raises(BadLayout, match=r"selectively; try --set layout.recompute=full"):
+        refuse_split(Layout(pp=2, schedule="zero_bubble", recompute="selective"), compile=False)
+    refuse_split(Layout(pp=2, recompute="selective"), compile=True)
+    with pytest.raises(BadLayout, match=r"9 micro-batches in rounds of about pp=4, .* train.batch_tokens=512"):
+        refuse_rounds(Layout(pp=4, schedule="zero_bubble"), 9 * 64, 64)
+    refuse_rounds(Layout(pp=4, schedule="1f1b"), 9 * 64, 64)
+
+
+# --- bubbles
+
+
+def passes(schedule: str, chunks: int, micro_batches: int) -> list[Pass]:
+    """In the order in which this rank ran them."""
+    assert dist.group.WORLD is not None
+    pipeline = sleeping_pipeline(
+        dist.group.WORLD, Work(forward_s=0.0, inputs_s=0.0, weights_s=0.0), schedule=schedule, chunks=chunks
+    )
+    measured_idle(pipeline, num_micro_batches=micro_batches, steps=1)
+    return pipeline.busy.order
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8)])
+def test_the_order_that_was_run_idles_as_the_formula_says(ranks: Ranks, stages: int, micro_batches: int) -> None:
+    idle = {}
+    for schedule, chunks in SCHEDULES.items():
+        orders = ranks.run(stages, passes, schedule, chunks, micro_batches)
+        for times in ((1.0, 1.0, 1.0), (2.0, 3.0, 2.0)):
+            forward, inputs, weights = times
+            idle[schedule] = replayed_idle(orders, chunks=chunks, forward=forward, inputs=inputs, weights=weights)
+            formula = idle_share(schedule, num_stages=stages, num_micro_batches=micro_batches, chunks=chunks,
+                                 forward=forward, backward=inputs + weights, weights=weights)  # fmt: skip
+            rel = 1e-9 if forward == inputs == weights else 0.15
+            assert idle[schedule] == pytest.approx(formula, rel=rel), schedule
+    assert idle["zero_bubble"] < idle["interleaved"] < idle["1f1b"] == pytest.approx(idle["gpipe"])
+
+
+def test_an_order_in_which_stages_wait_for_each_other_is_no_schedule() -> None:
+    with pytest.raises(AssertionError, match="waits for another"):
+        replayed_idle([[("B", 0, 0), ("F", 0, 0)], [("F", 1, 0), ("B", 1, 0)]])
+
+
+def slept(schedule: str, chunks: int, micro_batches: int, seconds: float) -> float:
+    assert dist.group.WORLD is not None
+    work = Work(forward_s=seconds, inputs_s=seconds, weights_s=seconds)
+    pipeline = sleeping_pipeline(dist.group.WORLD, work, schedule=schedule, chunks=chunks)
+    return measured_idle(pipeline, num_micro_batches=micro_batches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_stages_that_sleep_idle_as_the_formula_says(ranks: Ranks, stages: int) -> None:
+    """On a machine whose cores are not all taken."""
+    idle = {}
+    for schedule, chunks in SCHEDULES.items():
+        idle[schedule] = ranks.run(stages, slept, schedule, chunks, stages, 0.1)[0]
+        formula = idle_share(schedule, num_stages=stages, num_micro_batches=stages, chunks=chunks)
+        assert idle[schedule] == pytest.approx(formula, rel=0.15), schedule
+    assert idle["zero_bubble"] < idle["1f1b"]
+
+
+def test_a_stage_knows_the_layers_it_holds() -> None:
+    with torch.device("meta"):
+        whole = {name for name, _ in Transformer(deep(tied=True)).named_parameters()}
+        held = [hold(deep(tied=True), layout(pp=2), stage, sequence=16) for stage in (0, 1)]
+    names = [{name for name, _ in stage.named_parameters()} for stage in held]
+    assert names[0] | names[1] == whole | {"output.weight"} and not names[0] & names[1]
+    assert (held[0].has_copy, held[1].has_copy) == (False, True)

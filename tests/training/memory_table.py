@@ -1,0 +1,144 @@
+"""Memory of a training step on layouts of CPU ranks: what the tracker saw on the fullest rank beside the plan."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from armillary.parallel.world import join_world
+from armillary.planning.layouts import of
+from armillary.planning.memory import memory
+from armillary.planning.question import question
+from armillary.spec.plan import Plan
+from armillary.spec.recipe import Recipe, recipe_from_dict
+from armillary.store.home import Home
+from armillary.training.loop import agreement
+from armillary.training.start import start, starting_point
+from armillary.training.trainer import MEASURED_STEP, Trainer
+from tests.ranks import Ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "memory_agreement.md"
+BAR = 0.07
+MODELS: dict[str, dict[str, Any]] = {
+    "4 × 128, vocabulary 2048": dict(num_layers=4, hidden=128, heads=8, kv_heads=4, head_dim=16, ffn=384, vocab=2048),
+    "6 × 192, vocabulary 320": dict(num_layers=6, hidden=192, heads=8, kv_heads=8, head_dim=24, ffn=512, vocab=320),
+    "2 × 512, untied": dict(
+        num_layers=2, hidden=512, heads=8, kv_heads=2, head_dim=64, ffn=1536, vocab=4096, tied=False
+    ),
+}
+"""where logits, activations and weights decide"""
+TRAIN = {"2 × 512, untied": dict(sequence=32, batch_tokens=32 * 16)}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "DDP": dict(dp=2),
+    "ZeRO-1": dict(dp=2, zero=1),
+    "ZeRO-2": dict(dp=2, zero=2),
+    "ZeRO-3": dict(dp=2, zero=3),
+    "tp": dict(tp=2, sequence_parallel=False),
+    "tp + sp": dict(tp=2),
+    "ZeRO-3 on 4": dict(dp=4, zero=3),
+    "HSDP": dict(dp=4, zero=3, shard=2),
+    "tp + sp on 4": dict(tp=4),
+    "ZeRO-3 × tp": dict(dp=2, zero=3, tp=2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a layout."""
+
+    model: str
+    layout: str
+    recompute: str = "none"
+    precision: str = "fp32"
+
+    def recipe(self, corpus: Path) -> Recipe:
+        shape = {"name": "armillary-2m", "context": 512} | MODELS[self.model]
+        if self.layout == "tp + sp on 4" and shape["kv_heads"] < 4:
+            shape["kv_heads"] = 4
+        train = {"sequence": 128, "batch_tokens": 2048, "steps": 3, "eval_every": 0, "profile_every": 0}
+        layout = {"micro_batch": 4, "recompute": self.recompute, "precision": self.precision} | LAYOUTS[self.layout]
+        return recipe_from_dict({
+            "model": shape, "hardware": {"on": "here"}, "data": {"source": str(corpus), "vocab": 320},
+            "layout": layout, "train": train | TRAIN.get(self.model, {}),
+        })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case with both figures, in bytes."""
+
+    case: Case
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def every_case() -> Iterator[Case]:
+    for model in MODELS:
+        for layout in LAYOUTS:
+            for recompute in ("none", "selective", "full"):
+                yield Case(model, layout, recompute)
+            yield Case(model, layout, "none", "bf16")
+            yield Case(model, layout, "full", "bf16")
+
+
+def rows(ranks: Ranks, cases: Sequence[Case], home: Home, corpus: Path) -> list[Row]:
+    """Every case, those of one number of ranks in one call of the pool."""
+    plans, predicted, found = {}, {}, {}
+    for case in cases:
+        recipe = case.recipe(corpus)
+        begun = start(recipe, home, starting_point(recipe, home), room=4)
+        begun.prepare()
+        plans[case] = begun.plan
+        asked = question(recipe, begun.plan.model, begun.plan.cluster, home)
+        predicted[case] = float(memory(asked.case, of([recipe.layout])).allocated[0])
+    for world in sorted({plan.layout.num_devices for plan in plans.values()}):
+        mine = [case for case, plan in plans.items() if plan.layout.num_devices == world]
+        answers = ranks.run(world, peaks, [plans[case].to_json() for case in mine], timeout_s=900)
+        found |= {case: max(each[i] for each in answers) for i, case in enumerate(mine)}
+    return [Row(case, found[case], predicted[case]) for case in cases]
+
+
+def peaks(plans: list[str]) -> list[float]:
+    """On this rank, of each plan: most bytes that were alive during a step."""
+    return [peak(Plan.from_json(plan)) for plan in plans]
+
+
+def peak(plan: Plan) -> float:
+    torch.manual_seed(0)
+    with join_world("cpu") as world, Trainer(plan, world, agreement(world)) as trainer:
+        for step in range(MEASURED_STEP + 1):
+            report = trainer.step(step)
+    assert report is not None
+    names = [name for name, source in report.sources.items() if source == "tracker"]
+    return sum(report.gauges[name] for name in names)
+
+
+def table(found: Sequence[Row]) -> str:
+    lines = ["| model | layout | recompute | format | measured | planned | error |", "|---|---|---|---|--:|--:|--:|"]
+    for row in found:
+        case = row.case
+        figures = f"{row.measured / 1e6:.1f} MB | {row.predicted / 1e6:.1f} MB | {row.error:+.1%}"
+        lines.append(f"| {case.model} | {case.layout} | {case.recompute} | {case.precision} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(found: Sequence[Row]) -> str:
+    worst = max(abs(row.error) for row in found)
+    mean = sum(abs(row.error) for row in found) / len(found)
+    return (
+        "# Planned memory against a tracker\n\n"
+        f"Written by `pytest -m slow tests/training/test_memory.py` on {datetime.date.today()}, torch "
+        f"{torch.__version__}, CPU ranks over gloo. Measured: most bytes alive at once on the fullest rank during one "
+        "step, every tensor that operators make included. Planned: what `armillary plan` says a device allocates. "
+        f"{len(found)} configurations, mean error {mean:.1%}, worst {worst:.1%}; bar {BAR:.0%}.\n\n" + table(found)
+    )
