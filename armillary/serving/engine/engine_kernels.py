@@ -16,7 +16,7 @@ from armillary.kernels.logprobs import LOGPROBS, LogprobCase, logprobs
 from armillary.kernels.norm import ADD_NORM, NORM, NormCase, add_norm, norm
 from armillary.kernels.op import Case, Op
 from armillary.kernels.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, paged_attention
-from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase, qkv_cache
+from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase, qkv_cache, unpadded
 from armillary.kernels.sampling import SAMPLE, SampleCase, sample
 from armillary.kernels.sampling_rows import sample as sample_rows
 from armillary.kernels.small_linear import SMALL_LINEAR, SmallLinear
@@ -38,12 +38,16 @@ class EngineKernels:
     logprobs: Run = logprobs
     small: Run | None = None
     """products of a few tokens with the norm before and the gate or residual after; none: plain products"""
+    token: Run | None = None
+    """from the projection to attention in one launch, for one token of each of a few rows; none: two operations"""
     grouped: Run | None = None
     """products of all experts of a layer, which wait for nothing; none: expert by expert"""
     capturable: bool = False
     """none of them waits for the device, so that steps can be CUDA graphs"""
 
 
+_CHECKED = 8
+"""rows that kernels are held against the reference with: an engine starts quickly, the bench checks large ones"""
 REFERENCE = EngineKernels()
 """what every other choice is held against"""
 
@@ -52,9 +56,10 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     """The first deterministic version of each operation that this device and model can use; nothing is timed, so that
     an engine starts quickly and two of them compute alike."""
     if device.type == "cpu":
-        return EngineKernels(attention=by_sdpa, sample=sample_rows)
+        return EngineKernels(qkv_cache=unpadded, attention=by_sdpa, sample=sample_rows)
     name = next(key for key, known in DTYPES.items() if known == dtype)
     on: dict[str, Any] = {"dtype": name, "device": device.type}
+    batch = min(batch, _CHECKED)
     heads: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
     normed = NormCase(rows=batch, columns=config.hidden, kind=config.norm, plus_one=config.norm_plus_one, **on)
     ffn = config.ffn or config.hidden
@@ -62,7 +67,7 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     small = SmallLinear(tokens=1, outputs=config.hidden, inputs=config.hidden, **on)
     into_cache = choose(QKV_CACHE, QkvCase(tokens=batch, rotary=config.rotary_dim, **heads, **qk, **on),
                         deterministic=True)  # fmt: skip
-    attention = choose(PAGED_ATTENTION, PagedCase(batch=batch, context=config.context, **heads, **on),
+    attention = choose(PAGED_ATTENTION, PagedCase(batch=batch, context=min(config.context, 256), **heads, **on),
                        deterministic=True)  # fmt: skip
     grouped = _grouped(config, batch, on)
     return EngineKernels(

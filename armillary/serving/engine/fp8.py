@@ -7,6 +7,7 @@ depend on what stands beside it in the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from armillary.kernels.fp8_linear import E4M3, quantised
 from armillary.kernels.fp8_matmul import FP8_MATMUL, Fp8Matmul
 from armillary.kernels.needs import lacking
 from armillary.model.mlp import MLP
-from armillary.model.transformer import Transformer
-from armillary.serving.engine.layer import Dense, Layer, Product
+from armillary.serving.engine.forward import Forward
+from armillary.serving.engine.layer import Dense, Product
 
 Matmul = Callable[..., Tensor]
 """`armillary.kernels.fp8_matmul.reference`, or a quicker one"""
@@ -48,22 +49,22 @@ def pick_fp8(weight: Tensor, tokens: int) -> Matmul:
     return run  # type: ignore[no-any-return]
 
 
-def to_fp8(layers: list[Layer], model: Transformer, run: Matmul) -> None:
-    """Products of all layers but routers and mixtures of experts, which keep their format; wide weights are let go."""
-    for layer, block in zip(layers, model.blocks.values(), strict=True):
+def to_fp8(forward: Forward, run: Matmul, *, let_go: bool = False) -> None:
+    """Products of all layers but routers and mixtures of experts, which keep their format; `let_go` of the wide
+    weights, where nobody else needs the model."""
+    forward.kernels = replace(forward.kernels, small=None)  # it takes plain weights
+    for layer, block in zip(forward.layers, forward.model.blocks.values(), strict=True):
+        attention: Any = block.attention
         layer.qkv, layer.out = _rounded(layer.qkv, run), _rounded(layer.out, run)
-        _let_go(block.attention.qkv, block.attention.out)  # type: ignore[union-attr, arg-type]
+        linears = [attention.qkv, attention.out]
         if layer.up is not None and layer.down is not None:
             layer.up, layer.down = _rounded(layer.up, run), _rounded(layer.down, run)
             assert isinstance(block.mlp, MLP)
-            _let_go(block.mlp.up, block.mlp.down)
+            linears += [block.mlp.up, block.mlp.down]
+        for linear in linears if let_go else ():
+            linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
 
 
 def _rounded(product: Product, run: Matmul) -> Product:
     assert isinstance(product, Dense), "only plain weights can be rounded"
     return Fp8Dense(product, run)
-
-
-def _let_go(*linears: nn.Linear) -> None:
-    for linear in linears:
-        linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)

@@ -107,9 +107,9 @@ class GraphSteps(Steps):
 
 
 def row_sizes(most: int) -> list[int]:
-    """Batches that decodes are padded to. Products of up to 16 rows cost the same, and so do 16 rows more or less of
-    many; the cost of attention does not depend on padding at all."""
-    sizes = [1, 2, 4, 8, 16, 32, 48, *range(64, 256, 32), *range(256, most + 64, 64)]
+    """Batches that decodes are padded to. Products of up to 16 rows cost the same, those of many cost what padding they
+    have; the cost of attention does not depend on padding at all."""
+    sizes = [1, 2, 4, 8, 16, 32, 48, *range(64, 256, 16), *range(256, most + 32, 32)]
     return sorted({min(size, most) for size in sizes})
 
 

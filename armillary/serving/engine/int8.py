@@ -5,10 +5,10 @@ Scales are of a token alone, so an answer does not depend on what stands beside 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-
-from armillary.serving.engine.layer import Dense, Layer, Product
 
 
 class Int8Dense:
@@ -17,25 +17,31 @@ class Int8Dense:
     def __init__(self, weight_NK: Tensor, bias: Tensor | None = None) -> None:
         wide = weight_NK.detach().float()
         self.scale_N = wide.abs().amax(dim=1).clamp_min(1e-12) / 127
-        self.weight_KN = (wide / self.scale_N[:, None]).round().to(torch.int8).t()
+        rounded_NK = (wide / self.scale_N[:, None]).round().to(torch.int8)
+        self._ops: Any = torch.ops.onednn if has_onednn() else None
+        if self._ops is not None:
+            self._packed = self._ops.qlinear_prepack(rounded_NK, None)
+            self._zeros_N = torch.zeros(len(rounded_NK), dtype=torch.int32)
+        else:
+            self._weight_KN = rounded_NK.t()
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.float()
         scale_T1 = wide.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / 127
-        sums = torch._int_mm((wide / scale_T1).round().to(torch.int8), self.weight_KN)
-        y = sums.float() * scale_T1 * self.scale_N
+        y = self._product((wide / scale_T1).round().to(torch.int8)) * scale_T1
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
+    def _product(self, rounded_TK: Tensor) -> Tensor:
+        """Sums in int32, times the weight's scales, in fp32."""
+        if self._ops is None:
+            return torch._int_mm(rounded_TK, self._weight_KN).float() * self.scale_N
+        return self._ops.qlinear_pointwise(  # type: ignore[no-any-return]
+            rounded_TK, 1.0, 0, self._packed, self.scale_N, self._zeros_N, None, 1.0, 0, torch.float32, "none", [], ""
+        )
 
-def to_int8(layers: list[Layer]) -> None:
-    """Products of all layers but routers and mixtures of experts, which keep their format."""
-    for layer in layers:
-        layer.qkv, layer.out = _rounded(layer.qkv), _rounded(layer.out)
-        if layer.up is not None and layer.down is not None:
-            layer.up, layer.down = _rounded(layer.up), _rounded(layer.down)
 
-
-def _rounded(product: Product) -> Product:
-    assert isinstance(product, Dense), "only plain weights can be rounded"
-    return Int8Dense(product.weight, product.bias)
+def has_onednn() -> bool:
+    """Whether this build of torch has oneDNN's products of whole numbers."""
+    ops: Any = torch.ops.onednn
+    return torch.backends.mkldnn.is_available() and hasattr(ops, "qlinear_pointwise")

@@ -56,7 +56,7 @@ class LLM:
             phase("weights", time.monotonic() - begin)
         self.tokenizer = Tokenizer.load(source.folder)
         self.engine, self.plan = make_engine(
-            loaded, self.tokenizer, serve or Serve(), record=record, phase=phase, group=group,
+            loaded, self.tokenizer, serve or Serve(), record=record, phase=phase, group=group, owns_model=True,
             peaks=load_peaks(home or Home.default(), name_of(next(loaded.parameters()).device)),
         )  # fmt: skip
         self.structures = Structures(self.tokenizer, loaded.config.vocab)

@@ -69,6 +69,7 @@ class Loop:
             decision, launched = self._launched.pop(0)
             tokens = () if decision.empty else self.executor.tokens(launched)
             outcome = self.scheduler.update(decision, tokens, self.clock())
-            for kept, new in zip(found, outcome, strict=True):
-                kept.extend(new)
+            found.sequences.extend(outcome.sequences)
+            found.tokens.extend(outcome.tokens)
+            found.finished.extend(outcome.finished)
         return found

@@ -19,9 +19,10 @@ from armillary.serving.engine.answers import Answers
 from armillary.serving.engine.engine import Engine, Record
 from armillary.serving.engine.fast_executor import FastExecutor
 from armillary.serving.engine.fp8 import pick_fp8, to_fp8
-from armillary.serving.engine.int8 import to_int8
+from armillary.serving.engine.int8 import Int8Dense
 from armillary.serving.engine.kv_capacity import KVPlan, plan_kv
 from armillary.serving.engine.loop import Loop
+from armillary.serving.engine.packed import PackedDense, exchange, exchange_head, packs
 from armillary.serving.engine.scheduler import Scheduler
 from armillary.serving.engine.settings import Settings, settings_for
 from armillary.serving.engine.step_roof import step_roof
@@ -48,17 +49,23 @@ class NoText:
 def make_engine(
     model: Transformer, tokenizer: Tokenizer | None, serve: Serve, *, record: Record | None = None,
     seed: int | None = None, phase: Phase | None = None, group: Group | None = None,
-    peaks: Peaks | None = None, warm: bool = True,
+    peaks: Peaks | None = None, warm: bool = True, owns_model: bool = False,
 ) -> tuple[Engine, KVPlan]:  # fmt: skip
     """`seed` is of the seeds that requests do not bring themselves; `phase` is told what the start consists of. With a
     `group` of ranks the model is cut over them; the first one's engine leads, the others follow. Where few requests
-    will come, graphs need not be captured beforehand (`warm`): each is when its shape first comes."""
+    will come, graphs need not be captured beforehand (`warm`): each is when its shape first comes. An engine that
+    `owns_model` lets go of weights that it keeps in another form."""
     tell = phase or (lambda name, seconds: None)
     begin = time.monotonic()
     settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else ()))
     plan = kv_plan(model, serve, settings.max_model_len, group)
     scheduler = Scheduler(settings, plan.make(prefix=serve.prefix_cache))
+    run_fp8 = pick_fp8(model.blocks["0"].attention.out.weight, settings.max_running) if serve.weights == "fp8" else None
     executor = make_executor(model, scheduler, settings, serve, plan, seed, group)
+    if _device_type(model) == "cpu":
+        _fit_cpu(executor, serve, let_go=owns_model)
+    if run_fp8 is not None:
+        to_fp8(executor.forward, run_fp8, let_go=owns_model)
     tell("kernels and KV cache", time.monotonic() - begin)
     begin = time.monotonic()
     if warm and (graphs := executor.warm()):
@@ -77,7 +84,6 @@ def make_executor(
     weight, dice = next(model.parameters()), random.Random(seed)
     if serve.weights == "int8" and weight.device.type != "cpu":
         raise BadInput("weights in int8 are for a CPU; leave serve.weights=auto, or take --device cpu")
-    run_fp8 = pick_fp8(model.blocks["0"].attention.out.weight, settings.max_running) if serve.weights == "fp8" else None
     kv_dtype = torch.float8_e4m3fn if plan.dtype == "fp8" else DTYPES[plan.dtype]
     if kv_dtype == torch.float8_e4m3fn and weight.device.type != "cuda":
         raise BadInput("a KV cache in fp8 is for a GPU; leave serve.kv_dtype=auto")
@@ -88,14 +94,24 @@ def make_executor(
     )  # fmt: skip
     if group is not None:
         cut(executor, model.config, group)
-    if serve.weights == "int8":
-        to_int8(executor.forward.layers)
-    if run_fp8 is not None:
-        executor.forward.kernels = replace(executor.forward.kernels, small=None)  # it takes plain weights
-        to_fp8(executor.forward.layers, model, run_fp8)
     if kv_dtype == torch.float8_e4m3fn:
         _scale(executor)
     return executor
+
+
+def _device_type(model: Transformer) -> str:
+    """Kind of device that the model is on."""
+    return next(model.parameters()).device.type
+
+
+def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
+    """Products in the form a CPU is quickest with: 8 bits where asked for, else bf16 rearranged once."""
+    forward = executor.forward
+    can_pack = packs(next(forward.model.parameters()))
+    if can_pack:
+        exchange_head(forward, PackedDense, let_go=let_go)
+    if serve.weights == "int8" or can_pack:
+        exchange(forward, Int8Dense if serve.weights == "int8" else PackedDense, let_go=let_go)
 
 
 def _scale(executor: FastExecutor) -> None:

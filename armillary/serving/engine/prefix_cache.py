@@ -79,7 +79,7 @@ class PrefixCache:
     def _continues(self, parent: bytes, digest: bytes, chunk: bytes, *, first: bool) -> None:
         """What is kept to explain misses."""
         self.children.count(parent, 1)
-        if self.num_ghosts and self.ghosts.part(digest).pop(digest, None):
+        if self.num_ghosts and self.ghosts.part(digest).pop(digest, 0):
             self.num_ghosts -= 1
         if first:
             self.beginnings.count(chunk, 1)
