@@ -63,6 +63,7 @@ $(READY):
 $(PEERS_READY):
 	@$(call check_python)
 	@$(call install,.venv-peers,'.[torch$(comma)data$(comma)dev]' peft)
+	@bash benchmarks/install_llama_cpp.sh .venv-peers
 	@touch $@
 
 comma := ,

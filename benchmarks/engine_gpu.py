@@ -148,26 +148,22 @@ def _explained_single(engine: Engine, args: Any, tokens_in: int, tokens_out: int
 
 
 def mixed(model: Transformer, args: Any) -> dict[str, Any]:
-    """32 streams at 1k context, alone and with a 32k prompt always in prefill; then such prompts alone."""
+    """32k-token prompts alone; 32 streams at 1k context alone, and beside such a prompt that is always in prefill."""
     streams, context, long = (32, 1024, 32_768) if not args.tiny else (3, 8, 24)
     longest = max(long + 8, context + 4000) if not args.tiny else 64
     engine, phases = started(model, Serve(
         max_model_len=min(longest, model.config.context), max_running=streams + 2, max_tokens_per_step=args.step_tokens,
         prefill_tokens=args.prefill_tokens, prefix_cache=False, kv_bytes=args.kv_bytes,
         graphs=not args.no_graphs))  # fmt: skip
-    watch = Watch(engine)
+    watch, grow = Watch(engine), 110 * args.prompts if not args.tiny else 0
     prompts = iter(fixed(64, tokens_in=min(long, model.config.context - 8), tokens_out=1, vocab=100, name="long"))
     alone = _prefill(watch, prompts, args.prompts)
-    for request in fixed(streams, tokens_in=context, tokens_out=min(longest, model.config.context) - context - 2,
-                         vocab=100, name="s"):  # fmt: skip
-        watch.submit(request)
-    while any(seq.behind for seq in engine.scheduler.roster.running) or engine.scheduler.roster.waiting:
-        watch.step()
-    watch.clear()
-    for _ in range(200 if not args.tiny else 5):
+    _stream(watch, streams, context - grow // 4, min(longest, model.config.context))
+    for _ in range(max(5, grow // 2)):  # they grow to as much more than the context as they began with less
         watch.step()
     quiet = percentile(watch.gaps, 50)
-    watch.clear()
+    watch.give_up()
+    _stream(watch, streams, context - grow, min(longest, model.config.context))
     times = StepTimes(engine)
     beside = _prefill(watch, prompts, args.prompts)
     p50, p99 = percentile(watch.gaps, 50), percentile(watch.gaps, 99)
@@ -177,6 +173,16 @@ def mixed(model: Transformer, args: Any) -> dict[str, Any]:
             "itl_alone_p50_s": quiet, "itl_p50_s": p50, "itl_p99_s": p99, "itl_p99_over_alone_p50": p99 / quiet,
             "prefill_alone_tokens_per_s": alone, "prefill_tokens_per_s": beside, "prefill_share": beside / alone,
             "bars": {"itl_p99_over_alone_p50": 2.0, "prefill_share": 0.6}, "start_s": phases}  # fmt: skip
+
+
+def _stream(watch: Watch, count: int, context: int, longest: int) -> None:
+    """Streams that decode without end, their prompts computed."""
+    for request in fixed(count, tokens_in=context, tokens_out=longest - context - 2, vocab=100, name=f"s{context}-"):
+        watch.submit(request)
+    roster = watch.engine.scheduler.roster
+    while roster.waiting or any(seq.behind for seq in roster.running):
+        watch.step()
+    watch.clear()
 
 
 def _explained_mixed(watch: Watch, prompts: Any) -> dict[str, Any]:
@@ -190,16 +196,15 @@ def _explained_mixed(watch: Watch, prompts: Any) -> dict[str, Any]:
 
 
 def _prefill(watch: Watch, prompts: Any, count: int) -> float:
-    """Prompt tokens a second while there is always a long one."""
-    begin, tokens, left = time.monotonic(), 0, count
-    watch.submit(first := next(prompts))
+    """Prompt tokens a second while there is always a long one: the next waits while one is computed."""
+    begin = time.monotonic()
+    wanted = [next(prompts) for _ in range(count)]
+    left = {request.id for request in wanted}
+    for request in wanted:
+        watch.submit(request)
     while left:
-        done = {piece.sequence.request.id for piece in watch.step() if piece.finish is not None}
-        if first.id in done:
-            tokens, left = tokens + len(first.prompt), left - 1
-            if left:
-                watch.submit(first := next(prompts))
-    return tokens / (time.monotonic() - begin)
+        left -= {piece.sequence.request.id for piece in watch.step() if piece.finish is not None}
+    return sum(len(request.prompt) for request in wanted) / (time.monotonic() - begin)
 
 
 def graphs(model: Transformer, args: Any) -> dict[str, Any]:
@@ -228,7 +233,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--step-tokens", type=int, default=8192)
-    parser.add_argument("--prefill-tokens", type=int, default=280, help="mixed: prompt tokens a step beside streams")
+    parser.add_argument("--prefill-tokens", type=int, default=340, help="mixed: prompt tokens a step beside streams")
     parser.add_argument("--prompts", type=int, default=2, help="mixed: long prompts one after the other")
     parser.add_argument("--layers", type=int, help="fewer than the model has: to see that it runs")
     parser.add_argument("--kv-bytes", type=int, help="of the KV cache; what is free unless given")

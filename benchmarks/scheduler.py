@@ -36,7 +36,7 @@ def make(running: int, num_blocks: int, groups: tuple[Group, ...] = WHOLE) -> Sc
                         ageing_s=5.0)  # fmt: skip
     made = Scheduler(settings, KVCache(num_blocks, 16, groups=groups))
     gc.collect()
-    gc.freeze()  # as an engine should: what stays for good need not be looked at by every collection
+    gc.freeze()  # as an engine does: what stays for good need not be looked at by every collection
     return made
 
 

@@ -1,4 +1,5 @@
-"""What one rank of the scaling exercise does: train a small model for a few steps, with and without the exchange."""
+"""What one rank of the scaling exercise does: train a small model for a few steps: one rank alone, both without and
+both with the exchange, in turns, so that whatever else the machine does meets all three alike."""
 
 from __future__ import annotations
 
@@ -41,40 +42,49 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Seconds on one rank, medians over the steps."""
+    """Seconds on rank 0, medians over the rounds."""
 
-    step_s: float
-    """a whole step"""
+    one_s: float
+    """a step while the other rank sleeps: a run of one rank"""
     alone_s: float
-    """the same step without the exchange of gradients"""
+    """the same step while the other rank does its own, without the exchange of gradients"""
+    step_s: float
+    """a whole step of both"""
     exchange_s: float
     """the gradients' all-reduce with nothing beside it"""
+    spread: float
+    """half the distance between the quartiles of one_s / step_s, round by round"""
+    rounds: int
 
 
-def run(settings: list[Setting], *, steps: int, core: bool = True) -> list[dict[str, Any]] | None:
-    """Time every setting on one thread pinned to a core of its own; rank 0 returns what it measured."""
+def run(settings: list[Setting], *, rounds: int, budget_s: float) -> list[dict[str, Any]] | None:
+    """Time every setting on two ranks, each with one thread on a core of its own; rank 0 returns what it measured."""
     torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    # before gloo starts its threads, which then stay on the core of their rank
+    os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
     with join_world("cpu") as world:
-        if core:
-            cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[world.rank % len(cores)]})
-        found = [asdict(setting) | asdict(timed(setting, world, steps)) for setting in settings]
+        found = [asdict(setting) | asdict(timed(setting, world, rounds, budget_s)) for setting in settings]
     return found if world.is_main else None
 
 
-def timed(setting: Setting, world: World, steps: int) -> Timed:
+def timed(setting: Setting, world: World, rounds: int, budget_s: float) -> Timed:
     layout = Layout(dp=world.size, precision="fp32", micro_batch=setting.tokens // SEQUENCE)
     model = build(setting.config(), dtype=torch.float32, device="cpu", seed=0)
     sharded = apply(model, layout, make_mesh(layout, world), loss=loss_sum)
-    optimizer = make_optimizer(model, TrainJob())
-    size = sum(parameter.numel() for parameter in model.parameters())
-    step = training_step(sharded, optimizer, setting, world)
-    gradients = torch.zeros(size)
-    return Timed(
-        step_s=median(lambda: step(exchange=True), steps, world),
-        alone_s=median(lambda: step(exchange=False), steps, world),
-        exchange_s=median(lambda: dist.all_reduce(gradients), steps, world) if world.size > 1 else 0.0,
-    )
+    step = training_step(sharded, make_optimizer(model, TrainJob()), setting, world)
+    gradients = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
+    kinds: dict[str, Callable[[], object]] = {
+        "one_s": lambda: step(exchange=False) if world.is_main else None,
+        "alone_s": lambda: step(exchange=False),
+        "step_s": lambda: step(exchange=True),
+        "exchange_s": lambda: dist.all_reduce(gradients),
+    }
+    seconds = in_turns(kinds, rounds, budget_s)
+    ratios = [one / both for one, both in zip(seconds["one_s"], seconds["step_s"], strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    medians = {kind: statistics.median(found) for kind, found in seconds.items()}
+    return Timed(**medians, spread=(high - low) / 2, rounds=len(ratios))
 
 
 def training_step(
@@ -96,13 +106,19 @@ def training_step(
     return step
 
 
-def median(call: Callable[[], object], steps: int, world: World) -> float:
-    """Seconds of one call; ranks begin together, and the first call is not counted."""
-    seconds = []
-    for _ in range(steps + 1):
-        if world.size > 1:
+def in_turns(kinds: dict[str, Callable[[], object]], rounds: int, budget_s: float) -> dict[str, list[float]]:
+    """Seconds of every kind of step, round by round: as many rounds as asked, and more while the budget lasts. Ranks
+    begin each together, and the first two rounds are not counted."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    begin, number = time.perf_counter(), 0
+    more = torch.ones(())
+    while more.item():
+        for kind, call in kinds.items():
             dist.barrier()
-        begin = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[1:])
+            start = time.perf_counter()
+            call()
+            seconds[kind].append(time.perf_counter() - start)
+        number += 1
+        more.fill_(float(number < rounds + 2 or time.perf_counter() - begin < budget_s))
+        dist.broadcast(more, src=0)  # rank 0's clock counts
+    return {kind: found[2:] for kind, found in seconds.items()}

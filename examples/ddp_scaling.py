@@ -1,21 +1,24 @@
 """How well do two ranks scale? Three models, several batch sizes, one pinned thread a rank; predicted, then measured.
 
-    python examples/ddp_scaling.py             a few minutes on two quiet cores; writes ddp_scaling/table.md and .png
+    python examples/ddp_scaling.py             two minutes on two quiet cores; writes ddp_scaling/table.md and .png
     python examples/ddp_scaling.py --quick     two tiny settings, seconds, for a look
 
-docs/ddp_scaling.md says what to look at.
+docs/ddp_scaling.md says what to look at; `--page docs/ddp_scaling.md` puts the result into it.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -25,7 +28,7 @@ from armillary.planning.case import TrainCase
 from armillary.planning.layouts import of
 from armillary.planning.step_time import StepTime, step_time
 from armillary.profiling.collectives import measure_collectives
-from armillary.profiling.machine import here
+from armillary.profiling.machine import here, machine
 from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
 from armillary.spec.params import parameters
@@ -33,6 +36,7 @@ from armillary.store.peaks import Peaks
 from armillary.units import count_text, seconds_text
 
 FULL = [Setting(model=f"armillary-{size}", tokens=tokens) for size in ("2m", "5m", "25m") for tokens in (16, 64, 256)]
+HEADING = "## What it printed here"
 QUICK = [Setting(model="armillary-2m", tokens=tokens) for tokens in (16, 32)]
 
 
@@ -41,14 +45,13 @@ class Row:
     """One setting on one rank and on two, and what was expected."""
 
     setting: Setting
-    one: Timed
-    two: Timed
+    timed: Timed
     predicted: tuple[StepTime, StepTime]
 
     @property
     def efficiency(self) -> float:
         """throughput₂ / (2 · throughput₁); each rank has the same tokens, so it is a ratio of step times."""
-        return self.one.step_s / self.two.step_s
+        return self.timed.one_s / self.timed.step_s
 
     @property
     def expected(self) -> tuple[float, float]:
@@ -60,15 +63,15 @@ class Row:
     @property
     def communication(self) -> float:
         """Share of the step of two ranks that the exchange adds to it."""
-        return max(0.0, 1 - self.two.alone_s / self.two.step_s)
+        return max(0.0, 1 - self.timed.alone_s / self.timed.step_s)
 
     @property
     def crossover(self) -> float:
         """Tokens a rank at which the exchange takes as long as computing: seconds of one over seconds a token."""
-        return self.two.exchange_s / (self.two.alone_s / self.setting.tokens)
+        return self.timed.exchange_s / (self.timed.alone_s / self.setting.tokens)
 
-    def tokens_per_s(self, timed: Timed, ranks: int) -> float:
-        return ranks * self.setting.tokens / timed.step_s
+    def tokens_per_s(self, ranks: int) -> float:
+        return ranks * self.setting.tokens / (self.timed.one_s if ranks == 1 else self.timed.step_s)
 
 
 # --- predict
@@ -121,21 +124,22 @@ def predict(setting: Setting, peaks: Peaks, ranks: int) -> StepTime:
 # --- measure
 
 
-def measured(settings: list[Setting], ranks: int, steps: int) -> list[Timed]:
-    """Every setting on `ranks` processes, each with one thread on a core of its own."""
+def measured(settings: list[Setting], rounds: int, budget_s: float) -> list[Timed]:
+    """Every setting on two processes, each with one thread on a core of its own; one of them alone in between."""
     # gloo listens on the loopback device; one thread also inside the libraries, from the start
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    job = json.dumps({"settings": [vars(setting) for setting in settings], "steps": steps})
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    job = json.dumps({"settings": [vars(one) for one in settings], "rounds": rounds, "budget_s": budget_s})
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ran = subprocess.run([sys.executable, *launch, __file__, "--rank", job], env=environment, text=True,
                          stdout=subprocess.PIPE, check=True)  # fmt: skip
     rows = json.loads(ran.stdout.strip().splitlines()[-1])
-    return [Timed(**{name: row[name] for name in ("step_s", "alone_s", "exchange_s")}) for row in rows]
+    return [Timed(**{field.name: row[field.name] for field in fields(Timed)}) for row in rows]
 
 
 def be_a_rank(job: str) -> None:
     wanted = json.loads(job)
-    found = run([Setting(**setting) for setting in wanted["settings"]], steps=wanted["steps"])
+    settings = [Setting(**setting) for setting in wanted.pop("settings")]
+    found = run(settings, **wanted)
     if found is not None:
         print(json.dumps(found))
 
@@ -148,16 +152,17 @@ def table(rows: list[Row]) -> str:
              "| crossover |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for row in rows:
         size = count_text(parameters(row.setting.config()).total)
-        rates = [f"{row.tokens_per_s(timed, n):,.0f}" for timed, n in ((row.one, 1), (row.two, 2))]
-        efficiency, hidden, bare, share = (f"{100 * value:.0f} %" for value in
-                                           (row.efficiency, *row.expected, row.communication))  # fmt: skip
+        rates = [f"{row.tokens_per_s(ranks):,.0f}" for ranks in (1, 2)]
+        hidden, bare, share = (f"{100 * value:.0f} %" for value in (*row.expected, row.communication))
+        efficiency = f"{100 * row.efficiency:.0f} % ± {100 * row.timed.spread:.0f}"
         cells = [size, row.setting.tokens, *rates, efficiency, f"{hidden} … {bare}", share]
         lines.append("| " + " | ".join(map(str, cells)) + f" | {row.crossover:.0f} tokens |")
     return "\n".join(lines)
 
 
 def verdict(rows: list[Row]) -> list[str]:
-    """One line a model: where it crosses over, from its largest batch, whose step is measured best."""
+    """Two lines a model: where exchange and computing take the same time, from its largest batch, whose step is
+    measured best; and from where on two ranks beat one."""
     lines = []
     for name in dict.fromkeys(row.setting.model for row in rows):
         mine = [row for row in rows if row.setting.model == name]
@@ -165,13 +170,24 @@ def verdict(rows: list[Row]) -> list[str]:
         gradients = parameters(last.setting.config()).total * 4
         lines.append(
             f"{count_text(gradients // 4)} parameters: {gradients / 1e6:.1f} MB of gradients take "
-            f"{seconds_text(last.two.exchange_s)}, a token {seconds_text(last.two.alone_s / last.setting.tokens)}: "
+            f"{seconds_text(last.timed.exchange_s)}, a token {seconds_text(last.timed.alone_s / last.setting.tokens)}: "
             f"crossover at {last.crossover:.0f} tokens a rank; below it a step is mostly exchange"
         )
-        worth = next((row.setting.tokens for row in mine if row.efficiency > 0.5), None)
-        lines.append(f"  two ranks are {'faster than one from ' + str(worth) + ' tokens a rank' if worth else 'never'}"
-                     f"{'' if worth else ' faster than one here'}")  # fmt: skip
+        lines.append(f"  {worth(mine)}")
     return lines
+
+
+def worth(rows: list[Row]) -> str:
+    """Where efficiency passes 50 %: between the two sizes around it, on a straight line over log tokens."""
+    for small, large in pairwise(rows):
+        if small.efficiency <= 0.5 < large.efficiency:
+            part = (0.5 - small.efficiency) / (large.efficiency - small.efficiency)
+            tokens = small.setting.tokens * (large.setting.tokens / small.setting.tokens) ** part
+            return f"two ranks are faster than one from about {tokens:.0f} tokens a rank"
+    first, last = rows[0], rows[-1]
+    if first.efficiency > 0.5:
+        return f"two ranks are faster than one at every size measured, from {first.setting.tokens} tokens a rank"
+    return f"two ranks are not faster than one up to {last.setting.tokens} tokens a rank"
 
 
 def plot(rows: list[Row], path: Path) -> str:
@@ -187,11 +203,12 @@ def plot(rows: list[Row], path: Path) -> str:
         mine = [row for row in rows if row.setting.model == name]
         tokens = [row.setting.tokens for row in mine]
         label = f"{count_text(parameters(mine[0].setting.config()).total)} parameters"
-        (line,) = axes[0].plot(tokens, [100 * row.efficiency for row in mine], "o-", label=label)
+        error = [100 * row.timed.spread for row in mine]
+        line = axes[0].errorbar(tokens, [100 * row.efficiency for row in mine], error, fmt="o-", capsize=3, label=label)
         hidden, bare = ([100 * row.expected[i] for row in mine] for i in range(2))
-        axes[0].fill_between(tokens, bare, hidden, color=line.get_color(), alpha=0.12)
+        axes[0].fill_between(tokens, bare, hidden, color=line[0].get_color(), alpha=0.12)
         axes[1].plot(tokens, [100 * row.communication for row in mine], "o-", label=label)
-        axes[1].axvline(mine[-1].crossover, color=line.get_color(), linestyle=":", alpha=0.8)
+        axes[1].axvline(mine[-1].crossover, color=line[0].get_color(), linestyle=":", alpha=0.8)
     axes[0].fill_between([], [], [], color="grey", alpha=0.3, label="predicted: nothing to all of the exchange hidden")
     axes[1].plot([], [], ":", color="grey", label="crossover: exchange = computing")
     axes[0].axhline(50, color="grey", linewidth=0.8)
@@ -200,20 +217,40 @@ def plot(rows: list[Row], path: Path) -> str:
         axis.set_xticks(ticks := sorted({row.setting.tokens for row in rows}), [str(tick) for tick in ticks])
         axis.minorticks_off()
         axis.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=90)
     return str(path)
+
+
+def put_into(page: Path, rows: list[Row], plotted: str) -> None:
+    """The end of the guide, from its last heading on, becomes this run."""
+    image = page.parent / "images" / "ddp_scaling.png"
+    if Path(plotted).is_file():
+        image.parent.mkdir(exist_ok=True)
+        shutil.copy(plotted, image)
+    rounds = min(row.timed.rounds for row in rows)
+    cores = len(os.sched_getaffinity(0))
+    said = (
+        f"{datetime.date.today()} · {cores} cores of {machine().cpu.model} · torch {torch.__version__} · "
+        f"`python examples/ddp_scaling.py`, medians of at least {rounds} rounds, ± half the quartiles' distance:"
+    )
+    text = page.read_text().partition(HEADING)[0].rstrip()
+    lines = [text, "", HEADING, "", said, "", table(rows), "", "```", *verdict(rows), "```"]
+    if image.is_file():
+        lines += ["", f"![efficiency and share of the exchange](images/{image.name})"]
+    page.write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--quick", action="store_true", help="two tiny settings, to see that it runs")
-    options.add_argument("--steps", type=int, help="steps whose median counts")
+    options.add_argument("--rounds", type=int, help="of each kind of step, at least")
     options.add_argument("--out", type=Path, default=Path("ddp_scaling"), help="folder for table and plot")
+    options.add_argument("--page", type=Path, help="guide whose last section becomes this run")
     options.add_argument("--rank", help=argparse.SUPPRESS)
-    quick, count, out, rank = vars(options.parse_args()).values()
+    quick, count, out, page, rank = vars(options.parse_args()).values()
     if rank:
         return be_a_rank(rank)
-    settings, steps = (QUICK, count or 2) if quick else (FULL, count or 7)
+    settings, rounds, budget_s = (QUICK, count or 3, 0.0) if quick else (FULL, count or 15, 8.0)
     if len(os.sched_getaffinity(0)) < 2:
         print("only one core: two ranks will share it, so expect an efficiency near 50 % and little else")
     print("predicting: ceilings of one thread, and an all-reduce between two ranks …")
@@ -224,14 +261,16 @@ def main() -> None:
         print(f"  {setting.model}, {setting.tokens} tokens a rank: step {seconds_text(alone_s)} alone, exchange "
               f"{seconds_text(comm_s)}: efficiency {100 * alone_s / float(two.total[0]):.0f} % if it hides, "
               f"{100 * alone_s / (alone_s + comm_s):.0f} % if not")  # fmt: skip
-    print("measuring: one rank, then two …")
-    alone, together = measured(settings, 1, steps), measured(settings, 2, steps)
-    rows = [Row(setting=s, one=a, two=b, predicted=p)
-            for s, a, b, p in zip(settings, alone, together, expected, strict=True)]  # fmt: skip
+    print("measuring: one rank, both without and both with the exchange, in turns …")
+    found = measured(settings, rounds, budget_s)
+    rows = [Row(setting=s, timed=t, predicted=p) for s, t, p in zip(settings, found, expected, strict=True)]
     out.mkdir(parents=True, exist_ok=True)
     text = "\n".join([table(rows), "", *verdict(rows)])
     (out / "table.md").write_text(text + "\n")
-    print(f"\n{text}\n\ntable: {out / 'table.md'} · plot: {plot(rows, out / 'plot.png')}")
+    plotted = plot(rows, out / "plot.png")
+    print(f"\n{text}\n\ntable: {out / 'table.md'} · plot: {plotted}")
+    if page is not None:
+        put_into(page, rows, plotted)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@
     python examples/precision_cnn.py --quick       a few steps, for a look
 
 It writes precision/table.md and precision/plot.png. The pictures are drawn here (digits.py), so nothing is downloaded;
-docs/precision.md says what to look at.
+docs/precision.md says what to look at, and `--page docs/precision.md` puts the result of a CPU into it.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -24,9 +26,11 @@ from digits import digits
 from torch import Tensor, nn
 
 import armillary
+from armillary.profiling.machine import machine
 from armillary.units import bytes_text
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+HEADING = "## What it printed on a CPU"
 FIRST_SCALE = 2.0**24
 """higher than anybody would start: the first steps overflow, and the scaler comes down"""
 
@@ -156,29 +160,58 @@ class Training:
         return float(sum(right)) / len(labels)  # type: ignore[arg-type]
 
 
-def measure(name: str, settings: Settings, device: torch.device, train: tuple[Tensor, Tensor],
-            test: tuple[Tensor, Tensor]) -> Result:  # fmt: skip
-    training = Training(name, settings, device, train)
-    losses, scales, skipped, seconds = [], [], [], []
-    for step in range(settings.steps):
-        before = training.scaler.get_scale()
+class Course:
+    """One precision on its way: its training, and what its steps said."""
+
+    def __init__(self, name: str, settings: Settings, device: torch.device, data: tuple[Tensor, Tensor]) -> None:
+        self.name, self.settings, self.device = name, settings, device
+        self.training = Training(name, settings, device, data)
+        self.losses: list[float] = []
+        self.scales: list[float] = []
+        self.skipped: list[int] = []
+        self.seconds: list[float] = []
+
+    def step(self, step: int) -> None:
+        before = self.training.scaler.get_scale()
         begin = time.perf_counter()
-        losses.append(float(training.step(step)))  # float() waits for the device
-        seconds.append(time.perf_counter() - begin)
-        scales.append(before)
-        if training.scaler.get_scale() < before:
-            skipped.append(step)
-    scaled, accuracy = name == "fp16", training.accuracy(*test)
-    return Result(
-        name=name,
-        images_per_s=settings.batch / statistics.median(seconds[len(seconds) // 5 :]),
-        peak_bytes=peak(lambda: training.step(settings.steps), device),
-        accuracy=accuracy,
-        losses=losses,
-        scales=scales if scaled else [],
-        skipped=skipped if scaled else [],
-        vanished=(zeros(training, 1.0), zeros(training, training.scaler.get_scale())) if scaled else None,
-    )
+        self.losses.append(float(self.training.step(step)))  # float() waits for the device
+        self.seconds.append(time.perf_counter() - begin)
+        self.scales.append(before)
+        if self.training.scaler.get_scale() < before:
+            self.skipped.append(step)
+
+    def result(self, test: tuple[Tensor, Tensor]) -> Result:
+        training, scaled, accuracy = self.training, self.name == "fp16", self.training.accuracy(*test)
+        settled = self.seconds[len(self.seconds) // 5 :]
+        return Result(
+            name=self.name,
+            images_per_s=self.settings.batch / statistics.median(settled),
+            peak_bytes=peak(lambda: training.step(self.settings.steps), self.device),
+            accuracy=accuracy,
+            losses=self.losses,
+            scales=self.scales if scaled else [],
+            skipped=self.skipped if scaled else [],
+            vanished=(zeros(training, 1.0), zeros(training, training.scaler.get_scale())) if scaled else None,
+        )
+
+
+def measure(settings: Settings, device: torch.device, train: tuple[Tensor, Tensor],
+            test: tuple[Tensor, Tensor]) -> list[Result]:  # fmt: skip
+    """Every precision; on a CPU they take turns, step by step, so that what else it does slows all alike. On a GPU one
+    after the other: its peak memory is that of all tensors there are."""
+    if device.type == "cpu":
+        courses = [Course(name, settings, device, train) for name in DTYPES]
+        for step in range(settings.steps):
+            for course in courses:
+                course.step(step)
+        return [course.result(test) for course in courses]
+    results = []
+    for name in DTYPES:
+        course = Course(name, settings, device, train)
+        for step in range(settings.steps):
+            course.step(step)
+        results.append(course.result(test))
+    return results
 
 
 def peak(step: Callable[[], object], device: torch.device) -> float:
@@ -261,12 +294,27 @@ def plot(results: list[Result], path: Path) -> str:
     axes[1, 1].set(title="what the loss scaler did (fp16)", xlabel="step")
     axes[1, 1].set_yscale("log", base=2)
     axes[1, 1].legend()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=80)
     return str(path)
 
 
 def smooth(values: list[float], over: int = 10) -> list[float]:
     return [statistics.fmean(values[max(0, i - over + 1) : i + 1]) for i in range(len(values))]
+
+
+def put_into(page: Path, words: list[str], plotted: str) -> None:
+    """The end of the guide, from its last heading on, becomes this run."""
+    image = page.parent / "images" / "precision.png"
+    if Path(plotted).is_file():
+        image.parent.mkdir(exist_ok=True)
+        shutil.copy(plotted, image)
+    cpu = machine().cpu
+    said = (f"{datetime.date.today()} · {cpu.usable} cores of {cpu.model} · torch {torch.__version__} · "
+            "`python examples/precision_cnn.py --device cpu`:")  # fmt: skip
+    lines = [page.read_text().partition(HEADING)[0].rstrip(), "", HEADING, "", said, "", *words]
+    if image.is_file():
+        lines += ["", f"![speed, memory, loss and scale](images/{image.name})"]
+    page.write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:
@@ -275,7 +323,8 @@ def main() -> None:
     options.add_argument("--device", help="cpu or cuda")
     options.add_argument("--steps", type=int, help="training steps of each precision")
     options.add_argument("--out", type=Path, default=Path("precision"), help="folder for table and plot")
-    quick, wanted, steps, out = vars(options.parse_args()).values()
+    options.add_argument("--page", type=Path, help="guide whose last section becomes this run")
+    quick, wanted, steps, out, page = vars(options.parse_args()).values()
     device = torch.device(wanted or ("cuda" if torch.cuda.is_available() and not quick else "cpu"))
     settings = SETTINGS["quick" if quick else device.type]
     settings = Settings(**{**vars(settings), "steps": steps or settings.steps})
@@ -283,12 +332,15 @@ def main() -> None:
     train, test = (tuple(part.to(device) for part in digits(number, seed=seed))
                    for number, seed in ((count, 1), (settings.test, 2)))  # fmt: skip
     print(f"{settings.steps} steps of {settings.batch} pictures on {device.type} …")
-    results = [measure(name, settings, device, train, test) for name in DTYPES]  # type: ignore[arg-type]
+    results = measure(settings, device, train, test)  # type: ignore[arg-type]
     words = [table(results), "", *(line for one in results if one.scales for line in scaler_words(one))]
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text("\n".join(words) + "\n")
     print("\n".join(words))
-    print(f"\ntable: {out / 'table.md'} · plot: {plot(results, out / 'plot.png')}")
+    plotted = plot(results, out / "plot.png")
+    print(f"\ntable: {out / 'table.md'} · plot: {plotted}")
+    if page is not None:
+        put_into(page, words, plotted)
 
 
 if __name__ == "__main__":

@@ -35,3 +35,18 @@ def test_transformers_continues_as_we_do(cli: Callable[..., Any], tmp_path: Path
     command = [sys.executable, "-c", TRANSFORMERS_GREEDY, str(folder), json.dumps(prompt)]
     theirs = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert ours.json["tokens"] == json.loads(theirs.stdout)
+
+
+def test_llama_cpp_continues_as_we_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same weights on both sides, and what each makes of them in a second; speeds are shown, not judged."""
+    pytest.importorskip("llama_cpp")
+    script = Path(__file__).parents[1] / "benchmarks" / "cpu_peers.py"
+    made = subprocess.run([sys.executable, str(script), "--rounds", "3", "--json"], capture_output=True, text=True,
+                          check=True, timeout=1200)  # fmt: skip
+    rows = {row["kind"]: row for row in json.loads(made.stdout)}
+    with capsys.disabled():
+        for kind, row in rows.items():
+            prompt, decode = row["prompt_tokens_per_s"], row["decode_tokens_per_s"]
+            print(f"\n{kind:>5}: prompt {prompt:.0f}, decode {decode:.1f} tokens/s", end="")
+    assert rows["fp32"]["tokens"] == rows["F32"]["tokens"], "in fp32 both are exact, and random weights have few ties"
+    assert all(len(row["tokens"]) == 64 for row in rows.values())

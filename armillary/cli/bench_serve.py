@@ -19,6 +19,9 @@ from armillary.units import bandwidth_text, seconds_text
 if TYPE_CHECKING:
     from armillary.serving.bench import ServeBench
 
+_BATCHES = 4
+"""a quarter of the requests runs at a time: with all of them together, ways of batching would not differ"""
+
 
 @verb
 @click.argument("model", shell_complete=complete.models)
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 @click.option("--tokens-out", default=64, show_default=True, help="Longest answer.")
 @click.option("--dtype", help="fp32, bf16 or fp16.  [default: as stored]")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
-@click.option("--weights", type=click.Choice(["auto", "int8"]), default="auto", help="Round the weights.")
+@click.option("--weights", type=click.Choice(["auto", "int8", "fp8"]), default="auto", help="Round the weights.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write a page of bars (HTML) there.")
 def serve(
     out: Output, home: Home, model: str, modes: tuple[str, ...], requests: int, tokens_in: int, tokens_out: int,
@@ -52,7 +55,7 @@ def serve(
     if unknown_modes:
         raise BadInput(f"no batching mode '{unknown_modes[0]}'; use one of {', '.join(MODES)}")
     found = bench_serve(
-        loaded, Serve(weights=weights),  # type: ignore[arg-type]
+        loaded, Serve(weights=weights, max_running=-(-requests // _BATCHES)),  # type: ignore[arg-type]
         modes=modes or MODES, requests=requests, tokens_in=tokens_in, tokens_out=tokens_out,
     )  # fmt: skip
     if plot is not None:
@@ -72,13 +75,12 @@ def _opened(out: Output, home: Home, model: str, dtype: str | None, device: str 
 
 
 def _show(out: Output, found: ServeBench) -> None:
-    one = found.single
-    rate = (one.tokens_out - 1) / max(1e-9, one.seconds - one.ttft_p50_s)
+    one, rate = found.single, found.single_tokens_per_s
     out.say(f"{found.model} on {found.device}, {found.dtype}")
     out.say(f"single stream: {one.tokens_in} in {seconds_text(one.ttft_p50_s)}, then {rate:,.1f} tokens/s = "
             f"{bandwidth_text(found.single_bytes_per_s)}")  # fmt: skip
     columns = ["batching", "tokens/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "steps", "a decision"]
-    out.table("the same requests, all there at once", columns, [
+    out.table(f"the same requests, all there at once, {found.together} together at most", columns, [
         [mode.name, f"{mode.tokens_per_s:,.0f}", seconds_text(mode.ttft_p50_s), seconds_text(mode.ttft_p99_s),
          seconds_text(mode.itl_p50_s), seconds_text(mode.itl_p99_s), mode.steps, seconds_text(mode.schedule_s)]
         for mode in found.modes

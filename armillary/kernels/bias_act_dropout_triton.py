@@ -20,8 +20,9 @@ from armillary.kernels.launch import ceil_div, dense, num_programs, on, power_of
 from armillary.kernels.needs import interpreted
 from armillary.kernels.philox import LANES, WORD, keep_scale, threshold
 
-_FORWARD, _BACKWARD = (1024, 4096, 4), (2048, 2048, 8, 4)
+_FORWARD, _BACKWARD = (1024, 2048, 4), (2048, 2048, 8, 4)
 """columns and numbers a program takes at a time, its warps; programs a multiprocessor"""
+_BF16_INFINITY = 0x7F80
 
 
 def bias_act_dropout(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float) -> Tensor:
@@ -42,7 +43,7 @@ def _run(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float
     rows, columns = x.numel() // x.shape[-1], x.shape[-1]
     block, held, warps = _tile(columns, *_FORWARD)
     pieces = ceil_div(columns, block)
-    pairs = _in_pairs(x)
+    pairs = _in_pairs(x, p)
     kernel, least = (forward_pairs, _least(p) * 0x10001) if pairs else (_forward_kernel, _least(p) << 17)
     with on(x):
         kernel[(ceil_div(rows, held) * pieces,)](
@@ -75,7 +76,7 @@ def _run_backward(
     programs = max(1, min(num_programs(x, _BACKWARD[3]) // pieces, ceil_div(rows, held)))
     parts = x.new_empty(programs if bias is not None else 0, columns, dtype=torch.float32)
     dy, x = dy.contiguous(), x.contiguous()
-    pairs = _in_pairs(x) and _in_pairs(dy)
+    pairs = _in_pairs(x, p) and _in_pairs(dy, p)
     kernel, least = (backward_pairs, _least(p) * 0x10001) if pairs else (_backward_kernel, _least(p) << 17)
     with on(x):
         kernel[(pieces, programs)](
@@ -133,9 +134,10 @@ def _over(p: float) -> float:
     return 1 / keep_scale(p) if keep_scale(p) else 1.0
 
 
-def _in_pairs(x: Tensor) -> bool:
-    """Whether pairs of bf16 can be read as words of 32 bits."""
-    return x.dtype == torch.bfloat16 and x.shape[-1] % LANES == 0 and x.data_ptr() % 16 == 0
+def _in_pairs(x: Tensor, p: float) -> bool:
+    """Whether pairs of bf16 can be read as words of 32 bits; a threshold beyond infinity is no number to compare to."""
+    fits = x.dtype == torch.bfloat16 and x.shape[-1] % LANES == 0 and x.data_ptr() % 16 == 0
+    return fits and _least(p) <= _BF16_INFINITY
 
 
 def _flags(pairs: bool, columns: int) -> dict[str, bool]:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from armillary.kernels.activations_triton import act, act_and_slope, odds_of, through
+from armillary.kernels.launch_triton import STREAM
 from armillary.kernels.philox import MASK_ROUNDS
 
 _ROUNDS: tl.constexpr = tl.constexpr(MASK_ROUNDS)
@@ -93,9 +94,9 @@ def _load(ptr, at, inside, MASKED: tl.constexpr):
 def _store(ptr, at, pair, inside, MASKED: tl.constexpr):
     ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at
     if MASKED:
-        tl.store(ptr, pair, mask=inside)
+        tl.store(ptr, pair, mask=inside, cache_modifier=STREAM)
     else:
-        tl.store(ptr, pair)
+        tl.store(ptr, pair, cache_modifier=STREAM)
 
 
 @triton.jit
@@ -146,12 +147,13 @@ def backward_pairs(
         row = block * HELD + tl.arange(0, HELD).to(tl.int64)[:, None]
         at, inside = row * (columns // 2) + column, (row < rows) & (column < columns // 2)
         pair = _load(dy_ptr, at, inside, MASKED)
+        x_pair = _load(x_ptr, at, inside, MASKED) if ACT != "none" else pair
         if DROP:
             pair = _kept(pair, _words(seed, row, start, columns, HELD, BLOCK), threshold, ASM)
         low, high = _apart(pair)
         low, high = low * scale, high * scale
         if ACT != "none":
-            x_low, x_high = _apart(_load(x_ptr, at, inside, MASKED))
+            x_low, x_high = _apart(x_pair)
             x_low, x_high = x_low + bias_low, x_high + bias_high
             _, slope = act_and_slope(x_low, ACT, True)
             low = through(low, slope, x_low, ACT)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+STREAM: tl.constexpr = tl.constexpr("")
+"""how large results are stored"""
+
 
 @triton.jit
 def fetch(pointers):

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from armillary.kernels.launch_triton import STREAM
+
 
 @triton.jit
 def _load(ptr, inside, MASKED: tl.constexpr):
@@ -24,9 +26,9 @@ def _load(ptr, inside, MASKED: tl.constexpr):
 def _store(ptr, value, inside, MASKED: tl.constexpr):
     value = value.to(ptr.dtype.element_ty)
     if MASKED:
-        tl.store(ptr, value, mask=inside)
+        tl.store(ptr, value, mask=inside, cache_modifier=STREAM)
     else:
-        tl.store(ptr, value)
+        tl.store(ptr, value, cache_modifier=STREAM)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ page dim may be strided (pages of several layers may lie together).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -42,8 +42,8 @@ class PagedBatch:
         return list(zip(bounds, bounds[1:], self.lengths_B.tolist(), strict=False))
 
     @cached_property
-    def pieces(self) -> dict[int, Tensor]:
-        """Where `gather` finds the heads of a sequence's pages: the same for all layers of a step."""
+    def pages(self) -> dict[int, slice | Tensor]:
+        """Pages of sequences that were asked for: the same for all layers of a step."""
         return {}
 
 
@@ -65,10 +65,18 @@ class PagedOptions:
     """what keys and values of a quantised cache are multiplied by"""
 
 
+def by_heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A cache [..., pages, 2, KV heads, page size, head dim] for processors, of zeros: in memory all pages of a head
+    lie together, so that pages that follow each other are one list of keys."""
+    *outer, pages, two, heads, size, dim = shape
+    return torch.zeros(*outer, two, heads, pages, size, dim, dtype=dtype, device=device).movedim(-3, len(outer))
+
+
 def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
     """out [T, N, D]: each query sees the keys of its sequence up to its own. Tokens behind the last sequence give
     zeros."""
-    return _by_sequence(q_TND, cache, batch, options, _explicit)
+    fresh = replace(batch)  # rows may have changed in place since they were last looked at
+    return _by_sequence(q_TND, cache, fresh, options, _explicit)
 
 
 def by_sdpa(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
@@ -84,9 +92,9 @@ def _by_sequence(
     for b, (begin, end, length) in enumerate(batch.spans):
         if begin >= end or not length:
             continue
-        if b not in batch.pieces:
-            batch.pieces[b] = pieces(cache, batch.tables_BP[b], length)
-        k_SKD, v_SKD = gather(cache, batch.pieces[b], length, options.scales_2K, q_TND.dtype)
+        if b not in batch.pages:
+            batch.pages[b] = pages_of(batch.tables_BP[b], length, cache.shape[3])
+        k_SKD, v_SKD = gather(cache, batch.pages[b], length, options.scales_2K, q_TND.dtype)
         found = attend(q_TND[begin:end], k_SKD, v_SKD, options)
         if end - begin == len(q_TND):
             return found
@@ -95,20 +103,23 @@ def _by_sequence(
     return torch.zeros_like(q_TND) if out is None else out
 
 
-def pieces(cache: Tensor, table_P: Tensor, length: int) -> Tensor:
-    """Which pieces of the cache a sequence's keys and values are: a head of a page is one piece of memory, and goes as
-    such to its place among the keys of that head."""
-    _, two, heads, size, _ = cache.shape
+def pages_of(table_P: Tensor, length: int, size: int) -> slice | Tensor:
+    """The pages of a sequence: a slice where they lie one after the other."""
     pages_P = table_P[: -(-length // size)].long()
-    return (pages_P * (two * heads) + torch.arange(two * heads, device=cache.device)[:, None]).view(-1)
+    first, last, count = int(pages_P[0]), int(pages_P[-1]), len(pages_P)
+    if last - first == count - 1 and bool((pages_P.diff() == 1).all()):
+        return slice(first, last + 1)
+    return pages_P
 
 
 def gather(
-    cache: Tensor, pieces: Tensor, length: int, scales_2K: Tensor | None, dtype: torch.dtype
+    cache: Tensor, pages: slice | Tensor, length: int, scales_2K: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [S, K, D] of a sequence, out of its pages."""
-    _, two, heads, size, dim = cache.shape
-    both = cache.reshape(-1, size * dim).index_select(0, pieces).view(two, heads, -1, dim)[:, :, :length].to(dtype)
+    """Keys and values [S, K, D] of a sequence, out of its pages. Nothing is copied where they lie one after the other
+    and all pages of a head lie together (`by_heads`)."""
+    heads_first = cache.permute(1, 2, 0, 3, 4)
+    found = heads_first[:, :, pages] if isinstance(pages, slice) else heads_first.index_select(2, pages)
+    both = found.flatten(2, 3)[:, :, :length].to(dtype)
     if scales_2K is not None:
         both = both * scales_2K.to(dtype)[:, :, None, None]
     k_KSD, v_KSD = both
@@ -155,6 +166,9 @@ def _distance(queries: int, keys: int, device: torch.device) -> Tensor:
 
 def _seen(distance_TS: Tensor, window: int | None) -> Tensor:
     return distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
+
+
+_MOST_ONE_BY_ONE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,13 +272,18 @@ def refuses(case: PagedCase) -> str | None:
     return None if case.dtype in ("fp32", "bf16", "fp16") else f"no kernel for {case.dtype}"
 
 
+def _not_one_by_one(case: PagedCase) -> str | None:
+    """A library sets itself up for every length anew: seconds for a ragged batch on a GPU."""
+    return "it takes one sequence at a time" if case.batch > _MOST_ONE_BY_ONE and case.device != "cpu" else None
+
+
 PAGED_ATTENTION = Op(
     name="paged_attention",
     reference=paged_attention,
     versions=(
         Version(name="triton", run=Late("armillary.kernels.paged_attention_triton", "paged_attention"),
                 refuses=refuses, needs=("triton",)),
-        Version(name="sdpa", run=by_sdpa),
+        Version(name="sdpa", run=by_sdpa, refuses=_not_one_by_one),
     ),
     inputs=_inputs,
     work=_work,

@@ -26,10 +26,10 @@ from armillary.kernels.paged_prefill import combine_prefill, prefill
 
 _TILE_BYTES = 16384
 """of the keys of a tile: with three stages of keys and values two programs fit a multiprocessor"""
-_WORKERS = 2
-"""of the split kernel on a multiprocessor"""
 _MAX_DECODE_ROWS = 64
 """(query, head) pairs that the split kernel takes as one product"""
+_COMBINE_ROWS = 16
+"""rows of a tile of queries that a program adds up at a time, where keys were split"""
 _SPLIT_TILES = 8
 """key tiles that a program of the kernel for prompts gets at least, where keys are split"""
 _COMBINE_ELEMENTS = 4096
@@ -52,11 +52,8 @@ class Tiling:
     """of the loads' pipeline"""
     workers: int = 0
     """of the split kernel, on a multiprocessor"""
-    early: int = 0
-    """0: kernels follow each other; 1, 2: they start before the one ahead has ended, the sum's when this one's work
-    begins or ends"""
-    ahead: int = 0
-    """tiles that a worker fetches into L2 before it waits for the kernel ahead"""
+    early: bool = True
+    """start before the kernel ahead has ended, where the chip can"""
 
 
 def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
@@ -93,8 +90,7 @@ def _launched(
     optional = (q if x is None else x.contiguous() for x in (sinks, slopes, scales))
     pointers = [q, cache, tables, starts.contiguous(), lengths.contiguous(), *optional, out]
     strides = (q.stride(0), *cache.stride()[:4], tables.stride(0))
-    few = num_rows * heads < num_programs(q, _WORKERS)
-    split = split_tiling(group, max_query, q.shape[2], cache.dtype, few)
+    split = split_tiling(group, max_query, q.shape[2], cache.dtype)
     shape = {
         "WINDOW": window, "QUERIES": split.queries, "ROWS": _padded(num_rows), "HEADS": heads,
         "GROUP": group, "D": q.shape[2], "D_PAD": max(16, power_of_two(q.shape[2])), "PAGE": cache.shape[3],
@@ -121,13 +117,12 @@ def _padded(rows: int) -> int:
     return 32 if rows <= 32 else max(256, power_of_two(rows))
 
 
-def split_tiling(group: int, max_query: int, head_dim: int, dtype: torch.dtype, few: bool = False) -> Tiling:
-    """All sequences, where the queries of any of them fit one product; else those of a token or two. Where (sequence,
-    KV head) pairs are `few`, fewer than workers, launching kernels is much of the time: they start early."""
+def split_tiling(group: int, max_query: int, head_dim: int, dtype: torch.dtype) -> Tiling:
+    """All sequences, where the queries of any of them fit one product; else those of a token or two."""
     queries = max_query if group * max_query <= _MAX_DECODE_ROWS else max(1, 16 // group)
     m, width = max(16, power_of_two(group * queries)), max(16, power_of_two(head_dim)) * dtype.itemsize
     n = max(16, min(128, _TILE_BYTES // width))
-    return Tiling(queries=queries, m=m, n=n, warps=4, stages=3, workers=_WORKERS, early=1 if few else 0)
+    return Tiling(queries=queries, m=m, n=n, warps=4, stages=3, workers=2)
 
 
 def combine_tiling(pairs: int, workers: int, rows: int, width: int) -> tuple[int, int]:
@@ -160,19 +155,18 @@ def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
     partial = torch.empty(2 * workers * tiling.m * width, dtype=torch.float32, device=q.device)
     peaks = torch.empty(2 * workers * 2 * tiling.m, dtype=torch.float32, device=q.device)
     shared = torch.empty(5 * workers, dtype=torch.int32, device=q.device)
-    early = tiling.early if can_start_early(q.device) else 0
+    early = tiling.early and can_start_early(q.device)
     decode[(workers,)](
-        *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0], len(pointers[1]),
-        pointers[2].shape[1], *strides, **shape,
-        M=tiling.m, N=tiling.n, EARLY=early, AHEAD=tiling.ahead, num_warps=tiling.warps, num_stages=tiling.stages,
-        **early_launch(early > 0),
+        *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0],
+        pointers[2].shape[1], *strides, **shape, M=tiling.m, N=tiling.n, EARLY=early, num_warps=tiling.warps,
+        num_stages=tiling.stages, **early_launch(early),
     )  # fmt: skip
     rows = shape["GROUP"] * tiling.queries
     at_once, parts = combine_tiling(num_rows * shape["HEADS"], workers, rows, width)
     names = ("HEADS", "GROUP", "D", "D_PAD", "HAS_SINKS", "HAS_SCALES")
     combine[(workers, ceil_div(rows, at_once))](
         partial, peaks, shared, sinks, scales, out, **{name: shape[name] for name in names}, M=tiling.m, R=at_once,
-        PARTS=parts, EARLY=early > 0, num_warps=4, **early_launch(early > 0),
+        PARTS=parts, EARLY=early, num_warps=4, **early_launch(early),
     )  # fmt: skip
 
 
@@ -182,19 +176,18 @@ def _launch_prefill(pointers, strides, shape, dtype, scale, softcap, num_rows):
     tiles, heads = q.shape[0] // (tiling.m // shape["GROUP"]), shape["HEADS"]
     slots = num_programs(q, 1)
     splits = prefill_splits(tiles * heads, slots)
-    grid = (tiles + num_rows, heads, splits)
-    programs = grid[0] * heads * splits if splits > 1 else 0
+    most = (tiles + num_rows) * heads
+    programs = most * splits if splits > 1 else 0
     partial = torch.empty(programs * tiling.m * shape["D_PAD"], dtype=torch.float32, device=q.device)
     peaks = torch.empty(programs * 2 * tiling.m, dtype=torch.float32, device=q.device)
     parts = {"M": tiling.m, "N": tiling.n, "SPLITS": splits, "LEAST": _SPLIT_TILES, "SLOTS": slots}
-    prefill[grid](
+    prefill[(slots if splits > 1 else most,)](
         *pointers, partial, peaks, scale, softcap, num_rows, *strides, **shape, **parts, num_warps=tiling.warps,
         num_stages=tiling.stages,
     )  # fmt: skip
     if splits > 1:
         names = ("WINDOW", "QUERIES", "ROWS", "HEADS", "GROUP", "D", "D_PAD", "HAS_SINKS", "HAS_SCALES")
-        at_once = max(1, _COMBINE_ELEMENTS // (splits * shape["D_PAD"]))
-        combine_prefill[(grid[0], heads, ceil_div(tiling.m, at_once))](
+        combine_prefill[(4 * slots,)](
             partial, peaks, starts, lengths, sinks, scales, out, num_rows, **{name: shape[name] for name in names},
-            **parts, R=at_once, num_warps=4,
+            **parts, R=min(_COMBINE_ROWS, tiling.m), num_warps=4,
         )  # fmt: skip

@@ -20,13 +20,12 @@ from armillary.kernels.paged_softmax import absorbed, finished, pages_of, places
 
 
 @triton.jit
-def _row(starts, lengths, b, num_rows, QUERIES: tl.constexpr, KEEP: tl.constexpr):
-    """First query, number of queries and keys of row b; none where it is not for this kernel. KEEP: how they are
-    cached."""
+def _row(starts, lengths, b, num_rows, QUERIES: tl.constexpr):
+    """First query, number of queries and keys of row b; none where it is not for this kernel."""
     there = b < num_rows
-    begin = tl.load(starts + b, mask=there, other=0, cache_modifier=KEEP)
-    count = tl.load(starts + b + 1, mask=there, other=0, cache_modifier=KEEP) - begin
-    length = tl.load(lengths + b, mask=there, other=0, cache_modifier=KEEP)
+    begin = tl.load(starts + b, mask=there, other=0)
+    count = tl.load(starts + b + 1, mask=there, other=0) - begin
+    length = tl.load(lengths + b, mask=there, other=0)
     mine = (count > 0) & (count <= QUERIES)
     return begin, tl.where(mine, count, 0), tl.where(mine, length, 0)
 
@@ -57,16 +56,20 @@ def _row_tiles(first_tile, length, N: tl.constexpr):
 
 @triton.jit
 def _start(starts, lengths, num_rows, worker, num_workers, N: tl.constexpr, WINDOW: tl.constexpr,
-           QUERIES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
+           QUERIES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
     """Where a worker begins and stops: tiles of a worker, the first and the last, its row, and how many tiles of that
     row lie before."""
     row = tl.arange(0, ROWS)
-    _, count, length = _row(starts, lengths, row, num_rows, QUERIES, KEEP)
+    _, count, length = _row(starts, lengths, row, num_rows, QUERIES)
     first = _first_tile(count, length, N, WINDOW)
     tiles = tl.where(row < num_rows, _row_tiles(first, length, N), 0)
-    total = tl.sum(tiles, 0) * HEADS
+    total, most = tl.sum(tiles, 0) * HEADS, tl.max(tiles, 0)
     upto = tl.cumsum(tiles, 0) * HEADS
     per = tl.maximum((total + num_workers - 1) // num_workers, 1)
+    # rows that are all alike are not cut where that leaves few workers idle: adding up costs some 10 µs
+    whole = (per + most - 1) // most * most
+    alike = (total == most * num_rows * HEADS) & (per < 512)
+    per = tl.where(alike & (whole - per <= per // 28), whole, per)
     begin = worker * per
     b = tl.sum((upto <= begin).to(tl.int32), 0)
     inside = begin - tl.max(tl.where(upto <= begin, upto, 0), 0)
@@ -74,38 +77,28 @@ def _start(starts, lengths, num_rows, worker, num_workers, N: tl.constexpr, WIND
 
 
 @triton.jit
-def _fetch_first(cache, tables, starts, lengths, num_rows, num_pages, table_pages, worker, num_workers,
-                 page_stride, kv_stride, head_stride, slot_stride, table_stride, WINDOW: tl.constexpr,
-                 QUERIES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-                 PAGE: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """The first tiles of a worker into L2, while the kernel ahead still runs. It may yet change rows and tables: what
-    is read here says where to look and no more, passes L1 by, and is kept within the cache."""
-    _, at_first, stop, b, inside = _start(starts, lengths, num_rows, worker, num_workers, N, WINDOW, QUERIES, ROWS,
-                                          HEADS, ".cg")  # fmt: skip
-    _, count, length = _row(starts, lengths, b, num_rows, QUERIES, ".cg")
-    first = _first_tile(count, length, N, WINDOW)
-    row_tiles = _row_tiles(first, length, N)
-    key = (first + inside % row_tiles) * N + tl.arange(0, N * TILES)
-    there = (at_first < stop) & (key >= 0) & (key < tl.minimum(length, table_pages * PAGE))
-    page = tl.load(tables + b.to(tl.int64) * table_stride + key // PAGE, mask=there, other=0, cache_modifier=".cg")
-    page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
-    head = tl.maximum(inside // row_tiles % HEADS, 0).to(tl.int64)
-    at = page * page_stride + head * head_stride + key % PAGE * slot_stride
-    line: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth  # 128 bytes
-    for part in tl.static_range((D + line - 1) // line):
-        fetch(cache + at + part * line)
-        fetch(cache + at + kv_stride + part * line)
+def _fetch_lists(tables, starts, lengths, num_rows, table_pages, worker, num_workers, table_stride,
+                 ROWS: tl.constexpr):  # fmt: skip
+    """What says where the work is into L2, while the kernel ahead still runs and may yet write it: all rows, and the
+    tables of those that a worker would begin with if all were alike."""
+    line: tl.constexpr = 32  # numbers in 128 bytes
+    row = tl.minimum(tl.arange(0, ROWS // line) * line, num_rows - 1)
+    fetch(starts + row)
+    fetch(lengths + row)
+    b = tl.minimum((worker * num_rows).to(tl.int64) // num_workers + tl.arange(0, 4), num_rows - 1)
+    page = tl.minimum(tl.arange(0, 2) * line, table_pages - 1)
+    fetch(tables + b[:, None] * table_stride + page[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_pages", "table_pages"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "table_pages"])
 def decode(
     q, cache, tables, starts, lengths, sinks, slopes, scales, out, partial, peaks, shared,
-    scale, softcap, num_rows, num_tokens, num_pages, table_pages,
+    scale, softcap, num_rows, num_tokens, table_pages,
     q_stride, page_stride, kv_stride, head_stride, slot_stride, table_stride,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """q, out [T, HEADS·GROUP, D]. A worker leaves at most two partial results, of the first and the last (sequence,
     head) it works on; `shared` tells of one that begins here. To keep the loop free of searches every sequence has a
@@ -114,17 +107,12 @@ def decode(
     worker, num_workers = tl.program_id(0), tl.num_programs(0)
     dim, m_row = tl.arange(0, D_PAD), tl.arange(0, M)
     query, member = m_row // GROUP, m_row % GROUP
-    if EARLY == 1:
-        gdc_launch_dependents()
-    if EARLY > 0:
-        if AHEAD > 0:
-            _fetch_first(cache, tables, starts, lengths, num_rows, num_pages, table_pages, worker, num_workers,
-                         page_stride, kv_stride, head_stride, slot_stride, table_stride, WINDOW, QUERIES, ROWS, HEADS,
-                         D, PAGE, N, AHEAD)  # fmt: skip
+    if EARLY:
+        _fetch_lists(tables, starts, lengths, num_rows, table_pages, worker, num_workers, table_stride, ROWS)
         gdc_wait()
     per, at_first, stop, b, inside = _start(starts, lengths, num_rows, worker, num_workers, N, WINDOW, QUERIES, ROWS,
-                                            HEADS, "")  # fmt: skip
-    begin, count, length = _row(starts, lengths, b, num_rows, QUERIES, "")
+                                            HEADS)  # fmt: skip
+    begin, count, length = _row(starts, lengths, b, num_rows, QUERIES)
     row_tiles = _row_tiles(_first_tile(count, length, N, WINDOW), length, N)
     head, tile = inside // row_tiles, _first_tile(count, length, N, WINDOW) + inside % row_tiles
     tl.store(shared + worker * 5, 0)
@@ -139,7 +127,7 @@ def decode(
         next_head = tl.where(last, head + 1, head)
         next_b = tl.where(next_head == HEADS, b + 1, b)
         next_head = tl.where(next_head == HEADS, 0, next_head)
-        next_begin, next_count, next_length = _row(starts, lengths, next_b, num_rows, QUERIES, "")
+        next_begin, next_count, next_length = _row(starts, lengths, next_b, num_rows, QUERIES)
         next_tile = tl.where(last, _first_tile(next_count, next_length, N, WINDOW), tile + 1)
         table = tables + next_b.to(tl.int64) * table_stride
         next_lowest = _lowest(next_count, next_length, WINDOW)
@@ -191,7 +179,7 @@ def decode(
         b, head, tile, page = next_b, next_head, next_tile, next_page
         begin, count, length = next_begin, next_count, next_length
 
-    if EARLY == 2:
+    if EARLY:  # not sooner: what is set up beside this kernel takes room and loads from it
         gdc_launch_dependents()
     for token in range(tl.load(starts + num_rows) + worker, num_tokens, num_workers):  # padding gets zeros
         for part in range(HEADS * GROUP):

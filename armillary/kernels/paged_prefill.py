@@ -1,8 +1,8 @@
 """Attention over pages for rows of many queries (chunks of a prompt): a program takes some queries of one KV head.
 
 The queries of all sequences are packed, so a program finds its sequence by where queries start; there are as many
-programs as packed tokens and sequences could ever need, and those without work leave at once. Rows of the product are
-(query, head of the group); keys before the first query of the chunk need no causal mask and have a loop of their own.
+programs as packed tokens and sequences could ever need, or as run at once. Rows of the product are (query, head of the
+group); keys before the first query of the chunk need no causal mask and have a loop of their own.
 Short chunks of long texts are too few programs for the chip: their keys are split too, and `combine_prefill` adds up.
 """
 
@@ -46,14 +46,22 @@ def _tiles(
 
 
 @triton.jit
-def _place(starts, lengths, tile_index, num_rows, PER: tl.constexpr, ROWS: tl.constexpr):
-    """Row, first query in the batch, number of queries and keys of a tile, and its first query within the row."""
+def _row_tiles(starts, num_rows, PER: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr):
+    """Tiles of queries of every row [ROWS]; none where a row is left to `decode`."""
     rows = tl.arange(0, ROWS)
-    row_tile = tl.load(starts + rows, mask=rows < num_rows, other=0) // PER + rows
-    b = tl.sum(((row_tile <= tile_index) & (rows < num_rows)).to(tl.int32), 0) - 1
+    counts = tl.load(starts + rows + 1, mask=rows < num_rows, other=0)
+    counts -= tl.load(starts + rows, mask=rows < num_rows, other=0)
+    return tl.where(counts > QUERIES, (counts + PER - 1) // PER, 0)
+
+
+@triton.jit
+def _place(starts, lengths, row_tiles, tile, PER: tl.constexpr, ROWS: tl.constexpr):
+    """Row, first query in the batch, number of queries and keys of a tile, and its first query within the row."""
+    upto, rows = tl.cumsum(row_tiles, 0), tl.arange(0, ROWS)
+    b = tl.sum((upto <= tile).to(tl.int32), 0)
     begin, length = tl.load(starts + b), tl.load(lengths + b)
     count = tl.load(starts + b + 1) - begin
-    return b, begin, count, length, (tile_index - (begin // PER + b)) * PER
+    return b, begin, count, length, (tile - tl.sum(tl.where(rows == b, upto - row_tiles, 0), 0)) * PER
 
 
 @triton.jit
@@ -65,21 +73,19 @@ def _reach(first_position, length, PER: tl.constexpr, N: tl.constexpr, WINDOW: t
 
 
 @triton.jit
-def _parts(
-    starts, start, stop, num_rows, QUERIES: tl.constexpr, ROWS: tl.constexpr, PER: tl.constexpr, HEADS: tl.constexpr,
-    SPLITS: tl.constexpr, LEAST: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """How many programs share these key tiles: the number up to SPLITS at which all programs with work fill whole
-    turns of the SLOTS that run at once best, but each gets LEAST tiles."""
-    rows = tl.arange(0, ROWS)
-    counts = tl.load(starts + rows + 1, mask=rows < num_rows, other=0)
-    counts -= tl.load(starts + rows, mask=rows < num_rows, other=0)
-    live = tl.sum(tl.where(counts > QUERIES, (counts + PER - 1) // PER, 0), 0) * HEADS
+def _most_parts(work, SPLITS: tl.constexpr, SLOTS: tl.constexpr):
+    """How many programs share the keys of a tile at most, for `work` tiles and heads: the number up to SPLITS at which
+    whole turns of the SLOTS that run at once are filled best; of several as good, the least."""
     number = tl.arange(1, SPLITS + 1)
-    programs = number * live
-    used = programs * 1000 // ((programs + SLOTS - 1) // SLOTS * SLOTS) - 10 * number  # of few that are as good, fewer
-    best = tl.min(tl.where(used == tl.max(used, 0), number, SPLITS), 0)
-    return tl.minimum(tl.maximum((stop - start) // LEAST, 1), best)
+    programs = number * tl.maximum(work, 1)
+    used = programs * 1000 // ((programs + SLOTS - 1) // SLOTS * SLOTS) - 10 * number
+    return tl.min(tl.where(used == tl.max(used, 0), number, SPLITS), 0)
+
+
+@triton.jit
+def _parts(start, stop, most, LEAST: tl.constexpr):
+    """The same for one tile, where each gets LEAST key tiles."""
+    return tl.minimum(tl.maximum((stop - start) // LEAST, 1), most)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -93,22 +99,42 @@ def prefill(
     M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, SLOTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of queries, KV head, part of the keys); rows of at most QUERIES queries are left to `decode`."""
+    """Program (tile of queries, KV head), or where keys are split, a program goes over every so-manieth (tile, head,
+    part of the keys): those without work would keep others out. Late queries see most keys: they begin first."""
+    PER: tl.constexpr = M // GROUP
+    row_tiles = _row_tiles(starts, num_rows, PER, QUERIES, ROWS)
+    live = tl.sum(row_tiles, 0)
+    first, step, most = tl.program_id(0), tl.num_programs(0), 1
+    if SPLITS > 1:
+        most = _most_parts(live * HEADS, SPLITS, SLOTS)
+    for work in range(first, live * HEADS * most, step):
+        if SPLITS > 1:
+            split, head, tile = work % most, work // most % HEADS, live - 1 - work // most // HEADS
+        else:  # programs that run together read the keys of one head
+            split, head, tile = 0, work // live, live - 1 - work % live
+        b, begin, count, length, first_query = _place(starts, lengths, row_tiles, tile, PER, ROWS)
+        lowest, upto, start, stop = _reach(length - count + first_query, length, PER, N, WINDOW)
+        parts = _parts(start, stop, most, LEAST)
+        if split < parts:
+            _one(q, cache, tables + b.to(tl.int64) * table_stride, sinks, slopes, scales, out, partial, peaks, scale,
+                 softcap, q_stride, page_stride, kv_stride, head_stride, slot_stride,
+                 tile, head, split, parts, begin, count, length, first_query, lowest, upto, start, stop,
+                 WINDOW, HEADS, GROUP, D, D_PAD, PAGE, HAS_CAP, HAS_SINKS, HAS_SLOPES, HAS_SCALES, M, N, SPLITS,
+                 PRECISION)  # fmt: skip
+
+
+@triton.jit
+def _one(
+    q, cache, table, sinks, slopes, scales, out, partial, peaks, scale, softcap,
+    q_stride, page_stride, kv_stride, head_stride, slot_stride,
+    tile, head, split, parts, begin, count, length, first_query, lowest, upto, start, stop,
+    WINDOW: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    PAGE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    HAS_SCALES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries and a part of the keys it sees."""
     LOG2E: tl.constexpr = 1.4426950408889634
     PER: tl.constexpr = M // GROUP
-    tile_index = tl.num_programs(0) - 1 - tl.program_id(0)  # late queries see most keys: they begin first
-    head, split = tl.program_id(1), tl.program_id(2)
-    b, begin, count, length, first_query = _place(starts, lengths, tile_index, num_rows, PER, ROWS)
-    if (count <= QUERIES) | (first_query >= count):
-        return
-    first_position = length - count + first_query
-    lowest, upto, start, stop = _reach(first_position, length, PER, N, WINDOW)
-    parts = 1
-    if SPLITS > 1:
-        parts = _parts(starts, start, stop, num_rows, QUERIES, ROWS, PER, HEADS, SPLITS, LEAST, SLOTS)
-    if split >= parts:
-        return
-
     dim = tl.arange(0, D_PAD)
     m_row = tl.arange(0, M)
     query = first_query + m_row // GROUP
@@ -129,11 +155,10 @@ def prefill(
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([M, D_PAD], tl.float32)
     keys = cache + head.to(tl.int64) * head_stride
-    table = tables + b.to(tl.int64) * table_stride
     clear_start = start
     if WINDOW > 0:  # tiles that begin where the last query no longer sees are masked too
         clear_start = tl.maximum(tl.minimum((upto - WINDOW + N - 1) // N, stop), start)
-    clear_stop = tl.maximum(tl.minimum((first_position + 1) // N, stop), clear_start)
+    clear_stop = tl.maximum(tl.minimum((length - count + first_query + 1) // N, stop), clear_start)
     mine, end = start, stop
     if SPLITS > 1:
         mine, end = start + (stop - start) * split // parts, start + (stop - start) * (split + 1) // parts
@@ -152,16 +177,15 @@ def prefill(
         q_MD, top, total, sums, keys, kv_stride, page_stride, slot_stride, table, clear_stop, end, length,
         lowest, position, slope, k_scale, softcap, dim, True, WINDOW, D, PAGE, HAS_CAP, HAS_SLOPES, N, PRECISION,
     )  # fmt: skip
-    if SPLITS > 1:  # noqa: SIM102 (known when compiled)
-        if parts > 1:
-            slot = ((tile_index * HEADS + head) * SPLITS + split).to(tl.int64)
-            tl.store(peaks + slot * (2 * M) + m_row, top)
-            tl.store(peaks + slot * (2 * M) + M + m_row, total)
-            tl.store(partial + (slot * M + m_row[:, None]) * D_PAD + dim[None, :], sums)
-            return
-    sums = finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS)
-    o_at = (begin + query)[:, None].to(tl.int64) * (HEADS * GROUP * D) + q_head[:, None] * D + dim[None, :]
-    tl.store(out + o_at, sums.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])
+    if parts > 1:
+        slot = ((tile * HEADS + head) * SPLITS + split).to(tl.int64)
+        tl.store(peaks + slot * (2 * M) + m_row, top)
+        tl.store(peaks + slot * (2 * M) + M + m_row, total)
+        tl.store(partial + (slot * M + m_row[:, None]) * D_PAD + dim[None, :], sums)
+    else:
+        whole = finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS)
+        o_at = (begin + query)[:, None].to(tl.int64) * (HEADS * GROUP * D) + q_head[:, None] * D + dim[None, :]
+        tl.store(out + o_at, whole.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -171,29 +195,38 @@ def combine_prefill(
     D: tl.constexpr, D_PAD: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, SLOTS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of queries, KV head, R rows of it): the sum of what the parts of the keys gave."""
+    """A program goes over every so-manieth (tile of queries, KV head, R rows of it): the sum of what the parts of the
+    keys gave, in their order."""
     PER: tl.constexpr = M // GROUP
-    tile_index, head = tl.program_id(0), tl.program_id(1)
-    _, begin, count, length, first_query = _place(starts, lengths, tile_index, num_rows, PER, ROWS)
-    if (count <= QUERIES) | (first_query >= count):
-        return
-    _, _, start, stop = _reach(length - count + first_query, length, PER, N, WINDOW)
-    parts = _parts(starts, start, stop, num_rows, QUERIES, ROWS, PER, HEADS, SPLITS, LEAST, SLOTS)
-    if parts == 1:
-        return
-    m_row, dim, part = tl.program_id(2) * R + tl.arange(0, R), tl.arange(0, D_PAD), tl.arange(0, SPLITS)
-    query, q_head = first_query + m_row // GROUP, head * GROUP + m_row % GROUP
-    used = (query < count) & (m_row < PER * GROUP)
-    there = (part < parts)[:, None] & used[None, :]
-    slot = ((tile_index * HEADS + head) * SPLITS + part).to(tl.int64)[:, None]
-    at = slot * M + m_row[None, :]
-    sums = tl.load(partial + at[:, :, None] * D_PAD + dim[None, None, :], mask=there[:, :, None], other=0.0)
-    tops = tl.load(peaks + slot * (2 * M) + m_row[None, :], mask=there, other=float("-inf"))
-    totals = tl.load(peaks + slot * (2 * M) + M + m_row[None, :], mask=there, other=0.0)
-    top = tl.max(tops, 0)
-    weights = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top)[None, :])
-    v_scale = tl.load(scales + HEADS + head) if HAS_SCALES else 1.0
-    whole = finished(top, tl.sum(totals * weights, 0), tl.sum(sums * weights[:, :, None], 0), sinks, q_head, used,
-                     v_scale, HAS_SINKS)  # fmt: skip
-    o_at = (begin + query)[:, None].to(tl.int64) * (HEADS * GROUP * D) + q_head[:, None] * D + dim[None, :]
-    tl.store(out + o_at, whole.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])
+    PIECES: tl.constexpr = M // R
+    row_tiles = _row_tiles(starts, num_rows, PER, QUERIES, ROWS)
+    live = tl.sum(row_tiles, 0)
+    most = _most_parts(live * HEADS, SPLITS, SLOTS)
+    dim = tl.arange(0, D_PAD)
+    for work in range(tl.program_id(0), live * HEADS * PIECES, tl.num_programs(0)):
+        tile, head = work // PIECES // HEADS, work // PIECES % HEADS
+        _, begin, count, length, first_query = _place(starts, lengths, row_tiles, tile, PER, ROWS)
+        _, _, start, stop = _reach(length - count + first_query, length, PER, N, WINDOW)
+        parts = _parts(start, stop, most, LEAST)
+        if parts > 1:
+            m_row = work % PIECES * R + tl.arange(0, R)
+            query, q_head = first_query + m_row // GROUP, head * GROUP + m_row % GROUP
+            used = (query < count) & (m_row < PER * GROUP)
+            top = tl.full([R], float("-inf"), tl.float32)
+            total = tl.zeros([R], tl.float32)
+            sums = tl.zeros([R, D_PAD], tl.float32)
+            for part in range(parts):
+                slot = ((tile * HEADS + head) * SPLITS + part).to(tl.int64)
+                new_top = tl.load(peaks + slot * (2 * M) + m_row)
+                new_total = tl.load(peaks + slot * (2 * M) + M + m_row)
+                new_sums = tl.load(partial + (slot * M + m_row[:, None]) * D_PAD + dim[None, :])
+                high = tl.maximum(top, new_top)
+                safe = tl.where(high == float("-inf"), 0.0, high)
+                keep, add = tl.exp2(top - safe), tl.exp2(new_top - safe)
+                total = total * keep + new_total * add
+                sums = sums * keep[:, None] + new_sums * add[:, None]
+                top = high
+            v_scale = tl.load(scales + HEADS + head) if HAS_SCALES else 1.0
+            whole = finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS)
+            o_at = (begin + query)[:, None].to(tl.int64) * (HEADS * GROUP * D) + q_head[:, None] * D + dim[None, :]
+            tl.store(out + o_at, whole.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])

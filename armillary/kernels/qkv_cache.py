@@ -76,7 +76,11 @@ def unpadded(
         qk = _rotated(qk, cos_TR[:, None, None], sin_TR[:, None, None], options.interleaved)
     qk = qk.to(qkv.dtype)
     kv_T2KD = torch.stack((qk[:, :, -1], grouped[:, :, -1]), dim=1).to(cache.dtype)
-    cache.permute(0, 3, 1, 2, 4).index_put_((slots_T // page, slots_T % page), kv_T2KD)
+    heads_first = cache.permute(1, 2, 0, 3, 4)
+    if heads_first.is_contiguous():  # then a slot is a place in one list (paged_attention.by_heads)
+        heads_first.view(2, heads, -1, size).index_copy_(2, slots_T, kv_T2KD.permute(1, 2, 0, 3))
+    else:
+        cache.permute(0, 3, 1, 2, 4).index_put_((slots_T // page, slots_T % page), kv_T2KD)
     return qk[:, :, :-1].flatten(1, 2), cache
 
 

@@ -5,6 +5,7 @@ A program takes some heads of one token, so that cos and sin are read once for a
 
 from __future__ import annotations
 
+from math import log2
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from armillary.kernels.launch import ceil_div, on, power_of_two
+from armillary.kernels.launch_triton import STREAM
 
 _HALVES = (16384, 64)
 """numbers that a program turns, and a thread of it"""
-_WHOLE = (64, 16)
-"""heads of a program that goes over them from end to end, and its warps"""
+_WHOLE = (8192, 16)
+"""the same where heads are gone over from end to end"""
 _SMALLEST = 16
 """numbers of the smallest piece of a head that is worth a load of its own"""
 _SECTOR = 32
@@ -97,12 +99,14 @@ def _launch(
     if not interleaved and _halves_share_sectors(turned, qkv.element_size()):
         front, front_more = pieces(2 * turned)
         rest, rest_more = pieces(max(0, dim - front - front_more))
-        held = min(power_of_two(slots), _WHOLE[0])
+        elements, of_a_thread = _WHOLE
+        held = max(1, min(power_of_two(slots), elements // power_of_two(dim)))
+        warps = 1 << max(0, round(log2(held * dim / (32 * of_a_thread))))
         with on(qkv):
             _whole_kernel[(tokens, ceil_div(slots, held))](
                 qkv, q, k, v, cos, sin, slots, GROUP=group, DIM=dim, TURNED=turned, FRONT=front,
                 FRONT_MORE=front_more, REST=rest, REST_MORE=rest_more, BACKWARD=backward, HELD=held,
-                num_warps=_WHOLE[1],
+                num_warps=min(16, warps),
             )  # fmt: skip
         return
     elements, of_a_thread = _HALVES
@@ -156,14 +160,14 @@ def _turn(source, target, cos_ptr, sin_ptr, there, is_value, TURNED: tl.constexp
         first, second = tl.split(tl.reshape(both, [both.shape[0], SIZE, 2]))
         first, second = _turned(first, second, cos, sin, is_value)
         both = tl.reshape(tl.join(first, second), [both.shape[0], 2 * SIZE])
-        tl.store(target + at, both.to(target.dtype.element_ty), mask=inside)
+        tl.store(target + at, both.to(target.dtype.element_ty), mask=inside, cache_modifier=STREAM)
     else:
         inside = there & (pair < TURNED)
         first = tl.load(source + pair, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(source + TURNED + pair, mask=inside, other=0.0).to(tl.float32)
         first, second = _turned(first, second, cos, sin, is_value)
-        tl.store(target + pair, first.to(target.dtype.element_ty), mask=inside)
-        tl.store(target + TURNED + pair, second.to(target.dtype.element_ty), mask=inside)
+        tl.store(target + pair, first.to(target.dtype.element_ty), mask=inside, cache_modifier=STREAM)
+        tl.store(target + TURNED + pair, second.to(target.dtype.element_ty), mask=inside, cache_modifier=STREAM)
 
 
 @triton.jit
@@ -171,7 +175,7 @@ def _pass(source, target, there, START: tl.constexpr, SIZE: tl.constexpr, DIM: t
     """Dims START … START + SIZE of all heads as they are."""
     at = START + tl.arange(0, SIZE)[None, :]
     inside = there & (at < DIM)
-    tl.store(target + at, tl.load(source + at, mask=inside, other=0.0), mask=inside)
+    tl.store(target + at, tl.load(source + at, mask=inside, other=0.0), mask=inside, cache_modifier=STREAM)
 
 
 @triton.jit
@@ -221,7 +225,7 @@ def _loaded(source, there, START: tl.constexpr, SIZE: tl.constexpr, DIM: tl.cons
 @triton.jit
 def _stored(target, x, there, START: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr):
     at = START + tl.arange(0, SIZE)[None, :]
-    tl.store(target + at, x.to(target.dtype.element_ty), mask=there & (at < DIM))
+    tl.store(target + at, x.to(target.dtype.element_ty), mask=there & (at < DIM), cache_modifier=STREAM)
 
 
 @triton.jit

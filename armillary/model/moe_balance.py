@@ -50,6 +50,7 @@ class Counts:
         self.size = 2 * num_experts + 3
 
 
+@torch.compiler.disable  # counts are kept beside the graph
 def watched(
     out_BTH: Tensor, logits_ME: Tensor, probability_ME: Tensor, chosen_Mk: Tensor, kept_Mk: Tensor, balance: Balance
 ) -> Tensor:

@@ -51,6 +51,7 @@ class SortedDispatch:
         """`drops` where choices may name no expert."""
         self.grouped, self.drops = grouped, drops
 
+    @torch.compiler.disable  # kernels of its own, which no compiler makes better
     def __call__(
         self, experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, beside: Beside
     ) -> tuple[Tensor, Tensor | None]:

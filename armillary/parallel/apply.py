@@ -20,7 +20,7 @@ from armillary.model.transformer import Transformer
 from armillary.model.weights import whole_names
 from armillary.parallel import data, vocabulary
 from armillary.parallel.clip import clip
-from armillary.parallel.collectives import Group
+from armillary.parallel.collectives import Clock, Group
 from armillary.parallel.compiling import can_fold, compile_blocks
 from armillary.parallel.context import Context, agree_on_length
 from armillary.parallel.expert import cut_experts, is_of_expert, shard_experts
@@ -50,7 +50,7 @@ def apply(
         cut_tokens = layout.sequence_parallel
         kept = set(model.blocks) - set(recomputed(model, kind=layout.recompute, every=layout.recompute_every))
         tp = cut_by_tensor(model, mesh.along("tp"), cut_tokens=cut_tokens, gather_again=kept)
-    cut_experts(model, mesh)
+    ep = cut_experts(model, mesh)
     recompute(model, kind=layout.recompute, every=layout.recompute_every)
     if compile:
         compile_blocks(model, tp, overlap=bool(cut_tokens) and can_fold(mesh))
@@ -60,9 +60,10 @@ def apply(
         # a split backward pass looks weights up between its halves, so they must not be let go after the forward pass
         zero = min(layout.zero, 2) if layout.pp > 1 and layout.schedule == "zero_bubble" else layout.zero
         for chunk in chunks:
-            shard_experts(chunk, mesh, data.policy_of(layout.precision), again=zero == 3)
+            unseen = layout.recompute == "selective"
+            shard_experts(chunk, mesh, data.policy_of(layout.precision), again=zero == 3, unseen=unseen)
             data.shard_out(chunk, mesh.along(*axes), zero=zero, precision=layout.precision)
-    return Sharded(model, layout, mesh, chunks=chunks, tp=tp, cut_tokens=bool(cut_tokens), loss=loss)
+    return Sharded(model, layout, mesh, chunks=chunks, tp=tp, ep=ep, cut_tokens=bool(cut_tokens), loss=loss)
 
 
 class Sharded:
@@ -70,10 +71,10 @@ class Sharded:
 
     def __init__(
         self, model: Transformer, layout: Layout, mesh: Mesh, *, chunks: list[Any], tp: Group | None,
-        cut_tokens: bool, loss: LossSum | None,
+        ep: Group | None, cut_tokens: bool, loss: LossSum | None,
     ) -> None:  # fmt: skip
         self.model, self.layout, self.mesh, self._chunks = model, layout, mesh, chunks
-        self._tp, self._cut_tokens, self._loss = tp, cut_tokens, loss
+        self._tp, self._ep, self._cut_tokens, self._loss = tp, ep, cut_tokens, loss
         self.context = None if mesh.context is None else Context.of(mesh.context)
         """how rows are cut among the ranks that share them; None where they are not"""
         if self.context is not None:
@@ -87,6 +88,12 @@ class Sharded:
     def is_fsdp(self) -> bool:
         """Weights are shards between steps, and are cast as they are gathered: no autocast is needed."""
         return isinstance(self._chunks[0], FSDPModule)
+
+    def tell(self, clock: Clock) -> None:
+        """`clock` hears of every exchange of tensor and expert parallelism from now on."""
+        for group in (self._tp, self._ep):
+            if group is not None:
+                group.clocks.append(clock)
 
     @contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
@@ -103,8 +110,8 @@ class Sharded:
 
     @cached_property
     def _replicas(self) -> list[Replicas]:
-        """Who sums which gradients: all copies, but for experts only the ranks with the same ones. Made when first asked
-        for, because filling a model from meta makes new parameters."""
+        """Who sums which gradients: all copies, but for experts only the ranks with the same ones. Made when first
+        asked for, because filling a model from meta makes new parameters."""
         if self.is_fsdp:
             return []
         experts, others = (

@@ -5,14 +5,23 @@ They are torch's functional collectives, so a compiler sees them in its graph an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 _ops = torch.ops._c10d_functional
+
+
+class Clock(Protocol):
+    """Where the time goes that exchanges take; `training.waits.Waits` is one."""
+
+    def mark(self) -> Any: ...
+
+    def until_now(self, begin: Any) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +34,8 @@ class Group:
     """ranks in it"""
     rank: int
     """of this process"""
+    clocks: list[Clock] = field(default_factory=list, compare=False, repr=False)
+    """told of every exchange, which computing waits for; compiled code, which may overlap them, tells nobody"""
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Group:
@@ -32,20 +43,37 @@ class Group:
         return cls(name=mesh.get_group().group_name, size=mesh.size(), rank=mesh.get_local_rank())
 
 
+def timed(group: Group, exchange: Callable[[], Tensor]) -> Tensor:
+    """An exchange, or the wait for one, of which the group's clocks are told."""
+    if not group.clocks or torch.compiler.is_compiling():
+        return exchange()
+    begins = [clock.mark() for clock in group.clocks]
+    made = exchange()
+    for clock, begin in zip(group.clocks, begins, strict=True):
+        clock.until_now(begin)
+    return made
+
+
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.name))
+    x = x.contiguous()
+    return timed(group, lambda: _ops.wait_tensor(_ops.all_reduce(x, op, group.name)))
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """The shards of all ranks side by side along `dim`."""
-    gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+    x = x.contiguous()
+    gathered = timed(
+        group, lambda: _ops.wait_tensor(_ops.all_gather_into_tensor(x, group.size, group.name))
+    )
     return gathered if dim == 0 else torch.cat(gathered.chunk(group.size, dim=0), dim=dim)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """The sum over ranks, of which each keeps its piece along `dim`."""
-    whole = x if dim == 0 else torch.cat(x.chunk(group.size, dim=dim), dim=0)
-    return _ops.wait_tensor(_ops.reduce_scatter_tensor(whole.contiguous(), "sum", group.size, group.name))
+    whole = (x if dim == 0 else torch.cat(x.chunk(group.size, dim=dim), dim=0)).contiguous()
+    return timed(
+        group, lambda: _ops.wait_tensor(_ops.reduce_scatter_tensor(whole, "sum", group.size, group.name))
+    )
 
 
 class _Gather(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from armillary.model.moe import Beside, Experts, Grouped
 from armillary.model.moe_sorted import collect, multiplied_as, sort_copies, spread
-from armillary.parallel.collectives import Group
+from armillary.parallel.collectives import Group, timed
 
 # M tokens, k choices of each, P = M·k copies, R rows that arrive, E experts, e of them here, H hidden
 _ops = torch.ops._c10d_functional
@@ -25,6 +25,7 @@ class ExchangedDispatch:
     def __init__(self, group: Group, grouped: Grouped) -> None:
         self.group, self.grouped = group, grouped
 
+    @torch.compiler.disable  # how many rows arrive differs from step to step: a compiler would begin anew
     def __call__(
         self, experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, beside: Beside
     ) -> tuple[Tensor, Tensor | None]:
@@ -46,7 +47,10 @@ class ExchangedDispatch:
         """(rows that arrive from each rank for each expert here, rows sent to each rank, rows received from each)."""
         counts_re = ends_E.long().diff(prepend=ends_E.new_zeros(1)).view(self.group.size, -1)
         even = [counts_re.shape[1]] * self.group.size
-        arriving = _ops.wait_tensor(_ops.all_to_all_single(counts_re.flatten(), even, even, self.group.name))
+        counts = counts_re.flatten()
+        arriving = timed(
+            self.group, lambda: _ops.wait_tensor(_ops.all_to_all_single(counts, even, even, self.group.name))
+        )
         arriving_re = arriving.view_as(counts_re)
         sent, received = torch.stack((counts_re.sum(dim=1), arriving_re.sum(dim=1))).tolist()
         return arriving_re, sent, received
@@ -116,7 +120,7 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         returning, ctx.trip.returning = ctx.trip.returning, None
         assert returning is not None, "what arrived has a gradient"
-        return _ops.wait_tensor(returning), None
+        return timed(ctx.trip.group, lambda: _ops.wait_tensor(returning)), None
 
 
 class _Arrive(torch.autograd.Function):
@@ -126,8 +130,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, travelling: Tensor, trip: Trip) -> Tensor:
         ctx.trip = trip
-        arrived: Tensor = _ops.wait_tensor(travelling)
-        return arrived
+        return timed(trip.group, lambda: _ops.wait_tensor(travelling))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

@@ -6,14 +6,17 @@ come to it (`dispatch`). Gradients of an expert are summed only over the ranks t
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils._python_dispatch import _disable_current_modes
 
+from armillary.kernels.grouped_linear import grouped_linear
 from armillary.model.moe import MixtureOfExperts
 from armillary.model.moe_sorted import SortedDispatch, multiplied_as
 from armillary.parallel.collectives import Group, gather, scatter, share, summed
@@ -34,18 +37,20 @@ def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
-def cut_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Share the experts of every layer out over ep, and cut what is left of each over tp."""
+def cut_experts(model: nn.Module, mesh: Mesh) -> Group | None:
+    """Share the experts of every layer out over ep, and cut what is left of each over tp; gives the ranks of ep."""
     axes = [axis for axis in ("ep", "tp") if mesh.size(axis) > 1]
     if not axes:
-        return
+        return None
     along = mesh.along("tp") if mesh.experts is None else mesh.experts[tuple(axes)]
+    group = None if mesh.experts is None else Group.of(mesh.experts["ep"])
     for mixture in mixtures(model):
         localise(mixture.experts, along, {name: _cut(name, axes) for name in _INNER})
         mixture.experts.parts = mesh.size("tp")
-        if mesh.experts is not None and mesh.size("ep") > 1:
-            grouped = mixture.dispatch.grouped if isinstance(mixture.dispatch, SortedDispatch) else None
-            mixture.dispatch = ExchangedDispatch(Group.of(mesh.experts["ep"]), grouped or SortedDispatch().grouped)
+        if group is not None:
+            grouped = mixture.dispatch.grouped if isinstance(mixture.dispatch, SortedDispatch) else grouped_linear
+            mixture.dispatch = ExchangedDispatch(group, grouped)
+    return group
 
 
 def _cut(name: str, axes: list[str]) -> Cut:
@@ -79,13 +84,30 @@ def _of_all_tokens(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"AllTokens{kind.__name__}", (kind,), {"forward": forward})
 
 
-def shard_experts(model: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy, *, again: bool) -> None:
-    """ZeRO over the ranks that hold the same experts; `again` lets weights go after the forward pass."""
+def shard_experts(
+    model: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy, *, again: bool, unseen: bool
+) -> None:
+    """ZeRO over the ranks that hold the same experts; `again` lets weights go after the forward pass. With `unseen`,
+    selective recompute, inside of which they are gathered, does not see that: it is done again or not as need be."""
     if mesh.experts is None:
         return
     axes = ("expert_replicate", "expert_shard") if mesh.size("expert_replicate") > 1 else ("expert_shard",)
     for mixture in mixtures(model):
         fully_shard(mixture.experts, mesh=mesh.experts[axes], mp_policy=policy, reshard_after_forward=again)
+        for hooks in (mixture.experts._forward_pre_hooks, mixture.experts._forward_hooks) if unseen else ():
+            for key, hook in list(hooks.items()):
+                hooks[key] = _outside(hook)
+
+
+def _outside(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Without the modes through which recompute watches every operation."""
+
+    @wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return hook(*args, **kwargs)
+
+    return run
 
 
 def is_of_expert(parameter: Tensor) -> bool:

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 
 class Cut(NamedTuple):
-    """How a parameter lies on tensor-parallel ranks, and how its gradient comes out of a local backward; a tuple has one
-    placement for each axis of a mesh of several."""
+    """How a parameter lies on tensor-parallel ranks, and how its gradient comes out of a local backward; a tuple has
+    one placement for each axis of a mesh of several."""
 
     weight: Placement | tuple[Placement, ...]
     gradient: Placement | tuple[Placement, ...]

@@ -13,7 +13,7 @@ from armillary.planning.activations import in_flight, kept
 from armillary.planning.compute import product_s
 from armillary.planning.cuts import LOW_PRECISION_NEVER, product
 from armillary.planning.layouts import PRECISIONS
-from armillary.planning.memory import CONTEXT_BYTES, FRAGMENTATION, memory
+from armillary.planning.memory import FRAGMENTATION, context_bytes, memory
 from armillary.planning.moments import MOMENTS, logit_bytes
 from armillary.planning.overhead import GRAD_NORM_BYTES, STEP_S
 from armillary.planning.prediction import Prediction
@@ -226,7 +226,7 @@ def _memory(found: Prediction) -> list[Term]:
          f"{tokens:g} · {case.model.vocab:,} / {int(layouts.tp[0])} · {logit:g}, on the last stage"),
         ("buffers", "two gathered layers and a gradient (zero 3), or two buckets", f"zero {zero}"),
         ("other", "context + fragmentation · the rest",
-         f"{bytes_text(CONTEXT_BYTES)} + {FRAGMENTATION:g} · {bytes_text(float(held.allocated[0]))}"),
+         f"{bytes_text(context_bytes(case))} + {FRAGMENTATION:g} · {bytes_text(float(held.allocated[0]))}"),
     ]  # fmt: skip
     terms = [_bytes(f"memory, {name}", formula, numbers, held.parts()[name]) for name, formula, numbers in rows]
     when = MOMENTS[int(held.moment[0])]

@@ -21,6 +21,8 @@ from armillary.planning.weights import Held, held
 
 CONTEXT_BYTES = 1.2e9
 """CUDA context, libraries and communication buffers of a process"""
+CPU_CONTEXT_BYTES = 0.7e9
+"""torch, tokenizers and the loader of a process that computes on a CPU, as seen on Linux"""
 FRAGMENTATION = 0.04
 """share of the allocator's peak that lies between blocks"""
 _OPTIMIZER_OUT = [OFFLOADS.index(name) for name in ("optimizer", "both", "nvme")]
@@ -117,4 +119,9 @@ def _stage(case: TrainCase, layouts: Layouts, mine: Held, flying: Array, *, loss
             for field in fields(Moment)}  # fmt: skip
     parts = always | then | {"weights": always["weights"] + then["weights"]}
     allocated = sum(parts.values(), np.zeros(len(layouts)))
-    return Memory(**parts, other=CONTEXT_BYTES + FRAGMENTATION * allocated, moment=fullest)
+    return Memory(**parts, other=context_bytes(case) + FRAGMENTATION * allocated, moment=fullest)
+
+
+def context_bytes(case: TrainCase) -> float:
+    """What a process holds before it trains anything."""
+    return CPU_CONTEXT_BYTES if case.cluster.chip.kind == "cpu" else CONTEXT_BYTES

@@ -13,6 +13,7 @@ import numpy as np
 
 from armillary.planning.activations import layer_bytes, stored_bytes
 from armillary.planning.case import TrainCase
+from armillary.planning.compute import WIDE
 from armillary.planning.layouts import NONE, OFFLOADS, Array, Bools, Layouts
 from armillary.planning.states import (
     StateBytes,
@@ -28,6 +29,8 @@ from armillary.planning.weights import Held
 LOGIT_BYTES, EAGER_LOGIT_BYTES, ADAPTED_LOGIT_BYTES = 6.0, 12.0, 16.0
 """of one logit in the loss: 16 bits as made and 32 as softmax; unfused also its gradient in 32 and 16; and with an
 adapter on the output projection the adapter's share and the sum"""
+LOSS_BYTES = 1.4e9
+"""what our fused loss takes for logits beyond the bytes of the head's gradient (kernels.linear_cross_entropy)"""
 CUT_LOGIT_BYTES = 8.0
 """where our trainer cuts the vocabulary over ranks: in 32 bits as made and as softmax, replaced by its gradient"""
 MOMENTS = ("at the loss", "in the last layer's backward pass", "when the last layer's gradients are summed",
@@ -110,10 +113,25 @@ class Stage:
         tokens = layouts.micro_batch * case.sequence / layouts.cp
         rows = np.minimum(tokens, case.loss_chunk) if case.loss_chunk else tokens
         logits = rows * case.model.vocab / layouts.tp * (1 + case.extra_heads)
-        bytes_ = logit_bytes(case, layouts) * logits
+        if case.software.fused_loss:
+            whole = layouts.tp == 1  # a vocabulary that is cut over ranks takes the plain form
+            bytes_ = np.where(whole, self._fused_loss(tokens), logit_bytes(case, layouts) * logits)
+        else:
+            bytes_ = logit_bytes(case, layouts) * logits
         if case.software.plain_layers and case.lora is None:  # or the projection's gradient beside that of the logits
             bytes_ = np.maximum(bytes_, 4.0 * logits + self._table * self.states.weight)
         return bytes_ if self.makes_logits else 0 * bytes_
+
+    def _fused_loss(self, tokens: Array) -> Array:
+        """Logits of as many tokens as there is room for, in even chunks; the hidden states' gradient, and the head's,
+        in fp32 where chunks are summed."""
+        model, size = self.case.model, np.where(WIDE[self.layouts.precision], 4.0, 2.0)
+        head = 0.0 if self.case.lora is not None else float(model.vocab * model.hidden)
+        room = np.maximum((LOSS_BYTES + head * size) / (model.vocab * size), 1.0)
+        chunks = np.ceil(tokens / room)
+        logits = np.ceil(tokens / chunks) * model.vocab * size
+        found: Array = logits + tokens * model.hidden * size + head * np.where(chunks > 1, 4.0, size)
+        return found
 
     # --- gradients
 

@@ -59,6 +59,8 @@ class Software:
     """kernels are launched from CUDA graphs"""
     fused_layers: bool = False
     """norms and activation functions are fused kernels that keep only their 16-bit inputs"""
+    fused_loss: bool = False
+    """head and loss are one kernel that makes the gradients at once, in chunks by its own measure"""
     whole_blocks: bool = False
     """a block's passes are written as one: they move what they must, with no cast, transpose or sum between them"""
     plain_layers: bool = False
@@ -85,12 +87,15 @@ class Software:
 
 PHYSICS = Software()
 OURS = Software(
-    name="armillary", fused_layers=True, whole_blocks=True, fully_shard=True, summed_bytes=4.0, narrow_alone=True
+    name="armillary", fused_layers=True, fused_loss=True, whole_blocks=True, fully_shard=True, summed_bytes=4.0,
+    narrow_alone=True,
 )
 """the trainer of this package on a GPU: facts of its code, nothing fitted"""
 OURS_BY_LAYER = replace(OURS, whole_blocks=False)
 """where blocks run layer by layer: the same kernels, and sums and casts between them"""
-OURS_ON_CPU = replace(OURS, fused_layers=False, whole_blocks=False, narrow_alone=False, plain_layers=True)
+OURS_ON_CPU = replace(
+    OURS, fused_layers=False, fused_loss=False, whole_blocks=False, narrow_alone=False, plain_layers=True
+)
 
 
 def runs_whole(model: ModelConfig) -> bool:

@@ -72,6 +72,21 @@ def _small_linear(call: Call) -> Op:
     return call.op("matmul", 2 * tokens * n * w.shape[1], x.bytes + w.bytes + residual, written)
 
 
+def _grouped(call: Call) -> Op:
+    """(x [rows, k], weight [experts, n, k], ends)."""
+    x, w = call.tensor(0), call.tensor(1)
+    return ops.grouped_matmul(call.name, x.shape[0], w.shape[1], w.shape[2], groups=w.shape[0], dtype=x.dtype)
+
+
+def _grouped_backward(call: Call) -> Op:
+    """(dy, x, weight, ends, whether dx is wanted, whether dweight is)."""
+    dy, x, w = (call.tensor(i) for i in range(3))
+    wanted = [call.flag(4), call.flag(5)]
+    read = sum(wanted) * dy.bytes + (w.bytes if wanted[0] else 0) + (x.bytes if wanted[1] else 0)
+    written = (x.full_bytes if wanted[0] else 0) + (w.full_bytes if wanted[1] else 0)
+    return call.op("matmul", sum(wanted) * 2 * x.shape[0] * w.shape[1] * w.shape[2], read, written, x.dtype)
+
+
 def _quantise(call: Call) -> Op:
     """What fp8 products need beforehand: each operand read, a byte an element written."""
     operands = call.tensors
@@ -110,6 +125,8 @@ OWN: dict[str, Callable[[Call], Op]] = {
     **dict.fromkeys(("armillary::cross_entropy_backward", "armillary::cross_entropy_backward_"), _passes("loss", 1)),
     "armillary::linear_cross_entropy": _linear_loss,
     "armillary::small_linear": _small_linear,
+    "armillary::grouped_linear": _grouped,
+    "armillary::grouped_linear_backward": _grouped_backward,
     **dict.fromkeys(("armillary::fp8_linear", "armillary::fp8_linear_backward"), _quantise),
     "armillary::fp8_matmul": _fp8_matmul,
     "armillary::qkv_cache": _qkv_cache,

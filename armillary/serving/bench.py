@@ -12,6 +12,7 @@ from armillary.serving.engine.make import make_engine
 from armillary.serving.measure import Served, decode_bytes, serve_all
 from armillary.serving.workload import fixed, ragged
 from armillary.spec.job import Serve
+from armillary.units import bandwidth_text, seconds_text
 
 MODES = ("none", "static", "dynamic", "continuous")
 
@@ -30,8 +31,15 @@ class ServeBench:
     """one request at a time, greedy"""
     single_bytes_per_s: float
     """weights and keys that decoding one token read, a second"""
+    together: int
+    """requests of a batch at most"""
     modes: tuple[Served, ...]
     """the same requests, batched in different ways"""
+
+    @property
+    def single_tokens_per_s(self) -> float:
+        """After the first."""
+        return (self.single.tokens_out - 1) / max(1e-9, self.single.seconds - self.single.ttft_p50_s)
 
 
 def bench_serve(
@@ -44,17 +52,18 @@ def bench_serve(
     serve = replace(serve, max_model_len=longest)
     watch("single stream")
     single = _single(model, serve, tokens_in, tokens_out)
-    rate = (single.tokens_out - 1) / max(1e-9, single.seconds - single.ttft_p50_s)
     found = []
     for mode in modes:
         watch(f"batching {mode}")
         engine, _ = make_engine(model, None, replace(serve, batching=mode), seed=0)  # type: ignore[arg-type]
         load = ragged(requests, most_in=tokens_in, most_out=tokens_out, vocab=config.vocab)
         found.append(serve_all(engine, load, name=mode))
-    return ServeBench(
+    made = ServeBench(
         model=config.name, device=weight.device.type, dtype=str(weight.dtype).removeprefix("torch."), single=single,
-        single_bytes_per_s=rate * decode_bytes(model, tokens_in + tokens_out / 2), modes=tuple(found),
+        single_bytes_per_s=0.0, together=serve.max_running, modes=tuple(found),
     )  # fmt: skip
+    token_bytes = decode_bytes(model, tokens_in + tokens_out / 2)
+    return replace(made, single_bytes_per_s=made.single_tokens_per_s * token_bytes)
 
 
 def _single(model: Transformer, serve: Serve, tokens_in: int, tokens_out: int) -> Served:
@@ -65,19 +74,24 @@ def _single(model: Transformer, serve: Serve, tokens_in: int, tokens_out: int) -
 
 
 def bench_page(bench: ServeBench) -> str:
-    """Bars of tokens a second by batching mode, and the gaps between tokens, on one page that needs nothing else."""
+    """The single stream in a sentence, and bars of tokens a second by batching mode with the gaps between tokens, on
+    one page that needs nothing else."""
     most = max((served.tokens_per_s for served in bench.modes), default=1.0)
-    rows = []
-    for i, served in enumerate(bench.modes):
-        y, width = 30 + 46 * i, 560 * served.tokens_per_s / most
-        text = (f"{served.tokens_per_s:,.0f} tokens/s · ITL p50 {served.itl_p50_s * 1e3:.1f} ms, p99 "
-                f"{served.itl_p99_s * 1e3:.1f} ms · TTFT p50 {served.ttft_p50_s * 1e3:.0f} ms")  # fmt: skip
-        bar = f"<rect x='110' y='{y - 13}' height='18' width='{width:.0f}' fill='#2f6fd0'/>"
-        note = f"<text x='110' y='{y + 20}' class='dim'>{text}</text>"
-        rows.append(f"<text x='0' y='{y}'>{escape(served.name)}</text>{bar}{note}")
-    style = ("body{font:14px system-ui,sans-serif;margin:2em}svg{max-width:100%;font:12px system-ui,sans-serif}"
-             ".dim{fill:#667}")  # fmt: skip
+    bars = "".join(_bar(served, most) for served in bench.modes)
+    style = ("body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:44em;padding:0 1em}h1{font-size:1.4em}"
+             ".bar{background:#2f6fd0;height:1.1em;border-radius:2px}.dim{color:#556;margin:0 0 1em}")  # fmt: skip
     title = f"{escape(bench.model)} on {escape(bench.device)}, {escape(bench.dtype)}"
-    return (f"<!doctype html><meta charset='utf-8'><title>{title}</title><style>{style}</style><h1>{title}</h1>"
-            f"<p>The same requests, all there at once, by batching mode.</p>"
-            f"<svg viewBox='0 0 900 {40 + 46 * len(rows)}'>{''.join(rows)}</svg>\n")  # fmt: skip
+    return (f"<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
+            f"<title>{title}</title><style>{style}</style><h1>{title}</h1>"
+            f"<p>A single stream: {bench.single.tokens_in} tokens in {seconds_text(bench.single.ttft_p50_s)}, then "
+            f"{bench.single_tokens_per_s:,.1f} tokens/s = {bandwidth_text(bench.single_bytes_per_s)}.</p>"
+            f"<p>The same requests, all there at once, {bench.together} together at most, by batching mode:</p>"
+            f"{bars}</html>\n")  # fmt: skip
+
+
+def _bar(served: Served, most: float) -> str:
+    gaps = f"ITL p50 {seconds_text(served.itl_p50_s)}, p99 {seconds_text(served.itl_p99_s)}"
+    first = f"TTFT p50 {seconds_text(served.ttft_p50_s)}, p99 {seconds_text(served.ttft_p99_s)}"
+    return (f"<div><b>{escape(served.name)}</b> {served.tokens_per_s:,.0f} tokens/s</div>"
+            f"<div class='bar' style='width:{100 * served.tokens_per_s / most:.1f}%'></div>"
+            f"<div class='dim'>{gaps} · {first}</div>")  # fmt: skip

@@ -72,7 +72,8 @@ class Routers:
         moves_LE = self._rate * (off_LE / NEAR).clamp(-1.0, 1.0)
         for index, mixture in self._layers.items():
             bias_E = mixture.router.selection_bias
-            if bias_E is not None:
+            trains = any(parameter.requires_grad for parameter in mixture.router.parameters())
+            if bias_E is not None and trains:  # adapters leave routers as they are
                 bias_E += moves_LE[index].to(bias_E.dtype)
 
     def _gauges(self, totals: Tensor) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from armillary.kernels.ops import find_op
 from armillary.model.attend import Attend, AttentionFunction, chosen
 from armillary.model.attention import Attention
 from armillary.model.fused import Fused
+from armillary.model.fused_block import fits
 from armillary.model.half_weights import HalfWeights
 from armillary.model.mlp import MLP
 from armillary.model.moe import Experts, MixtureOfExperts
@@ -89,7 +90,8 @@ def use_kernels(
     halves = _halves(layout)
     _sort_experts(model, job, functions.get("grouped_linear", grouped_linear), halves)
     if taken[BLOCK] == FUSED:
-        how: dict[str, Any] = {"names": names, "home": home, "timed": timed and not job.deterministic}
+        used = any(fits(block) for block in model.blocks.values())  # not with adapters, for one
+        how: dict[str, Any] = {"names": names, "home": home, "timed": timed and used and not job.deterministic}
         products, called = choose_products(model.config, job, layout, device, **how)
         _fuse(model, job, layout, halves=halves, products=products, pairs=taken.get("norm") == "triton, pairs")
         taken |= called

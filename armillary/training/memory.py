@@ -30,6 +30,9 @@ class NoMeter:
         """What runs inside is forward, loss, backward or optimizer."""
         return nullcontext()
 
+    def above(self, hidden: Tensor) -> None:
+        """What the backward pass makes before it has the gradient of `hidden` is for the loss."""
+
     def step(self) -> AbstractContextManager[NoMeter]:
         """Around one step; gives the meter."""
         return nullcontext(self)
@@ -56,63 +59,64 @@ class CpuMeter(NoMeter):
             watch.hold(states_of(self._optimizer), "optimizer")
             yield self
 
+    def above(self, hidden: Tensor) -> None:
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self._watch.now("backward"))
+
     @contextmanager
     def phase(self, tag: str) -> Iterator[None]:
-        with self._watch.phase({"forward": "activations"}.get(tag, tag)):
+        with self._watch.phase({"forward": "activations", "backward": "loss"}.get(tag, tag)):
             yield
         if tag == "backward":
             self._watch.gradients(p.grad for p in self._model.parameters() if p.grad is not None)
 
     def sizes(self) -> Sizes:
-        """At the peak; what the backward pass has in flight counts as activations, as in a plan."""
+        """At the peak; what layers have in flight in the backward pass counts as activations, as in a plan."""
         found = self._watch.peak()
         found["activations"] = found.get("activations", 0) + found.pop("backward", 0)
         return {f"memory_{name}_bytes": float(size) for name, size in found.items()}
 
 
 class GpuMeter(NoMeter):
-    """The allocator's counters between phases; nothing waits for the device."""
+    """The allocator's counters between phases, at the phase whose peak is the step's; nothing waits for the device."""
 
     source = "allocator"
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, half: bool, device: torch.device) -> None:
         self._model, self._optimizer, self._half, self._device = model, optimizer, half, device
-        self._most: Sizes = {}
-        self.peak = 0.0
+        self._held: Sizes = {}
+        self._base = self.peak = 0.0
+        self._then: Sizes = {}
 
     @contextmanager
     def step(self) -> Iterator[NoMeter]:
-        base, self.peak = self._now(), 0.0
+        self._base, self.peak = self._now(), 0.0
         trained, frozen = map(bytes_of, parted(self._model))
         states = bytes_of(states_of(self._optimizer))
-        copies = max(0.0, base - trained - frozen - states)  # beside fp32 weights: those they are multiplied as
+        copies = max(0.0, self._base - trained - frozen - states)  # those that fp32 weights are multiplied as
         held = {"master": trained, "weights": copies + frozen} if self._half else {"weights": trained + frozen}
-        self._most = held | {"optimizer": states}
+        self._held = held | {"optimizer": states}
         yield self
 
     @contextmanager
     def phase(self, tag: str) -> Iterator[None]:
-        before = self._now()
+        before, gradients = self._now(), bytes_of(p.grad for p in self._model.parameters() if p.grad is not None)
         torch.cuda.reset_peak_memory_stats(self._device)
         yield
         highest = float(torch.cuda.max_memory_allocated(self._device))
-        self.peak = max(self.peak, highest)
-        if tag == "forward":
-            self._keep("activations", self._now() - before)
-        elif tag == "loss":
-            self._keep("loss", highest - before)
-        elif tag == "backward":
-            self._keep("gradients", bytes_of(p.grad for p in self._model.parameters() if p.grad is not None))
-
-    def _keep(self, name: str, size: float) -> None:
-        self._most[name] = max(self._most.get(name, 0.0), size)
+        if highest > self.peak:
+            self.peak = highest
+            loss = highest - before if tag == "loss" else 0.0
+            rest = max(0.0, highest - loss - gradients - self._base)
+            self._then = {"gradients": gradients, "loss": loss, "activations": rest}
 
     def _now(self) -> float:
         return float(torch.cuda.memory_allocated(self._device))
 
     def sizes(self) -> Sizes:
-        """The largest of each category; `other` is what the peak has beyond them all."""
-        found = self._most | {"other": max(0.0, self.peak - sum(self._most.values()))}
+        """At the peak; gradients are those that were there when its phase began, what the backward pass had in flight
+        counts as activations."""
+        found = self._held | self._then
         return {f"memory_{name}_bytes": float(size) for name, size in found.items()}
 
 

@@ -59,6 +59,10 @@ class MemoryWatch(TorchDispatchMode):
         finally:
             self._tag = before
 
+    def now(self, tag: str) -> None:
+        """From here to the end of the phase, what is made is for this."""
+        self._tag = tag
+
     def peak(self) -> dict[str, int]:
         """Tag -> bytes at the moment when most was alive."""
         found: dict[str, int] = {}

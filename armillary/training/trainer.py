@@ -78,6 +78,7 @@ class Trainer:
         self.waits = Waits(self.device)
         if world.size > 1:
             self.waits.watch(self.model)
+            self.sharded.tell(self.waits)
         self.val_loss: float | None = None
         self.tokens = self.skipped = self.taken = 0
         self.feed = Feed(self.text.train, plan, self.mesh, self.ranks, self.waits)
@@ -179,6 +180,7 @@ class Trainer:
             with self._meter.phase("forward"):
                 batch, attend = self._taken(batch)
                 hidden = self.model(batch.tokens_BT, batch.positions_BT, attend)
+            self._meter.above(hidden)
             with self._meter.phase("loss"):
                 chunk = self.job.chunk_tokens(self.model.config.vocab)
                 return self.sharded.loss_sum(hidden, batch.targets_BT, chunk=chunk)
@@ -212,6 +214,7 @@ class Trainer:
                 for part in to_device(batch, self.device).micro(self.layout.micro_batch):
                     total, count = total + self.loss_sum(part), count + part.num_targets
         (targets,) = self.ranks.total(float(count))
+        self.waits.forget()
         targets /= self.world.size / self.mesh.dp_size
         self.val_loss = float(self.sharded.total(total)) / targets if targets else None
         return self.val_loss

@@ -1,7 +1,8 @@
 """Waits: how long a step stood still for other ranks, from marks around the places where it may have to.
 
 On a GPU the marks are events in the stream that computes, read when the step is over; on a CPU they are clock readings.
-The places are FSDP's waits for gathered weights and the end of the backward pass, where the last gradients are summed.
+The places are FSDP's waits for gathered weights, tensor-parallel exchanges, and the end of the backward pass, where the
+last gradients are summed.
 """
 
 from __future__ import annotations
@@ -49,9 +50,17 @@ class Waits:
         """Seconds since it was last asked."""
         pairs, self._pairs = self._pairs, []
         host, self._host_s = self._host_s, 0.0
+        return host + covered([self._span(begin, end, pairs[0][0]) for begin, end in pairs])
+
+    def _span(self, begin: Mark, end: Mark, first: Mark) -> tuple[float, float]:
+        """Seconds from the step's first mark to both."""
         if self._on_gpu:
-            return sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
-        return host + sum(end - begin for begin, end in pairs)
+            return first.elapsed_time(begin) / 1e3, first.elapsed_time(end) / 1e3
+        return begin - first, end - first
+
+    def forget(self) -> None:
+        """What was waited for belongs to no step."""
+        self._pairs, self._last, self._host_s = [], None, 0.0
 
     # --- places
 
@@ -77,6 +86,15 @@ class Waits:
         if self._last is not None:
             self.until_now(self._last)
             self._last = None
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Length of all spans together, where they overlap counted once: an exchange may lie inside another wait."""
+    total, upto = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, upto))
+        upto = max(upto, end)
+    return total
 
 
 def _wrap_wait(module: FSDPModule, waits: Waits) -> None:

@@ -44,3 +44,8 @@ def test_quiet(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_op(cli: Cli) -> None:
     ran = cli("bench", "kernels", "--device", "cpu", "--op", "crossentropy")
     assert ran.code == 2 and "did you mean cross_entropy" in ran.err
+
+
+def test_a_page_is_no_picture(cli: Cli) -> None:
+    ran = cli(*WORDS, "--plot", "bars.png")
+    assert ran.code == 2 and ran.err.strip().endswith("try --plot bars.html")

@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, gather, paged_attention, pieces
+from armillary.kernels.paged_attention import (
+    PAGED_ATTENTION,
+    PagedCase,
+    by_heads,
+    by_sdpa,
+    gather,
+    paged_attention,
+    pages_of,
+)
 from tests.kernels.interpreter import needs_interpreter
 from tests.kernels.pages import Shape, batch, error, wide
 
@@ -107,6 +115,19 @@ def test_a_row_shared_by_all_workers() -> None:
 
 
 @needs_interpreter
+@pytest.mark.parametrize(
+    ("lengths", "begins"),
+    [([200] * 43, [0, 30, 60]), ([200] * 42 + [300], [0, 29, 58]), ([200] * 44, [0, 30, 60]), ([200] * 5, [0, 4, 8])],
+    ids=["two tiles each", "one longer", "cut evenly anyway", "few"],
+)
+def test_rows_that_are_all_alike_are_left_whole(lengths: list[int], begins: list[int]) -> None:
+    """Where three workers begin: 86 tiles go as 30, 30 and 26, whole rows of two, instead of as 29 each."""
+    from tests.kernels.decode_start import first_tiles
+
+    assert first_tiles(lengths, workers=3, keys=128) == begins
+
+
+@needs_interpreter
 @pytest.mark.parametrize("queries", [[1, 1], [20, 1]])
 def test_nan_stays_in_its_own_row(queries: list[int]) -> None:
     inputs = batch(Shape(queries=queries, lengths=[50, 60], group=4))
@@ -182,21 +203,41 @@ def test_a_quantised_cache_is_scaled_per_head() -> None:
 
 def test_pages_hold_a_sequence_in_order() -> None:
     cache = torch.arange(4 * 2 * 1 * 2 * 1, dtype=torch.float32).view(4, 2, 1, 2, 1)  # 4 pages of 2 tokens
-    keys, values = gather(cache, pieces(cache, torch.tensor([3, 1]), 3), 3, None, torch.float32)
+    keys, values = gather(cache, pages_of(torch.tensor([3, 1]), 3, cache.shape[3]), 3, None, torch.float32)
     assert keys.flatten().tolist() == [12, 13, 4]
     assert values.flatten().tolist() == [14, 15, 6]
 
 
 @settings(max_examples=30, deadline=None)
-@given(shape=shapes(longest_query=33), window=st.sampled_from([None, 1, 20]))
-def test_one_sequence_at_a_time_through_torch_agrees(shape: Shape, window: int | None) -> None:
-    inputs = batch(shape, window=window)
-    assert error(by_sdpa(*inputs), paged_attention(*wide(inputs))) < 1e-5
+@given(shape=shapes(longest_query=33), window=st.sampled_from([None, 1, 20]), together=st.booleans(),
+       in_order=st.booleans())  # fmt: skip
+def test_one_sequence_at_a_time_through_torch_agrees(
+    shape: Shape, window: int | None, together: bool, in_order: bool
+) -> None:
+    q, cache, places, options = batch(shape, window=window)
+    if in_order:
+        places.tables_BP.copy_(places.tables_BP.sort().values)
+        cache = cache.nan_to_num()  # places that nobody owned have an owner now
+    if together:
+        cache = by_heads(cache.shape, cache.dtype, cache.device).copy_(cache)
+    right = paged_attention(*wide((q, cache.contiguous(), places, options)))
+    assert error(by_sdpa(q, cache, places, options), right) < 1e-5
+
+
+def test_pages_that_follow_each_other_are_not_copied() -> None:
+    cache = by_heads((3, 8, 2, 1, 4, 16), torch.float32, torch.device("cpu"))[1]
+    cache.copy_(torch.randn(cache.shape))
+    for table, shares in ((torch.arange(2, 6), True), (torch.tensor([2, 3, 5, 4]), False)):
+        keys, values = gather(cache, pages_of(table, 15, 4), 15, None, torch.float32)
+        assert torch.equal(keys, cache[table, 0].transpose(1, 2).flatten(0, 1)[:15])
+        assert torch.equal(values, cache[table, 1].transpose(1, 2).flatten(0, 1)[:15])
+        assert (keys.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()) == shares
 
 
 def test_the_reference_is_causal_attention() -> None:
     q, cache, places, options = batch(Shape(queries=[30], lengths=[30]))
-    k, v = (x.transpose(0, 1) for x in gather(cache, pieces(cache, places.tables_BP[0], 30), 30, None, torch.float32))
+    pages = pages_of(places.tables_BP[0], 30, cache.shape[3])
+    k, v = (x.transpose(0, 1) for x in gather(cache, pages, 30, None, torch.float32))
     whole = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1), k, v, is_causal=True, scale=options.scale, enable_gqa=True
     )
@@ -213,6 +254,8 @@ def test_bytes_are_those_of_keys_and_values() -> None:
 GPU_CASES = {
     "bf16": {},
     "one long row": {"batch": 1, "context": 2000},
+    "rows left whole": {"batch": 256, "context": 700, "kv_heads": 4},
+    "many ragged rows": {"batch": 256, "context": 600, "ragged": True},
     "everything": {"dtype": "fp16", "head_dim": 80, "window": 100, "softcap": 20.0, "sinks": True, "slopes": True},
     "fp32": {"dtype": "fp32", "head_dim": 256, "page": 32},
     "a few queries": {"head_dim": 96, "page": 48, "queries": 3},
@@ -262,7 +305,7 @@ def test_a_cache_in_fp8_is_written_and_read(queries: int) -> None:
 
     inputs = batch(Shape(queries=[queries], lengths=[300]), dtype=torch.bfloat16, device="cuda")
     q, cache, places, options = inputs
-    keys, values = gather(cache, pieces(cache, places.tables_BP[0], 300), 300, None, torch.bfloat16)
+    keys, values = gather(cache, pages_of(places.tables_BP[0], 300, cache.shape[3]), 300, None, torch.bfloat16)
     scales = torch.tensor([[0.02, 0.03], [0.01, 0.05]], device="cuda")
     small = torch.zeros(cache.shape, dtype=torch.float8_e4m3fn, device="cuda")
     place = torch.arange(300, device="cuda")

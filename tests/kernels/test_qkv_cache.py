@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from armillary.kernels.paged_attention import by_heads
 from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase, QkvOptions, qkv_cache, unpadded
 from tests.kernels.interpreter import needs_interpreter
 from tests.kernels.pages import error, wide
@@ -63,11 +64,12 @@ def test_the_kernel_agrees(call: tuple[Any, ...]) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(call=calls())
-def test_fewer_calls_give_the_same(call: tuple[Any, ...]) -> None:
+@given(call=calls(), together=st.booleans())
+def test_fewer_calls_give_the_same(call: tuple[Any, ...], together: bool) -> None:
     right_q, right_cache = qkv_cache(call[0], call[1].clone(), *call[2:])
-    q, cache = unpadded(*call)
-    assert cache is call[1]
+    given_cache = by_heads(call[1].shape, call[1].dtype, call[1].device).copy_(call[1]) if together else call[1]
+    q, cache = unpadded(call[0], given_cache, *call[2:])
+    assert cache is given_cache
     assert error(q, right_q) < 1e-6 and error(cache, right_cache) < 1e-6
 
 

@@ -198,3 +198,29 @@ def test_a_forward_pass_made_again_is_counted_once() -> None:
     out: Any = torch.utils.checkpoint.checkpoint(made, x, use_reentrant=False)
     out.sum().backward()
     assert int(made.balance.tally[Counts(4).load].sum()) == 2 * 21
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sorted_dispatch_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
+    """By the kernels of a GPU, against the plain dispatch in fp64."""
+    from armillary.kernels.grouped_linear import GROUPED_LINEAR
+
+    made, x = layer(**KINDS[kind] | {"ffn": 16}), inputs(tokens=40)
+    wanted = gradients(made, x)
+    _, chosen = made.router(x.flatten(0, 1))
+    found: dict[str, Tensor] = {}
+    for version in ("triton", "torch") if dtype == torch.bfloat16 else ("triton",):
+        fast = layer(dtype, **KINDS[kind] | {"ffn": 16}).cuda()
+        fast.load_state_dict(made.state_dict())
+        _, same = fast.router(x.detach().flatten(0, 1).to("cuda", dtype))
+        if not torch.equal(same.cpu().sort().values, chosen.sort().values):
+            continue  # a tie that half precision breaks the other way
+        fast.dispatch = SortedDispatch(GROUPED_LINEAR.version(version).load())  # type: ignore[union-attr]
+        found = gradients(fast, x.detach().to("cuda", dtype).requires_grad_())
+        for name, gradient in wanted.items():
+            off = torch.dist(found[name].cpu().double(), gradient) / gradient.norm()
+            assert off < (1e-5 if dtype == torch.float32 else 3e-2), name
+    assert found or dtype == torch.bfloat16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from armillary.spec.layout import Layout
@@ -39,15 +40,42 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "experts: ep × pp × tp": dict(ep=2, pp=2, tp=2),
 }
 """of a model with experts"""
+STAGED: dict[str, dict[str, Any]] = {
+    "cp": dict(cp="all"),
+    "cp × ZeRO-1": dict(cp="all", zero=1),
+    "cp × dp": dict(cp=2),
+    "cp × FSDP2": dict(cp=2, zero=3),
+    "cp × tp": dict(cp=2, tp="all"),
+    "cp × FSDP2 × tp": dict(cp=2, tp=2, zero=3),
+    "pp (GPipe)": dict(pp="all", schedule="gpipe"),
+    "pp (1F1B)": dict(pp="all"),
+    "pp (interleaved)": dict(pp=2, schedule="interleaved", interleave=2, only=True),
+    "pp (zero-bubble)": dict(pp="all", schedule="zero_bubble"),
+    "pp × dp": dict(pp=2),
+    "pp × ZeRO-1": dict(pp=2, zero=1, schedule="zero_bubble"),
+    "pp × FSDP2": dict(pp=2, zero=3, schedule="interleaved", interleave=2),
+    "pp × HSDP": dict(pp=2, zero=3, shard="half"),
+    "pp × tp": dict(pp=2, tp="all"),
+    "pp × FSDP2 × tp": dict(pp=2, tp=2, zero=3),
+    "pp × cp": dict(pp=2, cp="all"),
+    "pp × cp × FSDP2": dict(pp=2, cp=2, zero=3, schedule="gpipe"),
+    "pp × cp × tp": dict(pp=2, cp=2, tp="all"),
+}
+"""of a dense model over pipeline stages, or over ranks that share rows; `only` as many ranks as it names"""
+ALL = STRATEGIES | STAGED | EXPERTS
 
 
 def layout_of(strategy: str, ranks: int, **also: object) -> Layout | None:
     """The strategy on that many ranks, in fp32; None where there are too few for it."""
-    given = STRATEGIES[strategy] if strategy in STRATEGIES else EXPERTS[strategy]
-    tp = ranks if given.get("tp") == "all" else int(given.get("tp", 1))
-    fixed = {name: given.get(name, 1) for name in ("pp", "cp")}
-    inner = tp * fixed["pp"] * fixed["cp"]
-    dp, alone = ranks // inner, given.get("tp") != "all" and ranks < 2 * inner
+    given = ALL[strategy]
+    sizes = {name: given.get(name, 1) for name in ("tp", "pp", "cp")}
+    rest = ranks // prod(size for size in sizes.values() if size != "all")
+    sizes = {name: rest if size == "all" else size for name, size in sizes.items()}
+    tp, fixed = sizes["tp"], {name: sizes[name] for name in ("pp", "cp")}
+    inner, fills = tp * fixed["pp"] * fixed["cp"], "all" in given.values() and given.get("ep") != "all"
+    if (fills and rest < 2) or (given.get("only") and ranks != inner) or fixed["pp"] > 4:
+        return None
+    dp, alone = ranks // inner, not fills and not given.get("only") and ranks < 2 * inner
     ep = dp if given.get("ep") == "all" else int(given.get("ep", 1))
     shard = dp // 2 if given.get("shard") == "half" else None
     # ep next to dp is only told apart from ep alone where some ranks hold the same experts

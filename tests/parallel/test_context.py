@@ -10,12 +10,14 @@ from torch import Tensor
 
 from armillary.errors import BadLayout
 from armillary.model.attend import How, packed, plain
+from armillary.parallel import ring_block
 from armillary.parallel.context import Context
 from armillary.parallel.mesh import make_mesh
 from armillary.parallel.ring import pieces, seen_pairs
 from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, Rope
+from tests.kernels.interpreter import needs_interpreter
 from tests.parallel.test_strategies import check
 from tests.parallel.training import Case, many, tiny
 from tests.ranks import Ranks
@@ -143,3 +145,20 @@ def in_plain_order(case: Case) -> list[object]:
         return many([case])  # type: ignore[return-value]
     finally:
         Context.cut = cut  # type: ignore[method-assign]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("causal", "softcap"), [(True, 0.0), (False, 0.0), (False, 3.0)])
+def test_blocks_by_the_kernel_are_those_written_out(causal: bool, softcap: float) -> None:
+    """Of which a GPU makes the ring: output and log Σ exp, and gradients against the softmax of the whole row."""
+    generator = torch.Generator().manual_seed(1)
+    q, grad = (torch.randn(1, 32, N, 16, generator=generator) for _ in range(2))
+    k, v, other_k, other_v = (torch.randn(1, 32, K, 16, generator=generator) for _ in range(4))
+    options = ring_block.Options(scale=0.3, softcap=softcap)
+    place = ring_block.Place(distance=0 if causal else 32, causal=causal)
+    part = ring_block.forward(q, k, v, options, place)
+    torch.testing.assert_close(ring_block._kernel_forward(q, k, v, options, place), part)
+    rest = ring_block.forward(q, other_k, other_v, options, ring_block.Place(distance=64, causal=False))
+    whole = ring_block.Whole.of(grad, *ring_block.merge(*part, *rest))
+    wanted = ring_block.backward(whole, q, k, v, options, place)
+    torch.testing.assert_close(ring_block._kernel_backward(whole, q, k, v, options, place), wanted)

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from armillary.parallel.mesh import expert_axis_sizes
+from armillary.parallel.placement import axis_words
+from armillary.spec.catalogue import cluster
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, MoE
 from tests.parallel.test_strategies import alone, check
@@ -24,7 +27,7 @@ KINDS: dict[str, MoE] = {
 
 def case(layout: Layout, kind: str = "plain", **changes: Any) -> Case:
     layers = (LayerKind(), LayerKind(mlp="moe"))
-    return Case(layout=layout, config=tiny(moe=KINDS[kind], layers=layers), **({"steps": 3} | changes))
+    return Case(layout=layout, config=tiny(moe=KINDS[kind], layers=layers), **({"steps": 2} | changes))
 
 
 def layout(**changes: Any) -> Layout:
@@ -40,34 +43,56 @@ def held(ranks: Ranks, world: int, cases: list[Case]) -> None:
             assert mine == pytest.approx(wanted, rel=1e-5 if each.dtype == "fp32" else 1e-10), each.layout
 
 
-def test_two_ranks(ranks: Ranks) -> None:
-    """Experts over ep, alone and with weights shared out; over dp and cut by tp without it."""
-    held(ranks, 2, [
-        case(layout(dp=2, ep=2), "shared", dtype="fp64", accumulate=2),
-        case(layout(dp=2, ep=2), "biases", dtype="fp64", capacity=0.7),
-        case(layout(dp=2, ep=2, zero=3, recompute="full"), "gated", dtype="fp64", meta=True),
-        case(layout(dp=2, zero=1), "shared", dtype="fp64", capacity=1.0),
-        case(layout(tp=2), "gated", dtype="fp64"),
-        case(layout(tp=2, sequence_parallel=False), "biases", dtype="fp64"),
-        case(layout(dp=2, ep=2, recompute="selective"), "plain", capacity=0.6),
-    ])  # fmt: skip
+TWO = [
+    case(layout(dp=2, ep=2), "biases", dtype="fp64", capacity=0.7, accumulate=2),
+    case(layout(dp=2, ep=2, zero=3, recompute="selective"), "gated", dtype="fp64", meta=True),
+    case(layout(dp=2, zero=1), "shared", dtype="fp64", capacity=1.0),
+    case(layout(tp=2), "gated", dtype="fp64"),
+    case(layout(tp=2, sequence_parallel=False), "biases", dtype="fp64"),
+    case(layout(dp=2, ep=2, recompute="full"), "plain", capacity=0.6),
+]
+FOUR = [
+    case(layout(dp=4, ep=2, zero=3), "biases", dtype="fp64"),
+    case(layout(dp=2, tp=2, ep=2, zero=3), "shared"),
+    case(layout(dp=2, pp=2, ep=2), "shared", dtype="fp64", accumulate=4),
+    case(layout(dp=2, cp=2, ep=2), "shared", dtype="fp64"),
+]
+MORE = [
+    case(layout(dp=4, ep=2), "shared", dtype="fp64", accumulate=2),
+    case(layout(dp=4, ep=4, zero=2), "shared", dtype="fp64", accumulate=2),
+    case(layout(dp=4, ep=2, zero=3, shard=2), "gated", dtype="fp64", meta=True),
+    case(layout(dp=2, tp=2, ep=2), "biases", dtype="fp64"),
+    case(layout(dp=2, pp=2, ep=2, zero=2), "biases", dtype="fp64", accumulate=4),
+    case(layout(dp=1, cp=2, tp=2, ep=2), "gated", dtype="fp64"),
+]
+EIGHT = [
+    case(layout(dp=8, ep=4, zero=3, recompute="full"), "shared", capacity=0.8),
+    case(layout(dp=4, tp=2, ep=4, zero=3, shard=2), "biases", dtype="fp64"),
+    case(layout(dp=2, tp=2, pp=2, ep=2, zero=1), "shared", dtype="fp64", accumulate=4),
+    case(layout(dp=2, cp=2, tp=2, ep=4, zero=3), "gated", dtype="fp64"),
+]
 
 
-def test_four_ranks(ranks: Ranks) -> None:
-    held(ranks, 4, [
-        case(layout(dp=4, ep=2), "shared", dtype="fp64", accumulate=2),
-        case(layout(dp=4, ep=2, zero=3), "biases", dtype="fp64"),
-        case(layout(dp=4, ep=4, zero=2), "shared", dtype="fp64", accumulate=2),
-        case(layout(dp=4, ep=2, zero=3, shard=2), "gated", dtype="fp64", meta=True),
-        case(layout(dp=2, tp=2, ep=2), "biases", dtype="fp64"),
-        case(layout(dp=2, tp=2, ep=2, zero=3), "shared"),
-    ])  # fmt: skip
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_layout_gives_what_one_process_gives(ranks: Ranks, world: int) -> None:
+    """Experts over ep, alone and with all else; over dp and cut by tp without it."""
+    held(ranks, world, TWO if world == 2 else FOUR)
 
 
-def test_with_stages_and_cut_rows(ranks: Ranks) -> None:
-    held(ranks, 4, [
-        case(layout(dp=2, pp=2, ep=2), "shared", dtype="fp64", accumulate=4),
-        case(layout(dp=2, pp=2, ep=2, zero=2), "biases", dtype="fp64", accumulate=4),
-        case(layout(dp=2, cp=2, ep=2), "shared", dtype="fp64"),
-        case(layout(dp=1, cp=2, tp=2, ep=2), "gated", dtype="fp64"),
-    ])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [4, 8])
+def test_more_layouts(ranks: Ranks, world: int) -> None:
+    held(ranks, world, MORE if world == 4 else EIGHT)
+
+
+def test_experts_are_shared_out_among_neighbours() -> None:
+    """64 GPUs in nodes of 8: tokens for experts stay inside a node, and so do those of tp inside ep."""
+    on = cluster("h100x64")
+    inside = axis_words(expert_axis_sizes(layout(dp=64, ep=8, zero=3)), on)
+    assert inside[0] == "ep=8: neighbouring ranks, over NVLink 4 (8 devices)"
+    assert inside[1] == "expert_shard=8: every 8th rank, over InfiniBand NDR (64 devices)"
+    both = axis_words(expert_axis_sizes(layout(dp=32, tp=2, ep=4)), on)
+    assert both[1] == "ep=4: every 2nd rank, over NVLink 4 (8 devices)"
+    assert expert_axis_sizes(layout(dp=8, ep=4, zero=3, shard=2)) == dict(
+        pp=1, expert_replicate=2, expert_shard=1, ep=4, tp=1
+    )

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.parallel.matrix import PAGE, WORLDS, Row, measure, page, table, with_row
-from tests.parallel.strategies import EXPERTS, STRATEGIES, layout_of
+from tests.parallel.strategies import ALL, EXPERTS, layout_of
 from tests.parallel.test_strategies import BARS
 from tests.ranks import Ranks
 
+ROWS = [(world, name) for world in WORLDS for name in ALL if layout_of(name, world) is not None]
 
-ROWS = [(world, name) for world in WORLDS for name in (*STRATEGIES, *EXPERTS) if layout_of(name, world) is not None]
+
+def _id(world: int, name: str) -> str:
+    """'on8-dense-HSDP-x-tp'"""
+    plain = re.sub(r"[^0-9a-zA-Z]+", "-", name.replace("×", "x").replace("+", "and")).strip("-")
+    return f"on{world}-{plain if name in EXPERTS else f'dense-{plain}'}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "strategy"), ROWS, ids=[f"{world} ranks, {name}" for world, name in ROWS])
+@pytest.mark.parametrize(("world", "strategy"), ROWS, ids=[_id(*row) for row in ROWS])
 def test_a_strategy_on_ranks(ranks: Ranks, world: int, strategy: str) -> None:
-    """A row each, so that `-k "8 and HSDP"` runs a part; dense ones take about ten minutes on two quiet cores, those
+    """A row each, so that `-k "on8 and dense"` runs a part; dense ones take about ten minutes on two quiet cores, those
     with experts twice as long."""
     row = measure(ranks, strategy, world)
     assert row is not None

@@ -71,27 +71,24 @@ def test_stages_may_be_copied_cut_and_shared_out(ranks: Ranks) -> None:
     check(ranks.run(4, many, cases)[0], cases)
 
 
-COMBINATIONS = {
-    "pp × dp": dict(pp=2, dp=2), "pp × fsdp": dict(pp=2, dp=2, zero=3), "pp × tp": dict(pp=2, tp=2),
-    "pp × cp": dict(pp=2, cp=2), "pp × pp": dict(pp=4), "cp × dp": dict(cp=2, dp=2), "cp × tp": dict(cp=2, tp=2),
-    "cp × fsdp": dict(cp=2, dp=2, zero=3), "cp × cp": dict(cp=4),
-    "pp × fsdp × tp": dict(pp=2, dp=2, tp=2, zero=3), "pp × dp × cp": dict(pp=2, dp=2, cp=2),
-    "pp × cp × tp": dict(pp=2, cp=2, tp=2), "cp × fsdp × tp": dict(cp=2, dp=2, tp=2, zero=3),
-    "pp × hsdp": dict(pp=2, dp=4, zero=3, shard=2), "pp of 8": dict(pp=8), "cp of 8": dict(cp=8),
-}  # fmt: skip
+@pytest.mark.slow
+def test_stages_and_rings_compile(ranks: Ranks) -> None:
+    cases = [
+        Case(layout=layout(pp=2), accumulate=4, steps=2, compile=True),
+        Case(layout=layout(pp=2, schedule="interleaved", interleave=2, recompute="full"), accumulate=4, steps=2,
+             compile=True),
+        Case(layout=layout(cp=2), documents=True, steps=2, compile=True),
+    ]  # fmt: skip
+    check(ranks.run(2, many, cases, timeout_s=600)[0], cases)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMBINATIONS)
-def test_every_combination_over_twenty_steps(ranks: Ranks, name: str) -> None:
-    fields = COMBINATIONS[name]
-    schedules = SCHEDULES if "pp" in fields else {"1f1b": 1}
-    shapes = [layout(**fields, schedule=key, interleave=v) for key, v in schedules.items()]
-    micro = max(2, int(fields.get("pp", 2)))
-    common = dict(steps=20, accumulate=micro // int(fields.get("dp", 1)) or 1, documents=True)
-    config = deep(2 * int(fields.get("pp", 1)) if fields.get("pp", 1) > 2 else 2)
-    cases = [Case(layout=x, dtype=dtype, config=config, **common) for x in shapes for dtype in ("fp32", "fp64")]
-    check(ranks.run(shapes[0].num_devices, many, cases, timeout_s=600)[0], cases)
+def test_eight_stages(ranks: Ranks) -> None:
+    cases = [
+        Case(layout=layout(pp=8, schedule=name, interleave=chunks), accumulate=8, config=deep(14), dtype="fp64")
+        for name, chunks in SCHEDULES.items()
+    ]
+    check(ranks.run(8, many, cases, timeout_s=600)[0], cases)
 
 
 # --- what stages hold

@@ -13,8 +13,9 @@ from armillary.parallel.collectives import Group, gather
 from armillary.parallel.mesh import make_mesh
 from armillary.parallel.tensor import cut_by_tensor, gathering_again
 from armillary.parallel.world import join_world
+from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
-from tests.parallel.training import tiny
+from tests.parallel.training import Case, spread, tiny, train_step
 from tests.ranks import Ranks
 
 
@@ -64,3 +65,37 @@ def test_gathered_tokens_are_not_kept_but_gathered_again(ranks: Ranks) -> None:
     for (dear, *wanted), (thrifty, *found) in zip(ranks.run(2, kept, False), ranks.run(2, kept, True), strict=True):
         assert dear and not thrifty
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+class Told:
+    """A clock that counts."""
+
+    def __init__(self) -> None:
+        self.open, self.closed = 0, 0
+
+    def mark(self) -> int:
+        self.open += 1
+        return self.open
+
+    def until_now(self, begin: int) -> None:
+        assert begin == self.open
+        self.closed += 1
+
+
+def told(cut_tokens: bool) -> tuple[int, int]:
+    """Exchanges of one step of two layers, as they begin and as they end."""
+    layout = Layout(tp=2, precision="fp32", sequence_parallel=cut_tokens)
+    with join_world("cpu") as world:
+        case, clock = Case(layout=layout), Told()
+        sharded = spread(case, TrainJob(seed=1), world)
+        sharded.tell(clock)
+        train_step(sharded, case, 0)
+    return clock.open, clock.closed
+
+
+def test_exchanges_are_told_to_a_clock(ranks: Ranks) -> None:
+    """A layer has two forward and two back, twice as many where tokens are cut, which then are gathered once more for
+    both its products; the loss a maximum, a sum and the gradient of what it read, and the reading where that is cut."""
+    whole, cut = 2 * 4 + 1 + 3, 2 * (8 + 2) + 2 + 4
+    assert ranks.run(2, told, False) == [(whole, whole)] * 2
+    assert ranks.run(2, told, True) == [(cut, cut)] * 2

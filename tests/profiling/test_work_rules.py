@@ -255,3 +255,16 @@ def test_every_operator_of_ours_has_a_rule_or_a_reason() -> None:
     names = {name for file in source.glob("*.py") for name in re.findall(r'"(armillary::\w+)"', file.read_text())}
     assert len(names) > 10
     assert names - set(RULES) <= {"armillary::paged_attention"}  # the lengths of its sequences are not in a trace
+
+
+def test_products_of_experts_count_their_rows_once() -> None:
+    rows, experts, n, k = 96, 4, 64, 32
+    forward = known("armillary::grouped_linear", [[rows, k], [experts, n, k], [experts]], [B, B, INT])
+    assert forward.flops == 2 * rows * n * k
+    dims = [[rows, n], [rows, k], [experts, n, k], [experts], [], []]
+    both, dx = (
+        known("armillary::grouped_linear_backward", dims, [B, B, B, INT, N, N], ("",) * 4 + flags)
+        for flags in (("True", "True"), ("True", "False"))
+    )
+    assert both.flops == 2 * dx.flops == 2 * forward.flops
+    assert dx.bytes == 2 * (rows * n + experts * n * k + rows * k)

@@ -63,10 +63,10 @@ def test_saving_again_keeps_old_points_and_renews_those_measured_again(home: Hom
 
 
 def test_further_kinds_are_kept_as_they_come(home: Home, h200: Peaks) -> None:
-    peaks = h200.with_points("attention", [{"heads": 32, "shape": [1, 2], "flops": 1.0}, {"heads": 8, "flops": 2.0}])
+    peaks = h200.with_points("convolution", [{"heads": 32, "shape": [1, 2], "flops": 1.0}, {"heads": 8, "flops": 2.0}])
     save_peaks(home, peaks)
     loaded = load_peaks(home, "NVIDIA H200")
-    assert loaded is not None and loaded.best("attention", "flops", heads=32) == 1.0
+    assert loaded is not None and loaded.best("convolution", "flops", heads=32) == 1.0
 
 
 def test_devices_do_not_mix(h200: Peaks) -> None:

@@ -9,7 +9,7 @@ from armillary.errors import BadInput
 from armillary.training.memory import CpuMeter, bytes_of
 from armillary.training.memory_watch import MemoryWatch
 from armillary.training.until import Until
-from armillary.training.waits import Waits
+from armillary.training.waits import Waits, covered
 from armillary.training.window import recorded
 
 
@@ -44,6 +44,7 @@ def test_a_step_s_memory_adds_up_to_what_is_alive() -> None:
         with meter.step() if measured else torch.enable_grad():
             with meter.phase("forward"):
                 hidden = model(x)
+            meter.above(hidden)
             with meter.phase("loss"):
                 loss = hidden.square().sum()
             with meter.phase("backward"):
@@ -82,3 +83,16 @@ def test_waits_are_taken_once() -> None:
     begin = waits.mark()
     waits.until_now(begin)
     assert waits.take() >= 0.25 and waits.take() == 0.0
+
+
+def test_waits_inside_each_other_count_once() -> None:
+    assert covered([]) == 0.0
+    assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == pytest.approx(4.0)
+
+
+def test_what_belongs_to_no_step_is_forgotten() -> None:
+    waits = Waits(torch.device("cpu"))
+    waits.until_now(waits.mark() - 3.0)
+    waits.add(1.0)
+    waits.forget()
+    assert waits.take() == 0.0

@@ -14,9 +14,7 @@ LOGITS, ACTIVATIONS, WEIGHTS = MODELS
 QUICK = [
     Case(LOGITS, "ZeRO-3", "full"),
     Case(ACTIVATIONS, "tp + sp", "selective", "bf16"),
-    Case(WEIGHTS, "ZeRO-2"),
-    Case(ACTIVATIONS, "HSDP", "full", "bf16"),
-    Case(LOGITS, "ZeRO-3 × tp", "selective"),
+    Case(WEIGHTS, "ZeRO-3 × tp"),
 ]
 
 

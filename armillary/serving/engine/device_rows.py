@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from armillary.kernels.paged_attention import by_heads
 from armillary.serving.engine.step import Admitted, Step
 
 # R rows of the batch and the null row, T tokens of the longest, G groups of layers, P blocks of the longest sequence
@@ -31,7 +32,8 @@ class DeviceRows:
         self.floats_FR = torch.zeros(len(FLOATS), rows, device=device)
         self.floats_FR[2:4] = 1.0
         self.ints_IR = torch.zeros(len(INTS), rows, dtype=torch.int64, device=device)
-        self.blocks = torch.zeros(blocks, dtype=dtype, device=device)
+        zeros = by_heads if device.type == "cpu" else torch.zeros
+        self.blocks: Tensor = zeros(blocks, dtype=dtype, device=device)
         """[layer of a group, block, keys and values, head, token, dim]"""
 
     def take(self, step: Step) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from armillary.errors import BadInput
 from armillary.serving.engine.answers import Answers, Piece
+from armillary.serving.engine.collector import old_objects_at_rest
 from armillary.serving.engine.decision import Decision
 from armillary.serving.engine.gauges import request_gauges, step_gauges
 from armillary.serving.engine.intake import MakeConstraint
@@ -128,10 +129,11 @@ class Engine:
                 continue
             made |= {seq: Completion(request=request, index=seq.index) for seq in entered}
             found += (made[seq] for seq in entered)
-        while self.busy:
-            pieces = self.step()
-            for piece in pieces:
-                made[piece.sequence].add(piece)
-            if not pieces and not self.scheduler.under_way and not self.scheduler.roster.running:
-                time.sleep(_NAP_S)
+        with old_objects_at_rest():
+            while self.busy:
+                pieces = self.step()
+                for piece in pieces:
+                    made[piece.sequence].add(piece)
+                if not pieces and not self.scheduler.under_way and not self.scheduler.roster.running:
+                    time.sleep(_NAP_S)
         return found

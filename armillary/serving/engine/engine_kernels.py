@@ -13,7 +13,7 @@ from armillary.kernels.dtype import DTYPES
 from armillary.kernels.gated import ACTIVATE, ActivationCase, activate
 from armillary.kernels.grouped_linear import GROUPED_LINEAR, GroupedCase
 from armillary.kernels.logprobs import LOGPROBS, LogprobCase, logprobs
-from armillary.kernels.norm import ADD_NORM, NORM, NormCase, add_norm, norm
+from armillary.kernels.norm import ADD_NORM, NORM, NormCase, add_norm, norm, torch_add_norm, torch_norm
 from armillary.kernels.op import Case, Op
 from armillary.kernels.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, paged_attention
 from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase, qkv_cache, unpadded
@@ -38,8 +38,6 @@ class EngineKernels:
     logprobs: Run = logprobs
     small: Run | None = None
     """products of a few tokens with the norm before and the gate or residual after; none: plain products"""
-    token: Run | None = None
-    """from the projection to attention in one launch, for one token of each of a few rows; none: two operations"""
     grouped: Run | None = None
     """products of all experts of a layer, which wait for nothing; none: expert by expert"""
     capturable: bool = False
@@ -56,7 +54,9 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     """The first deterministic version of each operation that this device and model can use; nothing is timed, so that
     an engine starts quickly and two of them compute alike."""
     if device.type == "cpu":
-        return EngineKernels(qkv_cache=unpadded, attention=by_sdpa, sample=sample_rows)
+        norms = (norm, add_norm) if config.norm_plus_one else (torch_norm, torch_add_norm)  # theirs rounds 1 + w
+        return EngineKernels(norm=norms[0], add_norm=norms[1], qkv_cache=unpadded, attention=by_sdpa,
+                             sample=sample_rows)  # fmt: skip
     name = next(key for key, known in DTYPES.items() if known == dtype)
     on: dict[str, Any] = {"dtype": name, "device": device.type}
     batch = min(batch, _CHECKED)

@@ -28,8 +28,6 @@ from armillary.serving.engine.step import Shape
 # T tokens, B sequences, H hidden, V vocabulary, G groups of layers, R rotated dims / 2
 
 Together = Callable[[Tensor], Tensor]
-_AHEAD_ROWS, _AHEAD_BYTES = 8, 24 << 20
-"""rows up to which attention leaves the memory idle, and about half of an L2"""
 
 
 def alone(x: Tensor) -> Tensor:
@@ -78,13 +76,19 @@ class Forward:
         self.reduce: Together = alone
         """adds up what each rank has of a product's result"""
         self.head: Product = model.head
-        self.ahead_bytes = _AHEAD_BYTES
-        """of weights fetched into L2 beside the attention of a few rows; 0: none"""
-        self._beside = self._made_beside()
-        self._arrived = torch.zeros(_AHEAD_ROWS * rows.blocks.shape[3], dtype=torch.int32, device=rows.device)
 
-    def hidden(self, inputs: Inputs) -> Tensor:
-        """[T, H], before the last norm."""
+    def last(self, inputs: Inputs) -> Tensor:
+        """[B, H]: the last token of each sequence, before the last norm. Where most tokens are others, the last layer
+        leaves them out behind its attention."""
+        shape = inputs.shape
+        if shape.decodes:
+            return self.hidden(inputs)
+        if shape.rows < shape.tokens:
+            return self.hidden(inputs, inputs.long("lasts_B"))
+        return gathered(inputs, self.hidden(inputs))
+
+    def hidden(self, inputs: Inputs, wanted: Tensor | None = None) -> Tensor:
+        """[T, H], before the last norm; of the `wanted` tokens alone where they are given."""
         rows, shape = self.rows, inputs.shape
         tokens_T = rows.tokens_RT[inputs.long("rows_T"), inputs.long("positions_T")]
         x = self.model.embed(tokens_T, inputs.long("positions_T"))
@@ -94,16 +98,14 @@ class Forward:
         slots_GT = inputs.long("slots_GT").view(shape.groups, -1)
         turns = self._turns(inputs.long("angles_T"))
         small = self.kernels.small is not None and len(x) <= MOST_TOKENS
-        beside = self._stream_beside(shape) if small else None
         added: Tensor | None = None
         for layer in self.layers:
-            context = (batches[layer.group], slots_GT[layer.group], turns[layer.sliding])
+            kept = wanted if layer is self.layers[-1] else None
+            context = (batches[layer.group], slots_GT[layer.group], turns[layer.sliding], kept)
             if small:
-                x = self._small(layer, x, *context, beside)
+                x = self._small(layer, x, *context)
             else:
                 x, added = self._layer(layer, x, added, *context)
-        if beside is not None:
-            torch.cuda.current_stream(x.device).wait_stream(beside)
         return x if added is None else x + added
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
@@ -121,13 +123,15 @@ class Forward:
 
     def _layer(
         self, layer: Layer, x: Tensor, added: Tensor | None, batch: PagedBatch, slots_T: Tensor,
-        turn: tuple[Tensor | None, Tensor | None],
+        turn: tuple[Tensor | None, Tensor | None], kept: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """(residual stream, what is still to be added to it)."""
+        """(residual stream, what is still to be added to it); behind attention of the `kept` tokens alone."""
         norms = layer.norms
         normed, x = self._summed(norms["attention_norm"], x, added)
-        mixed = self._after(norms["attention_post_norm"], self._attend(layer, layer.qkv(normed), batch, slots_T, turn))
-        mixed = _scaled(mixed, layer.scale)
+        mixed = self._mixed(layer, layer.qkv(normed), batch, slots_T, turn)
+        if kept is not None:
+            mixed, normed, x = (each.index_select(0, kept) for each in (mixed, normed, x))
+        mixed = _scaled(self._after(norms["attention_post_norm"], self.reduce(layer.out(mixed))), layer.scale)
         if layer.parallel:
             own = norms["mlp_norm"]
             inner = normed if own is None else self._norm(own, x)
@@ -135,30 +139,14 @@ class Forward:
         normed, x = self._summed(norms["mlp_norm"], x, mixed)
         return x, _scaled(self._after(norms["mlp_post_norm"], self._mlp(layer, normed)), layer.scale)
 
-    def _attend(
-        self, layer: Layer, qkv: Tensor, batch: PagedBatch, slots_T: Tensor,
-        turn: tuple[Tensor | None, Tensor | None],
-    ) -> Tensor:  # fmt: skip
-        return self.reduce(layer.out(self._mixed(layer, qkv, batch, slots_T, turn)))
-
     def _mixed(
         self, layer: Layer, qkv: Tensor, batch: PagedBatch, slots_T: Tensor,
         turn: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:  # fmt: skip
         blocks = self.rows.blocks[layer.slot]
         cos, sin = turn if layer.rotates else (None, None)
-        if self._goes_at_once(layer, blocks, batch, cos):
-            return self.kernels.token(qkv, blocks, slots_T, cos, sin, layer.heads, batch, layer.options, self._arrived)  # type: ignore[misc, no-any-return]
         q_TND, _ = self.kernels.qkv_cache(qkv, blocks, slots_T, cos, sin, layer.heads)
         return self.kernels.attention(q_TND, blocks, batch, layer.options).flatten(1)  # type: ignore[no-any-return]
-
-    def _goes_at_once(self, layer: Layer, blocks: Tensor, batch: PagedBatch, cos: Tensor | None) -> bool:
-        """A few rows of a token each, in a layer without what the one kernel does not know."""
-        if self.kernels.token is None or cos is None or batch.max_query > 1 or len(batch.lengths_B) > _AHEAD_ROWS:
-            return False
-        from armillary.kernels.token_attention import fits
-
-        return fits(blocks, layer.options, layer.heads, 2 * cos.shape[1])
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         if layer.mixture is not None:
@@ -166,42 +154,18 @@ class Forward:
         assert layer.up is not None and layer.down is not None
         return self.reduce(layer.down(self.kernels.activate(layer.up(x), layer.activation, layer.gated)))
 
-    def _made_beside(self) -> torch.cuda.Stream | None:
-        """A second stream, and the kernel that will run on it, loaded: neither can be had while a graph is captured."""
-        if self.rows.device.type != "cuda" or self.kernels.small is None:
-            return None
-        from armillary.kernels.fetch_ahead import fetch_ahead
-
-        fetch_ahead(_weight(self.layers[0].out), 1 << 10)
-        return torch.cuda.Stream(self.rows.device)
-
-    def _stream_beside(self, shape: Shape) -> torch.cuda.Stream | None:
-        """A branch of the graph that is being captured, for a few rows; launched one by one it would cost more than it
-        brings."""
-        few = shape.decodes and shape.rows <= _AHEAD_ROWS and self.ahead_bytes > 0
-        return self._beside if few and self._beside and torch.cuda.is_current_stream_capturing() else None
-
-    def _fetch(self, beside: torch.cuda.Stream, weights: tuple[Tensor, ...]) -> None:
-        """What the next products read, into L2."""
-        from armillary.kernels.fetch_ahead import fetch_ahead
-
-        beside.wait_stream(torch.cuda.current_stream(beside.device))
-        left = self.ahead_bytes
-        with torch.cuda.stream(beside):
-            for weight in weights:
-                left -= fetch_ahead(weight, left)
-
     def _small(
         self, layer: Layer, x: Tensor, batch: PagedBatch, slots_T: Tensor, turn: tuple[Tensor | None, Tensor | None],
-        beside: torch.cuda.Stream | None,
+        kept: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """A few tokens: norms, gate and residual are part of the products."""
         small, first, second = self.kernels.small, layer.norms["attention_norm"], layer.norms["mlp_norm"]
         assert small is not None and first is not None and second is not None
         qkv = small(x, _weight(layer.qkv), first.weight, None, first.eps)
-        if beside is not None:
-            self._fetch(beside, (_weight(layer.out), _weight(layer.up)))
-        x = small(self._mixed(layer, qkv, batch, slots_T, turn), _weight(layer.out), None, x)
+        mixed = self._mixed(layer, qkv, batch, slots_T, turn)
+        if kept is not None:
+            mixed, x = mixed.index_select(0, kept), x.index_select(0, kept)
+        x = small(mixed, _weight(layer.out), None, x)
         inner = small(x, _weight(layer.up), second.weight, None, second.eps, True)
         return small(inner, _weight(layer.down), None, x)  # type: ignore[no-any-return]
 

@@ -115,7 +115,7 @@ def row_sizes(most: int) -> list[int]:
 
 def token_sizes(most: int) -> list[int]:
     """Token counts that mixed steps are padded to: products cost what padding they have, so that it is kept small."""
-    sizes, size = list(range(64, 512, 64)), 512
+    sizes, size = [64, 96, *range(128, 320, 32), *range(320, 512, 64)], 512
     while size < most:
         sizes += [size * quarters // 4 for quarters in (4, 5, 6, 7)]
         size *= 2

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Items
 from itertools import count
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,30 @@ class LLM:
         """Answers to texts or token ids, in their order, n each; what is wrong with a prompt is said in its answer."""
         if self._worker is not None:
             raise BadInput("this engine is streaming; await `stream`, or `close` it first")
+        if isinstance(prompts, str | bytes):
+            raise BadInput("prompts is a single text; give a list of prompts")
         given = [params or SamplingParams()] * len(prompts) if not isinstance(params, Items) else list(params)
         if len(given) != len(prompts):
             raise BadInput(f"{len(prompts)} prompts have {len(given)} parameters; give one for all, or one each")
-        requests = [self._request(prompt, wish) for prompt, wish in zip(prompts, given, strict=True)]
+        requests, unreadable = self._requests(prompts, given)
         made = {request.id: maker for request in requests if (maker := self._constraint(request.params))}
-        return self.engine.generate(requests, made)
+        found = self.engine.generate([request for request in requests if request.id not in unreadable], made)
+        found += [Completion(request=request, finish="error", error=unreadable[request.id]) for request in requests
+                  if request.id in unreadable]  # fmt: skip
+        return sorted(found, key=lambda made: int(made.request.id))  # answers to one prompt keep their order
+
+    def _requests(
+        self, prompts: Items[Prompt], given: Items[SamplingParams]
+    ) -> tuple[list[Request], dict[str, str]]:
+        """A request for each prompt, and by id what is wrong with those that have no tokens."""
+        requests, unreadable = [], {}
+        for prompt, wish in zip(prompts, given, strict=True):
+            try:
+                requests.append(self._request(prompt, wish))
+            except BadInput as error:
+                requests.append(Request(id=str(next(self._numbers)), prompt=[], params=wish))
+                unreadable[requests[-1].id] = str(error)
+        return requests, unreadable
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Piece]:
         """Pieces of the answers as they come; many may be asked for at once. Leaving the loop early gives them up."""
@@ -107,8 +126,19 @@ class LLM:
         self.close()
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return Request(id=str(next(self._numbers)), prompt=tokens, params=params)
+        return Request(id=str(next(self._numbers)), prompt=self._tokens(prompt), params=params)
+
+    def _tokens(self, prompt: Any) -> Items[int]:
+        """Text is encoded; arrays and their numbers become plain ones."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()
+        if isinstance(prompt, bytes) or not isinstance(prompt, Items):
+            raise BadInput(f"a prompt is of type {type(prompt).__name__}; give text or a list of token ids")
+        if set(map(type, prompt)) <= {int}:
+            return prompt
+        return [int(x) if isinstance(x, Integral) and not isinstance(x, bool) else x for x in prompt]
 
     def _constraint(self, params: SamplingParams) -> MakeConstraint | None:
         return None if params.structure is None else self.structures.maker(params.structure)

@@ -29,7 +29,7 @@ class PackedDense:
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ops._linear_pointwise(x, self._weight, self._bias, "none", [], "")  # type: ignore[no-any-return]
+        return self._ops._linear_pointwise(x, self._weight, self._bias, "none", [], "")
 
 
 def packs(weight: Tensor) -> bool:
@@ -48,7 +48,7 @@ def exchange(forward: Forward, make: Make, *, let_go: bool) -> None:
         if layer.up is not None and layer.down is not None:
             layer.up, layer.down = _made(layer.up, make), _made(layer.down, make)
         if let_go:
-            _let_go(block.attention.qkv, block.attention.out)  # type: ignore[union-attr, arg-type]
+            _let_go(block.attention.qkv, block.attention.out)
             if isinstance(block.mlp, MLP):
                 _let_go(block.mlp.up, block.mlp.down)
 

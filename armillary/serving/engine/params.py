@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Any
 
 from armillary.errors import BadInput
 from armillary.serving.engine.constraint import Structure
@@ -55,6 +56,7 @@ class SamplingParams:
     """what the answer must match"""
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         self._whole(1, MOST_SEQUENCES, "n")
         self._whole(1, None, "max_tokens")
         self._whole(0, None, "min_tokens", "top_k")
@@ -66,6 +68,21 @@ class SamplingParams:
         self._between(0, 100, "repetition_penalty")
         self._check_together()
 
+    def _check_kinds(self) -> None:
+        """One stop text may come as it is, several as any list."""
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self._listed("stop"))
+        object.__setattr__(self, "stop_ids", self._listed("stop_ids"))
+        if not isinstance(self.logit_bias, Mapping):
+            raise BadInput(f"logit_bias={self.logit_bias!r} must map tokens to numbers; correct the request")
+        if not isinstance(self.structure, Structure | None):
+            raise BadInput(f"structure={self.structure!r} must be a Structure; correct the request")
+
+    def _listed(self, name: str) -> tuple[Any, ...]:
+        value = getattr(self, name)
+        if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+            raise BadInput(f"{name}={value!r} must be a list; correct the request")
+        return tuple(value)
+
     def _check_together(self) -> None:
         if not self.top_p > 0:
             raise BadInput("top_p=0 leaves no token; give a value above 0, or temperature=0 for the likeliest")
@@ -73,7 +90,9 @@ class SamplingParams:
             raise BadInput("repetition_penalty=0 divides by nothing; give 1 for none")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadInput(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower min_tokens")
-        if not all(isinstance(text, str) and text for text in self.stop):
+        if not all(isinstance(text, str) for text in self.stop):
+            raise BadInput(f"stop={self.stop!r} must be texts; give tokens as stop_ids")
+        if not all(self.stop):
             raise BadInput("a stop text is empty and would end every answer; leave it out")
         if not all(isinstance(bias, int | float) and isfinite(bias) for bias in self.logit_bias.values()):
             raise BadInput("logit_bias has a value that is no finite number; use -100 to rule a token out")
@@ -98,7 +117,7 @@ class SamplingParams:
         """Refuse tokens the model does not have."""
         for name in ("stop_ids", "logit_bias"):
             for token in getattr(self, name):
-                if not isinstance(token, int) or not 0 <= token < vocab:
+                if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
                     raise BadInput(f"{name} has token {token!r} outside the vocabulary of {vocab:,}; leave it out")
         if self.logit_bias and len(self.logit_bias) == vocab and max(self.logit_bias.values()) <= -100:
             raise BadInput("logit_bias rules every token out; leave at least one")

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from armillary.errors import BadInput
 from armillary.serving.engine.answers import Piece
+from armillary.serving.engine.collector import old_objects_at_rest
 from armillary.serving.engine.engine import Engine
 from armillary.serving.engine.intake import MakeConstraint
 from armillary.serving.engine.request import Request
@@ -88,11 +89,12 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while not self._leaves():
-                self._last_turn = self._clock()
-                self._read(self._wait_s())
-                if self.engine.busy:
-                    self._send(self.engine.step())
+            with old_objects_at_rest():
+                while not self._leaves():
+                    self._last_turn = self._clock()
+                    self._read(self._wait_s())
+                    if self.engine.busy:
+                        self._send(self.engine.step())
         except BaseException as failure:
             self.failure = failure
             with self._door:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,45 @@ def test_many_streams_at_once_by_the_object_itself(folder: Path) -> None:
         with pytest.raises(BadInput, match="close"):
             llm.generate(TEXTS, GREEDY)
     assert [made.text for made in llm.generate(TEXTS, GREEDY)] == whole
+
+
+BAD = {"": "", "\ud800": "surrogates", (): "is empty", (2, -1): "token -1 outside", (2, 10**9): "outside the",
+       (1.5,): "has 1.5 among", (True,): "has True among", ("a",): "whole numbers", b"ab": "of type bytes",
+       None: "of type NoneType", 7: "of type int", tuple([2] * 500): "shorten it to 63"}  # fmt: skip
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_is_wrong_with_a_prompt_is_said_to_it_alone(folder: Path, streamed: bool) -> None:
+    serve = Serve(block_tokens=4, kv_bytes=100_000, max_running=4, check_every=1)
+    prompts = [mixed for bad in BAD for mixed in (bad, TEXTS[0], (2, 3, 4), torch.tensor([2, 3, 4]))]
+    with LLM(folder, serve, device="cpu") as llm:
+        right = [made.tokens for made in llm.generate([TEXTS[0], (2, 3, 4)], GREEDY)]
+
+        async def one(prompt: Any) -> tuple[list[int], str]:
+            try:
+                return [token async for piece in llm.stream(prompt, GREEDY) for token in piece.tokens], ""
+            except BadInput as error:
+                return [], str(error)
+
+        async def all_of_them() -> list[tuple[list[int], str]]:
+            return await asyncio.gather(*map(one, prompts))
+
+        if streamed:
+            found = asyncio.run(asyncio.wait_for(all_of_them(), 60))
+        else:
+            found = [(made.tokens, made.error) for made in llm.generate(prompts, GREEDY)]
+    for at, words in enumerate(BAD.values()):
+        (tokens, error), good, ids, array = found[4 * at : 4 * at + 4]
+        assert words in error and (bool(error) or tokens) and "\n" not in error
+        assert good == (right[0], "") and ids == array == (right[1], "")
+
+
+def test_a_cache_too_small_for_one_is_said_to_that_one(folder: Path) -> None:
+    llm = LLM(folder, Serve(block_tokens=4, kv_bytes=5000, max_running=4), device="cpu")
+    long, short = llm.generate([[2] * 16, [2, 3]], SamplingParams(max_tokens=4, temperature=0.0))
+    assert "ask for at most 12 together or raise serve.kv_bytes" in long.error and len(short.tokens) == 4
+    with pytest.raises(BadInput, match="a single text; give a list"):
+        llm.generate("def main")
 
 
 def test_fewer_bits_change_little_and_never_with_the_batch(folder: Path) -> None:

@@ -31,6 +31,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"seed": -1}, "seed=-1"),
     ({"seed": 2**62}, "seed="),
     ({"stop": ("",)}, "a stop text is empty"),
+    ({"stop": (5,)}, "stop=(5,) must be texts; give tokens as stop_ids"),
+    ({"stop": 5}, "stop=5 must be a list"),
+    ({"stop_ids": 5}, "stop_ids=5 must be a list"),
+    ({"stop_ids": "ab"}, "stop_ids='ab' must be a list"),
+    ({"logit_bias": [1]}, "logit_bias=[1] must map tokens to numbers"),
+    ({"structure": "json"}, "structure='json' must be a Structure"),
     ({"logprobs": 101}, "logprobs=101 must be a whole number of at least 0 and at most 100"),
     ({"logit_bias": {3: float("nan")}}, "logit_bias has a value that is no finite number"),
 ]
@@ -50,6 +56,10 @@ def test_possible_ones() -> None:
     params.check_vocab(5)
     with pytest.raises(BadInput, match="stop_ids has token 4 outside the vocabulary of 4"):
         params.check_vocab(4)
+
+
+def test_one_stop_text_needs_no_list() -> None:
+    assert SamplingParams(stop="ab").stop == ("ab",) and SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
 
 
 def test_a_bias_that_rules_everything_out() -> None:

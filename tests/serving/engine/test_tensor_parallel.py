@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from armillary.errors import BadInput, BadLayout
-from armillary.model.transformer import build
+from armillary.model.transformer import Transformer, build
+from armillary.model.weights import load_model
 from armillary.parallel.collectives import Group
 from armillary.parallel.world import join_world
 from armillary.serving.engine.answers import Answers
@@ -24,10 +25,12 @@ from armillary.serving.engine.scheduler import Scheduler
 from armillary.serving.engine.settings import settings_for
 from armillary.serving.engine.tensor_parallel import Leader, cut, follow, local_kv_heads, refuse_uncuttable
 from armillary.spec.job import Serve
+from tests.model.families import FAMILIES
 from tests.model.test_attend import small
 from tests.ranks import Ranks
 from tests.serving.engine.fake import ask
 from tests.serving.engine.test_answers import Letters
+from tests.serving.engine.test_families import TOKENS, models, their_answer
 from tests.serving.engine.test_llm import GREEDY, TEXTS, folder  # noqa: F401
 from tests.serving.engine.test_plain_executor import MODELS
 
@@ -46,8 +49,11 @@ def requests() -> list[Any]:
 
 
 def answers(name: str, size: int, rank: int) -> list[list[int]]:
-    config = CASES[name]
-    weights = build(config, dtype=torch.float32, device="cpu", seed=3)
+    return served(build(CASES[name], dtype=torch.float32, device="cpu", seed=3), requests(), size, rank)
+
+
+def served(weights: Transformer, wanted: list[Any], size: int, rank: int) -> list[list[int]]:
+    config = weights.config
     table = Serve(block_tokens=4, max_tokens_per_step=8, max_running=4)
     plan = plan_kv(config, table, 1_000_000, dtype="fp32")
     plan = replace(plan, budget_bytes=plan.block_bytes * (30 * len(plan.groups) + 1))
@@ -55,20 +61,20 @@ def answers(name: str, size: int, rank: int) -> list[list[int]]:
     executor = FastExecutor(weights, scheduler.cache, max_running=4, max_model_len=config.context,
                             kv_heads=local_kv_heads(config, size))  # fmt: skip
     if size == 1:
-        return run(scheduler, executor)
+        return run(scheduler, executor, wanted)
     group = Group(name=dist.group.WORLD.group_name, size=size, rank=rank)  # type: ignore[union-attr]
     cut(executor, config, group)
     if rank:
         return [[follow(executor)]]
     leader = Leader(executor)
-    found = run(scheduler, leader)
+    found = run(scheduler, leader, wanted)
     leader.stop()
     return found
 
 
-def run(scheduler: Scheduler, executor: Any) -> list[list[int]]:
+def run(scheduler: Scheduler, executor: Any, wanted: list[Any]) -> list[list[int]]:
     engine = Engine(Loop(scheduler, executor), Answers(scheduler, Letters))
-    return [made.tokens for made in engine.generate(requests())]
+    return [made.tokens for made in engine.generate(wanted)]
 
 
 def all_answers(size: int) -> dict[str, list[list[int]]]:
@@ -81,6 +87,31 @@ def test_two_ranks_give_the_tokens_of_one(ranks: Ranks) -> None:
     for name in CASES:
         assert first[name] == answers(name, 1, 0), name
         assert second[name][0][0] > 5
+
+
+PROMPTS = (tuple(3 + i % 5 for i in range(11)), tuple(3 + i % 5 for i in range(19)), (7,))
+
+
+def family_answers(folders: dict[str, str]) -> dict[str, list[list[int]]]:
+    wanted = [ask(f"r{i}", prompt, TOKENS, temperature=0.0) for i, prompt in enumerate(PROMPTS)]
+    return {name: served(load_model(Path(where)), wanted, 2, dist.get_rank()) for name, where in folders.items()}
+
+
+def test_two_ranks_give_the_tokens_of_transformers_for_every_family(ranks: Ranks, tmp_path: Path) -> None:
+    seeds = {family: next(seed for seed in range(20) if can_be_cut(family, seed)) for family in FAMILIES}
+    for family, seed in seeds.items():
+        models(family, seed)[0].save_pretrained(tmp_path / family)
+    first, _ = ranks.run(2, family_answers, {family: str(tmp_path / family) for family in FAMILIES})
+    for family, seed in seeds.items():
+        assert first[family] == [their_answer(family, seed, prompt) for prompt in PROMPTS], family
+
+
+def can_be_cut(family: str, seed: int) -> bool:
+    try:
+        refuse_uncuttable(models(family, seed)[1].config, 2)
+    except BadLayout:
+        return False
+    return True
 
 
 def together(where: str) -> list[list[int]]:
