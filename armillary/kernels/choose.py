@@ -159,9 +159,16 @@ def _tried(
     except Exception as error:
         # A compiler or a library may fail in its own way on a new chip or shape; the reference is there for that, and
         # may itself be too large for the memory.
-        if version.run is op.reference and not isinstance(error, torch.OutOfMemoryError):
+        if version.run is op.reference and not is_out_of_memory(error):
             raise
         return Trial(version=version.name, refused=_failure(error))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch has two ways to say it."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+    )
 
 
 def _rest_s(op: Op, case: Case) -> float:

@@ -60,6 +60,31 @@ def add_norm(
     return norm(summed, weight, bias, eps, kind, plus_one), summed
 
 
+# --- for processors
+
+
+def row_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms", plus_one: bool = False
+) -> Tensor:
+    """In fewer calls where there is one row: its scale is a plain number."""
+    if kind != "rms" or bias is not None or x.numel() != x.shape[-1]:
+        return norm(x, weight, bias, eps, kind, plus_one)
+    wide = widen(x).view(-1)
+    y = wide * (float(wide.dot(wide)) / wide.numel() + eps) ** -0.5
+    if weight is not None:
+        y *= widen(weight) + 1.0 if plus_one else weight
+    return y.to(x.dtype).view_as(x)
+
+
+def row_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms",
+    plus_one: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`add_norm` by `row_norm`."""
+    summed = x + residual
+    return row_norm(summed, weight, bias, eps, kind, plus_one), summed
+
+
 # --- the vendor's
 
 

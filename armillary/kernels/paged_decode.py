@@ -64,15 +64,19 @@ def _start(starts, lengths, num_rows, worker, num_workers, N: tl.constexpr, WIND
     first = _first_tile(count, length, N, WINDOW)
     tiles = tl.where(row < num_rows, _row_tiles(first, length, N), 0)
     total, most = tl.sum(tiles, 0) * HEADS, tl.max(tiles, 0)
-    upto = tl.cumsum(tiles, 0) * HEADS
     per = tl.maximum((total + num_workers - 1) // num_workers, 1)
-    # rows that are all alike are not cut where that leaves few workers idle: adding up costs some 10 µs
-    whole = (per + most - 1) // most * most
-    alike = (total == most * num_rows * HEADS) & (per < 512)
-    per = tl.where(alike & (whole - per <= per // 28), whole, per)
-    begin = worker * per
-    b = tl.sum((upto <= begin).to(tl.int32), 0)
-    inside = begin - tl.max(tl.where(upto <= begin, upto, 0), 0)
+    begin, b, inside = worker * per, 0, 0
+    if total == most * num_rows * HEADS:  # all alike: they need no search
+        # nor are they cut where that leaves few workers idle: adding up costs some 10 µs
+        whole = (per + most - 1) // most * most
+        per = tl.where((per < 512) & (whole - per <= per // 28), whole, per)
+        begin = worker * per
+        b = begin // (most * HEADS)
+        inside = begin % (most * HEADS)
+    else:
+        upto = tl.cumsum(tiles, 0) * HEADS
+        b = tl.sum((upto <= begin).to(tl.int32), 0)
+        inside = begin - tl.max(tl.where(upto <= begin, upto, 0), 0)
     return per, begin, tl.minimum(begin + per, total), b, inside
 
 
@@ -176,10 +180,13 @@ def decode(
                     tl.store(shared + worker * 5 + 3, count)
                     tl.store(shared + worker * 5 + 4, head)
             top, totals, sums = _nothing(M, N, D_PAD)
+        if EARLY:  # not sooner: what is set up beside this kernel takes room and loads from it
+            if at_tile + 2 == stop:
+                gdc_launch_dependents()
         b, head, tile, page = next_b, next_head, next_tile, next_page
         begin, count, length = next_begin, next_count, next_length
 
-    if EARLY:  # not sooner: what is set up beside this kernel takes room and loads from it
+    if EARLY:
         gdc_launch_dependents()
     for token in range(tl.load(starts + num_rows) + worker, num_tokens, num_workers):  # padding gets zeros
         for part in range(HEADS * GROUP):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.agree import as_tuple, with_grad
+from armillary.kernels.capture import capturing, waits_for_device
 from armillary.kernels.op import Case, Op
 from armillary.kernels.timing import Call, time_calls
 
@@ -74,11 +75,14 @@ def time_version(
     if once is not None and once.seconds > max(hopeless_s, _WORTH_WHILE_S):
         return once
     if device.type == "cuda":
+        why = waits_for_device(lambda: run_once(run, op, leaves[0]))
         try:
-            return _captured(run, op, leaves, device, {"budget_s": budget_s, "rest_s": rest_s})
+            if not why:
+                return _captured(run, op, leaves, device, {"budget_s": budget_s, "rest_s": rest_s})
         except RuntimeError as error:
-            what = f"{op.name}, {name}" if name else op.name
-            LOG.warning("%s: not captured in a CUDA graph, timed call by call: %s", what, _first_line(error))
+            why = _first_line(error)
+        what = f"{op.name}, {name}" if name else op.name
+        LOG.warning("%s: not captured in a CUDA graph, timed call by call: %s", what, why)
         torch.cuda.synchronize(device)
     return _called(run, op, leaves, device, {"budget_s": budget_s, "rest_s": rest_s})
 
@@ -126,7 +130,7 @@ def _captured(run: Callable[..., Any], op: Op, leaves: list[tuple[Any, ...]], de
     if op.grads:
         grads = [_grad_outputs(outputs) for outputs in kept]
         backward, kept_grads = torch.cuda.CUDAGraph(), []
-        with torch.cuda.graph(backward, pool=forward.pool()):
+        with capturing(backward, forward.pool()):
             kept_grads = [_backward(*three, op) for three in zip(many, kept, grads, strict=True)]
         times.append(time_calls([lambda: backward.replay()], device, **how, graph=False).seconds)
         del kept_grads
@@ -137,7 +141,7 @@ def _captured(run: Callable[..., Any], op: Op, leaves: list[tuple[Any, ...]], de
 def _forward_graph(run: Callable[..., Any], op: Op, leaves: list[tuple[Any, ...]]) -> tuple[Any, list[Any]]:
     """The forwards of these inputs in one graph, and what they give."""
     graph, kept = torch.cuda.CUDAGraph(), []
-    with torch.set_grad_enabled(bool(op.grads)), torch.cuda.graph(graph):
+    with torch.set_grad_enabled(bool(op.grads)), capturing(graph, torch.cuda.graph_pool_handle()):
         kept = [as_tuple(run(*inputs)) for inputs in leaves]
     return graph, kept
 

@@ -87,6 +87,8 @@ class Attention(nn.Module):
     def _normed(self, x_BTND: Tensor, norm: Norm | None) -> Tensor:
         if norm is None:
             return x_BTND
+        if torch.is_grad_enabled():  # a view would keep the whole projection for the backward pass
+            x_BTND = x_BTND.contiguous()
         return norm(x_BTND.flatten(2)).view_as(x_BTND) if self.norm_whole else norm(x_BTND)
 
     def how(self) -> How:

@@ -2,7 +2,8 @@
 round, so no rank ever holds those of the whole row.
 
 A row is cut into 2·cp pieces, and rank r holds pieces r and 2·cp - 1 - r (zig-zag), so that every rank sees equally
-many earlier keys at every turn. Forward and backward are one operator each: a compiler and selective recompute see no parts.
+many earlier keys at every turn. Forward and backward are one operator each: compilers and selective recompute see no
+parts.
 """
 
 from __future__ import annotations

@@ -53,6 +53,8 @@ def _fused_or_eager(case: TrainCase, layouts: Layouts) -> Kept:
         total = attention + mlp + norms
         whole = whole + share * total
         selective = selective + share * (total - attention_less - (mlp_less if case.flash else 0.0))
+        if case.software.fused_layers and case.software.fully_shard and not case.software.whole_blocks:
+            selective = selective + share * 2.0 * model.hidden / layouts.stream_tp  # by operator, the last product too
         working = working + share * mlp / 2
     factor, wide = _factor(case, layouts), np.where(WIDE[layouts.precision], 2.0, 1.0)
     entry = 2.0 * model.hidden / layouts.stream_tp * wide
@@ -88,15 +90,17 @@ def _norms(case: TrainCase, layouts: Layouts) -> Array:
 
 
 def _attention(case: TrainCase, layouts: Layouts) -> tuple[Array, Array]:
-    """(all of it, what selective recomputation leaves out): input, queries, keys, values, output, row sums, scores."""
+    """(all of it, what selective recomputation leaves out): input, queries, keys, values, output, row sums, scores, and
+    queries and keys before they are normed."""
     model = case.model
     inputs = 2.0 * model.hidden / layouts.stream_tp
     heads = 2.0 * _width(model) / layouts.tp + 4.0 * model.heads / layouts.tp
     latent = (model.mla.q_rank or 0) + model.mla.kv_rank if model.mla else 0
     scores = 0.0 if case.flash else SCORES_BYTES * model.heads * case.sequence / layouts.tp
     latents = 2.0 * latent / layouts.stream_tp
-    less = inputs if case.flash else scores
-    return inputs + heads + latents + scores, less * np.ones(len(layouts))
+    normed = 2.0 * (model.heads + model.kv_heads) * model.head_dim / layouts.tp if model.qk_norm != "none" else 0.0
+    less = inputs + normed if case.flash else scores
+    return inputs + heads + latents + scores + normed, less * np.ones(len(layouts))
 
 
 def _width(model: ModelConfig) -> int:

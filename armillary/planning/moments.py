@@ -96,9 +96,10 @@ class Stage:
         if not self.case.software.plain_layers:
             return (none,) * 5
         each = np.where(casts_by_operator(self.case, self.layouts), self.states.weight, 0.0)
-        one, again = each * mine.layer, (self.layouts.recompute != NONE) / self.layouts.recompute_every
-        kept = np.maximum(each * mine.layer * mine.layers * (1 - again), one)
-        return each * (mine.layer * mine.layers + self._table), kept, np.maximum(kept - one, 0.0), none, one
+        layer, again = mine.layer + mine.experts, (self.layouts.recompute != NONE) / self.layouts.recompute_every
+        one = each * layer
+        kept = np.maximum(one * mine.layers * (1 - again), one)
+        return one * mine.layers + each * self._table, kept, np.maximum(kept - one, 0.0), none, one
 
     # --- activations and logits
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from armillary.kernels.choose import Trial, choose, time_rivals
+from armillary.kernels.choose import Trial, choose, is_out_of_memory, time_rivals
 from armillary.kernels.op import Case, Op, Work
 from armillary.kernels.ops import OPS, find_op
 from armillary.kernels.trial import run_once
@@ -105,16 +105,18 @@ def measure_some(settings: Settings, wanted: set[Any]) -> dict[str, float]:
 
 def _timed_row(op: Op, name: str, case: Case, ceilings: dict[str, float], home: Home | None, budget_s: float) -> Any:
     begin = time.monotonic()
-    _forget(torch.device(case.device))
     row = KernelRow(
         op=op.name, name=name, shape=case.label, ceiling=op.work(case).ceiling, chosen="", measured=(),
         bar=bar_of(op.name, case),
     )  # fmt: skip
     try:
         row = _row(row, op, case, ceilings, home, budget_s)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         row = replace(row, failed=f"out of memory: {str(error).splitlines()[0][:120]}")
-    return replace(row, seconds=time.monotonic() - begin)
+    _forget(torch.device(case.device))
+    return replace(row, seconds=time.monotonic() - begin, held_bytes=_held(torch.device(case.device)))
 
 
 def _row(
@@ -179,5 +181,12 @@ def _rate(amount: float, seconds: float | None) -> float | None:
 
 
 def _forget(device: torch.device) -> None:
+    """Nothing of a case stays: outputs with gradients hold each other in circles."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def _held(device: torch.device) -> float:
+    """Memory that this process still has on a GPU."""
+    return float(torch.cuda.memory_reserved(device)) if device.type == "cuda" else 0.0

@@ -67,6 +67,8 @@ class KernelRow:
     """what is to be reached here, where something is"""
     seconds: float = 0.0
     """that the case took"""
+    held_bytes: float = 0.0
+    """GPU memory that the bench still has after the case"""
 
     def of(self, version: str) -> Measured | None:
         return next((one for one in self.measured if one.version == version), None)
@@ -92,13 +94,20 @@ class KernelRow:
         ]  # fmt: skip
         if bar.extra_bytes is not None and one.extra_bytes is not None and one.extra_bytes > bar.extra_bytes:
             found.append(f"{one.extra_bytes / 1e9:.2f} GB extra > {bar.extra_bytes / 1e9:.1f}")
-        return found + [f"behind {rival.version}" for rival in self._quicker(one.seconds)]
+        named = [rival for rival in self.measured if rival.version.startswith(bar.never_behind)]
+        return found + [text for rival in named for text in _behind(one, rival)]
 
-    def _quicker(self, seconds: float) -> list[Measured]:
-        """Versions the bar names that take less time."""
-        assert self.bar is not None
-        named = [one for one in self.measured if one.version.startswith(self.bar.never_behind)]
-        return [one for one in named if one.seconds is not None and one.seconds * _SAME < seconds]
+
+def _behind(one: Measured, rival: Measured) -> list[str]:
+    """In what a version takes longer than a rival: in all, else in one direction."""
+    if _longer(one.seconds, rival.seconds):
+        return [f"behind {rival.version}"]
+    ways = (("forward", one.forward_s, rival.forward_s), ("backward", one.backward_s, rival.backward_s))
+    return [f"{way} behind {rival.version}" for way, mine, other in ways if _longer(mine, other)]
+
+
+def _longer(mine: float | None, other: float | None) -> bool:
+    return mine is not None and other is not None and other * _SAME < mine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,7 +150,17 @@ def _refuse_path(text: str, path: Path) -> None:
         raise BadModel(f"{text} has no config.json; give a Hugging Face model folder or a config.json")
     if text.startswith(("/", "./", "../", "~")) or text.endswith(("/", ".json")) or text.count("/") > 1:
         kind = "file" if text.endswith(".json") else "folder"
-        raise NotFound(f"no {kind} {text}; give a Hugging Face folder, a config.json, a hub id or a catalogue name")
+        raise NotFound(f"no {kind} {text}; {_next_step(text)}")
+
+
+def _next_step(text: str) -> str:
+    """A folder that a run would have made: the command that makes it; else what else could be given."""
+    parts = Path(text).parts
+    run = next((name for runs, name, export in zip(parts, parts[1:], parts[2:], strict=False)
+                if runs == "runs" and export == "export"), None)  # fmt: skip
+    if run is None:
+        return "give a Hugging Face folder, a config.json, a hub id or a catalogue name"
+    return f"make it with armillary train recipes/tour.toml --run {run}, or name another model with --from PATH"
 
 
 def _no_model(text: str, home: Home) -> NotFound:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -156,6 +156,7 @@ class Trainer:
         with self._meter.phase("backward"):
             total = pipeline.step(self._rows(batch), self._passing(max(1.0, targets)), num_micro_batches=rows // count)
         self.sharded.finish_gradients()
+        self.waits.after_backward()
         return self.sharded.total(total)
 
     def _rows(self, batch: DeviceBatch) -> Rows:
@@ -243,7 +244,7 @@ class Trainer:
             self.skipped += 1
             refuse_tiny_scale(measured["loss_scale"], step)
             return
-        lower = measured["lr"] / 3
+        lower = min(measured["lr"] / 3, replace(self.job, lr=None).peak_lr(self.num_parameters))
         raise ArmillaryError(f"{name} is {measured[name]} at step {step}; try --set train.lr={lower:.1g}")
 
     def _counted(self) -> dict[str, float]:

@@ -30,6 +30,19 @@ cases = st.builds(
 )
 
 
+@given(cases, st.sampled_from([1, 1, 3]))
+@settings(max_examples=40, deadline=None)
+def test_a_row_alone_is_normed_as_among_others(case: NormCase, rows: int) -> None:
+    generator = torch.Generator().manual_seed(case.columns)
+    x, residual = (torch.randn(rows, case.columns, generator=generator).to(case.torch_dtype) for _ in range(2))
+    weight = torch.randn(case.columns, generator=generator).to(case.torch_dtype) if case.weight else None
+    rest = (weight, x[0] if case.bias else None, 1e-5, case.kind, case.plus_one)
+    for found, right in zip(module.row_add_norm(x, residual, *rest), module.add_norm(x, residual, *rest), strict=True):
+        assert found.dtype == right.dtype
+        torch.testing.assert_close(found, right, rtol=1e-5 if case.dtype == "fp32" else 1e-2, atol=1e-5)
+    torch.testing.assert_close(module.row_norm(x, *rest), module.norm(x, *rest), rtol=1e-2, atol=1e-5)
+
+
 @needs_interpreter
 @given(cases)
 @settings(max_examples=20, deadline=None)

@@ -14,7 +14,6 @@ from armillary.parallel.apply import Sharded, apply
 from armillary.parallel.mesh import Mesh, axis_sizes, make_mesh
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
-from armillary.spec.model import LayerKind, MoE
 from armillary.training.loss import loss_sum
 from tests.parallel.test_strategies import check
 from tests.parallel.training import ROWS, Case, batch, many, tiny
@@ -143,14 +142,6 @@ def test_a_layout_that_does_not_divide_is_refused(given: dict, changes: dict, wo
         apply(model, layout, lone_mesh(layout, size=layout.num_devices))
 
 
-def refuses_experts() -> str:
-    layout = Layout(tp=2, precision="fp32")
-    config = tiny(layers=(LayerKind(mlp="moe"),), moe=MoE(num_experts=2, top_k=1, ffn=8))
-    with join_world("cpu") as world, pytest.raises(BadLayout) as refused:
-        apply(build(config, dtype=torch.float32, device="meta"), layout, make_mesh(layout, world))
-    return str(refused.value)
-
-
 def refuses_odd_tokens() -> str:
     sharded = spread(Layout(tp=2, precision="fp32"))
     tokens = torch.zeros(1, 7, dtype=torch.long)
@@ -160,9 +151,6 @@ def refuses_odd_tokens() -> str:
 
 
 def test_tensor_parallelism_says_what_it_cannot_cut(ranks: Ranks) -> None:
-    assert set(ranks.run(2, refuses_experts)) == {
-        "layers of experts are not cut by tensor parallelism yet; try --set layout.tp=1"
-    }
     assert set(ranks.run(2, refuses_odd_tokens)) == {
         "tp=2 does not cut 7 tokens evenly; try --set layout.sequence_parallel=false"
     }

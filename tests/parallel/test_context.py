@@ -12,9 +12,9 @@ from armillary.errors import BadLayout
 from armillary.model.attend import How, packed, plain
 from armillary.parallel import ring_block
 from armillary.parallel.context import Context
-from armillary.parallel.mesh import make_mesh
+from armillary.parallel.mesh import Mesh, axis_sizes, make_mesh
 from armillary.parallel.ring import pieces, seen_pairs
-from armillary.parallel.world import join_world
+from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, Rope
 from tests.kernels.interpreter import needs_interpreter
@@ -98,6 +98,14 @@ def test_rows_are_cut_from_both_ends() -> None:
     assert [Context(group="", size=2, rank=r).cut(row).tolist() for r in (0, 1)] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
     with pytest.raises(BadLayout, match="cp=3 does not cut 8 tokens into 6 equal pieces"):
         Context(group="", size=3, rank=0).cut(row)
+
+
+def test_a_ring_lies_between_shards_and_tensor_parallel_ranks() -> None:
+    sizes = axis_sizes(Layout(dp=2, cp=4, tp=2, zero=3))
+    mesh = Mesh(sizes, World(rank=0, size=16, local_rank=0, device=torch.device("cpu")), cp=4)
+    assert mesh.placement() == ["tp=2: neighbouring ranks", "cp=4: every 2nd rank", "shard=2: every 8th rank"]
+    assert (sizes["shard"], mesh.num_copies, mesh.dp_size) == (8, 8, 2)
+    assert axis_sizes(Layout(dp=2, cp=4))["replicate"] == 8
 
 
 LAYOUTS = {

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from armillary.model.attend import plain
 from armillary.model.transformer import build
-from armillary.parallel.recompute import recompute
+from armillary.parallel.recompute import keep, recompute
 from armillary.spec.model import LayerKind
 from armillary.training.loss import loss_sum
 from tests.parallel.training import Case, batch, tiny
@@ -66,3 +67,13 @@ def test_both_run_norms_again() -> None:
 
 def test_one_layer_in_every_k() -> None:
     assert [backward("full", every)[1].get("rsqrt", 0) for every in (1, 2, 3, 9)] == [8, 4, 4, 2]
+
+
+@pytest.mark.parametrize(("inner", "kept"), [(4, False), (64, True)])
+def test_an_adapter_s_second_product_is_made_again(inner: int, kept: bool) -> None:
+    """Its result is as large as the layer's own, which is kept beside it."""
+    x, w, b = torch.randn(8, inner), torch.randn(128, inner), torch.randn(128)
+    ops, expected = torch.ops.aten, CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    assert keep(None, ops.mm.default, x, w.t()) == keep(None, ops.addmm.default, b, x, w.t()) == expected
+    assert keep(None, ops.linear.default, x, w) == expected
+    assert keep(None, ops.bmm.default, x[None], w.t()[None]) == CheckpointPolicy.MUST_SAVE

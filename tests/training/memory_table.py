@@ -82,13 +82,12 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def every_case() -> Iterator[Case]:
-    for model in MODELS:
-        for layout in LAYOUTS:
-            for recompute in ("none", "selective", "full"):
-                yield Case(model, layout, recompute)
-            yield Case(model, layout, "none", "bf16")
-            yield Case(model, layout, "full", "bf16")
+def every_case(model: str) -> Iterator[Case]:
+    for layout in LAYOUTS:
+        for recompute in ("none", "selective", "full"):
+            yield Case(model, layout, recompute)
+        yield Case(model, layout, "none", "bf16")
+        yield Case(model, layout, "full", "bf16")
 
 
 def rows(ranks: Ranks, cases: Sequence[Case], home: Home, corpus: Path) -> list[Row]:
@@ -132,13 +131,24 @@ def table(found: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(found: Sequence[Row]) -> str:
-    worst = max(abs(row.error) for row in found)
-    mean = sum(abs(row.error) for row in found) / len(found)
+def page(text: str, found: Sequence[Row]) -> str:
+    """The page with these rows in place of those of the same models; `text` is the page as it is."""
+    mine = {row.case.model for row in found}
+    kept = [line for line in text.splitlines() if line.endswith("% |") and line.split(" | ")[0].strip("| ") not in mine]
+    heads, *new = _split(table(found))
+    lines = sorted([*kept, *new], key=lambda line: list(MODELS).index(line.split(" | ")[0].strip("| ")))
+    errors = [abs(float(line.split(" | ")[-1].strip("% |"))) for line in lines]
     return (
         "# Planned memory against a tracker\n\n"
-        f"Written by `pytest -m slow tests/training/test_memory.py` on {datetime.date.today()}, torch "
-        f"{torch.__version__}, CPU ranks over gloo. Measured: most bytes alive at once on the fullest rank during one "
-        "step, every tensor that operators make included. Planned: what `armillary plan` says a device allocates. "
-        f"{len(found)} configurations, mean error {mean:.1%}, worst {worst:.1%}; bar {BAR:.0%}.\n\n" + table(found)
+        f"Written by `pytest -m slow tests/training/test_memory.py`, a model a test, last on {datetime.date.today()}, "
+        f"torch {torch.__version__}, CPU ranks over gloo. Measured: most bytes alive at once on the fullest rank in "
+        "one step, every tensor that operators make included. Planned: what `armillary plan` says a device allocates. "
+        f"{len(lines)} configurations, mean error {sum(errors) / len(errors):.1f} %, worst {max(errors):.1f} %; bar "
+        f"{BAR:.0%}.\n\n" + "\n".join([heads, *lines]) + "\n"
     )
+
+
+def _split(made: str) -> list[str]:
+    """Both heading lines as one, then the rows."""
+    first, second, *others = made.splitlines()
+    return [f"{first}\n{second}", *others]

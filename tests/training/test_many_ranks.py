@@ -149,6 +149,21 @@ def test_the_same_layout_goes_on_with_the_same_bits(layout: list[str], recipe: M
     assert losses(cut) == losses(whole)
 
 
+@pytest.mark.parametrize("layout", [["layout.pp=2"], ["layout.cp=2", "layout.zero=3"]], ids=["pp", "cp"])
+def test_stages_and_shared_rows_validate_as_one_process(
+    layout: list[str], recipe: Make, home: Home, ranks: Ranks
+) -> None:
+    common = ["train.steps=3", "train.eval_every=3", "layout.micro_batch=2"]
+    whole = train((one := begin(recipe(*common), home)).plan, one.create_run())
+    begun = begin(recipe(*common, *layout), home)
+    on_ranks(ranks, begun, run := begun.create_run())
+    found = list(read_gauges(run.gauges))
+    values = [record["val_loss"] for record in found if "val_loss" in record]
+    assert values == pytest.approx([whole.val_loss], rel=1e-6)
+    bubbles = [record["bubble_s"] for record in found if "bubble_s" in record]
+    assert len(bubbles) == (3 if "layout.pp=2" in layout else 0) and all(value > 0 for value in bubbles)
+
+
 def test_one_rank_asked_to_stop_stops_all_at_the_same_step(recipe: Make, home: Home, ranks: Ranks) -> None:
     begun = begin(recipe("train.steps=50", "layout.dp=2"), home)
     run = begun.create_run()

@@ -30,7 +30,7 @@ class Chunk(NamedTuple):
 class Decision:
     """One step."""
 
-    __slots__ = ("admitted", "chunks", "copies", "decodes", "edits", "ended", "last", "number", "positions",
+    __slots__ = ("admitted", "chunks", "closely", "copies", "decodes", "edits", "ended", "last", "number", "positions",
                  "preempted", "reached", "rows", "sampling", "stale")  # fmt: skip
 
     def __init__(self, number: int) -> None:
@@ -59,6 +59,8 @@ class Decision:
         """put back to wait; they will be computed again"""
         self.ended: list[Sequence] = []
         """given up when the step was decided: their time was over"""
+        self.closely = False
+        """somebody's structure must be told of each token"""
         self.stale = False
         """somebody ended while it was under way"""
 

@@ -13,7 +13,7 @@ from armillary.kernels.dtype import DTYPES
 from armillary.kernels.gated import ACTIVATE, ActivationCase, activate
 from armillary.kernels.grouped_linear import GROUPED_LINEAR, GroupedCase
 from armillary.kernels.logprobs import LOGPROBS, LogprobCase, logprobs
-from armillary.kernels.norm import ADD_NORM, NORM, NormCase, add_norm, norm, torch_add_norm, torch_norm
+from armillary.kernels.norm import ADD_NORM, NORM, NormCase, add_norm, norm, row_add_norm, row_norm
 from armillary.kernels.op import Case, Op
 from armillary.kernels.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, paged_attention
 from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase, qkv_cache, unpadded
@@ -33,6 +33,8 @@ class EngineKernels:
     add_norm: Run = add_norm
     activate: Run = activate
     qkv_cache: Run = qkv_cache
+    norms_apart: bool = False
+    """`qkv_cache` knows no norm over all heads, which the model has"""
     attention: Run = paged_attention
     sample: Run = sample
     logprobs: Run = logprobs
@@ -54,8 +56,7 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     """The first deterministic version of each operation that this device and model can use; nothing is timed, so that
     an engine starts quickly and two of them compute alike."""
     if device.type == "cpu":
-        norms = (norm, add_norm) if config.norm_plus_one else (torch_norm, torch_add_norm)  # theirs rounds 1 + w
-        return EngineKernels(norm=norms[0], add_norm=norms[1], qkv_cache=unpadded, attention=by_sdpa,
+        return EngineKernels(norm=row_norm, add_norm=row_add_norm, qkv_cache=unpadded, attention=by_sdpa,
                              sample=sample_rows)  # fmt: skip
     name = next(key for key, known in DTYPES.items() if known == dtype)
     on: dict[str, Any] = {"dtype": name, "device": device.type}
@@ -63,7 +64,10 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     heads: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
     normed = NormCase(rows=batch, columns=config.hidden, kind=config.norm, plus_one=config.norm_plus_one, **on)
     ffn = config.ffn or config.hidden
-    qk = {"norm": "none"} if config.qk_norm == "none" else {"norm": config.norm, "whole": config.qk_norm == "all"}
+    apart = config.qk_norm == "all" and config.norm == "rms" and not config.norm_plus_one
+    qk: dict[str, Any] = {"norm": config.norm, "whole": config.qk_norm == "all"}
+    if apart or config.qk_norm == "none":
+        qk = {"norm": "none"}
     small = SmallLinear(tokens=1, outputs=config.hidden, inputs=config.hidden, **on)
     into_cache = choose(QKV_CACHE, QkvCase(tokens=batch, rotary=config.rotary_dim, **heads, **qk, **on),
                         deterministic=True)  # fmt: skip
@@ -74,7 +78,7 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         grouped=grouped, norm=_first(NORM, normed), add_norm=_first(ADD_NORM, normed),
         activate=_first(ACTIVATE, ActivationCase(rows=batch, ffn=ffn, activation=config.activation,
                                                  gated=config.gated, **on)),
-        qkv_cache=into_cache.run, attention=attention.run,
+        qkv_cache=into_cache.run, norms_apart=apart, attention=attention.run,
         capturable=(into_cache.version == attention.version == "triton"
                     and (config.moe is None or grouped is not None)),
         sample=_first(SAMPLE, SampleCase(batch=batch, vocab=config.vocab, **on)),

@@ -24,6 +24,7 @@ from armillary.serving.engine.engine_kernels import EngineKernels
 from armillary.serving.engine.kv_groups import Group
 from armillary.serving.engine.layer import Dense, Layer, Product, make_layer
 from armillary.serving.engine.step import Shape
+from armillary.serving.engine.whole_norm import whole_norm
 
 # T tokens, B sequences, H hidden, V vocabulary, G groups of layers, R rotated dims / 2
 
@@ -75,6 +76,7 @@ class Forward:
         self.angles = None if model.rotary is None else angle_tables(model.rotary, max_model_len)
         self.reduce: Together = alone
         """adds up what each rank has of a product's result"""
+        self.into_cache = whole_norm(kernels.qkv_cache, model.config) if kernels.norms_apart else kernels.qkv_cache
         self.head: Product = model.head
 
     def last(self, inputs: Inputs) -> Tensor:
@@ -145,7 +147,7 @@ class Forward:
     ) -> Tensor:  # fmt: skip
         blocks = self.rows.blocks[layer.slot]
         cos, sin = turn if layer.rotates else (None, None)
-        q_TND, _ = self.kernels.qkv_cache(qkv, blocks, slots_T, cos, sin, layer.heads)
+        q_TND, _ = self.into_cache(qkv, blocks, slots_T, cos, sin, layer.heads)
         return self.kernels.attention(q_TND, blocks, batch, layer.options).flatten(1)  # type: ignore[no-any-return]
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:

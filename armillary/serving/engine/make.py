@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -34,6 +35,10 @@ Phase = Callable[[str, float], None]
 """what was done when an engine started, and the seconds it took"""
 _SHARE = {"cuda": 0.8, "cpu": 0.3}
 """of the memory that is free once the weights are in: the rest is for activations, and on a CPU for everybody else"""
+
+
+_SPARE = 0.25
+"""of free memory that a second copy of the weights may take on a CPU"""
 
 
 class NoText:
@@ -108,10 +113,12 @@ def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
     """Products in the form a CPU is quickest with: 8 bits where asked for, else bf16 rearranged once."""
     forward = executor.forward
     can_pack = packs(next(forward.model.parameters()))
+    held = sum(weight.numel() * weight.element_size() for weight in forward.model.parameters())
+    packed = partial(PackedDense, plain=held < (free_bytes(executor.device) or 0) * _SPARE)
     if can_pack:
-        exchange_head(forward, PackedDense, let_go=let_go)
+        exchange_head(forward, packed, let_go=let_go)
     if serve.weights == "int8" or can_pack:
-        exchange(forward, Int8Dense if serve.weights == "int8" else PackedDense, let_go=let_go)
+        exchange(forward, Int8Dense if serve.weights == "int8" else packed, let_go=let_go)
 
 
 def _scale(executor: FastExecutor) -> None:

@@ -46,6 +46,8 @@ class Scheduler:
         """decided, and their tokens not back"""
         self._admitted: list[Sequence] = []
         self._fresh: list[Sequence] = []
+        self._watched = {BROKEN}
+        """tokens that end somebody's answer"""
         self._lookups = self._next_named = 0
         self._stalled = False
         self._full = False
@@ -175,6 +177,7 @@ class Scheduler:
             return False  # its last token is on its way, or the next depends on it
         found = seq.computed < seq.writable or make_room(self.roster, decision, seq, seq.computed + 1)
         self._stalled |= not found
+        decision.closely |= seq.constraint is not None
         if found and seq.computed == seq.limit - 2:
             decision.last.append(seq)
         return found
@@ -198,6 +201,7 @@ class Scheduler:
         if samples:
             seq.behind = False
             decision.reached.append(seq)
+            decision.closely |= seq.constraint is not None
             if seq.computed == seq.limit - 1:
                 decision.last.append(seq)
         else:
@@ -228,6 +232,7 @@ class Scheduler:
             if not self._can_share(first):
                 return
             roster.start(roster.waiting.pop(), now)
+            self._watched |= first.stops
             self._admitted.append(first)
             budget -= self._chunk(decision, first, budget)
             first = roster.waiting.first()
@@ -264,11 +269,9 @@ class Scheduler:
             kept = [token for seq, token in zip(sequences, kept, strict=True) if seq.finish is None]
             sequences = [seq for seq in sequences if seq.finish is None]
             self.totals.discarded += len(tokens) - len(kept)
-        over: list[tuple[Sequence, Ending]] = []
         for seq, token in zip(sequences, kept, strict=True):
             seq.tokens.append(token)
-            if token in seq.watched and (ending := find_ending(seq, token)):
-                over.append((seq, ending))
+        over = self._endings(sequences, kept) if decision.closely or not self._watched.isdisjoint(kept) else []
         if decision.last:
             ended = {id(seq) for seq, _ in over}
             over += [(seq, Ending("length")) for seq in decision.last if seq.finish is None and id(seq) not in ended]
@@ -283,6 +286,13 @@ class Scheduler:
                 seq.tokens.pop()
         self.totals.tokens_out += len(kept)
         return Outcome(sequences, kept, self._finished(over, now))
+
+    @staticmethod
+    def _endings(sequences: list[Sequence], tokens: list[int]) -> list[tuple[Sequence, Ending]]:
+        """Those whose last token this was; structures are told of theirs."""
+        looked = ((seq, find_ending(seq, token)) for seq, token in zip(sequences, tokens, strict=True)
+                  if token in seq.watched)  # fmt: skip
+        return [(seq, ending) for seq, ending in looked if ending is not None]
 
     def _finished(self, over: list[tuple[Sequence, Ending]], now: float) -> list[Sequence]:
         for seq, _ in over:

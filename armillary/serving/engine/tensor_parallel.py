@@ -7,7 +7,6 @@ seeds, so that the next step finds them on its own device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from armillary.parallel.world import World
 from armillary.serving.engine.decision import Decision
 from armillary.serving.engine.fast_executor import FastExecutor, Launched
 from armillary.serving.engine.layer import Dense, Layer, Product
+from armillary.serving.engine.whole_norm import whole_norm
 from armillary.spec.model import ModelConfig
 
 # N query heads, K KV heads, D head dim, H hidden
@@ -60,9 +60,9 @@ def cut(executor: FastExecutor, config: ModelConfig, group: Group) -> None:
         _cut_layer(layer, config, group)
     forward = executor.forward
     forward.reduce = lambda x: all_reduce(x, group)
-    whole = config.qk_norm == "all"
-    if whole:
-        forward.kernels = replace(forward.kernels, qkv_cache=_whole_norm(forward.kernels.qkv_cache, config, group))
+    if config.qk_norm == "all":
+        forward.into_cache = whole_norm(forward.kernels.qkv_cache, config, rank=group.rank, size=group.size,
+                                        add=lambda squares: all_reduce(squares, group))  # fmt: skip
     if forward.kernels.small is not None:
         forward.kernels = replace(forward.kernels, small=None)  # its residual would be added by every rank
     forward.head = _cut_head(forward.head, forward.model.config.vocab, group)
@@ -126,32 +126,6 @@ def _cut_mixture(mixture: MixtureOfExperts, group: Group) -> None:
         experts.down_bias_EH = torch.nn.Parameter(zeros, requires_grad=False)  # the first rank adds it
     if shared is not None:
         shared.up.weight, shared.down.weight = mine(shared.up.weight, 0), mine(shared.down.weight, 1)
-
-
-def _whole_norm(run: Callable[..., Any], config: ModelConfig, group: Group) -> Callable[..., Any]:
-    """A norm over all heads, of which this rank has some: their square sums are added up over the ranks."""
-    local = config.heads // group.size
-    held = local_kv_heads(config, group.size)
-    copies = max(1, group.size // config.kv_heads)
-
-    def normed(x_TM: Tensor, weight: Tensor, mine: slice, total: int, repeats: int, eps: float) -> Tensor:
-        wide = x_TM.float()
-        squares = all_reduce(wide.square().sum(-1, keepdim=True), group) / repeats
-        return (wide * torch.rsqrt(squares / total + eps) * weight[mine].float()).to(x_TM.dtype)
-
-    def qkv_cache(qkv: Tensor, cache: Tensor, slots: Tensor, cos: Any, sin: Any, options: Any) -> Any:
-        dim = config.head_dim
-        grouped = qkv.unflatten(-1, (held, -1, dim))
-        q, k, v = grouped[:, :, :-2].flatten(1), grouped[:, :, -2].flatten(1), grouped[:, :, -1:]
-        first = group.rank * local * dim
-        head = group.rank * config.kv_heads // group.size * dim
-        q = normed(q, options.q_weight, slice(first, first + local * dim), config.heads * dim, 1, options.eps)
-        k = normed(k, options.k_weight, slice(head, head + held * dim), config.kv_heads * dim, copies, options.eps)
-        queries, keys = q.unflatten(-1, (held, -1, dim)), k.unflatten(-1, (held, 1, dim))
-        packed = torch.cat((queries, keys, v), dim=2).flatten(1)
-        return run(packed, cache, slots, cos, sin, replace(options, norm="none"))
-
-    return qkv_cache
 
 
 def _cut_head(head: Product, vocab: int, group: Group) -> Product:

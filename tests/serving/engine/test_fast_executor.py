@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.model.attend import plain
+from armillary.model.transformer import build
 from armillary.serving.engine.constraint import Structure
-from armillary.serving.engine.engine_kernels import REFERENCE
+from armillary.serving.engine.engine_kernels import REFERENCE, EngineKernels
 from armillary.serving.engine.fast_executor import FastExecutor, null_step
 from armillary.serving.engine.graphs import row_sizes, token_sizes
 from armillary.serving.engine.step import Shape
+from tests.model.test_attend import small
 from tests.serving.engine.fake import ask
 from tests.serving.engine.test_plain_executor import MODELS, Alternates, model, prompts, serve
 
@@ -49,6 +51,18 @@ def test_answers_are_those_of_the_slow_twin(
     found = serve(MODELS[name], model(name), requests, executor=executor, **given_settings)
     right = serve(MODELS[name], model(name), requests, **given_settings)
     assert [made.tokens for made in found] == [made.tokens for made in right]
+
+
+def test_norms_over_all_heads_may_come_before_the_kernel() -> None:
+    config = small(qk_norm="all", heads=4, kv_heads=2)
+    weights = build(config, dtype=torch.float32, device="cpu", seed=3)
+    for name, weight in weights.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    requests = [ask(f"r{i}", [2 + i, 3, 4, 5], 9, temperature=0.0) for i in range(3)]
+    apart = EngineKernels(norms_apart=True)
+    found = serve(config, weights, requests, executor=lambda *a, **k: FastExecutor(*a, kernels=apart, **k))
+    assert [made.tokens for made in found] == [made.tokens for made in serve(config, weights, requests)]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {"hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 6
 EXPERTS = {"moe": {"num_experts": 8, "top_k": 2, "ffn": 128}}
 
 
-@pytest.mark.parametrize("more", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("more", [{}, EXPERTS, {"qk_norm": "all"}], ids=["dense", "experts", "whole norm"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_graphs_change_no_bit(dtype: torch.dtype, temperature: float, more: dict[str, Any]) -> None:
