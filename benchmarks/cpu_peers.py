@@ -125,6 +125,9 @@ def theirs(path: Path, kind: str, threads: int) -> Answer:
     model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
     wish = llama.llama_context_default_params()
     wish.n_ctx, wish.n_batch, wish.n_threads, wish.n_threads_batch = 1024, 1024, threads, threads
+    if kind == "F32":  # attention too, which goes through F16 by default
+        wish.type_k = wish.type_v = llama.GGML_TYPE_F32
+        wish.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
     context = llama.llama_init_from_model(model, wish)
 
     def next_token(tokens: list[int]) -> int:

@@ -89,6 +89,7 @@ def summary(bench: KernelBench) -> dict[str, object]:
         "missed": missed,
         "behind": behind(bench),
         "left": bench.left,
+        "held_gb": round(max((row.held_bytes for row in bench.rows), default=0.0) / 1e9, 2),
         "slowest": {f"{row.op}/{row.name}": round(row.seconds, 1)
                     for row in sorted(bench.rows, key=lambda row: -row.seconds)[:6]},
         "warm_s": round(bench.warm_s, 1),
@@ -110,7 +111,8 @@ def main(folder: Path, ops: list[str], limit_s: float) -> None:
     begin = time.monotonic()
 
     def watch(done: int, total: int, what: str) -> None:
-        print(f"{time.monotonic() - begin:.0f} s {done}/{total} {what}", file=sys.stderr, flush=True)
+        held = torch.cuda.memory_reserved() / 1e9 if done else 0.0
+        print(f"{time.monotonic() - begin:.0f} s {done}/{total} {held:.2f} GB {what}", file=sys.stderr, flush=True)
 
     keep = writer(folder)
     bench = bench_kernels(

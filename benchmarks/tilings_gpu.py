@@ -1,7 +1,9 @@
-"""Other ways to cut the work of the serving kernels, against the ceilings measured in the same run: what the rules in
-`split_tiling`, `plan`, `tiling` and the fp8 kernels were taken from.
+"""Other ways to cut the work of kernels, against the ceilings measured in the same run: what the rules in
+`split_tiling`, `plan`, `tiling`, `norm_shape`, rope, dropout and the fp8 kernels were taken from.
 
-    python -m benchmarks.tilings_gpu [paged] [small] [qkv] [fp8]
+    python -m benchmarks.tilings_gpu [paged] [small] [qkv] [fp8] [norm] [rope] [dropout] [stores=.cs]
+
+`stores=.cs` lets norms, rope and dropout store past the cache; it holds for a whole run.
 
 Each way is timed from CUDA graphs on inputs in turn past L2; one that fails leaves the others. JSON comes last: for
 every shape the share of the ceiling (or TFLOP/s) by way, the best first.
@@ -12,18 +14,33 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 
-from armillary.kernels import fp8_product_triton, paged_attention_triton, qkv_cache_triton
+from armillary.kernels import (
+    bias_act_dropout_triton,
+    dropout_pairs_triton,
+    fp8_product_triton,
+    norm_rows_triton,
+    norm_triton,
+    paged_attention_triton,
+    qkv_cache_triton,
+    rope_triton,
+)
+from armillary.kernels.bias_act_dropout import BIAS_ACT_DROPOUT
 from armillary.kernels.fp8_linear import E4M3
 from armillary.kernels.fp8_quantise_triton import quantise
+from armillary.kernels.norm import NORM, NormCase
+from armillary.kernels.norm_shape import Shape
 from armillary.kernels.paged_attention import PAGED_ATTENTION, PagedCase
 from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase
+from armillary.kernels.rope import ROPE, RopeCase
 from armillary.kernels.small_linear_triton import Tiles, plan, run_tiles, small_linear
 from armillary.kernels.timing import time_calls
 from armillary.kernels.trial import input_sets
@@ -123,10 +140,66 @@ def fp8(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     yield "8192³ TFLOP/s", shares(ways, [(a, b)], 2.0 * 8192**3, rest_s=0.05)
 
 
-PARTS = {"paged": paged, "small": small, "qkv": qkv, "fp8": fp8}
+def patched(run: Callable[..., Any], module: Any, **names: Any) -> Callable[..., Any]:
+    """`run` with other values for names of a module."""
+
+    def call(*inputs: Any) -> Any:
+        with ExitStack() as stack:
+            for name, value in names.items():
+                stack.enter_context(patch.object(module, name, value))
+            return run(*inputs)
+
+    return call
+
+
+def always(value: Any) -> Callable[..., Any]:
+    return lambda *args, **more: value
+
+
+def norm(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Rows held or read twice, by rows and warps of a program, and by pieces; forward."""
+    run = NORM.version("triton").load()  # type: ignore[union-attr]
+    for case in (NormCase(rows=16384, columns=4096), NormCase(rows=8192, columns=8192),
+                 NormCase(rows=8192, columns=8192, kind="layer"), NormCase(rows=8192, columns=12288)):  # fmt: skip
+        ways: Ways = {"rule": run}
+        for held, warps in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16)):
+            shape = Shape(held, 256 * warps, warps)
+            once: dict[str, Any] = {"reads_twice": always(False), "forward_shape": always(shape)}
+            ways[f"held {held}, {warps} warps"] = patched(run, norm_triton, **once)
+        for piece in (2048, 4096, 8192):
+            ways[f"twice, pieces of {piece}"] = patched(run, norm_triton, reads_twice=always(True), _PIECE=piece)
+        yield case.label, shares(ways, input_sets(NORM, case), NORM.work(case).bytes, roofs["copy"])
+
+
+def rope(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Numbers of a program and of a thread where heads are gone over from end to end; forward."""
+    run = ROPE.version("triton").load()  # type: ignore[union-attr]
+    for dim, turned in ((96, 24), (80, 80), (80, 20), (64, 16), (96, 96)):
+        case = RopeCase(tokens=8192, heads=64, kv_heads=64, head_dim=dim, rotary_dim=turned)
+        sizes = ((8192, 16), (8192, 32), (4096, 16), (4096, 32), (16384, 32))
+        whole = {"_halves_share_sectors": always(True)}
+        ways: Ways = {"rule": run} | {f"{size}": patched(run, rope_triton, _WHOLE=size, **whole) for size in sizes}
+        yield case.label, shares(ways, input_sets(ROPE, case), ROPE.work(case).bytes, roofs["copy"])
+
+
+def dropout(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Columns, numbers and warps of a program; forward."""
+    run = BIAS_ACT_DROPOUT.version("triton").load()  # type: ignore[union-attr]
+    for case in BIAS_ACT_DROPOUT.cases.values():
+        sizes = ((1024, 2048, 4), (1024, 4096, 4), (1024, 2048, 2), (2048, 2048, 4), (2048, 4096, 8))
+        ways: Ways = {"rule": run} | {f"{size}": patched(run, bias_act_dropout_triton, _FORWARD=size) for size in sizes}
+        moved = BIAS_ACT_DROPOUT.work(case).bytes
+        yield case.label, shares(ways, input_sets(BIAS_ACT_DROPOUT, case), moved, roofs["copy"])
+
+
+PARTS = {"paged": paged, "small": small, "qkv": qkv, "fp8": fp8, "norm": norm, "rope": rope, "dropout": dropout}
 
 
 def main(parts: list[str]) -> None:
+    for how in [part.partition("=")[2] for part in parts if part.startswith("stores=")]:
+        for module in (norm_rows_triton, rope_triton, dropout_pairs_triton):
+            vars(module)["STREAM"] = tl.constexpr(how)  # before anything is compiled
+    parts = [part for part in parts if "=" not in part]
     roofs = measure_some(settings_for(CUDA, quick=False), {"read", "copy"})
     found: dict[str, Any] = {"TB/s": {name: round(roof / 1e12, 3) for name, roof in roofs.items()}}
     try:

@@ -97,8 +97,11 @@ def ours(config: ModelConfig, home: Home, rows: int, steps: int, warm: int = WAR
 
 
 def trainer(config: ModelConfig, home: Home, rows: int, steps: int, kernels: dict[str, str]) -> dict[str, Any]:
-    with trainer_step(home, rows, kernels) as step:
-        return measure(step, model_flops_per_token(config, SEQUENCE), rows * SEQUENCE, steps)
+    """Also the median and the slowest step, by the trainer's own gauge: a single stall hides in a mean."""
+    with trainer_step(home, rows, kernels) as (step, seconds):
+        found = measure(step, model_flops_per_token(config, SEQUENCE), rows * SEQUENCE, steps)
+    each = sorted(1e3 * one for one in seconds[WARM:])
+    return found | {"median_ms": round(each[len(each) // 2], 1), "slowest_ms": round(each[-1], 1)}
 
 
 def peer(made: Peer, config: ModelConfig, rows: int, steps: int, micro_batches: int = 1) -> dict[str, Any]:
@@ -195,6 +198,8 @@ def line(name: str, found: dict[str, Any]) -> str:
         return f"{name}: " + "; ".join(f"{key} {value}" for key, value in list(row.items())[:25])
     said = f"{name}: {row['step_ms']} ms, {row['tokens_per_s']} tokens/s, MFU {row['mfu']} %, "
     said += f"peak {row['peak_gb']} GB, {row['power_w']} W, {row['clock_mhz']} MHz"
+    if "median_ms" in row:
+        said += f", median {row['median_ms']} ms, slowest {row['slowest_ms']} ms"
     if "predicted" in row:
         said += f" (predicted {row['predicted']['step_ms']:.1f} ms, {row['predicted']['peak_gb']:.1f} GB)"
     same = f"ours, {MANY} micro-batches" if name.endswith("micro-batches") else "ours"

@@ -20,13 +20,16 @@ from armillary.store.home import Home
 from armillary.training.start import start, starting_point
 from armillary.training.trainer import Trainer
 
-TEXT_BYTES = 4_000_000
+TEXT_BYTES = 8_000_000
+"""more than an epoch of any measurement: a row that crosses the end of the text has two documents"""
 
 
 @contextmanager
-def trainer_step(home: Home, rows: int, kernels: Mapping[str, str]) -> Iterator[Callable[[], float]]:
-    """One step after the other, each giving its loss. The text is one document, so that rows are one sequence each, as
-    in the other measurements."""
+def trainer_step(
+    home: Home, rows: int, kernels: Mapping[str, str]
+) -> Iterator[tuple[Callable[[], float], list[float]]]:
+    """(one step after the other, each giving its loss; the seconds of each). The text is one document, so that rows are
+    one sequence each, as in the other measurements."""
     text = home.work / "library.txt"
     text.write_text(library())
     recipe = Recipe(
@@ -34,6 +37,7 @@ def trainer_step(home: Home, rows: int, kernels: Mapping[str, str]) -> Iterator[
         layout=Layout(micro_batch=rows, precision="bf16"), data=Data(source=str(text), held_out=0.0),
         train=TrainJob(sequence=SEQUENCE, batch_tokens=rows * SEQUENCE),
     )  # fmt: skip
+    seconds: list[float] = []
     begun, steps = start(recipe, home, starting_point(recipe, home)), count()
     begun.prepare()
     with join_world(None) as world, Trainer(begun.plan, world, kernels=kernels, home=home) as trainer:
@@ -41,9 +45,10 @@ def trainer_step(home: Home, rows: int, kernels: Mapping[str, str]) -> Iterator[
         def step() -> float:
             report = trainer.step(next(steps))
             assert report is not None
+            seconds.append(report.gauges["step_s"])
             return report.gauges["loss"]
 
-        yield step
+        yield step, seconds
 
 
 def library() -> str:

@@ -20,8 +20,10 @@ from armillary.kernels.launch import ceil_div, dense, num_programs, on, power_of
 from armillary.kernels.needs import interpreted
 from armillary.kernels.philox import LANES, WORD, keep_scale, threshold
 
-_FORWARD, _BACKWARD = (1024, 2048, 4), (2048, 2048, 8, 4)
+_FORWARD, _BACKWARD, _BACKWARD_LIGHT = (1024, 2048, 4), (2048, 2048, 8, 4), (1024, 4096, 4, 6)
 """columns and numbers a program takes at a time, its warps; programs a multiprocessor"""
+_LIGHT, _HEAVY = ("none", "relu", "relu2"), ("gelu", "gelu_tanh")
+"""activations whose backward takes other sizes, and those where it is not quicker in pairs"""
 _BF16_INFINITY = 0x7F80
 
 
@@ -71,12 +73,13 @@ def _run_backward(
     if not x.numel():
         return dx, db.zero_()
     rows, columns = x.numel() // x.shape[-1], x.shape[-1]
-    block, held, warps = _tile(columns, *_BACKWARD[:3])
+    *sizes, at_once = _BACKWARD_LIGHT if activation in _LIGHT else _BACKWARD
+    block, held, warps = _tile(columns, *sizes)
     pieces = ceil_div(columns, block)
-    programs = max(1, min(num_programs(x, _BACKWARD[3]) // pieces, ceil_div(rows, held)))
+    programs = max(1, min(num_programs(x, at_once) // pieces, ceil_div(rows, held)))
     parts = x.new_empty(programs if bias is not None else 0, columns, dtype=torch.float32)
     dy, x = dy.contiguous(), x.contiguous()
-    pairs = _in_pairs(x, p) and _in_pairs(dy, p)
+    pairs = _in_pairs(x, p) and _in_pairs(dy, p) and activation not in _HEAVY
     kernel, least = (backward_pairs, _least(p) * 0x10001) if pairs else (_backward_kernel, _least(p) << 17)
     with on(x):
         kernel[(pieces, programs)](

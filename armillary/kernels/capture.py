@@ -47,8 +47,11 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
 def _let_go(device: torch.device, pool: Any) -> None:
     """No more allocations in the pool of a capture that did not end; one that did gives it back by itself."""
     assert device.index is not None
+    end, release = (getattr(torch._C, f"_cuda_{name}", None) for name in ("endAllocateToPool", "releasePool"))
+    if end is None or release is None:  # a torch that keeps them elsewhere: memory stays taken, no more than that
+        return
     try:
-        torch._C._cuda_endAllocateToPool(device.index, pool)
+        end(device.index, pool)
     except RuntimeError:  # nothing is allocated there: the capture had ended
         return
-    torch._C._cuda_releasePool(device.index, pool)
+    release(device.index, pool)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 STREAM: tl.constexpr = tl.constexpr("")
-"""how large results are stored"""
+"""cache modifier of large results: none is used; benchmarks/tilings_gpu.py can set another"""
 
 
 @triton.jit

@@ -49,6 +49,12 @@ def forward_shape(columns: int, element_size: int, pairs: bool, *, centred: bool
     return Shape(held, warps * _WARP_BYTES // element_size, warps)
 
 
+def reads_twice(columns: int, element_size: int, pairs: bool) -> bool:
+    """Whether the forward of an RMS norm without a residual does better to hold nothing and read rows again, from a
+    cache: found so for 8,192 columns of a half format (97 against 93 % of copy bandwidth)."""
+    return not pairs and (columns, element_size) == (8192, 2)
+
+
 def backward_shape(columns: int, element_size: int, pairs: bool, *, sums: int, residual: bool) -> Shape:
     """One program a multiprocessor, so that few sums are left to add up; the next rows are loaded meanwhile, as many as
     100 kB hold. `pairs` is the next best."""

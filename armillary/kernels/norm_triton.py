@@ -15,7 +15,7 @@ from torch import Tensor
 from armillary.kernels.column_sums_triton import column_sums
 from armillary.kernels.launch import as_rows, can_start_early, ceil_div, dense, fitting_stages, num_programs, on
 from armillary.kernels.norm_rows_triton import backward_kernel, forward_kernel
-from armillary.kernels.norm_shape import backward_shape, forward_shape
+from armillary.kernels.norm_shape import backward_shape, forward_shape, reads_twice
 from armillary.kernels.norm_wide_triton import backward_wide_kernel, forward_wide_kernel, weights_wide_kernel
 
 WIDEST_FORWARD, WIDEST_BACKWARD, WIDEST_TWO_SUMS = 32768, 16384, 12288
@@ -92,8 +92,10 @@ def _norm(
         eps,
     )  # fmt: skip
     with on(x):
-        if columns > WIDEST_FORWARD:
-            forward_wide_kernel[(rows,)](*arguments, **flags, BLOCK=_PIECE, num_warps=8)
+        twice = columns > WIDEST_FORWARD or (rms and residual is None and reads_twice(columns, x.element_size(), pairs))
+        if twice:
+            warps = 8 if columns > WIDEST_FORWARD else 16
+            forward_wide_kernel[(rows,)](*arguments, **flags, BLOCK=_PIECE, num_warps=warps)
         else:
             shape = forward_shape(columns, x.element_size(), pairs, centred=not rms, residual=residual is not None)
             pieces = ceil_div(columns, shape.width)

@@ -8,9 +8,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _wide_load(x_ptr, residual_ptr, x_at, residual_at, inside, RESIDUAL: tl.constexpr):
-    """A piece of a row, the residual added and rounded as it is stored."""
-    x = tl.load(x_ptr + x_at, mask=inside, other=0.0)
+def _wide_load(x_ptr, residual_ptr, x_at, residual_at, inside, RESIDUAL: tl.constexpr, KEEP: tl.constexpr):
+    """A piece of a row, the residual added and rounded as it is stored. KEEP: what the caches should do with it."""
+    x = tl.load(x_ptr + x_at, mask=inside, other=0.0, eviction_policy=KEEP)
     if RESIDUAL:
         x = (x.to(tl.float32) + tl.load(residual_ptr + residual_at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
     return x
@@ -30,13 +30,13 @@ def forward_wide_kernel(
     if RMS:
         for start in range(0, columns, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            x = _wide_load(x_ptr, residual_ptr, at, at, at < columns, RESIDUAL).to(tl.float32)
+            x = _wide_load(x_ptr, residual_ptr, at, at, at < columns, RESIDUAL, "evict_last").to(tl.float32)
             sums += x * x
     else:  # each lane by Welford's rule, then the lanes together by Chan's: nothing large is subtracted
         means = tl.zeros([BLOCK], tl.float32)
         for start in range(0, columns, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            x = _wide_load(x_ptr, residual_ptr, at, at, at < columns, RESIDUAL).to(tl.float32)
+            x = _wide_load(x_ptr, residual_ptr, at, at, at < columns, RESIDUAL, "evict_last").to(tl.float32)
             off = tl.where(at < columns, x - means, 0.0)
             newer = means + off * (1.0 / (start // BLOCK + 1))
             sums += off * (x - newer)
@@ -50,12 +50,12 @@ def forward_wide_kernel(
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < columns
-        x = _wide_load(x_ptr, residual_ptr, at, at, inside, RESIDUAL)
+        x = _wide_load(x_ptr, residual_ptr, at, at, inside, RESIDUAL, "evict_first")
         if RESIDUAL:
             tl.store(summed_ptr + row * columns + at, x, mask=inside)
         y = (x.to(tl.float32) - mean) * rstd
         if WEIGHT:
-            weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            weight = tl.load(weight_ptr + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
             y *= weight + 1.0 if PLUS_ONE else weight
         if BIAS:
             y += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)

@@ -180,8 +180,8 @@ def decode(
                     tl.store(shared + worker * 5 + 3, count)
                     tl.store(shared + worker * 5 + 4, head)
             top, totals, sums = _nothing(M, N, D_PAD)
-        if EARLY:  # not sooner: what is set up beside this kernel takes room and loads from it
-            if at_tile + 2 == stop:
+        if EARLY:  # noqa: SIM102 (one is a constant)
+            if at_tile + 2 == stop:  # not sooner: what is set up beside this kernel takes room and loads from it
                 gdc_launch_dependents()
         b, head, tile, page = next_b, next_head, next_tile, next_page
         begin, count, length = next_begin, next_count, next_length

@@ -1,4 +1,4 @@
-"""Dropless dispatch: copies of tokens sorted by expert, all experts in one grouped product, results put back and summed.
+"""Dropless dispatch: copies of tokens sorted by expert, all experts in one grouped product, results put back, summed.
 
 Moving rows is a permutation and its inverse, forward and backward, so nothing is added atomically and nothing waits for
 the device. A token's experts are summed in the order of their numbers, as the plain dispatch does.
@@ -36,12 +36,36 @@ def sort_copies(weights_Mk: Tensor, experts_Mk: Tensor, num_experts: int) -> Sor
     """Stable: copies of one expert stay in the order of their tokens."""
     experts_Mk, slots_Mk = experts_Mk.sort(dim=-1)
     experts_P, order_P = experts_Mk.flatten().sort(stable=True)
-    inverse = torch.empty_like(order_P)
-    inverse[order_P] = torch.arange(len(order_P), device=order_P.device)
     ends_E = torch.searchsorted(experts_P, torch.arange(num_experts, device=experts_P.device), right=True)
-    weights_P = weights_Mk.gather(1, slots_Mk).flatten()[order_P]
     k = experts_Mk.shape[1]
-    return Sorted(order_P // k, inverse.view(-1, k), weights_P, experts_P, ends_E.to(torch.int32))
+    source_P = order_P // k
+    from_P = source_P * k + slots_Mk.flatten()[order_P]  # the choice each row is for
+    weights_P = permuted(weights_Mk.flatten(), from_P, inverted(from_P))
+    return Sorted(source_P, inverted(order_P).view(-1, k), weights_P, experts_P, ends_E.to(torch.int32))
+
+
+def inverted(order_R: Tensor) -> Tensor:
+    """Where each one went."""
+    inverse_R = torch.empty_like(order_R)
+    inverse_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+    return inverse_R
+
+
+def permuted(rows_RH: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+    """Rows in another order; gradients are put back rather than added up."""
+    result: Tensor = _Permuted.apply(rows_RH, order_R, inverse_R)
+    return result
+
+
+class _Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RH: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_R)
+        return rows_RH.index_select(0, order_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad_RH.index_select(0, ctx.saved_tensors[0]), None, None
 
 
 class SortedDispatch:

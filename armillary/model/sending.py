@@ -1,7 +1,7 @@
-"""Tensors of files to a GPU at the speed of the bus: threads read pieces into page-locked memory while others travel.
+"""Tensors of files to a GPU: several threads read pieces into page-locked memory while other pieces are on their way.
 
-A plain copy of a mapped file to a GPU reads its pages one by one in one thread, at a few GB/s; several threads and
-buffers that the GPU can fetch from by itself are some times as quick.
+A plain copy of a mapped file reads its pages one by one in one thread; from page-locked memory the GPU fetches by
+itself.
 """
 
 from __future__ import annotations

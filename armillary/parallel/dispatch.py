@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.model.moe import Beside, Experts, Grouped
-from armillary.model.moe_sorted import collect, multiplied_as, sort_copies, spread
+from armillary.model.moe_sorted import collect, inverted, multiplied_as, permuted, sort_copies, spread
 from armillary.parallel.collectives import Group, timed
 
 # M tokens, k choices of each, P = M·k copies, R rows that arrive, E experts, e of them here, H hidden
@@ -61,28 +61,10 @@ class ExchangedDispatch:
         numbers = torch.arange(local, device=arriving_re.device).repeat(ranks)
         experts_R = numbers.repeat_interleave(arriving_re.flatten(), output_size=len(arrived_RH))
         experts_R, order_R = experts_R.sort(stable=True)
-        inverse_R = torch.empty_like(order_R)
-        inverse_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+        inverse_R = inverted(order_R)
         ends_e = arriving_re.sum(dim=0).cumsum(0).to(torch.int32)
         out_RH = experts(permuted(arrived_RH, order_R, inverse_R), experts_R, ends_e, self.grouped, True)
         return permuted(out_RH, inverse_R, order_R)
-
-
-def permuted(rows_RH: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """Rows in another order; gradients are put back rather than added up."""
-    result: Tensor = _Permuted.apply(rows_RH, order_R, inverse_R)
-    return result
-
-
-class _Permuted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_RH: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_R)
-        return rows_RH.index_select(0, order_R)
-
-    @staticmethod
-    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return grad_RH.index_select(0, ctx.saved_tensors[0]), None, None
 
 
 class Trip:

@@ -28,6 +28,8 @@ def make_schedule(
 ) -> Any:
     """Sums, not means: the loss is divided by the count of targets of the whole step."""
     settings: dict[str, Any] = {"n_microbatches": num_micro_batches, "loss_fn": loss, "scale_grads": False}
+    if name == "1f1b" and num_micro_batches < stages[0].num_stages:
+        name = "gpipe"  # the same order, where the pipeline is never full; torch refuses to call it 1F1B
     if name in _SINGLE:
         (stage,) = stages
         return _SINGLE[name](stage, **settings)

@@ -31,8 +31,8 @@ LOGIT_BYTES, EAGER_LOGIT_BYTES, ADAPTED_LOGIT_BYTES = 6.0, 12.0, 16.0
 adapter on the output projection the adapter's share and the sum"""
 LOSS_BYTES = 1.4e9
 """what our fused loss takes for logits beyond the bytes of the head's gradient (kernels.linear_cross_entropy)"""
-CUT_LOGIT_BYTES = 8.0
-"""where our trainer cuts the vocabulary over ranks: in 32 bits as made and as softmax, replaced by its gradient"""
+CUT_LOGIT_BYTES = 4.0
+"""where our trainer cuts the vocabulary over ranks, beside the logit as made: its softmax, replaced by its gradient"""
 MOMENTS = ("at the loss", "in the last layer's backward pass", "when the last layer's gradients are summed",
            "when the first layer's gradients are summed", "at the end of the backward pass")  # fmt: skip
 _ACTIVATIONS_OUT = [OFFLOADS.index(name) for name in ("activations", "both")]
@@ -247,4 +247,5 @@ def logit_bytes(case: TrainCase, layouts: Layouts) -> Array:
     """Bytes that the loss keeps of one logit."""
     unfused = ADAPTED_LOGIT_BYTES if case.lora else EAGER_LOGIT_BYTES
     alone = LOGIT_BYTES if case.software.fused_layers else unfused
-    return np.where((layouts.tp > 1) & case.software.plain_layers, CUT_LOGIT_BYTES, alone)
+    cut = CUT_LOGIT_BYTES + np.where(WIDE[layouts.precision], 4.0, 2.0)
+    return np.where((layouts.tp > 1) & case.software.plain_layers, cut, alone)

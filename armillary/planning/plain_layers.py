@@ -13,7 +13,7 @@ import numpy as np
 from armillary.planning.case import TrainCase
 from armillary.planning.compute import WIDE
 from armillary.planning.kept import Kept
-from armillary.planning.layouts import FULL, SELECTIVE, Array, Layouts
+from armillary.planning.layouts import FULL, NONE, SELECTIVE, Array, Layouts
 from armillary.spec.model import LayerKind, ModelConfig
 
 WIDE_BYTES = 4.0
@@ -37,7 +37,8 @@ def plain_kept(case: TrainCase, layouts: Layouts) -> Kept:
     top = top + np.where(layouts.stream_tp > 1, h * model.hidden, 0.0)
     entry = stream * hidden
     less = np.select([layouts.recompute == FULL, layouts.recompute == SELECTIVE], [entry, selective], whole)
-    again = np.maximum(whole - less, 0.0)
+    gathered = 2 * h * (model.hidden - hidden)  # inputs of both cut parts, whole where tokens are cut
+    again = np.where(layouts.recompute == NONE, 0.0, np.maximum(whole - less, 0.0) + gathered)
     return Kept(whole=whole, selective=selective, entry=entry, working=working, again=again, top=top)
 
 

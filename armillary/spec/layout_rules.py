@@ -187,8 +187,13 @@ def _ep_says(layout: Layout, case: Case) -> str:
         return f"ep={layout.ep} but {case.model.name} has no experts; try --set layout.ep=1"
     experts, ranks = case.model.moe.num_experts, layout.dp * layout.cp * layout.tp
     fitting = [ep for ep in range(1, experts + 1) if _ep_holds(replace(layout, ep=ep), case)]
-    what = f"{experts} experts of {case.model.name}" if experts % layout.ep else f"dp × cp × tp = {ranks}"
-    return f"ep={layout.ep} does not divide {what}; try --set layout.ep={_near(layout.ep, fitting)}"
+    near = _near(layout.ep, fitting)
+    if experts % layout.ep:
+        return f"ep={layout.ep} does not divide {experts} experts of {case.model.name}; try --set layout.ep={near}"
+    inner = layout.num_devices // layout.dp
+    enough = inner * next(dp for dp in range(1, layout.ep + 1) if dp * layout.cp * layout.tp % layout.ep == 0)
+    more = f" (--devices {enough} would do)" if case.for_training and enough > layout.num_devices else ""
+    return f"ep={layout.ep} does not divide dp × cp × tp = {ranks}{more}; try --set layout.ep={near}"
 
 
 def _shard_holds(layout: Layout, case: Case) -> bool:

@@ -65,19 +65,24 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def update(sharded: Sharded, optimizer: torch.optim.Optimizer, scaler: LossScaler, limit: float) -> Tensor:
-    """Clip, step, forget the gradients; gives their norm before clipping. Nothing here waits for the device, and a
-    step whose fp16 gradients overflowed leaves the weights as they are."""
+def update(
+    sharded: Sharded, optimizer: torch.optim.Optimizer, scaler: LossScaler, limit: float,
+    known: Callable[[Tensor], None] = lambda norm: None,
+) -> Tensor:  # fmt: skip
+    """Clip, step, forget the gradients; gives their norm before clipping, to `known` as soon as nothing can change it.
+    Nothing here waits for the device, and a step whose fp16 gradients overflowed leaves the weights as they are."""
     if scaler.is_enabled():
         scaler.unscale_(optimizer)
     if isinstance(optimizer, adamw.AdamW):  # whole gradients on every rank: clipped on their way through the kernel
         norm = sharded.norm_of_all(adamw.gradient_norm(sharded.model.parameters()))
+        known(norm)
         optimizer.step(scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None)
         optimizer.zero_grad()
         return norm
     norm = sharded.clip(limit)
     scaler.step(optimizer)
     scaler.update()
+    known(norm)
     optimizer.zero_grad()
     return norm
 

@@ -31,6 +31,7 @@ from armillary.training.memory import NoMeter, make_meter
 from armillary.training.model_start import open_text, start_model
 from armillary.training.optim import learning_rate, make_optimizer, set_learning_rate, update
 from armillary.training.precision import HALF, autocast
+from armillary.training.reading import Mark, Read, Reading
 from armillary.training.scaler import LossScaler, refuse_tiny_scale
 from armillary.training.speed import Speed
 from armillary.training.waits import Waits
@@ -75,6 +76,7 @@ class Trainer:
         self.scaler = LossScaler(self.device, enabled=plan.layout.precision == "fp16", many=world.size > 1)
         self.routers = Routers(self.sharded, self.job)
         self.speed = Speed(plan)
+        self.reading = Reading(self.device)
         self.waits = Waits(self.device)
         if world.size > 1:
             self.waits.watch(self.model)
@@ -89,6 +91,7 @@ class Trainer:
     def step(self, step: int, *, stop: Stop = _never) -> StepReport | None:
         """Everything of one step; None where the ranks agreed to stop before it, because `stop()` was true on one."""
         begin = time.perf_counter()
+        self.reading.come()
         now = self.feed.at(step, stop)
         if now.stop or (self.world.size == 1 and stop()):
             return None
@@ -118,23 +121,33 @@ class Trainer:
 
     def _timed(self, now: Fetched, stop: Stop) -> tuple[dict[str, float], float]:
         begin = time.perf_counter()
-        return self._advance(now, stop), time.perf_counter() - begin
+        measured = self._advance(now, stop)
+        return measured, time.perf_counter() - begin + self.reading.tail_s
 
     def _advance(self, now: Fetched, stop: Stop) -> dict[str, float]:
         """Launch the whole step, look after the next batch while it runs, then read what it measured: the one wait
-        for the device."""
+        for the device, and not for the last of its work."""
         rate = learning_rate(self.job, now.step, self.num_parameters)
         set_learning_rate(self.optimizer, rate)
         self.routers.start(self.scaler.factor)
         loss = self.forward_backward(now.batch, now.targets)
+        reads: list[Read] = []
+        marks: list[Mark] = []
+
+        def known(norm: Tensor) -> None:
+            scale = self.scaler.factor
+            found = {"loss": loss, "grad_norm": norm} | ({"loss_scale": scale} if scale is not None else {})
+            reads.append(self.reading.take(found))
+            marks.append(self.reading.mark())
+
         with self._meter.phase("optimizer"):
-            norm = update(self.sharded, self.optimizer, self.scaler, self.job.clip)
-        scale = self.scaler.factor
+            update(self.sharded, self.optimizer, self.scaler, self.job.clip, known)
+        reads.append(self.reading.take(self.routers.finish()))
+        marks.append(self.reading.mark())
         self.feed.look_ahead(now.step + 1, stop)
-        found = {"loss": loss, "grad_norm": norm} | ({"loss_scale": scale} if scale is not None else {})
-        found |= self.routers.finish()
-        read = torch.stack([value.detach().double().reshape(()) for value in found.values()]).tolist()
-        return dict(zip(found, read, strict=True)) | {"lr": rate}
+        measured = {name: value for read in reads for name, value in read().items()}
+        self.reading.leave(*marks)
+        return measured | {"lr": rate}
 
     def forward_backward(self, batch: DeviceBatch, targets: float) -> Tensor:
         """Mean loss over all targets of all ranks; gradients are those of that mean."""

@@ -55,6 +55,7 @@ def test_every_schedule_trains_as_one_process_does(ranks: Ranks) -> None:
         Case(layout=layout(pp=2, schedule="zero_bubble", interleave=2), accumulate=4, dtype="fp64", config=deep()),
         Case(layout=layout(pp=2, recompute="full"), accumulate=2, dtype="fp64", documents=True, config=deep(tied=True)),
         Case(layout=layout(pp=2, recompute="full", schedule="zero_bubble"), accumulate=2, dtype="fp64"),
+        Case(layout=layout(pp=2), accumulate=1, dtype="fp64", steps=2),
     ]
     check(ranks.run(2, many, cases)[0], cases)
 

@@ -110,6 +110,8 @@ def test_a_bar_is_held_or_what_is_missed_is_said(bench: KernelBench) -> None:
     assert row.misses(row.of("compile")) == ["forward 50.0% < 90%"]
     quick = replace(row.measured[1], forward_s=1e-4)
     assert replace(row, measured=(row.measured[0], quick)).misses(row.ours) == ["behind compile"]
+    half = replace(row.measured[1], forward_s=row.measured[0].forward_s / 2, backward_s=1.0)
+    assert replace(row, measured=(row.measured[0], half)).misses(row.ours) == ["forward behind compile"]
     assert row.misses(None) == ["not timed"] and bench.rows[0].misses(None) == []
 
 

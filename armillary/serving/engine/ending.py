@@ -17,8 +17,13 @@ class Ending(NamedTuple):
 _BROKEN = Ending("error", "the model gave no number that can be drawn from; check its weights and dtype")
 
 
-def find_ending(seq: Sequence, token: int) -> Ending | None:
-    """Look at the token that `seq` has just got. A constraint is told of it."""
+def find_endings(sequences: list[Sequence], tokens: list[int]) -> list[tuple[Sequence, Ending]]:
+    """Those for whom the token they have just got was the last; constraints are told of theirs."""
+    looked = ((seq, _ending(seq, token)) for seq, token in zip(sequences, tokens, strict=True) if token in seq.watched)
+    return [(seq, ending) for seq, ending in looked if ending is not None]
+
+
+def _ending(seq: Sequence, token: int) -> Ending | None:
     if token == BROKEN:
         return _BROKEN
     if token in seq.stops and seq.num_output >= seq.request.params.min_tokens:

@@ -121,14 +121,11 @@ class KVCache:
         return True
 
     def extend(self, full: list[Sequence]) -> None:
-        """A block more for those answers that stand at the end of theirs: `grow` for all of them together, or for
-        none where there are too few."""
+        """A block more for each of these answers: `grow` for many together. There must be as many blocks."""
         groups, edits = len(self.groups), self.edits
         if self.windowed:
             for seq in full:
                 self._leave_windows(seq)
-        if len(full) * groups > self.pool.num_free:
-            return
         fresh = self.pool.allocate(len(full) * groups)
         for seq in full:
             row, have = seq.row, len(seq.tables[0])

@@ -15,7 +15,7 @@ from armillary.serving.engine import invariants
 from armillary.serving.engine.admission import Admission
 from armillary.serving.engine.chunks import chunk_cost, chunk_size
 from armillary.serving.engine.decision import Chunk, Decision, Outcome
-from armillary.serving.engine.ending import Ending, find_ending
+from armillary.serving.engine.ending import Ending, find_endings
 from armillary.serving.engine.intake import MakeConstraint
 from armillary.serving.engine.kv_cache import KVCache
 from armillary.serving.engine.kv_match import search
@@ -24,10 +24,13 @@ from armillary.serving.engine.room import fitting, make_room
 from armillary.serving.engine.roster import Roster
 from armillary.serving.engine.sequence import BROKEN, Finish, Sequence, State
 from armillary.serving.engine.settings import Settings
+from armillary.serving.engine.turn import Turn
 
 _RUNNING = State.RUNNING
 _NAMED_AT_ONCE = 4
-"""blocks that an answer fills before they get their names: together they take less time"""
+"""blocks an answer fills, about, before they get their names: together they take less time"""
+_PLENTY = 4
+"""free blocks for each that runs, from which on one may be taken before it is needed"""
 
 
 class Scheduler:
@@ -48,7 +51,8 @@ class Scheduler:
         self._fresh: list[Sequence] = []
         self._watched = {BROKEN}
         """tokens that end somebody's answer"""
-        self._lookups = self._next_named = 0
+        self._growing, self._naming = Turn(cache.block_tokens), Turn(_NAMED_AT_ONCE * cache.block_tokens)
+        self._lookups = 0
         self._stalled = False
         self._full = False
 
@@ -129,19 +133,21 @@ class Scheduler:
                     self.roster.wake_forks(seq)
                     self._full = False
         self._fresh.clear()
-        self._name_some()
+        self._serve_some()
         decision.ended = self.roster.deadlines.due(now)
         self._end([(seq, Ending("deadline")) for seq in decision.ended], now)
         if self.settings.rope_switch is not None:
             self._turn(decision, self.settings.rope_switch)
 
-    def _name_some(self) -> None:
-        """Answers get the names of their blocks in turn, a few at a time: they are wanted when the answer is over."""
-        running, period = self.roster.running, _NAMED_AT_ONCE * self.cache.block_tokens
-        begin = self._next_named if self._next_named < len(running) else 0
-        self._next_named = begin + len(running) // period + 1
-        for seq in running[begin : self._next_named]:
-            self.cache.name(seq)
+    def _serve_some(self) -> None:
+        """A few answers in turn. Blocks they have filled get their names; and where there are plenty, they get the next
+        one ahead, so that many never need one in the same step."""
+        running, cache = self.roster.running, self.cache
+        for seq in self._naming.take(running):
+            cache.name(seq)
+        if cache.pool.num_free > _PLENTY * len(running) * len(cache.groups):
+            growing = self._growing.take(running)
+            cache.extend([seq for seq in growing if seq.needs_block(ahead=cache.block_tokens)])
 
     def _turn(self, decision: Decision, switch: int) -> None:
         """Answers that grow across the length at which rotary frequencies change are computed anew, as transformers
@@ -153,7 +159,6 @@ class Scheduler:
     def _decode(self, decision: Decision) -> list[Sequence]:
         """One token for everyone who has one to compute; returns the others, whose prompts are under way."""
         prompts: list[Sequence] = []
-        self.cache.extend([seq for seq in self.roster.running if seq.computed >= seq.room and self._at_end(seq)])
         take, place = decision.decodes.append, decision.positions.append
         for seq in self.roster.running:  # those put back meanwhile stand behind the one at hand
             at = seq.computed
@@ -163,10 +168,6 @@ class Scheduler:
             take(seq)
             place(at)
         return prompts
-
-    def _at_end(self, seq: Sequence) -> bool:
-        """Whether an answer has come to the end of its block and may go on in the next."""
-        return seq.computed == seq.writable and not seq.behind and seq.computed < seq.limit - 1
 
     def _may_advance(self, decision: Decision, seq: Sequence, prompts: list[Sequence]) -> bool:
         """Whether one that has reached its `room` goes on: at the end of its block, its length or its known tokens."""
@@ -271,7 +272,7 @@ class Scheduler:
             self.totals.discarded += len(tokens) - len(kept)
         for seq, token in zip(sequences, kept, strict=True):
             seq.tokens.append(token)
-        over = self._endings(sequences, kept) if decision.closely or not self._watched.isdisjoint(kept) else []
+        over = find_endings(sequences, kept) if decision.closely or not self._watched.isdisjoint(kept) else []
         if decision.last:
             ended = {id(seq) for seq, _ in over}
             over += [(seq, Ending("length")) for seq in decision.last if seq.finish is None and id(seq) not in ended]
@@ -286,13 +287,6 @@ class Scheduler:
                 seq.tokens.pop()
         self.totals.tokens_out += len(kept)
         return Outcome(sequences, kept, self._finished(over, now))
-
-    @staticmethod
-    def _endings(sequences: list[Sequence], tokens: list[int]) -> list[tuple[Sequence, Ending]]:
-        """Those whose last token this was; structures are told of theirs."""
-        looked = ((seq, find_ending(seq, token)) for seq, token in zip(sequences, tokens, strict=True)
-                  if token in seq.watched)  # fmt: skip
-        return [(seq, ending) for seq, ending in looked if ending is not None]
 
     def _finished(self, over: list[tuple[Sequence, Ending]], now: float) -> list[Sequence]:
         for seq, _ in over:

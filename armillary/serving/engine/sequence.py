@@ -159,6 +159,11 @@ class Sequence:
         """Tokens drawn in steps whose results are not back."""
         return self.length - len(self.tokens)
 
+    def needs_block(self, ahead: int) -> bool:
+        """Whether it comes to the end of its blocks within `ahead` tokens, in the middle of its answer."""
+        left = self.writable - self.computed
+        return 0 <= left <= ahead and not self.behind and self.writable < self.limit - 1
+
     @property
     def can_fork(self) -> bool:
         """Whether it may start from what its leader has computed."""
