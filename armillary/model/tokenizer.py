@@ -209,6 +209,12 @@ class Detokenizer:
 # --- reading a folder
 
 
+def eos_ids_of(folder: Path) -> tuple[int, ...]:
+    """End tokens of a model without a tokenizer, as its generation_config.json or config.json gives them."""
+    ends = _json(folder / "generation_config.json").get("eos_token_id")
+    return _eos_ids(None, _json(folder / "config.json").get("eos_token_id") if ends is None else ends)
+
+
 def _backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():

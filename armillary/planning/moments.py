@@ -34,7 +34,8 @@ LOSS_BYTES = 1.4e9
 CUT_LOGIT_BYTES = 4.0
 """where our trainer cuts the vocabulary over ranks, beside the logit as made: its softmax, replaced by its gradient"""
 MOMENTS = ("at the loss", "in the last layer's backward pass", "when the last layer's gradients are summed",
-           "when the first layer's gradients are summed", "at the end of the backward pass")  # fmt: skip
+           "when the first layer's gradients are summed", "in the first layer's backward pass",
+           "at the end of the backward pass")  # fmt: skip
 _ACTIVATIONS_OUT = [OFFLOADS.index(name) for name in ("activations", "both")]
 
 
@@ -79,9 +80,11 @@ class Stage:
         others = stored * (1 - 1 / self.flying)  # of micro-batches that are still on their way
         head, late = np.maximum(early, np.minimum(self._head_gradient(), summed)), self._late_gradients()
         first = np.where(by_layer(self.case, self.layouts), early, head)  # there, the head's leaves with the root
-        activations = (stored, stored + inside, np.maximum(stored - of_one, 0.0), others, others + of_one + inside)
-        columns = zip(self._copies(), (early, first, first, late, late), activations, (self._loss(), *[none] * 4),
-                      buffers, strict=True)  # fmt: skip
+        activations = (
+            stored, stored + inside, np.maximum(stored - of_one, 0.0), others, others + of_one + inside, others
+        )  # fmt: skip
+        columns = zip(self._copies(), (early, first, first, late, late, late), activations,
+                      (self._loss(), *[none] * 5), buffers, strict=True)  # fmt: skip
         return tuple(
             Moment(weights=weights, gradients=gradients, activations=acts, loss=loss, buffers=gathered)
             for weights, gradients, acts, loss, gathered in columns
@@ -94,12 +97,12 @@ class Stage:
         of layers that it did not have to make again."""
         mine, none = self.mine, np.zeros(len(self.layouts))
         if not self.case.software.plain_layers:
-            return (none,) * 5
+            return (none,) * 6
         each = np.where(casts_by_operator(self.case, self.layouts), self.states.weight, 0.0)
         layer, again = mine.layer + mine.experts, (self.layouts.recompute != NONE) / self.layouts.recompute_every
         one = each * layer
         kept = np.maximum(one * mine.layers * (1 - again), one)
-        return one * mine.layers + each * self._table, kept, np.maximum(kept - one, 0.0), none, one
+        return one * mine.layers + each * self._table, kept, np.maximum(kept - one, 0.0), none, one, none
 
     # --- activations and logits
 
@@ -159,7 +162,7 @@ class Stage:
         earlier micro-batches, if any."""
         mine, states, layouts = self.mine, self.states, self.layouts
         shared = np.where((layouts.zero > 1) | (self.micro_batches <= 1), sharers(layouts)[0], 1.0)
-        root = (self._table if not self.case.model.tied else mine.ends) * states.gradient / shared
+        root = mine.ends * states.gradient / shared
         earlier = self.micro_batches >= np.where(layouts.zero == 3, 2, 3)
         without = by_layer(self.case, layouts) & ~earlier
         late: Array = self._gradients - np.where(without, root, 0.0)
@@ -185,7 +188,7 @@ class Stage:
             # a gradient that is added to an earlier one: a layer's largest matrix is near half of it
             usual = usual + np.where(self._more, 0.5 * self.mine.layer * self.states.weight, 0.0)
             last = self._tables_at_end()
-        others = (self._buffers(), usual, 0 * usual, last + 0 * usual, usual)
+        others = (self._buffers(), usual, 0 * usual, 0 * usual, usual, last + 0 * usual)
         mask = by_layer(self.case, self.layouts)
         return [np.where(mask, mine, other) for mine, other in zip(self._fully_shard(), others, strict=True)]
 
@@ -229,17 +232,21 @@ class Stage:
         first = np.where(third, root + next_, np.where(self._more, all_, all_ - layer * weight))
         left = np.where(third | ~self._more, root, all_)
         before = np.where(waits, 0.0, layer * 4.0)
-        return (np.where(third, root, all_), inside + table, first + table + leaving, left + table + leaving,
-                left + before + self._root_leaves())  # fmt: skip
+        pending = np.where(waits & (not self.case.model.tied), 0.0, table)  # the head's gradient, until the root's go
+        again = np.where(third | ~self._more, root + layer * weight, all_)
+        return (np.where(third, root, all_), inside + pending, first + pending + leaving, left + pending + leaving,
+                again + pending + before, left + before + self._root_leaves())  # fmt: skip
 
     def _root_leaves(self) -> Array:
         """Gradients of embedding and head: a tied table's two and their sum, or all as they are copied to travel."""
         weight, table = self.states.weight, self._table
+        copied = np.where(self._more & (self.layouts.zero == 1), 0.0, 4.0)
         if self.case.model.tied:
-            return table * np.maximum(3 * weight, weight + 4.0)
+            return table * np.maximum(3 * weight, weight + copied)
         apart = np.where(self.layouts.zero == 3, self.mine.ends - table, 0.0)  # gathered again for its gradient
         inner = self.mine.ends - apart
-        left: Array = np.where(apart > 0, apart * (2 * weight + 4.0) + inner * weight, inner * (weight + 4.0))
+        summed = copied * (1 + 1 / sharers(self.layouts)[0])
+        left: Array = np.where(apart > 0, apart * (2 * weight + summed) + inner * weight, inner * (weight + copied))
         return left
 
 

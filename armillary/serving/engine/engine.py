@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from armillary.errors import BadInput
+from armillary.errors import BadInput, MissingPart
 from armillary.serving.engine.answers import Answers, Piece
 from armillary.serving.engine.collector import old_objects_at_rest
 from armillary.serving.engine.decision import Decision
@@ -124,7 +124,7 @@ class Engine:
         for request in requests:
             try:
                 entered = self.scheduler.submit(request, self.loop.clock(), (constraints or {}).get(request.id))
-            except BadInput as error:
+            except (BadInput, MissingPart) as error:
                 found.append(Completion(request=request, finish="error", error=str(error)))
                 continue
             made |= {seq: Completion(request=request, index=seq.index) for seq in entered}

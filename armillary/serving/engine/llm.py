@@ -15,7 +15,7 @@ from typing import Any
 
 from armillary.errors import BadInput
 from armillary.model.device import pick_device
-from armillary.model.tokenizer import Tokenizer
+from armillary.model.tokenizer import Tokenizer, eos_ids_of
 from armillary.model.weights import load_model
 from armillary.parallel.world import World
 from armillary.profiling.ceilings import name_of
@@ -37,7 +37,7 @@ Prompt = str | Items[int]
 
 
 class LLM:
-    """A model and its tokenizer, ready to answer."""
+    """A model and its tokenizer, ready to answer; one without a tokenizer answers token ids."""
 
     def __init__(
         self, model: str | Path, serve: Serve | None = None, *, home: Home | None = None, dtype: str | None = None,
@@ -55,9 +55,11 @@ class LLM:
         loaded = load_model(source.folder, dtype=dtype, device=world.device if world else pick_device(device))
         if phase is not None:
             phase("weights", time.monotonic() - begin)
-        self.tokenizer = Tokenizer.load(source.folder)
+        has_text = (source.folder / "tokenizer.json").is_file()
+        self.tokenizer = Tokenizer.load(source.folder) if has_text else None
         self.engine, self.plan = make_engine(
             loaded, self.tokenizer, serve or Serve(), record=record, phase=phase, group=group, owns_model=True,
+            eos_ids=() if has_text else eos_ids_of(source.folder),
             peaks=load_peaks(home or Home.default(), name_of(next(loaded.parameters()).device)),
         )  # fmt: skip
         self.structures = Structures(self.tokenizer, loaded.config.vocab)
@@ -131,6 +133,8 @@ class LLM:
     def _tokens(self, prompt: Any) -> Items[int]:
         """Text is encoded; arrays and their numbers become plain ones."""
         if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise BadInput("this model has no tokenizer.json; give token ids")
             return self.tokenizer.encode(prompt)
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
 
@@ -54,15 +55,15 @@ class NoText:
 def make_engine(
     model: Transformer, tokenizer: Tokenizer | None, serve: Serve, *, record: Record | None = None,
     seed: int | None = None, phase: Phase | None = None, group: Group | None = None,
-    peaks: Peaks | None = None, warm: bool = True, owns_model: bool = False,
+    peaks: Peaks | None = None, warm: bool = True, owns_model: bool = False, eos_ids: Items[int] = (),
 ) -> tuple[Engine, KVPlan]:  # fmt: skip
     """`seed` is of the seeds that requests do not bring themselves; `phase` is told what the start consists of. With a
     `group` of ranks the model is cut over them; the first one's engine leads, the others follow. Where few requests
     will come, graphs need not be captured beforehand (`warm`): each is when its shape first comes. An engine that
-    `owns_model` lets go of weights that it keeps in another form."""
+    `owns_model` lets go of weights that it keeps in another form. `eos_ids` count where there is no tokenizer."""
     tell = phase or (lambda name, seconds: None)
     begin = time.monotonic()
-    settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else ()))
+    settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else eos_ids))
     plan = kv_plan(model, serve, settings.max_model_len, group)
     scheduler = Scheduler(settings, plan.make(prefix=serve.prefix_cache))
     run_fp8 = pick_fp8(model.blocks["0"].attention.out.weight, settings.max_running) if serve.weights == "fp8" else None

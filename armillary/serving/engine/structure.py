@@ -34,7 +34,7 @@ class Matched:
 class Structures:
     """Compiled structures of one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, vocab: int) -> None:
         self._tokenizer, self._vocab = tokenizer, vocab
         self._wrapped: Any = None
         self._compiled: dict[Structure, Any] = {}
@@ -53,6 +53,8 @@ class Structures:
             from llguidance import LLMatcher, LLTokenizer
         except ModuleNotFoundError:
             raise missing("llguidance", "structured answers", "structure") from None
+        if self._tokenizer is None:
+            raise BadInput("a structure is of text and this model has no tokenizer.json; leave structure out")
         if self._wrapped is None:
             ends = list(self._tokenizer.eos_ids) or None
             self._wrapped = LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=self._vocab, eos_token=ends)

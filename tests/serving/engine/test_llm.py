@@ -26,6 +26,7 @@ from armillary.spec.job import Serve
 from armillary.store.gauges import GaugeWriter, read_gauges
 from armillary.store.home import Home
 from armillary.store.peaks import Peaks, save_peaks
+from tests.model.families import random_model
 from tests.model.test_attend import small
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -142,6 +143,21 @@ def test_what_is_wrong_with_a_prompt_is_said_to_it_alone(folder: Path, streamed:
         (tokens, error), good, ids, array = found[4 * at : 4 * at + 4]
         assert words in error and (bool(error) or tokens) and "\n" not in error
         assert good == (right[0], "") and ids == array == (right[1], "")
+
+
+def test_a_model_without_a_tokenizer_answers_token_ids(tmp_path: Path) -> None:
+    theirs = random_model("llama", 1)
+    theirs.save_pretrained(tmp_path)
+    prompt, ends = [3, 4, 5, 6, 7], theirs.generation_config.eos_token_id
+    right = theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 5), max_new_tokens=20, do_sample=False,
+                            pad_token_id=0)[0, 5:].tolist()  # fmt: skip
+    llm = LLM(tmp_path, Serve(block_tokens=4, kv_bytes=400_000, max_running=4), device="cpu")
+    greedy = SamplingParams(temperature=0.0, max_tokens=20)
+    shaped = SamplingParams(max_tokens=5, structure=armillary.Structure(kind="json"))
+    made, text, structured = llm.generate([prompt, "text", prompt], [greedy, greedy, shaped])
+    assert made.tokens == right and (made.finish == "stop") == (right[-1] == ends) and not made.text
+    assert "give token ids" in text.error and structured.finish == "error"
+    assert llm.engine.scheduler.settings.eos_ids == {ends}
 
 
 def test_a_cache_too_small_for_one_is_said_to_that_one(folder: Path) -> None:
