@@ -24,13 +24,9 @@ from armillary.serving.engine.room import fitting, make_room
 from armillary.serving.engine.roster import Roster
 from armillary.serving.engine.sequence import BROKEN, Finish, Sequence, State
 from armillary.serving.engine.settings import Settings
-from armillary.serving.engine.turn import Turn
+from armillary.serving.engine.upkeep import Upkeep
 
 _RUNNING = State.RUNNING
-_NAMED_AT_ONCE = 4
-"""blocks an answer fills, about, before they get their names: together they take less time"""
-_PLENTY = 4
-"""free blocks for each that runs, from which on one may be taken before it is needed"""
 
 
 class Scheduler:
@@ -44,6 +40,7 @@ class Scheduler:
         self.cache = cache
         self.roster = Roster(settings, cache)
         self.admission = Admission(settings, cache)
+        self.upkeep = Upkeep(cache)
         self.totals = self.roster.totals
         self.under_way: deque[Decision] = deque()
         """decided, and their tokens not back"""
@@ -51,7 +48,6 @@ class Scheduler:
         self._fresh: list[Sequence] = []
         self._watched = {BROKEN}
         """tokens that end somebody's answer"""
-        self._growing, self._naming = Turn(cache.block_tokens), Turn(_NAMED_AT_ONCE * cache.block_tokens)
         self._lookups = 0
         self._stalled = False
         self._full = False
@@ -133,21 +129,11 @@ class Scheduler:
                     self.roster.wake_forks(seq)
                     self._full = False
         self._fresh.clear()
-        self._serve_some()
+        self.upkeep.step(self.roster.running)
         decision.ended = self.roster.deadlines.due(now)
         self._end([(seq, Ending("deadline")) for seq in decision.ended], now)
         if self.settings.rope_switch is not None:
             self._turn(decision, self.settings.rope_switch)
-
-    def _serve_some(self) -> None:
-        """A few answers in turn. Blocks they have filled get their names; and where there are plenty, they get the next
-        one ahead, so that many never need one in the same step."""
-        running, cache = self.roster.running, self.cache
-        for seq in self._naming.take(running):
-            cache.name(seq)
-        if cache.pool.num_free > _PLENTY * len(running) * len(cache.groups):
-            growing = self._growing.take(running)
-            cache.extend([seq for seq in growing if seq.needs_block(ahead=cache.block_tokens)])
 
     def _turn(self, decision: Decision, switch: int) -> None:
         """Answers that grow across the length at which rotary frequencies change are computed anew, as transformers
