@@ -28,7 +28,7 @@ def runs(out: Output, home: Home, name: str | None) -> None:
 
 
 def _show_all(out: Output, home: Home) -> None:
-    found = [(run, run.state) for run in list_runs(home)]
+    found = [(run, run.progress) for run in list_runs(home)]
     if found:
         columns = ["run", "model", "state", "step", "loss", "started", "took"]
         out.table("", columns, [_row(run, state) for run, state in found])
@@ -42,7 +42,7 @@ def _row(run: Run, state: RunState) -> list[object]:
 
 
 def _show_one(out: Output, run: Run) -> None:
-    state = run.state
+    state = run.progress
     facts = _facts(run, state)
     pairs: list[tuple[str, object]] = [
         ("model", state.model), ("state", state.shown), ("error", state.error), ("step", _step(state)),

@@ -135,9 +135,15 @@ class Sharded:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Forward passes without backward ones; weights that were gathered are shards again afterwards."""
-        with torch.no_grad():
-            yield
+        """Forward passes without backward ones, nor anything that only training does (dropout); weights that were
+        gathered are shards again afterwards."""
+        before = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train(before)
         if self.is_fsdp:
             for chunk in self._chunks:
                 data.reshard(chunk)

@@ -155,9 +155,18 @@ def stored_bytes(case: TrainCase, layouts: Layouts, layers: Array, flying: Array
 
 
 def layer_bytes(case: TrainCase, layouts: Layouts) -> Array:
-    """Of the one layer that is differentiated: what it makes again, and gradients inside it."""
+    """Of the first layer while it is differentiated: what it makes again, and gradients inside it."""
     each = kept(case, layouts)
     total: Array = _tokens(case, layouts) * (each.again + each.working)
+    return total
+
+
+def last_layer_bytes(case: TrainCase, layouts: Layouts, layers: Array) -> Array:
+    """Of the last layers while they are differentiated. Where one in some is recomputed, those after the last that is
+    have let go of what they kept by the time it makes anything again."""
+    each = kept(case, layouts)
+    after = (np.ceil(layers) - 1) % layouts.recompute_every
+    total: Array = _tokens(case, layouts) * (np.maximum(each.again - after * each.whole, 0.0) + each.working)
     return total
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from armillary.planning.activations import layer_bytes, stored_bytes
+from armillary.planning.activations import last_layer_bytes, layer_bytes, stored_bytes
 from armillary.planning.case import TrainCase
 from armillary.planning.compute import WIDE
 from armillary.planning.layouts import NONE, OFFLOADS, Array, Bools, Layouts
@@ -75,13 +75,14 @@ class Stage:
     def moments(self) -> tuple[Moment, ...]:
         """In the order of MOMENTS."""
         stored, inside = self._stored(), layer_bytes(self.case, self.layouts)
+        top = last_layer_bytes(self.case, self.layouts, self.mine.layers)
         none, of_one = np.zeros(len(stored)), stored / np.maximum(self.mine.layers * self.flying, 1)
         early, summed, buffers = self._early_gradients, self._gradients, self._buffers_at_moments()
         others = stored * (1 - 1 / self.flying)  # of micro-batches that are still on their way
         head, late = np.maximum(early, np.minimum(self._head_gradient(), summed)), self._late_gradients()
         first = np.where(by_layer(self.case, self.layouts), early, head)  # there, the head's leaves with the root
         activations = (
-            stored, stored + inside, np.maximum(stored - of_one, 0.0), others, others + of_one + inside, others
+            stored, stored + top, np.maximum(stored - of_one, 0.0), others, others + of_one + inside, others
         )  # fmt: skip
         columns = zip(self._copies(), (early, first, first, late, late, late), activations,
                       (self._loss(), *[none] * 5), buffers, strict=True)  # fmt: skip

@@ -114,7 +114,7 @@ class TrainJob:
     lr_base_batch: int | None = None
     """tokens of the batch that lr is meant for: the rate is multiplied by batch_tokens over it; none: taken as it is"""
     min_lr: float | None = None
-    """learning rate at the end; none: a tenth of the peak"""
+    """learning rate at the end, multiplied like lr where lr_base_batch is given; none: a tenth of the peak"""
     warmup_steps: int | None = None
     """steps of linear warm-up; none: a tenth of the steps, at most 2000"""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -218,7 +218,13 @@ class TrainJob:
 
     def final_lr(self, num_parameters: int) -> float:
         """Given, or a tenth of the peak (Hoffmann et al., Chinchilla, arXiv 2203.15556)."""
-        return self.peak_lr(num_parameters) / 10 if self.min_lr is None else self.min_lr
+        return self.peak_lr(num_parameters) / 10 if self.min_lr is None else self.min_lr * self.lr_factor
+
+    def check_rates(self, num_parameters: int) -> None:
+        """Refuse a final rate above a peak that was derived: it would rise to the end."""
+        peak = self.peak_lr(num_parameters) / self.lr_factor
+        if self.min_lr is not None and self.min_lr > peak:
+            raise _refuse(self, "train", "min_lr", f"at most the peak learning rate of {peak:.3g}", f"{peak / 10:.2g}")
 
     @property
     def lora_scale(self) -> float:

@@ -1,7 +1,7 @@
 """gauges.jsonl: one JSON line a step or request, appended by one writer and readable while it is written.
 
 Each record is a single append, so a killed writer loses at most the record it was writing; the torn line it may
-leave is ignored by readers and cut off by the next writer.
+leave is ignored by readers and cut off by the next writer. A run that goes on cuts off the steps it will do again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _BLOCK = 65_536
 class GaugeWriter:
     """The only writer of one file; a second one is refused."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, step: int | None = None) -> None:
+        """`step` is the one that comes next: what an earlier writer left of it and of later ones is cut off."""
         self.path = path
         self._alone = threading.Lock()
         with plain_errors(path):
@@ -38,6 +39,8 @@ class GaugeWriter:
             self.close()
             raise BadInput(f"{path} is being written by another process; stop that one first or start a new run")
         os.ftruncate(self._file, _end_of_last_line(self._file))
+        if step is not None:
+            os.ftruncate(self._file, _end_before(self._file, path, step))
 
     def write(
         self,
@@ -107,6 +110,15 @@ def read_since(path: Path, since: int = 0) -> tuple[list[Record], int]:
     return [record for record, _ in found], found[-1][1] if found else since
 
 
+def last_record(path: Path) -> Record | None:
+    """The last whole record; None where there is no file or none in it yet."""
+    if not path.is_file():
+        return None
+    with _open(path) as file:
+        line, _ = _last_line(file.fileno(), _end_of_last_line(file.fileno()))
+    return _parse(line, path, 0) if line else None
+
+
 def columns(path: Path, names: Iterable[str]) -> dict[str, list[Any]]:
     """Each name as a list over the records that have any of its gauges; None where a record lacks one."""
     names = list(names)
@@ -126,6 +138,7 @@ def _records(
         file.seek(since)
         while True:
             ending = stop()  # asked before reading, so that what was written until then is still read
+            _step_back(file)
             yield from _whole_lines(file, path)
             if not follow or ending:
                 return
@@ -159,9 +172,34 @@ def _open(path: Path) -> BinaryIO:
         raise NotFound(f"no gauges at {path}; the run has not taken a step yet") from None
 
 
-def _end_of_last_line(descriptor: int) -> int:
-    """Byte after the last newline: what comes later is torn."""
+def _step_back(file: BinaryIO) -> None:
+    """To the end of a line, where the file was cut since it was read to here."""
+    here = file.tell()
+    if here and os.pread(file.fileno(), 1, here - 1) != b"\n":
+        file.seek(_end_of_last_line(file.fileno(), here))
+
+
+def _end_before(descriptor: int, path: Path, step: int) -> int:
+    """Byte after the last record of a step before `step`, from the end of the last line back."""
     end = os.fstat(descriptor).st_size
+    while end > 0:
+        line, start = _last_line(descriptor, end)
+        if _parse(line, path, start).get("step", -1) < step:
+            return end
+        end = start
+    return 0
+
+
+def _last_line(descriptor: int, end: int) -> tuple[bytes, int]:
+    """The line that ends at byte `end`, and where it starts."""
+    start = _end_of_last_line(descriptor, end - 1)
+    return os.pread(descriptor, max(0, end - start), start), start
+
+
+def _end_of_last_line(descriptor: int, end: int | None = None) -> int:
+    """Byte after the last newline (before `end`): what comes later is torn."""
+    size = os.fstat(descriptor).st_size
+    end = size if end is None else min(end, size)
     while end > 0:
         start = max(0, end - _BLOCK)
         found = os.pread(descriptor, end - start, start).rfind(b"\n")

@@ -21,6 +21,7 @@ from armillary.errors import ArmillaryError, BadInput, NotFound, unknown
 from armillary.spec.fields import to_plain
 from armillary.store import strict_json
 from armillary.store.atomic import Taken, staged_folder, write_json, write_text
+from armillary.store.gauges import last_record
 from armillary.store.home import Home
 from armillary.store.names import new_name
 from armillary.store.process import Process
@@ -56,6 +57,20 @@ class Run:
     def _read_state(self) -> RunState:
         path = self.folder / "state.json"
         return RunState.from_json(strict_json.read_table(path), str(path))
+
+    @property
+    def progress(self) -> RunState:
+        """The state, with step and loss of the last record where a run was cut off before it noted them."""
+        state = self.state
+        if state.shown not in ("failed", "died"):
+            return state
+        try:
+            last = last_record(self.gauges) or {}
+        except ArmillaryError:
+            return state
+        if last.get("step", -1) < state.step:
+            return state
+        return replace(state, step=last["step"] + 1, loss=last.get("loss", state.loss))
 
     def update(self, **changes: Any) -> RunState:
         """Change fields of state.json; it is synced to disk, so call it about once a second at most."""

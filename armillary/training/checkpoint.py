@@ -4,7 +4,7 @@
       __RANK_0.distcp  .metadata   tensors by our names, through torch.distributed.checkpoint
       state.json                   step, loss scale, kernel choices, layout: what is no tensor
       rng.pt                       random state of every rank
-      manifest.json                every file with its size; written last
+      manifest.json                every file with its size and checksum; written last
 
 A folder is written under a hidden name and renamed when it is whole, so a folder with a number is a good one. Writing
 beside the steps and deleting old ones can be put around `save` and `saved_steps`; nothing else knows the form.
@@ -13,8 +13,9 @@ beside the steps and deleting old ones can be put around `save` and `saved_steps
 from __future__ import annotations
 
 import errno
+import io
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +28,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from armillary.errors import ArmillaryError, BadData
 from armillary.store import strict_json
-from armillary.store.atomic import staged_folder, write_json
+from armillary.store.atomic import staged_folder
 from armillary.store.manifest import NAME as MANIFEST
 from armillary.store.runs import Run
-from armillary.training.agreement import Agreement, attempt
+from armillary.training.agreement import Agreement
 from armillary.training.random_state import random_state, set_random_state
+from armillary.training.seal import changes, faults, file_sum, manifest
 
 STATE, RANDOM = "state.json", "rng.pt"
 VERSION = 1
@@ -54,37 +56,62 @@ class Saved:
 def save(run: Run, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], ranks: Agreement) -> Saved:
     """Write checkpoint `step`: each rank its part of the tensors, the main rank the rest. All ranks call this, and all
     raise the same line when one of them cannot write; what was there before is then untouched."""
-    target, stack = run.checkpoint(step), ExitStack()
-    staged = staged_folder(target, overwrite=True)
-    folder = ranks.tell(ranks.together(lambda: stack.enter_context(staged) if ranks.is_main else None))
-    assert folder is not None
-    states = ranks.gather(random_state())
-    about = {"version": VERSION, "step": step, "ranks": ranks.size, **facts}
-    size, error = attempt(lambda: _write(stack, folder, tensors, about, states, ranks))
-    ranks.agree(error)
-    return Saved(step=step, folder=target, bytes=ranks.tell(size or 0))
+    target = run.checkpoint(step)
+    with ExitStack() as stack:
+        folder = ranks.tell(ranks.together(lambda: _staged(stack, target) if ranks.is_main else None))
+        assert folder is not None
+        about = {"version": VERSION, "step": step, "ranks": ranks.size, **facts}
+        states = ranks.gather(random_state())
+        parts = ranks.gather(ranks.together(lambda: _write_tensors(folder, tensors, ranks)))
+        sums = {name: found for part in parts for name, found in part.items()}
+        size = ranks.together(lambda: _commit(stack, folder, about, states, sums) if ranks.is_main else 0)
+        return Saved(step=step, folder=target, bytes=ranks.tell(size))
 
 
-def _write(
-    stack: ExitStack, folder: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any],
-    states: list[dict[str, Tensor]], ranks: Agreement,
-) -> int:  # fmt: skip
-    with _plain(folder), stack:
+def _staged(stack: ExitStack, target: Path) -> Path:
+    with _plain(target):
+        return stack.enter_context(staged_folder(target, overwrite=True))
+
+
+def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Agreement) -> dict[str, str]:
+    """This rank's files and their checksums."""
+    with _plain(folder):
         with _quiet():
             dcp.save(dict(tensors), storage_writer=_Writer(folder), process_group=ranks.group, no_dist=ranks.size == 1)
-        if not ranks.is_main:
-            return 0
-        torch.save(states, folder / RANDOM)
-        write_json(folder / STATE, about)
-        sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-        write_json(folder / MANIFEST, {"step": about["step"], "files": sizes})
-        return sum(sizes.values())
+        return {path.name: file_sum(path) for path in folder.glob(f"__{ranks.rank}_*.distcp")}
+
+
+def _commit(
+    stack: ExitStack, folder: Path, about: Mapping[str, Any], states: list[dict[str, Tensor]], sums: Mapping[str, str]
+) -> int:
+    """The main rank's files, the manifest last; then the folder gets its name. Gives the size of all."""
+    with _plain(folder):
+        (folder / RANDOM).write_bytes(_bytes(states))
+        (folder / STATE).write_text(strict_json.dumps(about, indent=1) + "\n")
+        whole = manifest(folder, about["step"], sums)
+        (folder / MANIFEST).write_text(strict_json.dumps(whole, indent=1) + "\n")
+        stack.close()
+        return int(sum(whole["files"].values()))
+
+
+def _bytes(value: Any) -> bytes:
+    """As torch writes it, in memory: into a file it would not say why that failed."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def load(folder: Path, tensors: Mapping[str, Tensor], ranks: Agreement) -> dict[str, Any]:
     """Fill `tensors` in place from a checkpoint of any layout, put the random state back where the number of ranks is
-    the same, and give the facts."""
+    the same, and give the facts. All ranks call this, and all raise the same line when one of them cannot read."""
     about = ranks.together(lambda: read_facts(folder))
+    ranks.together(lambda: _read_tensors(folder, tensors, ranks))
+    if about["ranks"] == ranks.size:
+        set_random_state(torch.load(folder / RANDOM, weights_only=True)[ranks.rank])
+    return about
+
+
+def _read_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Agreement) -> None:
     try:
         with _quiet():
             dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(folder), process_group=ranks.group,
@@ -92,9 +119,6 @@ def load(folder: Path, tensors: Mapping[str, Tensor], ranks: Agreement) -> dict[
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise BadData(f"{folder} is no checkpoint of this model ({_one_line(first)}); name another run") from error
-    if about["ranks"] == ranks.size:
-        set_random_state(torch.load(folder / RANDOM, weights_only=True)[ranks.rank])
-    return about
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -104,29 +128,34 @@ def read_facts(folder: Path) -> dict[str, Any]:
     return about
 
 
-def kernels_of(run: Run) -> dict[str, str]:
-    """The kernels that the newest whole checkpoint was made with: a run that goes on uses the same."""
-    steps = saved_steps(run)
-    return dict(read_facts(run.checkpoint(steps[-1])).get("kernels", {})) if steps else {}
+def kernels_of(run: Run, step: int) -> dict[str, str]:
+    """The kernels that a checkpoint was made with: a run that goes on uses the same."""
+    return dict(read_facts(run.checkpoint(step)).get("kernels", {})) if step else {}
 
 
 def saved_steps(run: Run) -> list[int]:
-    """Steps with a whole checkpoint, in order; one that lost a file or was cut short does not count."""
+    """Steps with a whole checkpoint, in order; one that lost a file or was cut short does not count. Contents are not
+    read: `newest` does."""
     return [step for step in run.checkpoint_steps() if not faults(run.checkpoint(step))]
 
 
-def faults(folder: Path) -> list[str]:
-    """What a checkpoint lacks against its manifest, a few words a file."""
-    try:
-        files = strict_json.read_table(folder / MANIFEST)["files"]
-    except (ArmillaryError, KeyError) as error:
-        return [f"no manifest ({error})"]
-    return [f"{name} is {_found(folder / name)} bytes, not {size}" for name, size in files.items()
-            if _found(folder / name) != size]  # fmt: skip
+def newest(run: Run, ranks: Agreement, say: Callable[[str], None] = lambda text: None) -> int:
+    """The step of the newest checkpoint that is what was written, or 0; the main rank names those it passes over."""
+    steps, passed = ranks.tell([0, *run.checkpoint_steps()]), []
+    while (step := steps.pop()) and (damage := _damage(run.checkpoint(step), ranks)):
+        passed.append(f"checkpoint {step} of run {run.name} is damaged ({damage[0]})")
+    for text in passed if ranks.is_main else ():
+        say(f"{text}; the run {f'goes on from step {step:,}' if step else 'begins again'}")
+    return step
 
 
-def _found(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
+def _damage(folder: Path, ranks: Agreement) -> list[str]:
+    """What is wrong with a checkpoint, the same on every rank; they share the reading."""
+    found = ranks.tell(faults(folder))
+    if found:
+        return found
+    changed = ranks.together(lambda: changes(folder, share=ranks.rank, of=ranks.size))
+    return [each for part in ranks.gather(changed) for each in part]
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -154,6 +183,10 @@ def _plain(folder: Path) -> Any:
         _say(next(iter(error.failures.values()))[0], folder, error)
     except OSError as error:
         _say(error, folder, error)
+    except ArmillaryError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        _say(error.__cause__, folder, error)
 
 
 def _say(first: BaseException, folder: Path, error: BaseException) -> NoReturn:

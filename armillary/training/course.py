@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from armillary.errors import BadData
+from armillary.errors import ArmillaryError, BadData
 from armillary.spec.plan import Plan
 from armillary.store.atomic import sweep_folder
 from armillary.store.runs import Run
@@ -21,6 +22,7 @@ from armillary.training import checkpoint
 from armillary.training.data.index import NAME as INDEX
 from armillary.training.export import export, export_adapter
 from armillary.training.optim import states_by_name
+from armillary.training.random_state import seed
 from armillary.training.trainer import StepReport, Trainer
 from armillary.training.until import Until
 
@@ -48,25 +50,27 @@ class Course:
 
     def __init__(self, run: Run, trainer: Trainer, until: Until | None) -> None:
         self.run, self.trainer, self.until, self.job = run, trainer, until, trainer.job
-        self.loss, self.saved, self.restarts = float("nan"), -1, 0
+        self.loss, self.saved, self.done, self.restarts = float("nan"), -1, 0, 0
 
-    def resume(self) -> int:
-        """The step to go on with: that of the last whole checkpoint, or 0."""
+    def resume(self, step: int) -> int:
+        """Take everything from the checkpoint of `step`, the one to go on with; 0: there is none."""
         if self.trainer.ranks.is_main:
             sweep_folder(self.run.folder / "checkpoints")
-        steps = self.trainer.ranks.tell(checkpoint.saved_steps(self.run))
-        if not steps:
+        if not step:
             return 0
-        trainer, folder = self.trainer, self.run.checkpoint(steps[-1])
+        trainer, folder = self.trainer, self.run.checkpoint(step)
         about = trainer.ranks.together(lambda: checkpoint.read_facts(folder))
         trainer.ranks.together(lambda: self._check_text(about))
         checkpoint.load(folder, self._tensors(), trainer.ranks)
+        if about["ranks"] != trainer.ranks.size:
+            seed(self.job.seed, trainer.ranks.rank, step)
         trainer.tokens, trainer.skipped = int(about["tokens_total"]), int(about["skipped_steps_total"])
         trainer.val_loss, self.loss = about["val_loss"], float(about["loss"])
         if trainer.scaler.is_enabled() and about["scaler"]:
             trainer.scaler.load_state_dict(about["scaler"])
-        self.saved, self.restarts = steps[-1], int(about["restarts_total"]) + 1
-        return steps[-1]
+        self.done = self.saved = step
+        self.restarts = int(about["restarts_total"]) + 1
+        return step
 
     def _check_text(self, about: Mapping[str, Any]) -> None:
         """The order of samples is a function of the step only while the text is the same."""
@@ -77,7 +81,7 @@ class Course:
     def after(self, report: StepReport, step: int) -> tuple[StepReport, bool]:
         """The report with what was validated and saved, and whether the run is done; `step` steps are."""
         job, trainer = self.job, self.trainer
-        self.loss = report.gauges["loss"]
+        self.loss, self.done = report.gauges["loss"], step
         more: dict[str, float] = {"restarts_total": float(self.restarts)} if self.restarts else {}
         if step == job.steps or (job.eval_every and step % job.eval_every == 0):
             value = trainer.validate()
@@ -86,6 +90,12 @@ class Course:
         if done or (job.save_every and step % job.save_every == 0):
             more |= self.save(step)
         return replace(report, gauges=report.gauges | more), done
+
+    def note(self, *error: object) -> None:
+        """Where the run fails, how far it had come; best effort, as the disk may be full."""
+        if error[1] is not None and self.done and self.trainer.ranks.is_main:
+            with suppress(ArmillaryError, OSError):
+                self.run.update(step=self.done, loss=self.loss)
 
     def save(self, step: int) -> dict[str, float]:
         begin = time.perf_counter()

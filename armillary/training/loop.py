@@ -56,11 +56,13 @@ def _train(
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(parent))
         stack.enter_context(numerics(tf32=plan.layout.precision == "tf32", deterministic=job.deterministic))
-        kernels = ranks.tell(checkpoint.kernels_of(run))
+        saved = checkpoint.newest(run, ranks, say)
+        kernels = ranks.together(lambda: checkpoint.kernels_of(run, saved))
         trainer = stack.enter_context(Trainer(plan, world, ranks, kernels=kernels, home=home))
         seed(job.seed, world.rank)
         course = Course(run, trainer, until)
-        first = course.resume()
+        first = course.resume(saved)
+        stack.push(course.note)
         record = stack.enter_context(Recorder(run, trainer, watch=watch, say=say, start=first))
         step, done = first, first >= job.steps
         while not done:

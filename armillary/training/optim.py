@@ -46,7 +46,8 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def learning_rate(job: TrainJob, step: int, num_parameters: int) -> float:
-    """Linear warm-up to the peak, then the schedule down to the final rate at the last step."""
+    """Linear warm-up to the peak, then the schedule down to the final rate at the last step. What falls from its first
+    step (cosine, linear) has the peak there; wsd's first step of falling is below it already."""
     peak, final = job.peak_lr(num_parameters), job.final_lr(num_parameters)
     if step < job.warmup:
         return peak * (step + 1) / job.warmup
@@ -54,8 +55,9 @@ def learning_rate(job: TrainJob, step: int, num_parameters: int) -> float:
         return peak
     start = job.warmup
     if job.schedule == "wsd":
-        start = max(start, job.steps - max(1, round(job.steps * job.decay_fraction)))
-    progress = min(1.0, max(0.0, (step - start) / max(1, job.steps - 1 - start)))
+        start = max(start, job.steps - max(1, round(job.steps * job.decay_fraction))) - 1
+    span = job.steps - 1 - start
+    progress = min(1.0, max(0.0, (step - start) / span)) if span > 0 else 1.0
     left = 0.5 * (1 + math.cos(math.pi * progress)) if job.schedule == "cosine" else 1 - progress
     return final + (peak - final) * left
 

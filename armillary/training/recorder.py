@@ -36,7 +36,7 @@ class Recorder:
             for note in self.trainer.text.notes:
                 self._say(note)
             job, recipe = self.trainer.job, self.trainer.plan.recipe
-            self._gauges = self._stack.enter_context(GaugeWriter(self.run.gauges))
+            self._gauges = self._stack.enter_context(GaugeWriter(self.run.gauges, step=self._start))
             opened = Trackers(job.track, self.run, say=self._say, recipe=recipe, start=self._start)
             self._trackers = self._stack.enter_context(opened)
         return self

@@ -19,6 +19,7 @@ from armillary.spec.fields import to_plain
 from armillary.spec.hf_config import to_hf
 from armillary.spec.layout_rules import check_layout
 from armillary.spec.model import ModelConfig
+from armillary.spec.params import parameters
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, check_recipe, load_recipe, to_dict
 from armillary.store.home import Home
@@ -123,6 +124,7 @@ def _check_model(recipe: Recipe, config: ModelConfig) -> None:
     rules(config)
     to_hf(config)
     check_recipe(recipe, config)
+    recipe.train.check_rates(parameters(config).total)
     # tp first: a layout that could never divide the model is a plainer message than "one device only"
     check_layout(recipe.layout, config)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from armillary.store.gauges import GaugeWriter
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
 
@@ -30,6 +31,18 @@ def test_the_list(cli: Cli, home: Home) -> None:
     assert line.split()[:5] == [run.id, "armillary-2m", "interrupted", "12/20", "3.5"] and "ago" in line
     assert cli("runs", "-q").out == f"{run.id}\n"
     assert cli("runs", "--json").json[0]["loss"] == 3.5
+
+
+def test_a_run_that_was_cut_off_shows_its_last_record(cli: Cli, home: Home) -> None:
+    run = a_run(home)
+    with GaugeWriter(run.gauges) as writer:
+        writer.write({"loss": 2.5}, step=16)
+    assert cli("runs").out.splitlines()[1].split()[3:5] == ["12/20", "3.5"], "one that was stopped has noted it"
+    run.update(state="failed")
+    assert cli("runs").out.splitlines()[1].split()[3:5] == ["17/20", "2.5"]
+    assert cli("runs", run.name, "--json").json["step"] == 17
+    run.update(step=18, loss=2.25)
+    assert cli("runs", "--json").json[0]["step"] == 18
 
 
 def test_one_run_by_its_short_name(cli: Cli, home: Home) -> None:

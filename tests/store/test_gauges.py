@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.errors import ArmillaryError, BadData, BadInput, NotFound
-from armillary.store.gauges import GaugeWriter, columns, read_gauges, read_since
+from armillary.store.gauges import GaugeWriter, columns, last_record, read_gauges, read_since
 from tests.store.victim import kill_at_random, start
 
 
@@ -221,6 +221,32 @@ def test_reading_goes_on_where_it_stopped(path: Path) -> None:
     assert [record["step"] for record in first + second] == [1, 2]
     assert end == path.stat().st_size
     assert [record["step"] for record in read_gauges(path, since=offset)] == [2]
+
+
+def test_a_run_that_goes_on_cuts_off_the_steps_it_does_again(path: Path) -> None:
+    with GaugeWriter(path, step=0) as writer:
+        for step in range(5):
+            writer.write({"loss": float(step)}, step=step)
+    _, offset = read_since(path)
+    with GaugeWriter(path, step=3) as writer:
+        writer.write({"loss": 3.5, "val_loss": 3.25}, step=3)
+    assert columns(path, ["step", "loss"]) == {"step": [0, 1, 2, 3], "loss": [0.0, 1.0, 2.0, 3.5]}
+    assert [record["step"] for record in read_since(path, offset)[0]] in ([], [3]), "who had read on is not lost"
+    with GaugeWriter(path, step=4) as writer:
+        writer.write({"loss": 4.5}, step=4)
+    assert columns(path, ["step"])["step"] == [0, 1, 2, 3, 4]
+    GaugeWriter(path, step=0).close()
+    assert path.read_bytes() == b"" and last_record(path) is None
+
+
+def test_the_last_record_is_the_last_whole_one(path: Path) -> None:
+    assert last_record(path) is None
+    with GaugeWriter(path) as writer:
+        writer.write({"loss": 1.0}, step=1, now=0.0)
+        writer.write({"loss": 2.0}, step=2, now=0.0)
+    with path.open("ab") as file:
+        file.write(b'{"step": 3, "lo')
+    assert last_record(path) == {"time": 0.0, "step": 2, "loss": 2.0}
 
 
 def test_columns_line_up(path: Path) -> None:

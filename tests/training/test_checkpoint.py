@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
 import shutil
+import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import ArmillaryError, BadData
+from armillary.parallel.world import World
 from armillary.spec.recipe import Recipe
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
-from armillary.store.runs import Run
-from armillary.training.checkpoint import faults, saved_steps
+from armillary.store.runs import Run, create_run
+from armillary.training.agreement import Agreement
+from armillary.training.checkpoint import newest, save, saved_steps
+from armillary.training.course import Course
 from armillary.training.loop import train
+from armillary.training.random_state import seed
+from armillary.training.seal import faults
 from armillary.training.start import Start, start, starting_point
-from armillary.training.trainer import StepReport
+from armillary.training.trainer import StepReport, Trainer
 
 Make = Callable[..., Recipe]
 STEPS = 8
+FULL = r"disk full while writing a checkpoint to \S+/checkpoints; free some space and train again"
 
 
 class Cut(Exception):
@@ -139,24 +150,128 @@ def test_what_a_killed_writer_left_is_swept_away(recipe: Make, home: Home) -> No
     assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["2", "4"]
 
 
-def test_a_failed_write_keeps_the_last_good_one(
-    recipe: Make, home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import resource
-    import signal
-
-    begun = begin(recipe("train.steps=6", "train.save_every=2"), home)
-    run = cut_off(begun, 2)
+@contextmanager
+def little_room(num_bytes: int) -> Iterator[None]:
+    """No file may grow beyond this, as on a disk that is full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
-        with pytest.raises(ArmillaryError, match=r"disk full while writing a checkpoint to .*; free") as caught:
-            train(begun.plan, run)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_failed_write_keeps_the_last_good_one(recipe: Make, home: Home) -> None:
+    begun = begin(recipe("train.steps=6", "train.save_every=2"), home)
+    run = cut_off(begun, 2)
+    with little_room(200_000), pytest.raises(ArmillaryError, match=FULL) as caught:
+        train(begun.plan, run)
     assert "\n" not in str(caught.value)
     assert saved_steps(run) == [2] and [p.name for p in (run.folder / "checkpoints").iterdir()] == ["2"]
     assert run.state.shown == "failed"
     assert train(begun.plan, run).finished, "it goes on once there is room"
+
+
+@pytest.mark.parametrize(("room", "facts"), [(4_000, 0), (9_000, 10_000)], ids=["rng.pt", "state.json"])
+def test_a_disk_that_is_full_at_the_last_files_is_one_line(room: int, facts: int, home: Home) -> None:
+    run, alone = create_run(home, {}), Agreement(rank=0, size=1)
+    tensors = {"a": torch.ones(3)}
+    save(run, 1, tensors, {}, alone)
+    with little_room(room), pytest.raises(ArmillaryError, match=FULL) as caught:
+        save(run, 2, tensors, {"text": "x" * facts}, alone)
+    assert "\n" not in str(caught.value) and ".partial" not in str(caught.value)
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["1"]
+
+
+# --- content
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run with checkpoints of two steps."""
+    run = create_run(Home.at(tmp_path_factory.mktemp("two")), {})
+    for step in (1, 2):
+        save(run, step, {"a": torch.full((64,), float(step))}, {"loss": 1.0}, Agreement(rank=0, size=1))
+    return run
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(["__0_0.distcp", ".metadata", "rng.pt", "state.json"]), place=st.integers(0, 10**6),
+    bit=st.integers(0, 7),
+)  # fmt: skip
+def test_one_changed_bit_anywhere_is_named_and_passed_over(two: Run, name: str, place: int, bit: int) -> None:
+    path = two.checkpoint(2) / name
+    before = path.read_bytes()
+    spoilt = bytearray(before)
+    spoilt[place % len(spoilt)] ^= 1 << bit
+    said: list[str] = []
+    path.write_bytes(spoilt)
+    try:
+        assert newest(two, Agreement(rank=0, size=1), said.append) == 1
+    finally:
+        path.write_bytes(before)
+    assert said == [f"checkpoint 2 of run {two.name} is damaged (the content of {name} has changed); "
+                    "the run goes on from step 1"]  # fmt: skip
+    assert newest(two, Agreement(rank=0, size=1)) == 2
+
+
+def test_a_checkpoint_without_sums_is_an_older_one(two: Run) -> None:
+    path = two.checkpoint(2) / "manifest.json"
+    before = path.read_text()
+    found = json.loads(before)
+    assert set(found.pop("sums")) == set(found["files"])
+    path.write_text(json.dumps(found))
+    try:
+        assert newest(two, Agreement(rank=0, size=1)) == 2
+    finally:
+        path.write_text(before)
+
+
+def test_a_run_goes_on_from_the_one_before_a_spoilt_one(recipe: Make, home: Home) -> None:
+    begun = begin(recipe("train.steps=6", "train.save_every=2"), home)
+    run = cut_off(begun, 4)
+    state = run.checkpoint(4) / "state.json"
+    state.write_text(state.read_text().replace(" ", "\t", 1))
+    said: list[str] = []
+    assert train(begun.plan, run, say=said.append).resumed_at == 2
+    assert any("checkpoint 4" in text and "the run goes on from step 2" in text for text in said)
+    assert [record["step"] for record in read_gauges(run.gauges)] == list(range(6)), "no step is told twice"
+
+
+def test_a_run_that_fails_between_its_notes_says_how_far_it_was(recipe: Make, home: Home) -> None:
+    run = cut_off(begin(recipe("train.steps=6", "train.save_every=2"), home), 4)
+    last = list(read_gauges(run.gauges))[-1]
+    assert (run.state.shown, run.state.step, run.state.loss) == ("failed", 5, last["loss"])
+
+
+def test_other_ranks_draw_other_numbers_at_each_step() -> None:
+    def drawn(*key: int) -> float:
+        seed(*key)
+        return float(torch.rand(()))
+
+    keys = [(number, rank, step) for number in (0, 1) for rank in (0, 1) for step in (0, 1, 50_000)]
+    assert len({drawn(*key) for key in keys}) == len(keys)
+    assert drawn(1, 2, 3) == drawn(1, 2, 3)
+    torch.manual_seed(0)
+
+
+def test_dropout_does_not_start_over_on_another_number_of_ranks(recipe: Make, home: Home) -> None:
+    begun = begin(recipe("train.steps=4", "train.save_every=2"), home)
+    run = cut_off(begun, 2)
+    alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+
+    def numbers(ranks: int) -> list[float]:
+        state = run.checkpoint(2) / "state.json"
+        state.write_text(re.sub(r'"ranks": \d+', f'"ranks": {ranks}', state.read_text()))
+        with Trainer(begun.plan, alone) as trainer:
+            seed(begun.recipe.train.seed, 0)
+            Course(run, trainer, None).resume(2)
+            return torch.rand(4).tolist()
+
+    seed(begun.recipe.train.seed, 0, 2)
+    assert numbers(2) == torch.rand(4).tolist()
+    seed(begun.recipe.train.seed, 0)
+    assert numbers(1) == torch.rand(4).tolist(), "nothing was drawn in this run, and its state came back"

@@ -102,6 +102,27 @@ def test_held_out_loss_is_of_the_same_text_whatever_the_micro_batch(recipe: Make
     assert found == pytest.approx([found[0]] * 3, rel=1e-6)
 
 
+def test_validation_has_no_dropout_and_takes_no_random_numbers(recipe: Make, home: Home) -> None:
+    dropout = ["train.lora_rank=4", "train.lora_dropout=0.5", "train.lr=0.01"]
+    begun = begin(recipe(*dropout), home)
+    begun.prepare()
+
+    def losses_with(validations: int) -> tuple[list[float], list[float | None]]:
+        with Trainer(begun.plan, alone()) as trainer:
+            torch.manual_seed(0)
+            found, held_out = [], []
+            for step in range(3):
+                report = trainer.step(step)
+                assert report is not None
+                found.append(report.gauges["loss"])
+                held_out = [trainer.validate() for _ in range(validations)]
+            return found, held_out
+
+    without, _ = losses_with(0)
+    found, held_out = losses_with(2)
+    assert held_out[0] == held_out[1] and found == without
+
+
 def test_a_deterministic_run_leaves_torch_as_it_was(recipe: Make, home: Home) -> None:
     done = train_recipe(recipe("train.deterministic=true", "layout.precision=tf32", "train.steps=2"), home=home)
     assert done.finished
@@ -169,6 +190,7 @@ def test_a_loss_that_is_no_number_ends_the_run(recipe: Make, home: Home) -> None
         (["model.norm_at=after"], "a 'llama' config.json cannot say norm_at"),
         (["model.family=gpt2"], "model_type 'gpt2' are not supported"),
         (["model.qk_norm=head"], "cannot say qk_norm"),
+        (["train.min_lr=1"], r"min_lr=1.0 must be at most the peak learning rate of 0.003; try --set train.min_lr="),
     ],
 )
 def test_a_recipe_that_cannot_run_is_refused_before_anything_is_written(
