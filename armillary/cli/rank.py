@@ -29,7 +29,7 @@ def main(orders: dict[str, Any]) -> int:
         return INTERRUPTED
     except Exception as error:
         message = user_message(error)
-        if message is None and not _lost_a_peer(error):
+        if message is None and not lost_a_peer(error):
             raise
         said = {"error": message} if message is not None else {"lost": " ".join(str(error).split())[:300]}
         write_json(Path(orders["answers"]) / f"{next(iter(said))}-{rank}.json", said)
@@ -39,7 +39,7 @@ def main(orders: dict[str, Any]) -> int:
     return OK
 
 
-def _lost_a_peer(error: Exception) -> bool:
+def lost_a_peer(error: Exception) -> bool:
     """A collective that fails because another rank is gone: that rank's end is the news, not this one's."""
     import torch.distributed as dist
 

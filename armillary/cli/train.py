@@ -15,7 +15,7 @@ from armillary.cli.open_model import need_torch
 from armillary.cli.output import Output, path_text
 from armillary.cli.train_view import TrainView, outcome_of, say_end
 from armillary.cli.verb import set_option, verb
-from armillary.errors import BadInput, BadLayout
+from armillary.errors import ArmillaryError, BadInput, BadLayout
 from armillary.spec.recipe import Recipe, load_recipe
 from armillary.store.home import Home
 from armillary.units import bytes_text, count_text, seconds_text
@@ -55,7 +55,8 @@ def train(
     asked = _asked(load_recipe(recipe, (*overrides, *_from(weights))), devices)
     settings: dict[str, Any] = {"device": device, "until": _goal(goal)}
     texts: dict[str, Any] = {"text": recipe.read_text(), "overrides": overrides, "name": name or ""}
-    planning: dict[str, Any] = {"random_weights": random_weights, "device": device, "devices": devices}
+    planning: dict[str, Any] = {"random_weights": random_weights, "device": device, "devices": devices,
+                                "until": settings["until"]}  # fmt: skip
     if is_launched() and not dry_run:
         train_joined(out, home, asked, planning, **texts, **settings)
         return
@@ -95,7 +96,7 @@ def _goal(text: str | None) -> Until | None:
 
 def begin(
     out: Output, home: Home, recipe: Recipe, *, random_weights: bool = False, device: str | None = None,
-    devices: int | None = None,
+    devices: int | None = None, until: Until | None = None,
 ) -> Start:  # fmt: skip
     """Find the model, fetching its weights if it must, check everything, plan it, and say what was planned."""
     need_torch("training")
@@ -105,7 +106,8 @@ def begin(
     source = find_model(out, home, recipe.model.source, need_weights=False)
     if source.origin == "hub" and not random_weights:
         find_model(out, home, recipe.model.source, need_weights=True)
-    begun = start(recipe, home, starting_point(recipe, home, random_weights=random_weights), room=devices or 0)
+    found = starting_point(recipe, home, random_weights=random_weights)
+    begun = start(recipe, home, found, room=devices or 0, until=until)
     pick_device(device)
     made = plan_of(begun)
     planned = made.plan()
@@ -181,20 +183,29 @@ def run_training(
 
 
 def _open_run(out: Output, begun: Start, text: str, overrides: tuple[str, ...], name: str) -> Run:
-    from armillary.training.checkpoint import saved_steps
-
     with out.progress("preparing", unit="B") as bar:
         made = begun.prepare(on_bar(bar))
     for each in made:
         say_prepared(out, each)
-    run = begun.open_run(name=name, text=text, overrides=overrides)
-    job, steps = begun.recipe.train, saved_steps(run)
-    goes_on = f"goes on with run {run.id} from step {steps[-1]:,}" if steps else f"run {run.id}"
+    before = begun.unfinished(name)
+    goes_on = _goes_on(before) if before else ""
+    run = begun.take_over(before) if before else begun.create_run(name=name, text=text, overrides=overrides)
+    job, goes_on = begun.recipe.train, goes_on or f"run {run.id}"
     saves = f"checkpoints every {job.save_every:,} steps" if job.save_every else "a checkpoint at the end"
     planned = begun.plan.predicted
     out.say(f"planned {seconds_text(planned['step_s'])}/step, {bytes_text(planned['memory_peak_bytes'])}/device · "
             f"{goes_on} · {job.steps:,} steps of {count_text(job.batch_tokens)} tokens · {saves}")  # fmt: skip
     return run
+
+
+def _goes_on(run: Run) -> str:
+    """Where an unfinished run goes on, and why it had ended, which may come again."""
+    from armillary.training.checkpoint import saved_steps
+
+    steps = saved_steps(run)
+    where = f"from step {steps[-1]:,}" if steps else "from the beginning (no checkpoint yet)"
+    failed = f", which had failed ({run.state.error})" if run.state.error else ""
+    return f"goes on with run {run.id} {where}{failed}"
 
 
 def _train_here(out: Output, begun: Start, run: Run, device: str | None, until: Until | None) -> dict[str, Any]:
@@ -233,7 +244,6 @@ def train_joined(
 ) -> None:  # fmt: skip
     """As one of the ranks that torchrun or srun started: the main one speaks, and opens the run for all."""
     from armillary.parallel.world import join_world
-    from armillary.training.agreement import AgreedError
     from armillary.training.loop import agreement
     from armillary.training.loop import train as library_train
 
@@ -247,13 +257,29 @@ def train_joined(
                 done = library_train(
                     begun.plan, run, device=device, until=until, watch=view, say=shown.warn, home=home
                 )
-        except AgreedError:
-            if world.is_main:
+        except Exception as error:
+            said = _as_said(error, is_main=world.is_main)
+            if said is error:
                 raise
-            raise SystemExit(USER_ERROR) from None  # the main rank says it
+            raise said from error
     outcome = outcome_of(done)
     say_end(shown, run, outcome)
     shown.result(outcome, quiet=outcome["run"])
+
+
+def _as_said(error: Exception, *, is_main: bool) -> BaseException:
+    """What a joined rank ends with: what all agreed on is said by the main one, and a lost connection means that
+    another rank has said, or could not say, why it ended."""
+    from armillary.cli.rank import lost_a_peer
+    from armillary.training.agreement import AgreedError
+
+    lost = lost_a_peer(error)
+    if not is_main and (lost or isinstance(error, AgreedError)):
+        return SystemExit(USER_ERROR)
+    if lost:
+        return ArmillaryError(f"another rank ended ({' '.join(str(error).split())[:200]}); see what it said, and train "
+                              "again: the run goes on from the last whole checkpoint")  # fmt: skip
+    return error
 
 
 def _opened(

@@ -58,18 +58,19 @@ def question(recipe: Recipe, model: ModelConfig, cluster: Cluster, home: Home, l
     case = TrainCase(
         model=model, cluster=cluster, sequence=job.sequence, batch_tokens=job.batch_tokens, measured=measured,
         measured_share=share, loss_chunk=job.chunk_tokens(model.vocab),
-        lora=adapters, software=_ours(recipe, model, cluster, adapters),
+        lora=adapters, software=_ours(model, cluster, adapters),
     )  # fmt: skip
     if case.lora is not None:
         notes = (*notes, f"{count_text(case.lora.parameters)} weights of adapters are trained, the model's stay frozen")
     return Question(recipe=recipe, model=model, case=case, notes=notes)
 
 
-def _ours(recipe: Recipe, model: ModelConfig, cluster: Cluster, adapters: Lora | None) -> Software:
-    """On a GPU blocks are passes of their own where they are whole: one device, no adapters, a shape they know."""
+def _ours(model: ModelConfig, cluster: Cluster, adapters: Lora | None) -> Software:
+    """On a GPU blocks are passes of their own where they are whole: one device, no adapters, a shape they know.
+    Asked of the cluster, because a search has no layout yet."""
     if cluster.chip.kind == "cpu":
         return OURS_ON_CPU
-    whole = adapters is None and recipe.layout.num_devices == 1 and runs_whole(model)
+    whole = adapters is None and cluster.num_devices == 1 and runs_whole(model)
     return OURS if whole else OURS_BY_LAYER
 
 

@@ -71,8 +71,8 @@ class Data:
     """folder for what is fetched from stores; empty: in the user's cache"""
     cache_bytes: int = 100_000_000_000
     """size of that folder at most: what was not used for longest goes first"""
-    verify: bool = False
-    """compare each shard with its checksum when it is first read; sizes are always checked"""
+    verify: bool = True
+    """compare each shard with its checksum when it is first read on this machine; sizes are always checked"""
     seed: int = 0
     """of the held-out choice and of the sample order"""
     workers: int = 0

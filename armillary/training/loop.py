@@ -59,6 +59,8 @@ def _train(
         saved = checkpoint.newest(run, ranks, say)
         kernels = ranks.together(lambda: checkpoint.kernels_of(run, saved))
         trainer = stack.enter_context(Trainer(plan, world, ranks, kernels=kernels, home=home))
+        if until is not None:
+            until.check(job, held_out=bool(trainer.text.validation.parts))
         seed(job.seed, world.rank)
         course = Course(run, trainer, until)
         first = course.resume(saved)

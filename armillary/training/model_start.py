@@ -51,9 +51,9 @@ def start_model(
     assert job is not None
     copies = layout.tp == layout.pp == layout.ep == 1 and (layout.zero == 0 or mesh.num_copies == 1)
     model = ranks.together(lambda: _whole(plan, device) if copies else _without_memory(plan, mesh))
-    add_lora(model, job, precision=layout.precision)
+    ranks.together(lambda: add_lora(model, job, precision=layout.precision))
     choices = _choices(plan, model, device, ranks, names or {}, home)
-    sharded = apply(model, layout, mesh, loss=choices.loss, compile=job.compile)
+    sharded = ranks.together(lambda: apply(model, layout, mesh, loss=choices.loss, compile=job.compile))
     if not copies:
         ranks.together(lambda: _fill(plan, model, device))
     model.train()
@@ -67,8 +67,8 @@ def _choices(
     use = partial(use_kernels, model, job=plan.train, layout=plan.layout, device=device, home=home)
     if ranks.size == 1:
         return use(names=names or None)
-    known = ranks.tell(names or (use().names if ranks.is_main else {}))
-    return use(names=known or None)
+    known = ranks.tell(ranks.together(lambda: names or (use().names if ranks.is_main else {})))
+    return ranks.together(lambda: use(names=known or None))
 
 
 def _dtype(plan: Plan) -> torch.dtype:

@@ -26,7 +26,7 @@ from armillary.store.home import Home
 from armillary.store.runs import Run, create_run, find_run
 from armillary.store.source import ModelSource, resolve_model
 from armillary.training.course import Trained
-from armillary.training.data.opening import plan_data, prepare_data
+from armillary.training.data.opening import may_hold_out, plan_data, prepare_data
 from armillary.training.data.prepare import Prepared
 from armillary.training.data.survey import Progress
 from armillary.training.loop import agreement, train
@@ -54,14 +54,19 @@ class Start:
         return prepare_data(self.recipe.data, self.plan.data, progress)
 
     def open_run(self, *, name: str = "", text: str = "", overrides: Sequence[str] = ()) -> Run:
-        """The run called `name`, or the newest unfinished one of this recipe, taken over and planned anew; else a new
-        one. Where it goes on is in its checkpoints."""
-        found = self._named(name) if name else unfinished_run(self.home, self.recipe, self.plan.weights)
-        if found is None:
-            return self.create_run(name=name, text=text, overrides=overrides)
-        found.claim()
-        found.write_plan(self.plan)
-        return found
+        """The run to go on with, taken over and planned anew; else a new one. Its checkpoints say where it goes on."""
+        found = self.unfinished(name)
+        return self.create_run(name=name, text=text, overrides=overrides) if found is None else self.take_over(found)
+
+    def unfinished(self, name: str = "") -> Run | None:
+        """The run to go on with: the one called `name`, or the newest unfinished one of this recipe."""
+        return self._named(name) if name else unfinished_run(self.home, self.recipe, self.plan.weights)
+
+    def take_over(self, run: Run) -> Run:
+        """Go on with a run that nobody runs, planned anew."""
+        run.claim()
+        run.write_plan(self.plan)
+        return run
 
     def _named(self, name: str) -> Run | None:
         try:
@@ -85,15 +90,19 @@ class Start:
         )
 
 
-def start(recipe: Recipe, home: Home, source: ModelSource, *, room: int = 0) -> Start:
+def start(
+    recipe: Recipe, home: Home, source: ModelSource, *, room: int = 0, until: Until | None = None
+) -> Start:  # fmt: skip
     """Check the recipe against its model, its devices and what the trainer can do; training starts from the weights
     of `source`, or from scratch where it has none. `room` is how many processes may share a processor's cores, where
-    that was asked for."""
+    that was asked for; `until` is a goal that must be within reach."""
     config = recipe.model_config(source.config)
     if source.folder is not None and config != source.config:
         raise BadRecipe(f"{source.name} has weights, so its shape cannot be overridden; add --random-weights")
     _check_model(recipe, config)
     refuse_unsupported(recipe)
+    if until is not None:
+        until.check(recipe.train, held_out=may_hold_out(recipe.data))
     check_trackers(recipe.train.track)
     cluster = recipe.cluster(here())
     job = recipe.train
@@ -172,7 +181,7 @@ def train_recipe(
     with join_world(device) as world:
         ranks = agreement(world)
         source = starting_point(ready, home, random_weights=random_weights)
-        begun = ranks.together(lambda: start(ready, home, source, room=world.size))
+        begun = ranks.together(lambda: start(ready, home, source, room=world.size, until=until))
         if world.size == 1:
             _refuse_many(begun.plan)
             refuse_elsewhere(begun.plan)

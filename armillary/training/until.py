@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from armillary.errors import BadInput
+from armillary.spec.job import TrainJob
 
 GAUGES = ("val_loss", "loss")
 
@@ -30,6 +31,17 @@ class Until:
         if name not in GAUGES or not isfinite(value):
             raise BadInput(f"--until {text} is no goal; write it like --until val_loss=3.2 (or loss=3.2)")
         return cls(gauge=name, value=value)
+
+    def check(self, job: TrainJob, *, held_out: bool) -> None:
+        """Refuse a goal that nothing could reach before the last step; `held_out`: there is text to validate on."""
+        if self.gauge != "val_loss":
+            return
+        goal = f"--until val_loss={self.value:g} cannot be reached"
+        if not held_out:
+            raise BadInput(f"{goal}: no text is held out to validate on; try --set data.held_out=0.01")
+        if not 0 < job.eval_every < job.steps:
+            raise BadInput(f"{goal} before the last of {job.steps:,} steps: with train.eval_every={job.eval_every} "
+                           f"there is no validation; try --set train.eval_every={max(1, job.steps // 20)}")  # fmt: skip
 
     def reached(self, gauges: Mapping[str, float]) -> bool:
         return gauges.get(self.gauge, float("inf")) <= self.value

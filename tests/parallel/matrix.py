@@ -78,8 +78,9 @@ def page(lines: list[str]) -> str:
         f"Written by `pytest -m slow tests/parallel/test_matrix.py`, a row a test, last on {datetime.date.today()}, "
         f"torch {torch.__version__}. Largest relative difference from one process over {STEPS} AdamW steps of a tiny "
         "model (vocabulary 37, which no number of ranks divides; with experts: 8, two a token and a shared one, "
-        "balance loss, z-loss and selection bias), gradients clipped, over the variants without and "
-        "with accumulation, full, selective and every-second-layer recompute. Bars: fp32 loss 1e-6, weights 1e-5; "
+        "balance loss, z-loss and selection bias), learning rate 3e-3, gradients clipped to a norm of 1, over the "
+        "variants without and with accumulation, full, selective and every-second-layer recompute. Bars: fp32 loss "
+        "1e-6, norm and weights 1e-5; "
         f"fp64 1e-10. Strategies: {named}.\n\n" + "\n".join([heads, *lines]) + "\n"
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from armillary.errors import ArmillaryError
 from armillary.model.weights import load_model
@@ -17,7 +18,9 @@ from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
-from armillary.store.runs import Run
+from armillary.store.runs import Run, create_run
+from armillary.training import checkpoint
+from armillary.training.agreement import AgreedError, Agreement
 from armillary.training.checkpoint import saved_steps
 from armillary.training.loop import train
 from armillary.training.start import Start, start, starting_point
@@ -184,6 +187,43 @@ def test_nan_ends_every_rank_with_one_line(recipe: Make, home: Home, ranks: Rank
     begun = begin(recipe("train.lr=1e30", "train.warmup_steps=0", "train.clip=0", "layout.dp=2"), home)
     answers = on_ranks(ranks, begun, begun.create_run())
     assert len(set(answers)) == 1 and "at step" in answers[0] and "try --set train.lr=" in answers[0]
+
+
+def read_into_another_shape(folder: str) -> str:
+    ranks = Agreement(rank=dist.get_rank(), size=dist.get_world_size())
+    run = Run(folder=Path(folder))
+    checkpoint.save(run, 1, {"a": torch.ones(4)}, {}, ranks)
+    assert checkpoint.newest(run, ranks) == 1
+    try:
+        checkpoint.load(run.checkpoint(1), {"a": torch.ones(5)}, ranks)
+    except AgreedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_that_cannot_be_read_is_one_line_of_all(home: Home, ranks: Ranks) -> None:
+    one, other = ranks.run(2, read_into_another_shape, str(create_run(home, {}).folder))
+    assert one == other and "is no checkpoint of this model" in one and "\n" not in one
+
+
+def damaged_on_two(folder: str) -> tuple[int, list[str]]:
+    ranks, said = Agreement(rank=dist.get_rank(), size=dist.get_world_size()), list[str]()
+    run = Run(folder=Path(folder))
+    for step in (1, 2):
+        checkpoint.save(run, step, {f"of_rank_{ranks.rank}": torch.full((4,), float(step))}, {}, ranks)
+    path = run.checkpoint(2) / "__1_0.distcp"
+    if not ranks.is_main:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    dist.barrier()
+    return checkpoint.newest(run, ranks, said.append), said
+
+
+def test_damage_is_seen_by_all_ranks_and_said_by_one(home: Home, ranks: Ranks) -> None:
+    run = create_run(home, {})
+    one, other = ranks.run(2, damaged_on_two, str(run.folder))
+    assert other == (1, [])
+    assert one == (1, [f"checkpoint 2 of run {run.name} is damaged (the content of __1_0.distcp has changed); "
+                       "the run goes on from step 1"])  # fmt: skip
 
 
 def test_fewer_ranks_than_the_layout_are_refused(recipe: Make, home: Home, ranks: Ranks) -> None:

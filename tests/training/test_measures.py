@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from armillary.errors import BadInput
+from armillary.spec.job import TrainJob
 from armillary.training.memory import CpuMeter, bytes_of
 from armillary.training.memory_watch import MemoryWatch
 from armillary.training.until import Until
@@ -67,6 +68,17 @@ def test_goals_that_are_none(text: str) -> None:
 def test_a_goal_is_reached_at_or_below() -> None:
     goal = Until.parse(" val_loss = 3.5 ")
     assert goal.reached({"val_loss": 3.5}) and not goal.reached({"val_loss": 3.6}) and not goal.reached({"loss": 1.0})
+
+
+def test_a_goal_that_nothing_could_reach_is_refused() -> None:
+    goal = Until.parse("val_loss=3")
+    goal.check(TrainJob(steps=100, eval_every=50), held_out=True)
+    with pytest.raises(BadInput, match=r"no text is held out to validate on; try --set data.held_out=0.01$"):
+        goal.check(TrainJob(), held_out=False)
+    for every in (0, 100, 200):
+        with pytest.raises(BadInput, match=rf"eval_every={every} there is no validation; try --set train.eval_every=5"):
+            goal.check(TrainJob(steps=100, eval_every=every), held_out=True)
+    Until.parse("loss=3").check(TrainJob(eval_every=0), held_out=False)
 
 
 def test_a_recorded_step_is_split_into_parts_that_add_up() -> None:

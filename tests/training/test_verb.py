@@ -17,12 +17,14 @@ from typing import Any
 
 import pytest
 
+from armillary.errors import ArmillaryError, BadInput
 from armillary.spec.gauges import GAUGES
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_toml
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.store.runs import Run, list_runs
+from armillary.training.agreement import AgreedError
 from armillary.training.checkpoint import saved_steps
 from tests.conftest import Ran
 from tests.ranks import Ranks
@@ -231,6 +233,9 @@ def test_torchrun_s_ranks_are_joined(
         (["--set", "train.sequence=256"], "longer than the context"),
         (["--set", "hardware.on=h100x8"], "h100x8 is not this machine.*--set hardware.on=here"),
         (["--until", "accuracy=3"], "write it like --until val_loss=3.2"),
+        (["--until", "val_loss=3", "--set", "data.held_out=0"], "no text is held out .*; try --set data.held_out="),
+        (["--until", "val_loss=3", "--set", "train.eval_every=0"], "no validation; try --set train.eval_every=1"),
+        (["--set", "train.min_lr=1"], "must be at most the peak learning rate of 0.003"),
         (["--run", "no such"], "is no name for a run"),
         (["--set", "model.hidden=65536", "--set", "model.ffn=262144", "--set", "model.head_dim=16384"],
          "needs .* on each device and there are .*; "),
@@ -243,6 +248,35 @@ def test_what_cannot_run_is_one_line(
     ran = cli("train", file(), *args)
     assert ran.code == 2 and re.search(f"^error: .*{expected}", ran.err, re.MULTILINE), ran.err
     assert "Traceback" not in ran.err and not home.runs.exists()
+
+
+def test_going_on_without_a_checkpoint_is_said_and_why_it_had_ended(
+    file: Callable[..., str], cli: Cli, home: Home
+) -> None:
+    path = file("train.lr=1e30", "train.warmup_steps=0", "train.clip=0")
+    first = cli("train", path)
+    assert first.code == 2 and "goes on" not in first.out
+    run = newest(home)
+    error = run.state.error
+    again = cli("train", path)
+    assert f"goes on with run {run.id} from the beginning (no checkpoint yet), which had failed ({error})" in again.out
+    assert newest(home).id == run.id
+    steps = [record["step"] for record in read_gauges(run.gauges)]
+    assert steps == sorted(set(steps)), "records of the first time are gone"
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_how_a_joined_rank_ends(is_main: bool) -> None:
+    from armillary.cli.train import _as_said
+
+    lost = _as_said(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"), is_main=is_main)
+    agreed = _as_said(AgreedError("disk full"), is_main=is_main)
+    own, bug = BadInput("of this rank alone; do this"), ValueError("a bug")
+    assert _as_said(own, is_main=is_main) is own and _as_said(bug, is_main=is_main) is bug
+    if is_main:
+        assert isinstance(lost, ArmillaryError) and "another rank ended" in str(lost) and str(agreed) == "disk full"
+    else:
+        assert all(isinstance(each, SystemExit) and each.code == 2 for each in (lost, agreed)), "the main one speaks"
 
 
 def test_a_dry_run_writes_nothing(file: Callable[..., str], cli: Cli, home: Home) -> None:

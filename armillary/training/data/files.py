@@ -1,6 +1,6 @@
 """The files of a split's shards as memory maps: beside their index on disk, or in a store and fetched when touched.
 
-Sizes are checked when they are opened, offsets when they are first read, checksums on request or when fetched.
+Sizes are checked when they are opened, offsets when they are first read, checksums when first opened or when fetched.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from armillary.store.atomic import Taken, staged_folder
 from armillary.training.data.cache import Cache
 from armillary.training.data.index import Index, Shard, Split
 from armillary.training.data.remote import Remote
+from armillary.training.data.verified import Verified
 
 OFFSET = np.dtype("<u8")
 ANSWER = np.dtype("u1")
@@ -128,8 +129,7 @@ class ShardFiles:
             path = self._path(file)
             try:
                 _check_size(path, file.size)
-                if self._verify:
-                    check_sum(path, file.sha256)
+                self._compare(path, file.sha256)
                 mapped = np.memmap(path, dtype=file.dtype, mode="r", shape=(file.count,))
                 return path, mapped.view(np.ndarray)  # slices of a memmap proper take twice as long to make
             except (FileNotFoundError, _Missing):
@@ -137,6 +137,15 @@ class ShardFiles:
                     raise
                 # another process made room in the cache just then
         raise AssertionError("the loop returns or raises")
+
+    def _compare(self, path: Path, sha256: str) -> None:
+        """With its checksum, if that is wanted: what came from a store was compared as it came."""
+        if not self._verify or not isinstance(self._place, Path):
+            return
+        if self._cache is None:
+            check_sum(path, sha256)
+        else:
+            Verified(folder=self._cache.folder / "verified").once(path, sha256, check_sum)
 
     def _path(self, file: _File) -> Path:
         if isinstance(self._place, Path):

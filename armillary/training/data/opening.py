@@ -109,6 +109,11 @@ def _cache(data: Data) -> Cache | None:
     return Cache(folder=Path(data.cache), limit_bytes=data.cache_bytes) if data.cache else None
 
 
+def may_hold_out(data: Data) -> bool:
+    """Whether some text could be held out: of shards that are prepared already only opening them tells."""
+    return data.held_out > 0 or bool(data.path or data.paths) or any(is_prepared(source) for source in _sources(data))
+
+
 # --- preparing what is text
 
 

@@ -76,6 +76,20 @@ def test_a_missing_source_is_said_before_anything_is_made(tmp_path: Path) -> Non
     assert not (tmp_path / "home").exists()
 
 
+def test_one_flipped_bit_is_refused_unless_that_is_switched_off(prepared: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(prepared, folder)
+    path = folder / "train/00000.bin"
+    ids = bytearray(path.read_bytes())
+    ids[0] ^= 1
+    path.write_bytes(ids)
+    with pytest.raises(BadData, match=r"train/00000.bin is corrupt \(its checksum differs from the index\)"):
+        for step in range(20):
+            opened(Data(path=str(folder)), tmp_path).train.at(step)
+    for step in range(20):
+        opened(Data(path=str(folder), verify=False), tmp_path).train.at(step)
+
+
 def test_shards_are_read_as_they_are_from_a_folder_and_from_stores(prepared: Path, tmp_path: Path) -> None:
     plain = opened(Data(source=str(prepared)), tmp_path)
     assert same(plain, opened(Data(path=str(prepared)), tmp_path))

@@ -10,6 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadData, NotFound
+from armillary.training.data import files
+from armillary.training.data.cache import Cache
+from armillary.training.data.files import check_sum
 from armillary.training.data.index import Index
 from armillary.training.data.shards import TokenShards
 
@@ -150,6 +153,39 @@ def test_checksums_are_compared_when_first_read_on_request(make_shards) -> None:
     assert list(shards.read(0, 4)) == [5, 6, 7, 0]  # the shard before it is sound
     with pytest.raises(BadData, match=r"train/00001.bin is corrupt \(its checksum differs from the index\)"):
         shards.read(0, 99)
+
+
+def test_a_shard_is_compared_once_until_it_changes(
+    make_shards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, compared = make_shards(DOCUMENTS).folder, []
+    monkeypatch.setattr(files, "check_sum", lambda path, sha256: compared.append(path.name) or check_sum(path, sha256))
+
+    def read() -> None:
+        cache = Cache(folder=tmp_path, limit_bytes=10**6)
+        TokenShards.open(folder, cache=cache, verify=True).read(0, 99)
+
+    read()
+    assert compared == ["00000.bin", "00001.bin"]
+    read()
+    assert len(compared) == 2, "what was found sound is remembered"
+    path = folder / "train/00001.bin"
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    for _ in range(2):
+        with pytest.raises(BadData, match=r"train/00001.bin is corrupt \(its checksum differs from the index\)"):
+            read()
+    assert len(compared) == 4, "what was not is compared each time"
+
+
+def test_without_a_place_to_remember_every_opening_compares(
+    make_shards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, compared = make_shards(DOCUMENTS).folder, []
+    monkeypatch.setattr(files, "check_sum", lambda path, sha256: compared.append(path.name) or check_sum(path, sha256))
+    (tmp_path / "verified").write_text("a file where the folder should be")
+    for _ in range(2):
+        TokenShards.open(folder, cache=Cache(folder=tmp_path, limit_bytes=10**6), verify=True).read(0, 4)
+    assert compared == ["00000.bin"] * 2
 
 
 def test_a_pickle_opens_the_files_again_and_carries_no_ids(make_shards) -> None:
