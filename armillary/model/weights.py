@@ -247,7 +247,12 @@ def _write_shards(
 
 
 def _write_shard(folder: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
-    path = folder / f"part-{index}.safetensors"
+    write_tensors(folder / f"part-{index}.safetensors", tensors)
+    return list(tensors)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file; where the disk is at fault, an OSError says so."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -256,7 +261,6 @@ def _write_shard(folder: Path, index: int, tensors: dict[str, Tensor]) -> list[s
             raise
         raise OSError(int(said.group(1)), os.strerror(int(said.group(1))), str(path)) from error
     path.chmod(0o666 & ~_umask())  # the library writes files only their owner can read
-    return list(tensors)
 
 
 def _umask() -> int:

@@ -1,7 +1,7 @@
 """Feed: the batches of a run, each given out once every rank has its rows and knows how many targets all have.
 
 The same small exchange carries a request to stop and word of a rank that cannot read, so that all stop or fail before
-the same step. It is done for the next step while the device works on the present one.
+the same step. With a GPU it is done for the next step while the device works on the present one.
 """
 
 from __future__ import annotations
@@ -54,11 +54,9 @@ class Feed:
         return ready if ready is not None and ready.step == step else self._fetch(step, stop)
 
     def look_ahead(self, step: int, stop: Stop) -> None:
-        """While the device works: a wait that ends before the device does costs nothing."""
-        if step >= self._steps:
-            return
-        if self._device.type != "cuda":
-            self._ahead = self._fetch(step, stop)
+        """While the device works: a wait that ends before the device does costs nothing. A processor that computes by
+        itself has nothing to wait beside, and its wait belongs to the step that reads the rows."""
+        if step >= self._steps or self._device.type != "cuda":
             return
         launched = torch.cuda.Event()
         launched.record()

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from armillary.model.fusing import Rule, rules
 from armillary.model.lora import NAMES, adapters, attach, change, draw, spread
 from armillary.model.transformer import Transformer, build
+from armillary.model.weights import write_tensors
 from armillary.spec.job import TrainJob
 from armillary.spec.lora import Target, targets
 from armillary.spec.model import ModelConfig
@@ -90,7 +90,7 @@ def save_adapter(
     belong to."""
     found = dict(peft_tensors(tensors, config, job))
     with staged_folder(folder, overwrite=overwrite) as staged:
-        save_file(found, staged / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_tensors(staged / "adapter_model.safetensors", found)
         text = json.dumps(peft_config(found, config, job, base=base), indent=2)
         (staged / "adapter_config.json").write_text(text + "\n")
     return folder

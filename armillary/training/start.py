@@ -98,7 +98,9 @@ def start(
     that was asked for; `until` is a goal that must be within reach."""
     config = recipe.model_config(source.config)
     if source.folder is not None and config != source.config:
-        raise BadRecipe(f"{source.name} has weights, so its shape cannot be overridden; add --random-weights")
+        keys = ", ".join(f"model.{key}" for key in recipe.model.overrides)
+        raise BadRecipe(f"{source.name} has weights, so its shape cannot be overridden; leave {keys} out, or add "
+                        "--random-weights to take only its shape")  # fmt: skip
     _check_model(recipe, config)
     refuse_unsupported(recipe)
     if until is not None:

@@ -224,7 +224,7 @@ class Trainer:
         share = {"rank": self.mesh.dp_rank, "world": self.mesh.dp_size}
         held_out = self.text.validation.batches(rows=self.text.train.batch, limit=self.job.eval_batches, **share)
         with self.sharded.evaluating():
-            for batch in held_out:
+            while (batch := self.ranks.together(lambda: next(held_out, None))) is not None:
                 for part in to_device(batch, self.device).micro(self.layout.micro_batch):
                     total, count = total + self.loss_sum(part), count + part.num_targets
         (targets,) = self.ranks.total(float(count))

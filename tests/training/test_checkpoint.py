@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import resource
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from armillary.errors import ArmillaryError, BadData
 from armillary.parallel.world import World
 from armillary.spec.recipe import Recipe
+from armillary.store import atomic
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
@@ -183,6 +185,17 @@ def test_a_disk_that_is_full_at_the_last_files_is_one_line(room: int, facts: int
         save(run, 2, tensors, {"text": "x" * facts}, alone)
     assert "\n" not in str(caught.value) and ".partial" not in str(caught.value)
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["1"]
+
+
+def test_a_disk_that_says_so_only_when_it_is_synced(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run, alone = create_run(home, {}), Agreement(rank=0, size=1)
+    monkeypatch.setattr(atomic, "_sync_tree", full)
+    with pytest.raises(ArmillaryError, match=FULL):
+        save(run, 1, {"a": torch.ones(3)}, {}, alone)
+    assert not list((run.folder / "checkpoints").iterdir())
 
 
 # --- content

@@ -77,8 +77,34 @@ def test_the_export_is_a_model_for_everything_else(recipe: Make, home: Home) -> 
 def test_micro_batches_give_the_same_losses(recipe: Make, home: Home) -> None:
     whole = losses(recipe("layout.micro_batch=8"), home)
     parts = losses(recipe("layout.micro_batch=1"), home)
-    uneven = losses(recipe("layout.micro_batch=2"), home)
-    assert parts == pytest.approx(whole, rel=1e-6) and uneven == pytest.approx(whole, rel=1e-6)
+    pairs = losses(recipe("layout.micro_batch=2"), home)
+    assert parts == pytest.approx(whole, rel=1e-6) and pairs == pytest.approx(whole, rel=1e-6)
+
+
+def test_micro_batches_with_different_numbers_of_targets_give_the_same_losses(recipe: Make, home: Home) -> None:
+    """Whole documents leave padding, so rows have different numbers of targets; every target weighs the same."""
+    def counted(micro_batch: int) -> tuple[list[float], set[int]]:
+        begun = begin(recipe(f"layout.micro_batch={micro_batch}", "data.packing=whole", "train.sequence=64"), home)
+        begun.prepare()
+        with Trainer(begun.plan, alone()) as trainer:
+            counts = {row for step in range(3) for row in trainer.feed._fetch(step, lambda: False).batch.row_targets}
+            reports = [trainer.step(step) for step in range(3)]
+        return [report.gauges["loss"] for report in reports if report is not None], counts
+
+    (one, counts), (whole, _) = counted(1), counted(4)
+    assert len(counts) > 1 and one == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_step_on_a_processor_waits_for_its_own_rows(recipe: Make, home: Home) -> None:
+    begun = begin(recipe(), home)
+    begun.prepare()
+    seen: list[tuple[int, int]] = []
+    with Trainer(begun.plan, alone()) as trainer:
+        fetch = trainer.feed._fetch
+        for now in range(3):
+            trainer.feed._fetch = lambda step, stop, now=now: seen.append((now, step)) or fetch(step, stop)  # type: ignore
+            trainer.step(now)
+    assert seen == [(0, 0), (1, 1), (2, 2)]
 
 
 def test_chunks_of_the_loss_give_the_same_losses(recipe: Make, home: Home) -> None:
@@ -149,6 +175,9 @@ def test_training_goes_on_from_weights(recipe: Make, home: Home) -> None:
     assert second.val_loss == pytest.approx(first.val_loss, rel=0.05)
     before, after = load_model(first.export), load_model(second.export)
     assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+    other = replace(again, model=ModelTable(path=str(first.export), overrides={"ffn": 96}))
+    with pytest.raises(BadInput, match=r"its shape cannot be overridden; leave model.ffn out, or add --random-weights"):
+        begin(other, home)
     shape_only = start(again, home, starting_point(again, home, random_weights=True))
     assert shape_only.plan.weights == "" and begin(again, home).plan.weights == str(first.export)
 

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
+from armillary.errors import ArmillaryError
+from armillary.model import weights
 from armillary.model.attend import plain
 from armillary.model.fusing import FAMILIES as NAMED
 from armillary.model.fusing import rules
@@ -161,6 +164,17 @@ def test_adapters_start_alike_whatever_the_order() -> None:
     assert shared and all(torch.equal(drawn[name], dict(second.named_parameters())[name]) for name in shared)
     a = drawn["blocks.0.attention.qkv.lora_a"]
     assert 0.9 < float(a.detach().abs().max()) * a.shape[1] ** 0.5 <= 1.0
+
+
+def test_a_full_disk_while_adapters_are_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    model, job = adapted(tmp_path)
+    monkeypatch.setattr(weights, "save_file", full)
+    with pytest.raises(ArmillaryError, match=r"disk full while writing .*/adapter; free some space"):
+        save_adapter(model.state_dict(), model.config, job, tmp_path / "adapter", base="base")
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_families_that_stack_are_known() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from armillary.errors import ArmillaryError
 from armillary.model.weights import load_model
+from armillary.parallel.world import World
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe
 from armillary.store.gauges import read_gauges
@@ -24,7 +25,7 @@ from armillary.training.agreement import AgreedError, Agreement
 from armillary.training.checkpoint import saved_steps
 from armillary.training.loop import train
 from armillary.training.start import Start, start, starting_point
-from armillary.training.trainer import StepReport
+from armillary.training.trainer import StepReport, Trainer
 from tests.ranks import Ranks
 
 Make = Callable[..., Recipe]
@@ -187,6 +188,35 @@ def test_nan_ends_every_rank_with_one_line(recipe: Make, home: Home, ranks: Rank
     begun = begin(recipe("train.lr=1e30", "train.warmup_steps=0", "train.clip=0", "layout.dp=2"), home)
     answers = on_ranks(ranks, begun, begun.create_run())
     assert len(set(answers)) == 1 and "at step" in answers[0] and "try --set train.lr=" in answers[0]
+
+
+def validate_without_a_shard(plan: str) -> str:
+    from armillary.training.data.validation import Validation
+
+    ranks = Agreement(rank=dist.get_rank(), size=dist.get_world_size())
+    world = World(rank=ranks.rank, size=ranks.size, local_rank=ranks.rank, device=torch.device("cpu"))
+    original = Validation.batches
+
+    def missing(self: Validation, **options: Any) -> Iterator[Any]:
+        yield from original(self, **{**options, "limit": 1})
+        if ranks.rank == 1:
+            raise ArmillaryError("shard 00000.bin is missing; prepare the data again")
+
+    Validation.batches = missing  # type: ignore[method-assign]
+    try:
+        with Trainer(Plan.from_json(plan), world, ranks) as trainer:
+            trainer.validate()
+    except AgreedError as error:
+        return str(error)
+    finally:
+        Validation.batches = original  # type: ignore[method-assign]
+    return ""
+
+
+def test_held_out_text_that_one_rank_cannot_read_is_said_by_all(recipe: Make, home: Home, ranks: Ranks) -> None:
+    begun = begin(recipe("layout.dp=2", "layout.zero=3"), home)
+    said = ranks.run(2, validate_without_a_shard, begun.plan.to_json())
+    assert said == ["shard 00000.bin is missing; prepare the data again"] * 2
 
 
 def read_into_another_shape(folder: str) -> str:
