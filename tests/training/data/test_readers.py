@@ -98,7 +98,7 @@ def test_broken_json_lines_are_named(tmp_path: Path, line: str, why: str) -> Non
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("broken", [b"not gzip", gzip.compress(b'{"text": "x"}\n' * 99)[:-12]])
+@pytest.mark.parametrize("broken", [b"not gzip", gzip.compress(b'{"text": "x"}\n' * 99)[:-12]], ids=["other", "cut"])
 def test_broken_gzip(tmp_path: Path, broken: bytes) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(broken)
