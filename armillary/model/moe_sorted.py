@@ -79,12 +79,18 @@ class SortedDispatch:
     def __call__(
         self, experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, beside: Beside
     ) -> tuple[Tensor, Tensor | None]:
-        found = sort_copies(weights_Mk, experts_Mk, experts.moe.num_experts)
-        rows_PH = spread(multiplied_as(x_MH), found)
-        if experts.moe.scale_input:
-            rows_PH = rows_PH * found.weights_P[:, None].to(rows_PH.dtype)
+        found, rows_PH = sorted_rows(experts, x_MH, weights_Mk, experts_Mk)
         out_PH = experts(rows_PH, found.experts_P, found.ends_E, self.grouped, not self.drops)
         return collect(experts, out_PH, found).to(x_MH.dtype), beside()
+
+
+def sorted_rows(experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor) -> tuple[Sorted, Tensor]:
+    """The copies of all tokens in the order of their experts, ready to be multiplied."""
+    found = sort_copies(weights_Mk, experts_Mk, experts.moe.num_experts)
+    rows_PH = spread(multiplied_as(x_MH), found)
+    if experts.moe.scale_input:
+        rows_PH = rows_PH * found.weights_P[:, None].to(rows_PH.dtype)
+    return found, rows_PH
 
 
 def multiplied_as(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.model.moe import Beside, Experts, Grouped
-from armillary.model.moe_sorted import collect, inverted, multiplied_as, permuted, sort_copies, spread
+from armillary.model.moe_sorted import collect, inverted, permuted, sorted_rows
 from armillary.parallel.collectives import Group, timed
 
 # M tokens, k choices of each, P = M·k copies, R rows that arrive, E experts, e of them here, H hidden
@@ -29,10 +29,7 @@ class ExchangedDispatch:
     def __call__(
         self, experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, beside: Beside
     ) -> tuple[Tensor, Tensor | None]:
-        found = sort_copies(weights_Mk, experts_Mk, experts.moe.num_experts)
-        rows_PH = spread(multiplied_as(x_MH), found)
-        if experts.moe.scale_input:
-            rows_PH = rows_PH * found.weights_P[:, None].to(rows_PH.dtype)
+        found, rows_PH = sorted_rows(experts, x_MH, weights_Mk, experts_Mk)
         arriving_re, sent, received = self._counts(found.ends_E)
         there, back = Trip(sent, received, self.group), Trip(received, sent, self.group)
         travelling = there.start(rows_PH[: sum(sent)])  # dropped ones stay
