@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.cublaslt import Product
+from armillary.kernels.note import note_once
 from armillary.kernels.products import APART, LIBRARY, TORCH, Products, Shape, Tuned, add_, ready
 
 # M tokens, N outputs of a linear layer, K inputs
@@ -120,8 +121,11 @@ class Library:
         """`total`: what the result is added to, in place."""
         self.expected, self.given, self.total = expected, given, total
         self.product: Product | None = None
-        with suppress(OSError, RuntimeError, AttributeError):  # no such library, or one that knows no such product
+        try:
             self.product = Product(*shape, given[0].dtype)
+        except (OSError, RuntimeError, AttributeError) as error:  # no such library, or one that knows no such product
+            if given[0].is_cuda:
+                note_once(f"cuBLASLt is not tried beside torch's products: {error}")
 
     def proposals(self) -> Runs:
         return self._agreeing(map(str, range(len(self.product.proposed)))) if self.product else {}
