@@ -56,13 +56,13 @@ clean: ## remove caches and build output (.venv stays)
 
 $(READY):
 	@$(call check_python)
-	@$(call install,.venv,'.[torch$(comma)data$(comma)dev]')
+	@$(call install,.venv,'.[torch$(comma)data$(comma)http$(comma)dev]')
 	@touch $@
 	@echo 'ready: $(BIN)/armillary --help'
 
 $(PEERS_READY):
 	@$(call check_python)
-	@$(call install,.venv-peers,'.[torch$(comma)data$(comma)dev]' peft)
+	@$(call install,.venv-peers,'.[torch$(comma)data$(comma)http$(comma)dev]' peft)
 	@bash benchmarks/install_llama_cpp.sh .venv-peers
 	@touch $@
 

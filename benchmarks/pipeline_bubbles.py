@@ -1,9 +1,12 @@
 """How long pipeline stages stand idle: every schedule, measured, beside the formula and beside its order on paper.
 
-    python benchmarks/pipeline_bubbles.py            2, 4 and 8 sleeping stages and 2 pinned ones; about two minutes
-    python benchmarks/pipeline_bubbles.py --quick    2 sleeping stages, seconds
+    python benchmarks/pipeline_bubbles.py                    2, 4 and 8 sleeping stages, 2 pinned ones; 3 to 4 minutes
+    python benchmarks/pipeline_bubbles.py --only computing   the pinned ones, 2 minutes; --only sleeping: the others
+    python benchmarks/pipeline_bubbles.py --quick            2 sleeping stages, seconds
 
-Sleeping stages need no free cores to speak of; the pinned ones compute, so two quiet cores.
+Sleeping stages need no free cores to speak of; the pinned ones compute, each on a core of its own, so two quiet cores.
+Formula and replay take the times that the passes of that very step took; of several steps the quickest counts, because
+whatever else the machine does only makes a step longer.
 """
 
 from __future__ import annotations
@@ -18,15 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from idle_stages import Work, idle_of_all, idle_share, measured_idle, replayed_idle, sleeping_pipeline
 
 from armillary.model.attend import plain
 from armillary.parallel.apply import apply
 from armillary.parallel.mesh import make_mesh
 from armillary.parallel.pipeline import Passing, Pipeline, Rows
-from armillary.parallel.pipeline_sleep import Work, idle_of_all, measured_idle, sleeping_pipeline
 from armillary.parallel.pipeline_stage import hold
-from armillary.parallel.schedule import idle_share
-from armillary.parallel.schedule_replay import replayed_idle
 from armillary.parallel.weights import fill_random, materialise
 from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
@@ -37,12 +38,14 @@ SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 """schedule -> chunks a stage"""
 SLEEP_S = 0.1
 """of a stage's forward pass and of either half of its backward pass"""
-SEQUENCE, MICRO_BATCHES, STEPS = 128, 4, 8
+SEQUENCE, ROWS, MICRO_BATCHES, STEPS = 256, 2, 2, 9
+"""of a computing stage; a forward pass takes a few tenths of a second, an exchange of 1 MB one or two thousandths"""
 
 
 def model() -> ModelConfig:
-    """Eight equal layers and hardly a head, so that two stages take equally long."""
-    return ModelConfig(name="even", hidden=256, heads=4, kv_heads=4, head_dim=64, ffn=1024, vocab=64, context=256,
+    """Eight equal layers and hardly a head, so that two stages take equally long; wide, so that products are most of
+    the work and both halves of a backward pass take about as long as a forward pass."""
+    return ModelConfig(name="even", hidden=512, heads=4, kv_heads=4, head_dim=128, ffn=2048, vocab=64, context=256,
                        layers=(LayerKind(),) * 8)  # fmt: skip
 
 
@@ -54,26 +57,23 @@ def asleep(schedule: str, chunks: int, seconds: float) -> dict[str, Any]:
     work = Work(forward_s=seconds, inputs_s=seconds, weights_s=seconds)
     pipeline = sleeping_pipeline(dist.group.WORLD, work, schedule=schedule, chunks=chunks)
     measured = measured_idle(pipeline, num_micro_batches=pipeline.size, steps=2)
-    return {"measured": measured, "times": (1.0, 1.0, 1.0), "orders": gathered(pipeline.busy.order)}
+    return {"measured": measured, "works": [[seconds] * 3] * pipeline.size, "orders": gathered(pipeline.busy.order)}
 
 
-def awake(schedule: str, chunks: int) -> dict[str, Any]:
-    """A real model, each stage on a core of its own; formula and replay use the times its passes took."""
-    with join_world("cpu") as world:
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[world.rank % len(cores)]})
-        torch.set_num_threads(1)
-        pipeline, passing, rows = real_stages(schedule, chunks, world)
-        found = []
-        for _ in range(STEPS):
-            dist.barrier()
-            pipeline.step(rows, passing, num_micro_batches=MICRO_BATCHES)
-            found.append((idle_of_all(pipeline), stage_times(pipeline)))
-            for parameter in pipeline.held.parameters():
-                parameter.grad = None
-        os.sched_setaffinity(0, cores)
-    measured, times = sorted(found[1:])[len(found) // 2]
-    return {"measured": measured, "times": times, "orders": gathered(pipeline.busy.order)}
+def awake(schedule: str, chunks: int, world: Any) -> dict[str, Any]:
+    """A real model; the quickest step but the first, which makes connections."""
+    pipeline, passing, rows = real_stages(schedule, chunks, world)
+    found = []
+    for _ in range(STEPS):
+        dist.barrier()
+        pipeline.step(rows, passing, num_micro_batches=MICRO_BATCHES)
+        longest = max(gathered(pipeline.busy.take()[1]))
+        found.append((longest, idle_of_all(pipeline), gathered(stage_times(pipeline))))
+        for parameter in pipeline.held.parameters():
+            parameter.grad = None
+    seconds, measured, works = min(found[1:])
+    return {"measured": measured, "works": works, "seconds": seconds, "orders": gathered(pipeline.busy.order),
+            "all": [round(share, 4) for _, share, _ in found]}  # fmt: skip
 
 
 def real_stages(schedule: str, chunks: int, world: Any) -> tuple[Pipeline, Passing, Rows]:
@@ -84,7 +84,7 @@ def real_stages(schedule: str, chunks: int, world: Any) -> tuple[Pipeline, Passi
     sharded = apply(held, layout, mesh, loss=loss_sum)
     materialise(held, "cpu")
     fill_random(held, seed=0)
-    tokens = torch.randint(64, (MICRO_BATCHES * 2, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(64, (MICRO_BATCHES * ROWS, SEQUENCE), generator=torch.Generator().manual_seed(0))
     rows = Rows(tokens_BT=tokens, positions_BT=torch.arange(SEQUENCE).expand_as(tokens), targets_BT=tokens,
                 documents_BT=None)  # fmt: skip
     passing = Passing(attends=lambda _: plain, autocast=nullcontext, scale=lambda loss: loss,
@@ -93,27 +93,29 @@ def real_stages(schedule: str, chunks: int, world: Any) -> tuple[Pipeline, Passi
     return sharded.pipeline, passing, rows
 
 
-def stage_times(pipeline: Pipeline) -> tuple[float, float, float]:
-    """(forward, inputs, weights) of a stage and micro-batch, the mean over stages; an undivided backward pass counts
-    as two equal halves, which only the zero-bubble formula asks for."""
+def stage_times(pipeline: Pipeline) -> list[float]:
+    """[forward, inputs, weights] of this stage and a micro-batch; an undivided backward pass counts as two equal
+    halves, which only the zero-bubble formula asks for."""
     seconds = pipeline.busy.seconds()
     whole = seconds.get("B", 0.0)
-    mine = torch.tensor([seconds["F"], seconds.get("I", 0.0) + whole / 2, seconds.get("W", 0.0) + whole / 2])
-    dist.all_reduce(mine, group=pipeline.group)
-    forward, inputs, weights = (mine / (pipeline.size * MICRO_BATCHES)).tolist()
-    return forward, inputs, weights
+    halves = [seconds.get("I", 0.0) + whole / 2, seconds.get("W", 0.0) + whole / 2]
+    return [each / MICRO_BATCHES for each in (seconds["F"], *halves)]
 
 
-def gathered(order: list[Any]) -> list[Any]:
+def gathered(mine: Any) -> list[Any]:
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, order)
+    dist.all_gather_object(every, mine)
     return every
 
 
 def be_a_rank(job: dict[str, Any]) -> None:
+    if job["awake"]:  # before any thread is started, so that all of a stage's threads stay on its core
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
+        torch.set_num_threads(1)
     with join_world("cpu") as world:
         found = [
-            awake(name, chunks) if job["awake"] else asleep(name, chunks, job["seconds"])
+            awake(name, chunks, world) if job["awake"] else asleep(name, chunks, job["seconds"])
             for name, chunks in SCHEDULES.items()
         ]
         if world.is_main:
@@ -131,22 +133,37 @@ def run(stages: int, **job: Any) -> list[dict[str, Any]]:
     return list(json.loads(ran.stdout.strip().splitlines()[-1]))
 
 
+def mean_of(works: list[Work]) -> Work:
+    """The first stage has nobody to send gradients to, so torch makes both halves of its backward pass at once: how
+    long each half takes is seen on the others."""
+    forward = sum(work.forward_s for work in works) / len(works)
+    backward = sum(work.turn_s for work in works) / len(works) - forward
+    inputs, weights = sum(work.inputs_s for work in works[1:]), sum(work.weights_s for work in works[1:])
+    share = inputs / (inputs + weights)
+    return Work(forward_s=forward, inputs_s=backward * share, weights_s=backward * (1 - share))
+
+
 def show(what: str, stages: int, micro_batches: int, found: list[dict[str, Any]]) -> None:
     for (name, chunks), each in zip(SCHEDULES.items(), found, strict=True):
-        forward, inputs, weights = each["times"]
-        on_paper = replayed_idle(each["orders"], chunks=chunks, forward=forward, inputs=inputs, weights=weights)
-        formula = idle_share(name, num_stages=stages, num_micro_batches=micro_batches, chunks=chunks, forward=forward,
-                             backward=inputs + weights, weights=weights)  # fmt: skip
+        works = [Work(forward_s=f, inputs_s=i, weights_s=w) for f, i, w in each["works"]]
+        formula = idle_share(name, mean_of(works), stages=stages, micro_batches=micro_batches, chunks=chunks,
+                             slowest_s=max(work.turn_s for work in works))  # fmt: skip
+        on_paper = replayed_idle(each["orders"], works, chunks=chunks)
         cells = [f"{100 * value:.1f} %" for value in (formula, on_paper, each["measured"])]
         off = each["measured"] / formula - 1
         print(
             f"| {what} | {stages} | {micro_batches} | {name} | {' | '.join(cells)} | {100 * off:+.0f} % |", flush=True
         )
+        if "seconds" in each:
+            times = [[round(1e3 * part) for part in work] for work in each["works"]]
+            print(f"{name}: step {each['seconds']:.2f} s, forward, inputs, weights in ms by stage {times}, idle of all "
+                  f"steps {each['all']}", file=sys.stderr, flush=True)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=("sleeping", "computing"))
     parser.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.rank:
@@ -154,10 +171,10 @@ def main() -> None:
         return
     print("| stages | number | micro-batches | schedule | formula | replayed | measured | off |")
     print("|---|--:|--:|---|--:|--:|--:|--:|")
-    for stages in (2,) if asked.quick else (2, 4, 8):
+    for stages in () if asked.only == "computing" else (2,) if asked.quick else (2, 4, 8):
         seconds = SLEEP_S / 5 if asked.quick else SLEEP_S
         show("sleeping", stages, stages, run(stages, awake=False, seconds=seconds))
-    if not asked.quick:
+    if not asked.quick and asked.only != "sleeping":
         show("computing, pinned", 2, MICRO_BATCHES, run(2, awake=True))
 
 

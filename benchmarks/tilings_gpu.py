@@ -1,7 +1,8 @@
 """Other ways to cut the work of kernels, against the ceilings measured in the same run: what the rules in
 `split_tiling`, `plan`, `tiling`, `norm_shape`, rope, dropout and the fp8 kernels were taken from.
 
-    python -m benchmarks.tilings_gpu [paged] [small] [qkv] [fp8] [norm] [rope] [dropout] [stores=.cs]
+    python -m benchmarks.tilings_gpu [paged] [small] [vector] [qkv] [fp8] [norm] [bare] [weights] [rope]
+        [dropout] [slopes] [stores=.cs]
 
 `stores=.cs` lets norms, rope and dropout store past the cache; it holds for a whole run.
 
@@ -37,11 +38,11 @@ from armillary.kernels.bias_act_dropout import BIAS_ACT_DROPOUT
 from armillary.kernels.fp8_linear import E4M3
 from armillary.kernels.fp8_quantise_triton import quantise
 from armillary.kernels.norm import NORM, NormCase
-from armillary.kernels.norm_shape import Shape
+from armillary.kernels.norm_shape import Shape, backward_shape
 from armillary.kernels.paged_attention import PAGED_ATTENTION, PagedCase
 from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase
 from armillary.kernels.rope import ROPE, RopeCase
-from armillary.kernels.small_linear_triton import Tiles, plan, run_tiles, small_linear
+from armillary.kernels.small_linear_triton import Tiles, plan, run_tiles, run_vector, small_linear
 from armillary.kernels.timing import time_calls
 from armillary.kernels.trial import input_sets
 from armillary.profiling.kernel_bench import measure_some
@@ -57,7 +58,7 @@ def shares(ways: Ways, sets: list[Any], amount: float, roof: float = 1e12, rest_
     for name, run in ways.items():
         try:
             calls = [lambda inputs=inputs, run=run: run(*inputs) for inputs in sets]
-            took = time_calls(calls, CUDA, budget_s=0.05, rest_s=rest_s, graph=rest_s == 0).seconds
+            took = time_calls(calls, CUDA, budget_s=0.03, rest_s=rest_s, graph=rest_s == 0).seconds
             found[name] = round(amount / took / roof * (1 if rest_s else 100), 1)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {str(error)[:60]}"
@@ -66,25 +67,34 @@ def shares(ways: Ways, sets: list[Any], amount: float, roof: float = 1e12, rest_
     return dict(sorted(found.items(), key=lambda item: -item[1] if isinstance(item[1], float) else 0))
 
 
+def patched(run: Callable[..., Any], module: Any, **names: Any) -> Callable[..., Any]:
+    """`run` with other values for names of a module."""
+
+    def call(*inputs: Any) -> Any:
+        with ExitStack() as stack:
+            for name, value in names.items():
+                stack.enter_context(patch.object(module, name, value))
+            return run(*inputs)
+
+    return call
+
+
 def paged(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Stages, workers a multiprocessor, keys a tile and warps of the split kernel."""
-    plain = paged_attention_triton.split_tiling
+    """A second launch that adds up, stages, workers a multiprocessor, keys a tile and warps of the split kernel."""
+    plain, run = paged_attention_triton.split_tiling, paged_attention_triton.paged_attention
 
     def way(**other: Any) -> Callable[..., Any]:
-        def run(*inputs: Any) -> Any:
-            with patch.object(paged_attention_triton, "split_tiling", lambda *args: replace(plain(*args), **other)):
-                return paged_attention_triton.paged_attention(*inputs)
-
-        return run
+        return patched(run, paged_attention_triton, split_tiling=lambda *args: replace(plain(*args), **other))
 
     others: list[dict[str, Any]] = [
-        {}, {"stages": 3}, {"stages": 4}, {"workers": 3, "stages": 3}, {"n": 32, "stages": 5}, {"warps": 8},
-        {"warps": 2},
+        {"stages": 4}, {"workers": 3, "stages": 3}, {"n": 32, "stages": 5}, {"n": 64, "stages": 4}, {"warps": 8},
     ]  # fmt: skip
-    ways = {" ".join(f"{k}={v}" for k, v in other.items()) or "rule": way(**other) for other in others}
-    for case in (PagedCase(batch=256, context=1024), PagedCase(batch=256, context=1024, heads=16, kv_heads=2),
-                 PagedCase(batch=256, context=1024, ragged=True), PagedCase(batch=1, context=32768),
-                 PagedCase(batch=32, context=4096, head_dim=64),
+    ways: Ways = {"rule": run}
+    ways["second launch"] = lambda q, cache, batch, how: run(q, cache, replace(batch, arrivals=None), how)
+    ways |= {" ".join(f"{k}={v}" for k, v in other.items()): way(**other) for other in others}
+    for case in (PagedCase(batch=256, context=1024, heads=16, kv_heads=2), PagedCase(batch=256, context=1024),
+                 PagedCase(batch=256, context=1024, heads=16, ragged=True), PagedCase(batch=1, context=32768),
+                 PagedCase(batch=64, context=2048), PagedCase(batch=32, context=4096, head_dim=64),
                  PagedCase(batch=256, context=1024, cache="fp8")):  # fmt: skip
         sets = input_sets(PAGED_ATTENTION, case)
         yield case.label, shares(ways, sets, PAGED_ATTENTION.work(case).bytes, roofs["read"])
@@ -140,20 +150,54 @@ def fp8(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     yield "8192³ TFLOP/s", shares(ways, [(a, b)], 2.0 * 8192**3, rest_s=0.05)
 
 
-def patched(run: Callable[..., Any], module: Any, **names: Any) -> Callable[..., Any]:
-    """`run` with other values for names of a module."""
-
-    def call(*inputs: Any) -> Any:
-        with ExitStack() as stack:
-            for name, value in names.items():
-                stack.enter_context(patch.object(module, name, value))
-            return run(*inputs)
-
-    return call
-
-
 def always(value: Any) -> Callable[..., Any]:
     return lambda *args, **more: value
+
+
+def _backward_sets(case: NormCase, residual: bool) -> list[tuple[Any, ...]]:
+    """Arguments of the backward kernel, three sets."""
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=CUDA).bfloat16()
+
+    weight = randn(case.columns) if case.weight else None
+    mean, rstd = torch.zeros(0 if case.kind == "rms" else case.rows, device=CUDA), torch.ones(case.rows, device=CUDA)
+    size = (case.rows, case.columns)
+    rest = (weight, mean, rstd, False, case.bias, False)
+    return [(randn(*size), randn(*size) if residual else None, randn(*size), *rest) for _ in range(3)]
+
+
+def bare(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Launch shapes of the backward of norms without weights, which leave nothing to add up."""
+    layer, rms = {"kind": "layer", "weight": False}, {"weight": False}
+    for rows, columns, how, residual in ((16384, 4096, layer, False), (16384, 4096, layer, True),
+                                         (8192, 8192, layer, False), (8192, 5120, rms, False),
+                                         (8192, 12288, rms, False)):  # fmt: skip
+        case = NormCase(rows=rows, columns=columns, **how)  # type: ignore[arg-type]
+        shapes = [Shape(held, 256 * warps, warps) for held, warps in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16), (2, 4))]
+        yield _backwards(case, residual, shapes, roofs)
+
+
+def weights(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Launch shapes of the backward of wide norms with weights."""
+    layer = {"kind": "layer", "bias": True}
+    for rows, columns, how in ((8192, 12288, layer), (8192, 4608, {}), (4096, 16384, {}), (8192, 8192, layer)):
+        case = NormCase(rows=rows, columns=columns, **how)  # type: ignore[arg-type]
+        rule = backward_shape(columns, 2, False, sums=1 + case.bias, residual=False)
+        shapes = [rule._replace(stages=stages) for stages in (2, 4)] + [rule._replace(ahead=not rule.ahead)]
+        shapes += [rule._replace(warps=warps, width=256 * warps) for warps in (8, 16, 32) if warps != rule.warps]
+        yield _backwards(case, False, shapes, roofs)
+
+
+def _backwards(case: NormCase, residual: bool, shapes: list[Shape], roofs: dict[str, float]) -> Any:
+    run = norm_triton._norm_backward
+    ways: Ways = {"rule": run}
+    for shape in shapes:
+        name = f"{shape.held} rows, {shape.warps} warps, {shape.stages} stages{', ahead' if shape.ahead else ''}"
+        ways[name] = patched(run, norm_triton, backward_shape=always(shape))
+    moved = 2.0 * case.rows * case.columns * (4 if residual else 3)
+    label = f"{case.label}{' residual' if residual else ''}, backward"
+    return label, shares(ways, _backward_sets(case, residual), moved, roofs["copy"])
 
 
 def norm(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
@@ -179,7 +223,40 @@ def rope(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         sizes = ((8192, 16), (8192, 32), (4096, 16), (4096, 32), (16384, 32))
         whole = {"_halves_share_sectors": always(True)}
         ways: Ways = {"rule": run} | {f"{size}": patched(run, rope_triton, _WHOLE=size, **whole) for size in sizes}
+        for size in ((1024, 8), (2048, 8), (2048, 16), (4096, 8), (4096, 16), (8192, 16)):
+            ways[f"flat {size}"] = patched(run, rope_triton, _FLAT=size)
         yield case.label, shares(ways, input_sets(ROPE, case), ROPE.work(case).bytes, roofs["copy"])
+
+
+def slopes(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Columns, numbers, warps and programs of dropout's backward."""
+    for case in BIAS_ACT_DROPOUT.cases.values():
+        sets = [(torch.randn_like(x), x, *rest) for x, *rest in input_sets(BIAS_ACT_DROPOUT, case)]
+        run, light = bias_act_dropout_triton._run_backward, case.activation in bias_act_dropout_triton._LIGHT
+        name = "_BACKWARD_LIGHT" if light else "_BACKWARD"
+        ways: Ways = {"rule": run}
+        for size in ((1024, 4096, 4, 5), (1024, 4096, 4, 4), (1024, 2048, 4, 8), (1024, 2048, 4, 6), (2048, 4096, 8, 2),
+                     (1024, 4096, 8, 4), (2048, 2048, 8, 4), (2048, 4096, 8, 4)):  # fmt: skip
+            ways[f"{size}"] = patched(run, bias_act_dropout_triton, **{name: size})
+        yield f"{case.label} backward", shares(ways, sets, BIAS_ACT_DROPOUT.work(case).backward_bytes, roofs["copy"])
+
+
+def vector(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """One token: programs of a few rows against tiles for tensor cores."""
+
+    def way(sizes: tuple[int, int, int, bool]) -> Callable[..., Any]:
+        return lambda x, weight: run_vector(x, weight, None, None, 1e-6, False, sizes)
+
+    for outputs, inputs in ((4096, 14336), (14336, 4096), (6144, 4096), (4096, 4096), (1024, 8192)):
+        weights = [torch.randn(outputs, inputs, device=CUDA).bfloat16() for _ in range(6)]
+        x = torch.randn(1, inputs, device=CUDA).bfloat16()
+        ways: Ways = {"torch": F.linear, "rule": small_linear, "rule again": small_linear}
+        for sizes in ((2, 1024, 4), (4, 1024, 4), (8, 1024, 4), (4, 2048, 8), (4, 512, 2), (8, 512, 2), (2, 2048, 4),
+                      (1, 2048, 4)):  # fmt: skip
+            for early in (True, False):
+                ways[f"{sizes}{' early' if early else ''}"] = way((*sizes, early))
+        moved = 2.0 * (outputs * inputs + inputs + outputs)
+        yield f"{outputs} × {inputs}", shares(ways, [(x, w) for w in weights], moved, roofs["read"])
 
 
 def dropout(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
@@ -188,11 +265,16 @@ def dropout(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     for case in BIAS_ACT_DROPOUT.cases.values():
         sizes = ((1024, 2048, 4), (1024, 4096, 4), (1024, 2048, 2), (2048, 2048, 4), (2048, 4096, 8))
         ways: Ways = {"rule": run} | {f"{size}": patched(run, bias_act_dropout_triton, _FORWARD=size) for size in sizes}
+        for flat in ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 4)):
+            ways[f"flat {flat}"] = patched(run, bias_act_dropout_triton, _FLAT=flat)
+        for size in ((256, 4096, 8), (256, 4096, 4), (512, 4096, 8)):
+            ways[f"{size}"] = patched(run, bias_act_dropout_triton, _FORWARD=size)
         moved = BIAS_ACT_DROPOUT.work(case).bytes
         yield case.label, shares(ways, input_sets(BIAS_ACT_DROPOUT, case), moved, roofs["copy"])
 
 
-PARTS = {"paged": paged, "small": small, "qkv": qkv, "fp8": fp8, "norm": norm, "rope": rope, "dropout": dropout}
+PARTS = {"paged": paged, "small": small, "vector": vector, "qkv": qkv, "fp8": fp8, "norm": norm, "bare": bare,
+         "weights": weights, "rope": rope, "dropout": dropout, "slopes": slopes}  # fmt: skip
 
 
 def main(parts: list[str]) -> None:

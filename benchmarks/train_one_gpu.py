@@ -1,7 +1,7 @@
 """Training speed of one GPU: our step, and what else this machine can import, on the same model in the same run; and
 what the planner says of memory and step time, from ceilings measured in that run.
 
-    python benchmarks/train_one_gpu.py [--only ceilings ours torch hf 3b memory hf-compiled parts] [--rows 8]
+    python benchmarks/train_one_gpu.py [--only ceilings ours fp8 32k torch hf 3b memory hf-compiled parts] [--rows 8]
                                        [--steps 20] [--short] [--json FILE] [--limit SECONDS]
 
 The model is Llama-shaped with 1.14 B parameters (hidden 2048, MLP 8192, 16 layers, 16 heads, 8 KV heads, vocabulary
@@ -9,7 +9,7 @@ The model is Llama-shaped with 1.14 B parameters (hidden 2048, MLP 8192, 16 laye
 the peers hold everything in bf16 and clip nothing, which is less work. Tokens are random, or words of the Python
 library where that is said. A figure is the wall time of `--steps` steps in a row after four of warm-up; rows of eight
 micro-batches sum gradients, ours in fp32, and take one optimiser step for all. MFU counts 6·N and causal attention as
-half, against 989 TFLOP/s.
+half, against 989 TFLOP/s, the dense bf16 peak, also where products run in fp8.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ from armillary.spec.model import ModelConfig
 from armillary.spec.params import parameters
 from armillary.store.home import Home
 
-PEAK_FLOPS, WARM, MANY = 989e12, 4, 8
-"""dense bf16 of an H100 or H200; steps of warm-up; micro-batches of a step that has several"""
+PEAK_FLOPS, WARM, MANY, LONG = 989e12, 4, 8, 32768
+"""dense bf16 of an H100 or H200; steps of warm-up; micro-batches of a step that has several; a long sequence"""
 
 
 # --- measuring
@@ -88,7 +89,7 @@ def ours(config: ModelConfig, home: Home, rows: int, steps: int, warm: int = WAR
     step = Ours(config, home, rows=rows, **options)
     adapters = sum(p.numel() for p in step.parameters) if step.job.lora_rank else 0
     frozen = parameters(config).multiplied if step.job.lora_rank else 0
-    flops = model_flops_per_token(config, SEQUENCE, frozen=frozen, adapters=adapters)
+    flops = model_flops_per_token(config, step.job.sequence, frozen=frozen, adapters=adapters)
     found = measure(step, flops, step.job.batch_tokens, steps, warm)
     return found | {
         "choose_s": round(step.choose_s, 1), "memory_gb": step.memory(), "kernels": step.choices.names,
@@ -96,9 +97,12 @@ def ours(config: ModelConfig, home: Home, rows: int, steps: int, warm: int = WAR
     }  # fmt: skip
 
 
-def trainer(config: ModelConfig, home: Home, rows: int, steps: int, kernels: dict[str, str]) -> dict[str, Any]:
-    """Also the median and the slowest step, by the trainer's own gauge: a single stall hides in a mean."""
-    with trainer_step(home, rows, kernels) as (step, seconds):
+def trainer(
+    config: ModelConfig, home: Home, rows: int, steps: int, kernels: dict[str, str], *, documents: bool = False
+) -> dict[str, Any]:
+    """Also the median and the slowest step, by the trainer's own gauge: a single stall hides in a mean. MFU counts
+    whole rows, also where documents attend only to themselves."""
+    with trainer_step(home, rows, kernels, documents=documents) as (step, seconds):
         found = measure(step, model_flops_per_token(config, SEQUENCE), rows * SEQUENCE, steps)
     each = sorted(1e3 * one for one in seconds[WARM:])
     return found | {"median_ms": round(each[len(each) // 2], 1), "slowest_ms": round(each[-1], 1)}
@@ -111,11 +115,11 @@ def peer(made: Peer, config: ModelConfig, rows: int, steps: int, micro_batches: 
     return measure(made, flops, tokens, steps, WARM if micro_batches == 1 else 1)
 
 
-def parts(config: ModelConfig, home: Home, rows: int) -> dict[str, float]:
+def parts(config: ModelConfig, home: Home, rows: int, **options: Any) -> dict[str, float]:
     """Milliseconds of one step by kernel, from the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
-    step = Ours(config, home, rows=rows)
+    step = Ours(config, home, rows=rows, **options)
     for _ in range(WARM):
         step()
     torch.cuda.synchronize()
@@ -143,21 +147,41 @@ def rows_of(
 
     yield "ceilings", lambda: measure_peaks(home)
     yield "ours", lambda: ours(small, home, rows, steps, **length)
+    yield "ours, the trainer", lambda: trainer(small, home, rows, steps, found["ours"]["kernels"])
     yield "ours, words", lambda: ours(small, home, rows, steps, tokens=words, **length)
     yield "torch", lambda: peer(plain_torch(small, rows), small, rows, steps)
     yield "hf", lambda: peer(hugging_face(small, rows, compiled=False), small, rows, few)
+    yield from fp8_rows(small, home, rows, steps, length)
     for kind in ("selective", "full"):
         yield f"memory: {kind}", lambda kind=kind: ours(small, home, rows, few, kind=kind, **length)
     yield "3b", lambda: ours(large, home, rows // 2, few, names=chosen())
     for kind in ("selective", "full"):
         yield f"memory: 3b {kind}", lambda kind=kind: ours(large, home, rows // 2, few, kind=kind, names=chosen())
     yield "memory: lora", lambda: ours(small, home, rows // 2, few, names=chosen(), lora_rank=16)
-    yield "ours, the trainer", lambda: trainer(small, home, rows, steps, found["ours"]["kernels"])
     yield f"ours, {MANY} micro-batches", lambda: ours(small, home, rows, several, **summed)
     yield f"torch, {MANY} micro-batches", lambda: peer(plain_torch(small, rows), small, rows, several, MANY)
+    yield "ours, the trainer on documents", lambda: trainer(
+        small, home, rows, few, found["ours"]["kernels"], documents=True
+    )
     yield "torch's products", lambda: ours(small, home, rows, steps, names=chosen())
     yield "hf-compiled", lambda: peer(hugging_face(small, rows, compiled=True), small, rows, steps)
     yield "parts", lambda: parts(small, home, rows)
+
+
+def fp8_rows(
+    config: ModelConfig, home: Home, rows: int, steps: int, length: dict[str, Any]
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """The same in fp8; and sequences of 32k tokens, one at a time, with whole layers made again."""
+    narrow: dict[str, Any] = length | {"precision": "fp8"}
+    yield "fp8", lambda: ours(config, home, rows, steps, **narrow)
+    yield "fp8, words", lambda: ours(config, home, rows, steps, tokens=words, **narrow)
+    yield "fp8, a scale a row", lambda: ours(config, home, rows, steps, scaling="row", **narrow)
+    yield "fp8, selective", lambda: ours(config, home, rows, max(5, steps // 3), kind="selective", **narrow)
+    many = replace(config, context=LONG)
+    for precision in ("fp8", "bf16"):
+        long: dict[str, Any] = length | {"precision": precision, "sequence": LONG, "kind": "full", "timed": False}
+        yield f"32k, {precision}", lambda long=long: ours(many, home, 1, max(3, steps // 4), warm=2, **long)
+    yield "fp8 parts", lambda: parts(config, home, rows, **narrow)
 
 
 def main() -> None:

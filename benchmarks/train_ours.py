@@ -34,27 +34,29 @@ class Ours:
     def __init__(
         self, config: ModelConfig, home: Home, *, rows: int, kind: str = "none", every: int = 1,
         micro_batches: int = 1, tokens: Callable[[ModelConfig, int], list[Tensor]] = drawn,
-        names: dict[str, str] | None = None, run_steps: int = 1000, timed: bool = True, **job: Any,
+        names: dict[str, str] | None = None, run_steps: int = 1000, timed: bool = True, precision: str = "bf16",
+        scaling: str = "tensor", sequence: int = SEQUENCE, **job: Any,
     ) -> None:  # fmt: skip
         """`home` keeps the kernels that were chosen, for the next of the same shapes; `names` leaves nothing to choose.
         Products are timed for runs that last: `run_steps` says how long this one is. `timed` False takes the first
         kernels that agree. `job` are further settings of the job, adapters for example."""
         self.config, self.micro_batches, self.done = config, micro_batches, 0
-        batch_tokens = rows * SEQUENCE * micro_batches
-        self.job = TrainJob(sequence=SEQUENCE, batch_tokens=batch_tokens, steps=run_steps, **job)
-        self.layout = Layout(micro_batch=rows, precision="bf16", recompute=kind, recompute_every=every)  # type: ignore[arg-type]
-        self.model = random_model(config, base_dtype(self.job, "bf16"))
-        add_lora(self.model, self.job, precision="bf16")
+        batch_tokens = rows * sequence * micro_batches
+        self.job = TrainJob(sequence=sequence, batch_tokens=batch_tokens, steps=run_steps, **job)
+        how: dict[str, Any] = {"recompute": kind, "recompute_every": every, "fp8_scaling": scaling}
+        self.layout = Layout(micro_batch=rows, precision=precision, **how)  # type: ignore[arg-type]
+        self.model = random_model(config, base_dtype(self.job, precision))
+        add_lora(self.model, self.job, precision=precision)
         begin = time.perf_counter()
-        how: dict[str, Any] = {"home": home, "names": names, "timed": timed}
+        how = {"home": home, "names": names, "timed": timed}
         self.choices = use_kernels(self.model, job=self.job, layout=self.layout, **how)
         self.choose_s = time.perf_counter() - begin
         recompute(self.model, kind=kind, every=every)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(self.model, self.job, "bf16", self.choices.copies)
+        self.optimizer = make_optimizer(self.model, self.job, precision, self.choices.copies)
         set_learning_rate(self.optimizer, 1e-4)
-        self.batches = tokens(config, rows)
-        self.positions = torch.arange(SEQUENCE, device="cuda").expand(rows, -1).contiguous()
+        self.batches = tokens(config, rows) if sequence == SEQUENCE else drawn(config, rows, 16, sequence)
+        self.positions = torch.arange(sequence, device="cuda").expand(rows, -1).contiguous()
         self.gradient_bytes = 0
 
     def forward_backward(self) -> Tensor:

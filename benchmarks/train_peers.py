@@ -20,10 +20,10 @@ from armillary.spec.model import ModelConfig
 SEQUENCE = 4096
 
 
-def drawn(config: ModelConfig, rows: int, count: int = 64) -> list[Tensor]:
+def drawn(config: ModelConfig, rows: int, count: int = 64, sequence: int = SEQUENCE) -> list[Tensor]:
     """Random tokens, more batches than there are steps: nothing is learnt by heart."""
     generator = torch.Generator("cuda").manual_seed(1)
-    shape = (rows, SEQUENCE + 1)
+    shape = (rows, sequence + 1)
     return [torch.randint(0, config.vocab, shape, device="cuda", generator=generator) for _ in range(count)]
 
 

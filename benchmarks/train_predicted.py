@@ -33,9 +33,9 @@ def measure_peaks(home: Home) -> dict[str, float]:
     """Into `home`, where the planner finds them; and in short."""
     device = torch.device("cuda")
     settings = settings_for(device)
-    product = {"m": SIZE, "n": SIZE, "k": SIZE, "dtype": "bf16"}
+    product = {"m": SIZE, "n": SIZE, "k": SIZE}
     found = [
-        *gemm.measure([product], settings),
+        *gemm.measure([product | {"dtype": dtype} for dtype in ("bf16", "fp8")], settings),
         *attention.measure(attention.cases(settings), settings),
         *bandwidth.measure([{"op": "copy", "bytes": COPY_BYTES, "hot": False}], settings),
         *launch.measure([{"mode": "eager"}], settings),
@@ -44,10 +44,12 @@ def measure_peaks(home: Home) -> dict[str, float]:
     for kind, point in found:
         peaks = peaks.with_points(kind, [point])
     save_peaks(home, peaks)
-    products, forward, backward, copy, launched = (point for _, point in found)
+    products, narrow, forward, backward, copy, launched = (point for _, point in found)
     return {
         "product_tflops": round(products["flops"] / 1e12),
         "lasting_tflops": round(products["beside"]["sustained_flops"] / 1e12),
+        "fp8_tflops": round(narrow["flops"] / 1e12),
+        "fp8_lasting_tflops": round(narrow["beside"]["sustained_flops"] / 1e12),
         "attention_tflops": round(forward["flops"] / 1e12),
         "attention_backward_tflops": round(backward["flops"] / 1e12),
         "copy_tb_per_s": round(copy["bytes_per_s"] / 1e12, 2),

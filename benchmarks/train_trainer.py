@@ -1,7 +1,8 @@
-"""The trainer itself on text, as `armillary train` runs it: loader, gauges and all, without checkpoints."""
+"""The trainer itself on text, as `armillary train` runs it: loader, records and all, without checkpoints."""
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from armillary.spec.layout import Layout
 from armillary.spec.model_table import ModelTable
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
+from armillary.training.recorder import Recorder
 from armillary.training.start import start, starting_point
 from armillary.training.trainer import Trainer
 
@@ -26,12 +28,13 @@ TEXT_BYTES = 8_000_000
 
 @contextmanager
 def trainer_step(
-    home: Home, rows: int, kernels: Mapping[str, str]
+    home: Home, rows: int, kernels: Mapping[str, str], *, documents: bool = False
 ) -> Iterator[tuple[Callable[[], float], list[float]]]:
     """(one step after the other, each giving its loss; the seconds of each). The text is one document, so that rows are
-    one sequence each, as in the other measurements."""
-    text = home.work / "library.txt"
-    text.write_text(library())
+    one sequence each, as in the other measurements; or `documents`, one a module, packed into rows and masked."""
+    texts = library() if documents else ["\n".join(library())]
+    text = home.work / ("modules.jsonl" if documents else "library.jsonl")  # text files are cut into documents
+    text.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
     recipe = Recipe(
         model=ModelTable(name="tinyllama-1.1b", overrides={key: SMALL[key] for key in SMALL if key != "vocab"}),
         layout=Layout(micro_batch=rows, precision="bf16"), data=Data(source=str(text), held_out=0.0),
@@ -40,21 +43,28 @@ def trainer_step(
     seconds: list[float] = []
     begun, steps = start(recipe, home, starting_point(recipe, home)), count()
     begun.prepare()
-    with join_world(None) as world, Trainer(begun.plan, world, kernels=kernels, home=home) as trainer:
+    with (
+        join_world(None) as world,
+        Trainer(begun.plan, world, kernels=kernels, home=home) as trainer,
+        Recorder(begun.create_run(), trainer, watch=None, say=print, start=0) as record,
+    ):
 
         def step() -> float:
-            report = trainer.step(next(steps))
+            report = trainer.step(next(steps), meanwhile=record.write)
             assert report is not None
+            record(report, last=False)
             seconds.append(report.gauges["step_s"])
             return report.gauges["loss"]
 
         yield step, seconds
 
 
-def library() -> str:
-    found, size = [], 0
+def library() -> list[str]:
+    """Modules of the Python library, some MB."""
+    found: list[str] = []
+    size = 0
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if size < TEXT_BYTES and "site-packages" not in path.parts:
             found.append(path.read_text(errors="replace").replace("\0", " "))
             size += len(found[-1])
-    return "\n".join(found)
+    return found

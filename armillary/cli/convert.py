@@ -1,15 +1,18 @@
-"""`armillary convert`: any model this program can name, rewritten as a Hugging Face folder."""
+"""`armillary convert`: any model this program can name, rewritten as a Hugging Face folder or as one file."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import click
 
 from armillary.cli import complete
+from armillary.cli.export import export_model
 from armillary.cli.open_model import open_model
 from armillary.cli.output import Output
 from armillary.cli.verb import verb
+from armillary.errors import BadInput
 from armillary.store.home import Home
 from armillary.units import bytes_text, count_text, parse_count
 
@@ -21,7 +24,12 @@ from armillary.units import bytes_text, count_text, parse_count
 @click.option("--random-weights", is_flag=True, help="Make weights for a shape that has none.")
 @click.option("--seed", default=0, show_default=True, help="Of the random weights.")
 @click.option("--shard-size", default="5GB", show_default=True, help="Largest weight file.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing folder.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing folder or file.")
+@click.option("--to", "form", type=click.Choice(["hf", "pt2", "onnx"]), default="hf", show_default=True,
+              help="A Hugging Face folder, or one file for `armillary serve` and other runtimes.")  # fmt: skip
+@click.option("--input", "inputs", multiple=True, metavar="SHAPE",
+              help="Of FILE.py:NAME: a row of each input, like 3x32x32, int64:128 or float32:*x80.")  # fmt: skip
+@click.option("--rows", type=click.IntRange(1), help="Fix the number of rows of pt2 and onnx.  [default: any]")
 def convert(
     out: Output,
     home: Home,
@@ -32,11 +40,21 @@ def convert(
     seed: int,
     shard_size: str,
     overwrite: bool,
+    form: Literal["hf", "pt2", "onnx"],
+    inputs: tuple[str, ...],
+    rows: int | None,
 ) -> None:
-    """Write MODEL to the folder TARGET: config.json, safetensors, tokenizer.
+    """Write MODEL to the folder TARGET: config.json, safetensors, tokenizer; or as one file with --to.
 
-    MODEL is a Hugging Face folder, a Hub id, a run, or with --random-weights any name of the catalogue.
+    MODEL is a Hugging Face folder, a Hub id, a run, or with --random-weights any name of the catalogue; with --to pt2
+    or onnx also FILE.py:NAME, a torch module or what makes one.
     """
+    if form != "hf":
+        export_model(out, home, model, target, form, inputs=inputs, rows=rows, dtype=dtype,
+                     random_weights=random_weights, seed=seed, overwrite=overwrite)  # fmt: skip
+        return
+    if inputs or rows:
+        raise BadInput("--input and --rows are for --to pt2 and --to onnx; leave them out for a folder")
     shard_bytes = parse_count(shard_size)
     source, loaded = open_model(
         out, home, model, random_weights=random_weights, seed=seed, dtype=dtype, device="cpu", to_write=True

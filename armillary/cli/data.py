@@ -81,6 +81,8 @@ def on_bar(bar: Bar) -> Callable[[int, int, str], None]:
 
 def say_prepared(out: Output, made: Prepared) -> None:
     index = made.index
+    if made.remade:
+        out.warn(f"{made.remade}; the text was prepared again")
     took = "already there" if made.reused else f"in {seconds_text(made.seconds)}"
     amount = f"{count_text(made.num_tokens)} tokens of {count_text(made.num_documents)} documents"
     out.say(f"{path_text(made.folder)} · {amount} · {took}")

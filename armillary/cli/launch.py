@@ -38,9 +38,13 @@ class Launched:
     """whether a signal was passed on"""
 
 
-def launch(program: str, orders: Mapping[str, Any], *, num_ranks: int, threads: int | None, logs: Path) -> Launched:
+def launch(
+    program: str, orders: Mapping[str, Any], *, num_ranks: int, threads: int | None, logs: Path,
+    then: str = "the same command goes on from the last checkpoint",
+) -> Launched:  # fmt: skip
     """Run `python -m PROGRAM ORDERS` as ranks of one machine, and wait for them. The main rank shows what it does; what
-    others print goes to `logs`. `threads` are those of a rank that computes on the CPU."""
+    others print goes to `logs`. `threads` are those of a rank that computes on the CPU; `then` is what to do when one
+    fails."""
     with tempfile.TemporaryDirectory(prefix="armillary-ranks-") as folder:
         logs.mkdir(parents=True, exist_ok=True)
         told = {**orders, "answers": folder, "logs": str(logs), "parent": os.getpid()}
@@ -48,7 +52,7 @@ def launch(program: str, orders: Mapping[str, Any], *, num_ranks: int, threads: 
         with _passing_on(ranks) as seen:
             failed = _wait(ranks)
         if failed and not _said_outcome(folder):
-            raise _failure(Path(folder), failed, logs, interrupted=bool(seen))
+            raise _failure(Path(folder), failed, logs, then, interrupted=bool(seen))
         answer = Path(folder, "outcome.json")
         return Launched(outcome=strict_json.read_table(answer) if answer.is_file() else {}, interrupted=bool(seen))
 
@@ -130,7 +134,7 @@ def _wait(ranks: Any) -> dict[int, int]:
     return by_itself or first  # the others were told to end
 
 
-def _failure(folder: Path, failed: Mapping[int, int], logs: Path, *, interrupted: bool) -> BaseException:
+def _failure(folder: Path, failed: Mapping[int, int], logs: Path, then: str, *, interrupted: bool) -> BaseException:
     """What to tell: the line a rank left, the lowest rank's first; else how the rank ended."""
     said = sorted(folder.glob("error-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
     if said:
@@ -145,4 +149,4 @@ def _failure(folder: Path, failed: Mapping[int, int], logs: Path, *, interrupted
     how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     why = " (the system kills what needs too much memory)" if code == -signal.SIGKILL else ""
     where = "its output is above" if rank == 0 else f"its output is in {logs}/rank-{rank}.log"
-    return RankFailed(f"rank {rank} {how}{why}; {where}, and the same command goes on from the last checkpoint")
+    return RankFailed(f"rank {rank} {how}{why}; {where}, and {then}")

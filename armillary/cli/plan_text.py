@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from shutil import get_terminal_size
 from textwrap import wrap
 
@@ -9,12 +10,15 @@ import numpy as np
 
 from armillary.cli.output import Output
 from armillary.cli.stacked_bar import stacked_bar
-from armillary.planning.memory import by_stage
+from armillary.planning.layouts import OFFLOADS, taken
+from armillary.planning.memory import by_stage, memory
 from armillary.planning.money_report import goodput_rows, training_rows
+from armillary.planning.offload import host_adamw_s
 from armillary.planning.prediction import Prediction
 from armillary.planning.search import limits
 from armillary.planning.training_plan import TrainingPlan
 from armillary.spec.params import parameters
+from armillary.spec.placement import placement
 from armillary.units import bytes_text, count_text, flops_text, scaled, seconds_text
 
 LABEL, WIDTH = 20, 118
@@ -32,8 +36,10 @@ def say_training(out: Output, made: TrainingPlan, how: str) -> None:
     out.say("\n".join(wrap(head, width)))
     rows = [
         ("layout", f"{layout_text(found)}{how}"),
+        *_links(made),
         ("memory / device", memory_text(found) + ("   fits" if made.fits else "   does not fit")),
         ("", _bar(found.memory.parts(), found.room if made.fits else None)),
+        *offload_rows(found),
         ("step", step_text(found)),
         ("", _bar(step_parts(found))),
         ("throughput", throughput_text(found)),
@@ -44,6 +50,13 @@ def say_training(out: Output, made: TrainingPlan, how: str) -> None:
     rows += [("note", note) for note in made.notes()]
     for name, text in rows:
         out.say(line_text(name, text, width))
+
+
+def _links(made: TrainingPlan) -> list[tuple[str, str]]:
+    """Which link each axis crosses, innermost first, where there are several kinds."""
+    cluster = made.question.case.cluster
+    words = placement(made.found.layout(), cluster) if len(cluster.tiers) > 1 else []
+    return [("links", ";  ".join(glued(each) for each in words))] if words else []
 
 
 def line_text(name: str, text: str, width: int = WIDTH) -> str:
@@ -88,6 +101,23 @@ def layout_text(found: Prediction, i: int = 0) -> str:
 def memory_text(found: Prediction, i: int = 0) -> str:
     parts = "  ".join(glued(f"{name} {bytes_text(size)}") for name, size in found.memory.parts(i).items() if size > 0)
     return f"{parts}  " + glued(f"→ {bytes_text(float(found.memory.total[i]))} of {bytes_text(found.room)}")
+
+
+def offload_rows(found: Prediction, i: int = 0) -> list[tuple[str, str]]:
+    """What offloading frees and what it costs; nothing where nothing is offloaded."""
+    layout, one = found.layout(i), found.layouts.take(np.array([i]))
+    if layout.offload == "none":
+        return []
+    before = memory(found.case, replace(one, offload=np.array([OFFLOADS.index("none")])))
+    freed, size = float(before.total[0] - found.memory.total[i]), float(found.memory.host[i])
+    where = "on disk" if layout.offload == "nvme" else "on the host"
+    gain = f"frees {bytes_text(freed)}" if freed > 0 else "frees nothing"
+    text = (f"{gain} of the device for {bytes_text(size)} {where}  the step stands still "
+            f"{seconds_text(float(found.time.offload[i]))} for it")  # fmt: skip
+    if layout.offload != "activations":
+        seconds = host_adamw_s(found.case, one, taken(found.time.held, np.array([i])))
+        text += f"  (AdamW there takes {seconds_text(float(seconds[0]))})"
+    return [("offload", "  ".join(glued(part) for part in text.split("  ")))]
 
 
 def step_parts(found: Prediction, i: int = 0) -> dict[str, float]:

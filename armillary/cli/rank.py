@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ from armillary.store.atomic import write_json
 _BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out", re.IGNORECASE)
 
 
-def main(orders: dict[str, Any]) -> int:
+Work = Callable[[dict[str, Any], Output], dict[str, Any]]
+"""what a rank does with its orders; the main one's outcome is kept"""
+
+
+def main(orders: dict[str, Any], work: Work) -> int:
     rank = int(os.environ["RANK"])
     if rank:
         _print_to(Path(orders["logs"]) / f"rank-{rank}.log")
     try:
-        outcome = _run(orders, Output(orders["mode"] if rank == 0 else "silent"))
+        outcome = work(orders, Output(orders["mode"] if rank == 0 else "silent"))
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
@@ -56,7 +61,7 @@ def _print_to(path: Path) -> None:
     os.close(file)
 
 
-def _run(orders: dict[str, Any], out: Output) -> dict[str, Any]:
+def train_run(orders: dict[str, Any], out: Output) -> dict[str, Any]:
     from armillary.cli.train_view import TrainView, outcome_of
     from armillary.spec.plan import Plan
     from armillary.store.home import Home
@@ -74,8 +79,13 @@ def _run(orders: dict[str, Any], out: Output) -> dict[str, Any]:
     return outcome_of(done)
 
 
-if __name__ == "__main__":
-    code = main(strict_json.loads(sys.argv[1]))
+def run_as_rank(work: Work) -> None:
+    """As the process that `launch` started."""
+    code = main(strict_json.loads(sys.argv[1]), work)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code) if code not in (OK, BUG) else sys.exit(code)  # a failed collective must not keep a rank from ending
+
+
+if __name__ == "__main__":
+    run_as_rank(train_run)

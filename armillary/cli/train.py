@@ -13,6 +13,7 @@ from armillary.cli.find_model import find_model
 from armillary.cli.main import USER_ERROR
 from armillary.cli.open_model import need_torch
 from armillary.cli.output import Output, path_text
+from armillary.cli.parity import parity
 from armillary.cli.train_view import TrainView, outcome_of, say_end
 from armillary.cli.verb import set_option, verb
 from armillary.errors import ArmillaryError, BadInput, BadLayout
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @verb
-@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("recipe", type=click.Path(path_type=Path), required=False)
 @set_option
 @click.option("--devices", type=int, metavar="N", help="Spread over N devices: as much dp as fills them.")
 @click.option("--from", "weights", metavar="MODEL", help="Start from a Hugging Face folder, a run or a Hub id.")
@@ -38,9 +39,13 @@ if TYPE_CHECKING:
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--random-weights", is_flag=True, help="Take only the shape of a model that has weights.")
 @click.option("--dry-run", is_flag=True, help="Plan and check everything; stop before anything is written.")
+@click.option("--parity", "as_parity", is_flag=True, help="Hold strategies (or RECIPE's layout) against one process.")
+@click.option("--only", multiple=True, metavar="WHAT", help="Of --parity: a strategy, dense, experts, fp32 or fp64.")
+@click.option("--page", type=click.Path(path_type=Path), metavar="FILE", help="Of --parity: the page its rows go to.")
 def train(
-    out: Output, home: Home, recipe: Path, overrides: tuple[str, ...], devices: int | None, weights: str | None,
-    name: str | None, goal: str | None, device: str | None, random_weights: bool, dry_run: bool,
+    out: Output, home: Home, recipe: Path | None, overrides: tuple[str, ...], devices: int | None, weights: str | None,
+    name: str | None, goal: str | None, device: str | None, random_weights: bool, dry_run: bool, as_parity: bool,
+    only: tuple[str, ...], page: Path | None,
 ) -> None:  # fmt: skip
     """Train the model of RECIPE, on one device or many, and export it as a Hugging Face folder.
 
@@ -48,10 +53,21 @@ def train(
     of the same recipe goes on where it stopped, on whatever layout.
 
     Starts its own processes on this machine, or joins those of torchrun and srun. Ctrl-C saves and stops.
+
+    --parity trains a tiny model on --devices ranks (2, 4 or 8) by every strategy and in one process, and writes the
+    differences to a page (parallel_agreement.md); exit code 1 where one does not hold.
     """
     need_torch("training")
     from armillary.parallel.world import is_launched
 
+    if as_parity:
+        parity(out, home, load_recipe(recipe, overrides) if recipe else None, devices=devices, only=only, page=page,
+               dry_run=dry_run)  # fmt: skip
+        return
+    if recipe is None:
+        raise BadInput("armillary train needs a recipe; give its file, like recipes/tour.toml, or --parity")
+    if only or page:
+        raise BadInput(f"{'--only' if only else '--page'} belongs to --parity; add --parity or leave it out")
     asked = _asked(load_recipe(recipe, (*overrides, *_from(weights))), devices)
     settings: dict[str, Any] = {"device": device, "until": _goal(goal)}
     texts: dict[str, Any] = {"text": recipe.read_text(), "overrides": overrides, "name": name or ""}
@@ -126,20 +142,19 @@ def plan_of(begun: Start) -> TrainingPlan:
     from armillary.planning.prediction import predict
     from armillary.planning.question import question
     from armillary.planning.training_plan import training_plan
-    from armillary.training.supported import NOT_YET
 
     asked = question(begun.recipe, begun.plan.model, begun.plan.cluster, begun.home)
     made = training_plan(asked, predict(asked.case, of([asked.layout])))
     if not made.fits:
         need, room = float(made.found.memory.total[0]), made.found.room
-        remedy = remedy_text(asked.case, asked.layout, made.found.precision(), leave=NOT_YET)
+        remedy = remedy_text(asked.case, asked.layout, made.found.precision())
         raise BadLayout(f"{begun.plan.model.name} needs {bytes_text(need)} on each device and there are "
                         f"{bytes_text(room)}; {remedy.replace('--on ', '--set hardware.on=')}")  # fmt: skip
     return made
 
 
 def say_start(out: Output, begun: Start, made: TrainingPlan) -> None:
-    from armillary.cli.plan_text import layout_text, line_text, memory_text, step_text
+    from armillary.cli.plan_text import layout_text, line_text, memory_text, offload_rows, step_text
     from armillary.spec.params import parameters
 
     plan = begun.plan
@@ -147,7 +162,7 @@ def say_start(out: Output, begun: Start, made: TrainingPlan) -> None:
     count = count_text(parameters(plan.model).total)
     out.say(f"{plan.model.name} on {plan.cluster.text()} · {count} parameters · {origin}")
     rows = [("layout", layout_text(made.found)), ("memory / device", memory_text(made.found)),
-            ("step", step_text(made.found)), ("learning rate", _rate_text(begun))]  # fmt: skip
+            *offload_rows(made.found), ("step", step_text(made.found)), ("learning rate", _rate_text(begun))]  # fmt: skip
     for name, text in rows:
         out.say(line_text(name, text))
 

@@ -40,7 +40,9 @@ VERBS = (
     Verb("data", "armillary.cli.data:data", "train", "Prepare text as token shards."),
     Verb("train", "armillary.cli.train:train", "train", "Train the model of a recipe."),
     Verb("generate", "armillary.cli.generate:generate", "serve", "Generate text from a model."),
-    Verb("convert", "armillary.cli.convert:convert", "serve", "Rewrite a model as a Hugging Face folder."),
+    Verb("serve", "armillary.cli.serve:serve", "serve", "Serve a model to OpenAI's clients over HTTP."),
+    Verb("convert", "armillary.cli.convert:convert", "serve", "Rewrite a model as a Hugging Face folder, pt2 or ONNX."),
+    Verb("load", "armillary.cli.load:load", "serve", "Test a server under load: latencies, goodput, highest rate."),
     Verb("demo", "armillary.cli.demo:demo", "all", "Prepare, train, save and generate, small, on this machine."),
     Verb("completion", "armillary.cli.completion:completion", "all", "Print the completion script of your shell."),
 )

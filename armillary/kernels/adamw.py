@@ -38,6 +38,8 @@ class AdamW(torch.optim.AdamW):
                     lr=float(group["lr"]), betas=group["betas"], eps=group["eps"], decay=group["weight_decay"],
                     step=int(state["step"]),
                 )  # fmt: skip
+                if p not in self.copies:  # a kernel of ours leaves no trace: whoever keeps something made of p must see
+                    torch.autograd.graph.increment_version(p)
 
     def _state_of(self, p: Tensor) -> dict[str, Any]:
         state = self.state[p]

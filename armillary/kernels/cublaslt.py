@@ -16,8 +16,12 @@ from torch import Tensor
 
 # M tokens, N outputs of a linear layer, K inputs
 
-_COMPUTE_32F, _R_32F, _TYPES = 68, 0, {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+_COMPUTE_32F, _R_32F = 68, 0
+_TYPES = {
+    torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29,
+}  # fmt: skip
 _TRANS_A, _TRANS_B, _MOST_WORKSPACE = 3, 4, 1
+_SCALES, _SCALE_MODES, _FAST_SUMS, _A_SCALE_EACH_ROW = (17, 18), (31, 32), 25, 3
 _WORKSPACE_BYTES, _ASKED = 32 << 20, 16
 _SWIZZLE, _OPTION, _OPTIONS = 4, 5, range(8)
 """of an algorithm: the order in which tiles are visited, and a setting of its own whose meaning nobody tells"""
@@ -60,9 +64,8 @@ class Product:
         self.out_shape = {"forward": (M, N), "back": (M, K)}.get(kind, (N, K))
         self.out_dtype = torch.float32 if kind == "sum" else dtype
         self.desc = self._made("cublasLtMatmulDescCreate", _COMPUTE_32F, _R_32F)
-        for name, turn in ((_TRANS_A, shape.turn_a), (_TRANS_B, shape.turn_b)):
-            value = ctypes.c_int32(int(turn))
-            _check(self.lib.cublasLtMatmulDescSetAttribute(self.desc, name, ctypes.byref(value), ctypes.c_size_t(4)))
+        self._set(_TRANS_A, ctypes.c_int32(int(shape.turn_a)))
+        self._set(_TRANS_B, ctypes.c_int32(int(shape.turn_b)))
         formats = (dtype, dtype, self.out_dtype)
         self.layouts = [self._layout(*pair) for pair in zip((shape.a, shape.b, shape.d), formats, strict=True)]
         self.proposed = self._proposed()
@@ -121,6 +124,11 @@ class Product:
         refused = check(self.handle, self.desc, a, b, d, d, ctypes.byref(made.algorithm), ctypes.byref(said))
         return None if refused or said.state or said.workspace > _WORKSPACE_BYTES else made
 
+    def _set(self, attribute: int, value: Any) -> None:
+        """Of the product's description."""
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        _check(self.lib.cublasLtMatmulDescSetAttribute(self.desc, attribute, ctypes.byref(value), size))
+
     def _layout(self, size: tuple[int, int], dtype: torch.dtype) -> Any:
         rows, columns = size
         sizes = (ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows))
@@ -130,6 +138,40 @@ class Product:
         made = ctypes.c_void_p()
         _check(getattr(self.lib, function)(ctypes.byref(made), *arguments))
         return made
+
+
+class Fp8Product(Product):
+    """a_RS·b_CSᵀ of fp8 operands with their scales, one each or one for every row, the result in another format."""
+
+    def __init__(
+        self, R: int, C: int, S: int, *, a: torch.dtype, b: torch.dtype, out: torch.dtype, by_row: bool, fast: bool
+    ) -> None:
+        """`fast` keeps sums in the tensor cores' own, shorter format."""
+        self.lib, self.handle = _library()
+        self.out_shape, self.out_dtype = (R, C), out
+        self.desc = self._made("cublasLtMatmulDescCreate", _COMPUTE_32F, _R_32F)
+        self._set(_TRANS_A, ctypes.c_int32(1))
+        self._set(_FAST_SUMS, ctypes.c_int8(int(fast)))
+        if by_row:
+            for mode in _SCALE_MODES:
+                self._set(mode, ctypes.c_int32(_A_SCALE_EACH_ROW))
+        # the library proposes nothing for scales that are nowhere
+        somewhere = torch.ones(max(R, C), dtype=torch.float32, device="cuda")
+        self._point(somewhere, somewhere)
+        self.layouts = [self._layout((S, C), b), self._layout((S, R), a), self._layout((C, R), out)]
+        self.proposed = self._proposed()
+
+    def scaled(
+        self, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], algorithm: Any, add: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """(values, scale) of both; `add` as in `Product`."""
+        self._point(a[1], b[1])
+        return self(a[0], b[0], algorithm, add, out)
+
+    def _point(self, a_scale: Tensor, b_scale: Tensor) -> None:
+        for attribute, scale in zip(_SCALES, (b_scale, a_scale), strict=True):
+            self._set(attribute, _at(scale))
 
 
 _ONE, _ZERO = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))

@@ -1,7 +1,8 @@
 """A linear layer for training whose three products run in fp8: E4M3 for x and the weight, E5M2 for gradients.
 
 Each operand is scaled so that its largest value is the format's largest: one scale for the tensor, or one for each row
-along the dim that is summed over. The reference rounds to fp8 and multiplies what that leaves, in the inputs' dtype.
+along the dim that is summed over; or one a token, a power of two, where a weight has one a row and what is summed over
+tokens the largest of theirs. The reference rounds to fp8 and multiplies what that leaves, in the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from armillary.kernels.op import Case, Late, Op, Version, Work
 # M tokens, K inputs, N outputs
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SCALINGS = ("row", "tensor")
+SCALINGS = ("row", "tensor", "token")
 TINY = 1e-12
 """smallest amax that is told from zero"""
 
@@ -28,6 +29,8 @@ def reference(x_MK: Tensor, weight_NK: Tensor, scaling: str = "row") -> Tensor:
     """x @ weightᵀ of the rounded operands; gradients from rounded operands too."""
     if scaling not in SCALINGS:
         raise BadInput(f"fp8 scaling '{scaling}' is not known; choose {' or '.join(SCALINGS)}")
+    if scaling == "token":
+        return _RoundedByToken.apply(x_MK.flatten(0, -2), weight_NK).unflatten(0, x_MK.shape[:-1])
     return _Rounded.apply(x_MK.flatten(0, -2), weight_NK, scaling).unflatten(0, x_MK.shape[:-1])
 
 
@@ -45,29 +48,66 @@ class _Rounded(torch.autograd.Function):
         (x, weight), scaling = ctx.saved_tensors, ctx.scaling
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = rounded(dy, E5M2, scaling) @ rounded(weight.t(), E4M3, scaling).t()
+            dx = rounded(dy, E5M2, scaling) @ rounded(weight, E4M3, scaling, dim=0)
         if ctx.needs_input_grad[1]:
-            dw = rounded(dy.t(), E5M2, scaling) @ rounded(x.t(), E4M3, scaling).t()
+            dw = rounded(dy, E5M2, scaling, dim=0).t() @ rounded(x, E4M3, scaling, dim=0)
         return dx, dw, None
 
 
-def rounded(x: Tensor, dtype: torch.dtype, scaling: str) -> Tensor:
-    """x as fp8 holds it."""
-    values, scale = quantised(x, dtype, scaling)
+class _RoundedByToken(torch.autograd.Function):
+    """The same with a scale a token; where tokens are summed, all take the largest of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return rounded(x, E4M3, "token") @ rounded(weight, E4M3, "row").t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = rounded(dy, E5M2, "token") @ rounded(weight, E4M3, "row", dim=0)
+        if ctx.needs_input_grad[1]:
+            dw = _at_one_scale(dy, E5M2).t() @ _at_one_scale(x, E4M3)
+        return dx, dw
+
+
+def _at_one_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as fp8 holds it a token, and then at the largest of the scales: these are powers of two, so only exponents
+    move, until numbers are too small for the format."""
+    values, scale = quantised(x, dtype, "token")
+    top = scale.max() if scale.numel() else scale.new_ones(())
+    return ((values.to(scale.dtype) * (scale / top)).to(dtype).to(scale.dtype) * top).to(x.dtype)
+
+
+def rounded(x: Tensor, dtype: torch.dtype, scaling: str, dim: int = 1) -> Tensor:
+    """x as fp8 holds it, where it is summed over `dim`."""
+    values, scale = quantised(x, dtype, scaling, dim)
     return (values.to(scale.dtype) * scale).to(x.dtype)
 
 
-def quantised(x: Tensor, dtype: torch.dtype, scaling: str) -> tuple[Tensor, Tensor]:
-    """fp8 values and the scales (a column, or one number) that give x back, in plain torch."""
+def quantised(x: Tensor, dtype: torch.dtype, scaling: str, dim: int = 1) -> tuple[Tensor, Tensor]:
+    """fp8 values and the scales (a column, a row with `dim` 0, or one number) that give x back, in plain torch."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if not x.numel():
-        return x.to(dtype), wide.new_full((len(x), 1) if scaling == "row" else (), TINY / torch.finfo(dtype).max)
-    amax = wide.abs().amax(1, keepdim=True) if scaling == "row" else wide.abs().amax()
+        size = () if scaling == "tensor" else (len(x), 1) if dim == 1 else (1, x.shape[1])
+        return x.to(dtype), wide.new_full(size, TINY / torch.finfo(dtype).max)
+    amax = wide.abs().amax() if scaling == "tensor" else wide.abs().amax(dim, keepdim=True)
     amax = amax.clamp(min=TINY)
     largest = torch.finfo(dtype).max
+    if scaling == "token":
+        scale = _power_above(amax / largest)
+        return (wide / scale).clamp(-largest, largest).to(dtype), scale
     # with a plain number on either side a GPU multiplies by a reciprocal, which rounds twice and turns ties
     most = torch.full_like(amax, largest)
     return (wide * (most / amax)).clamp(-largest, largest).to(dtype), amax / most
+
+
+def _power_above(x: Tensor) -> Tensor:
+    """The smallest power of two at or above a positive number."""
+    fraction, exponent = torch.frexp(x)
+    return torch.ldexp(torch.ones_like(x), exponent - (fraction == 0.5).to(exponent.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.errors import BadInput
 from armillary.kernels.fp8_linear import E4M3, E5M2, SCALINGS
+from armillary.kernels.fp8_operands import Scaled, Source, make_operand
 from armillary.kernels.fp8_product_triton import multiplied
 from armillary.kernels.fp8_quantise_triton import amax_of, quantise, quantise_columns
+from armillary.kernels.fp8_tokens import token_operand
 from armillary.kernels.launch import on
 
 # M tokens, K inputs, N outputs
@@ -42,8 +45,17 @@ def _run(x: Tensor, weight: Tensor, scaling: str, *, library: bool) -> Tensor:
 )  # fmt: skip
 def _linear(x: Tensor, weight: Tensor, scaling: str, library: bool) -> Tensor:
     with on(x):
+        if scaling == "token":
+            a: Any = token_operand(_sixteens(x), E4M3, turned=False).rows
+            return multiplied(a, quantise(weight, E4M3, "row"), x.dtype, fast=True, library=library)
         operands = quantise(x, E4M3, scaling), quantise(weight, E4M3, scaling)
         return multiplied(*operands, x.dtype, fast=True, library=library)
+
+
+def _sixteens(x: Tensor) -> Source:
+    """With columns of zeros up to a multiple of 16."""
+    missing = -x.shape[1] % 16
+    return Source(x=F.pad(x, (0, missing)) if missing else x)
 
 
 @_linear.register_fake
@@ -61,14 +73,38 @@ def _gradients(
 ) -> tuple[Tensor, Tensor]:
     dx, dw = dy.new_empty(0), dy.new_empty(0)
     with on(x):
-        amax = amax_of(dy, by_column=False) if scaling == "tensor" else None
+        dy_rows, dy_turned = _both_ways(dy, scaling, grad_x, grad_w)
         if grad_x:
-            operands = quantise(dy, E5M2, scaling, amax), quantise_columns(weight, E4M3, scaling)
+            operands = dy_rows, quantise_columns(weight, E4M3, "row" if scaling == "token" else scaling)
             dx = multiplied(*operands, x.dtype, fast=False, library=library)
         if grad_w:
-            operands = quantise_columns(dy, E5M2, scaling, amax), quantise_columns(x, E4M3, scaling)
+            operands = dy_turned, _turned(x, scaling)
             dw = multiplied(*operands, weight.dtype, fast=False, library=library)
     return dx, dw
+
+
+def _turned(x: Tensor, scaling: str) -> Any:
+    if scaling != "token":
+        return quantise_columns(x, E4M3, scaling)
+    return _cut(token_operand(_sixteens(x), E4M3, rows=False).turned, x.shape[1])
+
+
+def _cut(turned: Scaled | None, rows: int) -> Scaled | None:
+    """Without what padding made."""
+    return None if turned is None else Scaled(turned.values[:rows], turned.scale)
+
+
+def _both_ways(dy: Tensor, scaling: str, rows: bool, turned: bool) -> tuple[Any, Any]:
+    """The gradient as it stands and transposed, in one pass where its columns need no padding."""
+    if scaling == "token":
+        made = token_operand(_sixteens(dy), E5M2, rows=rows, turned=turned)
+        return made.rows, _cut(made.turned, dy.shape[1])
+    if dy.shape[1] % 16 == 0:
+        made = make_operand(Source(x=dy), E5M2, scaling, rows=rows, turned=turned)
+        return made.rows, made.turned
+    amax = amax_of(dy, by_column=False) if scaling == "tensor" else None
+    return (quantise(dy, E5M2, scaling, amax) if rows else None,
+            quantise_columns(dy, E5M2, scaling, amax) if turned else None)  # fmt: skip
 
 
 @_gradients.register_fake

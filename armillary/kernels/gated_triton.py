@@ -102,6 +102,36 @@ _activate.register_autograd(_gradients, setup_context=_keep)
 
 
 @triton.jit
+def gated_act(gate, up, ACT: tl.constexpr, FAST: tl.constexpr):
+    """The activation of the gate times up, or GPT-OSS's clamped form of it."""
+    if ACT == "swiglu_clamped":
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)
+        up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
+        y = (up + 1.0) * gate * sigmoid(gate, _ALPHA, FAST)
+    else:
+        y = act(gate, ACT, FAST) * up
+    return y
+
+
+@triton.jit
+def gated_act_back(dy, gate, up, ACT: tl.constexpr, FAST: tl.constexpr):
+    """(the same, gradient of the gate, of up)."""
+    if ACT == "swiglu_clamped":
+        low = tl.where(gate > _LIMIT, _LIMIT, gate)
+        s = sigmoid(low, _ALPHA, FAST)
+        held = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
+        dgate = tl.where(gate <= _LIMIT, dy * (held + 1.0) * (s + _ALPHA * low * s * (1.0 - s)), 0.0)
+        dup = tl.where((up >= -_LIMIT) & (up <= _LIMIT), dy * low * s, 0.0)
+        y = (held + 1.0) * low * s
+    else:
+        y, slope = act_and_slope(gate, ACT, FAST)
+        dgate = through(dy * up, slope, gate, ACT)
+        dup = dy * y
+        y *= up
+    return y, dgate, dup
+
+
+@triton.jit
 def _halves(x_ptr, start, count, BLOCK: tl.constexpr):
     """BLOCK gates and BLOCK ups from 2 · BLOCK neighbours."""
     at = 2 * start + tl.arange(0, 2 * BLOCK)
@@ -117,12 +147,7 @@ def _forward_kernel(x_ptr, y_ptr, count, ACT: tl.constexpr, GATED: tl.constexpr,
     at = start + tl.arange(0, BLOCK)
     if GATED:
         gate, up = _halves(x_ptr, start, count, BLOCK)
-        if ACT == "swiglu_clamped":
-            gate = tl.where(gate > _LIMIT, _LIMIT, gate)
-            up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
-            y = (up + 1.0) * gate * sigmoid(gate, _ALPHA, FAST)
-        else:
-            y = act(gate, ACT, FAST) * up
+        y = gated_act(gate, up, ACT, FAST)
     else:
         y = act(tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32), ACT, FAST)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < count)
@@ -139,18 +164,7 @@ def _backward_kernel(
     dy = tl.load(dy_ptr + at, mask=at < count, other=0.0).to(tl.float32)
     if GATED:
         gate, up = _halves(x_ptr, start, count, BLOCK)
-        if ACT == "swiglu_clamped":
-            low = tl.where(gate > _LIMIT, _LIMIT, gate)
-            s = sigmoid(low, _ALPHA, FAST)
-            held = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
-            dgate = tl.where(gate <= _LIMIT, dy * (held + 1.0) * (s + _ALPHA * low * s * (1.0 - s)), 0.0)
-            dup = tl.where((up >= -_LIMIT) & (up <= _LIMIT), dy * low * s, 0.0)
-            y = (held + 1.0) * low * s
-        else:
-            y, slope = act_and_slope(gate, ACT, FAST)
-            dgate = through(dy * up, slope, gate, ACT)
-            dup = dy * y
-            y *= up
+        y, dgate, dup = gated_act_back(dy, gate, up, ACT, FAST)
         both = tl.reshape(tl.join(dgate, dup), [2 * BLOCK])
         to = 2 * start + tl.arange(0, 2 * BLOCK)
         tl.store(dx_ptr + to, both.to(dx_ptr.dtype.element_ty), mask=to < 2 * count)

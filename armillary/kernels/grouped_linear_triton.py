@@ -122,7 +122,7 @@ def _blocks(a: Tensor) -> tuple[dict[str, int], dict[str, int]]:
     if not a.is_cuda:
         return _SMALL, {}
     if a.dtype == torch.float32:
-        return {"rows": 64, "columns": 64, "step": 32}, {"num_warps": 4, "num_stages": 3}
+        return {"rows": 64, "columns": 64, "step": 32}, {"num_warps": 8, "num_stages": 3}
     return {"rows": _ROWS, "columns": _COLUMNS, "step": _STEP}, {"num_warps": 8, "num_stages": 4}
 
 

@@ -106,10 +106,12 @@ def backward_kernel(
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, HELD), tl.num_programs(0), num_stages=STAGES):
         row = block * HELD + tl.arange(0, HELD).to(tl.int64)[:, None]
         there = row < rows
-        rstd = tl.load(rstd_ptr + row, mask=there, other=0.0)
-        mean = tl.zeros([HELD, 1], tl.float32)
+        # a tile of one is read by each thread as often as it has columns, unless it waits in shared memory
+        alone: tl.constexpr = HELD == 1 and STAGES == 1
+        rstd = tl.load(rstd_ptr + block) if alone else tl.load(rstd_ptr + row, mask=there, other=0.0)
+        mean = 0.0 * rstd
         if not RMS:
-            mean = tl.load(mean_ptr + row, mask=there, other=0.0)
+            mean = tl.load(mean_ptr + block) if alone else tl.load(mean_ptr + row, mask=there, other=0.0)
         along = tl.zeros([HELD, WIDTH], tl.float32)
         total = tl.zeros([HELD, WIDTH], tl.float32)
         xs, dys, new_dws, new_dbs = (), (), (), ()

@@ -155,7 +155,9 @@ def _norm_backward(
     if weight is not None and not shape.ahead:
         column_bytes += weight.element_size()
     stages = fitting_stages(x, pieces * shape.width * column_bytes, shape.stages)
-    programs = min(num_programs(x, shape.programs), ceil_div(rows, shape.held))
+    programs = ceil_div(rows, shape.held)
+    if shape.programs:
+        programs = min(programs, num_programs(x, shape.programs))
     parts = x.new_empty(len(sums), programs, columns, dtype=torch.float32)
     with on(x):
         backward_kernel[(programs,)](

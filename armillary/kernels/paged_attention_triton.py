@@ -20,8 +20,10 @@ from armillary.kernels.launch import (
     on,
     power_of_two,
 )
+from armillary.kernels.needs import interpreted
 from armillary.kernels.paged_attention import PagedBatch, PagedOptions
-from armillary.kernels.paged_decode import combine, decode
+from armillary.kernels.paged_combine import combine
+from armillary.kernels.paged_decode import decode
 from armillary.kernels.paged_prefill import combine_prefill, prefill
 
 _TILE_BYTES = 16384
@@ -50,8 +52,8 @@ class Tiling:
     """of a program"""
     stages: int
     """of the loads' pipeline"""
-    workers: int = 0
-    """of the split kernel, on a multiprocessor"""
+    workers: int
+    """on a multiprocessor, where programs go over work that is cut to fit"""
     early: bool = True
     """start before the kernel ahead has ended, where the chip can"""
 
@@ -137,8 +139,9 @@ def prefill_tiling(group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     width, least = max(16, power_of_two(head_dim)), power_of_two(group)
     if dtype.itemsize == 4:  # three products for one: smaller tiles, or registers spill
         small = width > 128
-        return Tiling(queries=0, m=max(32 if small else 64, least), n=16 if small else 32, warps=4, stages=2)
-    return Tiling(queries=0, m=max(128, least), n=64, warps=8, stages=3 if width <= 128 else 2)
+        return Tiling(queries=0, m=max(32 if small else 64, least), n=16 if small else 32, warps=4, stages=2,
+                      workers=1)  # fmt: skip
+    return Tiling(queries=0, m=max(128, least), n=64, warps=8, stages=3 if width <= 128 else 2, workers=1)
 
 
 def prefill_splits(programs: int, slots: int) -> int:
@@ -157,8 +160,8 @@ def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
     shared = torch.empty(5 * workers, dtype=torch.int32, device=q.device)
     early = tiling.early and can_start_early(q.device)
     decode[(workers,)](
-        *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0],
-        pointers[2].shape[1], *strides, **shape, M=tiling.m, N=tiling.n, EARLY=early, num_warps=tiling.warps,
+        *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0], pointers[2].shape[1], *strides,
+        **shape, M=tiling.m, N=tiling.n, EARLY=early, PAIRS=_in_pairs(*pointers[:2]), num_warps=tiling.warps,
         num_stages=tiling.stages, **early_launch(early),
     )  # fmt: skip
     rows = shape["GROUP"] * tiling.queries
@@ -170,11 +173,18 @@ def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
     )  # fmt: skip
 
 
+def _in_pairs(q: Tensor, cache: Tensor) -> bool:
+    """Whether values are in fp8 and can be read two at a time."""
+    fits = cache.dtype == torch.float8_e4m3fn and q.dtype != torch.float32 and power_of_two(q.shape[2]) == q.shape[2]
+    aligned = all(stride % 16 == 0 for stride in cache.stride()[:4]) and cache.data_ptr() % 16 == 0
+    return fits and aligned and not interpreted()
+
+
 def _launch_prefill(pointers, strides, shape, dtype, scale, softcap, num_rows):
     q, _, _, starts, lengths, sinks, _, scales, out = pointers
     tiling = prefill_tiling(shape["GROUP"], shape["D"], dtype)
     tiles, heads = q.shape[0] // (tiling.m // shape["GROUP"]), shape["HEADS"]
-    slots = num_programs(q, 1)
+    slots = num_programs(q, tiling.workers)
     splits = prefill_splits(tiles * heads, slots)
     most = (tiles + num_rows) * heads
     programs = most * splits if splits > 1 else 0

@@ -4,7 +4,8 @@ Work is the list of all (sequence, KV head, key tile), in that order; worker w t
 the lengths are, so every multiprocessor reads the same number of bytes and the grid never depends on what is on the
 device. A worker goes over its tiles in one loop, so that loads of the next sequence begin while the last tiles of the
 one before are worked on. Where a (sequence, head) is shared by several workers, each leaves a partial softmax, and
-`combine` adds them up in a fixed order. Query heads of a KV head (and its few queries) are the rows of one product.
+paged_combine.py adds them up in a fixed order. Query heads of a KV head (and its few queries) are the rows of one
+product.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from armillary.kernels.launch_triton import fetch
-from armillary.kernels.paged_softmax import absorbed, finished, pages_of, places_of, positive, scores_of
+from armillary.kernels.paged_fp8 import absorbed_pairs, in_fp16, loaded_pairs, whole_of
+from armillary.kernels.paged_softmax import absorbed, finished, pages_of, places_of, positive, scores_of, weighed
 
 # M rows (query, head of the group), N keys of a tile, D head dim
 
@@ -42,10 +44,13 @@ def _first_tile(count, length, N: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _nothing(M: tl.constexpr, N: tl.constexpr, D_PAD: tl.constexpr):
+def _nothing(M: tl.constexpr, N: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr):
     """Largest scores, weights by place in a tile (added up at the end of a row) and weighted values of no keys."""
-    top = tl.full([M], float("-inf"), tl.float32)
-    return top, tl.zeros([M, N], tl.float32), tl.zeros([M, D_PAD], tl.float32)
+    top, totals = tl.full([M], float("-inf"), tl.float32), tl.zeros([M, N], tl.float32)
+    if PAIRS:
+        return top, totals, (tl.zeros([M, D_PAD // 2], tl.float32), tl.zeros([M, D_PAD // 2], tl.float32))
+    else:
+        return top, totals, (tl.zeros([M, D_PAD], tl.float32),)
 
 
 @triton.jit
@@ -102,7 +107,7 @@ def decode(
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """q, out [T, HEADS·GROUP, D]. A worker leaves at most two partial results, of the first and the last (sequence,
     head) it works on; `shared` tells of one that begins here. To keep the loop free of searches every sequence has a
@@ -122,7 +127,7 @@ def decode(
     tl.store(shared + worker * 5, 0)
     table = tables + b.to(tl.int64) * table_stride
     page = pages_of(table, tile, tile + (at_first < stop), _lowest(count, length, WINDOW), length, N, PAGE)
-    top, totals, sums = _nothing(M, N, D_PAD)
+    top, totals, sums = _nothing(M, N, D_PAD, PAIRS)
     for at_tile in range(at_first, stop):
         first_tile = _first_tile(count, length, N, WINDOW)
         lowest = _lowest(count, length, WINDOW)
@@ -142,9 +147,14 @@ def decode(
         q_head = head * GROUP + member
         q_at = (begin + query)[:, None].to(tl.int64) * q_stride + q_head[:, None] * D + dim[None, :]
         q_MD = tl.load(q + q_at, mask=used[:, None] & (dim < D)[None, :], other=0.0)
+        if PAIRS:
+            q_MD = in_fp16(q_MD)
         at = page * page_stride + places_of(tile, lowest, length, N, PAGE) * slot_stride
-        k_at = cache + head.to(tl.int64) * head_stride + at[:, None] + dim[None, :]
-        if D_PAD > D:
+        at += head.to(tl.int64) * head_stride
+        k_at = cache + at[:, None] + dim[None, :]
+        if PAIRS:
+            k_ND, v_ND = tl.load(k_at), loaded_pairs(cache, at + kv_stride, D)
+        elif D_PAD > D:
             k_ND = tl.load(k_at, mask=(dim < D)[None, :], other=0.0)
             v_ND = tl.load(k_at + kv_stride, mask=(dim < D)[None, :], other=0.0)
         else:
@@ -159,27 +169,33 @@ def decode(
         there = (key < length) & (key >= lowest)
         scores, factor = scores_of(q_MD, k_ND, factor, softcap * LOG2E, slope, key, position, there, True, WINDOW,
                                    HAS_CAP, HAS_SLOPES, PRECISION)  # fmt: skip
-        top, totals, sums = absorbed(top, totals, sums, scores, factor, v_ND, q_MD.dtype, True, True, PRECISION)
+        if PAIRS:
+            top, totals, weights, keep = weighed(top, totals, scores, factor, True, True)
+            sums = absorbed_pairs(sums, weights, keep, v_ND)
+        else:
+            top, totals, summed = absorbed(top, totals, sums[0], scores, factor, v_ND, q_MD.dtype, True, True,
+                                           PRECISION)  # fmt: skip
+            sums = (summed,)
 
         if last | (at_tile + 1 == stop):
-            row_first, total = at_tile - (tile - first_tile), tl.sum(totals, 1)
+            row_first, total, values = at_tile - (tile - first_tile), tl.sum(totals, 1), whole_of(sums, PAIRS)
             if last & (row_first >= at_first):
                 v_scale = tl.load(scales + HEADS + head) if HAS_SCALES else 1.0
-                whole = finished(top, total, sums, sinks, q_head, used, v_scale, HAS_SINKS)
+                whole = finished(top, total, values, sinks, q_head, used, v_scale, HAS_SINKS)
                 o_at = (begin + query)[:, None].to(tl.int64) * (HEADS * GROUP * D) + q_head[:, None] * D + dim[None, :]
                 tl.store(out + o_at, whole.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])
             else:
                 slot = 2 * worker + (row_first > at_first).to(tl.int32)
                 tl.store(peaks + slot * (2 * M) + m_row, top)
                 tl.store(peaks + slot * (2 * M) + M + m_row, total)
-                tl.store(partial + (slot * M + m_row[:, None]) * D_PAD + dim[None, :], sums)
+                tl.store(partial + (slot * M + m_row[:, None]) * D_PAD + dim[None, :], values)
                 if row_first >= at_first:
                     tl.store(shared + worker * 5, (row_first + row_tiles - 1) // per - worker + 1)
                     tl.store(shared + worker * 5 + 1, slot)
                     tl.store(shared + worker * 5 + 2, begin)
                     tl.store(shared + worker * 5 + 3, count)
                     tl.store(shared + worker * 5 + 4, head)
-            top, totals, sums = _nothing(M, N, D_PAD)
+            top, totals, sums = _nothing(M, N, D_PAD, PAIRS)
         if EARLY:  # noqa: SIM102 (one is a constant)
             if at_tile + 2 == stop:  # not sooner: what is set up beside this kernel takes room and loads from it
                 gdc_launch_dependents()
@@ -192,52 +208,3 @@ def decode(
         for part in range(HEADS * GROUP):
             at = (dim * 0 + token).to(tl.int64) * (HEADS * GROUP * D) + part * D + dim
             tl.store(out + at, tl.zeros([D_PAD], out.dtype.element_ty), mask=dim < D)
-
-
-@triton.jit
-def combine(
-    partial, peaks, shared, sinks, scales, out,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_SCALES: tl.constexpr, M: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Program (worker, R rows of the product): the sum of the partial results that begin with this worker's."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    LOG2E: tl.constexpr = 1.4426950408889634
-    worker = tl.program_id(0)
-    row = tl.program_id(1) * R + tl.arange(0, R)
-    about = shared + worker * 5
-    num_parts, first_slot, begin = tl.load(about), tl.load(about + 1), tl.load(about + 2)
-    count, head = tl.load(about + 3), tl.load(about + 4)
-    if num_parts == 0:
-        return
-    dim = tl.arange(0, D_PAD)
-    used = row // GROUP < count
-    q_head = head * GROUP + row % GROUP
-    top = tl.full([R], float("-inf"), tl.float32)
-    total = tl.zeros([R], tl.float32)
-    if HAS_SINKS:
-        top = tl.load(sinks + q_head, mask=used, other=float("-inf")).to(tl.float32) * LOG2E
-        total = tl.where(top > float("-inf"), 1.0, 0.0)
-    sums = tl.zeros([R, D_PAD], tl.float32)
-    for base in range(0, num_parts, PARTS):
-        number = base + tl.arange(0, PARTS)
-        there = (number < num_parts)[:, None] & used[None, :]
-        slot = tl.where(number == 0, first_slot, 2 * (worker + number))
-        at = slot[:, None] * M + row[None, :]
-        values = tl.load(partial + at[:, :, None] * D_PAD + dim[None, None, :], mask=there[:, :, None], other=0.0)
-        at += slot[:, None] * M
-        tops = tl.load(peaks + at, mask=there, other=float("-inf"))
-        totals = tl.load(peaks + at + M, mask=there, other=0.0)
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(tops - safe[None, :])
-        keep = tl.exp2(top - safe)
-        sums = sums * keep[:, None] + tl.sum(values * weight[:, :, None], 0)
-        total = total * keep + tl.sum(totals * weight, 0)
-        top = new_top
-    v_scale = tl.load(scales + HEADS + head) if HAS_SCALES else 1.0
-    sums = sums * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-    o_at = (begin + row // GROUP)[:, None].to(tl.int64) * (HEADS * GROUP * D) + q_head[:, None] * D + dim[None, :]
-    tl.store(out + o_at, sums.to(out.dtype.element_ty), mask=used[:, None] & (dim < D)[None, :])

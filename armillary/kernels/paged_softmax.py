@@ -67,19 +67,26 @@ def scores_of(
 
 
 @triton.jit
-def absorbed(
-    top, total, sums, scores, factor, v_ND, kind: tl.constexpr,
-    MASKED: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """(largest score, sum of weights, weighted values) with one more tile; products are of `kind`. LATE: weights are
-    added up over tiles only, [M, N], because a sum over keys is one over warps where rows are few."""
+def weighed(top, total, scores, factor, MASKED: tl.constexpr, LATE: tl.constexpr):
+    """(largest score, sum of weights) with one more tile, its weights, and what is left of those before. LATE: weights
+    are added up over tiles only, [M, N], because a sum over keys is one over warps where rows are few."""
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
     safe = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
     weights = tl.exp2(scores * factor - safe[:, None])
     keep = tl.exp2(top - safe)
     total = total * keep[:, None] + weights if LATE else total * keep + tl.sum(weights, 1)
+    return new_top, total, weights, keep
+
+
+@triton.jit
+def absorbed(
+    top, total, sums, scores, factor, v_ND, kind: tl.constexpr,
+    MASKED: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(largest score, sum of weights, weighted values) with one more tile; products are of `kind`."""
+    top, total, weights, keep = weighed(top, total, scores, factor, MASKED, LATE)
     sums = tl.dot(weights.to(kind), v_ND.to(kind), sums * keep[:, None], input_precision=PRECISION)
-    return new_top, total, sums
+    return top, total, sums
 
 
 @triton.jit

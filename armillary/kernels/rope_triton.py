@@ -15,11 +15,14 @@ from torch import Tensor
 
 from armillary.kernels.launch import ceil_div, on, power_of_two
 from armillary.kernels.launch_triton import STREAM
+from armillary.kernels.rope_flat_triton import flat_kernel
 
 _HALVES = (16384, 64)
 """numbers that a program turns, and a thread of it"""
 _WHOLE = (8192, 16)
 """the same where heads are gone over from end to end"""
+_FLAT: tuple[int, int] | None = None
+"""the same where a token is"""
 _SMALLEST = 16
 """numbers of the smallest piece of a head that is worth a load of its own"""
 _SECTOR = 32
@@ -96,6 +99,14 @@ def _launch(
     dim, turned = q.shape[-1], cos.shape[-1]
     tokens, slots = qkv.numel() // qkv.shape[-1], qkv.shape[-1] // dim
     cos, sin = (_per_token(table, qkv.shape[:-1]) for table in (cos, sin))
+    if _FLAT is not None and not interleaved and _halves_share_sectors(turned, qkv.element_size()):
+        elements, of_a_thread = _FLAT
+        with on(qkv):
+            flat_kernel[(tokens, ceil_div(slots * dim, elements))](
+                qkv, q, k, v, cos, sin, slots, GROUP=group, DIM=dim, TURNED=turned, BACKWARD=backward, BLOCK=elements,
+                MASKED=slots * dim % elements != 0, num_warps=max(1, elements // (32 * of_a_thread)),
+            )  # fmt: skip
+        return
     if not interleaved and _halves_share_sectors(turned, qkv.element_size()):
         front, front_more = pieces(2 * turned)
         rest, rest_more = pieces(max(0, dim - front - front_more))

@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from armillary.kernels.launch import can_start_early, ceil_div, early_launch, is_bare, on, power_of_two
 from armillary.kernels.launch_triton import fetch
 from armillary.kernels.small_linear import MOST_TOKENS, reference
+from armillary.kernels.small_linear_vector_triton import vector_kernel
 
 # M tokens, K inputs, N rows of the weight
 
@@ -95,6 +96,27 @@ def plan(tokens: int, outputs: int, inputs: int, itemsize: int = 2) -> Tiles:
 def _splits(rows: int, outputs: int, inputs: int) -> int:
     """Of the inner dim, so that programs are about as many as multiprocessors."""
     return max(1, min(_PROGRAMS // ceil_div(outputs, rows), inputs // 512))
+
+
+def run_vector(
+    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool,
+    sizes: tuple[int, int, int, bool],
+) -> Tensor:  # fmt: skip
+    """One token: rows of the weight and inner dims a program takes at a time, its warps, whether it starts early."""
+    rows, depth, warps, early = sizes
+    flat, weight = x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous()
+    K, N = x.shape[-1], len(weight)
+    out = x.new_empty(N // 2 if gated else N)
+    residual = None if residual is None else residual.contiguous()
+    early = can_start_early(x.device) and (early or norm is not None)
+    with on(x):
+        if norm is not None:
+            flat = _normed(flat, norm.contiguous(), eps, early)
+        vector_kernel[(ceil_div(N, rows),)](
+            flat, weight, residual, out, N, K, EARLY=early, HAS_RESIDUAL=residual is not None, GATED=gated,
+            EVEN=K % depth == 0, ROWS=rows, DEPTH=depth, num_warps=warps, **early_launch(early),
+        )  # fmt: skip
+    return out.view(*x.shape[:-1], len(out))
 
 
 def run_tiles(

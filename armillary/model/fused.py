@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.kernels.products import Products
+from armillary.model.fused_fp8 import Fp8
 from armillary.model.half_weights import HalfWeights
 from armillary.model.norm import Norm
 
@@ -34,6 +35,13 @@ class Fused:
     """launch shape of the norms"""
     products: Products = field(default_factory=Products)
     """how matrices are multiplied"""
+    fp8: Fp8 | None = None
+    """how blocks of Fp8Linear layers multiply (fused_fp8.py)"""
+
+    @property
+    def stream(self) -> torch.dtype | None:
+        """What blocks hand on; None: what the weights are in."""
+        return None if self.halves is None else self.halves.dtype
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
         return parameter.detach() if self.halves is None else self.halves.of(parameter)
@@ -46,7 +54,7 @@ class Fused:
             return self.products.weight(dy_MN, x_MK)
         first = parameter.grad is None
         if first:
-            parameter.grad = torch.empty_like(parameter)
+            parameter.grad = torch.empty_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
         with torch.no_grad():
             self.products.sum(parameter.grad, dy_MN, x_MK, first=first)  # type: ignore[arg-type]
         return None

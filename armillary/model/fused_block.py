@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from armillary.kernels.fp8_operands import takes_norm
 from armillary.model.attend import Attend
+from armillary.model.fp8_linear import Fp8Linear
 from armillary.model.fused import Finish, Fused, Project, norm_arguments
+from armillary.model.fused_fp8 import Fp8Finish, Fp8Project
 from armillary.model.mlp import MLP
 from armillary.model.norm import Norm
 
@@ -29,22 +32,27 @@ def fits(block: Block) -> bool:
     if attention.q_norm is not None or attention.clip is not None or not attention.rotates:
         return False
     norms, products = (block.attention_norm, block.mlp_norm), (attention.qkv, attention.out, mlp.up, mlp.down)
-    return all(untouched(x, Norm) for x in norms) and all(
-        untouched(x, nn.Linear) and x.bias is None for x in products
-    )
+    kind = nn.Linear
+    if any(type(x) is Fp8Linear for x in products):  # all of them, or each by itself
+        if block.fused is None or block.fused.fp8 is None or not takes_norm(attention.qkv.in_features):
+            return False
+        kind = Fp8Linear
+    return all(untouched(x, Norm) for x in norms) and all(untouched(x, kind) and x.bias is None for x in products)
 
 
 def run(block: Any, x: Tensor, cos_sin: CosSin, attend: Attend, layer: int, fused: Fused) -> Tensor:
     """The block's forward."""
     attention, mlp = block.attention, block.mlp
-    x = x.to(fused.weight(attention.qkv.weight).dtype)
+    x = x.to(fused.stream or attention.qkv.weight.dtype)
+    narrow = type(attention.qkv) is Fp8Linear
+    project, finish = (Fp8Project, Fp8Finish) if narrow else (Project, Finish)
     cos, sin = cos_sin[attention.sliding]
     weight, bias, *norm = norm_arguments(block.attention_norm)
     heads = (attention.group, attention.head_dim, attention.interleaved)
-    q, k, v, x = Project.apply(x, weight, bias, attention.qkv.weight, cos, sin, fused, tuple(norm), heads)
+    q, k, v, x = project.apply(x, weight, bias, attention.qkv.weight, cos, sin, fused, tuple(norm), heads)
     mixed = attend(layer, q, k, v, attention.how()).flatten(2)
     weight, bias, *norm = norm_arguments(block.mlp_norm)
-    out: Tensor = Finish.apply(
+    out: Tensor = finish.apply(
         mixed, x, attention.out.weight, weight, bias, mlp.up.weight, mlp.down.weight, fused, tuple(norm),
         (mlp.activation, mlp.gated),
     )  # fmt: skip

@@ -40,10 +40,17 @@ class LoraLinear(nn.Linear):
         kept = F.dropout(x, self.dropout, training=self.training) if self.dropout else x
         inner = F.linear(kept, self.lora_a.to(x.dtype))
         b_OA = spread(self.lora_b, self.target) * self.scale
-        return F.linear(x, self.weight, self.bias) + F.linear(inner, b_OA.to(x.dtype))
+        return _added(F.linear(x, self.weight, self.bias), inner, b_OA)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.rank}, on={self.target.chosen}"
+
+
+def _added(base: Tensor, inner: Tensor, b_OA: Tensor) -> Tensor:
+    """base + inner·Bᵀ as one product: what B makes never stands beside the base and their sum, which would be the
+    fullest moment of a layer that is made again."""
+    total = torch.addmm(base.flatten(0, -2), inner.flatten(0, -2), b_OA.to(base.dtype).t())
+    return total.view(base.shape)
 
 
 def spread(b_Pr: Tensor, target: Target) -> Tensor:

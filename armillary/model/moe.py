@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,6 @@ from armillary.model.dtype import widen
 from armillary.model.half_weights import HalfWeights
 from armillary.model.mlp import MLP, activate
 from armillary.model.moe_balance import Balance, watched
-from armillary.model.moe_capacity import drop_beyond
 from armillary.spec.model import ModelConfig, MoE
 
 # M tokens (batch and time flattened), E experts, F expert inner size, H hidden, k experts a token
@@ -166,7 +165,7 @@ class MixtureOfExperts(nn.Module):
         logits_ME = self.router.logits(x_MH)
         weights_Mk, chosen_Mk = self.router.choose(logits_ME)
         balance = self.balance if torch.is_grad_enabled() else None
-        experts_Mk = chosen_Mk if balance is None else drop_beyond(chosen_Mk, len(x_BTH), self.moe, balance.capacity)
+        experts_Mk = chosen_Mk if balance is None else balance.kept(chosen_Mk, len(x_BTH), self.moe)
         mixed_MH, shared_MH = self.dispatch(
             self.experts, x_MH, weights_Mk.to(x_MH.dtype), experts_Mk, lambda: self._shared(x_MH)
         )
@@ -185,7 +184,24 @@ class MixtureOfExperts(nn.Module):
 
 def _of_row(bias_EN: Tensor, experts_P: Tensor, dtype: torch.dtype) -> Tensor:
     """The bias of each row's expert; rows of nobody have the last one's, and are thrown away."""
-    return bias_EN.to(dtype)[experts_P.clamp(max=len(bias_EN) - 1)]
+    rows_PN: Tensor = _OfRow.apply(bias_EN.to(dtype), experts_P)
+    return rows_PN
+
+
+class _OfRow(torch.autograd.Function):
+    """Gradients are summed by a product, in fp32: adding rows up one by one in a half format loses digits."""
+
+    @staticmethod
+    def forward(ctx: Any, bias_EN: Tensor, experts_P: Tensor) -> Tensor:
+        ctx.save_for_backward(experts_P)
+        ctx.experts = len(bias_EN)
+        return bias_EN[experts_P.clamp(max=len(bias_EN) - 1)]
+
+    @staticmethod
+    def backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (experts_P,) = ctx.saved_tensors
+        is_its_EP = torch.arange(ctx.experts, device=experts_P.device)[:, None] == experts_P
+        return is_its_EP.to(grad_PN.dtype) @ grad_PN, None
 
 
 def plain_dispatch(

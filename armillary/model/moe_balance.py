@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from armillary.model.moe_capacity import drop_beyond
+from armillary.spec.model import MoE
+
+Rule = Callable[[Tensor], Tensor]
 # B sequences, T tokens of each, M = B·T, E experts, k choices a token
 
 
@@ -35,6 +39,19 @@ class Balance:
     """ranks that route the same tokens, all of whose gradients are summed"""
     over_ranks: Callable[[Tensor], Tensor] | None = None
     """sums counts over ranks that hold other parts of the same sequences"""
+    over_rows: Callable[[Rule, Tensor], Tensor] | None = None
+    """applies a rule to the choices [B, T, k] of whole sequences, of which this rank has a part, and gives that part"""
+
+    def kept(self, chosen_Mk: Tensor, sequences: int, moe: MoE) -> Tensor:
+        """The choices, where those beyond the capacity name no expert."""
+
+        def rule(chosen_BTk: Tensor) -> Tensor:
+            return drop_beyond(chosen_BTk.flatten(0, 1), sequences, moe, self.capacity).view_as(chosen_BTk)
+
+        if self.capacity is None:
+            return chosen_Mk
+        chosen_BTk = chosen_Mk.unflatten(0, (sequences, -1))
+        return (rule(chosen_BTk) if self.over_rows is None else self.over_rows(rule, chosen_BTk)).flatten(0, 1)
 
 
 class Counts:

@@ -2,7 +2,8 @@
 
 A place is taken by the rule of GShard (Lepikhin et al. 2020), within each sequence by itself: all first choices before
 all second ones, and among equals the earlier position first. So what is dropped does not depend on how sequences are
-put into batches or over ranks. A dropped choice adds nothing; the weights of the others stay as they are.
+put into batches or over ranks; where ranks share one, its choices are gathered first. A dropped choice adds nothing;
+the weights of the others stay as they are.
 """
 
 from __future__ import annotations
@@ -22,10 +23,8 @@ def places(tokens: int, moe: MoE, capacity: float) -> int:
     return ceil(capacity * tokens * moe.top_k / moe.num_experts - 1e-9)  # 1.1 · 10 is a hair above 11
 
 
-def drop_beyond(experts_Mk: Tensor, sequences: int, moe: MoE, capacity: float | None) -> Tensor:
-    """The choices (the likeliest first), where those without a place name no expert (E); None drops nothing."""
-    if capacity is None:
-        return experts_Mk
+def drop_beyond(experts_Mk: Tensor, sequences: int, moe: MoE, capacity: float) -> Tensor:
+    """The choices (the likeliest first) of whole sequences, where those without a place name no expert (E)."""
     tokens = len(experts_Mk) // sequences
     taken_Mk = _turns(experts_Mk, sequences, moe.num_experts)
     return experts_Mk.masked_fill(taken_Mk >= places(tokens, moe, capacity), moe.num_experts)

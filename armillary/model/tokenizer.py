@@ -175,9 +175,12 @@ class Detokenizer:
     (a leading space). All pieces joined, with `finish()`, equal one decode of all ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool = True, keep: frozenset[int] = frozenset()
+    ) -> None:
+        """Special tokens are left out, but for those in `keep`."""
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._skip = tokenizer.special_ids - keep if skip_special else frozenset[int]()
         self._before: list[int] = []
         self._pending: list[int] = []
 

@@ -1,7 +1,8 @@
 """The one place where a layout is applied to a model, and the order of it can be read.
 
-Tensor parallelism cuts layers, recompute wraps what is left of them, compile sees both, and the data axes share out
-the result last. A pipeline stage holds some of the layers and is treated alike; its chunks are shared out one by one.
+Tensor parallelism cuts layers, recompute wraps what is left of them, compile sees both, offload takes what they keep,
+and the data axes share out the result last. A pipeline stage holds some of the layers and is treated alike; its chunks
+are shared out one by one.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from armillary.parallel.compiling import can_fold, compile_blocks
 from armillary.parallel.context import Context, agree_on_length
 from armillary.parallel.expert import cut_experts, is_of_expert, shard_experts
 from armillary.parallel.mesh import DATA_AXES, Mesh
-from armillary.parallel.pipeline_make import make_pipeline, refuse_split
+from armillary.parallel.offload import Activations, offload_activations
+from armillary.parallel.pipeline import make_pipeline
 from armillary.parallel.pipeline_stage import Chunk, Held
 from armillary.parallel.recompute import recompute, recomputed
 from armillary.parallel.replicate import Replicas, sum_partial
+from armillary.parallel.schedule import refuse_split
 from armillary.parallel.tensor import cut_by_tensor, refuse_uneven
 from armillary.parallel.weights import whole
 from armillary.spec.layout import Layout
@@ -54,6 +57,8 @@ def apply(
     recompute(model, kind=layout.recompute, every=layout.recompute_every)
     if compile:
         compile_blocks(model, tp, overlap=bool(cut_tokens) and can_fold(mesh))
+    out = layout.offload in ("activations", "both")
+    activations = offload_activations(model, mesh.world.device) if out else None
     chunks = [Chunk(model, span) for span in model.spans] if isinstance(model, Held) else [model]
     if layout.zero and mesh.num_copies > 1:
         axes = [axis for axis in DATA_AXES if mesh.size(axis) > 1 or axis == "shard"]
@@ -63,7 +68,8 @@ def apply(
             unseen = layout.recompute == "selective"
             shard_experts(chunk, mesh, data.policy_of(layout.precision), again=zero == 3, unseen=unseen)
             data.shard_out(chunk, mesh.along(*axes), zero=zero, precision=layout.precision)
-    return Sharded(model, layout, mesh, chunks=chunks, tp=tp, ep=ep, cut_tokens=bool(cut_tokens), loss=loss)
+    return Sharded(model, layout, mesh, chunks=chunks, tp=tp, ep=ep, cut_tokens=bool(cut_tokens), loss=loss,
+                   activations=activations)  # fmt: skip
 
 
 class Sharded:
@@ -71,7 +77,7 @@ class Sharded:
 
     def __init__(
         self, model: Transformer, layout: Layout, mesh: Mesh, *, chunks: list[Any], tp: Group | None,
-        ep: Group | None, cut_tokens: bool, loss: LossSum | None,
+        ep: Group | None, cut_tokens: bool, loss: LossSum | None, activations: Activations | None = None,
     ) -> None:  # fmt: skip
         self.model, self.layout, self.mesh, self._chunks = model, layout, mesh, chunks
         self._tp, self._ep, self._cut_tokens, self._loss = tp, ep, cut_tokens, loss
@@ -81,6 +87,8 @@ class Sharded:
             agree_on_length(model, self.context)
         self.pipeline = make_pipeline(model, chunks, layout, mesh) if isinstance(model, Held) else None
         """the stages, through which micro-batches are passed; None where the model is called by itself"""
+        self.activations = activations
+        """those that wait in host memory; None where they stay"""
         if tp is not None and cut_tokens and model.embedding is not None:
             chunks[0].register_forward_pre_hook(lambda _, args: refuse_uneven(args[0].shape[1], tp.size))
 

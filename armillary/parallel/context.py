@@ -44,6 +44,16 @@ class Context:
         cuts = x_BT.chunk(2 * self.size, dim=1)
         return torch.cat([cuts[piece] for piece in pieces(self.rank, self.size)], dim=1)
 
+    @torch.compiler.disable
+    def whole(self, x_BT: Tensor) -> Tensor:
+        """Whole rows, from every rank's tokens of them: what `cut` undoes."""
+        of_ranks = [torch.empty_like(x_BT) for _ in range(self.size)]
+        group = dist.distributed_c10d._resolve_process_group(self.group)
+        dist.all_gather(of_ranks, x_BT.contiguous(), group=group)
+        cuts = {piece: part for rank, mine in enumerate(of_ranks)
+                for piece, part in zip(pieces(rank, self.size), mine.chunk(2, dim=1), strict=True)}  # fmt: skip
+        return torch.cat([cuts[piece] for piece in range(2 * self.size)], dim=1)
+
     def attend(self, documents_BW: Tensor | None) -> Attend:
         """Attention over the whole row from this rank's tokens; documents are the whole row's, None where it is one."""
         return partial(_attend, self.group, documents_BW)

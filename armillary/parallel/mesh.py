@@ -1,8 +1,8 @@
-"""The mesh: which ranks share which axis of a layout, and which link each axis travels over.
+"""The mesh: which ranks share which axis of a layout.
 
-Axes from the outermost to the innermost are pp, replicate, shard, tp: neighbours on the mesh are neighbours in a
-machine, so the axis that talks most gets the fastest links, however a launcher numbered the processes. Ranks that share
-a row (cp) share the weights too: they are the innermost ranks of replicate, or of shard where weights are shared out.
+Axes from the outermost to the innermost are pp, replicate, shard, tp (`spec.placement`): neighbours on the mesh are
+neighbours in a machine, so the axis that talks most gets the fastest links, however a launcher numbered the processes.
+Ranks that share a row (cp) share the weights too.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.errors import BadLayout
-from armillary.parallel.placement import axis_words
 from armillary.parallel.world import World
-from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
+from armillary.spec.placement import axis_sizes, expert_axis_sizes
 
 DATA_AXES = ("replicate", "shard")
 AXES = ("pp", *DATA_AXES, "tp")
@@ -32,10 +31,10 @@ class Mesh:
 
     def __init__(
         self, sizes: dict[str, int], world: World, torch_mesh: DeviceMesh | None = None,
-        cluster: Cluster | None = None, machines: tuple[str, ...] = (), cp: int = 1,
-        context: dist.ProcessGroup | None = None, experts: DeviceMesh | None = None,
+        machines: tuple[str, ...] = (), cp: int = 1, context: dist.ProcessGroup | None = None,
+        experts: DeviceMesh | None = None,
     ) -> None:  # fmt: skip
-        self.sizes, self.world, self.torch_mesh, self.cluster = sizes, world, torch_mesh, cluster
+        self.sizes, self.world, self.torch_mesh = sizes, world, torch_mesh
         self.machines = machines
         """of each rank"""
         self.cp, self.context = cp, context
@@ -83,45 +82,14 @@ class Mesh:
         group = self.group(axis)
         return group is None or len({self.machines[rank] for rank in dist.get_process_group_ranks(group)}) == 1
 
-    def placement(self) -> list[str]:
-        """In words, which axis spans which tier of the cluster; one line for each axis in use."""
-        inner = "shard" if self.sizes["shard"] > 1 else "replicate"
-        sizes: dict[str, int] = {}
-        for axis, size in self.sizes.items():
-            sizes |= {axis: size // self.cp, "cp": self.cp} if axis == inner else {axis: size}
-        words = axis_words(sizes, self.cluster)
-        if self.experts is None:
-            return words
-        names = self.experts.mesh_dim_names or ()
-        found = axis_words(dict(zip(names, self.experts.shape, strict=True)), self.cluster)
-        return words + [each for each in found if each.startswith("ep=")]
 
-
-def axis_sizes(layout: Layout) -> dict[str, int]:
-    """Ranks along each axis; replicate × shard = dp × cp."""
-    shard = layout.shard_size
-    sizes = {"pp": layout.pp, "replicate": layout.dp // shard, "shard": shard, "tp": layout.tp}
-    sizes["shard" if layout.zero else "replicate"] *= layout.cp
-    return sizes
-
-
-def expert_axis_sizes(layout: Layout) -> dict[str, int]:
-    """The same ranks as experts are spread over them: ep is innermost of dp × cp, so that tokens are exchanged between
-    neighbours; ranks with the same experts replicate or share them out as the layout does with all else."""
-    sizes = axis_sizes(layout)
-    copies = sizes["replicate"] * sizes["shard"]
-    shard = sizes["shard"] // layout.ep if sizes["shard"] % layout.ep == 0 else 1
-    same = {"expert_replicate": copies // (layout.ep * shard), "expert_shard": shard}
-    return {"pp": layout.pp} | same | {"ep": layout.ep, "tp": layout.tp}
-
-
-def make_mesh(layout: Layout, world: World, cluster: Cluster | None = None) -> Mesh:
+def make_mesh(layout: Layout, world: World) -> Mesh:
     """The mesh of a layout over the processes there are; every rank calls it."""
     sizes = axis_sizes(layout)
     if prod(sizes.values()) != world.size:
         _refuse_size(layout, world.size)
     if world.size == 1 and not dist.is_initialized():
-        return Mesh(sizes, world, None, cluster)
+        return Mesh(sizes, world)
     places = _neighbours(world)
     ranks = torch.tensor(ranks_by_machine(places)).view(tuple(sizes.values()))
     made = DeviceMesh(world.device.type, ranks, mesh_dim_names=tuple(sizes))
@@ -131,7 +99,7 @@ def make_mesh(layout: Layout, world: World, cluster: Cluster | None = None) -> M
     if layout.ep > 1:
         shape = expert_axis_sizes(layout)
         experts = DeviceMesh(world.device.type, ranks.view(tuple(shape.values())), mesh_dim_names=tuple(shape))
-    return Mesh(sizes, world, made, cluster, machines, cp=layout.cp, context=context, experts=experts)
+    return Mesh(sizes, world, made, machines, cp=layout.cp, context=context, experts=experts)
 
 
 def _own_group(lines: torch.Tensor, world: World) -> dist.ProcessGroup | None:

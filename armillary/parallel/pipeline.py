@@ -15,14 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from armillary.model.weights import whole_names
+from armillary.parallel.data import HALF
+from armillary.parallel.mesh import Mesh
 from armillary.parallel.pipeline_busy import Busy, timed
 from armillary.parallel.pipeline_stage import COPY, TIED, Attends, Chunk, Held
 from armillary.parallel.replicate import local_of
 from armillary.parallel.schedule import make_schedule
 from armillary.parallel.weights import whole
+from armillary.spec.layout import Layout
 
 Loss = Callable[[Chunk, Tensor, Tensor], Tensor]
 """loss(last chunk, hidden, targets) of a micro-batch, already divided"""
@@ -189,3 +193,24 @@ class Pipeline:
             mine = torch.empty(shape, dtype=dtype, device=self.device)
         dist.broadcast(mine, dist.get_global_rank(self.group, owner), group=self.group)
         return mine
+
+
+# --- from its parts
+
+
+def make_pipeline(held: Held, chunks: list[Chunk], layout: Layout, mesh: Mesh) -> Pipeline:
+    """This rank's stage, ready to pass micro-batches on."""
+    group = mesh.group("pp")
+    assert group is not None
+    for chunk in chunks:
+        chunk.wire = _wire(held, chunk, layout)
+    cut = layout.tp if layout.sequence_parallel else 1
+    return Pipeline(held, chunks, group, schedule=layout.schedule, device=mesh.world.device, cut_tokens=cut)
+
+
+def _wire(held: Held, chunk: Chunk, layout: Layout) -> torch.dtype:
+    """The format of hidden states between stages: that of the residual stream, where autocast leaves it alone."""
+    if held.stream is not None:
+        return held.stream
+    half = HALF.get(layout.precision) if isinstance(chunk, FSDPModule) else None
+    return half or next(held.parameters()).dtype

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from armillary.model.attend import Attend
 from armillary.model.transformer import Transformer
-from armillary.parallel.pipeline_split import Span, chunks_of, split
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
+from armillary.spec.stages import Span, chunks_of, split
 
 TIED, COPY = "embedding.weight", "output.weight"
 """what two stages hold of a tied model, the first and the last; the whole model has the first"""

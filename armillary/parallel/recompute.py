@@ -17,10 +17,8 @@ from armillary.model.fused_block import fits
 from armillary.model.transformer import Transformer
 from armillary.parallel.localise import become
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "grouped_linear")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "grouped_linear", "fp8_linear")
 _PARTS = ("attention", "reduce_scatter", "all_reduce", "all_to_all")
-_THIN = 20
-"""a product whose sums are so many times shorter than the rows of its result is cheap: an adapter's second"""
 
 
 def recompute(model: Transformer, *, kind: str, every: int = 1) -> None:
@@ -60,14 +58,10 @@ def _recomputing(kind: type[nn.Module], how: str, random: bool) -> type[nn.Modul
 def keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Which results selective recompute keeps."""
     name = op.name().split("::")[-1].split(".")[0] if isinstance(op, torch._ops.OpOverload) else str(op)
-    kept = (name in _PRODUCTS and not _is_thin(name, args)) or any(part in name for part in _PARTS)
+    kept = (name in _PRODUCTS and not _is_added(name, args)) or any(part in name for part in _PARTS)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _is_thin(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a product of two matrices sums over a dim that is much shorter than a row of its result."""
-    if name not in ("mm", "addmm", "linear"):
-        return False
-    first, second = args[1:3] if name == "addmm" else args[:2]
-    columns = second.shape[0] if name == "linear" else second.shape[-1]
-    return bool(_THIN * first.shape[-1] <= columns)
+def _is_added(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a product is added to another, which is kept: an adapter's second, over few numbers and so cheap."""
+    return name == "addmm" and args[0].dim() == 2

@@ -1,5 +1,5 @@
-"""The orders in which a pipeline's stages take micro-batches, those of torch.distributed.pipelining, and how long each
-lets a stage stand idle.
+"""The orders in which a pipeline's stages take micro-batches, those of torch.distributed.pipelining, and what they
+cannot run; how long each lets a stage stand idle is in planning.bubble.
 
 GPipe (Huang et al., arXiv 1811.06965), 1F1B (Narayanan et al., arXiv 1806.03377), interleaved 1F1B (arXiv 2104.04473),
 zero-bubble ZB-H1 (Qi et al., arXiv 2401.10241).
@@ -18,6 +18,9 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+
+from armillary.errors import BadLayout
+from armillary.spec.layout import Layout
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _SEVERAL = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
@@ -41,13 +44,27 @@ def rounds_fit(name: str, num_stages: int, num_micro_batches: int) -> bool:
     return name in _SINGLE or num_micro_batches % max(1, num_micro_batches // num_stages) == 0
 
 
-def idle_share(
-    name: str, *, num_stages: int, num_micro_batches: int, chunks: int = 1, forward: float = 1.0,
-    backward: float = 2.0, weights: float = 1.0,
-) -> float:  # fmt: skip
-    """Of a step, the part in which a stage waits while the pipeline fills and drains: (p−1)·(f + b)/v against
-    m·(f + b), f and b the times of a whole stage; zero-bubble puts weight gradients w (a part of b) into it twice."""
-    turn = forward + backward
-    idle = max(turn - 2 * weights, 0.0) if name == "zero_bubble" else turn
-    waits = (num_stages - 1) * idle / chunks
-    return waits / (num_micro_batches * turn + waits)
+# --- refusals
+
+
+def refuse_split(layout: Layout, *, compile: bool) -> None:
+    """torch splits a backward pass along the graph of eager operators, and runs both halves through it."""
+    if layout.pp == 1 or layout.schedule != "zero_bubble":
+        return
+    if compile:
+        raise BadLayout("zero-bubble stages cannot be compiled; try --set layout.schedule=1f1b, or "
+                        "--set train.compile=false")  # fmt: skip
+    if layout.recompute == "selective":
+        raise BadLayout("zero-bubble stages cannot recompute selectively; try --set layout.recompute=full, or "
+                        "--set layout.schedule=1f1b")  # fmt: skip
+
+
+def refuse_rounds(layout: Layout, batch_tokens: int, sequence: int) -> None:
+    """Micro-batches of a step that the schedule cannot take in equal rounds."""
+    count = layout.num_micro_batches(batch_tokens, sequence)
+    if layout.pp == 1 or count < 1 or rounds_fit(layout.schedule, layout.pp, count):
+        return
+    near = next(n for n in range(count - 1, 0, -1) if rounds_fit(layout.schedule, layout.pp, n))
+    tokens = near * batch_tokens // count
+    raise BadLayout(f"schedule={layout.schedule} takes {count} micro-batches in rounds of about pp={layout.pp}, which "
+                    f"do not come out even; try --set train.batch_tokens={tokens}")  # fmt: skip

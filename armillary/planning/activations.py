@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from armillary.planning.case import TrainCase
-from armillary.planning.compute import WIDE
+from armillary.planning.compute import NARROW, WIDE
 from armillary.planning.kept import Kept
 from armillary.planning.layouts import FULL, SCHEDULES, SELECTIVE, Array, Layouts
 from armillary.planning.plain_layers import plain_kept
@@ -55,12 +55,23 @@ def _fused_or_eager(case: TrainCase, layouts: Layouts) -> Kept:
         selective = selective + share * (total - attention_less - (mlp_less if case.flash else 0.0))
         if case.software.fused_layers and case.software.fully_shard and not case.software.whole_blocks:
             selective = selective + share * 2.0 * model.hidden / layouts.stream_tp  # by operator, the last product too
+        if case.software.whole_blocks:
+            less, more = _narrow(model, layouts)
+            whole, selective = whole + share * (more - less), selective + share * more
         working = working + share * mlp / 2
     factor, wide = _factor(case, layouts), np.where(WIDE[layouts.precision], 2.0, 1.0)
     entry = 2.0 * model.hidden / layouts.stream_tp * wide
     again = np.where(layouts.recompute == FULL, whole * factor, 0.0)
     return Kept(whole=whole * factor, selective=selective * factor, entry=entry, working=working * wide, again=again,
                 top=2 * entry)  # fmt: skip
+
+
+def _narrow(model: ModelConfig, layouts: Layouts) -> tuple[Array, Array]:
+    """Bytes that our blocks save and take with fp8 products: what norms and activations give is kept transposed, in
+    fp8; attention's output in fp8 too, beside that which attention itself keeps."""
+    narrow = NARROW[layouts.precision]
+    made: Array = narrow * (2.0 * model.hidden + model.ffn)
+    return made, narrow * float(model.heads * model.head_dim)
 
 
 def _factor(case: TrainCase, layouts: Layouts) -> Array:
@@ -119,7 +130,7 @@ def _mlp(case: TrainCase, kind: LayerKind, layouts: Layouts) -> tuple[Array, Arr
         inner, out = _inner(case, model.ffn, gated=model.gated)
         return inputs + inner / layouts.tp, inputs + out / layouts.tp
     inner, out = _inner(case, moe.ffn, gated=True)
-    rows = moe.top_k * IMBALANCE / layouts.tp
+    rows = moe.top_k * np.where(layouts.ep > 1, IMBALANCE, 1.0) / layouts.tp
     routed = rows * (4.0 * model.hidden + inner) + 4.0 * moe.num_experts / layouts.stream_tp
     shared, shared_out = _inner(case, moe.shared_ffn, gated=True)
     less = inputs + rows * (2.0 * model.hidden + out) + shared_out / layouts.tp
@@ -143,6 +154,18 @@ def in_flight(layouts: Layouts, micro_batches: Array) -> Array:
 
 def stored_bytes(case: TrainCase, layouts: Layouts, layers: Array, flying: Array) -> Array:
     """Of `layers` layers and `flying` micro-batches: what recomputation leaves between forward and backward pass."""
+    total: Array = layers * flying * stored_layer_bytes(case, layouts) + top_bytes(case, layouts)
+    return total
+
+
+def top_bytes(case: TrainCase, layouts: Layouts) -> Array:
+    """Above the last layer."""
+    total: Array = _tokens(case, layouts) * kept(case, layouts).top
+    return total
+
+
+def stored_layer_bytes(case: TrainCase, layouts: Layouts) -> Array:
+    """Of one layer and micro-batch, averaged over those that are recomputed and those that are not."""
     each = kept(case, layouts)
     share = 1.0 / layouts.recompute_every
     per_layer = np.select(
@@ -150,7 +173,7 @@ def stored_bytes(case: TrainCase, layouts: Layouts, layers: Array, flying: Array
         [share * each.entry + (1 - share) * each.whole, share * each.selective + (1 - share) * each.whole],
         each.whole,
     )
-    total: Array = _tokens(case, layouts) * (layers * flying * per_layer + each.top)
+    total: Array = _tokens(case, layouts) * per_layer
     return total
 
 

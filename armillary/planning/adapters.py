@@ -15,9 +15,9 @@ from armillary.spec.model import ModelConfig
 KERNELS, FUSED_KERNELS = np.array([4.0, 6.0]), np.array([9.0, 13.0])
 """forward and backward, of a matrix of its own and of fused ones, whose B is spread out first"""
 INPUTS, OUTPUTS = np.array([1.0, 5.0]), np.array([4.0, 2.0])
-"""forward and backward: how often a matrix's inputs and outputs are read or written. Forward A reads x; B writes, and
-the sum reads two and writes one. Backward the gradient is read for A's input and for B; x for A; dx is written and
-added."""
+"""forward and backward: how often a matrix's inputs and outputs are read or written. Forward A reads x; the base's
+outputs are copied, and B's product is added to the copy. Backward the gradient is read for A's input and for B; x for
+A; dx is written and added."""
 
 
 def lora_of(model: ModelConfig, job: TrainJob) -> Lora | None:

@@ -7,7 +7,7 @@ of layout helps, more devices are.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -45,12 +45,9 @@ class Remedy:
         return f"{sets} ({bytes_text(self.memory_bytes)}, {seconds_text(self.step_s)} a step)"
 
 
-def remedy(
-    case: TrainCase, layout: Layout, precision: str | None = None, leave: Collection[str] = ()
-) -> Remedy | None:
-    """The smallest change with which `layout` fits its devices; None where no change of one or two settings does.
-    Settings named in `leave` stay as they are."""
-    singles = [change for change in _singles(case, layout) if not set(change) & set(leave)]
+def remedy(case: TrainCase, layout: Layout, precision: str | None = None) -> Remedy | None:
+    """The smallest change with which `layout` fits its devices; None where no change of one or two settings does."""
+    singles = list(_singles(case, layout))
     pairs = [one | other for one, other in combinations(singles, 2) if not set(one) & set(other)]
     for changes in (singles, pairs):
         found = _best(case, layout, changes, precision)
@@ -97,8 +94,11 @@ def _singles(case: TrainCase, layout: Layout) -> Iterator[Change]:
         yield from ({"ep": layout.ep * times} for times in (2, 4, 8, 16))
     spare = case.cluster.num_devices // max(layout.num_devices, 1)
     yield from ({"dp": layout.dp * n, "zero": 3} for n in (2, 4, 8, 16, 32, 64) if 1 < n <= spare)
-    if layout.offload == "none":
-        yield from ({"offload": what} for what in ("optimizer", "activations", "both"))
+    if layout.offload == "none" and case.cluster.chip.kind == "cpu":  # whose memory is the host's
+        yield {"offload": "nvme"}
+    elif layout.offload == "none":
+        yield {"offload": "optimizer"}
+        yield from ({"offload": what} for what in ("activations", "both") if layout.recompute != "selective")
 
 
 def devices_that_fit(case: TrainCase, layout: Layout) -> int | None:
@@ -123,11 +123,9 @@ def _grown(cluster: Cluster, devices: int) -> Cluster:
     return replace(cluster, tiers=(*cluster.tiers[:-1], replace(outer, count=outer.count * times)))
 
 
-def remedy_text(
-    case: TrainCase, layout: Layout, precision: str | None = None, leave: Collection[str] = ()
-) -> str:
+def remedy_text(case: TrainCase, layout: Layout, precision: str | None = None) -> str:
     """One line that ends with what to change."""
-    found = remedy(case, layout, precision, leave)
+    found = remedy(case, layout, precision)
     if found is not None:
         return f"try {found.text()}"
     devices = devices_that_fit(case, layout)

@@ -15,6 +15,7 @@ from armillary.planning.cuts import LOW_PRECISION_NEVER, product
 from armillary.planning.layouts import PRECISIONS
 from armillary.planning.memory import FRAGMENTATION, context_bytes, memory
 from armillary.planning.moments import MOMENTS, logit_bytes
+from armillary.planning.offload import link_rate
 from armillary.planning.overhead import GRAD_NORM_BYTES, STEP_S
 from armillary.planning.prediction import Prediction
 from armillary.planning.states import state_bytes
@@ -68,7 +69,7 @@ def _work(found: Prediction) -> list[Term]:
              text=flops_text(flops)),
         Term(name="micro-batches", formula="batch / (sequence · micro_batch · dp)",
              numbers=f"{tokens:,} / ({case.sequence:,} · {layout.micro_batch} · {layout.dp})", value=m, text=f"{m:g}"),
-        Term(name="layers of the fullest stage", formula="layers / pp, ends as places where uneven",
+        Term(name="layers of the fullest stage", formula="layers / pp; ours cut by FLOPs, the head counted",
              numbers=f"{model.num_layers} / {layout.pp}", value=float(found.time.stages.fullest[0]),
              text=f"{float(found.time.stages.fullest[0]):g}"),
     ]  # fmt: skip
@@ -192,8 +193,9 @@ def _rest(found: Prediction) -> list[Term]:
                  float(time.straggle[0])),
         _seconds("waiting for data", "max(0, tokens of a rank / measured loader − busy time)", f"busy {m:g} · {mean}",
                  float(time.data[0])),
-        _seconds("step, other", "reading, logging, a barrier; offload copies not hidden", f"{seconds_text(STEP_S)} + …",
-                 float(time.other[0])),
+        _seconds("step, other", "reading, logging, a barrier", seconds_text(STEP_S), float(time.other[0])),
+        _seconds("offload", "the host's AdamW beside the next forward pass; copies − the passes they are beside",
+                 f"{layout.offload}, link {bandwidth_text(link_rate(case))}", float(time.offload[0])),
         _seconds("step", "compute + exposed communication + bubble + overhead",
                  " + ".join(seconds_text(max(float(part[0]), 0.0)) for part in parts), float(time.total[0])),
     ]  # fmt: skip

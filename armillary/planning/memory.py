@@ -13,9 +13,10 @@ import numpy as np
 
 from armillary.planning.activations import GPIPE, in_flight
 from armillary.planning.case import TrainCase
-from armillary.planning.layouts import OFFLOADS, Array, Ints, Layouts
+from armillary.planning.layouts import Array, Bools, Ints, Layouts
 from armillary.planning.moments import Moment, Stage
-from armillary.planning.stages import split
+from armillary.planning.offload import host_bytes, master_stays, optimizer_out
+from armillary.planning.stages import split, stage_layers
 from armillary.planning.states import shared_out, state_bytes, weight_bytes
 from armillary.planning.weights import Held, held
 
@@ -25,7 +26,6 @@ CPU_CONTEXT_BYTES = 0.7e9
 """torch, tokenizers and the loader of a process that computes on a CPU, as seen on Linux"""
 FRAGMENTATION = 0.04
 """share of the allocator's peak that lies between blocks"""
-_OPTIMIZER_OUT = [OFFLOADS.index(name) for name in ("optimizer", "both", "nvme")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ class Memory:
     """gathered weights and gradient buckets"""
     other: Array
     """context, libraries, fragmentation"""
+    host: Array
+    """what waits in host memory or on disk instead, no part of the sum"""
     moment: Ints
     """which moment it is, of moments.MOMENTS"""
 
@@ -65,18 +67,27 @@ class Memory:
         return {name: float(getattr(self, name)[i]) for name in PARTS}
 
 
-PARTS = tuple(field.name for field in fields(Memory) if field.name != "moment")
+PARTS = tuple(field.name for field in fields(Memory) if field.name not in ("host", "moment"))
 
 
 def memory(case: TrainCase, layouts: Layouts) -> Memory:
-    """Bytes of every layout, on whichever of first and last stage has more."""
-    stages = split(case.model, layouts)
+    """Bytes of every layout, on whichever of first, fullest and last stage has most."""
+    stages = split(case, layouts)
     mine = held(case, layouts, stages)
-    m = _micro_batches(case, layouts)
-    first = _stage(case, layouts, mine, in_flight(layouts, m), loss=False)
-    last = _stage(case, layouts, mine, np.ones(len(layouts)), loss=True)
-    worse = (last.total > first.total) | (layouts.pp == 1)
-    return Memory(**{field.name: np.where(worse, getattr(last, field.name), getattr(first, field.name))
+    flying = in_flight(layouts, _micro_batches(case, layouts))
+    first = _stage(case, layouts, replace(mine, layers=stages.first), flying, loss=False)
+    final = np.where(stages.settled, stages.least_last, stages.fullest)
+    last = _stage(case, layouts, replace(mine, layers=final), np.ones(len(layouts)), loss=True)
+    most = _larger(first, last, (last.total > first.total) | (layouts.pp == 1))
+    if (inner := stages.fullest > np.maximum(stages.first, final)).any():
+        later = np.where(layouts.schedule == GPIPE, flying, np.maximum(flying - stages.fullest_at, 1.0))
+        middle = _stage(case, layouts, replace(mine, ends=mine.ends * 0), later, loss=False)
+        most = _larger(most, middle, inner & (middle.total > most.total))
+    return most
+
+
+def _larger(one: Memory, other: Memory, is_other: Bools) -> Memory:
+    return Memory(**{field.name: np.where(is_other, getattr(other, field.name), getattr(one, field.name))
                      for field in fields(Memory)})  # fmt: skip
 
 
@@ -84,15 +95,13 @@ def by_stage(case: TrainCase, layouts: Layouts) -> list[Memory]:
     """Every pipeline stage of a single layout: early ones hold more micro-batches, the first the embedding, the last
     the output projection and the logits."""
     assert len(layouts) == 1, "stages are listed for one layout"
-    stages, pp = split(case.model, layouts), int(layouts.pp[0])
-    whole = held(case, layouts, stages)
+    counts, whole = stage_layers(case, layouts), held(case, layouts, split(case, layouts))
     first, found = in_flight(layouts, _micro_batches(case, layouts)), []
-    for stage in range(pp):
-        ends = whole.ends if stage in (0, pp - 1) else whole.ends * 0
-        layers = stages.fullest if stages.even[0] or stage < pp - 1 else np.maximum(stages.least_last, 1.0)
+    for stage, layers in enumerate(counts):
+        ends = whole.ends if stage in (0, len(counts) - 1) else whole.ends * 0
         flying = first if layouts.schedule[0] == GPIPE else np.maximum(first - stage, 1.0)
-        mine = replace(whole, ends=ends, layers=layers)
-        found.append(_stage(case, layouts, mine, np.minimum(flying, first), loss=stage == pp - 1))
+        mine = replace(whole, ends=ends, layers=np.array([layers]))
+        found.append(_stage(case, layouts, mine, np.minimum(flying, first), loss=stage == len(counts) - 1))
     return found
 
 
@@ -104,11 +113,11 @@ def _micro_batches(case: TrainCase, layouts: Layouts) -> Array:
 
 def _stage(case: TrainCase, layouts: Layouts, mine: Held, flying: Array, *, loss: bool) -> Memory:
     states = state_bytes(case, layouts)
-    out = np.isin(layouts.offload, _OPTIMIZER_OUT)
+    out, stays = optimizer_out(layouts), master_stays(case, layouts, mine)
     always = {
         "weights": weight_bytes(case, layouts, mine, states),
         "optimizer": np.where(out, 0.0, shared_out(case, layouts, mine, states.moments, 1)),
-        "master": np.where(out, 0.0, shared_out(case, layouts, mine, states.master, 1)),
+        "master": np.where(out, stays, 1.0) * shared_out(case, layouts, mine, states.master, 1),
     }
     moments = Stage(
         case=case, layouts=layouts, mine=mine, states=states, flying=flying,
@@ -119,7 +128,8 @@ def _stage(case: TrainCase, layouts: Layouts, mine: Held, flying: Array, *, loss
             for field in fields(Moment)}  # fmt: skip
     parts = always | then | {"weights": always["weights"] + then["weights"]}
     allocated = sum(parts.values(), np.zeros(len(layouts)))
-    return Memory(**parts, other=context_bytes(case) + FRAGMENTATION * allocated, moment=fullest)
+    return Memory(**parts, other=context_bytes(case) + FRAGMENTATION * allocated, moment=fullest,
+                  host=host_bytes(case, layouts, mine, flying))  # fmt: skip
 
 
 def context_bytes(case: TrainCase) -> float:

@@ -11,14 +11,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from armillary.planning.activations import last_layer_bytes, layer_bytes, stored_bytes
+from armillary.planning.activations import (
+    last_layer_bytes,
+    layer_bytes,
+    stored_bytes,
+    stored_layer_bytes,
+    top_bytes,
+)
 from armillary.planning.case import TrainCase
 from armillary.planning.compute import WIDE
-from armillary.planning.layouts import NONE, OFFLOADS, Array, Bools, Layouts
+from armillary.planning.layouts import NONE, Array, Bools, Layouts
+from armillary.planning.offload import activations_out
 from armillary.planning.states import (
     StateBytes,
     by_layer,
     casts_by_operator,
+    frozen_by_layer,
     matrix_bytes,
     shared_out,
     sharers,
@@ -33,10 +41,9 @@ LOSS_BYTES = 1.4e9
 """what our fused loss takes for logits beyond the bytes of the head's gradient (kernels.linear_cross_entropy)"""
 CUT_LOGIT_BYTES = 4.0
 """where our trainer cuts the vocabulary over ranks, beside the logit as made: its softmax, replaced by its gradient"""
-MOMENTS = ("at the loss", "in the last layer's backward pass", "when the last layer's gradients are summed",
+MOMENTS = ("at the loss", "in the last layer's backward pass", "when the last layer's weights or gradients travel",
            "when the first layer's gradients are summed", "in the first layer's backward pass",
            "at the end of the backward pass")  # fmt: skip
-_ACTIVATIONS_OUT = [OFFLOADS.index(name) for name in ("activations", "both")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +81,17 @@ class Stage:
 
     def moments(self) -> tuple[Moment, ...]:
         """In the order of MOMENTS."""
-        stored, inside = self._stored(), layer_bytes(self.case, self.layouts)
+        stored = stored_bytes(self.case, self.layouts, self.mine.layers, self.flying)
+        inside = layer_bytes(self.case, self.layouts)
         top = last_layer_bytes(self.case, self.layouts, self.mine.layers)
         none, of_one = np.zeros(len(stored)), stored / np.maximum(self.mine.layers * self.flying, 1)
         early, summed, buffers = self._early_gradients, self._gradients, self._buffers_at_moments()
         others = stored * (1 - 1 / self.flying)  # of micro-batches that are still on their way
         head, late = np.maximum(early, np.minimum(self._head_gradient(), summed)), self._late_gradients()
         first = np.where(by_layer(self.case, self.layouts), early, head)  # there, the head's leaves with the root
-        activations = (
-            stored, stored + top, np.maximum(stored - of_one, 0.0), others, others + of_one + inside, others
-        )  # fmt: skip
+        here = (stored, stored + top, np.maximum(stored - of_one, 0.0), others, others + of_one + inside, others)
+        out = activations_out(self.layouts)
+        activations = [np.where(out, left, all_) for left, all_ in zip(self._left(top, inside), here, strict=True)]
         columns = zip(self._copies(), (early, first, first, late, late, late), activations,
                       (self._loss(), *[none] * 5), buffers, strict=True)  # fmt: skip
         return tuple(
@@ -107,11 +115,13 @@ class Stage:
 
     # --- activations and logits
 
-    def _stored(self) -> Array:
-        stored = stored_bytes(self.case, self.layouts, self.mine.layers, self.flying)
-        two_layers = np.minimum(stored, 2 * stored / np.maximum(self.mine.layers, 1))
-        left: Array = np.where(np.isin(self.layouts.offload, _ACTIVATIONS_OUT), two_layers, stored)
-        return left
+    def _left(self, top: Array, inside: Array) -> tuple[Array, ...]:
+        """Where activations wait on the host: the last layer's stay, and the backward pass has the next layer's come
+        while it differentiates one."""
+        one, above = stored_layer_bytes(self.case, self.layouts), top_bytes(self.case, self.layouts)
+        two, others = np.minimum(self.mine.layers, 2.0) * one, (self.flying - 1) * one
+        return (others + one + above, others + two + above + top, others + two - one, others, others + two + inside,
+                others)  # fmt: skip
 
     def _loss(self) -> Array:
         case, layouts = self.case, self.layouts
@@ -190,8 +200,23 @@ class Stage:
             usual = usual + np.where(self._more, 0.5 * self.mine.layer * self.states.weight, 0.0)
             last = self._tables_at_end()
         others = (self._buffers(), usual, 0 * usual, 0 * usual, usual, last + 0 * usual)
-        mask = by_layer(self.case, self.layouts)
-        return [np.where(mask, mine, other) for mine, other in zip(self._fully_shard(), others, strict=True)]
+        if self.case.lora is not None:
+            mask, gathered = frozen_by_layer(self.case, self.layouts), self._frozen_gathered()
+        else:
+            mask, gathered = by_layer(self.case, self.layouts), self._fully_shard()
+        return [np.where(mask, mine, other) for mine, other in zip(gathered, others, strict=True)]
+
+    def _frozen_gathered(self) -> tuple[Array, ...]:
+        """Stage 3 gathers a frozen layer and the next, the head stays; stages 1 and 2 gather all. What is gathered is
+        copied from where it arrived, where the layer before had arrived too. Gradients of adapters are small."""
+        mine, third = self.mine, self.layouts.zero == 3
+        layer = (mine.layer + mine.experts) * matrix_bytes(self.case, self.layouts, self.states)
+        next_ = np.where(mine.layers > 1, layer, 0.0)
+        root = np.where(third, self._table, mine.ends) * self.states.weight
+        all_, arrived = layer * mine.layers + root, layer + next_
+        by_one = (root, root + layer + next_, root + layer + arrived, root, root + layer, root)
+        at_once = (all_, all_, all_ + arrived, all_, all_, all_)
+        return tuple(np.where(third, one, other) for one, other in zip(by_one, at_once, strict=True))
 
     def _tables_at_end(self) -> Array:
         """Autograd sums both gradients of a tied table before it lets go of either, and adds to an earlier one last;
@@ -253,7 +278,8 @@ class Stage:
 
 def logit_bytes(case: TrainCase, layouts: Layouts) -> Array:
     """Bytes that the loss keeps of one logit."""
-    unfused = ADAPTED_LOGIT_BYTES if case.lora else EAGER_LOGIT_BYTES
+    unknown = case.lora is not None and case.lora.on is None  # adapters may be anywhere; ours leave the head alone
+    unfused = ADAPTED_LOGIT_BYTES if unknown else EAGER_LOGIT_BYTES
     alone = LOGIT_BYTES if case.software.fused_layers else unfused
     cut = CUT_LOGIT_BYTES + np.where(WIDE[layouts.precision], 4.0, 2.0)
     return np.where((layouts.tp > 1) & case.software.plain_layers, cut, alone)

@@ -1,4 +1,4 @@
-"""Overhead: the optimiser, launches the device waits for, copies to the host, and what a step costs by itself."""
+"""Overhead: the optimiser, launches the device waits for, and what a step costs by itself."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 
 from armillary.planning.case import TrainCase
 from armillary.planning.compute import Work
-from armillary.planning.layouts import OFFLOADS, Array, Layouts
+from armillary.planning.layouts import Array, Layouts
+from armillary.planning.offload import optimizer_out
 from armillary.planning.weights import Held
-from armillary.spec import catalogue
 from armillary.spec.layer_ops import adamw
 
 STEP_S = 5e-3
@@ -19,26 +19,19 @@ GRAD_NORM_BYTES = 4
 """read again of every gradient for its norm"""
 GRAPH_LAUNCH_S = 1.1e-6
 """a kernel launched from a CUDA graph (benchmarks/ceilings_h200.md)"""
-HOST_ADAM_BYTES_PER_S = 100e9
-"""host memory bandwidth an optimiser on the CPU reaches for one device's share"""
-_OPTIMIZER_OUT = [OFFLOADS.index(name) for name in ("optimizer", "both", "nvme")]
-_ACTIVATIONS_OUT = [OFFLOADS.index(name) for name in ("activations", "both")]
 
 
 def optimizer_s(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
     """AdamW over the weights this rank updates, and one more reading of the gradients for their norm: bytes /
-    bandwidth; on the host where its states wait there."""
+    bandwidth; the norm alone where states wait on the host (planning.offload)."""
     replicas = np.maximum(layouts.dp * layouts.cp * layouts.tp // (layouts.ep * layouts.expert_tp), 1)
     shared = np.where(layouts.zero > 0, layouts.shard * layouts.cp, 1)
     count = mine.dense / shared + mine.routed / np.where(layouts.zero > 0, np.minimum(replicas, shared), 1)
     if case.lora is not None:
         count = case.lora.held(layouts.tp) / layouts.pp / shared
     one = adamw("optimizer", 1, weight_dtype="bf16")
-    each = one.bytes + GRAD_NORM_BYTES
-    on_device = count * each / case.curves.bytes_per_s * case.software.memory
-    out = np.isin(layouts.offload, _OPTIMIZER_OUT)
-    over = count * 6 / _host_rate(case)  # gradients down in fp32, weights up in bf16
-    seconds: Array = np.where(out, count * each / HOST_ADAM_BYTES_PER_S + over, on_device)
+    each = np.where(optimizer_out(layouts), 0.0, one.bytes) + GRAD_NORM_BYTES
+    seconds: Array = count * each / case.curves.bytes_per_s * case.software.memory
     return seconds
 
 
@@ -50,13 +43,16 @@ def straggle_s(case: TrainCase, layouts: Layouts, busy: Array) -> Array:
     return seconds
 
 
-def launch_s(case: TrainCase, work: Work, device: Array) -> Array:
+def launch_s(case: TrainCase, layouts: Layouts, work: Work, device: Array) -> Array:
     """Time by which a micro-batch's launches outlast its kernels: the host runs ahead, so only the excess shows; where
-    routing waits for the host in every layer, it cannot, and all of it shows."""
+    routing waits for the host in every layer, it cannot, and all of it shows. Experts in one kernel read on the device
+    how many rows they have: then only exchanges wait."""
     each = GRAPH_LAUNCH_S if case.software.graphs else case.curves.launch_s
     host = (work.kernels_forward + work.kernels_backward) * each * case.software.host
-    waits = case.model.num_moe_layers > 0 and not case.software.flex_dispatch
-    return host if waits else np.maximum(0.0, host - device)
+    routed = case.model.num_moe_layers > 0 and not case.software.flex_dispatch
+    waits = routed & ((layouts.ep > 1) | (not case.software.fused_experts))
+    seconds: Array = np.where(waits, host, np.maximum(0.0, host - device))
+    return seconds
 
 
 def data_s(case: TrainCase, layouts: Layouts, micro_batches: Array, busy: Array) -> Array:
@@ -69,16 +65,3 @@ def data_s(case: TrainCase, layouts: Layouts, micro_batches: Array, busy: Array)
         return np.zeros(len(layouts))
     tokens = micro_batches * layouts.micro_batch * case.sequence
     return np.maximum(0.0, tokens / max(rates) - busy)
-
-
-def offload_s(case: TrainCase, layouts: Layouts, kept: Array, window: Array) -> Array:
-    """Activations of a step out to the host and back, where the computation does not hide it."""
-    out = np.isin(layouts.offload, _ACTIVATIONS_OUT)
-    seconds: Array = np.where(out, np.maximum(0.0, 2 * kept / _host_rate(case) - window), 0.0)
-    return seconds
-
-
-def _host_rate(case: TrainCase) -> float:
-    link = catalogue.links().get(case.cluster.chip.host_link)
-    speed = link.bytes_per_s if link and link.bytes_per_s else 12e9
-    return speed * 0.8

@@ -21,18 +21,19 @@ WIDE_BYTES = 4.0
 
 def plain_kept(case: TrainCase, layouts: Layouts) -> Kept:
     """What a layer keeps a token of the micro-batch, after tensor parallelism."""
-    model, h = case.model, np.where(WIDE[layouts.precision], 4.0, 2.0)
-    stream = np.where((layouts.zero > 0) & (layouts.dp > 1), h, WIDE_BYTES)  # autocast leaves the residual stream wide
+    model, h, frozen = case.model, np.where(WIDE[layouts.precision], 4.0, 2.0), case.lora is not None
+    # autocast leaves the residual stream wide, unless the weights it begins with are narrow
+    stream = h if frozen else np.where((layouts.zero > 0) & (layouts.dp > 1), h, WIDE_BYTES)
     hidden = model.hidden / layouts.stream_tp
     zero = np.zeros(len(layouts))
     whole, selective, working = zero, zero, zero
     for kind, count in Counter(model.layers).items():
         share = count / model.num_layers
-        parts = _Layer(model, kind, layouts, h)
+        parts = _Layer(model, kind, layouts, h, frozen=frozen)
         whole = whole + share * (parts.norms(hidden) + parts.attention + parts.mlp)
         selective = selective + share * (stream * hidden + parts.products)
         working = working + share * parts.working
-    norm = _norm_bytes(model)
+    norm = _norm_bytes(model, frozen=frozen)
     top = hidden * ((norm if model.final_norm else 0.0) + WIDE_BYTES) + np.where(h < WIDE_BYTES, h, 0.0) * model.hidden
     top = top + np.where(layouts.stream_tp > 1, h * model.hidden, 0.0)
     entry = stream * hidden
@@ -45,8 +46,8 @@ def plain_kept(case: TrainCase, layouts: Layouts) -> Kept:
 class _Layer:
     """One kind of layer on every layout."""
 
-    def __init__(self, model: ModelConfig, kind: LayerKind, layouts: Layouts, h: Array) -> None:
-        self.model, self.layouts, self.h = model, layouts, h
+    def __init__(self, model: ModelConfig, kind: LayerKind, layouts: Layouts, h: Array, *, frozen: bool) -> None:
+        self.model, self.layouts, self.h, self.norm = model, layouts, h, _norm_bytes(model, frozen=frozen)
         self.q, self.k = model.heads * model.head_dim / layouts.tp, model.kv_heads * model.head_dim / layouts.tp
         self.rotates = model.positions == "rope" and kind.rope
         moe = model.moe if kind.mlp == "moe" else None
@@ -56,7 +57,7 @@ class _Layer:
 
     def norms(self, hidden: Array) -> Array:
         number = {"before": 1 if self.model.parallel == "one_norm" else 2, "after": 2, "both": 4}[self.model.norm_at]
-        return number * _norm_bytes(self.model) * hidden
+        return number * self.norm * hidden
 
     @property
     def attention(self) -> Array:
@@ -64,7 +65,7 @@ class _Layer:
         inputs = self.h * self.model.hidden / self.layouts.stream_tp
         turned = self.q + (self.k if self.rotates else 0.0)
         heads = self.h * ((self.q + 2 * self.k) + turned + self.q) + 4.0 * self.model.heads / self.layouts.tp
-        normed = 0.0 if self.model.qk_norm == "none" else _norm_bytes(self.model) * (self.q + self.k)
+        normed = 0.0 if self.model.qk_norm == "none" else self.norm * (self.q + self.k)
         return inputs + heads + normed
 
     @property
@@ -88,6 +89,6 @@ class _Layer:
         return self.h * self.ffn * (3 if self.gated else 2) + WIDE_BYTES * self.model.hidden / self.layouts.stream_tp
 
 
-def _norm_bytes(model: ModelConfig) -> float:
-    """A number that is normed: as it comes in, and for RMSNorm before its weight."""
-    return 2 * WIDE_BYTES if model.norm == "rms" else WIDE_BYTES
+def _norm_bytes(model: ModelConfig, *, frozen: bool) -> float:
+    """A number that is normed: as it comes in, and for RMSNorm before its weight, if that is trained."""
+    return 2 * WIDE_BYTES if model.norm == "rms" and not frozen else WIDE_BYTES

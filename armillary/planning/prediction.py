@@ -91,6 +91,8 @@ class Prediction:
         }  # fmt: skip
         gauges = {name: float(array[i]) for name, array in found.items()}
         gauges |= {f"memory_{name}_bytes": size for name, size in parts.items()}
+        if self.layout(i).offload != "none":
+            gauges |= {"offload_s": float(time.offload[i]), "offloaded_bytes": float(self.memory.host[i])}
         return gauges | {
             "hfu": self.hfu(i), "tokens_per_s": speed, "batch_tokens": float(self.case.batch_tokens),
             "tokens_per_s_per_device": speed / float(self.layouts.num_devices[i]),
@@ -99,7 +101,6 @@ class Prediction:
 
 
 def predict(case: TrainCase, layouts: Layouts, held: Memory | None = None) -> Prediction:
-    """Price every layout: memory first (unless it is known), since offloaded activations cost time."""
+    """Price every layout, in time and, unless that is known, in memory."""
     held = held or memory(case, layouts)
-    time = step_time(case, layouts, kept_bytes=held.activations)
-    return Prediction(case=case, layouts=layouts, time=time, memory=held)
+    return Prediction(case=case, layouts=layouts, time=step_time(case, layouts), memory=held)

@@ -141,7 +141,7 @@ def limits(time: StepTime, i: int = 0) -> tuple[AmdahlRow, ...]:
     parts = {
         "matrix products": time.gemm, "attention": time.attention, "memory-bound operations": time.memory,
         "recomputation": time.recompute, "pipeline bubbles": time.bubble, "optimiser": time.optimizer,
-        "data": time.data,
+        "data": time.data, "the host, where states wait": time.offload,
         "launches and waiting": time.launch + time.straggle + time.other + time.contention,
     }  # fmt: skip
     parts |= {f"{name} exchanges": one.exposed for name, one in time.exchanges.items()}

@@ -67,6 +67,8 @@ class Software:
     """layers are torch's operators one by one, of which autograd keeps what each needs (our trainer on a CPU)"""
     fully_shard: bool = False
     """ZeRO stages are torch's fully_shard: fp32 shards stand beside what is gathered of them, layer by layer"""
+    balanced_stages: bool = False
+    """pipeline stages are cut by FLOPs, the output projection counted (`spec.stages`), not by the number of layers"""
     grad_bytes: float = 4.0
     """bytes of one gradient on the wire"""
     summed_bytes: float = 2.0
@@ -88,13 +90,14 @@ class Software:
 PHYSICS = Software()
 OURS = Software(
     name="armillary", fused_layers=True, fused_loss=True, whole_blocks=True, fully_shard=True, summed_bytes=4.0,
-    narrow_alone=True,
+    narrow_alone=True, balanced_stages=True, fused_experts=True, flex_dispatch=False, ep_overlap=False,
 )
 """the trainer of this package on a GPU: facts of its code, nothing fitted"""
 OURS_BY_LAYER = replace(OURS, whole_blocks=False)
 """where blocks run layer by layer: the same kernels, and sums and casts between them"""
 OURS_ON_CPU = replace(
-    OURS, fused_layers=False, fused_loss=False, whole_blocks=False, narrow_alone=False, plain_layers=True
+    OURS, fused_layers=False, fused_loss=False, whole_blocks=False, narrow_alone=False, plain_layers=True,
+    fused_experts=False,
 )
 
 

@@ -46,8 +46,17 @@ def _alone(case: TrainCase, layouts: Layouts) -> Bools:
 
 def by_layer(case: TrainCase, layouts: Layouts) -> Bools:
     """Where torch's fully_shard keeps one copy of the weights, in fp32 shards, and gathers them layer by layer."""
+    return _by_fully_shard(case, layouts) & (case.lora is None)
+
+
+def frozen_by_layer(case: TrainCase, layouts: Layouts) -> Bools:
+    """Where it does so with weights that adapters leave frozen, in the format they are multiplied in."""
+    return _by_fully_shard(case, layouts) & (case.lora is not None)
+
+
+def _by_fully_shard(case: TrainCase, layouts: Layouts) -> Bools:
     shared: Bools = (layouts.zero > 0) & (layouts.dp > 1)
-    return shared & case.software.fully_shard & (case.lora is None) & (not case.pure)
+    return shared & case.software.fully_shard & (not case.pure)
 
 
 def casts_by_operator(case: TrainCase, layouts: Layouts) -> Bools:
@@ -82,7 +91,7 @@ def shared_out(case: TrainCase, layouts: Layouts, mine: Held, each: Array, stage
 def weight_bytes(case: TrainCase, layouts: Layouts, mine: Held, states: StateBytes) -> Array:
     """Of the weights that are multiplied and always there; fully_shard has none but its shards, where they are fp32."""
     dense_shared, routed_shared = sharers(layouts)
-    third = layouts.zero == 3
+    third = (layouts.zero == 3) | frozen_by_layer(case, layouts)
     matrix = matrix_bytes(case, layouts, states)
     dense = mine.layer * mine.layers * matrix + mine.ends * states.weight
     if case.lora:

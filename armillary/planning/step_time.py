@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from armillary.planning import communication, overhead
+from armillary.planning import communication, offload, overhead
 from armillary.planning.bubble import bubble_s
 from armillary.planning.case import TrainCase
 from armillary.planning.communication import CONTENTION, Exchange, LayerExchanges
@@ -59,7 +59,9 @@ class StepTime:
     data: Array
     """waiting for the batch, where a loader was measured"""
     other: Array
-    """offload copies and what a step costs by itself"""
+    """what a step costs by itself"""
+    offload: Array
+    """standing still for the host: its optimiser and copies that nothing hides"""
     layer: Work = field(repr=False)
     """one layer, one micro-batch (averaged over kinds)"""
     held: Held = field(repr=False)
@@ -85,25 +87,25 @@ class StepTime:
 
     @property
     def overhead(self) -> Array:
-        return self.optimizer + self.launch + self.straggle + self.data + self.other
+        return self.optimizer + self.launch + self.straggle + self.data + self.other + self.offload
 
     @property
     def total(self) -> Array:
         return self.compute + self.exposed + self.bubble + self.overhead
 
 
-def step_time(case: TrainCase, layouts: Layouts, kept_bytes: Array | None = None) -> StepTime:
-    """Price every layout; `kept_bytes` are the activations of a step, for those that offload them."""
+def step_time(case: TrainCase, layouts: Layouts) -> StepTime:
+    """Price every layout."""
     small, back = _unique(layouts)
     layer, sent, first, last = _parts(case, small)
     layer, sent, first, last = taken(layer, back), taken(sent, back), taken(first, back), taken(last, back)
-    return _assemble(case, layouts, layer, sent, first.plus(last), last, kept_bytes)
+    return _assemble(case, layouts, layer, sent, first.plus(last), last)
 
 
 def _assemble(
-    case: TrainCase, layouts: Layouts, layer: Work, sent: LayerExchanges, ends: Work, last: Work, kept: Array | None
+    case: TrainCase, layouts: Layouts, layer: Work, sent: LayerExchanges, ends: Work, last: Work
 ) -> StepTime:
-    stages = split(case.model, layouts)
+    stages = split(case, layouts)
     mine = held(case, layouts, stages)
     m = np.maximum(case.batch_tokens / (case.sequence * layouts.micro_batch * layouts.dp), 1.0)
     again = _again(layouts, layer)
@@ -116,7 +118,7 @@ def _assemble(
     last_turn = stages.last(per_layer, head) * per_layer + head
     slowest = np.where(layouts.pp == 1, mean, np.maximum(stages.fullest * per_layer, last_turn))
     whole = ends.scaled(1 / layouts.pp).plus(layer.scaled(stages.mean))
-    waits = overhead.launch_s(case, whole, mean)
+    waits = overhead.launch_s(case, layouts, whole, mean)
     # windows are wall time, since whatever holds a stage up hides exchanges too; backward takes twice the forward's
     share = np.where(layouts.recompute == FULL, 3 / 4, 2 / 3)
     windows = communication.Windows(forward=(slowest + waits) * (1 - share), backward=(slowest + waits) * share)
@@ -130,7 +132,6 @@ def _assemble(
         "gradients": grads, "weights": gathers, "pp": sends,
     }  # fmt: skip
     hidden = sum((one.hidden for one in exchanges.values()), np.zeros(len(layouts)))
-    kept_all = np.zeros(len(layouts)) if kept is None else kept
     turn = slowest - mean
     return StepTime(
         micro_batches=m,
@@ -149,7 +150,8 @@ def _assemble(
         launch=m * waits,
         straggle=overhead.straggle_s(case, layouts, m * mean),
         data=overhead.data_s(case, layouts, m, busy),
-        other=overhead.offload_s(case, layouts, kept_all, busy) + overhead.STEP_S,
+        other=np.full(len(layouts), overhead.STEP_S),
+        offload=offload.offload_s(case, layouts, mine, m, wall * (1 - share), wall * share),
         layer=layer,
         held=mine,
         stages=stages,

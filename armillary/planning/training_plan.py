@@ -9,14 +9,17 @@ from armillary.errors import ArmillaryError
 from armillary.planning.changes import remedy_text
 from armillary.planning.cost import TrainingCost, device_hour, training_cost
 from armillary.planning.failures import Goodput, expected_goodput, of_cluster
+from armillary.planning.offload import host_room
 from armillary.planning.prediction import Prediction
 from armillary.planning.question import Question
 from armillary.planning.storage import checkpoint_bytes
 from armillary.spec import catalogue
 from armillary.spec.hardware import Cluster
 from armillary.spec.layout_rules import check_layout
+from armillary.spec.placement import experts_apart
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import to_dict
+from armillary.units import bytes_text
 
 UNKNOWN_STORAGE_BYTES_PER_S = 1e9
 """what a node writes where its storage is not known"""
@@ -71,6 +74,12 @@ class TrainingPlan:
         used, there = self.found.layout().num_devices, self.question.case.cluster.num_devices
         if used < there:
             said.append(f"{there - used} of {there} devices stay idle: the layout uses {used}")
+        if apart := experts_apart(self.found.layout(), self.question.case.cluster):
+            said.append(apart)
+        host, have = float(self.found.memory.host[0]), host_room(self.question.case, self.found.layout())
+        if host > have:
+            said.append(f"{bytes_text(host)} a device do not fit a device's {bytes_text(have)} of the host; "
+                        "try --set layout.offload=none")  # fmt: skip
         if self.remedy:
             said.append(f"does not fit: {self.remedy}")
         return tuple(said)

@@ -25,12 +25,14 @@ TORCH_TESTED = ((2, 11), (2, 13))
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "data": ("fsspec", "pyarrow"),
-    "http": ("fastapi", "httpx", "prometheus_client", "uvicorn"),
+    "http": ("aiohttp", "httptools", "prometheus_client", "starlette", "uvicorn", "uvloop"),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "reports": ("matplotlib",),
     "structure": ("llguidance",),
     "tracking": ("mlflow", "tensorboard", "wandb"),
     "cluster": ("kubernetes",),
-    "dev": ("hypothesis", "llguidance", "mypy", "pytest", "ruff", "tensorboard", "transformers", "triton", "xdist"),
+    "dev": ("hypothesis", "llguidance", "mypy", "onnx", "onnxruntime", "onnxscript", "openai", "pytest", "ruff",
+            "schemathesis", "tensorboard", "transformers", "triton", "xdist"),
 }
 """extra -> the modules it brings"""
 _LINUX_ONLY = ("triton",)
@@ -39,6 +41,7 @@ _EXTRA_FOR = {
     "torch": "training, generating and converting",
     "data": "reading Parquet and stores (s3://, https://)",
     "http": "serving over HTTP",
+    "onnx": "writing and serving ONNX files",
     "reports": "drawing reports",
     "structure": "answers that match a JSON schema, expression or grammar",
     "tracking": "TensorBoard, MLflow and Weights & Biases",

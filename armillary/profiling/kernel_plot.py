@@ -15,7 +15,9 @@ _COLOURS = {
 _STYLE = (
     "body{font:14px system-ui,sans-serif;margin:2em;color:#223;background:#fff}h2{margin:1.6em 0 .3em}"
     "svg{max-width:100%;font:12px system-ui,sans-serif}.won{font-weight:600}.dim{fill:#667}"
-    "@media(prefers-color-scheme:dark){body{background:#14171c;color:#dde}svg text{fill:#dde}.dim{fill:#9ab}}"
+    "svg text{paint-order:stroke;stroke:#fff;stroke-width:3px}"
+    "@media(prefers-color-scheme:dark){body{background:#14171c;color:#dde}svg text{fill:#dde;stroke:#14171c}"
+    "svg .dim{fill:#9ab}}"
 )
 
 
@@ -47,7 +49,7 @@ def _chart(rows: list[KernelRow]) -> str:
     x = LEFT + (WIDTH - LEFT - RIGHT) / 1.1
     line = f"<line x1='{x:.0f}' x2='{x:.0f}' y1='4' y2='{y - GAP}' stroke='#d9572b' stroke-dasharray='4 3'/>"
     label = "Share of the ceiling by version"
-    return f"<svg viewBox='0 0 {WIDTH} {y}' role='img' aria-label='{label}'>{''.join(parts)}{line}</svg>"
+    return f"<svg viewBox='0 0 {WIDTH} {y}' role='img' aria-label='{label}'>{line}{''.join(parts)}</svg>"
 
 
 def _bars(one: Measured, row: KernelRow, y: int) -> str:

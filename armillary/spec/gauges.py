@@ -92,6 +92,7 @@ _TRAINING: _Rows = (
     ("memory_buffers_bytes", "B", "gathered weights, gradient buckets, communication buffers"),
     ("memory_other_bytes", "B", "framework, workspaces, fragmentation"),
     ("host_memory_bytes", "B", "memory of the host in use by this process"),
+    ("offloaded_bytes", "B", "states and activations that wait in host memory or on disk"),
     ("loss", "nats", "mean cross-entropy of the step's tokens"),
     ("val_loss", "nats", "mean cross-entropy of the held-out split"),
     ("aux_loss", "nats", "load-balance and router losses added to the loss"),

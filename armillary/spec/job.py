@@ -275,12 +275,24 @@ class Serve:
     """steps as CUDA graphs, where there is a GPU; captured when the engine starts"""
     check_every: int = 0
     """steps between checks of every invariant of scheduler and cache; 0: never"""
+    max_answer: int | None = None
+    """server: tokens of an answer at most; none: what the model's length leaves"""
+    max_body_bytes: int = 4_000_000
+    """server: size of a request's body at most"""
+    timeout_s: float | None = 600.0
+    """server: a request is given up so long after it came; none: never"""
+    drain_s: float = 30.0
+    """server: on SIGTERM, how long requests under way may take to finish"""
+    frozen_s: float = 5.0
+    """server: an engine that is silent for so long is not ready"""
+    hung_s: float | None = 120.0
+    """server: an engine that is silent for so long is ended and started again; none: never"""
 
     def __post_init__(self) -> None:
         _at_least(self, "serve", 1, "max_model_len", "kv_bytes", "block_tokens", "max_tokens_per_step", "max_running")
-        _at_least(self, "serve", 1, "prefill_tokens")
-        _at_least(self, "serve", 0, "max_waiting", "ageing_s", "batch_window_s", "check_every")
-        _above_zero(self, "serve", "max_wait_s")
+        _at_least(self, "serve", 1, "prefill_tokens", "max_answer", "max_body_bytes")
+        _at_least(self, "serve", 0, "max_waiting", "ageing_s", "batch_window_s", "check_every", "drain_s")
+        _above_zero(self, "serve", "max_wait_s", "timeout_s", "frozen_s", "hung_s")
 
 
 @dataclass(frozen=True, kw_only=True)

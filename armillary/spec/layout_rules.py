@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from armillary.errors import BadLayout
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
+from armillary.spec.nearest_layout import completed
 
 
 class Problem(NamedTuple):
@@ -43,14 +44,14 @@ def check_layout(
     layout: Layout, model: ModelConfig, *, num_devices: int | None = None, sequence: int | None = None,
     batch_tokens: int | None = None, for_training: bool = True,
 ) -> None:  # fmt: skip
-    """Raise BadLayout if the layout does not divide the model, the devices or the batch. Fewer devices than there are
-    is allowed: the rest stays idle."""
+    """Raise BadLayout, with the nearest layout that does, if the layout does not divide the model, the devices or the
+    batch. Fewer devices than there are is allowed: the rest stays idle."""
     case = Case(model=model, num_devices=num_devices, sequence=sequence, batch_tokens=batch_tokens,
                 for_training=for_training)  # fmt: skip
     if num_devices is not None and num_devices < 1:
         raise BadLayout(f"{num_devices} devices cannot run anything; give at least one, like --on h100x8")
-    for problem in layout_problems(layout, case):
-        raise BadLayout(problem.text)
+    for text in _texts(layout, case):
+        raise BadLayout(completed(text, layout, case, _texts))
 
 
 def layout_problems(layout: Layout, case: Case) -> Iterator[Problem]:
@@ -58,6 +59,10 @@ def layout_problems(layout: Layout, case: Case) -> Iterator[Problem]:
     for name, (holds, says) in _RULES.items():
         if not holds(layout, case):
             yield Problem(name, says(layout, case))
+
+
+def _texts(layout: Layout, case: Case) -> Iterator[str]:
+    return (problem.text for problem in layout_problems(layout, case))
 
 
 # --- suggestions
@@ -170,7 +175,8 @@ def _cp_holds(layout: Layout, case: Case) -> bool:
 
 def _cp_says(layout: Layout, case: Case) -> str:
     assert case.sequence is not None
-    fitting = [cp for cp in range(1, case.sequence // 2 + 1) if case.sequence % (2 * cp) == 0] or [1]
+    most = min(case.sequence // 2, 2 * layout.cp)
+    fitting = [cp for cp in range(1, most + 1) if case.sequence % (2 * cp) == 0] or [1]
     return (f"cp={layout.cp} does not cut a sequence of {case.sequence} into 2 × {layout.cp} equal pieces (zig-zag); "
             f"try --set layout.cp={_near(layout.cp, fitting)}")  # fmt: skip
 

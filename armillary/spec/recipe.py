@@ -20,8 +20,10 @@ from armillary.spec.hardware import Cluster
 from armillary.spec.hardware_table import HardwareTable
 from armillary.spec.job import Cost, Data, Objective, Serve, Traffic, TrainJob
 from armillary.spec.layout import Layout
+from armillary.spec.load import Load
 from armillary.spec.model import ModelConfig
 from armillary.spec.model_table import ModelTable, apply_model_overrides, model_table, table_to_plain
+from armillary.spec.predict import Predict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,10 @@ class Recipe:
     """what arrives"""
     objective: Objective = field(default_factory=Objective)
     """what serving must meet"""
+    predict: Predict = field(default_factory=Predict)
+    """how a model file is served"""
+    load: Load = field(default_factory=Load)
+    """how a server is tested"""
     cost: Cost = field(default_factory=Cost)
     """what devices cost"""
 
@@ -59,7 +65,8 @@ class Recipe:
 
 TABLES: Mapping[str, type[Any]] = {
     "model": ModelTable, "hardware": HardwareTable, "layout": Layout, "data": Data, "train": TrainJob, "serve": Serve,
-    "traffic": Traffic, "objective": Objective, "cost": Cost,
+    "traffic": Traffic, "objective": Objective, "predict": Predict,
+    "load": Load, "cost": Cost,
 }  # fmt: skip
 
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.model.moe import MixtureOfExperts
-from armillary.model.moe_balance import Balance, Counts
+from armillary.model.moe_balance import Balance, Counts, Rule
 from armillary.parallel.apply import Sharded
+from armillary.parallel.context import Context
 from armillary.parallel.mesh import Mesh
 from armillary.spec.job import TrainJob
 
@@ -47,6 +48,7 @@ class Routers:
             mixture.balance = Balance(
                 aux_weight=self._aux_weight, z_weight=self._z_weight, capacity=job.expert_capacity,
                 scale=self._scale, tally=self._tally[index], copies=mixture.copies, over_ranks=_over(sharded.mesh),
+                over_rows=_over_rows(sharded.mesh),
             )  # fmt: skip
 
     def start(self, loss_scale: Tensor | None = None) -> None:
@@ -103,6 +105,14 @@ def _over(mesh: Mesh) -> Callable[[Tensor], Tensor] | None:
         return total
 
     return summed
+
+
+def _over_rows(mesh: Mesh) -> Callable[[Rule, Tensor], Tensor] | None:
+    """Applies a rule to rows that ranks share, where they are cut."""
+    if mesh.context is None:
+        return None
+    context = Context.of(mesh.context)
+    return lambda rule, x_BTk: context.cut(rule(context.whole(x_BTk)))
 
 
 def _mixtures(sharded: Sharded) -> list[tuple[int, object]]:

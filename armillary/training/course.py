@@ -21,7 +21,9 @@ from armillary.store.runs import Run
 from armillary.training import checkpoint
 from armillary.training.data.index import NAME as INDEX
 from armillary.training.export import export, export_adapter
-from armillary.training.optim import states_by_name
+from armillary.training.host_adamw import HostAdamW
+from armillary.training.offloading import widen
+from armillary.training.optim import states_by_name, weights_by_name
 from armillary.training.random_state import seed
 from armillary.training.trainer import StepReport, Trainer
 from armillary.training.until import Until
@@ -62,6 +64,8 @@ class Course:
         about = trainer.ranks.together(lambda: checkpoint.read_facts(folder))
         trainer.ranks.together(lambda: self._check_text(about))
         checkpoint.load(folder, self._tensors(), trainer.ranks)
+        if isinstance(trainer.optimizer, HostAdamW):
+            trainer.optimizer.put_back()
         if about["ranks"] != trainer.ranks.size:
             seed(self.job.seed, trainer.ranks.rank, step)
         trainer.tokens, trainer.skipped = int(about["tokens_total"]), int(about["skipped_steps_total"])
@@ -112,6 +116,7 @@ class Course:
         folder = None
         if finished:
             trainer.close()
+            widen(trainer.model, trainer.optimizer)
             like = trainer.text.tokenizer_folder
             folder = export(trainer.sharded, self.job, self.run.export(step), ranks, like=like)
             if self.job.lora_rank:
@@ -125,7 +130,7 @@ class Course:
     def _tensors(self) -> dict[str, Any]:
         """What is trained, and the states of its optimiser, under names that no layout changes."""
         model, optimizer, called = self.trainer.model, self.trainer.optimizer, self.trainer.sharded.whole_name
-        trained = {f"model.{called(name)}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        trained = {f"model.{name}": value for name, value in weights_by_name(model, optimizer, called).items()}
         buffers = dict(model.named_buffers())
         trained |= {f"model.{name}": value for name, value in model.state_dict().items() if name in buffers}
         states = states_by_name(model, optimizer, called)

@@ -13,19 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from armillary.kernels.choose import choose
+from armillary.kernels.fp8_linear import FP8_LINEAR
 from armillary.kernels.grouped_linear import grouped_linear
 from armillary.kernels.needs import interpreted, lacking
 from armillary.kernels.ops import find_op
 from armillary.model.attend import Attend, AttentionFunction, chosen
 from armillary.model.attention import Attention
+from armillary.model.fp8_linear import use_fp8
+from armillary.model.fp8_weights import Fp8Weights
 from armillary.model.fused import Fused
 from armillary.model.fused_block import fits
+from armillary.model.fused_fp8 import Fp8
 from armillary.model.half_weights import HalfWeights
 from armillary.model.mlp import MLP
 from armillary.model.moe import Experts, MixtureOfExperts
 from armillary.model.moe_sorted import SortedDispatch
 from armillary.model.norm import Norm
 from armillary.model.transformer import Block, Transformer
+from armillary.spec.fp8 import kept_in_bf16
 from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.store.home import Home
@@ -80,6 +85,8 @@ def use_kernels(
     """
     device = device or next(model.parameters()).device
     _sort_experts(model, job, grouped_linear)
+    if layout.precision == "fp8":
+        use_fp8(model, scaling=layout.fp8_scaling, kept=kept_in_bf16(model.config, layout), multiply=_fp8(device))
     if device.type != "cuda" and not (names and interpreted()):
         return Choices()
     functions, taken = {}, {}
@@ -104,6 +111,13 @@ def use_kernels(
     )  # fmt: skip
 
 
+def _fp8(device: torch.device) -> Callable[..., Tensor]:
+    """Layers in fp8 by themselves: the library's products where there are some, else the rounded numbers'."""
+    version = FP8_LINEAR.version("triton+cublas")
+    assert version is not None
+    return FP8_LINEAR.reference if lacking(version.needs, device.type) else version.load()
+
+
 def _give_back(device: torch.device) -> None:
     """The memory of trials: it is no part of the run, nor of its peak."""
     if device.type == "cuda":
@@ -124,11 +138,11 @@ def _choose(want: Wanted, names: Mapping[str, str], home: Home | None, timed: bo
 def _block_form(job: TrainJob, layout: Layout, taken: Mapping[str, str]) -> str:
     """Fused where their kernels are ours, unless blocks are compiled; fp16 keeps a wide residual stream instead."""
     ours = all(taken.get(name, "").startswith("triton") for name in ("norm", "rope", "activate"))
-    return FUSED if ours and not job.compile and layout.precision in ("bf16", "fp32", "tf32") else "layers"
+    return FUSED if ours and not job.compile and layout.precision != "fp16" else "layers"
 
 
 def _halves(layout: Layout) -> HalfWeights | None:
-    return HalfWeights(torch.bfloat16) if layout.precision == "bf16" else None
+    return HalfWeights(torch.bfloat16) if layout.precision in ("bf16", "fp8") else None
 
 
 def _set_layers(model: Transformer, functions: Mapping[str, Callable[..., Any]]) -> None:
@@ -158,8 +172,10 @@ def _fuse(model: Transformer, job: TrainJob, layout: Layout, *, halves: HalfWeig
     where there is one micro-batch and so nothing to sum."""
     alone = layout.num_devices == 1
     micro_batches = job.batch_tokens // (job.sequence * layout.micro_batch * layout.dp)
+    scaling = layout.fp8_scaling
+    fp8 = Fp8(scaling=scaling, weights=Fp8Weights(scaling)) if layout.precision == "fp8" else None
     made = {
-        again: Fused(halves=halves, again=again, accumulate=alone and micro_batches > 1, **how)
+        again: Fused(halves=halves, again=again, accumulate=alone and micro_batches > 1, fp8=fp8, **how)
         for again in (False, True)
     }
     for index, block in enumerate(model.blocks.values()):

@@ -58,7 +58,9 @@ def _train(
         stack.enter_context(numerics(tf32=plan.layout.precision == "tf32", deterministic=job.deterministic))
         saved = checkpoint.newest(run, ranks, say)
         kernels = ranks.together(lambda: checkpoint.kernels_of(run, saved))
-        trainer = stack.enter_context(Trainer(plan, world, ranks, kernels=kernels, home=home))
+        trainer = stack.enter_context(Trainer(
+            plan, world, ranks, kernels=kernels, home=home, folder=run.folder / "offload"
+        ))
         if until is not None:
             until.check(job, held_out=bool(trainer.text.validation.parts))
         seed(job.seed, world.rank)
@@ -68,12 +70,13 @@ def _train(
         record = stack.enter_context(Recorder(run, trainer, watch=watch, say=say, start=first))
         step, done = first, first >= job.steps
         while not done:
-            report = trainer.step(step, stop=stop.asked)
+            report = trainer.step(step, stop=stop.asked, meanwhile=record.write)
             if report is None:
                 break
             step += 1
             report, done = course.after(report, step)
             record(report, last=done)
+        record.write()
         return course.end(first, step, finished=done)
 
 

@@ -16,6 +16,7 @@ SOURCES = {
     "host_memory_bytes": "operating system", "checkpoint_bytes": "file sizes", "checkpoints_total": "count",
     "restarts_total": "count", "aux_loss": "model", "expert_load_max_over_mean": "count",
     "expert_tail_fraction": "count", "expert_drop_fraction": "count", "router_entropy": "model",
+    "offloaded_bytes": "count",
 }  # fmt: skip
 """how gauges are measured; those of memory say it themselves, the rest are differences of the wall clock"""
 WINDOW = "profiler window"

@@ -6,7 +6,7 @@ Weights, gradients and optimiser states are what this rank holds; activations ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,6 +17,11 @@ from armillary.training.memory_watch import MemoryWatch, local
 
 Sizes = dict[str, float]
 """gauge -> bytes"""
+Elsewhere = Callable[[Tensor], bool]
+
+
+def _nowhere(tensor: Tensor) -> bool:
+    return False
 
 
 class NoMeter:
@@ -46,9 +51,11 @@ class CpuMeter(NoMeter):
 
     source = "tracker"
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, half: bool) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, half: bool, elsewhere: Elsewhere = _nowhere
+    ) -> None:
         self._model, self._optimizer, self._half = model, optimizer, half
-        self._watch = MemoryWatch()
+        self._watch = MemoryWatch(elsewhere)
 
     @contextmanager
     def step(self) -> Iterator[NoMeter]:
@@ -91,10 +98,13 @@ class GpuMeter(NoMeter):
     @contextmanager
     def step(self) -> Iterator[NoMeter]:
         self._base, self.peak = self._now(), 0.0
-        trained, frozen = map(bytes_of, parted(self._model))
-        states = bytes_of(states_of(self._optimizer))
-        copies = max(0.0, self._base - trained - frozen - states)  # those that fp32 weights are multiplied as
-        held = {"master": trained, "weights": copies + frozen} if self._half else {"weights": trained + frozen}
+        trained, frozen = parted(self._model)
+        wide = bytes_of(p for p in trained if p.dtype == torch.float32)
+        narrow = bytes_of(trained) - wide
+        states = bytes_of(state for state in states_of(self._optimizer) if state.is_cuda)
+        rest = bytes_of(frozen) + narrow
+        copies = max(0.0, self._base - wide - rest - states)  # those that fp32 weights are multiplied as
+        held = {"master": wide, "weights": copies + rest} if self._half else {"weights": wide + rest}
         self._held = held | {"optimizer": states}
         yield self
 
@@ -121,12 +131,14 @@ class GpuMeter(NoMeter):
 
 
 def make_meter(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, half: bool, device: torch.device, compiled: bool
-) -> NoMeter:
-    """The meter of this device; compiled code on a CPU hides its tensors, so nothing is said of it."""
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, half: bool, device: torch.device, compiled: bool,
+    elsewhere: Elsewhere = _nowhere,
+) -> NoMeter:  # fmt: skip
+    """The meter of this device; compiled code on a CPU hides its tensors, so nothing is said of it. What is `elsewhere`
+    waits on the host and is not the device's, though that is where a CPU keeps its own."""
     if device.type == "cuda":
         return GpuMeter(model, optimizer, half=half, device=device)
-    return NoMeter() if compiled else CpuMeter(model, optimizer, half=half)
+    return NoMeter() if compiled else CpuMeter(model, optimizer, half=half, elsewhere=elsewhere)
 
 
 def parted(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

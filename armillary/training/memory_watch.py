@@ -7,7 +7,7 @@ themselves is not seen. The categories are those of a plan, at the moment when m
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,8 +24,10 @@ _COPIES = (torch.ops.aten._to_copy.default,)
 class MemoryWatch(TorchDispatchMode):
     """`with MemoryWatch() as watch: … with watch.phase("loss"): …`, then `watch.peak()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: Callable[[Tensor], bool] = lambda tensor: False) -> None:
+        """What is `elsewhere`, waiting on the host for its turn, is not counted."""
         super().__init__()
+        self._elsewhere = elsewhere
         self._tag = "activations"
         self._alive: dict[int, tuple[str, int]] = {}
         self._refs: dict[int, Any] = {}
@@ -88,7 +90,7 @@ class MemoryWatch(TorchDispatchMode):
         return known is not None and known[0] in ("weights", "master")
 
     def _see(self, tensor: Tensor, tag: str) -> None:
-        if tensor.device.type != "cpu" or isinstance(tensor, DTensor):
+        if tensor.device.type != "cpu" or isinstance(tensor, DTensor) or self._elsewhere(tensor):
             return
         storage = tensor.untyped_storage()
         key = id(storage)

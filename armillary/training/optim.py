@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from armillary.kernels import adamw
 from armillary.parallel.apply import Sharded
 from armillary.spec.job import TrainJob
+from armillary.training.host_adamw import HostAdamW
 from armillary.training.scaler import LossScaler
 
 
@@ -25,13 +26,13 @@ def make_optimizer(
     """AdamW in one pass over the parameters that train, decayed and not: our kernel on a GPU, which also writes the
     half-precision `copies`, else torch's fused one."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = _groups(model, job.weight_decay)
+    groups = parameter_groups(model, job.weight_decay)
     if precision != "fp16" and adamw.takes(trained):  # a loss scaler needs torch's
         return adamw.AdamW(groups, copies=copies, lr=0.0, betas=job.betas, eps=job.eps)
     return torch.optim.AdamW(groups, lr=0.0, betas=job.betas, eps=job.eps, fused=True)
 
 
-def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Decayed and not; parameters on different meshes (experts and others) go through different passes."""
     found: dict[tuple[bool, Any], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -81,12 +82,29 @@ def update(
         optimizer.step(scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None)
         optimizer.zero_grad()
         return norm
+    if isinstance(optimizer, HostAdamW) and not scaler.is_enabled():  # likewise, on their way to the host
+        norm = sharded.clip(0.0)
+        known(norm)
+        optimizer.step(scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None)
+        optimizer.zero_grad()
+        return norm
     norm = sharded.clip(limit)
     scaler.step(optimizer)
     scaler.update()
     known(norm)
     optimizer.zero_grad()
     return norm
+
+
+def weights_by_name(
+    model: nn.Module, optimizer: torch.optim.Optimizer, called: Callable[[str], str] = str
+) -> dict[str, Tensor]:
+    """The parameters that train, wherever their fp32 form is, under their names in the whole model."""
+    on_host = isinstance(optimizer, HostAdamW)
+    return {
+        called(name): optimizer.weight(parameter) if on_host else parameter.detach()  # type: ignore[attr-defined]
+        for name, parameter in model.named_parameters() if parameter.requires_grad
+    }  # fmt: skip
 
 
 def states_by_name(
@@ -96,6 +114,8 @@ def states_by_name(
     for checkpoints."""
     names = {parameter: called(name) for name, parameter in model.named_parameters()}
     found: dict[str, Tensor] = {}
+    if isinstance(optimizer, HostAdamW):
+        optimizer.finish()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter] or _first_state(optimizer, parameter, on_device=bool(group.get("fused")))

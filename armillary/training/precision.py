@@ -25,8 +25,8 @@ def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[1])
 
 
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""precision -> what products run in, over weights in fp32"""
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""precision -> what products run in, over weights in fp32; with fp8, those that are not in fp8"""
 
 
 def autocast(precision: str, device: torch.device, *, wanted: bool = True) -> AbstractContextManager[object]:

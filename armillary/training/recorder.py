@@ -1,4 +1,7 @@
-"""What a run writes down as it goes: gauges, trackers, how far it is. Only the main rank writes."""
+"""What a run writes down as it goes: gauges, trackers, how far it is. Only the main rank writes.
+
+With a GPU a step is written down while the device works on the next one, so that a slow disk or tracker costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,14 @@ from armillary.training.trainer import StepReport, Trainer
 
 Watch = Callable[[StepReport], None]
 Say = Callable[[str], None]
+_UNWRITABLE = (ArmillaryError, OSError)
 _UPDATE_S = 2.0
 """seconds between notes of how far a run is, each of which is synced to disk"""
 
 
 class Recorder:
-    """On the main rank: writes a step's gauges, shows them, and notes now and then how far the run is."""
+    """On the main rank: writes a step's gauges, shows them, and notes now and then how far the run is. A report is
+    written at once, or with a GPU by the next `write()`."""
 
     def __init__(self, run: Run, trainer: Trainer, *, watch: Watch | None, say: Say, start: int) -> None:
         self.run, self.trainer, self.watch = run, trainer, watch
@@ -30,6 +35,7 @@ class Recorder:
         self._gauges: GaugeWriter | None = None
         self._trackers: Trackers | None = None
         self._updated = time.monotonic()
+        self._waiting: list[tuple[StepReport, bool]] = []
 
     def __enter__(self) -> Recorder:
         if self.trainer.world.is_main:
@@ -42,11 +48,26 @@ class Recorder:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+        try:
+            with suppress(*(_UNWRITABLE if error[0] else ())):  # a full disk must not hide why the run failed
+                self.write()
+        finally:
+            self._stack.__exit__(*error)
 
     def __call__(self, report: StepReport, *, last: bool) -> None:
-        if self._gauges is None or self._trackers is None:
+        if not self.trainer.world.is_main:
             return
+        self._waiting.append((report, last))
+        if last or self.trainer.device.type != "cuda":
+            self.write()
+
+    def write(self) -> None:
+        """Write down what waits."""
+        while self._waiting:
+            self._write(*self._waiting.pop(0))
+
+    def _write(self, report: StepReport, last: bool) -> None:
+        assert self._gauges is not None and self._trackers is not None, "a recorder is used as a context"
         told = {"val_loss", "checkpoint_s", "compute_s", "memory_weights_bytes"} & set(report.gauges)
         if last or told or report.step % self.trainer.job.log_every == 0:
             source = source_of(report.gauges, report.sources, self.trainer.device)
@@ -62,5 +83,5 @@ class Recorder:
 def note_failure(run: Run, error: BaseException) -> None:
     """Best effort: the disk may be full, which must not hide why the run failed."""
     stopped = isinstance(error, KeyboardInterrupt)
-    with suppress(ArmillaryError, OSError):
+    with suppress(*_UNWRITABLE):
         run.update(state="interrupted" if stopped else "failed", error=str(error) or type(error).__name__)

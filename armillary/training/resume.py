@@ -13,6 +13,8 @@ from armillary.store.runs import Run, list_runs
 
 FREE = ("hardware", "layout")
 """tables that may differ: a checkpoint goes on anywhere"""
+_READING = ("data.cache", "data.cache_bytes", "data.verify", "data.workers")
+"""keys that say how the text is read, not which: they may differ too"""
 _ENDED = ("interrupted", "failed", "died")
 
 
@@ -43,7 +45,7 @@ def differences(run: Run, recipe: Recipe, weights: str) -> list[str]:
 
 def _fixed(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {f"{table}.{key}": value for table, keys in tables.items() if table not in FREE
-            for key, value in keys.items()}  # fmt: skip
+            for key, value in keys.items() if f"{table}.{key}" not in _READING}  # fmt: skip
 
 
 def check_same(run: Run, recipe: Recipe, weights: str) -> None:

@@ -32,7 +32,7 @@ from armillary.training.data.survey import Progress
 from armillary.training.loop import agreement, train
 from armillary.training.recorder import Watch
 from armillary.training.resume import check_same, unfinished_run
-from armillary.training.supported import refuse_unsupported, unsupported_notes
+from armillary.training.supported import notes_of, refuse_unsupported
 from armillary.training.trackers import check_trackers
 from armillary.training.until import Until
 
@@ -124,7 +124,7 @@ def start(
         train=recipe.train,
         data=data,
         weights=str(source.folder or ""),
-        notes=tuple(unsupported_notes(config, job)),
+        notes=tuple(notes_of(config, recipe.layout, job)),
     )
     return Start(recipe=recipe, plan=plan, home=home)
 

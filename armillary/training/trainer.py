@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from armillary.training.feed import Feed, Fetched, Stop
 from armillary.training.measure import WINDOW, memory_gauges
 from armillary.training.memory import NoMeter, make_meter
 from armillary.training.model_start import open_text, start_model
-from armillary.training.optim import learning_rate, make_optimizer, set_learning_rate, update
+from armillary.training.offloading import Offloaded, optimizer_of
+from armillary.training.optim import learning_rate, set_learning_rate, update
 from armillary.training.precision import HALF, autocast
 from armillary.training.reading import Mark, Read, Reading
 from armillary.training.scaler import LossScaler, refuse_tiny_scale
@@ -37,12 +39,17 @@ from armillary.training.speed import Speed
 from armillary.training.waits import Waits
 from armillary.training.window import recorded, set_apart, unrecorded
 
+Meanwhile = Callable[[], None]
 MEASURED_STEP = 1
 """of those this process takes: the first whose optimiser states are there from its beginning"""
 
 
 def _never() -> bool:
     return False
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +67,23 @@ class Trainer:
 
     def __init__(
         self, plan: Plan, world: World, ranks: Agreement | None = None, *, kernels: Mapping[str, str] | None = None,
-        home: Home | None = None,
+        home: Home | None = None, folder: Path | None = None,
     ) -> None:  # fmt: skip
-        """`kernels` are those that were chosen when the run began; those chosen now are remembered in `home`."""
+        """`kernels` are those that were chosen when the run began; those chosen now are remembered in `home`. States of
+        the optimiser may wait on the disk of `folder`."""
         assert plan.train is not None and plan.data is not None, "a plan for training"
         self.plan, self.job, self.layout = plan, plan.train, plan.layout
         self.world, self.device = world, world.device
         self.ranks = ranks or Agreement(rank=world.rank, size=world.size)
-        self.mesh = self.ranks.together(lambda: make_mesh(plan.layout, world, plan.cluster))
+        self.mesh = self.ranks.together(lambda: make_mesh(plan.layout, world))
         self.text = self.ranks.together(lambda: open_text(plan))
         self.sharded, self.choices = start_model(plan, self.mesh, self.ranks, names=kernels, home=home)
         self.model = self.sharded.model
         self.num_parameters = self.sharded.num_parameters
-        self.optimizer = make_optimizer(self.model, self.job, plan.layout.precision, self.choices.copies)
+        self.optimizer = self.ranks.together(
+            lambda: optimizer_of(self.sharded, self.job, halves=self.choices.halves, folder=folder)
+        )
+        self.offloaded = Offloaded(self.sharded, self.optimizer)
         self.scaler = LossScaler(self.device, enabled=plan.layout.precision == "fp16", many=world.size > 1)
         self.routers = Routers(self.sharded, self.job)
         self.speed = Speed(plan)
@@ -88,8 +99,9 @@ class Trainer:
 
     # --- one step
 
-    def step(self, step: int, *, stop: Stop = _never) -> StepReport | None:
-        """Everything of one step; None where the ranks agreed to stop before it, because `stop()` was true on one."""
+    def step(self, step: int, *, stop: Stop = _never, meanwhile: Meanwhile = _nothing) -> StepReport | None:
+        """Everything of one step; None where the ranks agreed to stop before it, because `stop()` was true on one.
+        `meanwhile()` is called while the device works."""
         begin = time.perf_counter()
         self.reading.come()
         now = self.feed.at(step, stop)
@@ -98,7 +110,7 @@ class Trainer:
         fetched_s = time.perf_counter() - begin
         with self._measuring() as meter:
             look = recorded if self._is_recorded(step) else unrecorded
-            (measured, seconds), split = look(lambda: self._timed(now, stop))
+            (measured, seconds), split = look(lambda: self._timed(now, stop, meanwhile))
         _, nonsense = attempt(lambda: self._refuse_nonsense(step, measured))
         if nonsense is not None:  # all ranks read the same sums, so all are here
             self.ranks.raise_first(nonsense)
@@ -106,6 +118,7 @@ class Trainer:
         self.tokens += self.job.batch_tokens
         gauges = measured | self._counted() | self._memory(meter) | {"comm_exposed_s": self.waits.take()}
         gauges |= self.speed.gauges(fetched_s + seconds, now.wait_s) | (idle := self._idle())
+        gauges |= self.offloaded.gauges()
         split = set_apart(split, idle.get("bubble_s", 0.0))
         sources = dict.fromkeys(meter.sizes(), meter.source) | dict.fromkeys(split, WINDOW)
         sources |= dict.fromkeys([*idle, *([] if split else ["comm_exposed_s"])], self.waits.source)
@@ -119,12 +132,12 @@ class Trainer:
         computing, whole = self.sharded.pipeline.busy.take()
         return {"bubble_s": max(0.0, whole - computing)}
 
-    def _timed(self, now: Fetched, stop: Stop) -> tuple[dict[str, float], float]:
+    def _timed(self, now: Fetched, stop: Stop, meanwhile: Meanwhile) -> tuple[dict[str, float], float]:
         begin = time.perf_counter()
-        measured = self._advance(now, stop)
+        measured = self._advance(now, stop, meanwhile)
         return measured, time.perf_counter() - begin + self.reading.tail_s
 
-    def _advance(self, now: Fetched, stop: Stop) -> dict[str, float]:
+    def _advance(self, now: Fetched, stop: Stop, meanwhile: Meanwhile) -> dict[str, float]:
         """Launch the whole step, look after the next batch while it runs, then read what it measured: the one wait
         for the device, and not for the last of its work."""
         rate = learning_rate(self.job, now.step, self.num_parameters)
@@ -145,6 +158,7 @@ class Trainer:
         reads.append(self.reading.take(self.routers.finish()))
         marks.append(self.reading.mark())
         self.feed.look_ahead(now.step + 1, stop)
+        meanwhile()
         measured = {name: value for read in reads for name, value in read().items()}
         self.reading.leave(*marks)
         return measured | {"lr": rate}
@@ -207,8 +221,9 @@ class Trainer:
         return batch.tokens(context.cut), context.attend(documents_BT)
 
     def close(self) -> None:
-        """Let go of what reads ahead."""
+        """Let go of what reads ahead, and of what is still stepped beside it."""
         self.feed.close()
+        self.offloaded.finish()
 
     def __enter__(self) -> Trainer:
         return self
@@ -239,7 +254,8 @@ class Trainer:
         """One step's memory is taken apart; the others are left alone."""
         if self.taken == MEASURED_STEP:
             half, compiled = self.layout.precision in HALF, self.job.compile
-            self._meter = make_meter(self.model, self.optimizer, half=half, device=self.device, compiled=compiled)
+            self._meter = make_meter(self.model, self.optimizer, half=half, device=self.device, compiled=compiled,
+                                     elsewhere=self.offloaded.holds)  # fmt: skip
         else:
             self._meter = NoMeter()
         return self._meter.step()

@@ -65,18 +65,20 @@ def test_torchs_own_agrees() -> None:
     assert_agrees(GROUPED_LINEAR, case, "torch", inputs=(padded, weight, ends, False))
 
 
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-
-
-@pytest.mark.parametrize("version", [pytest.param("triton", marks=on_gpu), pytest.param("torch", marks=on_gpu)])
-@given(st.integers(1, 3000), st.integers(1, 40), st.integers(1, 90), st.integers(1, 90), st.booleans())
-@settings(max_examples=15, deadline=None)
-def test_agrees_on_a_gpu(version: str, rows: int, experts: int, outputs: int, into: int, even: bool) -> None:
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's own backward thread has no context at first
+@pytest.mark.parametrize(
+    "version, dtype", [("triton", "bf16"), ("triton", "fp16"), ("triton", "fp32"), ("torch", "bf16")]
+)
+@given(st.integers(1, 3000), st.sampled_from((1, 3, 8, 40)), st.integers(1, 90), st.integers(1, 90), st.booleans())
+@settings(max_examples=10, deadline=None)
+def test_agrees_on_a_gpu(
+    version: str, dtype: str, rows: int, experts: int, outputs: int, into: int, even: bool
+) -> None:
     """Experts without rows too: what each gets is drawn at random."""
-    sizes = {"rows": rows, "experts": experts, "outputs": 8 * outputs, "inputs": 8 * into, "even": even}
-    for dtype in ("bf16", "fp16", "fp32") if version == "triton" else ("bf16",):
-        case = GroupedCase(dtype=dtype, **sizes)
-        assert_agrees(GROUPED_LINEAR, case, version)
-        x, weight, ends = GROUPED_LINEAR.inputs(case, torch.Generator("cuda").manual_seed(1))
-        beyond = torch.cat((x, x[: 1 + rows // 3]))
-        assert_agrees(GROUPED_LINEAR, case, version, inputs=(beyond, weight, ends, False))
+    case = GroupedCase(dtype=dtype, rows=rows, experts=experts, outputs=8 * outputs, inputs=8 * into, even=even)
+    assert_agrees(GROUPED_LINEAR, case, version)
+    x, weight, ends = GROUPED_LINEAR.inputs(case, torch.Generator("cuda").manual_seed(1))
+    beyond = torch.cat((x, x[: 1 + rows // 3]))
+    assert_agrees(GROUPED_LINEAR, case, version, inputs=(beyond, weight, ends, False))

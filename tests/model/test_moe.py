@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +55,7 @@ def gradients(made: MixtureOfExperts, x: Tensor) -> dict[str, Tensor]:
     made.zero_grad()
     x.grad = None
     out = made(x)
-    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)).sum().backward()
     return {"out": out.detach(), "x": x.grad} | {name: p.grad for name, p in made.named_parameters()}  # type: ignore[dict-item]
 
 
@@ -68,6 +69,36 @@ def test_sorted_dispatch_does_what_the_plain_one_does(kind: str, capacity: float
     found = gradients(made, x)
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-13)
+
+
+def dense_dispatch(made: MixtureOfExperts, x_MH: Tensor) -> Tensor:
+    """Every expert on every token, times its weight or zero."""
+    weights, chosen = made.router(x_MH)
+    by_expert_ME = torch.zeros(len(x_MH), made.moe.num_experts, dtype=x_MH.dtype).scatter(1, chosen, weights)
+    total = torch.zeros_like(x_MH)
+    for expert in range(made.moe.num_experts):
+        total = total + made.experts.one(x_MH, expert) * by_expert_ME[:, expert, None]
+    return total
+
+
+@given(st.integers(1, 8), st.integers(1, 9), st.integers(1, 3), st.data())
+@settings(max_examples=30, deadline=None)
+def test_with_places_enough_it_is_the_dense_dispatch_to_the_bit(
+    experts: int, tokens: int, sequences: int, data: st.DataObject
+) -> None:
+    """Whole numbers and a plain activation: every product and sum is exact, so their order makes no difference."""
+    k = data.draw(st.integers(1, experts))
+    made = layer(num_experts=experts, top_k=k)
+    made.experts.activation = "relu"
+    draw = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    for parameter in made.experts.parameters():
+        parameter.data = torch.randint(-4, 5, parameter.shape, generator=draw).double()
+    x = torch.randint(-4, 5, (sequences, tokens, 8), generator=draw).double()
+    made.balance = balance(made, capacity=float(experts))
+    wanted = dense_dispatch(made, x.flatten(0, 1)).view_as(x)
+    for dispatch in (plain_dispatch, SortedDispatch(drops=True), SortedDispatch()):
+        made.dispatch = dispatch
+        assert torch.equal(made(x), wanted)
 
 
 def test_sorted_dispatch_under_autocast() -> None:
@@ -202,25 +233,26 @@ def test_a_forward_pass_made_again_is_counted_once() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's own backward thread has no context at first
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sorted_dispatch_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
-    """By the kernels of a GPU, against the plain dispatch in fp64."""
+    """By the kernels of a GPU, against the plain dispatch in fp64: as near as it is in the same format."""
+    from armillary.kernels.agree import relative_error
     from armillary.kernels.grouped_linear import GROUPED_LINEAR
 
-    made, x = layer(**KINDS[kind] | {"ffn": 16}), inputs(tokens=40)
-    wanted = gradients(made, x)
-    _, chosen = made.router(x.flatten(0, 1))
-    found: dict[str, Tensor] = {}
+    sizes = KINDS[kind] | {"ffn": 16}
+    made, x = layer(**sizes), inputs(tokens=40)
+    wanted, chosen = gradients(made, x), made.router(x.flatten(0, 1))[1]
+    in_format = layer(dtype, **sizes)
+    in_format.load_state_dict(made.state_dict())
+    plain = gradients(in_format, x.detach().to(dtype).requires_grad_())
     for version in ("triton", "torch") if dtype == torch.bfloat16 else ("triton",):
-        fast = layer(dtype, **KINDS[kind] | {"ffn": 16}).cuda()
-        fast.load_state_dict(made.state_dict())
-        _, same = fast.router(x.detach().flatten(0, 1).to("cuda", dtype))
-        if not torch.equal(same.cpu().sort().values, chosen.sort().values):
-            continue  # a tie that half precision breaks the other way
+        fast = deepcopy(in_format).cuda()
         fast.dispatch = SortedDispatch(GROUPED_LINEAR.version(version).load())  # type: ignore[union-attr]
         found = gradients(fast, x.detach().to("cuda", dtype).requires_grad_())
+        same = fast.router(x.detach().flatten(0, 1).to("cuda", dtype))[1].cpu()
+        assert torch.equal(same.sort().values, chosen.sort().values), "these inputs have no ties"
         for name, gradient in wanted.items():
-            off = torch.dist(found[name].cpu().double(), gradient) / gradient.norm()
-            assert off < (1e-5 if dtype == torch.float32 else 3e-2), name
-    assert found or dtype == torch.bfloat16
+            limit = max(1e-5 if dtype == torch.float32 else 2e-2, 2 * relative_error(plain[name], gradient))
+            assert relative_error(found[name].cpu(), gradient) <= limit, name

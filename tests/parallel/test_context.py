@@ -12,14 +12,16 @@ from armillary.errors import BadLayout
 from armillary.model.attend import How, packed, plain
 from armillary.parallel import ring_block
 from armillary.parallel.context import Context
-from armillary.parallel.mesh import Mesh, axis_sizes, make_mesh
+from armillary.parallel.mesh import Mesh, make_mesh
 from armillary.parallel.ring import pieces, seen_pairs
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, Rope
+from armillary.spec.placement import axis_sizes
+from armillary.training.parity.case import Case, tiny
+from armillary.training.parity.steps import many
 from tests.kernels.interpreter import needs_interpreter
 from tests.parallel.test_strategies import check
-from tests.parallel.training import Case, many, tiny
 from tests.ranks import Ranks
 
 B, T, N, K, D = 2, 48, 4, 2, 8

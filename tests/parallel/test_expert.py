@@ -5,14 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from armillary.parallel.mesh import expert_axis_sizes
-from armillary.parallel.placement import axis_words
-from armillary.spec.catalogue import cluster
+from armillary.kernels.grouped_linear import grouped_linear
+from armillary.model.moe import MixtureOfExperts
+from armillary.parallel import dispatch
+from armillary.parallel.collectives import Group
+from armillary.parallel.dispatch import Trip
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, MoE
-from tests.parallel.test_strategies import alone, check
-from tests.parallel.training import Case, Outcome, many, tiny
+from armillary.training.parity.case import Case, Outcome, tiny
+from armillary.training.parity.matrix import alone
+from armillary.training.parity.steps import many
+from tests.parallel.test_strategies import check
 from tests.ranks import Ranks
 
 GAUGES = ("aux_loss", "expert_load_max_over_mean", "expert_tail_fraction", "expert_drop_fraction", "router_entropy")
@@ -50,12 +56,13 @@ TWO = [
     case(layout(tp=2), "gated", dtype="fp64"),
     case(layout(tp=2, sequence_parallel=False), "biases", dtype="fp64"),
     case(layout(dp=2, ep=2, recompute="full"), "plain", capacity=0.6),
+    case(layout(cp=2, ep=2, recompute="selective"), "biases", dtype="fp64", capacity=0.6, documents=True),
 ]
 FOUR = [
     case(layout(dp=4, ep=2, zero=3), "biases", dtype="fp64"),
     case(layout(dp=2, tp=2, ep=2, zero=3), "shared"),
     case(layout(dp=2, pp=2, ep=2), "shared", dtype="fp64", accumulate=4),
-    case(layout(dp=2, cp=2, ep=2), "shared", dtype="fp64"),
+    case(layout(dp=2, cp=2, ep=2), "shared", dtype="fp64", capacity=0.7),
 ]
 MORE = [
     case(layout(dp=4, ep=2), "shared", dtype="fp64", accumulate=2),
@@ -85,14 +92,54 @@ def test_more_layouts(ranks: Ranks, world: int) -> None:
     held(ranks, world, MORE if world == 4 else EIGHT)
 
 
-def test_experts_are_shared_out_among_neighbours() -> None:
-    """64 GPUs in nodes of 8: tokens for experts stay inside a node, and so do those of tp inside ep."""
-    on = cluster("h100x64")
-    inside = axis_words(expert_axis_sizes(layout(dp=64, ep=8, zero=3)), on)
-    assert inside[0] == "ep=8: neighbouring ranks, over NVLink 4 (8 devices)"
-    assert inside[1] == "expert_shard=8: every 8th rank, over InfiniBand NDR (64 devices)"
-    both = axis_words(expert_axis_sizes(layout(dp=32, tp=2, ep=4)), on)
-    assert both[1] == "ep=4: every 2nd rank, over NVLink 4 (8 devices)"
-    assert expert_axis_sizes(layout(dp=8, ep=4, zero=3, shard=2)) == dict(
-        pp=1, expert_replicate=2, expert_shard=1, ep=4, tp=1
-    )
+class Noted(torch.autograd.Function):
+    """Passes on what it gets, and notes when, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, notes: list[str], word: str) -> torch.Tensor:
+        ctx.notes, ctx.word = notes, word
+        notes.append(word)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.notes.append(f"{ctx.word}, backward")
+        return grads[0], None, None
+
+
+def what_runs_meanwhile() -> list[str]:
+    """Exchanges and the shared expert of a layer, in the order in which this rank begins them."""
+    assert dist.group.WORLD is not None
+    notes: list[str] = []
+    moved, waited = Trip.move, dispatch.timed
+
+    def move(self: Trip, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+        notes.append("rows set out")
+        return moved(self, rows, back=back)
+
+    def wait(group: Group, work: Any) -> Any:
+        notes.append("waits")
+        return waited(group, work)
+
+    Trip.move, dispatch.timed = move, wait  # type: ignore[method-assign]
+    try:
+        mixture = MixtureOfExperts(tiny(moe=KINDS["shared"], layers=(LayerKind(mlp="moe"),)))
+        for parameter in mixture.parameters():
+            parameter.data.normal_(generator=torch.Generator().manual_seed(0))
+        group = Group(name=dist.group.WORLD.group_name, size=2, rank=dist.get_rank())
+        mixture.experts.up_E2FH.data, mixture.experts.down_EHF.data = (
+            weight.chunk(2)[group.rank].contiguous() for weight in (mixture.experts.up_E2FH, mixture.experts.down_EHF)
+        )
+        mixture.dispatch = dispatch.ExchangedDispatch(group, grouped_linear)
+        whole = mixture._shared
+        mixture._shared = lambda x: Noted.apply(whole(x), notes, "shared expert")  # type: ignore[method-assign]
+        mixture(torch.randn(2, 6, mixture.router.weight.shape[1], requires_grad=True)).sum().backward()
+    finally:
+        Trip.move, dispatch.timed = moved, waited  # type: ignore[method-assign]
+    return notes
+
+
+def test_the_shared_expert_runs_while_rows_travel(ranks: Ranks) -> None:
+    forward = ["waits", "rows set out", "shared expert", "waits", "rows set out", "waits"]
+    backward = ["rows set out", "waits", "rows set out", "shared expert, backward", "waits"]
+    assert ranks.run(2, what_runs_meanwhile) == [forward + backward] * 2

@@ -7,8 +7,9 @@ from typing import Any
 
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind
+from armillary.training.parity.case import Case, tiny
+from armillary.training.parity.steps import many
 from tests.parallel.test_strategies import check
-from tests.parallel.training import Case, many, tiny
 from tests.ranks import Ranks
 
 FEATURES: dict[str, dict[str, Any]] = {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from armillary.spec.layout import Layout
+from armillary.training.parity.case import Case, tiny
+from armillary.training.parity.steps import many
 from tests.parallel.test_strategies import check
-from tests.parallel.training import Case, many, tiny
 from tests.ranks import Ranks
 
 SOME = ("q", "v", "gate", "down")

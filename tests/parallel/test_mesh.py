@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from armillary.errors import BadLayout
-from armillary.parallel.mesh import Mesh, axis_sizes, make_mesh, ranks_by_machine
-from armillary.parallel.placement import axis_words, crossed, ordinal
+from armillary.parallel.mesh import make_mesh, ranks_by_machine
 from armillary.parallel.world import World, join_world
-from armillary.spec.catalogue import cluster
 from armillary.spec.layout import Layout
 from tests.ranks import Ranks
 
@@ -59,26 +57,3 @@ def test_an_axis_of_one_has_no_group() -> None:
 def test_another_number_of_processes_is_refused(layout: Layout, size: int, words: str) -> None:
     with pytest.raises(BadLayout, match=words):
         make_mesh(layout, world(0, size))
-
-
-def test_placement_says_which_link_an_axis_crosses() -> None:
-    sizes = axis_sizes(Layout(dp=8, zero=3, shard=4, tp=8))
-    words = axis_words(sizes, cluster("dgx-h100x8"))
-    assert words[0].startswith("tp=8: neighbouring ranks, over NVLink 4 (8 devices)")
-    assert words[1].startswith("shard=4: every 8th rank, over") and "(64 devices)" in words[1]
-    assert words[2].startswith("replicate=2: every 32nd rank")
-    assert Mesh(sizes, world(0, 64), None, cluster("dgx-h100x8")).placement() == words
-
-
-def test_ordinals() -> None:
-    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 21, 112)] == [
-        "1st", "2nd", "3rd", "4th", "11th", "12th", "21st", "112th",
-    ]  # fmt: skip
-
-
-def test_an_axis_that_straddles_a_node_is_as_slow_as_the_network() -> None:
-    inside, straddling = axis_sizes(Layout(dp=4, tp=4)), axis_sizes(Layout(dp=4, tp=6))
-    machine = cluster("dgx-h100x8")
-    assert crossed("tp", inside, machine)[1] == 8
-    assert crossed("tp", straddling, machine)[1] == 64
-    assert crossed("replicate", axis_sizes(Layout(dp=128)), machine)[0] is None

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from armillary.errors import BadLayout
 from armillary.model.transformer import Transformer, build
@@ -16,23 +14,22 @@ from armillary.model.weights import save_model
 from armillary.parallel.apply import apply
 from armillary.parallel.mesh import make_mesh
 from armillary.parallel.pipeline_busy import Pass
-from armillary.parallel.pipeline_make import refuse_rounds, refuse_split
-from armillary.parallel.pipeline_sleep import Work, measured_idle, sleeping_pipeline
-from armillary.parallel.pipeline_split import chunks_of, places, split
 from armillary.parallel.pipeline_stage import hold
-from armillary.parallel.schedule import idle_share
-from armillary.parallel.schedule_replay import replayed_idle
+from armillary.parallel.schedule import refuse_rounds, refuse_split
 from armillary.parallel.weights import fill_from, materialise
 from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, ModelConfig
 from armillary.training.loss import loss_sum
+from armillary.training.parity.case import Case, tiny
+from armillary.training.parity.steps import many
+from benchmarks.idle_stages import Work, idle_share, measured_idle, replayed_idle, sleeping_pipeline
 from tests.parallel.test_strategies import check
-from tests.parallel.training import Case, many, tiny
 from tests.ranks import Ranks
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 """schedule -> chunks a stage"""
+EVEN = Work(forward_s=1.0, inputs_s=1.0, weights_s=1.0)
 
 
 def layout(**changes: object) -> Layout:
@@ -95,29 +92,6 @@ def test_eight_stages(ranks: Ranks) -> None:
 # --- what stages hold
 
 
-@given(num_layers=st.integers(1, 12), num_chunks=st.integers(1, 14), vocab=st.integers(8, 4000))
-def test_chunks_hold_every_layer_once_and_none_takes_much_longer_than_it_must(
-    num_layers: int, num_chunks: int, vocab: int
-) -> None:
-    if num_chunks > num_layers + 2:
-        return
-    config = deep(num_layers, vocab=vocab)
-    spans = split(config, num_chunks, sequence=64)
-    assert [layer for span in spans for layer in span.layers] == list(range(num_layers))
-    assert [span.first for span in spans] == [i == 0 for i in range(num_chunks)]
-    assert [span.last for span in spans] == [i + 1 == num_chunks for i in range(num_chunks)]
-    embedding, *layers, head = [place.flops for place in places(config, 64)]
-    longest = max(sum(layers[i] for i in span.layers) + span.last * head + span.first * embedding for span in spans)
-    bound = sum(layers) + head
-    assert longest <= 1.05 * (bound / num_chunks + max(*layers, head))
-
-
-def test_a_heavy_head_has_fewer_layers_beside_it() -> None:
-    spans = split(deep(8, vocab=512), 2, sequence=64)
-    assert len(spans[1].layers) < len(spans[0].layers) < 8
-    assert [span.index for span in chunks_of(split(deep(6), 6, sequence=64), 1, 2)] == [1, 3, 5]
-
-
 def filled_from(folder: str, config: ModelConfig) -> list[str]:
     """Names whose values a stage reads differently from the whole model."""
     with join_world("cpu") as world:
@@ -167,19 +141,27 @@ def test_the_order_that_was_run_idles_as_the_formula_says(ranks: Ranks, stages: 
     idle = {}
     for schedule, chunks in SCHEDULES.items():
         orders = ranks.run(stages, passes, schedule, chunks, micro_batches)
-        for times in ((1.0, 1.0, 1.0), (2.0, 3.0, 2.0)):
-            forward, inputs, weights = times
-            idle[schedule] = replayed_idle(orders, chunks=chunks, forward=forward, inputs=inputs, weights=weights)
-            formula = idle_share(schedule, num_stages=stages, num_micro_batches=micro_batches, chunks=chunks,
-                                 forward=forward, backward=inputs + weights, weights=weights)  # fmt: skip
-            rel = 1e-9 if forward == inputs == weights else 0.15
-            assert idle[schedule] == pytest.approx(formula, rel=rel), schedule
+        for times in ((1.0, 1.0, 1.5), (1.0, 0.8, 1.3), (2.0, 3.0, 2.0), (1.0, 1.0, 1.0)):
+            work = Work(**dict(zip(("forward_s", "inputs_s", "weights_s"), times, strict=True)))
+            idle[schedule] = replayed_idle(orders, [work] * stages, chunks=chunks)
+            formula = idle_share(schedule, work, stages=stages, micro_batches=micro_batches, chunks=chunks)
+            assert idle[schedule] == pytest.approx(formula, rel=1e-9), (schedule, times)
     assert idle["zero_bubble"] < idle["interleaved"] < idle["1f1b"] == pytest.approx(idle["gpipe"])
 
 
 def test_an_order_in_which_stages_wait_for_each_other_is_no_schedule() -> None:
     with pytest.raises(AssertionError, match="waits for another"):
-        replayed_idle([[("B", 0, 0), ("F", 0, 0)], [("F", 1, 0), ("B", 1, 0)]])
+        replayed_idle([[("B", 0, 0), ("F", 0, 0)], [("F", 1, 0), ("B", 1, 0)]], [EVEN, EVEN])
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    """Two stages, one twice as long, three micro-batches: 3 · 6 turns of the long one and 3 of the short one."""
+    slow = Work(forward_s=2.0, inputs_s=2.0, weights_s=2.0)
+    order = [[(letter, stage, i) for letter in "FB" for i in range(3)] for stage in (0, 1)]
+    assert replayed_idle(order, [EVEN, slow]) == pytest.approx(1 - 3 * 4.5 / (3 * 6 + 3))
+    mean = Work(forward_s=1.5, inputs_s=1.5, weights_s=1.5)
+    found = idle_share("gpipe", mean, stages=2, micro_batches=3, slowest_s=6.0)
+    assert found == pytest.approx(1 - 3 * 4.5 / (3 * 6 + 4.5))
 
 
 def slept(schedule: str, chunks: int, micro_batches: int, seconds: float) -> float:
@@ -196,7 +178,7 @@ def test_stages_that_sleep_idle_as_the_formula_says(ranks: Ranks, stages: int) -
     idle = {}
     for schedule, chunks in SCHEDULES.items():
         idle[schedule] = ranks.run(stages, slept, schedule, chunks, stages, 0.1)[0]
-        formula = idle_share(schedule, num_stages=stages, num_micro_batches=stages, chunks=chunks)
+        formula = idle_share(schedule, EVEN, stages=stages, micro_batches=stages, chunks=chunks)
         assert idle[schedule] == pytest.approx(formula, rel=0.15), schedule
     assert idle["zero_bubble"] < idle["1f1b"]
 

@@ -15,7 +15,7 @@ from armillary.model.transformer import build
 from armillary.parallel.recompute import keep, recompute
 from armillary.spec.model import LayerKind
 from armillary.training.loss import loss_sum
-from tests.parallel.training import Case, batch, tiny
+from armillary.training.parity.case import Case, batch, tiny
 
 LAYERS = 4
 
@@ -69,11 +69,11 @@ def test_one_layer_in_every_k() -> None:
     assert [backward("full", every)[1].get("rsqrt", 0) for every in (1, 2, 3, 9)] == [8, 4, 4, 2]
 
 
-@pytest.mark.parametrize(("inner", "kept"), [(4, False), (64, True)])
-def test_an_adapter_s_second_product_is_made_again(inner: int, kept: bool) -> None:
-    """Its result is as large as the layer's own, which is kept beside it."""
-    x, w, b = torch.randn(8, inner), torch.randn(128, inner), torch.randn(128)
-    ops, expected = torch.ops.aten, CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-    assert keep(None, ops.mm.default, x, w.t()) == keep(None, ops.addmm.default, b, x, w.t()) == expected
-    assert keep(None, ops.linear.default, x, w) == expected
-    assert keep(None, ops.bmm.default, x[None], w.t()[None]) == CheckpointPolicy.MUST_SAVE
+@pytest.mark.parametrize("inner", [4, 64])
+def test_an_adapter_s_second_product_is_made_again(inner: int) -> None:
+    """Its result is as large as the layer's own, which it is added to and which is kept."""
+    x, w, b, own = torch.randn(8, inner), torch.randn(128, inner), torch.randn(128), torch.randn(8, 128)
+    ops, saved = torch.ops.aten, CheckpointPolicy.MUST_SAVE
+    assert keep(None, ops.addmm.default, own, x, w.t()) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert keep(None, ops.mm.default, x, w.t()) == keep(None, ops.addmm.default, b, x, w.t()) == saved
+    assert keep(None, ops.linear.default, x, w) == keep(None, ops.bmm.default, x[None], w.t()[None]) == saved

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
-from tests.parallel.strategies import STRATEGIES, layout_of
-from tests.parallel.training import Case, Outcome, error, many, steps, tiny
+from armillary.training.parity.case import Case, Outcome, error, tiny
+from armillary.training.parity.matrix import BARS, alone
+from armillary.training.parity.steps import many
+from armillary.training.parity.strategies import STRATEGIES, layout_of
 from tests.ranks import Ranks
-
-BARS = {
-    "fp32": {"loss": 1e-6, "norm": 1e-5, "weights": 1e-5},
-    "fp64": {"loss": 1e-10, "norm": 1e-10, "weights": 1e-10},
-}
-
-
-@cache
-def alone(case: Case) -> Outcome:
-    return steps(case)
 
 
 def check(found: list[Outcome], cases: list[Case]) -> None:

@@ -15,7 +15,8 @@ from armillary.parallel.tensor import cut_by_tensor, gathering_again
 from armillary.parallel.world import join_world
 from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
-from tests.parallel.training import Case, spread, tiny, train_step
+from armillary.training.parity.case import Case, tiny
+from armillary.training.parity.steps import spread, train_step
 from tests.ranks import Ranks
 
 

@@ -20,7 +20,7 @@ from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
 from armillary.training.lora import add_lora
-from tests.parallel.training import tiny
+from armillary.training.parity.case import tiny
 from tests.ranks import Ranks
 
 LAYOUTS = [

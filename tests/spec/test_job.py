@@ -10,8 +10,11 @@ import pytest
 from armillary.errors import BadRecipe
 from armillary.spec.fields import build, help_of, to_plain
 from armillary.spec.job import Cost, Data, Objective, Serve, Traffic, TrainJob
+from armillary.spec.load import Load
+from armillary.spec.predict import Predict
 
-TABLES = {"data": Data, "train": TrainJob, "serve": Serve, "traffic": Traffic, "objective": Objective, "cost": Cost}
+TABLES = {"data": Data, "train": TrainJob, "serve": Serve, "traffic": Traffic, "objective": Objective, "load": Load,
+          "predict": Predict, "cost": Cost}  # fmt: skip
 
 
 @pytest.mark.parametrize(("table", "cls"), TABLES.items())
@@ -48,6 +51,14 @@ def test_every_field_has_a_default_and_a_line_of_help(table: str, cls: type[Any]
         ("traffic", {"tokens_out": 0}),
         ("traffic", {"shared_prefix": 1000, "tokens_in": 10}),
         ("objective", {"ttft_p99_s": 0.0}),
+        ("predict", {"max_batch": 0}),
+        ("predict", {"max_delay_s": -1.0}),
+        ("predict", {"preferred": [64]}),
+        ("predict", {"timeout_s": 0.0}),
+        ("load", {"concurrency": 0}),
+        ("load", {"ramp_to": -1.0}),
+        ("load", {"warmup_s": -1.0}),
+        ("load", {"longest": 1}),
         ("cost", {"usd_per_device_hour": -1.0}),
         ("cost", {"pue": 0.9}),
         ("cost", {"utilisation": 0.0}),

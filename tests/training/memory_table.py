@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "HSDP": dict(dp=4, zero=3, shard=2),
     "tp + sp on 4": dict(tp=4),
     "ZeRO-3 × tp": dict(dp=2, zero=3, tp=2),
+    "optimiser out": dict(offload="optimizer"),
+    "activations out": dict(offload="activations"),
+    "both out": dict(offload="both"),
+    "nvme": dict(offload="nvme"),
+    "ZeRO-3, both out": dict(dp=2, zero=3, offload="both"),
+    "LoRA": dict(lora_rank=8),
+    "LoRA, ZeRO-1": dict(lora_rank=8, dp=2, zero=1),
+    "LoRA, ZeRO-3": dict(lora_rank=8, dp=2, zero=3),
+    "LoRA, tp + sp": dict(lora_rank=8, tp=2),
 }
+"""settings of the layout, and of the job where adapters are trained"""
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class Case:
             shape["kv_heads"] = 4
         train = {"sequence": 128, "batch_tokens": 2048, "steps": 3, "eval_every": 0, "profile_every": 0}
         layout = {"micro_batch": 4, "recompute": self.recompute, "precision": self.precision} | LAYOUTS[self.layout]
+        train["lora_rank"] = layout.pop("lora_rank", 0)
         return recipe_from_dict({
             "model": shape, "hardware": {"on": "here"}, "data": {"source": str(corpus), "vocab": 320},
             "layout": layout, "train": train | TRAIN.get(self.model, {}),
@@ -84,7 +96,8 @@ class Row:
 
 def every_case(model: str) -> Iterator[Case]:
     for layout in LAYOUTS:
-        for recompute in ("none", "selective", "full"):
+        reached = LAYOUTS[layout].get("offload") not in ("activations", "both")
+        for recompute in ("none", "selective", "full") if reached else ("none", "full"):
             yield Case(model, layout, recompute)
         yield Case(model, layout, "none", "bf16")
         yield Case(model, layout, "full", "bf16")
@@ -114,7 +127,9 @@ def peaks(plans: list[str]) -> list[float]:
 
 def peak(plan: Plan) -> float:
     torch.manual_seed(0)
-    with join_world("cpu") as world, Trainer(plan, world, agreement(world)) as trainer:
+    with join_world("cpu") as world, Trainer(
+        plan, world, agreement(world), folder=Path(tempfile.gettempdir())
+    ) as trainer:
         for step in range(MEASURED_STEP + 1):
             report = trainer.step(step)
     assert report is not None

@@ -210,8 +210,7 @@ def test_a_loss_that_is_no_number_ends_the_run(recipe: Make, home: Home) -> None
     ("overrides", "expected"),
     [
         (["layout.tp=3"], "tp=3 does not divide"),
-        (["layout.offload=optimizer"], "cannot do layout.offload=optimizer yet; try --set layout.offload=none"),
-        (["layout.precision=fp8"], "cannot do fp8 yet; try --set layout.precision=bf16"),
+        (["layout.offload=both", "layout.recompute=selective"], "cannot reach what selective recompute keeps; try"),
         (["train.sequence=256"], "longer than the context"),
         (["train.batch_tokens=100"], "batch_tokens"),
         (["model.ffnn=3"], "did you mean ffn"),

@@ -107,12 +107,12 @@ def _stop_after(step: int) -> Callable[[StepReport], None]:
 
 CHAIN = [
     ["layout.dp=1"],
-    ["layout.dp=2", "layout.zero=1", "layout.micro_batch=2"],
+    ["layout.dp=2", "layout.zero=1", "layout.micro_batch=2", "layout.offload=optimizer"],
     ["layout.dp=4", "layout.zero=3", "layout.shard=2", "layout.micro_batch=1"],
     ["layout.tp=2", "layout.micro_batch=8"],
     ["layout.dp=2", "layout.tp=2", "layout.zero=2", "layout.recompute=full"],
-    ["layout.pp=2", "layout.micro_batch=2"],
-    ["layout.cp=2", "layout.dp=2", "layout.zero=3", "layout.micro_batch=2"],
+    ["layout.pp=2", "layout.micro_batch=2", "layout.offload=both"],
+    ["layout.cp=2", "layout.dp=2", "layout.zero=3", "layout.micro_batch=2", "layout.offload=nvme"],
     ["layout.pp=2", "layout.dp=2", "layout.zero=1", "layout.micro_batch=1", "layout.schedule=zero_bubble"],
     ["layout.dp=2"],
     ["layout.dp=1", "layout.recompute=selective"],

@@ -23,7 +23,8 @@ def test_an_interrupted_run_of_the_same_recipe_goes_on(recipe: Make, home: Home)
     run = begin(recipe(), home).create_run()
     assert unfinished_run(home, recipe(), "") is None, "this very process runs it"
     run.update(state="interrupted", step=5)
-    for same in ([], ["layout.dp=2"], ["layout.precision=bf16", "layout.recompute=full"]):
+    reading = ["data.verify=false", "data.workers=2"]
+    for same in ([], ["layout.dp=2"], ["layout.precision=bf16", "layout.recompute=full"], reading):
         assert unfinished_run(home, recipe(*same), "") == run
     for other in (["train.lr=0.1"], ["data.seed=2"], ["model.ffn=96"], ["train.steps=13"]):
         assert unfinished_run(home, recipe(*other), "") is None

@@ -20,8 +20,11 @@ def chunk_cost(count: int, past: int, attention_tokens: float | None) -> float:
     return count * (1 + max(0.0, (past + count / 2) / attention_tokens - _FREE))
 
 
-def chunk_size(left: int, past: int, budget: float, block_tokens: int, attention_tokens: float | None) -> int:
-    """Tokens of the `left` that the budget pays for, at least one; ends on a block where the prompt goes on."""
+def chunk_size(
+    left: int, past: int, budget: float, block_tokens: int, attention_tokens: float | None, tile: int = 1
+) -> int:
+    """Tokens of the `left` that the budget pays for, at least one; where the prompt goes on, whole tiles of queries,
+    which attention pays for anyway, and up to the end of a block."""
     count = int(budget)
     if attention_tokens:
         linear = 1 + past / attention_tokens - _FREE
@@ -29,5 +32,5 @@ def chunk_size(left: int, past: int, budget: float, block_tokens: int, attention
         count = min(count, int(2 * budget / (linear + sqrt(linear * linear + 2 * budget / attention_tokens))))
     if count >= left:
         return left
-    aligned = count - (past + count) % block_tokens
-    return max(1, count if aligned <= 0 else aligned)
+    ends = (count - (past + count) % unit for unit in (tile, block_tokens) if unit % block_tokens == 0)
+    return max(1, next((end for end in ends if end > 0), count))

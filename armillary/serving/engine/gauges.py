@@ -9,12 +9,16 @@ from armillary.serving.engine.sequence import Sequence
 
 def step_gauges(scheduler: Scheduler, decision: Decision) -> dict[str, float]:
     """The state after a step was decided, and totals so far."""
+    work = {"prefill_tokens": decision.num_prefill_tokens, "decode_tokens": len(decision.decodes)}
+    return state_gauges(scheduler) | work
+
+
+def state_gauges(scheduler: Scheduler) -> dict[str, float]:
+    """Who is here, what the cache holds, and totals so far."""
     totals, cache = scheduler.totals, scheduler.cache
     return {
         "running": len(scheduler.roster.running),
         "waiting": len(scheduler.roster.waiting),
-        "prefill_tokens": decision.num_prefill_tokens,
-        "decode_tokens": len(decision.decodes),
         "kv_used_fraction": cache.used_fraction,
         "kv_capacity_tokens": cache.num_blocks // len(cache.groups) * cache.block_tokens,
         "preemptions_total": totals.preempted,

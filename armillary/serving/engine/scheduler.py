@@ -178,7 +178,8 @@ class Scheduler:
             return 0.0  # this step's share of searching is used up
         settings, start = self.settings, seq.computed
         left = min(seq.due - start, settings.max_chunk or seq.due)
-        count = chunk_size(left, start, budget, self.cache.block_tokens, settings.attention_tokens)
+        block = self.cache.block_tokens
+        count = chunk_size(left, start, budget, block, settings.attention_tokens, settings.query_tile)
         count = fitting(self.roster, decision, seq, min(count, int(budget)))
         if not count:
             self._stalled = True

@@ -43,6 +43,8 @@ class Settings:
     """prompt tokens of one request in a step, so that a long prompt lets short ones pass; none: all"""
     attention_tokens: float | None = None
     """context at which attention costs as much as all the rest of a token; none: attention is not counted"""
+    query_tile: int = 1
+    """queries that attention of a prompt takes together: a part of it that is no multiple costs as much as the next"""
     reserve: float | None = None
     """share of all that running answers may still grow that is kept free; none: of what is likely, and learnt"""
     rope_switch: int | None = None
@@ -58,6 +60,10 @@ _ATTENTION_RATE = 0.5
 in short chunks; whole prompt steps 684"""
 
 
+_TILE_ROWS = 128
+"""(query, head of a group) pairs that attention of prompts takes together on a GPU"""
+
+
 def settings_for(config: ModelConfig, serve: Serve, eos_ids: frozenset[int] = frozenset()) -> Settings:
     """The recipe's [serve] table, for a model."""
     longest = config.context if serve.max_model_len is None else serve.max_model_len
@@ -69,7 +75,7 @@ def settings_for(config: ModelConfig, serve: Serve, eos_ids: frozenset[int] = fr
         max_running=serve.max_running, batching=serve.batching, batch_window_s=serve.batch_window_s,
         ageing_s=serve.ageing_s, max_waiting=serve.max_waiting, max_wait_s=serve.max_wait_s,
         prefill_tokens=serve.prefill_tokens, attention_tokens=attention_tokens(config), check_every=serve.check_every,
-        rope_switch=rope_switch(config),
+        rope_switch=rope_switch(config), query_tile=max(1, _TILE_ROWS // (config.heads // config.kv_heads)),
     )  # fmt: skip
 
 

@@ -13,6 +13,9 @@ from armillary.model.tokenizer import Tokenizer
 from armillary.serving.engine.constraint import Constraint, Structure
 from armillary.serving.engine.intake import MakeConstraint
 
+_MOST_KEPT = 256
+"""compiled structures that are kept, those asked for last"""
+
 
 class Matched:
     """One answer against its structure."""
@@ -44,9 +47,11 @@ class Structures:
         return lambda: self._made(structure)
 
     def _made(self, structure: Structure) -> Constraint:
-        if structure not in self._compiled:
-            self._compiled[structure] = self._compile(structure)
-        return Matched(self._compiled[structure].deep_copy())
+        found = self._compiled.pop(structure, None) or self._compile(structure)
+        self._compiled[structure] = found  # now the youngest
+        while len(self._compiled) > _MOST_KEPT:
+            self._compiled.pop(next(iter(self._compiled)), None)
+        return Matched(found.deep_copy())
 
     def _compile(self, structure: Structure) -> Any:
         try:

@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from typing import Protocol
 
 from armillary.errors import BadInput
 from armillary.serving.engine.answers import Piece
@@ -24,11 +25,23 @@ _IDLE_S = 0.5
 """how long an idle engine sleeps before it shows again that it is alive"""
 
 
+class Outbox(Protocol):
+    """Takes the pieces of all requests at once, for whoever passes them on together. Called in the engine's thread."""
+
+    def take(self, pieces: list[Piece]) -> None:
+        """What a step, or an end between steps, brought."""
+
+    def flush(self) -> None:
+        """A turn of the loop is over, also one that brought nothing."""
+
+
 class Worker:
     """The thread, its inbox, and who gets which answers."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, outbox: Outbox | None = None) -> None:
+        """With an `outbox`, pieces of all requests go there and none is delivered by itself."""
         self.engine = engine
+        self._outbox = outbox
         self.failure: BaseException | None = None
         """what ended the thread, where that was not `stop`"""
         self._clock = engine.loop.clock
@@ -45,7 +58,9 @@ class Worker:
         self._thread.start()
         return self
 
-    def submit(self, request: Request, deliver: Deliver, constraint: MakeConstraint | None = None) -> None:
+    def submit(
+        self, request: Request, deliver: Deliver | None = None, constraint: MakeConstraint | None = None
+    ) -> None:
         """Queue a request; `deliver` gets its pieces, in the engine's thread. BadInput where it cannot be served; that
         the queue is full or the name taken is told by a piece with finish = error."""
         made = self.engine.scheduler.roster.prepare(request, constraint)
@@ -54,9 +69,16 @@ class Worker:
                 raise BadInput("the engine is stopping; ask another one")
             self._inbox.put(lambda: self._enter(made, deliver))
 
-    def abort(self, request_id: str) -> None:
-        """Give a request up: its last pieces say so."""
-        self._inbox.put(lambda: self._send(self.engine.abort(request_id)))
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Give a request up: its last pieces say so. With an `index`, that one of its answers is complete."""
+        if index is None:
+            self._inbox.put(lambda: self._send(self.engine.abort(request_id)))
+        else:
+            self._inbox.put(lambda: self._complete(request_id, index))
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
 
     async def stream(self, request: Request, constraint: MakeConstraint | None = None) -> AsyncIterator[Piece]:
         """Pieces of all answers to a request as they come. Leaving the loop early aborts it."""
@@ -95,6 +117,8 @@ class Worker:
                     self._read(self._wait_s())
                     if self.engine.busy:
                         self._send(self.engine.step())
+                    if self._outbox is not None:
+                        self._outbox.flush()
         except BaseException as failure:
             self.failure = failure
             with self._door:
@@ -124,16 +148,30 @@ class Worker:
         except queue.Empty:
             return
 
-    def _enter(self, made: list[Sequence], deliver: Deliver) -> None:
+    def _enter(self, made: list[Sequence], deliver: Deliver | None) -> None:
         try:
             self.engine.scheduler.roster.enter(made, self._clock())
         except BadInput as error:
-            for seq in made:
-                deliver(Piece(sequence=seq, tokens=(), text="", finish="error", error=str(error)))
+            pieces = [Piece(sequence=seq, tokens=(), text="", finish="error", error=str(error)) for seq in made]
+            if self._outbox is not None:
+                self._outbox.take(pieces)
+            elif deliver is not None:
+                for piece in pieces:
+                    deliver(piece)
             return
-        self._deliver[made[0].request.id] = deliver
+        if deliver is not None:
+            self._deliver[made[0].request.id] = deliver
+
+    def _complete(self, request_id: str, index: int) -> None:
+        """Whoever reads this answer has seen its end (a stop text)."""
+        for seq in self.engine.scheduler.roster.requests.get(request_id, ()):
+            if seq.index == index and seq.finish is None:
+                self.engine.scheduler.finish(seq, "stop", self._clock())
+                return self._send(self.engine.end([seq]))
 
     def _send(self, pieces: list[Piece]) -> None:
+        if self._outbox is not None:
+            return self._outbox.take(pieces)
         for piece in pieces:
             self._deliver[piece.sequence.request.id](piece)
         for name in {piece.sequence.request.id for piece in pieces if piece.finish is not None}:

@@ -38,6 +38,8 @@ class Prepared:
     """whether the folder was there already, from the same source and settings"""
     seconds: float
     """time this call took"""
+    remade: str = ""
+    """what was wrong with a folder that was there and was made again; empty where nothing was"""
 
     @property
     def num_tokens(self) -> int:
@@ -89,17 +91,17 @@ def prepare(
         "shard_tokens": shard_tokens,
     }
     wanted |= _unusual(shuffle, format, template)
-    index = _finished(out, wanted, overwrite=overwrite)
+    index, wrong = _finished(out, wanted, overwrite=overwrite)
     reused = index is not None
     if index is None:
         try:
             with staged_folder(out, overwrite=overwrite) as folder:
                 index = _maker(format, template)(corpus, folder, given, vocab, wanted, progress)
         except Taken:  # another process was quicker; what it made may be just what was asked for
-            index = _finished(out, wanted, overwrite=False)
+            index, _ = _finished(out, wanted, overwrite=False)
             assert index is not None
             reused = True
-    return Prepared(folder=out, index=index, reused=reused, seconds=time.monotonic() - begin)
+    return Prepared(folder=out, index=index, reused=reused, seconds=time.monotonic() - begin, remade=wrong)
 
 
 def folder_name(
@@ -153,10 +155,11 @@ def _given(folder: str | Path) -> Tokenizer:
 # --- a folder that is there already
 
 
-def _finished(out: Path, wanted: Mapping[str, Any], *, overwrite: bool) -> Index | None:
-    """The index of a usable folder made from `wanted`; None where the folder is to be made."""
+def _finished(out: Path, wanted: Mapping[str, Any], *, overwrite: bool) -> tuple[Index | None, str]:
+    """The index of a usable folder made from `wanted`; None where the folder is to be made, with what is wrong with the
+    one that is there."""
     if not out.exists():
-        return None
+        return None, ""
     if not (out / NAME).is_file():
         if out.is_dir() and not any(out.iterdir()):
             raise BadInput(f"{out} is an empty folder; remove it or choose another name")
@@ -164,14 +167,17 @@ def _finished(out: Path, wanted: Mapping[str, Any], *, overwrite: bool) -> Index
     try:
         for split in SPLITS:
             index = TokenShards.open(out, split).index
-    except ArmillaryError:
+    except ArmillaryError as error:
         if overwrite:
-            return None
+            return None, str(error).split("; ")[0]
         raise
     differing = [name for name in {**index.made_from, **wanted} if index.made_from.get(name) != wanted.get(name)]
-    if differing and not overwrite:
-        raise BadInput(f"{out} was made with {_difference(index, wanted, differing[0])}; add --overwrite to replace it")
-    return None if differing else index
+    if not differing:
+        return index, ""
+    wrong = f"{out} was made with {_difference(index, wanted, differing[0])}"
+    if not overwrite:
+        raise BadInput(f"{wrong}; add --overwrite to replace it")
+    return None, wrong
 
 
 def _difference(index: Index, wanted: Mapping[str, Any], name: str) -> str:

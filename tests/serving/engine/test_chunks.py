@@ -18,6 +18,14 @@ def test_plain_budgets_are_tokens() -> None:
     assert chunk_size(100, 0, 5.0, 16, None) == 5  # less than a block is still progress
 
 
+def test_parts_are_whole_tiles_of_queries() -> None:
+    assert chunk_size(900, 0, 90.0, 16, None, 32) == 64 and chunk_size(900, 16, 90.0, 16, None, 32) == 80
+    assert chunk_size(900, 0, 30.0, 16, None, 32) == 16  # less than a tile: up to the end of a block
+    assert chunk_size(70, 0, 90.0, 16, None, 32) == 70  # the end of a prompt is what it is
+    assert chunk_size(900, 0, 90.0, 16, None, 25) == 80  # tiles that blocks do not fit are passed over
+    assert settings_for(models()["qwen3-8b"].config, Serve()).query_tile == 32
+
+
 @given(st.integers(1, 200_000), st.integers(0, 1_000_000), st.floats(1, 1e5), st.sampled_from([1, 16, 256]),
        st.floats(100, 1e6))  # fmt: skip
 def test_a_chunk_is_what_the_budget_pays_for(left: int, past: int, budget: float, block: int, context: float) -> None:

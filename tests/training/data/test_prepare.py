@@ -129,7 +129,9 @@ def test_a_damaged_folder_is_not_reused(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "train" / "00000.bin").unlink()
     with pytest.raises(BadData, match=r"00000.bin is missing"):
         prepare(source, tmp_path / "out", vocab=300)
-    assert not prepare(source, tmp_path / "out", vocab=300, overwrite=True).reused
+    again = prepare(source, tmp_path / "out", vocab=300, overwrite=True)
+    assert not again.reused and again.remade.endswith("00000.bin is missing")
+    assert not prepare(source, tmp_path / "out", vocab=300, overwrite=True).remade
 
 
 def test_other_peoples_folders_are_never_overwritten(source: Path, tmp_path: Path) -> None:

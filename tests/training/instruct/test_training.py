@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from armillary.model.tokenizer import Tokenizer
 from armillary.spec.recipe import Recipe
@@ -15,6 +16,8 @@ from armillary.training.data.batch import IGNORED
 from armillary.training.data.opening import open_data
 from armillary.training.loop import train
 from armillary.training.start import start, starting_point, train_recipe
+from tests.ranks import Ranks
+from tests.training.test_many_ranks import begin, losses, on_ranks
 
 
 def talks(tmp_path: Path) -> Path:
@@ -71,3 +74,24 @@ def test_a_model_learns_to_answer(tmp_path: Path, home: Home, recipe: Callable[.
     done = train_recipe(wanted, home=home, device="cpu", watch=lambda report: losses.append(report.gauges["loss"]))
     assert losses[-1] < losses[0] - 1 and done.val_loss is not None and done.export is not None
     assert Tokenizer.load(done.export).chat([{"role": "user", "content": "x"}]).endswith("<|im_start|>assistant\n")
+
+
+def test_ranks_with_different_numbers_of_targets_train_as_one(
+    tmp_path: Path, home: Home, recipe: Callable[..., Recipe], ranks: Ranks
+) -> None:
+    """Every target counts alike, whichever rank and micro-batch it is in: the mean is over all of them."""
+    path = tmp_path / "uneven.jsonl"
+    turns = [[("user", f"say {i}"), ("assistant", f"{i} " * (1 + 17 * (i % 2)))] for i in range(60)]
+    talks = [{"messages": [{"role": r, "content": c} for r, c in turn]} for turn in turns]
+    path.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    settings = (f"data.source={path}", "data.format=chat", "train.sequence=96", "train.batch_tokens=384",
+                "train.steps=4", "train.lr=0.01", "layout.micro_batch=1")  # fmt: skip
+    alone, two = begin(recipe(*settings), home), begin(recipe(*settings, "layout.dp=2"), home)
+    assert two.plan.data is not None and two.plan.train is not None
+    source = open_data(two.plan.data, two.plan.train).train
+    shares = [[source.at(step, rank=rank, world=2).num_targets for rank in (0, 1)] for step in range(4)]
+    assert any(first != second for first, second in shares), "or nothing is tested"
+    runs = alone.create_run(), two.create_run()
+    on_ranks(ranks, alone, runs[0])
+    on_ranks(ranks, two, runs[1])
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-6)

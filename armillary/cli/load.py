@@ -1,0 +1,162 @@
+"""`armillary load`: a server under load, and what its clients would have seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from armillary.cli.output import Output, path_text
+from armillary.cli.verb import set_option, verb
+from armillary.errors import BadInput
+from armillary.store.home import Home
+
+if TYPE_CHECKING:
+    from armillary.serving.load.drive import Watch
+    from armillary.serving.load.run import LoadReport, Test
+    from armillary.serving.load.search import Found
+    from armillary.spec.recipe import Recipe
+
+
+@verb
+@click.argument("url")
+@click.option("--recipe", type=click.Path(path_type=Path), help="Its [traffic], [objective], [load] and [cost].")
+@click.option("--rate", type=float, metavar="R", help="Open loop: requests a second.")
+@click.option("--clients", type=int, metavar="N", help="Closed loop: N clients that wait for their answers.")
+@click.option("--duration", type=float, metavar="S", help="Seconds that are measured, after the warm-up.")
+@click.option("--trace", metavar="FILE", help="Replay an Azure (CSV) or Mooncake (JSONL) trace.")
+@click.option("--search", is_flag=True, help="Search the highest rate that is sustained.")
+@click.option("--price", type=float, metavar="USD", help="Of an hour of all that serves; for cost a million tokens.")
+@click.option("--page", type=click.Path(path_type=Path, dir_okay=False), help="Write a report with plots there (HTML).")
+@click.option("--key", default="", help="API key.")
+@set_option
+def load(
+    out: Output, home: Home, url: str, recipe: Path | None, rate: float | None, clients: int | None,
+    duration: float | None, trace: str | None, search: bool, price: float | None, page: Path | None, key: str,
+    overrides: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Send requests to the OpenAI-compatible server at URL and report TTFT, ITL, TPOT, throughput and goodput.
+
+    Lengths, bursts, ramps, repeats and objectives are keys of a recipe: --set traffic.tokens_in=128, --set
+    traffic.arrival=gamma, --set load.ramp_to=20, --set load.repeats=5, --set objective.ttft_p99_s=0.5.
+    """
+    flags = {"traffic.requests_per_s": rate, "load.concurrency": clients, "traffic.duration_s": duration,
+             "load.trace": trace}  # fmt: skip
+    asked = _recipe(recipe, [*overrides, *(f"{name}={value}" for name, value in flags.items() if value is not None)])
+    hour = _price(asked, price, given=recipe is not None)
+    _more_files()
+    report, found = _run(out, url, _test(asked, search), key, search)
+    if page is not None:
+        _write(page, report, found, hour)
+    _show(out, report, found, hour, page)
+    from armillary.serving.load.words import plain
+
+    best = found.best if found else None
+    quiet = f"{best:.4g}" if best is not None else f"{report.last.goodput_requests_per_s:.4g}"
+    out.result(plain(report, found, hour), quiet=quiet)
+
+
+def _recipe(path: Path | None, overrides: list[str]) -> Recipe:
+    from armillary.spec.recipe import load_recipe, recipe_from_dict
+
+    if path is not None:
+        return load_recipe(path, overrides)
+    return recipe_from_dict({"model": {"name": "served"}}, overrides)  # which one, the server says
+
+
+def _test(recipe: Recipe, search: bool) -> Test:
+    from armillary.serving.load.run import Test
+
+    if search and (recipe.load.concurrency or recipe.load.trace or recipe.load.ramp_to):
+        raise BadInput("--search varies the rate of an open loop; leave --clients, --trace and load.ramp_to out")
+    return Test(traffic=recipe.traffic, load=recipe.load, objective=recipe.objective)
+
+
+def _price(recipe: Recipe, price: float | None, *, given: bool) -> float | None:
+    """Dollars an hour of all that serves: the flag, or the recipe's devices at the recipe's price."""
+    if price is not None:
+        if price < 0:
+            raise BadInput(f"a price of {price:g} is below 0; give dollars an hour, like --price 2.5")
+        return price
+    if recipe.hardware.is_here:
+        return recipe.cost.usd_per_device_hour
+    if not given and recipe.cost.usd_per_device_hour is None:
+        return None
+    from armillary.planning.cost import device_hour
+
+    cluster = recipe.cluster()
+    return device_hour(recipe.cost, cluster).usd_per_useful_hour * cluster.num_devices
+
+
+def _more_files() -> None:
+    """Every stream is an open file; take as many as the machine allows."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _run(out: Output, url: str, test: Test, key: str, search: bool) -> tuple[LoadReport, Found | None]:
+    from armillary.serving.load.probe import probe
+    from armillary.serving.load.run import report_of, run_once
+    from armillary.serving.load.search import search_rate, trying
+
+    probed = probe(url, test.load, key=key)
+    runs, found = [], None
+    if search:
+        with _bars(out, test) as bar:
+            tries = trying(probed, test, show=lambda rate: bar(f"{rate:.3g} requests/s"))
+            found = search_rate(tries, test.objective, start=test.traffic.requests_per_s)
+        runs.append(found.ran)
+        test = test.at_rate(found.best or test.traffic.requests_per_s)
+    for repeat in range(len(runs), test.load.repeats):
+        with _bars(out, test) as bar:
+            runs.append(run_once(probed, test, repeat=repeat, watch=bar(f"run {repeat + 1} of {test.load.repeats}")))
+    return report_of(probed, test, runs), found
+
+
+@contextmanager
+def _bars(out: Output, test: Test) -> Iterator[Callable[[str], Watch]]:
+    """One bar in seconds; each run begins it anew."""
+    from armillary.serving.load.run import sending_s
+
+    total = sending_s(test)
+    with out.progress("load", total=total, unit="s") as bar:
+
+        def watch(name: str) -> Watch:
+            def update(now: float, under_way: int, done: int, failed: int) -> None:
+                live = {"under_way": under_way, "answered": done, "failed": failed} if done or under_way else {}
+                bar.at(max(0.0, min(now, total)), total, now=name, **live)
+
+            return update
+
+        yield watch
+
+
+def _write(path: Path, report: LoadReport, found: Found | None, hour: float | None) -> None:
+    from armillary.serving.load.page import page
+    from armillary.store.atomic import write_text
+
+    write_text(path, page(report, found, hour))
+
+
+def _show(out: Output, report: LoadReport, found: Found | None, hour: float | None, page: Path | None) -> None:
+    from armillary.serving.load import words
+
+    out.say(words.title_text(report))
+    heads, rows = words.narrow(words.LATENCY_HEADS, words.latency_rows(report), repeats=len(report.runs))
+    out.table("", heads, rows)
+    out.fields("", words.rate_rows(report, hour))
+    if found is not None:
+        out.table("rates tried", words.TRIAL_HEADS, words.trial_rows(found))
+        out.say(words.best_text(found))
+    for note in report.notes:
+        out.say(f"note: {note}")
+    where = f"report: {path_text(page.resolve())}" if page else "plots: --page report.html"
+    out.say(f"{where} · what each figure means: docs/load.md, and `definitions` of --json")
+

@@ -1,0 +1,127 @@
+"""`armillary train --parity`: every strategy against one process, on ranks of this machine, as a table and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from armillary.cli.main import BUG
+from armillary.cli.output import Output, path_text
+from armillary.errors import BadInput
+from armillary.spec.layout import Layout
+from armillary.spec.layout_rules import check_layout
+from armillary.spec.recipe import Recipe
+from armillary.store.home import Home
+from armillary.store.source import resolve_model
+
+if TYPE_CHECKING:
+    from armillary.training.parity.matrix import Row
+
+RANKS, MOST_RANKS = 2, 16
+PAGE = "parallel_agreement.md"
+
+
+def parity(
+    out: Output, home: Home, recipe: Recipe | None, *, devices: int | None, only: Sequence[str], page: Path | None,
+    dry_run: bool,
+) -> None:  # fmt: skip
+    """Run what was chosen and say which rows hold; ends with exit code 1 where one does not. With a recipe, its layout
+    is the one row."""
+    from armillary.parallel.world import is_launched
+
+    if is_launched():
+        raise BadInput("--parity starts its own ranks; run it without torchrun or srun")
+    orders = _of_recipe(recipe, home, devices, only) if recipe else _of_matrix(devices, only)
+    if dry_run:
+        out.table("parity", ["strategy", "ranks"], [[name, orders["world"]] for name in orders["strategies"]])
+        out.result(orders, quiet=orders["strategies"])
+        return
+    page = page or (None if recipe else home.work / PAGE)
+    if page is not None and page.suffix != ".md":
+        raise BadInput(f"--page {page} is no Markdown file; give one that ends with .md")
+    rows = _launched(out, home, orders)
+    _show(out, rows, page)
+
+
+def _of_matrix(devices: int | None, only: Sequence[str]) -> dict[str, Any]:
+    """What the ranks are told: the strategies that have a use for so many of them."""
+    from armillary.training.parity.matrix import FORMATS
+    from armillary.training.parity.strategies import chosen, layout_of
+
+    world = RANKS if devices is None else devices
+    if not 2 <= world <= MOST_RANKS:
+        raise BadInput(f"--devices {world} cannot be held against one process here; give 2, 4 or 8")
+    formats = [name for name in FORMATS if name in only]
+    asked = chosen([word for word in only if word not in FORMATS])
+    names = [name for name in asked if layout_of(name, world) is not None]
+    if not names:
+        enough = next((n for n in (2, 4, 8) if any(layout_of(name, n) for name in asked)), 8)
+        raise BadInput(f"{', '.join(asked[:3])} has no use for {world} ranks; try --devices {enough}")
+    return {"world": world, "strategies": names, "formats": formats or list(FORMATS)}
+
+
+def _of_recipe(recipe: Recipe, home: Home, devices: int | None, only: Sequence[str]) -> dict[str, Any]:
+    """The same for the layout of a recipe, which is checked as it will be run: on a tiny model."""
+    from armillary.training.parity.matrix import FORMATS, cases_of_layout
+
+    layout = recipe.layout if devices is None else recipe.layout.on_devices(devices)
+    if not 2 <= layout.num_devices <= MOST_RANKS:
+        raise BadInput(f"{layout.text()} is {layout.num_devices} ranks and --parity runs 2 to {MOST_RANKS} on this "
+                       "machine; try fewer with --devices or --set layout.dp=2")  # fmt: skip
+    if unknown := [word for word in only if word not in FORMATS]:
+        raise BadInput(f"--only {unknown[0]} chooses among strategies and a recipe is one; leave it or the recipe out")
+    experts = resolve_model(recipe.model.source, home, need_weights=False).config.moe is not None
+    case = cases_of_layout(layout, experts=experts)[0]
+    check_layout(case.layout, case.config, num_devices=layout.num_devices)
+    formats = [name for name in FORMATS if name in only] or list(FORMATS)
+    return {"world": layout.num_devices, "strategies": [f"recipe: {layout.text()}"], "experts": experts,
+            "layout": asdict(layout), "formats": formats}  # fmt: skip
+
+
+def layout_in(orders: dict[str, Any]) -> Layout | None:
+    """The layout that the ranks were told, where it is a recipe's."""
+    return Layout(**orders["layout"]) if "layout" in orders else None
+
+
+def _launched(out: Output, home: Home, orders: dict[str, Any]) -> list[Row]:
+    from armillary.cli.launch import launch
+    from armillary.profiling.system import usable_cores
+    from armillary.training.parity.matrix import Row
+
+    count, world = len(orders["strategies"]), orders["world"]
+    out.say(f"{count} strateg{'ies' if count > 1 else 'y'} on {world} ranks against one process, "
+            f"{' and '.join(orders['formats'])}")  # fmt: skip
+    told = {**orders, "mode": out.mode}
+    ended = launch("armillary.cli.parity_rank", told, num_ranks=world, logs=home.cache / "parity",
+                   threads=max(1, usable_cores() // world), then="run it again")  # fmt: skip
+    if not ended.outcome:
+        raise KeyboardInterrupt
+    return [
+        Row(row["strategy"], row["world"], row["variants"],
+            {kind: {name: float(value) for name, value in errors.items()} for kind, errors in row["errors"].items()})
+        for row in ended.outcome["rows"]
+    ]  # fmt: skip
+
+
+def _show(out: Output, rows: list[Row], page: Path | None) -> None:
+    from armillary.store.atomic import write_text
+    from armillary.training.parity.page import cells, columns, with_rows
+
+    formats = list(rows[0].errors)
+    out.table("agreement with one process", columns(formats), (cells(row, formats) for row in rows))
+    failed = [row for row in rows if row.over]
+    for row in failed:
+        out.say(f"{row.strategy} on {row.world} ranks does not hold: {', '.join(row.over)}")
+    if not failed:
+        out.say(f"{'all ' if len(rows) > 1 else ''}{len(rows)} hold{'s' * (len(rows) == 1)}")
+    if page is not None:
+        write_text(page, with_rows(page.read_text() if page.is_file() else "", rows))
+        out.say(f"written to {path_text(page)}")
+    answer = {"rows": [asdict(row) | {"holds": not row.over} for row in rows], "page": page, "holds": not failed}
+    out.result(answer, quiet=[f"{row.strategy}\t{row.world}\t{'no' if row.over else 'yes'}" for row in rows])
+    if failed:
+        click.get_current_context().exit(BUG)

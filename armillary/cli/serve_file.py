@@ -1,0 +1,27 @@
+"""`armillary serve model.pt2`: a model file behind /predict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from armillary.cli.output import Output
+from armillary.errors import BadInput
+
+
+def serve_file(
+    out: Output, path: Path, *, host: str, port: int, device: str | None, recipe: Path | None,
+    overrides: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Serve the model file, or folder of versions, at `path` with the recipe's [predict] table."""
+    from armillary.serving.predict.run import run
+    from armillary.spec.recipe import load_recipe, recipe_from_dict
+
+    for text in overrides:
+        if not text.startswith("predict."):
+            raise BadInput(f"--set {text} is not of [predict], the table for model files; like predict.max_batch=64")
+    made = load_recipe(recipe, overrides) if recipe else recipe_from_dict({"model": {"name": "file"}}, overrides)
+    settings = replace(made.predict, device=device) if device else made.predict
+    run(path, settings, host=host, port=port, say=lambda text: click.echo(text, err=out.mode != "human"))

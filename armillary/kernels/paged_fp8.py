@@ -1,0 +1,57 @@
+"""Keys and values of a cache in fp8 as tensor cores want them: in fp16, which holds every such number, and bf16 too but
+for those no attention has.
+
+The way to bf16 is a slow conversion a number. Values lie across the way tensor cores take them, which the chip turns
+for pairs of bytes but not for bytes: two neighbours stay together until they are in registers, and even and odd dims
+are multiplied apart.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def in_fp16(x):
+    """From bf16; what is beyond fp16 becomes its largest, and NaN stays."""
+    if x.dtype == tl.float16:
+        return x
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 low, high; shl.b32 low, $1, 16; and.b32 high, $1, 0xffff0000;"
+        " cvt.rn.satfinite.f16x2.f32 $0, high, low; }",
+        "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def loaded_pairs(cache, at, D: tl.constexpr):
+    """[N, D / 2] pairs of neighbours, at bytes `at` of a cache whose rows begin at multiples of 16."""
+    rows = (cache + at[:, None]).to(tl.pointer_type(tl.int16), bitcast=True)
+    return tl.load(rows + tl.arange(0, D // 2)[None, :])
+
+
+@triton.jit
+def absorbed_pairs(sums, weights, keep, pairs):
+    """Weighted values, of even and of odd dims, with one more tile."""
+    even, odd = _apart(pairs)
+    weights, keep = weights.to(tl.float16), keep[:, None]
+    return tl.dot(weights, even, sums[0] * keep), tl.dot(weights, odd, sums[1] * keep)
+
+
+@triton.jit
+def _apart(pairs):
+    """The even and the odd of them, in fp16."""
+    both = tl.inline_asm_elementwise(
+        "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", [pairs], dtype=tl.int32, is_pure=True, pack=1
+    )
+    return both.to(tl.int16).to(tl.float16, bitcast=True), (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def whole_of(sums, PAIRS: tl.constexpr):
+    """[M, D] of what was kept by even and odd dims."""
+    if PAIRS:
+        return tl.reshape(tl.join(sums[0], sums[1]), [sums[0].shape[0], 2 * sums[0].shape[1]])
+    else:
+        return sums[0]

@@ -1,0 +1,57 @@
+"""The text of one answer as its tokens come: characters whole, stop texts found, end tokens left out.
+
+The engine draws on until it is told that a stop text came; what it drew beyond is dropped here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from armillary.serving.engine.params import SamplingParams
+from armillary.serving.engine.stop_text import StopText
+
+
+class Detokenizer(Protocol):
+    """Text of a growing list of tokens."""
+
+    def push(self, token: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class AnswerText:
+    """One answer on its way to the client."""
+
+    def __init__(
+        self, detokenizer: Callable[[], Detokenizer], params: SamplingParams, stop: tuple[str, ...],
+        ends: frozenset[int],
+    ) -> None:  # fmt: skip
+        self._detokenizer = detokenizer()
+        self._stop = StopText(stop)
+        self._ends = ends
+        self._min_tokens = params.min_tokens
+        self.num_tokens = 0
+        """tokens of the answer, its end token included"""
+        self.closed = False
+        """an end token came, which is not shown"""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop text came: nothing after it is shown."""
+        return self._stop.stopped
+
+    def push(self, token: int) -> str:
+        """What can be shown after one more token."""
+        self.num_tokens += 1
+        if token in self._ends and self.num_tokens >= self._min_tokens:
+            self.closed = True
+            return ""
+        text = self._detokenizer.push(token)
+        return text if self.num_tokens < self._min_tokens else self._stop.push(text)
+
+    def finish(self) -> str:
+        """What was held back."""
+        if self.stopped:
+            return ""
+        return self._stop.push(self._detokenizer.finish()) + self._stop.finish()

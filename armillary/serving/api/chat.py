@@ -1,0 +1,189 @@
+"""POST /v1/chat/completions: a conversation through the model's template, with tools and structures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+from uuid import uuid4
+
+from armillary.serving.api.answering import Answering, Piece
+from armillary.serving.api.lengths import answer_room
+from armillary.serving.api.logprob_text import chat_entry
+from armillary.serving.api.problem import bad
+from armillary.serving.api.served import Served
+from armillary.serving.api.texts import Texts
+from armillary.serving.api.tool_calls import Call, Forced, ToolStream, forced_schema, special_tokens, tool_stream
+from armillary.serving.api.wishes import json_structure, structure_of, wish_of
+
+_FIXED = frozenset({"messages", "tools", "add_generation_prompt", "marks"})
+
+
+class _Choice:
+    """One answer of a chat so far."""
+
+    def __init__(self, tools: ToolStream | None) -> None:
+        self.tools = tools
+        self.text = ""
+        self.calls: list[dict[str, Any]] = []
+        self.logprobs: list[dict[str, Any]] = []
+        self.finish: str | None = None
+
+
+class ChatForm:
+    """Choices of a chat."""
+
+    def __init__(self, choices: list[_Choice], body: Mapping[str, Any], texts: Texts, *, named: bool) -> None:
+        self._choices = choices
+        self._text_of = texts.token_text
+        self._wants = bool(body.get("logprobs"))
+        self._one = body.get("parallel_tool_calls") is False
+        self._finish_of_calls = "stop" if named else "tool_calls"
+
+    def open(self) -> Iterable[dict[str, Any]]:
+        opening = {"role": "assistant", "content": ""}
+        return [_delta(i, opening) for i in range(len(self._choices))]
+
+    def grow(self, piece: Piece) -> list[dict[str, Any]]:
+        choice = self._choices[piece.choice]
+        text, calls = self._split(choice, piece)
+        logprobs = [chat_entry(found, self._text_of) for found in piece.logprobs] if self._wants else []
+        choice.text += text
+        choice.logprobs += logprobs
+        added = self._add(choice, calls)
+        if piece.finish is not None:
+            choice.finish = self._finish_of_calls if choice.calls else piece.finish
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if added:
+            delta["tool_calls"] = added
+        if not (delta or logprobs or piece.finish):
+            return []
+        return [_delta(piece.choice, delta, logprobs, choice.finish)]
+
+    def _split(self, choice: _Choice, piece: Piece) -> tuple[str, list[Call]]:
+        if choice.tools is None:
+            return piece.text, []
+        text, calls = choice.tools.push(piece.text)
+        if piece.finish is not None:
+            rest, more = choice.tools.finish()
+            text, calls = text + rest, calls + more
+        if (calls or choice.calls) and not text.strip():
+            text = ""  # line ends around calls
+        return text, calls
+
+    def _add(self, choice: _Choice, calls: list[Call]) -> list[dict[str, Any]]:
+        """New calls as events carry them: with their place."""
+        added = []
+        for call in calls:
+            if self._one and choice.calls:
+                break
+            made = {"id": f"call_{uuid4().hex[:24]}", "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments}}  # fmt: skip
+            added.append({"index": len(choice.calls), **made})
+            choice.calls.append(made)
+        return added
+
+    def whole(self) -> list[dict[str, Any]]:
+        return [
+            {"index": i, "message": _message(choice), "finish_reason": choice.finish,
+             "logprobs": {"content": choice.logprobs, "refusal": None} if self._wants else None}
+            for i, choice in enumerate(self._choices)
+        ]  # fmt: skip
+
+
+def _message(choice: _Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.calls:
+        message |= {"content": choice.text.strip() or None, "tool_calls": choice.calls}
+    return message
+
+
+def _delta(
+    index: int, delta: dict[str, Any], logprobs: list[dict[str, Any]] | None = None, finish: str | None = None
+) -> dict[str, Any]:
+    found = {"content": logprobs, "refusal": None} if logprobs else None
+    return {"index": index, "delta": delta, "logprobs": found, "finish_reason": finish}
+
+
+async def chat(served: Served, body: Mapping[str, Any], begin: float) -> tuple[Answering, ChatForm]:
+    """Ask the engine for what a checked body wants."""
+    tools, forced, name = _tools(body)
+    prompt = await prompt_of(served, body, None if forced == "none" else tools)
+    wanted = body.get("max_completion_tokens") or body.get("max_tokens")
+    room = answer_room(len(prompt), wanted, served, "messages")
+    structure = structure_of(body.get("response_format"))
+    one = body.get("parallel_tool_calls") is False
+    if forced == "required":
+        structure = json_structure(forced_schema(tools, name, one=one), "tools")
+    logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
+    wish = wish_of(body, max_tokens=room, most_s=served.serve.timeout_s, structure=structure, logprobs=logprobs)
+    is_json = structure is not None and structure.kind == "json_schema"
+    family = served.tools if tools and forced == "auto" and not is_json else None
+    keep = special_tokens(family) if family else frozenset[str]()
+    answering = Answering(served.engine, [prompt], wish, served.texts.detokenizer(keep), served.texts.eos_ids,
+                          stream=bool(body.get("stream")), begin=begin)  # fmt: skip
+    names = [tool["function"]["name"] for tool in tools]
+
+    def stream() -> ToolStream | None:
+        if forced == "required":
+            return Forced(name, names)
+        return tool_stream(family, names) if family else None
+
+    choices = [_Choice(stream()) for _ in answering.texts]
+    return answering, ChatForm(choices, body, served.texts, named=name is not None)
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], str, str | None]:
+    """(tools, none | auto | required, the function that has to be called)."""
+    tools, choice = body.get("tools") or [], body.get("tool_choice")
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise bad("tool_choice asks for a call and there are no tools; add them", "tool_choice")
+        return [], "none", None
+    if isinstance(choice, Mapping):
+        name = choice["function"]["name"]
+        if all(tool["function"]["name"] != name for tool in tools):
+            raise bad(f"tool_choice names '{name}', which is not among the tools; correct it", "tool_choice")
+        return tools, "required", name
+    return tools, choice or "auto", None
+
+
+async def prompt_of(served: Served, body: Mapping[str, Any], tools: list[Mapping[str, Any]] | None) -> list[int]:
+    """Token ids of a conversation."""
+    variables = body.get("chat_template_kwargs") or {}
+    if not _FIXED.isdisjoint(variables):
+        raise bad("chat_template_kwargs names what the request itself says; leave it out", "chat_template_kwargs")
+    opens = True if body.get("add_generation_prompt") is None else bool(body["add_generation_prompt"])
+    messages = [_plain(message, i) for i, message in enumerate(body["messages"])]
+    ids = await served.texts.chat(messages, served.max_model_len, tools=tools or None, add_generation_prompt=opens,
+                                  variables=variables)  # fmt: skip
+    if not ids:
+        raise bad("the chat template makes no token of these messages; check them", "messages")
+    return ids
+
+
+def _plain(message: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """A message as templates expect it: text, and arguments as objects."""
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if part["type"] != "text" or "text" not in part:
+                raise bad(f"messages[{place}] has a part of type {part['type']!r}; this model reads text",
+                          f"messages[{place}].content")  # fmt: skip
+        content = "".join(part["text"] for part in content)
+    found = dict(message) | {"content": content or ""}
+    if message.get("tool_calls"):
+        found["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    return found
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            loaded = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            loaded = None
+        function["arguments"] = loaded if isinstance(loaded, dict) else arguments
+    return {"type": "function"} | dict(call) | {"function": function}

@@ -1,0 +1,116 @@
+"""POST /v1/completions: text or token ids continued, with echo and the prompt's log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from armillary.serving.api.answering import Answering, Piece
+from armillary.serving.api.lengths import answer_room
+from armillary.serving.api.logprob_text import CompletionLogprobs
+from armillary.serving.api.problem import bad
+from armillary.serving.api.schemas import MOST_CHOICES
+from armillary.serving.api.served import Served
+from armillary.serving.api.texts import Texts
+from armillary.serving.api.wishes import structure_of, wish_of
+
+_DEFAULT_TOKENS = 16
+"""OpenAI's"""
+_MOST_TOGETHER = 1024
+
+
+class CompletionForm:
+    """Choices of a completion."""
+
+    def __init__(self, answering: Answering, body: Mapping[str, Any], texts: Texts, echoed: list[str]) -> None:
+        self._new = partial(CompletionLogprobs, texts.token_text, as_ids=bool(body.get("return_tokens_as_token_ids")))
+        count = len(answering.texts)
+        self._answering = answering
+        self._echoed = echoed
+        self._only_echo = body.get("max_tokens") == 0
+        self._wants = body.get("logprobs") is not None
+        self._logprobs = [self._new() for _ in range(count)]
+        self._found: list[list[tuple[Any, ...]]] = [[] for _ in range(count)]
+        self._texts = [""] * count
+        self._finish = ["length"] * count
+        self._shown = [False] * count
+
+    def open(self) -> Iterable[dict[str, Any]]:
+        return ()
+
+    def grow(self, piece: Piece) -> Iterable[dict[str, Any]]:
+        i, text, logprobs = piece.choice, piece.text, piece.logprobs
+        if self._only_echo:
+            text, logprobs = "", []
+        if not self._shown[i]:
+            self._shown[i] = True
+            text = self._echoed[i // self._answering.n] + text
+            logprobs = self._of_prompt(i) + logprobs
+        self._texts[i] += text
+        self._found[i] += logprobs
+        if piece.finish is not None:
+            self._finish[i] = "length" if self._only_echo else piece.finish
+        if not (text or logprobs or piece.finish):
+            return ()
+        part = self._logprobs[i].part(logprobs) if self._wants and logprobs else None
+        ended = None if piece.finish is None else self._finish[i]
+        return ({"index": i, "text": text, "logprobs": part, "finish_reason": ended},)
+
+    def _of_prompt(self, choice: int) -> list[tuple[Any, ...]]:
+        """The prompt's tokens, where they are echoed; before its first there is nothing to go by."""
+        prompt = self._answering.prompts[choice // self._answering.n]
+        rest = self._answering.box.prompts.get(choice - choice % self._answering.n)
+        if not self._wants or not self._echoed[choice // self._answering.n] or (rest is None and len(prompt) > 1):
+            return []
+        return [(prompt[0], None, None), *(rest or ())]
+
+    def whole(self) -> list[dict[str, Any]]:
+        return [
+            {"index": i, "text": text, "finish_reason": self._finish[i],
+             "logprobs": self._new().part(self._found[i]) if self._wants else None}
+            for i, text in enumerate(self._texts)
+        ]  # fmt: skip
+
+
+async def complete(served: Served, body: Mapping[str, Any], begin: float) -> tuple[Answering, CompletionForm]:
+    """Ask the engine for what a checked body wants."""
+    if body.get("suffix"):
+        raise bad("suffix is not supported; leave it out", "suffix")
+    if (body.get("best_of") or 1) > (body.get("n") or 1):
+        raise bad("best_of is not supported; ask for n answers and choose", "best_of")
+    prompts, echoed = await _prompts(served, body)
+    if len(prompts) * (body.get("n") or 1) > _MOST_TOGETHER:
+        raise bad(f"{len(prompts)} prompts with n={body.get('n')} are more than {_MOST_TOGETHER:,} answers; "
+                  "send them in several requests", "prompt")  # fmt: skip
+    wanted = body.get("max_tokens")
+    wanted = _DEFAULT_TOKENS if wanted is None else max(1, wanted)
+    for prompt in prompts:
+        answer_room(len(prompt), wanted, served, "prompt")
+    logprobs, echo = body.get("logprobs"), bool(body.get("echo"))
+    wish = wish_of(
+        body, max_tokens=wanted, most_s=served.serve.timeout_s, structure=structure_of(body.get("response_format")),
+        logprobs=logprobs, prompt_logprobs=logprobs if echo else None,
+    )  # fmt: skip
+    answering = Answering(served.engine, prompts, wish, served.texts.detokenizer(), served.texts.eos_ids,
+                          stream=bool(body.get("stream")), begin=begin)  # fmt: skip
+    return answering, CompletionForm(answering, body, served.texts, echoed)
+
+
+async def _prompts(served: Served, body: Mapping[str, Any]) -> tuple[list[list[int]], list[str]]:
+    """Token ids of every prompt, and what is echoed of each."""
+    given, echo = body["prompt"], bool(body.get("echo"))
+    many = given if isinstance(given, list) and isinstance(given[0], str | list) else [given]
+    longest = served.max_model_len
+    prompts = [item if isinstance(item, list) else await served.texts.encode(item, longest, "prompt") for item in many]
+    for prompt in prompts:
+        if not prompt:
+            raise bad("the prompt is empty; give at least one token", "prompt")
+    if not echo:
+        return prompts, [""] * len(many)
+    texts = served.texts
+    return prompts, [item if isinstance(item, str) else await asyncio.to_thread(texts.decode, item) for item in many]
+
+
+assert MOST_CHOICES <= _MOST_TOGETHER, "one prompt may have all its answers"

@@ -1,0 +1,23 @@
+"""How long an answer may get: what the request asks for, what the server allows, what the model's length leaves."""
+
+from __future__ import annotations
+
+from armillary.serving.api.problem import bad
+from armillary.serving.api.served import Served
+from armillary.serving.api.texts import too_long
+
+
+def answer_room(prompt_tokens: int, wanted: int | None, served: Served, param: str) -> int:
+    """Tokens of the answer; Problem where the request cannot be met."""
+    longest, most = served.max_model_len, served.serve.max_answer
+    room = longest - prompt_tokens
+    if room < 1:
+        raise too_long(f"{prompt_tokens:,}", longest, param)
+    if wanted is None:
+        return room if most is None else min(room, most)
+    if most is not None and wanted > most:
+        raise bad(f"max_tokens={wanted:,} is more than this server's {most:,}; ask for less", "max_tokens")
+    if wanted > room:
+        raise bad(f"a prompt of {prompt_tokens:,} tokens and max_tokens={wanted:,} exceed the model's {longest:,}; ask "
+                  f"for at most {room:,}", "max_tokens", "context_length_exceeded")  # fmt: skip
+    return wanted

@@ -1,0 +1,41 @@
+"""What went wrong with a request, in the shape OpenAI's clients read: {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
+          503: "service_unavailable", 504: "timeout"}  # fmt: skip
+
+
+class Problem(Exception):
+    """An answer that is an error; the message ends with the next step."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As it is sent."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """When to try again, where that is known."""
+        if self.retry_after_s is None:
+            return []
+        return [(b"retry-after", str(max(1, round(self.retry_after_s))).encode())]
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> Problem:
+    """The request cannot be served as it is."""
+    return Problem(400, message, param=param, code=code)

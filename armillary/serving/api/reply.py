@@ -1,0 +1,89 @@
+"""From answers to what goes over the wire, whole or as events; completions and chats differ in their `Form` alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+from uuid import uuid4
+
+from armillary.serving.api.answering import Answering, Piece
+from armillary.serving.api.exchange import ClientGone, Exchange
+from armillary.serving.api.wishes import late
+
+_GRACE_S = 5.0
+"""the engine gives a request up at its time; where even that does not come, the server does, so much later"""
+
+
+class Form(Protocol):
+    """How an endpoint writes its answers."""
+
+    def open(self) -> Iterable[dict[str, Any]]:
+        """Choices of the first event, before anything has come."""
+
+    def grow(self, piece: Piece) -> Iterable[dict[str, Any]]:
+        """Choices of events for what is new."""
+
+    def whole(self) -> list[dict[str, Any]]:
+        """All choices, once they are complete."""
+
+
+class Reply:
+    """One answer to a client."""
+
+    def __init__(self, exchange: Exchange, answering: Answering, form: Form, *, kind: str, model: str) -> None:
+        self._exchange = exchange
+        self._answering = answering
+        self._form = form
+        self._kind = kind
+        self.id = f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{uuid4().hex}"
+        self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model,
+                      "system_fingerprint": None}  # fmt: skip
+
+    async def send(self, body: Mapping[str, Any]) -> None:
+        """Wait for the answers and send them; a client that leaves gives them up."""
+        answering, exchange, timeout_s = self._answering, self._exchange, self._answering.wish.timeout_s
+        watcher = asyncio.create_task(exchange.gone())
+        watcher.add_done_callback(lambda task: None if task.cancelled() else answering.box.fail(ClientGone()))
+        try:
+            async with asyncio.timeout(None if timeout_s is None else timeout_s + _GRACE_S):
+                answering.send()
+                await (self._stream(body.get("stream_options") or {}) if body.get("stream") else self._all())
+        except TimeoutError:
+            raise late(answering.wish) from None
+        finally:
+            answering.close()
+            watcher.cancel()
+
+    async def _all(self) -> None:
+        async for pieces in self._answering.pieces():
+            for piece in pieces:
+                for _ in self._form.grow(piece):
+                    pass
+        await self._exchange.json(200, self._head | {"choices": self._form.whole(), "usage": self._answering.usage()})
+
+    async def _stream(self, options: Mapping[str, Any]) -> None:
+        head = json.dumps(self._head | {"object": _chunk_kind(self._kind)})[:-1]
+        always, last = options.get("continuous_usage_stats"), options.get("include_usage")
+        exchange, form, first = self._exchange, self._form, True
+        async for pieces in self._answering.pieces():
+            choices = []
+            if first:
+                await exchange.begin_events()
+                choices, first = [*form.open()], False
+            for piece in pieces:
+                choices += form.grow(piece)
+            tail = f',"usage":{json.dumps(self._answering.usage())}' if always else ',"usage":null' if last else ""
+            if choices:
+                await exchange.event("".join(
+                    f'data: {head},"choices":[{json.dumps(choice, ensure_ascii=False)}]{tail}}}\n\n'
+                    for choice in choices))  # fmt: skip
+        usage = f'data: {head},"choices":[],"usage":{json.dumps(self._answering.usage())}}}\n\n' if last else ""
+        await exchange.end_events(usage + "data: [DONE]\n\n")
+
+
+def _chunk_kind(kind: str) -> str:
+    """Pieces of chats have a name of their own."""
+    return f"{kind}.chunk" if kind.startswith("chat") else kind

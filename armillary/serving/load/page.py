@@ -1,0 +1,102 @@
+"""A load report as one HTML file that loads nothing: table, distributions, the test over time, rates tried, words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from itertools import chain
+from string import Template
+
+from armillary.serving.load.plots import counted, cumulative, line_plot
+from armillary.serving.load.run import LoadReport, Ran
+from armillary.serving.load.search import Found
+from armillary.serving.load.summary import in_flight
+from armillary.serving.load.words import (
+    DEFINITIONS,
+    LATENCY_HEADS,
+    TRIAL_HEADS,
+    best_text,
+    latency_rows,
+    rate_rows,
+    title_text,
+    trial_rows,
+)
+
+_SAMPLES = 120
+
+
+def page(report: LoadReport, found: Found | None = None, usd_per_hour: float | None = None) -> str:
+    """The whole document."""
+    template = Template((files("armillary.serving.load") / "page.html").read_text(encoding="utf-8"))
+    ran = report.runs[-1]
+    parts = [
+        f"<h1>Load test of {escape(report.model)}</h1><div class='sub'>{escape(title_text(report))}</div>",
+        _section("Latency", _table(LATENCY_HEADS, latency_rows(report))),
+        _section("Rates", _table(("", ""), rate_rows(report, usd_per_hour))),
+        _search(found),
+        _distributions(ran, len(report.runs)),
+        _over_time(ran),
+        _section("Notes", _items(report.notes)) if report.notes else "",
+        _section("What the figures mean", _table(("", ""), list(DEFINITIONS.items()), wide=True)),
+    ]
+    return template.substitute(title=escape(f"{report.model}: load test"), body="\n".join(filter(None, parts)))
+
+
+def _search(found: Found | None) -> str:
+    if found is None:
+        return ""
+    trials = sorted(found.trials, key=lambda trial: trial.requests_per_s)
+    lines = [
+        ("TTFT p99", [(t.requests_per_s, t.summary.due_ttft.p99_s) for t in trials]),
+        ("TTFT p50", [(t.requests_per_s, t.summary.due_ttft.p50_s) for t in trials]),
+        ("ITL p99", [(t.requests_per_s, t.summary.itl.p99_s) for t in trials]),
+    ]
+    plot = line_plot(lines, label="Latency over rate", x_name="requests a second", y_text="seconds")
+    tokens = [(t.requests_per_s, t.summary.tokens_out_per_s) for t in trials]
+    rates = line_plot([("tokens out a second", tokens)], label="Throughput over rate", x_name="requests a second")
+    return _section(best_text(found), plot + rates + _table(TRIAL_HEADS, trial_rows(found)))
+
+
+def _distributions(ran: Ran, repeats: int) -> str:
+    good = [answer for answer in ran.answers if answer.ok and ran.begin_s <= answer.due_s < ran.end_s]
+    firsts = [answer.ttft_s for answer in good if answer.ttft_s is not None]
+    gaps = list(chain.from_iterable(answer.gaps_s for answer in good))
+    plots = [
+        line_plot([(name, cumulative(values))] if values else [], label=name, x_name=name, x_text="seconds",
+                  y_text="share")
+        for name, values in (("TTFT", firsts), ("ITL", gaps), ("end to end", [answer.e2e_s for answer in good]))
+    ]  # fmt: skip
+    which = f" (last of {repeats} runs)" if repeats > 1 else ""
+    return _section(f"Share of values that do not exceed{which}", "".join(plots)) if any(plots) else ""
+
+
+def _over_time(ran: Ran) -> str:
+    until = max((answer.end_s for answer in ran.answers), default=0.0)
+    step = until / _SAMPLES
+    under_way = [((i + 0.5) * step, value) for i, value in
+                 enumerate(in_flight(ran.answers, begin_s=0.0, end_s=until, samples=_SAMPLES))]  # fmt: skip
+    stamps = [(stamp, answer.tokens_out / len(answer.stamps_s)) for answer in ran.answers for stamp in answer.stamps_s]
+    tokens = counted([at for at, _ in stamps], [weight for _, weight in stamps], until=until)
+    firsts = sorted((answer.due_s, answer.due_ttft_s) for answer in ran.answers if answer.due_ttft_s is not None)
+    plots = [
+        line_plot([("requests under way", under_way)], label="Requests under way over time", x_name="seconds"),
+        line_plot([("tokens out a second", tokens)], label="Tokens over time", x_name="seconds"),
+        line_plot([("TTFT by due time", firsts)], label="TTFT over time", x_name="seconds", y_text="seconds"),
+    ]
+    return _section(f"Over time (measured from {ran.begin_s:.1f} to {ran.end_s:.1f} s)", "".join(plots))
+
+
+def _section(title: str, inside: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{inside}</section>"
+
+
+def _items(texts: Iterable[str]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in texts) + "</ul>"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, wide: bool = False) -> str:
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads) if any(heads) else ""
+    kind = " class='wide'" if wide else ""
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<div class='scroll'><table{kind}><tr>{head}</tr>{body}</table></div>"

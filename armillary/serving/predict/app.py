@@ -1,0 +1,152 @@
+"""The predict server's routes: /predict, /health, /ready, /schema, /metrics, /openapi.json."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from armillary.serving.predict.batcher import Full
+from armillary.serving.predict.live import Live, Say, Version
+from armillary.serving.predict.metrics import Metrics
+from armillary.serving.predict.openapi import document
+from armillary.serving.predict.request import Unfit, parse, read, reply
+from armillary.spec.predict import Predict
+
+_STUCK_S = 10.0
+"""a batch that has run so long while others wait is no good sign"""
+
+
+class TooLarge(Exception):
+    """A body beyond the limit."""
+
+
+class PredictServer:
+    """The server's state, handed to its routes."""
+
+    def __init__(self, path: Path, settings: Predict, say: Say = lambda text: None) -> None:
+        self.settings, self.metrics = settings, Metrics()
+        self.live = Live(path, settings, say, self.metrics.ran)
+
+    # --- routes
+
+    async def predict(self, request: Request) -> Response:
+        begin = time.perf_counter()
+        try:
+            code, body = await self._answer(request, begin)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        self.metrics.answered(code, time.perf_counter() - begin if code == 200 else None)
+        headers = {"Retry-After": "1"} if code == 429 else {}
+        version = self.live.current
+        return JSONResponse(body, code, headers={**headers, "X-Model-Version": version.release.name if version else ""})
+
+    async def health(self, request: Request) -> Response:
+        """Truth about the model, in three keys; it answers 200 as long as the process does."""
+        why = self._why_not_ready()
+        return JSONResponse({"status": "degraded" if why else "healthy", "model_loaded": self.live.current is not None,
+                             "avg_latency_ms": self.metrics.avg_latency_ms})  # fmt: skip
+
+    async def ready(self, request: Request) -> Response:
+        why = self._why_not_ready()
+        return JSONResponse({"ready": not why, "why": why, "reload_problem": self.live.problem}, 503 if why else 200)
+
+    async def schema(self, request: Request) -> Response:
+        version = self.live.current
+        if version is None:
+            return JSONResponse({"error": "no model is loaded"}, 503)
+        limits = version.batcher.limits
+        return JSONResponse({"version": version.release.name, **version.schema.plain(), "max_batch": limits.max_batch,
+                             "max_delay_s": limits.max_delay_s, "preferred": list(limits.preferred)})  # fmt: skip
+
+    async def prometheus(self, request: Request) -> Response:
+        version = self.live.current
+        waiting = version.batcher.waiting_rows if version else 0
+        text = self.metrics.text(waiting_rows=waiting, reloads=self.live.reloads)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def openapi(self, request: Request) -> Response:
+        version = self.live.current
+        return JSONResponse(document(version.schema if version else None))
+
+    # --- inside
+
+    async def _answer(self, request: Request, begin: float) -> tuple[int, dict[str, Any]]:
+        version = self.live.current
+        if version is None:
+            return 503, _error("no model is loaded")
+        try:
+            body = await _body(request, self.settings.max_body_bytes)
+            return 200, await self._run(version, body, begin)
+        except TooLarge:
+            return 413, _error(f"the body is larger than {self.settings.max_body_bytes:,} bytes")
+        except Unfit as error:
+            return 422, _error(str(error))
+        except Full:
+            return 429, _error("too many rows wait; try again in a second")
+        except TimeoutError:
+            return 504, _error(f"no answer within {self.settings.timeout_s:g} s")
+        except Exception as error:  # the model's own
+            known = all(field.shape is not None for field in version.schema.inputs)
+            return (500 if known else 422), _error(f"the model failed: {' '.join(str(error).split())[:300]}")
+
+    async def _run(self, version: Version, body: bytes, begin: float) -> dict[str, Any]:
+        asked = read(parse(body), version.schema, most_rows=self.settings.max_queue)
+        outputs = await asyncio.wait_for(version.batcher.submit(asked), self.settings.timeout_s)
+        found = reply(asked, outputs, version.schema)
+        return {**found, "latency_ms": round(1e3 * (time.perf_counter() - begin), 3)}
+
+    def _why_not_ready(self) -> str:
+        version = self.live.current
+        if version is None:
+            return "no model is loaded"
+        since = version.batcher.running_since
+        if since is not None and time.monotonic() - since > _STUCK_S and version.batcher.waiting_rows:
+            return f"a batch has run for {time.monotonic() - since:.0f} s"
+        return ""
+
+
+async def _body(request: Request, most: int) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise TooLarge
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _error(text: str) -> dict[str, Any]:
+    return {"error": text}
+
+
+def make_app(state: PredictServer) -> Starlette:
+    """The ASGI application; the model is loaded when it starts, unless it is."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        if state.live.current is None:
+            await state.live.load()
+        watching = asyncio.create_task(state.live.watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+            await state.live.close()
+
+    routes = [
+        Route("/predict", state.predict, methods=["POST"]), Route("/health", state.health),
+        Route("/ready", state.ready), Route("/schema", state.schema), Route("/metrics", state.prometheus),
+        Route("/openapi.json", state.openapi),
+    ]  # fmt: skip
+    return Starlette(routes=routes, lifespan=lifespan)

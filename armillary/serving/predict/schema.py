@@ -1,0 +1,65 @@
+"""What a model takes and gives: names, number formats and shapes, as far as its file says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Shape = tuple[int | None, ...]
+"""sizes; None: any"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One tensor."""
+
+    name: str
+    """as the model calls it"""
+    dtype: str
+    """float32, int64, bool …"""
+    shape: Shape | None
+    """None: the file does not say"""
+
+    @property
+    def words(self) -> str:
+        """'float32 [batch, 4]'."""
+        if self.shape is None:
+            return f"{self.dtype} of any shape"
+        return f"{self.dtype} [{', '.join('any' if size is None else str(size) for size in self.shape)}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """A model from outside."""
+
+    inputs: tuple[Field, ...]
+    """in the order of its arguments"""
+    outputs: tuple[Field, ...]
+    """what it gives"""
+    batched: bool
+    """the first dim of every input and output counts independent rows"""
+    fixed_rows: int | None = None
+    """the file takes exactly so many rows; none: any number"""
+    max_rows: int | None = None
+    """the file takes at most so many rows; none: no limit"""
+    why_not: str = ""
+    """why rows are not batched"""
+
+    def field(self, name: str) -> Field | None:
+        return next((field for field in self.inputs if field.name == name), None)
+
+    def plain(self) -> dict[str, Any]:
+        """For /schema."""
+
+        def rows(fields: tuple[Field, ...]) -> list[dict[str, Any]]:
+            return [{"name": one.name, "dtype": one.dtype, "shape": None if one.shape is None else list(one.shape)}
+                    for one in fields]  # fmt: skip
+
+        return {"inputs": rows(self.inputs), "outputs": rows(self.outputs), "batched": self.batched,
+                "fixed_rows": self.fixed_rows, "max_rows": self.max_rows, "why_not_batched": self.why_not}  # fmt: skip
+
+
+def leading(fields: tuple[Field, ...], outputs: tuple[Field, ...]) -> tuple[bool, int | None]:
+    """(every first dim has one size, that size) where the file fixes all shapes."""
+    firsts = {field.shape[0] if field.shape else None for field in (*fields, *outputs)}
+    return (len(firsts) == 1 and None not in firsts), next(iter(firsts)) if len(firsts) == 1 else None

@@ -1,0 +1,104 @@
+"""Which ranks an axis of a layout joins, and which tier of a cluster it crosses, in words.
+
+Axes from the outermost to the innermost are pp, replicate, shard, tp; ranks that share a row (cp) are the innermost of
+replicate, or of shard where weights are shared out, and expert ranks (ep) are the innermost of both together. Ranks are
+numbered along the innermost tier first, as launchers do; an axis is as fast as the slowest link that any of its groups
+crosses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from armillary.spec.hardware import Cluster, Tier
+from armillary.spec.layout import Layout
+
+
+def axis_sizes(layout: Layout) -> dict[str, int]:
+    """Ranks along each axis; replicate × shard = dp × cp."""
+    shard = layout.shard_size
+    sizes = {"pp": layout.pp, "replicate": layout.dp // shard, "shard": shard, "tp": layout.tp}
+    sizes["shard" if layout.zero else "replicate"] *= layout.cp
+    return sizes
+
+
+def expert_axis_sizes(layout: Layout) -> dict[str, int]:
+    """The same ranks as experts are spread over them: ep is innermost of dp × cp, so that tokens are exchanged between
+    neighbours; ranks with the same experts replicate or share them out as the layout does with all else."""
+    sizes = axis_sizes(layout)
+    copies = sizes["replicate"] * sizes["shard"]
+    shard = sizes["shard"] // layout.ep if sizes["shard"] % layout.ep == 0 else 1
+    same = {"expert_replicate": copies // (layout.ep * shard), "expert_shard": shard}
+    return {"pp": layout.pp} | same | {"ep": layout.ep, "tp": layout.tp}
+
+
+def placement(layout: Layout, cluster: Cluster | None) -> list[str]:
+    """'tp=8: neighbouring ranks, over NVLink 4 (8 devices)', one line for each axis in use, innermost first."""
+    sizes, inner = axis_sizes(layout), "shard" if layout.zero and layout.shard_size * layout.cp > 1 else "replicate"
+    apart: dict[str, int] = {}
+    for axis, size in sizes.items():
+        apart |= {axis: size // layout.cp, "cp": layout.cp} if axis == inner else {axis: size}
+    words = axis_words(apart, cluster)
+    if layout.ep == 1 or (layout.dp * layout.cp) % layout.ep:
+        return words
+    return words + [each for each in axis_words(expert_axis_sizes(layout), cluster) if each.startswith("ep=")]
+
+
+def experts_apart(layout: Layout, cluster: Cluster) -> str:
+    """What to say where groups of experts leave the fastest links although a smaller ep would stay on them; else ''."""
+    if layout.ep == 1 or (layout.dp * layout.cp) % layout.ep:
+        return ""
+    sizes = expert_axis_sizes(layout)
+    tier, near = crossed("ep", sizes, cluster)[0], cluster.tiers[0]
+    fitting = [ep for ep in range(layout.ep - 1, 1, -1) if layout.ep % ep == 0 and
+               crossed("ep", expert_axis_sizes(replace(layout, ep=ep)), cluster)[0] == near]  # fmt: skip
+    if tier is None or tier == near or not fitting:
+        return ""
+    return (f"experts over ep={layout.ep} ranks exchange tokens over {tier.link.title}; "
+            f"ep={fitting[0]} stays inside {near.link.title}")  # fmt: skip
+
+
+def axis_words(sizes: dict[str, int], cluster: Cluster | None) -> list[str]:
+    """The same for any axes, outermost first."""
+    return [_words(axis, sizes, cluster) for axis in reversed(sizes) if sizes[axis] > 1]
+
+
+def _words(axis: str, sizes: dict[str, int], cluster: Cluster | None) -> str:
+    neighbours = _inner(axis, sizes)
+    near = "neighbouring ranks" if neighbours == 1 else f"every {ordinal(neighbours)} rank"
+    if cluster is None:
+        return f"{axis}={sizes[axis]}: {near}"
+    tier, reach = crossed(axis, sizes, cluster)
+    if tier is None:
+        return f"{axis}={sizes[axis]}: {near}, more devices than {cluster.name} has"
+    return f"{axis}={sizes[axis]}: {near}, over {tier.link.title} ({reach} devices)"
+
+
+def crossed(axis: str, sizes: dict[str, int], cluster: Cluster) -> tuple[Tier | None, int]:
+    """The innermost tier that holds every group of the axis whole, and how many devices that tier spans."""
+    stride, size = _inner(axis, sizes), sizes[axis]
+    reach = 1
+    for tier in cluster.tiers:
+        reach *= tier.count
+        if all(_first // reach == _last // reach for _first, _last in _ends(prod(sizes.values()), stride, size)):
+            return tier, reach
+    return None, reach
+
+
+def _inner(axis: str, sizes: dict[str, int]) -> int:
+    """Ranks between two neighbours on the axis."""
+    names = list(sizes)
+    return prod(sizes[name] for name in names[names.index(axis) + 1 :])
+
+
+def _ends(total: int, stride: int, size: int) -> list[tuple[int, int]]:
+    """(first, last) rank of every group of an axis."""
+    span = stride * size
+    return [(base + inner, base + inner + span - stride) for base in range(0, total, span) for inner in range(stride)]
+
+
+def ordinal(number: int) -> str:
+    """2nd, 8th, 32nd."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

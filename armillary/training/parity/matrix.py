@@ -1,0 +1,113 @@
+"""The matrix: every strategy on some ranks, with accumulation, recompute and both formats, held against one process.
+
+`measure` runs on every rank of a process group; the main rank runs the same steps alone and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch.distributed as dist
+
+from armillary.spec.layout import Layout
+from armillary.spec.model import LayerKind, ModelConfig
+from armillary.training.parity.case import Case, Outcome, error, mixture, tiny
+from armillary.training.parity.steps import steps
+from armillary.training.parity.strategies import EXPERTS, layout_of
+
+STEPS = 20
+FORMATS = ("fp32", "fp64")
+FIGURES = ("loss", "norm", "weights")
+BARS = {
+    "fp32": {"loss": 1e-6, "norm": 1e-5, "weights": 1e-5},
+    "fp64": {"loss": 1e-10, "norm": 1e-10, "weights": 1e-10},
+}
+"""the largest relative difference that holds"""
+VARIANTS = {
+    "fp32": ((1, "none", 1), (2, "full", 1), (2, "selective", 1), (1, "full", 2)),
+    "fp64": ((1, "none", 1), (2, "full", 1), (2, "selective", 2)),
+}
+"""micro-batches, recompute, one layer in …"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy on some ranks: the worst over all variants, by format and figure."""
+
+    strategy: str
+    world: int
+    variants: int
+    errors: dict[str, dict[str, float]]
+
+    @property
+    def over(self) -> list[str]:
+        """What is beyond its bar: 'weights fp32 2.1e-05 > 1e-05'."""
+        return [
+            f"{name} {dtype} {value:.1e} > {BARS[dtype][name]:g}"
+            for dtype, errors in self.errors.items() for name, value in errors.items()
+            if not value <= BARS[dtype][name]
+        ]  # fmt: skip
+
+
+def cases_of(strategy: str, world: int, formats: Sequence[str] = FORMATS) -> list[Case]:
+    """The variants of a strategy on so many ranks; none where it has no use for them."""
+
+    def layout(recompute: str, every: int) -> Layout | None:
+        return layout_of(strategy, world, recompute=recompute, recompute_every=every)
+
+    return list(_variants(layout, formats, experts=strategy in EXPERTS))
+
+
+def cases_of_layout(given: Layout, formats: Sequence[str] = FORMATS, *, experts: bool) -> list[Case]:
+    """The variants of a layout of somebody's own, on a tiny model with experts or without."""
+
+    def layout(recompute: str, every: int) -> Layout:
+        plain = replace(given, precision="fp32", micro_batch=1)
+        return replace(plain, recompute=recompute, recompute_every=every)  # type: ignore[arg-type]
+
+    return list(_variants(layout, formats, experts=experts))
+
+
+def _variants(
+    layout_for: Callable[[str, int], Layout | None], formats: Sequence[str], *, experts: bool
+) -> Iterator[Case]:
+    for dtype in formats:
+        for accumulate, kind, every in VARIANTS[dtype]:
+            layout = layout_for(kind, every)
+            if layout is None or (_splits(layout) and kind == "selective"):  # refused, see refuse_split
+                continue
+            parts, chunk = max(accumulate, 2 * layout.pp if layout.pp > 1 else 1), 20 * (accumulate - 1)
+            yield Case(layout=layout, config=_config(layout, experts=experts), dtype=dtype, steps=STEPS,
+                       accumulate=parts, chunk=chunk)  # fmt: skip
+
+
+def _splits(layout: Layout) -> bool:
+    """Whether its backward passes come in two halves."""
+    return layout.pp > 1 and layout.schedule == "zero_bubble"
+
+
+def _config(layout: Layout, *, experts: bool) -> ModelConfig:
+    """With as many layers as there are chunks, where those of the tiny models are too few."""
+    config = mixture() if experts else tiny()
+    more = layout.pp * layout.interleave - config.num_layers - 2
+    return replace(config, layers=(*config.layers, *[LayerKind()] * more)) if more > 0 else config
+
+
+def measure(strategy: str, world: int, cases: Sequence[Case]) -> Row:
+    """Run every case on the ranks there are, and on the main one alone; what others give is not worth sending."""
+    worst: dict[str, dict[str, float]] = {}
+    for case in cases:
+        found = steps(case)
+        if dist.get_rank() == 0:
+            kept = worst.setdefault(case.dtype, {})
+            for name, value in error(found, alone(case.alone())).items():
+                kept[name] = max(value, kept.get(name, 0.0))
+    return Row(strategy, world, len(cases), worst)
+
+
+@cache
+def alone(case: Case) -> Outcome:
+    """The same steps in one process."""
+    return steps(case)

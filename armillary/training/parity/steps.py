@@ -1,0 +1,150 @@
+"""A few training steps of a tiny model on any layout, to hold layouts against one process.
+
+`steps(case)` runs on every rank, or alone where the layout is of one device; what comes back is the losses, gradient
+norms and whole weights.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from armillary.model.attend import packed, plain
+from armillary.model.moe import Router
+from armillary.model.transformer import Transformer, build
+from armillary.parallel.apply import Sharded, apply
+from armillary.parallel.mesh import Mesh, make_mesh
+from armillary.parallel.pipeline import Passing, Rows
+from armillary.parallel.pipeline_stage import hold
+from armillary.parallel.weights import fill_random, materialise
+from armillary.parallel.world import World, join_world
+from armillary.spec.job import TrainJob
+from armillary.spec.placement import axis_sizes
+from armillary.training.balance import Routers
+from armillary.training.kernels import use_kernels
+from armillary.training.lora import add_lora
+from armillary.training.loss import loss_sum
+from armillary.training.offloading import optimizer_of
+from armillary.training.parity.case import DTYPES, ROWS, SEQUENCE, Case, Outcome, batch
+
+
+def steps(case: Case) -> Outcome:
+    """On this rank; every rank gets the same outcome."""
+    if case.layout.num_devices == 1:
+        return run(case, World(rank=0, size=1, local_rank=0, device=torch.device("cpu")))
+    with join_world("cpu") as world:
+        return run(case, world)
+
+
+def many(cases: list[Case]) -> list[Outcome]:
+    """Several cases in one call of the pool; only the main rank's outcomes are worth sending."""
+    outcomes = [steps(case) for case in cases]
+    return outcomes if not dist.is_initialized() or dist.get_rank() == 0 else []
+
+
+def run(case: Case, world: World) -> Outcome:
+    job = TrainJob(
+        weight_decay=0.1, lora_rank=case.lora, lora_on=case.lora_on, seed=1, sequence=SEQUENCE,
+        batch_tokens=ROWS * SEQUENCE, balance_loss=0.05, router_z_loss=1e-3, expert_capacity=case.capacity,
+    )  # fmt: skip
+    sharded = spread(case, job, world)
+    routers = Routers(sharded, job)
+    optimizer = optimizer_of(sharded, job, folder=Path(tempfile.gettempdir()))
+    for group in optimizer.param_groups:
+        group["lr"] = 3e-3  # at 1e-2 one process that cuts its batch in four differs from itself by 8e-6
+    losses, norms, gauges = [], [], []
+    for step in range(case.steps):
+        routers.start()
+        loss, norm = train_step(sharded, case, step)
+        gauges.append({name: float(value) for name, value in routers.finish().items()})
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+        norms.append(float(norm))
+    return Outcome(losses, norms, {name: sharded.whole(name).clone() for name in names(sharded)}, gauges)
+
+
+def names(sharded: Sharded) -> list[str]:
+    """Of the whole model's parameters."""
+    if sharded.pipeline is None:
+        return [name for name, _ in sharded.model.named_parameters()]
+    with torch.device("meta"):
+        return [name for name, _ in Transformer(sharded.model.config).named_parameters()]
+
+
+def spread(case: Case, job: TrainJob, world: World) -> Sharded:
+    """The model with its first weights, spread before or after they are drawn."""
+    # alone even among ranks, where make_mesh would ask the others
+    mesh = make_mesh(case.layout, world) if world.size > 1 else Mesh(axis_sizes(case.layout), world)
+    later = case.meta or case.layout.pp > 1
+    if case.layout.pp > 1:
+        with torch.device("meta"):
+            model: Transformer = hold(case.config, case.layout, mesh.rank("pp"), sequence=SEQUENCE)
+    elif case.meta:
+        with torch.device("meta"):
+            model = Transformer(case.config)
+    else:
+        model = build(case.config, dtype=DTYPES[case.dtype], device="cpu", seed=1)
+    add_lora(model, job)
+    use_kernels(model, job=job, layout=case.layout, device=torch.device("cpu"))
+    sharded = apply(model.to(DTYPES[case.dtype]), case.layout, mesh, loss=loss_sum, compile=case.compile)
+    if later:
+        materialise(sharded.model, "cpu")
+        fill_random(sharded.model, seed=1)
+    decide(sharded.model)
+    return sharded
+
+
+@torch.no_grad()
+def decide(model: Transformer) -> None:
+    """Routers with an opinion: a fresh one's scores are so alike in a model this small that rounding would decide."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module._parameters["weight"].mul_(20.0)  # type: ignore[union-attr]
+
+
+def train_step(sharded: Sharded, case: Case, step: int) -> tuple[Tensor, Tensor]:
+    tokens, targets, documents = batch(case, step)
+    count = int((targets != -100).sum())
+    mesh = sharded.mesh
+    rows = slice(*(ROWS // mesh.dp_size * n for n in (mesh.dp_rank, mesh.dp_rank + 1)))
+    if sharded.pipeline is not None:
+        return pipelined(sharded, case, tokens[rows], targets[rows], documents[rows], count)
+    micro = list(zip(*(x[rows].chunk(case.accumulate) for x in (tokens, targets, documents)), strict=True))
+    total = torch.zeros((), dtype=DTYPES[case.dtype])
+    for number, (tokens_bT, targets_bT, documents_bT) in enumerate(micro):
+        attend = packed(documents_bT) if case.documents else plain
+        positions_bT = torch.arange(SEQUENCE).expand_as(tokens_bT)
+        if sharded.context is not None:
+            attend = sharded.context.attend(documents_bT if case.documents else None)
+            tokens_bT, targets_bT, positions_bT = map(sharded.context.cut, (tokens_bT, targets_bT, positions_bT))
+        with sharded.accumulate(last=number + 1 == len(micro)):
+            hidden = sharded.model(tokens_bT, positions_bT, attend)
+            loss = sharded.loss_sum(hidden, targets_bT, chunk=case.chunk) / count
+            loss.backward()
+        total += loss.detach()
+    return sharded.total(total), sharded.clip(case.clip)
+
+
+def pipelined(
+    sharded: Sharded, case: Case, tokens: Tensor, targets: Tensor, documents: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """The same step through the stages."""
+    assert sharded.pipeline is not None
+    cut = sharded.context.cut if sharded.context is not None else lambda x: x
+    positions = torch.arange(SEQUENCE).expand_as(tokens)
+    rows = Rows(tokens_BT=cut(tokens), targets_BT=cut(targets), positions_BT=cut(positions),
+                documents_BT=documents if case.documents else None)  # fmt: skip
+    attends = sharded.context.attend if sharded.context is not None else lambda x: plain if x is None else packed(x)
+    passing = Passing(
+        attends=attends, autocast=nullcontext, scale=lambda loss: loss,
+        loss=lambda model, hidden, y: sharded.loss_sum(hidden, y, chunk=case.chunk, model=model) / count,
+    )  # fmt: skip
+    total = sharded.pipeline.step(rows, passing, num_micro_batches=case.accumulate)
+    sharded.finish_gradients()
+    return sharded.total(total), sharded.clip(case.clip)

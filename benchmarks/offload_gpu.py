@@ -1,0 +1,239 @@
+"""Offloading on one GPU: step, peak and what waits on the host, measured beside the plan, for the 1.14 B model.
+
+    python -m benchmarks.offload_gpu [--only plain optimizer activations both nvme] [--rows 8] [--steps 6]
+                                     [--limit SECONDS] [--folder DIR] [--json FILE] [--tiny]
+
+The model is that of train_one_gpu.py. Every case trains it from the same weights on the same tokens with the parts of
+the training loop (`apply`, `optimizer_of`, `update`); losses are compared with those of the plain case. `--tiny` runs
+a small model on the CPU, to try the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.model.transformer import Transformer, build
+from armillary.parallel.apply import apply
+from armillary.parallel.mesh import Mesh, axis_sizes
+from armillary.parallel.world import World
+from armillary.planning.layouts import of
+from armillary.planning.prediction import predict
+from armillary.planning.question import question
+from armillary.profiling import host_copy
+from armillary.profiling.ceilings import about, name_of
+from armillary.profiling.machine import here
+from armillary.profiling.settings import settings_for
+from armillary.spec.catalogue import config_from_fields
+from armillary.spec.job import TrainJob
+from armillary.spec.layout import Layout
+from armillary.spec.model import ModelConfig
+from armillary.spec.model_table import ModelTable
+from armillary.spec.recipe import Recipe
+from armillary.store.home import Home
+from armillary.store.peaks import new_peaks, save_peaks
+from armillary.training.kernels import use_kernels
+from armillary.training.offloading import Offloaded, optimizer_of
+from armillary.training.optim import set_learning_rate, update
+from armillary.training.precision import autocast
+from armillary.training.scaler import LossScaler
+
+MODEL: dict[str, Any] = {
+    "name": "1.14B", "hidden": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 8192, "vocab": 32000,
+    "context": 4096, "num_layers": 16,
+}  # fmt: skip
+TINY = MODEL | {"name": "tiny", "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 256,
+                "num_layers": 4, "context": 128}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "optimizer": {"offload": "optimizer"},
+    "activations": {"offload": "activations"},
+    "both": {"offload": "both"},
+    "full recompute": {"recompute": "full"},
+    "both, full recompute": {"offload": "both", "recompute": "full"},
+    "optimizer, 2 micro-batches": {"offload": "optimizer", "times": 2},
+    "nvme": {"offload": "nvme"},
+}
+
+
+class Stepper:
+    """One case: called, it takes a step and gives its loss."""
+
+    def __init__(self, config: ModelConfig, layout: Layout, job: TrainJob, device: torch.device, folder: Path) -> None:
+        self.layout, self.job, self.device, self.config, self.done = layout, job, device, config, 0
+        model = random_model(config, device)
+        self.choices = use_kernels(model, job=job, layout=layout, timed=False, device=device)
+        mesh = Mesh(axis_sizes(layout), World(rank=0, size=1, local_rank=0, device=device))
+        self.sharded = apply(model, layout, mesh, loss=self.choices.loss)
+        self.optimizer = optimizer_of(self.sharded, job, halves=self.choices.halves, folder=folder)
+        set_learning_rate(self.optimizer, 1e-4)
+        self.offloaded = Offloaded(self.sharded, self.optimizer)
+        self.scaler = LossScaler(device, enabled=False)
+
+    def __call__(self) -> Tensor:
+        rows, times = self.layout.micro_batch, self.layout.num_micro_batches(self.job.batch_tokens, self.job.sequence)
+        total = torch.zeros((), device=self.device)
+        positions = torch.arange(self.job.sequence, device=self.device).expand(rows, -1)
+        for _ in range(times):
+            tokens = self.tokens(rows)
+            with autocast(self.layout.precision, self.device):
+                hidden = self.sharded.model(tokens[:, :-1], positions, self.choices.attend(None))
+                loss = self.sharded.loss_sum(hidden, tokens[:, 1:], chunk=self.job.chunk_tokens(self.config.vocab))
+            loss = loss / self.job.batch_tokens
+            loss.backward()
+            total += loss.detach()
+        update(self.sharded, self.optimizer, self.scaler, self.job.clip)
+        return total
+
+    def tokens(self, rows: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(self.done)
+        self.done += 1
+        shape = (rows, self.job.sequence + 1)
+        return torch.randint(self.config.vocab // 8, shape, generator=generator, device=self.device)
+
+
+@torch.no_grad()
+def random_model(config: ModelConfig, device: torch.device) -> Transformer:
+    model = build(config, dtype=torch.float32, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        parameter.fill_(1.0) if "norm" in name else parameter.normal_(0.0, 0.02, generator=generator)
+    return model
+
+
+def run(name: str, config: ModelConfig, args: argparse.Namespace, device: torch.device, home: Home) -> dict[str, Any]:
+    given = dict(CASES[name])
+    times = given.pop("times", 1)
+    layout = Layout(micro_batch=args.rows, precision="bf16", **given)
+    job = TrainJob(sequence=config.context, batch_tokens=args.rows * config.context * times, steps=1000)
+    began = time.perf_counter()
+    step = Stepper(config, layout, job, device, Path(args.folder))
+    losses = [float(step()) for _ in range(2)]  # states are there, kernels built, host buffers pinned
+    built_s = time.perf_counter() - began
+    _sync(device, reset=True)
+    step.offloaded.gauges()
+    begin = time.perf_counter()
+    found = [step() for _ in range(args.steps)]
+    _sync(device)
+    seconds = (time.perf_counter() - begin) / args.steps
+    losses += [float(loss) for loss in found]
+    gauges = step.offloaded.gauges()
+    step.offloaded.finish()
+    row = {"step_ms": 1e3 * seconds, "built_s": built_s, "losses": losses}
+    if device.type == "cuda":
+        row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    if gauges:
+        row |= {"host_gb": gauges["offloaded_bytes"] / 1e9, "stood_ms": 1e3 * gauges["offload_s"] / args.steps}
+    return row | {"plan": planned(config, job, layout, home)}
+
+
+def planned(config: ModelConfig, job: TrainJob, layout: Layout, home: Home) -> dict[str, float]:
+    recipe = Recipe(model=ModelTable(name=config.name), layout=layout, train=job)
+    found = predict(question(recipe, config, here(), home).case, of([layout]))
+    return {
+        "step_ms": 1e3 * float(found.time.total[0]), "peak_gb": float(found.memory.allocated[0]) / 1e9,
+        "host_gb": float(found.memory.host[0]) / 1e9, "stood_ms": 1e3 * float(found.time.offload[0]),
+    }  # fmt: skip
+
+
+def measure_link(device: torch.device, home: Home) -> dict[str, float]:
+    """Pinned copies of 256 MB, into `home`, where the planner finds them."""
+    settings = settings_for(device)
+    cases = [case for case in host_copy.cases(settings) if case["pinned"] and case["bytes"] == 1 << 28]
+    peaks = new_peaks(name_of(device), about(device))
+    rates = {}
+    for kind, point in host_copy.measure(cases, settings):
+        peaks = peaks.with_points(kind, [point])
+        rates[point["direction"]] = round(point["bytes_per_s"] / 1e9, 1)
+    save_peaks(home, peaks)
+    return rates
+
+
+def measure_adamw(count: int = 1 << 28) -> dict[str, float]:
+    """What AdamW of the host reaches alone, by how many threads."""
+    parts = [torch.zeros(count) for _ in range(4)]
+    step = torch.ones(())
+    rates = {}
+    for threads in sorted({torch.get_num_threads(), max(1, torch.get_num_threads() // 2)}):
+        torch.set_num_threads(threads)
+        for _ in range(2):
+            begin = time.perf_counter()
+            torch._fused_adamw_([parts[0]], [parts[1]], [parts[2]], [parts[3]], [], [step], lr=1e-4, beta1=0.9,
+                                beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False)  # fmt: skip
+            seconds = time.perf_counter() - begin
+        rates[f"{threads} threads"] = round(count * 28 / seconds / 1e9, 1)
+    return rates
+
+
+def _sync(device: torch.device, *, reset: bool = False) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+
+
+def table(rows: dict[str, dict[str, Any]]) -> list[str]:
+    lines = ["| offload | step ms | plan | stood still ms | plan | peak GB | plan | off | host GB | plan | loss off |",
+             "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
+    for name, row in rows.items():
+        plan, peak = row["plan"], row.get("peak_gb", float("nan"))
+        alike = rows.get("plain", row)["losses"]
+        apart = max(abs(a / b - 1) for a, b in zip(row["losses"], alike, strict=False))
+        lines.append(
+            f"| {name} | {row['step_ms']:.0f} | {plan['step_ms']:.0f} | {row.get('stood_ms', 0):.0f} | "
+            f"{plan['stood_ms']:.0f} | {peak:.2f} | {plan['peak_gb']:.2f} | {plan['peak_gb'] / peak - 1:+.1%} | "
+            f"{row.get('host_gb', 0):.2f} | {plan['host_gb']:.2f} | {apart:.1e} |"
+        )
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", nargs="+", choices=[*CASES], default=[*CASES])
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--limit", type=float, default=600.0)
+    parser.add_argument("--folder", default=tempfile.gettempdir())
+    parser.add_argument("--json")
+    parser.add_argument("--tiny", action="store_true")
+    args, began = parser.parse_args(), time.perf_counter()
+    device = torch.device("cpu" if args.tiny else "cuda")
+    config = config_from_fields((TINY if args.tiny else MODEL) | {"tied": False}, where="offload_gpu.py")
+    rows: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        home = Home.at(folder)
+        link = {} if args.tiny else measure_link(device, home)
+        host = measure_adamw(1 << 20 if args.tiny else 1 << 28)
+        print("link GB/s", link, "AdamW on the host GB/s", host, f"{time.perf_counter() - began:.0f} s", flush=True)
+        for name in args.only:
+            if time.perf_counter() - began > args.limit:
+                print("no time for", name)
+                continue
+            try:
+                rows[name] = run(name, config, args, device, home)
+                row = rows[name]
+                print(name, {k: round(v, 2) for k, v in row.items() if isinstance(v, float)}, flush=True)
+            except Exception:
+                traceback.print_exc()
+                print(name, "failed:", traceback.format_exc().splitlines()[-1][:200], flush=True)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    print("\n".join(table(rows)))
+    if args.json:
+        Path(args.json).write_text(json.dumps({"link": link, "adamw": host, "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

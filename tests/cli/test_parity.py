@@ -1,0 +1,82 @@
+"""`armillary train --parity`: what runs, what is said of it, and when it fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from armillary.cli import parity
+from armillary.training.parity.matrix import Row
+from armillary.training.parity.page import rows_of
+from tests.conftest import Ran
+
+Cli = Callable[..., Ran]
+GOOD = {"loss": 1e-7, "norm": 1e-7, "weights": 1e-6}
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
+    """`orders = found(row, …)`: the ranks find these rows; what they were told is kept."""
+
+    def launch(*rows: Row) -> list[dict[str, Any]]:
+        told: list[dict[str, Any]] = []
+        monkeypatch.setattr(parity, "_launched", lambda out, home, orders: told.append(orders) or list(rows))
+        return told
+
+    return launch
+
+
+def test_rows_go_to_a_page_and_all_hold(cli: Cli, found: Callable[..., Any], tmp_path: Path) -> None:
+    told = found(Row("DDP", 2, 4, {"fp32": GOOD}), Row("tp", 2, 4, {"fp32": GOOD}))
+    page = tmp_path / "page.md"
+    ran = cli("train", "--parity", "--only", "ddp", "--only", "tp", "--only", "fp32", "--page", str(page))
+    assert ran.code == 0 and "all 2 hold" in ran.out
+    assert told == [{"world": 2, "strategies": ["DDP", "tp"], "formats": ["fp32"]}]
+    assert [row.strategy for row in rows_of(page.read_text())] == ["DDP", "tp"]
+
+
+def test_a_row_beyond_its_bar_is_named_and_ends_with_one(cli: Cli, found: Callable[..., Any], tmp_path: Path) -> None:
+    found(Row("DDP", 4, 4, {"fp32": GOOD}), Row("tp", 4, 4, {"fp32": GOOD | {"weights": 2e-5}}))
+    line = ("train", "--parity", "--devices", "4", "--page", str(tmp_path / "page.md"))
+    ran = cli(*line)
+    assert ran.code == 1 and "tp on 4 ranks does not hold: weights fp32 2.0e-05 > 1e-05" in ran.out
+    answer = json.loads(cli(*line, "--json").out)
+    assert not answer["holds"] and [row["holds"] for row in answer["rows"]] == [True, False]
+
+
+def test_the_layout_of_a_recipe_is_a_row(cli: Cli, found: Callable[..., Any], tmp_path: Path) -> None:
+    told = found(Row("recipe: dp=2 × pp=2", 4, 7, {"fp32": GOOD}))
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[model]\nname = "armillary-2m"\n[layout]\npp = 2\ndp = 2\nzero = 1\n')
+    assert cli("train", str(recipe), "--parity").code == 0
+    assert told[0]["world"] == 4 and told[0]["layout"]["zero"] == 1
+    ran = cli("train", str(recipe), "--parity", "--set", "layout.tp=3", "--set", "layout.dp=1")
+    assert ran.code == 2 and "tp=3 does not divide" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--parity", "--only", "nonsense"], "no strategy 'nonsense'"),
+        (["--parity", "--only", "HSDP"], "HSDP has no use for 2 ranks; try --devices 4"),
+        (["--parity", "--devices", "1"], "give 2, 4 or 8"),
+        (["--parity", "--page", "x.toml"], "give one that ends with .md"),
+        ([], "needs a recipe; give its file"),
+        (["--only", "tp", "r.toml"], "--only belongs to --parity"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line(cli: Cli, words: list[str], said: str) -> None:
+    ran = cli("train", *words)
+    assert ran.code == 2 and said in ran.err
+
+
+@pytest.mark.slow
+def test_ranks_are_started_and_agree(cli: Cli, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    ran = cli("train", "--parity", "--only", "experts: ep", "--only", "ZeRO-1", "--only", "fp64", "--page", str(page))
+    assert ran.code == 0, ran.err
+    assert {row.strategy for row in rows_of(page.read_text())} >= {"experts: ep", "ZeRO-1"}

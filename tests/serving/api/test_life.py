@@ -1,0 +1,210 @@
+"""A server that things happen to: clients leave, queues fill, the engine freezes and dies, and the end comes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.api.streams import Streamed, request_bytes, stream
+from tests.serving.api.tiny import Server, run_server
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for the engine's process in /proc")
+
+RUNNING, WAITING = 8, 56
+LONG = {"prompt": "def main", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def fragile(folder: Path) -> Iterator[Server]:
+    """One server for all of these, in this order; the last test ends it."""
+    flags = {"max_running": RUNNING, "max_waiting": WAITING, "frozen_s": 1, "drain_s": 20}
+    words = [word for key, value in flags.items() for word in ("--set", f"serve.{key}={value}")]
+    with run_server(folder, *words) as made:
+        yield made
+
+
+def all_idle(server: Server) -> bool:
+    return server.metric("running") == server.metric("waiting") == server.metric("kv_used_fraction") == 0
+
+
+def test_requests_of_clients_that_leave_are_given_up_and_their_blocks_are_free(fragile: Server) -> None:
+    async def leave() -> list[Streamed]:
+        return await asyncio.gather(*(stream(fragile, LONG, events=3) for _ in range(12)))
+
+    found = asyncio.run(leave())
+    assert all(one.status == 200 and not one.done for one in found)
+    fragile.until(lambda: all_idle(fragile))
+    fragile.until(lambda: fragile.metric("requests_total", '{finish="abort"}') == 12)
+    assert fragile.metric("aborted_total") == 12 and fragile.metric("inflight") == 0
+
+
+def test_a_client_that_leaves_before_a_whole_answer_is_noticed_too(fragile: Server) -> None:
+    before = fragile.metric("aborted_total")
+
+    async def leave() -> None:
+        _, writer = await asyncio.open_connection(*fragile.address)
+        writer.write(request_bytes("/v1/completions", LONG | {"stream": False}))
+        while fragile.metric("running") == 0:
+            await asyncio.sleep(0.02)
+        writer.transport.abort()
+
+    asyncio.run(asyncio.wait_for(leave(), 30))
+    fragile.until(lambda: all_idle(fragile) and fragile.metric("aborted_total") == before + 1)
+
+
+def test_more_than_may_wait_are_refused_with_a_time_to_come_again(fragile: Server) -> None:
+    async def fill() -> Streamed:
+        others = [asyncio.create_task(stream(fragile, LONG, timeout_s=200)) for _ in range(RUNNING + WAITING)]
+        while fragile.metric("inflight") < RUNNING + WAITING:
+            await asyncio.sleep(0.02)
+        loop = asyncio.get_running_loop()
+        status, text, headers = await loop.run_in_executor(
+            None, lambda: fragile.call("POST", "/v1/completions", b'{"prompt": "def"}')
+        )
+        assert status == 429 and 1 <= int(headers["retry-after"]) <= 60 and "rate_limit_exceeded" in text
+        assert fragile.is_ready() and fragile.metric("rejected_total") == 1
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        return await stream(fragile, LONG | {"max_tokens": 4})
+
+    assert asyncio.run(fill()).done
+
+
+def test_a_request_has_its_time(fragile: Server) -> None:
+    fragile.until(lambda: all_idle(fragile))
+    status, answer = fragile.post("/v1/completions", LONG | {"stream": False, "timeout_s": 0.2})
+    assert status == 408 and answer["error"]["code"] == "timeout"
+    streamed = asyncio.run(stream(fragile, LONG | {"timeout_s": 0.3}))
+    assert streamed.status == 200 and streamed.error["code"] == "timeout" and not streamed.done
+    assert fragile.metric("requests_total", '{finish="deadline"}') == 2
+
+
+def test_a_frozen_engine_is_not_ready_within_seconds_and_goes_on_when_it_thaws(fragile: Server) -> None:
+    (engine,) = fragile.engine_pids()
+
+    async def freeze() -> Streamed:
+        begun = asyncio.Event()
+        task = asyncio.create_task(stream(fragile, LONG | {"max_tokens": 300}, begun=begun))
+        await begun.wait()
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            frozen_at = time.monotonic()
+            while fragile.is_ready():
+                assert time.monotonic() - frozen_at < 10
+                await asyncio.sleep(0.05)
+            assert "not taken a step" in fragile.get("/ready")[1] and fragile.get("/health")[0] == 200
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        return await task
+
+    assert asyncio.run(freeze()).done
+    fragile.until(fragile.is_ready)
+
+
+def kill_during(server: Server, streams: int) -> list[Streamed]:
+    async def kill() -> list[Streamed]:
+        events = [asyncio.Event() for _ in range(RUNNING)]
+        tasks = [asyncio.create_task(stream(server, LONG, begun=events[i] if i < RUNNING else None))
+                 for i in range(streams)]  # fmt: skip
+        await asyncio.wait({asyncio.create_task(event.wait()) for event in events}, return_when="FIRST_COMPLETED")
+        while server.metric("inflight") < streams:
+            await asyncio.sleep(0.02)
+        os.kill(server.engine_pids()[0], signal.SIGKILL)
+        return await asyncio.gather(*tasks)
+
+    return asyncio.run(kill())
+
+
+def check_killed(server: Server, found: list[Streamed], restarts: int) -> None:
+    """All were told, with an error in the stream or as the answer; none hangs, and the server is back by itself."""
+    assert {one.status for one in found} <= {200, 503}
+    for one in found:
+        assert one.done or one.error["code"] == "engine_failed", one
+        assert one.done or "try again" in one.error["message"]
+    assert any(not one.done for one in found) and server.get("/health")[0] == 200
+    assert server.get("/ready")[0] in (200, 503)
+    server.until(server.is_ready, 90)
+    assert server.metric("restarts_total") == restarts and all_idle(server)
+    status, answer = server.post("/v1/completions", {"prompt": "def", "max_tokens": 3})
+    assert status == 200 and answer["usage"]["completion_tokens"] == 3
+
+
+def test_killing_the_engine_during_many_streams_hangs_nobody_and_it_comes_back(fragile: Server) -> None:
+    check_killed(fragile, kill_during(fragile, 50), restarts=1)
+
+
+def test_on_sigterm_what_is_under_way_is_finished_and_the_exit_code_is_0(fragile: Server) -> None:
+    async def drain() -> list[Streamed]:
+        begun = asyncio.Event()
+        tasks = [asyncio.create_task(stream(fragile, LONG | {"max_tokens": 200}, begun=begun)) for _ in range(6)]
+        await begun.wait()
+        while fragile.metric("inflight") < 6:
+            await asyncio.sleep(0.02)
+        fragile.process.send_signal(signal.SIGTERM)
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(*fragile.address)
+                writer.close()
+                await asyncio.sleep(0.02)
+            except ConnectionError:
+                break
+        return await asyncio.gather(*tasks)
+
+    engines = fragile.engine_pids()
+    found = asyncio.run(drain())
+    assert all(one.done and one.events[-1]["choices"][0]["finish_reason"] == "length" for one in found)
+    assert fragile.process.wait(30) == 0, fragile.log.read_text()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
+    assert "Traceback" not in fragile.log.read_text() and "draining: 6 requests" in fragile.log.read_text()
+
+
+@pytest.mark.slow
+def test_killing_the_engine_during_200_streams(folder: Path) -> None:
+    with run_server(folder, "--set", "serve.max_running=64") as server:
+        check_killed(server, kill_during(server, 200), restarts=1)
+        check_killed(server, kill_during(server, 200), restarts=2)
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_is_ended_and_started_again(folder: Path) -> None:
+    with run_server(folder, "--set", "serve.frozen_s=1", "--set", "serve.hung_s=3") as server:
+        os.kill(server.engine_pids()[0], signal.SIGSTOP)
+        server.until(lambda: not server.is_ready())
+        server.until(server.is_ready, 60)
+        assert server.metric("restarts_total") == 1
+
+
+@pytest.mark.slow
+def test_requests_that_do_not_finish_within_the_grace_are_told(folder: Path) -> None:
+    with run_server(folder, "--set", "serve.drain_s=1") as server:
+
+        async def drain() -> Any:
+            begun = asyncio.Event()
+            task = asyncio.create_task(stream(server, LONG | {"n": 8}, begun=begun))
+            await begun.wait()
+            server.process.send_signal(signal.SIGTERM)
+            return await task
+
+        found = asyncio.run(drain())
+        assert found.done or "shutting down" in found.error["message"]
+        assert server.process.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_two_ranks_answer_as_one(folder: Path) -> None:
+    body = {"prompt": "def main", "max_tokens": 20, "temperature": 0}
+    with run_server(folder) as one, run_server(folder, "--tp", "2") as two:
+        assert one.post("/v1/completions", body)[1]["choices"] == two.post("/v1/completions", body)[1]["choices"]
+        os.kill(two.engine_pids()[1], signal.SIGKILL)
+        two.until(lambda: not two.is_ready())
+        two.until(two.is_ready, 90)
+        assert one.post("/v1/completions", body)[1]["choices"] == two.post("/v1/completions", body)[1]["choices"]

@@ -1,0 +1,201 @@
+"""Whole load tests against a server of known delays: what it was told to do is what is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="load tests need the extra http")
+
+from armillary.errors import BadInput, NotFound
+from armillary.serving.load.drive import Job
+from armillary.serving.load.page import page
+from armillary.serving.load.probe import probe
+from armillary.serving.load.run import Test, load_test
+from armillary.serving.load.search import search_rate, trying
+from armillary.serving.load.spread import parts
+from armillary.serving.load.texts import Texts
+from armillary.serving.load.words import latency_rows, plain, rate_rows, title_text
+from armillary.spec.job import Objective, Traffic
+from armillary.spec.load import Load
+from tests.serving.load.fake_server import Fake, fake_server
+
+TRAFFIC = Traffic(requests_per_s=40, tokens_in=60, tokens_out=8, duration_s=1.0)
+
+
+def asked(traffic: Traffic = TRAFFIC, objective: Objective | None = None, **load: Any) -> Test:
+    return Test(traffic=traffic, load=Load(**{"warmup_s": 0.1} | load), objective=objective or Objective())
+
+
+def test_the_delays_told_are_the_delays_reported() -> None:
+    """One request in ten waits 0.4 s: p50 knows nothing of it, p99 does. Delays can only come out longer."""
+    with fake_server(first_s=(0.05,) * 9 + (0.4,), gap_s=0.01) as fake:
+        report = load_test(fake.url, asked())
+    found = report.last
+    assert found.failed == 0 and found.requests == 40 and found.offered_per_s == pytest.approx(40)
+    assert 0.05 <= found.ttft.p50_s < 0.4 <= found.ttft.p99_s < 0.8
+    assert 0.01 <= found.itl.p50_s < 0.04 and found.itl.count == 40 * 7
+    assert found.tpot.p50_s >= 0.01 and found.e2e.p50_s >= 0.05 + 7 * 0.01
+    assert found.due_ttft.p99_s >= found.ttft.p99_s >= 0.4
+    assert found.tokens_out == 8 and found.counted_by == "usage" and found.tokens_in == pytest.approx(60, abs=2)
+
+
+def test_a_stalled_server_does_not_slow_the_sending_down() -> None:
+    """One at a time, 0.1 s each, and 40 come in a second: an honest client keeps sending, and the last waits long."""
+    with fake_server(first_s=(0.1,), gap_s=0.0, slots=1) as fake:
+        report = load_test(fake.url, asked(Traffic(requests_per_s=40, tokens_in=9, tokens_out=1, duration_s=0.7)))
+        times = fake.arrived[2:]  # after the trial requests
+    assert len(times) == 4 + 28 and times[-1] - times[0] < 2.0  # 3.2 s of work
+    assert report.last.e2e.max_s > 1.5 and report.last.backlog_growth > 10
+
+
+def test_a_closed_loop_keeps_so_many_under_way() -> None:
+    with fake_server(first_s=(0.02,), gap_s=0.001) as fake:
+        report = load_test(fake.url, asked(concurrency=4, requests=30))
+    assert report.last.requests >= 30 and report.last.failed == 0 and report.last.in_flight <= 4.01
+    assert "closed loop, 4 clients, 30 requests" in title_text(report)
+
+
+def test_what_goes_wrong_is_counted_by_its_reason() -> None:
+    with fake_server(first_s=(0.001,), fails=(9, 12), cuts=(15,)) as fake:
+        report = load_test(fake.url, asked(warmup_s=0))
+    assert report.last.errors == {"HTTP 500: not now": 2, "the stream ended before the answer did": 1} or (
+        report.last.errors["HTTP 500: not now"] == 2 and report.last.failed == 3
+    )
+    assert report.last.slo_met_fraction == pytest.approx(37 / 40)
+
+
+def test_a_server_that_takes_too_long_is_an_error() -> None:
+    with fake_server(first_s=(0.01, 0.01, 5.0), gap_s=0.0) as fake:
+        report = load_test(fake.url, asked(requests=3, warmup_s=0, timeout_s=0.6))
+    assert report.last.errors == {"timed out": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected", "words"),
+    [
+        ({"refuses": ("ignore_eos",)}, {"api": "chat", "usage": True, "exact": False}, "may be shorter"),
+        ({"refuses": ("ignore_eos", "stream_options")}, {"api": "chat", "usage": False}, "counted as a token"),
+        ({"usage": False}, {"usage": True}, "counted as a token"),
+        ({"chat": False}, {"api": "completions", "usage": True, "exact": True}, "characters a token"),
+    ],
+)
+def test_the_form_of_request_is_found(settings: dict[str, Any], expected: dict[str, Any], words: str) -> None:
+    with fake_server(first_s=(0.001,), gap_s=0.0, **settings) as fake:
+        found = probe(fake.url, Load())
+    assert {key: getattr(found.target, key) for key in expected} == expected and found.target.model == "fake"
+    assert any(words in note for note in found.notes), found.notes
+
+
+def test_tokens_are_counted_by_pieces_where_nobody_counts_them() -> None:
+    with fake_server(first_s=(0.001,), gap_s=0.0, usage=False) as fake:
+        report = load_test(fake.url, asked(requests=5))
+    assert report.last.counted_by == "chunks" and report.last.tokens_out == 8
+    assert any("counted as streamed pieces" in note for note in report.notes)
+
+
+def test_pieces_of_several_tokens_are_told_apart_from_tokens() -> None:
+    with fake_server(first_s=(0.001,), gap_s=0.002, tokens_a_piece=4) as fake:
+        report = load_test(fake.url, asked(requests=5))
+    assert report.last.tokens_a_piece == 4 and any("holds 4.00 tokens" in note for note in report.notes)
+
+
+def test_prompts_share_what_they_should() -> None:
+    with fake_server(first_s=(0.001,), gap_s=0.0) as fake:
+        traffic = Traffic(requests_per_s=50, tokens_in=50, tokens_out=1, shared_prefix=30)
+        load_test(fake.url, asked(traffic, requests=6, warmup_s=0))
+        prompts = [body["messages"][0]["content"] for body in fake.bodies[2:]]
+    assert len({prompt[:100] for prompt in prompts}) == 1 and len(set(prompts)) == 6
+
+
+@pytest.mark.slow
+def test_the_search_ends_near_what_the_server_can_do() -> None:
+    """Two slots of 0.05 s: 40 a second, and no more."""
+    with fake_server(first_s=(0.05,), gap_s=0.0, slots=2) as fake:
+        test = asked(Traffic(requests_per_s=16, tokens_in=9, tokens_out=1, duration_s=1.2, arrival="constant"))
+        found = search_rate(trying(probe(fake.url, Load()), test), Objective(), start=16)
+    assert found.best is not None and found.failed is not None
+    assert 16 <= found.best < found.failed <= 64 and found.best <= 46  # a loaded machine can only find less
+
+
+def test_repeats_have_intervals_and_the_report_says_everything(tmp_path: Path) -> None:
+    with fake_server(first_s=(0.01,), gap_s=0.001) as fake:
+        report = load_test(fake.url, asked(repeats=2, requests=10, objective=Objective(ttft_p99_s=5.0)))
+    assert len(report.runs) == 2 and all("±" in cell for cell in latency_rows(report)[0][1:6])
+    assert dict(rate_rows(report, 3.6))["cost"].startswith("$")
+    answer = plain(report, usd_per_hour=3.6)
+    figure = answer["figures"]["ttft_p99_s"]
+    assert figure["half_width"] is not None and answer["definitions"]["TPOT"]
+    whole = 3.6 / 3600 / (report.last.tokens_in_per_s + report.last.tokens_out_per_s) * 1e6
+    assert answer["million_tokens_usd"] == pytest.approx(whole)
+    text = page(report, None, 3.6)
+    assert text.count("<svg") == 6 and "http://127" in text and "src=" not in text and "<script" not in text
+
+
+def test_several_processes_share_the_work_out() -> None:
+    with fake_server(first_s=(0.001,), gap_s=0.0) as fake:
+        probed = probe(fake.url, Load())
+    job = Job(target=probed.target, texts=Texts(cut=probed.cut), traffic=TRAFFIC, load=Load(), rows=(), clients=5,
+              first=0, stride=1, warmup_s=0.0, stop_s=1.0, most=11)  # fmt: skip
+    shares = parts(job, 3)
+    assert [part.clients for part in shares] == [2, 2, 1] and [part.most for part in shares] == [4, 4, 3]
+    assert [(part.first, part.stride) for part in shares] == [(0, 3), (1, 3), (2, 3)]
+
+
+@pytest.mark.slow
+def test_two_processes_send_what_one_would() -> None:
+    with fake_server(first_s=(0.01,), gap_s=0.001) as fake:
+        report = load_test(fake.url, asked(processes=2, requests=20, warmup_s=0))
+    assert report.last.requests == 20 and report.last.failed == 0
+
+
+def test_nobody_there_and_nonsense() -> None:
+    with pytest.raises(NotFound, match="nobody answers at"):
+        probe("127.0.0.1:9", Load())
+    with pytest.raises(BadInput, match="is not an address"):
+        probe("ftp://x", Load())
+    with fake_server(refuses=("model",)) as fake, pytest.raises(BadInput, match="no model here"):
+        probe(fake.url, Load())
+
+
+@pytest.fixture
+def tested(cli: Callable[..., Any], tmp_path: Path) -> tuple[Any, Fake, Path]:
+    page = str(tmp_path / "r.html")
+    with fake_server(first_s=(0.005,), gap_s=0.001) as fake:
+        ran = cli("load", fake.url, "--rate", "30", "--duration", "0.5", "--price", "2", "--page", page,
+                  "--set", "traffic.tokens_out=4", "--set", "objective.ttft_p99_s=9", "--json")  # fmt: skip
+    return ran, fake, tmp_path / "r.html"
+
+
+def test_the_verb(tested: tuple[Any, Fake, Path]) -> None:
+    ran, fake, path = tested
+    assert ran.code == 0, ran.err
+    assert ran.json["runs"][0]["requests"] == 15 and ran.json["figures"]["slo_met_fraction"]["mean"] == 1.0
+    assert ran.json["million_tokens_usd"] > 0 and fake.bodies[-1]["max_tokens"] == 4
+    assert "<svg" in path.read_text()
+
+
+def test_the_verb_in_words(cli: Callable[..., Any]) -> None:
+    with fake_server(first_s=(0.005,), gap_s=0.001) as fake:
+        ran = cli("load", fake.url, "--rate", "30", "--duration", "0.5", "--set", "objective.ttft_p99_s=9")
+    assert ran.code == 0 and "TTFT" in ran.out and "9 s ✓" in ran.out and "TTFT from due time" in ran.out
+    assert "0 of 15 requests" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--search", "--clients", "3"), "--search varies the rate"),
+        (("--rate", "0"), "traffic.requests_per_s=0.0 must be above 0"),
+        (("--clients", "3", "--trace", "x.csv"), "leave one out"),
+        (("--price", "-1"), "below 0"),
+    ],
+)
+def test_the_verb_refuses(cli: Callable[..., Any], flags: tuple[str, ...], words: str) -> None:
+    ran = cli("load", "127.0.0.1:9", *flags)
+    assert ran.code == 2 and words in ran.err
+
+

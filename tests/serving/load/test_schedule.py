@@ -1,0 +1,94 @@
+"""Requests of a test as times and lengths, from [traffic] and from traces in both public formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean, pstdev
+
+import pytest
+
+from armillary.errors import BadData, BadInput, NotFound
+from armillary.serving.load.schedule import lengths, num_cut, planned, warmup_s
+from armillary.serving.load.trace import read_trace
+from armillary.spec.job import Traffic
+from armillary.spec.load import Load
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:50.2224670,879,55
+"""
+MOONCAKE = """{"timestamp": 1000, "input_length": 1300, "output_length": 5, "hash_ids": [0, 1, 2]}
+
+{"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [0, 9]}
+"""
+
+
+@pytest.fixture
+def azure(tmp_path: Path) -> Path:
+    path = tmp_path / "azure.csv"
+    path.write_text(AZURE)
+    return path
+
+
+def test_an_azure_trace_is_read_in_the_order_of_its_times(azure: Path) -> None:
+    rows = read_trace(azure)
+    assert [row.tokens_in for row in rows] == [374, 879, 396]
+    assert [row.at_s for row in rows] == pytest.approx([0, 3.541877, 4.314579], abs=1e-5)
+
+
+def test_a_mooncake_trace_keeps_its_blocks(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text(MOONCAKE)
+    rows = read_trace(tmp_path / "m.jsonl")
+    assert [(row.at_s, row.tokens_in, row.tokens_out, row.blocks) for row in rows] == [
+        (0.0, 1300, 5, (0, 1, 2)), (0.5, 600, 7, (0, 9)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a,b\n1,2\n",
+        "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n",
+        '{"timestamp": 1}\n',
+        '{"timestamp": 0, "input_length": -5, "output_length": 1}\n',
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "t").write_text(text)
+    with pytest.raises(BadData, match="; "):
+        read_trace(tmp_path / "t")
+
+
+def test_a_trace_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="Azure CSV or a Mooncake JSONL"):
+        read_trace(tmp_path / "gone.csv")
+
+
+def test_a_replay_is_faster_and_shorter_where_asked(azure: Path) -> None:
+    load = Load(trace=str(azure), trace_speed=2.0, longest=500, warmup_s=0)
+    rows = planned(Traffic(duration_s=2.0), load, seed=0)
+    assert [row.at_s for row in rows] == pytest.approx([0, 1.7709385], abs=1e-5)  # the third comes after 2 s
+    assert [row.tokens_in + row.tokens_out for row in rows] == [418, 500] and num_cut(rows, load) == 1
+
+
+def test_a_warm_up_that_eats_the_trace_is_refused(azure: Path) -> None:
+    with pytest.raises(BadInput, match=r"load\.warmup_s=0"):
+        planned(Traffic(duration_s=60), Load(trace=str(azure)), seed=0)
+
+
+def test_the_warm_up_runs_at_the_first_rate_and_comes_on_top() -> None:
+    traffic = Traffic(requests_per_s=10, duration_s=20)
+    assert warmup_s(traffic, Load()) == 2.0
+    rows = planned(traffic, Load(ramp_to=30), seed=0)
+    assert sum((row.at_s or 0) < 2.0 for row in rows) == 20 and len(rows) == 20 + 400
+
+
+def test_lengths_spread_about_their_means() -> None:
+    draw = lengths(Traffic(tokens_in=400, tokens_out=100), Load(length_spread=0.5), seed=1)
+    pairs = [draw() for _ in range(4000)]
+    for column, wanted in zip(zip(*pairs, strict=True), (400, 100), strict=True):
+        assert mean(column) == pytest.approx(wanted, rel=0.05)
+        assert pstdev(column) / mean(column) == pytest.approx(0.5, abs=0.07)
+    assert lengths(Traffic(), Load(), seed=1)() == (512, 128)

@@ -1,0 +1,56 @@
+"""The search for the highest rate, on a server made of arithmetic: beyond its limit a queue grows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.serving.load.lag import Lag
+from armillary.serving.load.record import Answer
+from armillary.serving.load.run import Ran
+from armillary.serving.load.search import Found, search_rate
+from armillary.serving.load.summary import summary
+from armillary.serving.load.words import best_text, trial_rows
+from armillary.spec.job import Objective
+
+SECONDS, WORK_S = 20.0, 0.1
+
+
+def queue(capacity: float, rate: float) -> Ran:
+    """First come, first served, one leaves every 1/capacity seconds; the answer takes 0.1 s."""
+    answers, free = [], 0.0
+    for i in range(round(rate * SECONDS)):
+        due = i / rate
+        free = max(free, due) + 1 / capacity
+        at = free + WORK_S
+        answers.append(Answer(index=i, due_s=due, sent_s=due, end_s=at, stamps_s=(at,), tokens_out=1))
+    found = summary(answers, Objective(), Lag(), begin_s=0.0, end_s=SECONDS)
+    return Ran(summary=found, answers=tuple(answers), begin_s=0.0, end_s=SECONDS)
+
+
+def search(capacity: float, start: float, objective: Objective | None = None) -> Found:
+    return search_rate(lambda rate, number: queue(capacity, rate), objective or Objective(), start=start)
+
+
+@settings(max_examples=15, deadline=None)
+@given(capacity=st.floats(3, 60), start=st.floats(1, 80))
+def test_the_limit_is_found_from_above_and_from_below(capacity: float, start: float) -> None:
+    found = search(capacity, start)
+    assert found.best is not None and found.failed is not None
+    assert 0.85 * capacity < found.best < 1.2 * capacity and found.failed <= 1.081 * found.best
+
+
+def test_an_objective_lowers_it() -> None:
+    assert search(20, 4, Objective(ttft_p99_s=0.2)).best == pytest.approx(20, rel=0.1)
+    strict = search(20, 4, Objective(ttft_p99_s=0.05))
+    assert strict.best is None and "no rate was sustained" in best_text(strict)
+    assert "TTFT p99" in trial_rows(strict)[0][-1]
+
+
+def test_a_server_without_a_limit_is_said_to_have_none_found() -> None:
+    def quick(rate: float, number: int) -> Ran:
+        return queue(1e9, min(rate, 50))
+
+    found = search_rate(quick, Objective(), start=1)
+    assert found.failed is None and "the limit is above it" in best_text(found)
