@@ -62,7 +62,7 @@ $(READY):
 
 $(PEERS_READY):
 	@$(call check_python)
-	@$(call install,.venv-peers,'.[torch$(comma)data$(comma)http$(comma)dev]' peft)
+	@$(call install,.venv-peers,'.[torch$(comma)data$(comma)http$(comma)dev]' peft 'lm-eval[api$(comma)hf]' guidellm)
 	@bash benchmarks/install_llama_cpp.sh .venv-peers
 	@touch $@
 

@@ -153,7 +153,7 @@ def mixed(model: Transformer, args: Any) -> dict[str, Any]:
     longest = max(long + 8, context + 4000) if not args.tiny else 64
     engine, phases = started(model, Serve(
         max_model_len=min(longest, model.config.context), max_running=streams + 2, max_tokens_per_step=args.step_tokens,
-        prefill_tokens=args.prefill_tokens, prefix_cache=False, kv_bytes=args.kv_bytes,
+        prefill_tokens=args.prefill_tokens, prefill_slowdown=args.slowdown, prefix_cache=False, kv_bytes=args.kv_bytes,
         graphs=not args.no_graphs))  # fmt: skip
     watch, grow = Watch(engine), 110 * args.prompts if not args.tiny else 0
     gc.collect()
@@ -174,7 +174,8 @@ def mixed(model: Transformer, args: Any) -> dict[str, Any]:
     kernels = _explained_mixed(watch, prompts) if args.explain and args.device == "cuda" else {}
     watch.give_up()
     return times.text() | kernels | {
-            "itl_ms": spread, "itl_alone_p50_s": quiet, "itl_p50_s": p50, "itl_p99_s": p99, "itl_p99_over_alone_p50": p99 / quiet,
+            "itl_ms": spread, "itl_alone_p50_s": quiet, "itl_p50_s": p50, "itl_p99_s": p99,
+            "itl_p99_over_alone_p50": p99 / quiet,
             "prefill_alone_tokens_per_s": alone, "prefill_tokens_per_s": beside, "prefill_share": beside / alone,
             "bars": {"itl_p99_over_alone_p50": 2.0, "prefill_share": 0.6}, "start_s": phases}  # fmt: skip
 
@@ -237,7 +238,8 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--step-tokens", type=int, default=8192)
-    parser.add_argument("--prefill-tokens", type=int, default=340, help="mixed: prompt tokens a step beside streams")
+    parser.add_argument("--prefill-tokens", type=int, help="mixed: prompt tokens a step beside streams at most")
+    parser.add_argument("--slowdown", type=float, default=2.0, help="mixed: a step over what its decodes take alone")
     parser.add_argument("--prompts", type=int, default=2, help="mixed: long prompts one after the other")
     parser.add_argument("--layers", type=int, help="fewer than the model has: to see that it runs")
     parser.add_argument("--kv-bytes", type=int, help="of the KV cache; what is free unless given")

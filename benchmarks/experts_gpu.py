@@ -168,7 +168,7 @@ def tiled(tile: tuple[int, int, int, int, int], rows: int) -> dict[str, int]:
     """Speeds of our kernel with other tiles."""
     old = grouped_linear_triton._blocks
     block = dict(zip(("rows", "columns", "step"), tile, strict=False))
-    grouped_linear_triton._blocks = lambda a: (block, {"num_warps": tile[3], "num_stages": tile[4]})
+    grouped_linear_triton._blocks = lambda a, rows=0: (block, {"num_warps": tile[3], "num_stages": tile[4]})
     try:
         return speeds(grouped_linear_triton.grouped_linear, rows)
     finally:

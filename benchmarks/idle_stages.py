@@ -42,14 +42,11 @@ class Work:
         return self.forward_s + self.inputs_s + self.weights_s
 
 
-def idle_share(
-    schedule: str, work: Work, *, stages: int, micro_batches: int, chunks: int = 1, slowest_s: float = 0.0
-) -> float:
-    """The planner's formula: of m turns of the slowest stage and the filling and draining (`planning.bubble`), what a
-    stage of mean `work` does not compute."""
+def idle_share(schedule: str, work: Work, *, stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """The planner's formula (`planning.bubble`): filling and draining, of m turns and that."""
     is_split, backward = schedule == "zero_bubble", work.inputs_s + work.weights_s
     fill = float(idle_s(is_split, stages, chunks, work.forward_s, backward, work.weights_s))
-    return 1.0 - micro_batches * work.turn_s / (micro_batches * max(slowest_s, work.turn_s) + fill)
+    return fill / (micro_batches * work.turn_s + fill)
 
 
 # --- on paper

@@ -5,8 +5,8 @@
     python benchmarks/pipeline_bubbles.py --quick            2 sleeping stages, seconds
 
 Sleeping stages need no free cores to speak of; the pinned ones compute, each on a core of its own, so two quiet cores.
-Formula and replay take the times that the passes of that very step took; of several steps the quickest counts, because
-whatever else the machine does only makes a step longer.
+Formula and replay take the times that the passes of that very step took: the formula their mean over the stages, the
+replay each stage's own. Of several steps the quickest counts, because whatever else the machine does makes it longer.
 """
 
 from __future__ import annotations
@@ -146,8 +146,7 @@ def mean_of(works: list[Work]) -> Work:
 def show(what: str, stages: int, micro_batches: int, found: list[dict[str, Any]]) -> None:
     for (name, chunks), each in zip(SCHEDULES.items(), found, strict=True):
         works = [Work(forward_s=f, inputs_s=i, weights_s=w) for f, i, w in each["works"]]
-        formula = idle_share(name, mean_of(works), stages=stages, micro_batches=micro_batches, chunks=chunks,
-                             slowest_s=max(work.turn_s for work in works))  # fmt: skip
+        formula = idle_share(name, mean_of(works), stages=stages, micro_batches=micro_batches, chunks=chunks)
         on_paper = replayed_idle(each["orders"], works, chunks=chunks)
         cells = [f"{100 * value:.1f} %" for value in (formula, on_paper, each["measured"])]
         off = each["measured"] / formula - 1

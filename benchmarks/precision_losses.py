@@ -1,7 +1,7 @@
 """Losses of the same run in several number formats: the same weights at the start, the same text in the same order.
 
     python benchmarks/precision_losses.py [--model armillary-25m] [--steps 500] [--device cuda] [--json FILE]
-                                          [--formats fp32 bf16 fp8-tensor fp8-row] [--home FOLDER]
+                                          [--formats fp32 bf16 fp8-token fp8-tensor fp8-row] [--home FOLDER]
 
 The text is the default corpus, Python's standard library on this machine. A loss is the mean of the last 20 steps, and
 beside it the loss on text that was held out; both are compared with fp32's.
@@ -29,7 +29,7 @@ def run(name: str, arguments: argparse.Namespace, home: Home) -> dict[str, Any]:
         "model": {"name": arguments.model},
         "hardware": {"on": "here"},
         "data": {"source": "stdlib"},
-        "layout": {"precision": precision, "fp8_scaling": scaling or "tensor", "micro_batch": arguments.rows},
+        "layout": {"precision": precision, "fp8_scaling": scaling or "token", "micro_batch": arguments.rows},
         "train": {"sequence": arguments.sequence, "batch_tokens": arguments.rows * arguments.sequence,
                   "steps": arguments.steps, "eval_every": arguments.steps, "eval_batches": 8, "profile_every": 0},
     })  # fmt: skip
@@ -57,7 +57,7 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="*", default=["fp32", "bf16", "fp8-tensor", "fp8-row"])
+    parser.add_argument("--formats", nargs="*", default=["fp32", "bf16", "fp8-token", "fp8-tensor", "fp8-row"])
     parser.add_argument("--model", default="armillary-25m")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--sequence", type=int, default=256)

@@ -42,7 +42,7 @@ from armillary.kernels.norm_shape import Shape, backward_shape
 from armillary.kernels.paged_attention import PAGED_ATTENTION, PagedCase
 from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase
 from armillary.kernels.rope import ROPE, RopeCase
-from armillary.kernels.small_linear_triton import Tiles, plan, run_tiles, run_vector, small_linear
+from armillary.kernels.small_linear_triton import Tiles, VectorTiles, plan, run_tiles, run_vector, small_linear
 from armillary.kernels.timing import time_calls
 from armillary.kernels.trial import input_sets
 from armillary.profiling.kernel_bench import measure_some
@@ -80,7 +80,7 @@ def patched(run: Callable[..., Any], module: Any, **names: Any) -> Callable[...,
 
 
 def paged(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
-    """A second launch that adds up, stages, workers a multiprocessor, keys a tile and warps of the split kernel."""
+    """Numbers the second launch adds at a time, stages, workers a multiprocessor, keys a tile, warps of the first."""
     plain, run = paged_attention_triton.split_tiling, paged_attention_triton.paged_attention
 
     def way(**other: Any) -> Callable[..., Any]:
@@ -90,7 +90,8 @@ def paged(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         {"stages": 4}, {"workers": 3, "stages": 3}, {"n": 32, "stages": 5}, {"n": 64, "stages": 4}, {"warps": 8},
     ]  # fmt: skip
     ways: Ways = {"rule": run}
-    ways["second launch"] = lambda q, cache, batch, how: run(q, cache, replace(batch, arrivals=None), how)
+    for count in (1024, 2048):
+        ways[f"{count} added at a time"] = patched(run, paged_attention_triton, _COMBINE_ELEMENTS=count)
     ways |= {" ".join(f"{k}={v}" for k, v in other.items()): way(**other) for other in others}
     for case in (PagedCase(batch=256, context=1024, heads=16, kv_heads=2), PagedCase(batch=256, context=1024),
                  PagedCase(batch=256, context=1024, heads=16, ragged=True), PagedCase(batch=1, context=32768),
@@ -173,7 +174,7 @@ def bare(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     for rows, columns, how, residual in ((16384, 4096, layer, False), (16384, 4096, layer, True),
                                          (8192, 8192, layer, False), (8192, 5120, rms, False),
                                          (8192, 12288, rms, False)):  # fmt: skip
-        case = NormCase(rows=rows, columns=columns, **how)  # type: ignore[arg-type]
+        case = NormCase(rows=rows, columns=columns, **how)
         shapes = [Shape(held, 256 * warps, warps) for held, warps in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16), (2, 4))]
         yield _backwards(case, residual, shapes, roofs)
 
@@ -223,8 +224,6 @@ def rope(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         sizes = ((8192, 16), (8192, 32), (4096, 16), (4096, 32), (16384, 32))
         whole = {"_halves_share_sectors": always(True)}
         ways: Ways = {"rule": run} | {f"{size}": patched(run, rope_triton, _WHOLE=size, **whole) for size in sizes}
-        for size in ((1024, 8), (2048, 8), (2048, 16), (4096, 8), (4096, 16), (8192, 16)):
-            ways[f"flat {size}"] = patched(run, rope_triton, _FLAT=size)
         yield case.label, shares(ways, input_sets(ROPE, case), ROPE.work(case).bytes, roofs["copy"])
 
 
@@ -232,8 +231,8 @@ def slopes(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Columns, numbers, warps and programs of dropout's backward."""
     for case in BIAS_ACT_DROPOUT.cases.values():
         sets = [(torch.randn_like(x), x, *rest) for x, *rest in input_sets(BIAS_ACT_DROPOUT, case)]
-        run, light = bias_act_dropout_triton._run_backward, case.activation in bias_act_dropout_triton._LIGHT
-        name = "_BACKWARD_LIGHT" if light else "_BACKWARD"
+        run, light = bias_act_dropout_triton._run_backward, bias_act_dropout_triton._LIGHT
+        name = "_BACKWARD_LIGHT" if sets[0][4] in light else "_BACKWARD"
         ways: Ways = {"rule": run}
         for size in ((1024, 4096, 4, 5), (1024, 4096, 4, 4), (1024, 2048, 4, 8), (1024, 2048, 4, 6), (2048, 4096, 8, 2),
                      (1024, 4096, 8, 4), (2048, 2048, 8, 4), (2048, 4096, 8, 4)):  # fmt: skip
@@ -244,17 +243,19 @@ def slopes(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
 def vector(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """One token: programs of a few rows against tiles for tensor cores."""
 
-    def way(sizes: tuple[int, int, int, bool]) -> Callable[..., Any]:
-        return lambda x, weight: run_vector(x, weight, None, None, 1e-6, False, sizes)
+    def way(tiles: VectorTiles) -> Callable[..., Any]:
+        return lambda x, weight: run_vector(x, weight, None, None, 1e-6, False, tiles)
 
     for outputs, inputs in ((4096, 14336), (14336, 4096), (6144, 4096), (4096, 4096), (1024, 8192)):
         weights = [torch.randn(outputs, inputs, device=CUDA).bfloat16() for _ in range(6)]
         x = torch.randn(1, inputs, device=CUDA).bfloat16()
+        tiles = plan(1, outputs, inputs)
         ways: Ways = {"torch": F.linear, "rule": small_linear, "rule again": small_linear}
+        ways["tensor cores"] = lambda x, w, tiles=tiles: run_tiles(x, w, None, None, 1e-6, False, tiles)
         for sizes in ((2, 1024, 4), (4, 1024, 4), (8, 1024, 4), (4, 2048, 8), (4, 512, 2), (8, 512, 2), (2, 2048, 4),
                       (1, 2048, 4)):  # fmt: skip
             for early in (True, False):
-                ways[f"{sizes}{' early' if early else ''}"] = way((*sizes, early))
+                ways[f"{sizes}{' early' if early else ''}"] = way(VectorTiles(*sizes, early))
         moved = 2.0 * (outputs * inputs + inputs + outputs)
         yield f"{outputs} × {inputs}", shares(ways, [(x, w) for w in weights], moved, roofs["read"])
 

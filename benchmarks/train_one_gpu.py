@@ -175,7 +175,8 @@ def fp8_rows(
     narrow: dict[str, Any] = length | {"precision": "fp8"}
     yield "fp8", lambda: ours(config, home, rows, steps, **narrow)
     yield "fp8, words", lambda: ours(config, home, rows, steps, tokens=words, **narrow)
-    yield "fp8, a scale a row", lambda: ours(config, home, rows, steps, scaling="row", **narrow)
+    for scaling in ("tensor", "row"):
+        yield f"fp8, scales a {scaling}", lambda kind=scaling: ours(config, home, rows, steps, scaling=kind, **narrow)
     yield "fp8, selective", lambda: ours(config, home, rows, max(5, steps // 3), kind="selective", **narrow)
     many = replace(config, context=LONG)
     for precision in ("fp8", "bf16"):

@@ -35,7 +35,7 @@ class Ours:
         self, config: ModelConfig, home: Home, *, rows: int, kind: str = "none", every: int = 1,
         micro_batches: int = 1, tokens: Callable[[ModelConfig, int], list[Tensor]] = drawn,
         names: dict[str, str] | None = None, run_steps: int = 1000, timed: bool = True, precision: str = "bf16",
-        scaling: str = "tensor", sequence: int = SEQUENCE, **job: Any,
+        scaling: str = "token", sequence: int = SEQUENCE, **job: Any,
     ) -> None:  # fmt: skip
         """`home` keeps the kernels that were chosen, for the next of the same shapes; `names` leaves nothing to choose.
         Products are timed for runs that last: `run_steps` says how long this one is. `timed` False takes the first

@@ -23,7 +23,7 @@ from armillary.training.start import start, starting_point
 from armillary.training.trainer import Trainer
 
 TEXT_BYTES = 8_000_000
-"""more than an epoch of any measurement: a row that crosses the end of the text has two documents"""
+"""some two million tokens: as much as the longest measurement reads"""
 
 
 @contextmanager

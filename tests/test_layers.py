@@ -38,6 +38,8 @@ TORCH_FREE = (
         "gauges", "intake", "invariants", "kv_cache", "kv_capacity", "kv_groups", "kv_match", "loop", "params",
         "prefix_cache", "report", "request", "room", "roster", "scheduler", "sequence", "settings", "stop_text",
         "totals", "waiting", "worker")),
+    "armillary.serving.load*",
+    *(f"armillary.serving.predict.{name}" for name in ("batcher", "files", "live", "model", "request", "schema")),
     "armillary.profiling.machine", "armillary.profiling.gpus", "armillary.profiling.system",
     "armillary.profiling.doctor", "armillary.profiling.roofline", "armillary.profiling.trace",
     "armillary.profiling.budget", "armillary.profiling.amdahl", "armillary.profiling.analyse",

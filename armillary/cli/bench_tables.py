@@ -130,7 +130,8 @@ def _launch(out: Output, peaks: Peaks, chip: Chip | None) -> None:
 
 def _host_copy(out: Output, peaks: Peaks, chip: Chip | None) -> None:
     rows = [
-        [p["direction"].replace("_", " "), "pinned" if p.get("pinned") else "pageable", bytes_text(p["bytes"]),
+        [{"adamw": "AdamW on the host"}.get(p["direction"], p["direction"].replace("_", " ")),
+         "pinned" if p.get("pinned") else "pageable", bytes_text(p["bytes"]),
          bandwidth_text(p["bytes_per_s"]), _spread(p)]
         for p in peaks.points["host_copy"]
     ]  # fmt: skip

@@ -47,6 +47,15 @@ def parity(
     _show(out, rows, page)
 
 
+def needed(recipe: Path | None, only: Sequence[str], page: Path | None) -> Path:
+    """What a training without --parity cannot do without, or has no use for."""
+    if only or page:
+        raise BadInput(f"{'--only' if only else '--page'} belongs to --parity; add --parity or leave it out")
+    if recipe is None:
+        raise BadInput("armillary train needs a recipe; give its file, like recipes/tour.toml, or --parity")
+    return recipe
+
+
 def _of_matrix(devices: int | None, only: Sequence[str]) -> dict[str, Any]:
     """What the ranks are told: the strategies that have a use for so many of them."""
     from armillary.training.parity.matrix import FORMATS
@@ -78,7 +87,8 @@ def _of_recipe(recipe: Recipe, home: Home, devices: int | None, only: Sequence[s
     case = cases_of_layout(layout, experts=experts)[0]
     check_layout(case.layout, case.config, num_devices=layout.num_devices)
     formats = [name for name in FORMATS if name in only] or list(FORMATS)
-    return {"world": layout.num_devices, "strategies": [f"recipe: {layout.text()}"], "experts": experts,
+    name = f"recipe: {layout.text('dp', 'tp', 'pp', 'cp', 'ep')}" + f", zero {layout.zero}" * (layout.zero > 0)
+    return {"world": layout.num_devices, "strategies": [name], "experts": experts,
             "layout": asdict(layout), "formats": formats}  # fmt: skip
 
 
@@ -111,8 +121,8 @@ def _show(out: Output, rows: list[Row], page: Path | None) -> None:
     from armillary.store.atomic import write_text
     from armillary.training.parity.page import cells, columns, with_rows
 
-    formats = list(rows[0].errors)
-    out.table("agreement with one process", columns(formats), (cells(row, formats) for row in rows))
+    shown = list(rows[0].errors), ("loss", "weights")  # the page has norms too
+    out.table("agreement with one process", columns(*shown), (cells(row, *shown) for row in rows))
     failed = [row for row in rows if row.over]
     for row in failed:
         out.say(f"{row.strategy} on {row.world} ranks does not hold: {', '.join(row.over)}")

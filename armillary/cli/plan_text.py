@@ -16,6 +16,7 @@ from armillary.planning.money_report import goodput_rows, training_rows
 from armillary.planning.offload import host_adamw_s
 from armillary.planning.prediction import Prediction
 from armillary.planning.search import limits
+from armillary.planning.stages import stage_layers
 from armillary.planning.training_plan import TrainingPlan
 from armillary.spec.params import parameters
 from armillary.spec.placement import placement
@@ -78,14 +79,15 @@ def _bar(parts: dict[str, float], whole: float | None = None) -> str:
 
 
 def say_stages(out: Output, found: Prediction) -> None:
-    """Memory of every pipeline stage, where there is more than one."""
-    stages = by_stage(found.case, found.layouts.take(np.array([0])))
+    """Layers and memory of every pipeline stage, where there is more than one."""
+    layouts = found.layouts.take(np.array([0]))
+    stages, layers = by_stage(found.case, layouts), stage_layers(found.case, layouts)
     if len(stages) < 2:
         return
     names = list(stages[0].parts())
-    cells = [[i, *(bytes_text(size) for size in one.parts().values()), bytes_text(float(one.total[0]))]
-             for i, one in enumerate(stages)]  # fmt: skip
-    out.table("\nmemory by pipeline stage", ["stage", *names, "all"], cells)
+    cells = [[i, f"{layers[i]:g}", *(bytes_text(size) for size in one.parts().values()),
+              bytes_text(float(one.total[0]))] for i, one in enumerate(stages)]  # fmt: skip
+    out.table("\nmemory by pipeline stage", ["stage", "layers", *names, "all"], cells)
 
 
 def layout_text(found: Prediction, i: int = 0) -> str:

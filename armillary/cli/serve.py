@@ -31,12 +31,13 @@ from armillary.store.home import Home
               help="File with one API key a line; without it anybody may ask.")  # fmt: skip
 @click.option("--tools", type=click.Choice(["hermes", "llama3", "mistral"]),
               help="How tool calls are written.  [default: as the chat template says]")  # fmt: skip
+@click.option("--otlp", metavar="URL", help="Send a trace of every request to this OpenTelemetry collector.")
 @click.option("--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Take its [serve] table.")
 @set_option
 def serve(
     out: Output, home: Home, model: str, host: str, port: int, name: str | None, max_model_len: int | None, tp: int,
-    fp8: bool, dtype: str | None, device: str | None, api_key_file: Path | None, tools: str | None, recipe: Path | None,
-    overrides: tuple[str, ...],
+    fp8: bool, dtype: str | None, device: str | None, api_key_file: Path | None, tools: str | None, otlp: str | None,
+    recipe: Path | None, overrides: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Serve MODEL to OpenAI's clients: chats, completions, tools, structures; a chat page at /.
 
@@ -58,7 +59,7 @@ def serve(
     from armillary.serving.api.serve import serve as run
 
     orders = Orders(model=str(source.folder), serve=settings, home=home, dtype=dtype, device=device)
-    door = Door(host=host, port=port, name=name, keys=_keys(api_key_file), tools=tools)
+    door = Door(host=host, port=port, name=name, keys=_keys(api_key_file), tools=tools, otlp=otlp)
     run(source, orders, door, ranks=tp, say=lambda text: click.echo(text, err=out.mode != "human"))
 
 

@@ -13,7 +13,7 @@ from armillary.cli.find_model import find_model
 from armillary.cli.main import USER_ERROR
 from armillary.cli.open_model import need_torch
 from armillary.cli.output import Output, path_text
-from armillary.cli.parity import parity
+from armillary.cli.parity import needed, parity
 from armillary.cli.train_view import TrainView, outcome_of, say_end
 from armillary.cli.verb import set_option, verb
 from armillary.errors import ArmillaryError, BadInput, BadLayout
@@ -64,10 +64,7 @@ def train(
         parity(out, home, load_recipe(recipe, overrides) if recipe else None, devices=devices, only=only, page=page,
                dry_run=dry_run)  # fmt: skip
         return
-    if recipe is None:
-        raise BadInput("armillary train needs a recipe; give its file, like recipes/tour.toml, or --parity")
-    if only or page:
-        raise BadInput(f"{'--only' if only else '--page'} belongs to --parity; add --parity or leave it out")
+    recipe = needed(recipe, only, page)
     asked = _asked(load_recipe(recipe, (*overrides, *_from(weights))), devices)
     settings: dict[str, Any] = {"device": device, "until": _goal(goal)}
     texts: dict[str, Any] = {"text": recipe.read_text(), "overrides": overrides, "name": name or ""}
@@ -162,7 +159,8 @@ def say_start(out: Output, begun: Start, made: TrainingPlan) -> None:
     count = count_text(parameters(plan.model).total)
     out.say(f"{plan.model.name} on {plan.cluster.text()} · {count} parameters · {origin}")
     rows = [("layout", layout_text(made.found)), ("memory / device", memory_text(made.found)),
-            *offload_rows(made.found), ("step", step_text(made.found)), ("learning rate", _rate_text(begun))]  # fmt: skip
+            *offload_rows(made.found), ("step", step_text(made.found)),
+            ("learning rate", _rate_text(begun))]  # fmt: skip
     for name, text in rows:
         out.say(line_text(name, text))
 

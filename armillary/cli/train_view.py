@@ -81,7 +81,11 @@ def memory_rows(gauges: dict[str, float], planned: Any) -> list[list[object]]:
         if any(pair) and name != "other":
             totals = [total + (each or 0.0) for total, each in zip(totals, pair, strict=True)]
             rows.append([name, *(bytes_text(each) if each is not None else None for each in pair), _error(*pair)])
-    return [*rows, ["together", *(bytes_text(total) for total in totals), _error(*totals)]]
+    rows.append(["together", *(bytes_text(total) for total in totals), _error(*totals)])
+    if "offloaded_bytes" in gauges:
+        out = planned.get("offloaded_bytes"), gauges["offloaded_bytes"]
+        rows.append(["on the host", *(bytes_text(each) if each is not None else None for each in out), _error(*out)])
+    return rows
 
 
 def _error(planned: float | None, measured: float | None) -> str | None:

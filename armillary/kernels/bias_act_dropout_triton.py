@@ -23,7 +23,7 @@ from armillary.kernels.philox import LANES, WORD, keep_scale, threshold
 _FORWARD, _BACKWARD, _BACKWARD_LIGHT = (1024, 2048, 4), (2048, 2048, 8, 4), (1024, 4096, 4, 6)
 """columns and numbers a program takes at a time, its warps; programs a multiprocessor"""
 _FLAT: tuple[int, int] | None = None
-_LIGHT, _HEAVY = ("none", "relu", "relu2"), ("gelu", "gelu_tanh")
+_LIGHT, _HEAVY = ("none",), ("gelu", "gelu_tanh")
 """activations whose backward takes other sizes, and those where it is not quicker in pairs"""
 _BF16_INFINITY = 0x7F80
 

@@ -17,7 +17,6 @@ from armillary.kernels.fp8_linear import E4M3, E5M2, SCALINGS
 from armillary.kernels.fp8_operands import Scaled, Source, make_operand
 from armillary.kernels.fp8_product_triton import multiplied
 from armillary.kernels.fp8_quantise_triton import amax_of, quantise, quantise_columns
-from armillary.kernels.fp8_tokens import token_operand
 from armillary.kernels.launch import on
 
 # M tokens, K inputs, N outputs
@@ -46,7 +45,7 @@ def _run(x: Tensor, weight: Tensor, scaling: str, *, library: bool) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, scaling: str, library: bool) -> Tensor:
     with on(x):
         if scaling == "token":
-            a: Any = token_operand(_sixteens(x), E4M3, turned=False).rows
+            a: Any = make_operand(_sixteens(x), E4M3, "token", turned=False).rows
             return multiplied(a, quantise(weight, E4M3, "row"), x.dtype, fast=True, library=library)
         operands = quantise(x, E4M3, scaling), quantise(weight, E4M3, scaling)
         return multiplied(*operands, x.dtype, fast=True, library=library)
@@ -86,7 +85,7 @@ def _gradients(
 def _turned(x: Tensor, scaling: str) -> Any:
     if scaling != "token":
         return quantise_columns(x, E4M3, scaling)
-    return _cut(token_operand(_sixteens(x), E4M3, rows=False).turned, x.shape[1])
+    return _cut(make_operand(_sixteens(x), E4M3, "token", rows=False).turned, x.shape[1])
 
 
 def _cut(turned: Scaled | None, rows: int) -> Scaled | None:
@@ -97,7 +96,7 @@ def _cut(turned: Scaled | None, rows: int) -> Scaled | None:
 def _both_ways(dy: Tensor, scaling: str, rows: bool, turned: bool) -> tuple[Any, Any]:
     """The gradient as it stands and transposed, in one pass where its columns need no padding."""
     if scaling == "token":
-        made = token_operand(_sixteens(dy), E5M2, rows=rows, turned=turned)
+        made = make_operand(_sixteens(dy), E5M2, "token", rows=rows, turned=turned)
         return made.rows, _cut(made.turned, dy.shape[1])
     if dy.shape[1] % 16 == 0:
         made = make_operand(Source(x=dy), E5M2, scaling, rows=rows, turned=turned)

@@ -17,7 +17,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from armillary.kernels.launch import ceil_div, on, power_of_two
 
 # P rows (copies of tokens), E experts, K inputs, N outputs
-_ROWS, _COLUMNS, _STEP, _GROUP = 128, 256, 64, 8
+_GROUP = 8
+_TALL = {"rows": 256, "columns": 128, "step": 64}, {"num_warps": 8, "num_stages": 3}
+_WIDE = {"rows": 128, "columns": 256, "step": 64}, {"num_warps": 8, "num_stages": 4}
+"""for forward products of many rows an expert, and for all else, as timed on an H200 (benchmarks/experts_h200.md)"""
+_MANY = 2048
+"""rows an expert beyond which tall tiles that are not full at their end hardly matter"""
 _SMALL = {"rows": 32, "columns": 32, "step": 32}
 """for the interpreter, and sizes below a tile"""
 
@@ -84,7 +89,7 @@ def _product(a: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool) -> Te
     out = a.new_empty(P, columns)
     if not out.numel():
         return out
-    block, settings = _blocks(a)
+    block, settings = _blocks(a, rows=P // experts if transposed else 0)
     tall = weight.flatten(0, 1)
     shape = [block["columns"], block["step"]] if transposed else [block["step"], block["columns"]]
     down = ceil_div(P, block["rows"]) + experts  # every stretch but the first may begin a tile more
@@ -117,13 +122,13 @@ def _row_sums(dy: Tensor, x: Tensor, ends: Tensor, experts: int) -> Tensor:
     return out
 
 
-def _blocks(a: Tensor) -> tuple[dict[str, int], dict[str, int]]:
+def _blocks(a: Tensor, rows: int = 0) -> tuple[dict[str, int], dict[str, int]]:
     """(sizes of a tile, launch options); fp32 takes twice the shared memory and has no tensor cores to feed."""
     if not a.is_cuda:
         return _SMALL, {}
     if a.dtype == torch.float32:
         return {"rows": 64, "columns": 64, "step": 32}, {"num_warps": 8, "num_stages": 3}
-    return {"rows": _ROWS, "columns": _COLUMNS, "step": _STEP}, {"num_warps": 8, "num_stages": 4}
+    return _TALL if rows >= _MANY else _WIDE
 
 
 def _precision(a: Tensor) -> str:

@@ -57,7 +57,10 @@ def reads_twice(columns: int, element_size: int, pairs: bool) -> bool:
 
 def backward_shape(columns: int, element_size: int, pairs: bool, *, sums: int, residual: bool) -> Shape:
     """One program a multiprocessor, so that few sums are left to add up; the next rows are loaded meanwhile, as many as
-    100 kB hold. `pairs` is the next best."""
+    100 kB hold. Where there are no sums, a program for every row. `pairs` is the next best."""
+    if not sums and columns > 2048:
+        warps = fitting_warps(columns, element_size, (8 if columns <= 6144 else 16) // (2 if pairs else 1))
+        return Shape(1, warps * _WARP_BYTES // element_size, warps)
     if columns <= 512:
         width = power_of_two(columns)
         return Shape(8192 // width, width, 16, 1, 3)

@@ -6,7 +6,8 @@ serves any lengths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ _COMBINE_ROWS = 16
 """rows of a tile of queries that a program adds up at a time, where keys were split"""
 _SPLIT_TILES = 8
 """key tiles that a program of the kernel for prompts gets at least, where keys are split"""
+_PREFILL_SHARE = 0.85
+"""of the multiprocessors that short chunks of prompts take; 112 of 132 divide evenly among tiles, heads and parts"""
 _COMBINE_ELEMENTS = 4096
 """numbers that a program of the second launch adds up at a time: few enough that the next kernel fits beside it"""
 
@@ -56,6 +59,8 @@ class Tiling:
     """on a multiprocessor, where programs go over work that is cut to fit"""
     early: bool = True
     """start before the kernel ahead has ended, where the chip can"""
+    ahead: int = 0
+    """tiles that are fetched into L2 before that"""
 
 
 def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
@@ -100,9 +105,10 @@ def _launched(
         "HAS_SCALES": scales is not None, "PRECISION": "tf32x3",  # for fp32: three products that keep its precision
     }  # fmt: skip
     with on(q):
-        _launch_split(pointers, strides, shape, split, scale, softcap, num_rows)
         if max_query > split.queries:
-            _launch_prefill(pointers, strides, shape, cache.dtype, scale, softcap, num_rows)
+            _launch_both(pointers, strides, shape, split, scale, softcap, num_rows)
+        else:
+            _launch_split(pointers, strides, shape, split, scale, softcap, num_rows)
     return out
 
 
@@ -124,7 +130,7 @@ def split_tiling(group: int, max_query: int, head_dim: int, dtype: torch.dtype) 
     queries = max_query if group * max_query <= _MAX_DECODE_ROWS else max(1, 16 // group)
     m, width = max(16, power_of_two(group * queries)), max(16, power_of_two(head_dim)) * dtype.itemsize
     n = max(16, min(128, _TILE_BYTES // width))
-    return Tiling(queries=queries, m=m, n=n, warps=4, stages=3, workers=2)
+    return Tiling(queries=queries, m=m, n=n, warps=4, stages=3, workers=2, ahead=2)
 
 
 def combine_tiling(pairs: int, workers: int, rows: int, width: int) -> tuple[int, int]:
@@ -160,8 +166,9 @@ def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
     shared = torch.empty(5 * workers, dtype=torch.int32, device=q.device)
     early = tiling.early and can_start_early(q.device)
     decode[(workers,)](
-        *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0], pointers[2].shape[1], *strides,
-        **shape, M=tiling.m, N=tiling.n, EARLY=early, PAIRS=_in_pairs(*pointers[:2]), num_warps=tiling.warps,
+        *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0], pointers[2].shape[1],
+        pointers[1].shape[0], *strides, **shape, M=tiling.m, N=tiling.n, EARLY=early, PAIRS=_in_pairs(*pointers[:2]),
+        AHEAD=tiling.ahead if pointers[1].numel() and pointers[2].numel() else 0, num_warps=tiling.warps,
         num_stages=tiling.stages, **early_launch(early),
     )  # fmt: skip
     rows = shape["GROUP"] * tiling.queries
@@ -171,6 +178,38 @@ def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
         partial, peaks, shared, sinks, scales, out, **{name: shape[name] for name in names}, M=tiling.m, R=at_once,
         PARTS=parts, EARLY=early, num_warps=4, **early_launch(early),
     )  # fmt: skip
+
+
+def _launch_both(pointers, strides, shape, split, scale, softcap, num_rows):
+    """Prompts compute and decodes read memory, so in a CUDA graph they run side by side: prompts begin and leave some
+    multiprocessors to decodes, which take the others too once prompts are done. Elsewhere streams would cost the host
+    more than they save."""
+    q, cache = pointers[:2]
+    if not q.is_cuda or not torch.cuda.is_current_stream_capturing():
+        _launch_split(pointers, strides, shape, split, scale, softcap, num_rows)
+        _launch_prefill(pointers, strides, shape, cache.dtype, scale, softcap, num_rows)
+        return
+    here, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
+    ahead, done = torch.cuda.Event(), torch.cuda.Event()
+    ahead.record(here)
+    _launch_prefill(pointers, strides, shape, cache.dtype, scale, softcap, num_rows)
+    side.wait_event(ahead)
+    with torch.cuda.stream(side):
+        torch.zeros(1, device=q.device)  # a moment, so that prompts are the first to get multiprocessors
+        _launch_split(pointers, strides, shape, replace(split, early=False), scale, softcap, num_rows)
+        done.record(side)
+    here.wait_event(done)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def prefill_slots(q: Tensor, workers: int) -> int:
+    """Programs of the kernel for prompts that run at once, where keys are split: decodes run beside them."""
+    every = num_programs(q, workers)
+    return max(1, int(_PREFILL_SHARE * every)) if q.is_cuda else every
 
 
 def _in_pairs(q: Tensor, cache: Tensor) -> bool:
@@ -184,7 +223,7 @@ def _launch_prefill(pointers, strides, shape, dtype, scale, softcap, num_rows):
     q, _, _, starts, lengths, sinks, _, scales, out = pointers
     tiling = prefill_tiling(shape["GROUP"], shape["D"], dtype)
     tiles, heads = q.shape[0] // (tiling.m // shape["GROUP"]), shape["HEADS"]
-    slots = num_programs(q, tiling.workers)
+    slots = prefill_slots(q, tiling.workers)
     splits = prefill_splits(tiles * heads, slots)
     most = (tiles + num_rows) * heads
     programs = most * splits if splits > 1 else 0

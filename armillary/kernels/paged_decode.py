@@ -22,12 +22,12 @@ from armillary.kernels.paged_softmax import absorbed, finished, pages_of, places
 
 
 @triton.jit
-def _row(starts, lengths, b, num_rows, QUERIES: tl.constexpr):
+def _row(starts, lengths, b, num_rows, QUERIES: tl.constexpr, CACHE: tl.constexpr):
     """First query, number of queries and keys of row b; none where it is not for this kernel."""
     there = b < num_rows
-    begin = tl.load(starts + b, mask=there, other=0)
-    count = tl.load(starts + b + 1, mask=there, other=0) - begin
-    length = tl.load(lengths + b, mask=there, other=0)
+    begin = tl.load(starts + b, mask=there, other=0, cache_modifier=CACHE)
+    count = tl.load(starts + b + 1, mask=there, other=0, cache_modifier=CACHE) - begin
+    length = tl.load(lengths + b, mask=there, other=0, cache_modifier=CACHE)
     mine = (count > 0) & (count <= QUERIES)
     return begin, tl.where(mine, count, 0), tl.where(mine, length, 0)
 
@@ -61,11 +61,12 @@ def _row_tiles(first_tile, length, N: tl.constexpr):
 
 @triton.jit
 def _start(starts, lengths, num_rows, worker, num_workers, N: tl.constexpr, WINDOW: tl.constexpr,
-           QUERIES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
+           QUERIES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+           CACHE: tl.constexpr):  # fmt: skip
     """Where a worker begins and stops: tiles of a worker, the first and the last, its row, and how many tiles of that
     row lie before."""
     row = tl.arange(0, ROWS)
-    _, count, length = _row(starts, lengths, row, num_rows, QUERIES)
+    _, count, length = _row(starts, lengths, row, num_rows, QUERIES, CACHE)
     first = _first_tile(count, length, N, WINDOW)
     tiles = tl.where(row < num_rows, _row_tiles(first, length, N), 0)
     total, most = tl.sum(tiles, 0) * HEADS, tl.max(tiles, 0)
@@ -99,15 +100,46 @@ def _fetch_lists(tables, starts, lengths, num_rows, table_pages, worker, num_wor
     fetch(tables + b[:, None] * table_stride + page[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "table_pages"])
+@triton.jit
+def _within(x, count):
+    return tl.minimum(tl.maximum(x, 0), count - 1)
+
+
+@triton.jit
+def _fetch_keys(cache, tables, starts, lengths, num_rows, table_pages, num_pages, worker, num_workers,
+                page_stride, kv_stride, head_stride, slot_stride, table_stride,
+                N: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+                D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """The first TILES of a worker into L2 too, as the lists have it that the kernel ahead may yet write: a guess, kept
+    inside the cache. Lists are read past L1, which would still have them as they were after the wait."""
+    _, _, _, b, inside = _start(starts, lengths, num_rows, worker, num_workers, N, WINDOW, QUERIES, ROWS, HEADS, ".cg")
+    b = _within(b, num_rows)
+    _, count, length = _row(starts, lengths, b, num_rows, QUERIES, ".cg")
+    first = _first_tile(count, length, N, WINDOW)
+    tiles = _row_tiles(first, length, N)
+    head, tile = _within(inside // tiles, HEADS), first + inside % tiles
+    line: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth  # 128 bytes
+    LINES: tl.constexpr = D_PAD // line if line < D_PAD else 1
+    dim = tl.minimum(tl.arange(0, LINES) * line, D - 1)[None, :]
+    for i in tl.static_range(TILES):
+        key = _within((tile + i) * N + tl.arange(0, N), table_pages * PAGE)
+        page = tl.load(tables + b.to(tl.int64) * table_stride + key // PAGE, cache_modifier=".cg")
+        at = _within(page, num_pages).to(tl.int64) * page_stride + (key % PAGE) * slot_stride
+        keys = cache + head.to(tl.int64) * head_stride + at[:, None] + dim
+        fetch(keys)
+        fetch(keys + kv_stride)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "table_pages", "num_pages"])
 def decode(
     q, cache, tables, starts, lengths, sinks, slopes, scales, out, partial, peaks, shared,
-    scale, softcap, num_rows, num_tokens, table_pages,
+    scale, softcap, num_rows, num_tokens, table_pages, num_pages,
     q_stride, page_stride, kv_stride, head_stride, slot_stride, table_stride,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, PAIRS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """q, out [T, HEADS·GROUP, D]. A worker leaves at most two partial results, of the first and the last (sequence,
     head) it works on; `shared` tells of one that begins here. To keep the loop free of searches every sequence has a
@@ -117,11 +149,16 @@ def decode(
     dim, m_row = tl.arange(0, D_PAD), tl.arange(0, M)
     query, member = m_row // GROUP, m_row % GROUP
     if EARLY:
-        _fetch_lists(tables, starts, lengths, num_rows, table_pages, worker, num_workers, table_stride, ROWS)
+        if AHEAD > 0:
+            _fetch_keys(cache, tables, starts, lengths, num_rows, table_pages, num_pages, worker, num_workers,
+                        page_stride, kv_stride, head_stride, slot_stride, table_stride, N, WINDOW, QUERIES, ROWS,
+                        HEADS, D, D_PAD, PAGE, AHEAD)  # fmt: skip
+        else:
+            _fetch_lists(tables, starts, lengths, num_rows, table_pages, worker, num_workers, table_stride, ROWS)
         gdc_wait()
     per, at_first, stop, b, inside = _start(starts, lengths, num_rows, worker, num_workers, N, WINDOW, QUERIES, ROWS,
-                                            HEADS)  # fmt: skip
-    begin, count, length = _row(starts, lengths, b, num_rows, QUERIES)
+                                            HEADS, "")  # fmt: skip
+    begin, count, length = _row(starts, lengths, b, num_rows, QUERIES, "")
     row_tiles = _row_tiles(_first_tile(count, length, N, WINDOW), length, N)
     head, tile = inside // row_tiles, _first_tile(count, length, N, WINDOW) + inside % row_tiles
     tl.store(shared + worker * 5, 0)
@@ -136,7 +173,7 @@ def decode(
         next_head = tl.where(last, head + 1, head)
         next_b = tl.where(next_head == HEADS, b + 1, b)
         next_head = tl.where(next_head == HEADS, 0, next_head)
-        next_begin, next_count, next_length = _row(starts, lengths, next_b, num_rows, QUERIES)
+        next_begin, next_count, next_length = _row(starts, lengths, next_b, num_rows, QUERIES, "")
         next_tile = tl.where(last, _first_tile(next_count, next_length, N, WINDOW), tile + 1)
         table = tables + next_b.to(tl.int64) * table_stride
         next_lowest = _lowest(next_count, next_length, WINDOW)
@@ -150,10 +187,10 @@ def decode(
         if PAIRS:
             q_MD = in_fp16(q_MD)
         at = page * page_stride + places_of(tile, lowest, length, N, PAGE) * slot_stride
-        at += head.to(tl.int64) * head_stride
-        k_at = cache + at[:, None] + dim[None, :]
+        of_head = cache + head.to(tl.int64) * head_stride
+        k_at = of_head + at[:, None] + dim[None, :]
         if PAIRS:
-            k_ND, v_ND = tl.load(k_at), loaded_pairs(cache, at + kv_stride, D)
+            k_ND, v_ND = tl.load(k_at), loaded_pairs(of_head + kv_stride, at, D)
         elif D_PAD > D:
             k_ND = tl.load(k_at, mask=(dim < D)[None, :], other=0.0)
             v_ND = tl.load(k_at + kv_stride, mask=(dim < D)[None, :], other=0.0)

@@ -25,9 +25,9 @@ def in_fp16(x):
 
 
 @triton.jit
-def loaded_pairs(cache, at, D: tl.constexpr):
-    """[N, D / 2] pairs of neighbours, at bytes `at` of a cache whose rows begin at multiples of 16."""
-    rows = (cache + at[:, None]).to(tl.pointer_type(tl.int16), bitcast=True)
+def loaded_pairs(values, at, D: tl.constexpr):
+    """[N, D / 2] pairs of neighbours, of rows at places `at`, multiples of 16."""
+    rows = (values + at[:, None]).to(tl.pointer_type(tl.int16), bitcast=True)
     return tl.load(rows + tl.arange(0, D // 2)[None, :])
 
 

@@ -15,14 +15,11 @@ from torch import Tensor
 
 from armillary.kernels.launch import ceil_div, on, power_of_two
 from armillary.kernels.launch_triton import STREAM
-from armillary.kernels.rope_flat_triton import flat_kernel
 
 _HALVES = (16384, 64)
 """numbers that a program turns, and a thread of it"""
 _WHOLE = (8192, 16)
 """the same where heads are gone over from end to end"""
-_FLAT: tuple[int, int] | None = None
-"""the same where a token is"""
 _SMALLEST = 16
 """numbers of the smallest piece of a head that is worth a load of its own"""
 _SECTOR = 32
@@ -99,14 +96,6 @@ def _launch(
     dim, turned = q.shape[-1], cos.shape[-1]
     tokens, slots = qkv.numel() // qkv.shape[-1], qkv.shape[-1] // dim
     cos, sin = (_per_token(table, qkv.shape[:-1]) for table in (cos, sin))
-    if _FLAT is not None and not interleaved and _halves_share_sectors(turned, qkv.element_size()):
-        elements, of_a_thread = _FLAT
-        with on(qkv):
-            flat_kernel[(tokens, ceil_div(slots * dim, elements))](
-                qkv, q, k, v, cos, sin, slots, GROUP=group, DIM=dim, TURNED=turned, BACKWARD=backward, BLOCK=elements,
-                MASKED=slots * dim % elements != 0, num_warps=max(1, elements // (32 * of_a_thread)),
-            )  # fmt: skip
-        return
     if not interleaved and _halves_share_sectors(turned, qkv.element_size()):
         front, front_more = pieces(2 * turned)
         rest, rest_more = pieces(max(0, dim - front - front_more))
@@ -192,11 +181,19 @@ def _pass(source, target, there, START: tl.constexpr, SIZE: tl.constexpr, DIM: t
 @triton.jit
 def _places(qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP: tl.constexpr, DIM: tl.constexpr,
             BACKWARD: tl.constexpr):  # fmt: skip
-    """Where heads are read and written, and whether each is a value."""
+    """Where heads are read and written, and whether each is a value. Heads are counted as they are written, so that a
+    program writes one stretch of memory and rather reads from several."""
     kv_heads = slots // (GROUP + 2)
-    head, place = slot // (GROUP + 2), slot % (GROUP + 2)
+    if BACKWARD:
+        head, place = slot // (GROUP + 2), slot % (GROUP + 2)
+        packed_slot = slot
+    else:
+        behind = slot - kv_heads * GROUP  # keys, then values
+        head = tl.where(behind < 0, slot // GROUP, tl.where(behind < kv_heads, behind, behind - kv_heads))
+        place = tl.where(behind < 0, slot % GROUP, tl.where(behind < kv_heads, GROUP, GROUP + 1))
+        packed_slot = head * (GROUP + 2) + place
     is_value = place == GROUP + 1
-    packed = qkv_ptr + (token * slots + slot) * DIM
+    packed = qkv_ptr + (token * slots + packed_slot) * DIM
     key_or_value = (token * kv_heads + head) * DIM
     query = q_ptr + (token * kv_heads * GROUP + head * GROUP + place) * DIM
     apart = tl.where(place < GROUP, query, tl.where(is_value, v_ptr + key_or_value, k_ptr + key_or_value))

@@ -4,12 +4,13 @@ The weight is the left operand of the tensor cores (64 rows and more), the token
 Where its rows alone are too few tiles, the inner dim is split too, and a second kernel adds the parts in a fixed order.
 A norm is a small kernel ahead. Kernels start before the one ahead has ended (programmatic dependent launch): they fetch
 the first of their weights into L2, which no kernel ahead writes, and only then wait for their input, so that norm and
-sum cost next to nothing.
+sum cost next to nothing. One token has a kernel of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -46,6 +47,21 @@ class Tiles:
     """start before the kernel ahead has ended, where the chip can"""
 
 
+class VectorTiles(NamedTuple):
+    """How the work for one token is cut."""
+
+    rows: int
+    """of the weight in a program, even"""
+    depth: int
+    """of the inner dim in a step"""
+    warps: int
+    """of a program"""
+    early: bool
+    """start before the kernel ahead has ended, where the chip can"""
+    late: bool = False
+    """let what follows start when the weights are read, not before"""
+
+
 def small_linear(
     x_MK: Tensor,
     weight_NK: Tensor,
@@ -64,8 +80,10 @@ def small_linear(
 def _launched(
     x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool
 ) -> Tensor:
-    tiles = plan(x.numel() // x.shape[-1], len(weight), weight.shape[1], x.element_size())
-    return run_tiles(x, weight, norm, residual, eps, gated, tiles)
+    tokens, (outputs, inputs) = x.numel() // x.shape[-1], weight.shape
+    if tokens == 1:
+        return run_vector(x, weight, norm, residual, eps, gated, vector_plan(inputs))
+    return run_tiles(x, weight, norm, residual, eps, gated, plan(tokens, outputs, inputs, x.element_size()))
 
 
 _op = torch.library.custom_op("armillary::small_linear", _launched, mutates_args=())
@@ -98,23 +116,28 @@ def _splits(rows: int, outputs: int, inputs: int) -> int:
     return max(1, min(_PROGRAMS // ceil_div(outputs, rows), inputs // 512))
 
 
+def vector_plan(inputs: int) -> VectorTiles:
+    """The same for one token: short rows are done before an early start would pay."""
+    depth = max(64, min(1024, power_of_two(inputs)))
+    return VectorTiles(rows=4 if inputs >= 8192 else 2, depth=depth, warps=max(1, depth // 256), early=inputs >= 8192)
+
+
 def run_vector(
-    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool,
-    sizes: tuple[int, int, int, bool],
-) -> Tensor:  # fmt: skip
-    """One token: rows of the weight and inner dims a program takes at a time, its warps, whether it starts early."""
-    rows, depth, warps, early = sizes
-    flat, weight = x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous()
-    K, N = x.shape[-1], len(weight)
+    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, tiles: VectorTiles
+) -> Tensor:
+    """One token, cut as `tiles` says."""
+    flat, weight = x.reshape(1, x.shape[-1]).contiguous(), weight.contiguous()
+    N, K = weight.shape
     out = x.new_empty(N // 2 if gated else N)
     residual = None if residual is None else residual.contiguous()
-    early = can_start_early(x.device) and (early or norm is not None)
+    early = can_start_early(x.device) and (tiles.early or norm is not None)
     with on(x):
         if norm is not None:
             flat = _normed(flat, norm.contiguous(), eps, early)
-        vector_kernel[(ceil_div(N, rows),)](
+        vector_kernel[(ceil_div(N, tiles.rows),)](
             flat, weight, residual, out, N, K, EARLY=early, HAS_RESIDUAL=residual is not None, GATED=gated,
-            EVEN=K % depth == 0, ROWS=rows, DEPTH=depth, num_warps=warps, **early_launch(early),
+            EVEN=K % tiles.depth == 0, ROWS=tiles.rows, DEPTH=tiles.depth, LATE=tiles.late,
+            num_warps=tiles.warps, **early_launch(early),
         )  # fmt: skip
     return out.view(*x.shape[:-1], len(out))
 

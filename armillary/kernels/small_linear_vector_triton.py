@@ -16,15 +16,17 @@ from armillary.kernels.launch_triton import fetch
 @triton.jit
 def vector_kernel(
     x_ptr, w_ptr, residual_ptr, out_ptr, N, K, EARLY: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of the weight times x; GATED: rows alternate between gate and up."""
+    """ROWS of the weight times x; GATED: rows alternate between gate and up. LATE: what follows is not set up before
+    the weights are read, because it takes room and bandwidth."""
     first = tl.program_id(0) * ROWS
     row = tl.minimum(first + tl.arange(0, ROWS), N - 1).to(tl.int64)  # rows beyond the last are never stored
     depth = tl.arange(0, DEPTH)
     w_row = w_ptr + row[:, None] * K
     if EARLY:
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
         line: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth  # 128 bytes
         fetch(w_row + tl.minimum(tl.arange(0, DEPTH // line) * line, K - 1)[None, :])
         gdc_wait()
@@ -38,6 +40,8 @@ def vector_kernel(
             w = tl.load(w_row + k[None, :], mask=k[None, :] < K, other=0.0, eviction_policy="evict_first")
             x = tl.load(x_ptr + k, mask=k < K, other=0.0)
         sums += w.to(tl.float32) * x.to(tl.float32)[None, :]
+    if EARLY and LATE:
+        gdc_launch_dependents()
     total = tl.sum(sums, 1)
     rows: tl.constexpr = ROWS // 2 if GATED else ROWS
     width = N

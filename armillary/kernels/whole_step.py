@@ -70,10 +70,10 @@ class Tuning:
     """of a program"""
     a_multiprocessor: int = 1
     """programs"""
-    elements: int = 64
-    """weights of a unit in a thread: a unit is in use and two are on their way"""
-    rows: int = 4
-    """of a weight in a unit, at most: more of them divide less evenly"""
+    elements: int = 32
+    """weights of a unit in a thread at most: one is in use and three are on their way"""
+    idle: float = 0.05
+    """share of the time for which the last program of a product may be alone: so many rows make a unit at most"""
     keys: int = 64
     """of a tile"""
     few: int = 4
@@ -81,7 +81,7 @@ class Tuning:
     ahead: int = 65536
     """bytes of its next weight that a program calls into L2 before it waits"""
     run: int = 0
-    """units ahead of its loads that a program calls into L2; 0: none"""
+    """units beyond those on their way that a program calls into L2; 0: none"""
     cooperative: bool = True
     """the driver is told that programs wait for each other, and refuses where they cannot all run"""
 
@@ -177,13 +177,24 @@ class WholeStep:
     def _sizes(self) -> dict[str, Any]:
         model, tuning = self.model, self.tuning
         group, wide = model.heads // self.kv_heads, model.heads * self.dim
-        threads, on_gpu = 32 * tuning.warps, self.blocks.is_cuda
+        first, on_gpu = model.layers[0], self.blocks.is_cuda
         pads = {"H_PAD": power_of_two(self.hidden), "Q_PAD": power_of_two(wide), "F_PAD": power_of_two(self.ffn)}
-        rows = [max(1, min(tuning.rows, threads * tuning.elements // pad)) for pad in pads.values()]
-        return pads | {
+        pieces = {f"P_{name[0]}": max(1, min(tuning.warps, pad // 256)) for name, pad in pads.items()}
+        return pads | pieces | {
             "NORM": model.layers[0].q_norm is not None, "HEADS": self.kv_heads, "GROUP": group, "D": self.dim,
-            "PAGE": self.blocks.shape[4], "H": self.hidden, "F": self.ffn, "R_H": max(2, rows[0]), "R_Q": rows[1],
-            "R_F": rows[2], "M": max(16, power_of_two(group)), "N": tuning.keys, "SPLITS": self.splits,
+            "PAGE": self.blocks.shape[4], "H": self.hidden, "F": self.ffn,
+            "R_H": self._rows(len(first.qkv), self.hidden), "R_U": max(2, self._rows(2 * self.ffn, self.hidden)),
+            "R_Q": self._rows(self.hidden, wide), "R_F": self._rows(self.hidden, self.ffn),
+            "M": max(16, power_of_two(group)), "N": tuning.keys, "SPLITS": self.splits,
             "FEW": tuning.few, "SLICE": power_of_two(ceil_div(wide, self.programs)),
-            "AHEAD": tuning.ahead if on_gpu else 0, "RUN": tuning.run if on_gpu else 0, "PRECISION": "tf32x3",
+            "AHEAD": tuning.ahead if on_gpu else 0, "RUN": tuning.run if on_gpu else 0,
+            "PRECISION": "tf32x3",
         }  # fmt: skip
+
+    def _rows(self, rows: int, columns: int) -> int:
+        """Rows of a weight in a unit: as many as registers hold, but so that programs have about equally many."""
+        fit = max(1, 32 * self.tuning.warps * self.tuning.elements // power_of_two(columns))
+        most = (1 + self.tuning.idle) * rows / self.programs
+        while fit > 1 and ceil_div(ceil_div(rows, fit), self.programs) * fit > most:
+            fit //= 2
+        return fit

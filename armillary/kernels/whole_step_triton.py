@@ -58,6 +58,12 @@ def _pointer(layers, which, like):
 
 
 @triton.jit
+def _either(first, a, b):
+    """One of two addresses."""
+    return tl.multiple_of(tl.where(first, a.to(tl.int64), b.to(tl.int64)).to(b.dtype), 16)
+
+
+@triton.jit
 def _rows(weight, unit, last, ROWS, K: tl.constexpr, K_PAD: tl.constexpr, R: tl.constexpr):
     """R rows of a weight [R, K_PAD]; zeros beyond the last unit."""
     row = unit * R + tl.arange(0, R)
@@ -78,41 +84,74 @@ def _ahead(weight, units, K: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr)
 
 
 @triton.jit
-def _product(
-    weight, now, soon, x_K, residual, out, ROWS, units,
-    K: tl.constexpr, K_PAD: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    RUN: tl.constexpr,
-):  # fmt: skip
-    """This program's rows of weight @ x, the first two units of which are there already; then the gate or the
-    residual."""
-    first, last = _share(units)
+def _absorbed(sums, w, x_K, unit, base, K_PAD: tl.constexpr, R: tl.constexpr, PIECES: tl.constexpr, U: tl.constexpr):
+    """Sums [R, PIECES, U] of rows, each warp's for itself, with those of one more unit: so warps wait for each other
+    only where all units are done."""
+    PIECE: tl.constexpr = 256 if K_PAD >= 256 else K_PAD
+    y = w.to(tl.float32) * x_K[None, :]
+    y = tl.sum(tl.reshape(y, [R, K_PAD // (PIECES * PIECE), PIECES, PIECE]), 1)
+    y = tl.sum(y, 2)
+    mine = tl.arange(0, U) == unit - base
+    return tl.where(mine[None, None, :], y[:, :, None], sums)
+
+
+@triton.jit
+def _finish(sums, base, last, residual, out, ROWS, R: tl.constexpr, U: tl.constexpr, GATED: tl.constexpr,
+            HAS_RESIDUAL: tl.constexpr):  # fmt: skip
+    """Results of units from `base` on: the gate or the residual."""
     kind = out.dtype.element_ty
+    y = tl.sum(sums, 1).to(kind).to(tl.float32)  # plain torch rounds the product first; so does this
+    unit = base + tl.arange(0, U)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (R // 2, 2, U)), (0, 2, 1)))
+        row = unit[None, :] * (R // 2) + tl.arange(0, R // 2)[:, None]
+        mask = (row < ROWS // 2) & (unit < last)[None, :]
+        tl.store(out + row, (gate * tl.sigmoid(gate) * up).to(kind), mask=mask)
+    else:
+        row = unit[None, :] * R + tl.arange(0, R)[:, None]
+        mask = (row < ROWS) & (unit < last)[None, :]
+        if HAS_RESIDUAL:
+            y += tl.load(residual + row, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        tl.store(out + row, y.to(kind), mask=mask)
+
+
+@triton.jit
+def _product(
+    weight, a, b, c, d, x_K, residual, out, ROWS, units,
+    K: tl.constexpr, K_PAD: tl.constexpr, R: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """This program's rows of weight @ x; the first four units of it are on their way. Each of four sets of registers
+    is filled again where it was used: to hand them on would be to wait for what is under way."""
+    U: tl.constexpr = 32
     line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = triton.next_power_of_2(R * K // line) if line <= R * K else 1
-    for unit in range(first, last):
-        later = _rows(weight, unit + 2, last, ROWS, K, K_PAD, R)
-        if RUN > 0:
-            begin = tl.minimum(unit + 2 + RUN, last - 1).to(tl.int64) * (R * K)
-            fetch(weight + begin + tl.minimum(tl.arange(0, LINES) * line, R * K - 1))
-        y_R = tl.sum(now.to(tl.float32) * x_K[None, :], 1)
-        y_R = y_R.to(kind).to(tl.float32)  # plain torch rounds the product first; so does this
-        if GATED:
-            gate, up = tl.split(tl.reshape(y_R, (R // 2, 2)))
-            row = unit * (R // 2) + tl.arange(0, R // 2)
-            tl.store(out + row, (gate * tl.sigmoid(gate) * up).to(kind), mask=row < ROWS // 2)
-        else:
-            row = unit * R + tl.arange(0, R)
-            if HAS_RESIDUAL:
-                y_R += tl.load(residual + row, mask=row < ROWS, other=0.0, cache_modifier=".cg").to(tl.float32)
-            tl.store(out + row, y_R.to(kind), mask=row < ROWS)
-        now, soon = soon, later
+    LINES: tl.constexpr = triton.next_power_of_2(4 * R * K // line + 1)
+    first, last = _share(units)
+    for base in range(first, last, U):
+        sums = tl.zeros([R, PIECES, U], tl.float32)
+        end = tl.minimum(base + U, last)
+        for unit in range(base, end, 4):
+            if RUN > 0:
+                begin = tl.minimum(unit + 4 + RUN, last - 1).to(tl.int64) * (R * K)
+                left = (last - 1).to(tl.int64) * (R * K) - begin + (R * K - 1)
+                fetch(weight + begin + tl.minimum(tl.arange(0, LINES) * line, left))
+            sums = _absorbed(sums, a, x_K, unit, base, K_PAD, R, PIECES, U)
+            a = _rows(weight, unit + 4, last, ROWS, K, K_PAD, R)
+            sums = _absorbed(sums, b, x_K, unit + 1, base, K_PAD, R, PIECES, U)
+            b = _rows(weight, unit + 5, last, ROWS, K, K_PAD, R)
+            sums = _absorbed(sums, c, x_K, unit + 2, base, K_PAD, R, PIECES, U)
+            c = _rows(weight, unit + 6, last, ROWS, K, K_PAD, R)
+            sums = _absorbed(sums, d, x_K, unit + 3, base, K_PAD, R, PIECES, U)
+            d = _rows(weight, unit + 7, last, ROWS, K, K_PAD, R)
+        _finish(sums, base, end, residual, out, ROWS, R, U, GATED, HAS_RESIDUAL)
 
 
 @triton.jit
 def _begin(weight, units, ROWS, K: tl.constexpr, K_PAD: tl.constexpr, R: tl.constexpr):
-    """The first two units of this program's share."""
+    """The first four units of this program's share."""
     first, last = _share(units)
-    return _rows(weight, first, last, ROWS, K, K_PAD, R), _rows(weight, first + 1, last, ROWS, K, K_PAD, R)
+    return (_rows(weight, first, last, ROWS, K, K_PAD, R), _rows(weight, first + 1, last, ROWS, K, K_PAD, R),
+            _rows(weight, first + 2, last, ROWS, K, K_PAD, R), _rows(weight, first + 3, last, ROWS, K, K_PAD, R))
 
 
 @triton.jit
@@ -224,6 +263,22 @@ def _attended(partial, peaks, k, SIZE: tl.constexpr, used, HEADS_Q: tl.constexpr
 
 
 @triton.jit
+def _all_attended(partial, peaks, used, HEADS_Q: tl.constexpr, D: tl.constexpr, S: tl.constexpr, Q_PAD: tl.constexpr):
+    """The same at all places."""
+    split, head, dim = tl.arange(0, S), tl.arange(0, Q_PAD // D), tl.arange(0, D)
+    there = (split < used)[:, None] & (head < HEADS_Q)[None, :]
+    at = split[:, None] * HEADS_Q + head[None, :]
+    peak = tl.load(peaks + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+    values = tl.load(partial + at[:, :, None] * D + dim[None, None, :], mask=there[:, :, None], other=0.0,
+                     cache_modifier=".cg")  # fmt: skip
+    top = tl.max(peak, 0)
+    weight = tl.exp2(peak - tl.where(top == float("-inf"), 0.0, top)[None, :])
+    total = tl.sum(weight, 0)
+    weight = weight / tl.where(total == 0.0, 1.0, total)[None, :]
+    return tl.reshape(tl.sum(values * weight[:, :, None], 0), [Q_PAD])
+
+
+@triton.jit
 def whole_step(
     layers, embedding, last_norm, output, packed, tokens, tables, cos, sin, blocks,
     stream, middle, qkv, mixed, inner, partial, peaks, logits, counter,
@@ -231,7 +286,8 @@ def whole_step(
     layer_stride, page_stride, kv_stride, head_stride, slot_stride, at_row, at_position, at_angle, at_slot, at_length,
     NORM: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     H: tl.constexpr, H_PAD: tl.constexpr, Q_PAD: tl.constexpr, F: tl.constexpr, F_PAD: tl.constexpr,
-    R_H: tl.constexpr, R_Q: tl.constexpr, R_F: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+    P_H: tl.constexpr, P_Q: tl.constexpr, P_F: tl.constexpr, R_H: tl.constexpr, R_U: tl.constexpr,
+    R_Q: tl.constexpr, R_F: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
     FEW: tl.constexpr, SLICE: tl.constexpr, AHEAD: tl.constexpr, RUN: tl.constexpr, PRECISION: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
@@ -263,7 +319,7 @@ def whole_step(
         a_launch = programs.to(tl.int64) * num_layers * 6
         goal = _seen(counter)
         goal = goal - goal % a_launch
-    k_H, k_Q = tl.arange(0, H_PAD), tl.arange(0, Q_PAD)
+    k_H = tl.arange(0, H_PAD)
     k_S = program * SLICE + tl.arange(0, SLICE)
     for layer in range(first_layer, last_layer):
         row_of = layers + layer * 8
@@ -274,15 +330,12 @@ def whole_step(
         cache = blocks + layer * layer_stride.to(tl.int64) + head.to(tl.int64) * head_stride
         if PHASES & 1:
             units = (QKV + R_H - 1) // R_H
-            now, soon = _begin(w_qkv, units, QKV, H, H_PAD, R_H)
+            w_a, w_b, w_c, w_d = _begin(w_qkv, units, QKV, H, H_PAD, R_H)
             norm = tl.load(norm_1 + k_H, mask=k_H < H, other=0.0)
             _wait(counter, goal, FUSED)
-            if layer == 0:
-                x_H = tl.load(start + k_H, mask=k_H < H, other=0.0).to(tl.float32)
-            else:
-                x_H = _read(stream, H, H_PAD)
+            x_H = _read(_either(layer == 0, start, stream), H, H_PAD)
             x_H = _normed(x_H, norm, eps, kind, H)
-            _product(w_qkv, now, soon, x_H, stream, qkv, QKV, units, H, H_PAD, R_H, False, False, RUN)
+            _product(w_qkv, w_a, w_b, w_c, w_d, x_H, stream, qkv, QKV, units, H, H_PAD, R_H, P_H, False, False, RUN)
             _arrive(counter, FUSED)
             _ahead(w_out, (H + R_Q - 1) // R_Q, Q, R_Q, AHEAD)
             goal += programs
@@ -294,7 +347,7 @@ def whole_step(
                         head, split, per, tiles, qk_eps, scale, page_stride, kv_stride, slot_stride,
                         NORM, HEADS, GROUP, D, M, N, PAGE, PRECISION)  # fmt: skip
             _arrive(counter, FUSED)
-            _ahead(w_up, (2 * F + R_H - 1) // R_H, H, R_H, AHEAD)
+            _ahead(w_up, (2 * F + R_U - 1) // R_U, H, R_U, AHEAD)
             goal += programs
         if PHASES & 4:
             if used > FEW:
@@ -305,46 +358,43 @@ def whole_step(
             goal += programs
         if PHASES & 8:
             units = (H + R_Q - 1) // R_Q
-            now, soon = _begin(w_out, units, H, Q, Q_PAD, R_Q)
+            before = _either(layer == 0, start, stream)
+            w_a, w_b, w_c, w_d = _begin(w_out, units, H, Q, Q_PAD, R_Q)
+            _wait(counter, goal, FUSED)
             if used > FEW:
-                _wait(counter, goal, FUSED)
                 x_Q = _read(mixed, Q, Q_PAD)
             else:
-                _wait(counter, goal, FUSED)
-                x_Q = _attended(partial, peaks, k_Q, Q, used, HEADS * GROUP, D, FEW).to(kind).to(tl.float32)
-            if layer == 0:
-                _product(w_out, now, soon, x_Q, start, middle, H, units, Q, Q_PAD, R_Q, False, True, RUN)
-            else:
-                _product(w_out, now, soon, x_Q, stream, middle, H, units, Q, Q_PAD, R_Q, False, True, RUN)
+                x_Q = _all_attended(partial, peaks, used, HEADS * GROUP, D, FEW, Q_PAD).to(kind).to(tl.float32)
+            _product(w_out, w_a, w_b, w_c, w_d, x_Q, before, middle, H, units, Q, Q_PAD, R_Q, P_Q, False, True, RUN)
             _arrive(counter, FUSED)
             goal += programs
         if PHASES & 16:
-            units = (2 * F + R_H - 1) // R_H
-            now, soon = _begin(w_up, units, 2 * F, H, H_PAD, R_H)
+            units = (2 * F + R_U - 1) // R_U
+            w_a, w_b, w_c, w_d = _begin(w_up, units, 2 * F, H, H_PAD, R_U)
             norm = tl.load(norm_2 + k_H, mask=k_H < H, other=0.0)
             _wait(counter, goal, FUSED)
             x_H = _normed(_read(middle, H, H_PAD), norm, eps, kind, H)
-            _product(w_up, now, soon, x_H, stream, inner, 2 * F, units, H, H_PAD, R_H, True, False, RUN)
+            _product(w_up, w_a, w_b, w_c, w_d, x_H, stream, inner, 2 * F, units, H, H_PAD, R_U, P_H, True, False, RUN)
             _arrive(counter, FUSED)
             _ahead(w_down, (H + R_F - 1) // R_F, F, R_F, AHEAD)
             goal += programs
         if PHASES & 32:
             units = (H + R_F - 1) // R_F
-            now, soon = _begin(w_down, units, H, F, F_PAD, R_F)
+            w_a, w_b, w_c, w_d = _begin(w_down, units, H, F, F_PAD, R_F)
             _wait(counter, goal, FUSED)
             x_F = _read(inner, F, F_PAD)
-            _product(w_down, now, soon, x_F, middle, stream, H, units, F, F_PAD, R_F, False, True, RUN)
+            _product(w_down, w_a, w_b, w_c, w_d, x_F, middle, stream, H, units, F, F_PAD, R_F, P_F, False, True, RUN)
             _arrive(counter, FUSED)
             if FUSED:  # of the next layer, or of the output
                 if layer + 1 < last_layer:
                     _ahead(_pointer(row_of, 8, embedding), (QKV + R_H - 1) // R_H, H, R_H, AHEAD)
                 else:
-                    _ahead(output, (vocab + R_H - 1) // R_H, H, R_H, AHEAD)
+                    _ahead(output, (vocab + R_U - 1) // R_U, H, R_U, AHEAD)
             goal += programs
     if PHASES & 64:
-        units = (vocab + R_H - 1) // R_H
-        now, soon = _begin(output, units, vocab, H, H_PAD, R_H)
+        units = (vocab + R_U - 1) // R_U
+        w_a, w_b, w_c, w_d = _begin(output, units, vocab, H, H_PAD, R_U)
         norm = tl.load(last_norm + k_H, mask=k_H < H, other=0.0)
         _wait(counter, goal, FUSED)
         x_H = _normed(_read(stream, H, H_PAD), norm, eps, kind, H)
-        _product(output, now, soon, x_H, stream, logits, vocab, units, H, H_PAD, R_H, False, False, RUN)
+        _product(output, w_a, w_b, w_c, w_d, x_H, stream, logits, vocab, units, H, H_PAD, R_U, P_H, False, False, RUN)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from armillary.kernels.fp8_operands import takes_norm
 from armillary.model.attend import Attend
 from armillary.model.fp8_linear import Fp8Linear
 from armillary.model.fused import Finish, Fused, Project, norm_arguments
@@ -34,7 +33,7 @@ def fits(block: Block) -> bool:
     norms, products = (block.attention_norm, block.mlp_norm), (attention.qkv, attention.out, mlp.up, mlp.down)
     kind = nn.Linear
     if any(type(x) is Fp8Linear for x in products):  # all of them, or each by itself
-        if block.fused is None or block.fused.fp8 is None or not takes_norm(attention.qkv.in_features):
+        if block.fused is None or block.fused.fp8 is None:
             return False
         kind = Fp8Linear
     return all(untouched(x, Norm) for x in norms) and all(untouched(x, kind) and x.bias is None for x in products)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from armillary.kernels.fp8_linear import E4M3, E5M2
-from armillary.kernels.fp8_operands import Normed, Operand, Scaled, Source, make_normed, make_operand, norm_source
+from armillary.kernels.fp8_operands import Operand, Scaled, Source, make_operand, norm_source
 from armillary.kernels.fp8_products import Fp8Products
-from armillary.kernels.fp8_tokens import token_operand
 from armillary.model.fp8_weights import Fp8Weights
 
 if TYPE_CHECKING:
@@ -65,20 +64,9 @@ class Fp8:
         """Numbers as they are."""
         return self.make(Source(x=x.flatten(0, -2)), dtype)
 
-    def make(
-        self, source: Source, dtype: torch.dtype, *, rows: bool = True, turned: bool = True, amax: Any = None
-    ) -> Operand:
-        """What `source` gives; `amax` where it was made before."""
-        if self.scaling == "token":
-            return token_operand(source, dtype, rows=rows, turned=turned)
-        return make_operand(source, dtype, self.scaling, rows=rows, turned=turned, amax=amax)
-
-    def normed(self, x: Tensor, norm: tuple[Any, ...], *, turned: bool) -> Normed:
-        """norm(x); `norm` is weight, bias, eps, whether it is an RMS norm, whether one is added to the weight."""
-        source = norm_source(x, *norm)
-        if self.scaling == "token":
-            return Normed(source, token_operand(source, E4M3, turned=turned))
-        return Normed(source, make_normed(source, E4M3, self.scaling, turned=turned))
+    def make(self, source: Source, dtype: torch.dtype, **how: Any) -> Operand:
+        """What `source` gives, as `make_operand` has it."""
+        return make_operand(source, dtype, self.scaling, **how)
 
 
 def _there(scaled: Scaled | None) -> Scaled:
@@ -87,8 +75,8 @@ def _there(scaled: Scaled | None) -> Scaled:
 
 
 def _kept(operand: Operand, *, again: bool) -> tuple[Tensor, Tensor]:
-    """For the backward pass: the transposed operand, or the largest values to make it again with."""
-    return operand.amax if again else _there(operand.turned)
+    """For the backward pass: the transposed operand, or what is known to make it again with."""
+    return (operand.known, operand.known) if again else _there(operand.turned)
 
 
 class Fp8Project(torch.autograd.Function):
@@ -101,7 +89,8 @@ class Fp8Project(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         fp8, again = fused.fp8, fused.again
         assert fp8 is not None
-        source, normed = fp8.normed(x, (norm_weight, norm_bias, *norm), turned=not again)
+        source = norm_source(x, norm_weight, norm_bias, *norm)
+        normed = fp8.make(source, E4M3, turned=not again)
         q, k, v = torch.ops.armillary.rope(fp8.forward(normed, qkv, x), cos, sin, *heads)
         ctx.fused, ctx.norm, ctx.interleaved, ctx.qkv = fused, norm, heads[2], qkv
         stats = source.mean, source.rstd
@@ -137,7 +126,8 @@ class Fp8Finish(torch.autograd.Function):
         assert fp8 is not None
         heads = fp8.of(mixed, E4M3)
         summed = fp8.forward(heads, out, x, add=x)
-        source, normed = fp8.normed(summed, (norm_weight, norm_bias, *norm), turned=not again)
+        source = norm_source(summed, norm_weight, norm_bias, *norm)
+        normed = fp8.make(source, E4M3, turned=not again)
         inner = fp8.forward(normed, up, x)
         active = fp8.make(_activated(inner, activation), E4M3, turned=not again)
         ctx.fused, ctx.norm, ctx.activation, ctx.parameters = fused, norm, activation, (out, up, down)
@@ -179,7 +169,7 @@ def _activated(inner: Tensor, activation: tuple[str, bool], dy: Tensor | None = 
 def _active_again(fused: Fused, inner: Tensor, activation: tuple[str, bool], kept: list[Tensor]) -> Scaled:
     if not fused.again:
         return Scaled(*kept)
-    return _turned_again(_activated(inner, activation), fused, kept)
+    return _turned_again(_activated(inner, activation), fused, kept[0])
 
 
 def _normed_again(fused: Fused, norm: tuple[Any, ...], kept: list[Tensor]) -> Scaled:
@@ -190,12 +180,12 @@ def _normed_again(fused: Fused, norm: tuple[Any, ...], kept: list[Tensor]) -> Sc
         kind="norm", x=x.flatten(0, -2), weight=weight, bias=bias, mean=mean, rstd=rstd, eps=eps, rms=rms,
         plus_one=plus_one,
     )  # fmt: skip
-    return _turned_again(source, fused, kept)
+    return _turned_again(source, fused, kept[0])
 
 
-def _turned_again(source: Source, fused: Fused, amax: list[Tensor]) -> Scaled:
+def _turned_again(source: Source, fused: Fused, known: Tensor) -> Scaled:
     assert fused.fp8 is not None
-    return _there(fused.fp8.make(source, E4M3, rows=False, amax=tuple(amax)).turned)
+    return _there(fused.fp8.make(source, E4M3, rows=False, known=known).turned)
 
 
 def _or_none(gradient: Tensor, parameter: Tensor | None) -> Tensor | None:

@@ -44,12 +44,12 @@ class Balance:
 
     def kept(self, chosen_Mk: Tensor, sequences: int, moe: MoE) -> Tensor:
         """The choices, where those beyond the capacity name no expert."""
+        if (capacity := self.capacity) is None:
+            return chosen_Mk
 
         def rule(chosen_BTk: Tensor) -> Tensor:
-            return drop_beyond(chosen_BTk.flatten(0, 1), sequences, moe, self.capacity).view_as(chosen_BTk)
+            return drop_beyond(chosen_BTk.flatten(0, 1), sequences, moe, capacity).view_as(chosen_BTk)
 
-        if self.capacity is None:
-            return chosen_Mk
         chosen_BTk = chosen_Mk.unflatten(0, (sequences, -1))
         return (rule(chosen_BTk) if self.over_rows is None else self.over_rows(rule, chosen_BTk)).flatten(0, 1)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from difflib import get_close_matches
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from armillary.errors import BadInput, NotFound, unknown
+from armillary.errors import BadInput, NotFound
 
 
 def is_python_module(text: str) -> bool:
@@ -24,7 +25,10 @@ def load_python_module(text: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
         raise BadInput(f"{file} needs the name of a module in it; write it like {file}:Net")
     values = _run(Path(file))
     if name not in values:
-        raise unknown(f"'{name}' in {file}: name", name, [key for key in values if not key.startswith("_")])
+        own = [key for key in values if not key.startswith("_")]
+        guess = get_close_matches(name, own, n=1)
+        hint = f"did you mean {guess[0]}?" if guess else f"it has {', '.join(own)}"
+        raise NotFound(f"no '{name}' in {file}; {hint}")
     module = _made(values[name], text)
     found = getattr(module, "example_inputs", None)
     examples = found if found is not None else values.get("example_inputs", ())

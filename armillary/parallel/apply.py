@@ -45,7 +45,7 @@ def apply(
     model: Transformer, layout: Layout, mesh: Mesh, *, loss: LossSum | None = None, compile: bool = False
 ) -> Sharded:
     """Spread a model, on meta or with weights, over the mesh. `loss` is used where the vocabulary is not cut."""
-    check_layout(layout, model.config, num_devices=mesh.world.size)
+    check_layout(layout, model.config, num_devices=mesh.world.size, by_trainer=True)
     assert (layout.pp > 1) == isinstance(model, Held), "stages are held by pipeline_stage.hold"
     refuse_split(layout, compile=compile)
     tp = cut_tokens = None

@@ -18,7 +18,7 @@ from armillary.model.attend import Attend, How
 from armillary.model.rope import inverse_frequencies
 from armillary.model.transformer import Transformer
 from armillary.parallel.localise import become
-from armillary.parallel.ring import pieces, ring_attention
+from armillary.parallel.ring import meetings, pieces, ring_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +56,18 @@ class Context:
 
     def attend(self, documents_BW: Tensor | None) -> Attend:
         """Attention over the whole row from this rank's tokens; documents are the whole row's, None where it is one."""
-        return partial(_attend, self.group, documents_BW)
+        known = [] if documents_BW is None else meetings(documents_BW, self.size)
+        return partial(_attend, self.group, documents_BW, known)
 
 
 def _attend(
-    group: str, documents_BW: Tensor | None, layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, how: How
-) -> Tensor:
+    group: str, documents_BW: Tensor | None, known: list[int], layer: int, q_BTND: Tensor, k_BTKD: Tensor,
+    v_BTKD: Tensor, how: How,
+) -> Tensor:  # fmt: skip
     q, k, v = (x.to(v_BTKD.dtype) for x in (q_BTND, k_BTKD, v_BTKD))
     window, softcap = how.window or 0, how.softcap or 0.0
-    settings = (how.scale, window, softcap, group)
+    meeting = [] if torch.compiler.is_compiling() else known  # or every step's documents would be compiled anew
+    settings = (how.scale, window, softcap, group, meeting)
     return ring_attention(q, k, v, documents_BW, how.sinks_N, how.slopes_N, *settings)[0]  # type: ignore[no-any-return]
 
 

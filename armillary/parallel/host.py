@@ -26,51 +26,62 @@ Event = Any
 
 
 class HostMemory:
-    """Where tensors wait that left the device; counts what it gave out and is still in use."""
+    """Where tensors wait that left the device; counts what is in use."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._given: dict[int, int] = {}
+        self._free: dict[int, list[Tensor]] = {}
+        self._known: set[int] = set()
         self.bytes = self.peak = 0
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A buffer that lies as this tensor does; torch keeps pinned ones for the next to ask."""
+        """A buffer that lies as this tensor does. One that nobody holds any more is given out again: copies to it and
+        from it must be launched on one lane, where they wait for each other."""
+        size, strides = tensor.numel() * tensor.element_size(), torch.empty_like(tensor, device="meta").stride()
         with _disable_current_modes():  # who watches the device's memory must not take it for the device's
-            return self._noted(torch.empty_like(tensor, device="cpu", pin_memory=self._on_gpu, requires_grad=False))
+            free = self._free.setdefault(size, [])
+            buffer = free.pop() if free else self._made(size)
+            given = buffer.view(tensor.dtype).as_strided(tensor.shape, strides)
+        self._count(size)
+        weakref.finalize(given, self._take_back, buffer)
+        return given
 
     def lasting(self, count: int, dtype: torch.dtype) -> Tensor:
-        """`count` zeros that stay for the run: pinned at their own size, where torch would round it up to a power of
-        two."""
+        """`count` zeros that stay for the run."""
         with _disable_current_modes():
-            made = torch.zeros(count, dtype=dtype, device="cpu")
-        if self._on_gpu and made.nbytes:
-            api, address = torch.cuda.cudart(), made.data_ptr()
-            if int(api.cudaHostRegister(address, made.nbytes, 0)):
-                raise ArmillaryError(f"no {made.nbytes / 1e9:.1f} GB more can be pinned; try --set layout.offload=nvme")
-            weakref.finalize(made.untyped_storage(), api.cudaHostUnregister, address)
-        return self._noted(made)
+            made = self._made(count * dtype.itemsize).zero_().view(dtype)
+        self._count(made.nbytes)
+        return made
 
     def adopt(self, tensor: Tensor) -> Tensor:
         """One that is no part of the device either, and counted by somebody else."""
-        self._given[tensor.untyped_storage().data_ptr()] = 0
+        self._known.add(tensor.untyped_storage().data_ptr())
         return tensor
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether it lies here and not on the device."""
-        return tensor.untyped_storage().data_ptr() in self._given
+        return tensor.untyped_storage().data_ptr() in self._known
 
-    def _noted(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        address, size = storage.data_ptr(), storage.nbytes()
+    def _made(self, size: int) -> Tensor:
+        """Pinned at its own size, where torch would round it up to a power of two."""
+        made = torch.empty(size, dtype=torch.uint8, device="cpu")
         if size:
-            self._given[address] = size
-            self.bytes += size
-            self.peak = max(self.peak, self.bytes)
-            weakref.finalize(storage, self._back, address)
-        return tensor
+            self._known.add(made.data_ptr())
+        if self._on_gpu and size:
+            made.fill_(0)  # by all cores: pages that are there already are pinned quickly
+            api, address = torch.cuda.cudart(), made.data_ptr()
+            if int(api.cudaHostRegister(address, size, 0)):
+                raise ArmillaryError(f"no {size / 1e9:.1f} GB more can be pinned; try --set layout.offload=nvme")
+            weakref.finalize(made.untyped_storage(), api.cudaHostUnregister, address)
+        return made
 
-    def _back(self, address: int) -> None:
-        self.bytes -= self._given.pop(address, 0)
+    def _count(self, size: int) -> None:
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+
+    def _take_back(self, buffer: Tensor) -> None:
+        self.bytes -= buffer.nbytes
+        self._free[buffer.nbytes].append(buffer)
 
 
 class MappedFile:

@@ -22,6 +22,8 @@ from armillary.parallel.host import Event, HostMemory, Lane, compute_after, comp
 
 LEAST_BYTES = 1 << 14
 """what is smaller is not worth a copy"""
+MOST_TIMES = 4
+"""the memory that a tensor lies in moves as a whole, unless it is so many times larger"""
 _FORMS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0",
           "UnsafeViewBackward0", "AliasBackward0", "_ToTorchTensorBackward", "_StandingBackward")  # fmt: skip
 """what makes another form of a weight"""
@@ -113,14 +115,13 @@ class Kept:
         if not _can_move(tensor, self._all.device) or tensor in stays:
             return tensor
         if self._stays:
-            return self, tensor.detach()
-        key = (_address(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        if key not in self._seen:  # kept by several operators: it travels once
+            return self, tensor.detach(), None
+        if (key := _address(tensor)) not in self._seen:  # several operators may keep parts of it, in several shapes
             self._seen[key] = len(self._here)
-            self._here.append(tensor.detach())
+            self._here.append(_whole(tensor))
             self._uses.append(0)
         self._uses[self._seen[key]] += 1
-        return self, self._seen[key]
+        return self, self._seen[key], (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def send(self) -> None:
         """Everything, as soon as it is computed."""
@@ -143,12 +144,13 @@ class Kept:
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        kept, what = packed
+        kept, what, form = packed
         kept.come()
         if kept.before is not None:
             kept.before.come()
             kept.before = None
-        return what if isinstance(what, Tensor) else kept.give(what)  # type: ignore[no-any-return]
+        found = what if isinstance(what, Tensor) else kept.give(what)
+        return found if form is None else found.view(form[0]).as_strided(*form[1:])  # type: ignore[no-any-return]
 
     def give(self, index: int) -> Tensor:
         if self._came is not None:
@@ -187,11 +189,16 @@ def offload_activations(model: Transformer, device: torch.device) -> Activations
 
 
 def _can_move(tensor: Tensor, device: torch.device) -> bool:
-    """Plain numbers of this device that lie apart from each other, and enough of them."""
+    """Plain numbers of this device, enough of them, and most of what they keep alive."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == device.type
-    if not plain or not tensor.is_floating_point() or tensor.nbytes < LEAST_BYTES:
+    if not plain or not tensor.is_floating_point():
         return False
-    return all(stride > 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    return LEAST_BYTES <= tensor.untyped_storage().nbytes() <= MOST_TIMES * tensor.nbytes
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All numbers of the memory it lies in, one after the other."""
+    return tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -23,13 +23,26 @@ from armillary.parallel.ring_block import Options, Place, Whole, backward, forwa
 
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? sinks, Tensor? slopes, float scale, int window, "
-    "float softcap, str group"
+    "float softcap, str group, int[] meeting"
 )
+NONE, SOME, ALL = range(3)
+"""how two pieces of packed rows meet: no document is in both, some are, or both are of one"""
 
 
 def pieces(rank: int, size: int) -> tuple[int, int]:
     """The two of 2·size pieces of a row that a rank holds, in order."""
     return rank, 2 * size - 1 - rank
+
+
+def meetings(documents_BW: Tensor, size: int) -> list[int]:
+    """How every one of the 2·size pieces of rows meets every other: what cannot be seen need not be computed, and what
+    is of one document needs no mask. Pieces of many documents count as all that lie between their first and last."""
+    cut = documents_BW.unflatten(1, (2 * size, -1))
+    low, high = cut.amin(dim=2), cut.amax(dim=2)
+    apart = ((high[:, :, None] < low[:, None]) | (low[:, :, None] > high[:, None])).all(dim=0)
+    one = ((low == high)[:, :, None] & (low == high)[:, None] & (low[:, :, None] == low[:, None])).all(dim=0)
+    found: list[int] = torch.where(apart, NONE, torch.where(one, ALL, SOME)).flatten().tolist()
+    return found
 
 
 def seen_pairs(rank: int, source: int, size: int) -> Iterator[tuple[int, int]]:
@@ -44,15 +57,15 @@ def seen_pairs(rank: int, source: int, size: int) -> Iterator[tuple[int, int]]:
 @torch.library.custom_op("armillary::ring_attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
-    scale: float, window: int, softcap: float, group: str,
+    scale: float, window: int, softcap: float, group: str, meeting: list[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output [B, T, N, D], log Σ exp [B, N, T]) of this rank's queries over the keys of all; `documents` [B, W] are
-    those of the whole row."""
+    those of the whole row, and `meeting` says of every piece and every other how they meet (empty: not known)."""
     ring, options = _Ring(group), Options(scale=scale, window=window, softcap=softcap, slopes_N=slopes)
     out = torch.zeros_like(widen(q), memory_format=torch.contiguous_format)
     lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
     for source, (keys, values) in ring.round(torch.stack((k, v))):
-        for query, key, place in _places(ring, source, q.shape[1], documents):
+        for query, key, place in _places(ring, source, q.shape[1], documents, meeting):
             if place.is_seen(keys.shape[1] // 2, window):
                 more = forward(q[:, query], keys[:, key], values[:, key], options, place)
                 out[:, query], lse[:, :, query] = merge(out[:, query], lse[:, :, query], *more)
@@ -66,7 +79,7 @@ def ring_attention(
 @ring_attention.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
-    scale: float, window: int, softcap: float, group: str,
+    scale: float, window: int, softcap: float, group: str, meeting: list[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
@@ -79,6 +92,7 @@ def _(
 def _ring_backward(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
     sinks: Tensor | None, slopes: Tensor | None, scale: float, window: int, softcap: float, group: str,
+    meeting: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dQ, dK, dV, this rank's part of the gradient of the sinks or empty); gradients of keys and values travel round
     behind them, and are at home after the last turn."""
@@ -88,7 +102,7 @@ def _ring_backward(
     sums: Tensor | None = None
     for source, (keys, values) in ring.round(torch.stack((k, v))):
         added = torch.zeros_like(widen(keys)).new_zeros((2, *keys.shape))
-        for query, key, place in _places(ring, source, q.shape[1], documents):
+        for query, key, place in _places(ring, source, q.shape[1], documents, meeting):
             if place.is_seen(keys.shape[1] // 2, window):
                 made = backward(whole.queries(query), q[:, query], keys[:, key], values[:, key], options, place)
                 dq[:, query] += made[0]
@@ -107,35 +121,40 @@ def _ring_backward(
 def _(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
     sinks: Tensor | None, slopes: Tensor | None, scale: float, window: int, softcap: float, group: str,
+    meeting: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.window, ctx.softcap, ctx.group = inputs
+    *tensors, ctx.scale, ctx.window, ctx.softcap, ctx.group, ctx.meeting = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*tensors, *output)
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     q, k, v, documents, sinks, slopes, out, lse = ctx.saved_tensors
-    settings = (ctx.scale, ctx.window, ctx.softcap, ctx.group)
+    settings = (ctx.scale, ctx.window, ctx.softcap, ctx.group, ctx.meeting)
     dq, dk, dv, dsinks = _ring_backward(grad, out, lse, q, k, v, documents, sinks, slopes, *settings)
-    return dq, dk, dv, None, None if sinks is None else dsinks, None, *(None,) * 4
+    return dq, dk, dv, None, None if sinks is None else dsinks, None, *(None,) * 5
 
 
 ring_attention.register_autograd(_gradients, setup_context=_keep)
 
 
 def _places(
-    ring: _Ring, source: int, num_tokens: int, documents_BW: Tensor | None
+    ring: _Ring, source: int, num_tokens: int, documents_BW: Tensor | None, meeting: list[int]
 ) -> Iterator[tuple[slice, slice, Place]]:  # fmt: skip
     """(this rank's tokens, the source's tokens, where they lie) of every pair of pieces that may meet."""
     size = num_tokens // 2
     for query, key in seen_pairs(ring.rank, source, ring.size):
         at, other = pieces(ring.rank, ring.size)[query], pieces(source, ring.size)[key]
-        documents = [None if documents_BW is None else documents_BW[:, i * size : (i + 1) * size] for i in (at, other)]
+        how = meeting[at * 2 * ring.size + other] if meeting else SOME
+        if how == NONE:
+            continue
+        masking = None if how == ALL else documents_BW
+        documents = [None if masking is None else masking[:, i * size : (i + 1) * size] for i in (at, other)]
         place = Place(distance=(at - other) * size, causal=at == other, queries_BT=documents[0], keys_BS=documents[1])
         yield slice(query * size, (query + 1) * size), slice(key * size, (key + 1) * size), place
 

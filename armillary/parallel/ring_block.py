@@ -1,8 +1,8 @@
 """Attention of some queries to some keys, as a part of a larger softmax: outputs come with their log Σ exp, so parts
 can be merged, and gradients are taken against the log Σ exp and output of the whole.
 
-Scores are written out for a bounded number of queries at a time; where nothing is masked inside a block, a GPU uses our
-attention kernels.
+Scores are written out for a bounded number of queries at a time. A GPU uses our attention kernels for queries and keys
+of one piece of a row, and where nothing is masked inside a block.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Place:
     distance: int
     """from the first key to the first query"""
     causal: bool
-    """keys may lie after queries"""
+    """queries and keys are those of the same tokens, so keys may lie after queries"""
     queries_BT: Tensor | None = None
     """document of each query; None: the row is one document"""
     keys_BS: Tensor | None = None
@@ -197,9 +197,9 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
 
 
 def _has_kernel(q: Tensor, options: Options, place: Place) -> bool:
-    plain = options.slopes_N is None and place.queries_BT is None
-    clear = place.is_open(q.shape[1], options.window) or (place.causal and not options.window and place.distance == 0)
-    return q.is_cuda and plain and clear and q.dtype != torch.float64 and q.shape[-1] <= 256
+    """Queries over the keys of their own piece, whatever is asked; over another's where all of it is seen alike."""
+    clear = place.causal or (place.is_open(q.shape[1], options.window) and options.slopes_N is None)
+    return q.is_cuda and clear and q.dtype != torch.float64 and q.shape[-1] <= 256
 
 
 def _kernel_forward(
@@ -224,5 +224,7 @@ def _kernel_backward(
 
 
 def _asked(options: Options, place: Place) -> tuple[object, ...]:
-    """Nothing but scale, cap and whether later keys are hidden: documents, blocks, sinks, slopes, windows are not."""
-    return None, None, None, None, options.scale, 0, options.softcap, place.causal
+    """(documents, blocks, sinks, slopes, scale, window, cap, whether later keys are hidden)."""
+    if not place.causal:
+        return None, None, None, None, options.scale, 0, options.softcap, False
+    return place.queries_BT, None, None, options.slopes_N, options.scale, options.window, options.softcap, True

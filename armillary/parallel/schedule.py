@@ -39,14 +39,6 @@ def make_schedule(
     return _SEVERAL[name](stages, **settings)
 
 
-def rounds_fit(name: str, num_stages: int, num_micro_batches: int) -> bool:
-    """Schedules over several chunks take micro-batches in equal rounds of about as many as there are stages."""
-    return name in _SINGLE or num_micro_batches % max(1, num_micro_batches // num_stages) == 0
-
-
-# --- refusals
-
-
 def refuse_split(layout: Layout, *, compile: bool) -> None:
     """torch splits a backward pass along the graph of eager operators, and runs both halves through it."""
     if layout.pp == 1 or layout.schedule != "zero_bubble":
@@ -57,14 +49,3 @@ def refuse_split(layout: Layout, *, compile: bool) -> None:
     if layout.recompute == "selective":
         raise BadLayout("zero-bubble stages cannot recompute selectively; try --set layout.recompute=full, or "
                         "--set layout.schedule=1f1b")  # fmt: skip
-
-
-def refuse_rounds(layout: Layout, batch_tokens: int, sequence: int) -> None:
-    """Micro-batches of a step that the schedule cannot take in equal rounds."""
-    count = layout.num_micro_batches(batch_tokens, sequence)
-    if layout.pp == 1 or count < 1 or rounds_fit(layout.schedule, layout.pp, count):
-        return
-    near = next(n for n in range(count - 1, 0, -1) if rounds_fit(layout.schedule, layout.pp, n))
-    tokens = near * batch_tokens // count
-    raise BadLayout(f"schedule={layout.schedule} takes {count} micro-batches in rounds of about pp={layout.pp}, which "
-                    f"do not come out even; try --set train.batch_tokens={tokens}")  # fmt: skip

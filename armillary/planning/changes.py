@@ -20,7 +20,8 @@ from armillary.planning.memory import memory
 from armillary.planning.prediction import predict
 from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
-from armillary.spec.layout_rules import Case, layout_problems
+from armillary.spec.layout_case import Case
+from armillary.spec.layout_rules import layout_problems
 from armillary.units import bytes_text, seconds_text
 
 Change = dict[str, Any]

@@ -24,7 +24,7 @@ HOST_BYTES = 36.0
 CPU_BYTES = 44.0
 """where the device is a CPU, which copies gradients and weights itself"""
 HOST_BYTES_PER_S = 100e9
-"""host memory bandwidth that AdamW reaches for one device's share"""
+"""host memory bandwidth that AdamW reaches for one device's share, where nobody measured it"""
 DISK_BYTES = 24.0
 """of a file read and written for a parameter"""
 LINK_SHARE, UNKNOWN_LINK, UNKNOWN_DISK = 0.8, 12e9, 3e9
@@ -86,8 +86,12 @@ def offload_s(
     case: TrainCase, layouts: Layouts, mine: Held, micro_batches: Array, forward: Array, backward: Array
 ) -> Array:
     """What a step stands still: `forward` and `backward` are a micro-batch's passes."""
-    copied = _moved(case, layouts, mine.layers) / link_rate(case)
-    shown = np.maximum(0.0, copied - forward) + np.maximum(0.0, copied - backward)
+    moved = _moved(case, layouts, mine.layers)
+    if case.cluster.chip.kind == "cpu":  # reads and writes them itself, out and back
+        shown = 4 * moved / case.curves.bytes_per_s
+    else:
+        copied = moved / link_rate(case)
+        shown = np.maximum(0.0, copied - forward) + np.maximum(0.0, copied - backward)
     seconds: Array = micro_batches * shown + optimizer_s(case, layouts, mine, forward)
     return seconds
 
@@ -110,7 +114,7 @@ def host_adamw_s(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
     if case.cluster.chip.kind == "cpu":
         seconds = count * CPU_BYTES / case.curves.bytes_per_s
     else:
-        seconds = np.maximum(count * HOST_BYTES / HOST_BYTES_PER_S, count * 4.0 / link_rate(case))
+        seconds = np.maximum(count * HOST_BYTES / host_rate(case), count * 4.0 / link_rate(case))
     disk = np.where(_is_cached(case, count), 0.0, count * DISK_BYTES / _disk_rate(case))
     found: Array = np.where(layouts.offload == _NVME, np.maximum(seconds, disk), seconds)
     return found
@@ -123,6 +127,12 @@ def link_rate(case: TrainCase) -> float:
     link = catalogue.links().get(case.cluster.chip.host_link)
     peak = link.bytes_per_s if link and link.bytes_per_s else UNKNOWN_LINK
     return max(rates) if rates else peak * LINK_SHARE
+
+
+def host_rate(case: TrainCase) -> float:
+    """Bytes/s that AdamW on the host moves: measured where it was."""
+    found = case.measured.best("host_copy", "bytes_per_s", direction="adamw") if case.measured else None
+    return found or HOST_BYTES_PER_S
 
 
 def _disk_rate(case: TrainCase) -> float:

@@ -67,6 +67,8 @@ class Software:
     """layers are torch's operators one by one, of which autograd keeps what each needs (our trainer on a CPU)"""
     fully_shard: bool = False
     """ZeRO stages are torch's fully_shard: fp32 shards stand beside what is gathered of them, layer by layer"""
+    experts_over_tp: bool = True
+    """ep may spread whole experts over tp ranks too, where dp × cp has too few"""
     balanced_stages: bool = False
     """pipeline stages are cut by FLOPs, the output projection counted (`spec.stages`), not by the number of layers"""
     grad_bytes: float = 4.0
@@ -91,6 +93,7 @@ PHYSICS = Software()
 OURS = Software(
     name="armillary", fused_layers=True, fused_loss=True, whole_blocks=True, fully_shard=True, summed_bytes=4.0,
     narrow_alone=True, balanced_stages=True, fused_experts=True, flex_dispatch=False, ep_overlap=False,
+    experts_over_tp=False,
 )
 """the trainer of this package on a GPU: facts of its code, nothing fitted"""
 OURS_BY_LAYER = replace(OURS, whole_blocks=False)

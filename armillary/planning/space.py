@@ -18,7 +18,8 @@ from armillary.planning.case import TrainCase
 from armillary.planning.layouts import CODES, FULL, NONE, PRECISIONS, SCHEDULES, SELECTIVE, Ints, Layouts, grid
 from armillary.spec.hardware import Chip
 from armillary.spec.layout import Layout
-from armillary.spec.layout_rules import Case, layout_problems
+from armillary.spec.layout_case import Case
+from armillary.spec.layout_rules import layout_problems
 
 MOST_TP, MOST_CP, MOST_MICRO_BATCH = 64, 64, 64
 LEAST_PIECE = 256
@@ -96,7 +97,7 @@ def _axes(case: TrainCase) -> Iterator[_Axes]:
 
 
 def _inner(case: TrainCase, dp: int, tp: int, pp: int, cp: int, mine: int) -> Iterator[_Axes]:
-    for ep in _expert_sizes(case, dp * cp * tp):
+    for ep in _expert_sizes(case, dp * cp * (tp if case.software.experts_over_tp else 1)):
         for micro_batch in _divisors(mine, MOST_MICRO_BATCH):
             for interleave in _interleaves(case, pp, mine // micro_batch):
                 yield dp, tp, pp, cp, ep, micro_batch, interleave

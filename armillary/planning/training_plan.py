@@ -94,7 +94,7 @@ def training_plan(question: Question, found: Prediction) -> TrainingPlan:
     fits = bool(found.fits[0])
     remedy = "" if fits else remedy_text(case, found.layout(), found.precision())
     check_layout(found.layout(), question.model, num_devices=case.cluster.num_devices, sequence=recipe.train.sequence,
-                 batch_tokens=recipe.train.batch_tokens)  # fmt: skip
+                 batch_tokens=recipe.train.batch_tokens, by_trainer=True)  # fmt: skip
     return TrainingPlan(question=question, found=found, goodput=goodput, cost=cost, price_source=source, remedy=remedy)
 
 

@@ -25,8 +25,9 @@ TORCH_TESTED = ((2, 11), (2, 13))
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "data": ("fsspec", "pyarrow"),
-    "http": ("aiohttp", "httptools", "prometheus_client", "starlette", "uvicorn", "uvloop"),
+    "http": ("aiohttp", "httptools", "msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "otel": ("opentelemetry",),
     "reports": ("matplotlib",),
     "structure": ("llguidance",),
     "tracking": ("mlflow", "tensorboard", "wandb"),
@@ -42,6 +43,7 @@ _EXTRA_FOR = {
     "data": "reading Parquet and stores (s3://, https://)",
     "http": "serving over HTTP",
     "onnx": "writing and serving ONNX files",
+    "otel": "sending traces to OpenTelemetry",
     "reports": "drawing reports",
     "structure": "answers that match a JSON schema, expression or grammar",
     "tracking": "TensorBoard, MLflow and Weights & Biases",

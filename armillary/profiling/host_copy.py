@@ -1,6 +1,7 @@
-"""Copies between host and device, from pageable and from pinned memory, over sizes.
+"""Copies between host and device, from pageable and from pinned memory, over sizes; and AdamW on the host.
 
 Pageable memory goes through the driver's own buffer and holds the host up; pinned memory is read by the device itself.
+What offloading costs depends on both.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from armillary.profiling.settings import Settings
 _KIB = 1 << 10
 _SIZES = (64 * _KIB, 1024 * _KIB, 16 * 1024 * _KIB, 256 * 1024 * _KIB)
 DIRECTIONS = ("to_device", "to_host")
+ADAMW, _ADAMW_BYTES = "adamw", 28
+"""of a parameter that is stepped on the host: weight, gradient and two moments read, all but the gradient written"""
 
 
 def cases(settings: Settings) -> list[dict[str, Any]]:
@@ -30,17 +33,34 @@ def cases(settings: Settings) -> list[dict[str, Any]]:
         for direction in DIRECTIONS
         for pinned in (False, True)
         for size in sizes
-    ]
+    ] + [{"direction": ADAMW, "pinned": False, "bytes": _ADAMW_BYTES << (24 if settings.quick else 26)}]
 
 
 def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
     for case in chosen:
+        if case["direction"] == ADAMW:
+            timing = time_adamw(case["bytes"] // _ADAMW_BYTES)
+            yield "host_copy", settings.point(case, timing, {"bytes_per_s": case["bytes"] / timing.seconds})
+            continue
         host = random_row(case["bytes"] // 4, torch.float32, torch.device("cpu"))
         host = host.pin_memory() if case["pinned"] else host
         device = random_row(case["bytes"] // 4, torch.float32, settings.device, seed=1)
         target, source = (device, host) if case["direction"] == "to_device" else (host, device)
         timing = _timed(target, source, settings)
         yield "host_copy", settings.point(case, timing, {"bytes_per_s": case["bytes"] / timing.seconds})
+
+
+def time_adamw(count: int, samples: int = 3) -> Timing:
+    """torch's fused step of `count` parameters on the host, by all its threads."""
+    began = time.monotonic()
+    parts = [[torch.linspace(0.1, top, count)] for top in (1.0, 2.0, 3.0, 4.0)]
+    seconds = []
+    for _ in range(samples + 1):
+        begin = time.perf_counter()
+        torch._fused_adamw_(*parts, [], [torch.ones(())], lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8,
+                            amsgrad=False, maximize=False)  # fmt: skip
+        seconds.append(time.perf_counter() - begin)
+    return summary(seconds[1:], calls=1, method="host clock", began=began)
 
 
 def _timed(target: Any, source: Any, settings: Settings) -> Timing:

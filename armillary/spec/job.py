@@ -261,6 +261,9 @@ class Serve:
     """keep the KV blocks of finished prompts for those that begin alike"""
     prefill_tokens: int | None = None
     """prompt tokens a step while others decode, at most, to keep their gaps even; none: what the step has left"""
+    prefill_slowdown: float | None = None
+    """with prompts in it, a step lasts at most so many times what its decodes take alone, learnt from steps before;
+    none: as long as it takes"""
     max_waiting: int | None = None
     """requests in the queue at most; more are refused at once; none: no limit"""
     max_wait_s: float | None = None
@@ -293,6 +296,8 @@ class Serve:
         _at_least(self, "serve", 1, "prefill_tokens", "max_answer", "max_body_bytes")
         _at_least(self, "serve", 0, "max_waiting", "ageing_s", "batch_window_s", "check_every", "drain_s")
         _above_zero(self, "serve", "max_wait_s", "timeout_s", "frozen_s", "hung_s")
+        if self.prefill_slowdown is not None and not 1.0 < self.prefill_slowdown < float("inf"):
+            raise _refuse(self, "serve", "prefill_slowdown", "above 1: prompts take some time", 2.0)
 
 
 @dataclass(frozen=True, kw_only=True)

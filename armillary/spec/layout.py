@@ -48,8 +48,8 @@ class Layout:
     """recompute one layer in this many"""
     precision: Precision = "bf16"
     """of the matrix products; weights below fp32 have an fp32 master in training"""
-    fp8_scaling: Literal["token", "tensor", "row"] = "tensor"
-    """with precision fp8: a scale for each token, one for a whole operand, or one for each of its rows both ways"""
+    fp8_scaling: Literal["token", "tensor", "row"] = "token"
+    """with precision fp8: scales a token (quickest), one for a whole operand, or one a row both ways (finest)"""
     offload: Literal["none", "optimizer", "activations", "both", "nvme"] = "none"
     """what waits in host memory (nvme: optimiser states on disk)"""
     bucket_bytes: int = 25_000_000

@@ -6,11 +6,20 @@ Each rule is a test and a sentence; the sentence ends with a change after which 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from armillary.errors import BadLayout
+from armillary.spec.batch_rules import (
+    batch_holds,
+    batch_says,
+    rounds_hold,
+    rounds_say,
+    tokens_hold,
+    tokens_say,
+)
 from armillary.spec.layout import Layout
+from armillary.spec.layout_case import Case
 from armillary.spec.model import ModelConfig
 from armillary.spec.nearest_layout import completed
 
@@ -24,30 +33,14 @@ class Problem(NamedTuple):
     """one line for a person"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """What a layout is checked against."""
-
-    model: ModelConfig
-    """what is cut"""
-    num_devices: int | None = None
-    """devices there are; None: not known yet"""
-    sequence: int | None = None
-    """tokens of a training sequence"""
-    batch_tokens: int | None = None
-    """tokens of a step"""
-    for_training: bool = True
-    """serving replicates KV heads where tp exceeds them, and has no batch to divide"""
-
-
 def check_layout(
     layout: Layout, model: ModelConfig, *, num_devices: int | None = None, sequence: int | None = None,
-    batch_tokens: int | None = None, for_training: bool = True,
+    batch_tokens: int | None = None, for_training: bool = True, by_trainer: bool = False,
 ) -> None:  # fmt: skip
     """Raise BadLayout, with the nearest layout that does, if the layout does not divide the model, the devices or the
     batch. Fewer devices than there are is allowed: the rest stays idle."""
     case = Case(model=model, num_devices=num_devices, sequence=sequence, batch_tokens=batch_tokens,
-                for_training=for_training)  # fmt: skip
+                for_training=for_training, by_trainer=by_trainer)  # fmt: skip
     if num_devices is not None and num_devices < 1:
         raise BadLayout(f"{num_devices} devices cannot run anything; give at least one, like --on h100x8")
     for text in _texts(layout, case):
@@ -117,17 +110,6 @@ def _tp_says(layout: Layout, case: Case) -> str:
     return f"tp={layout.tp} does not divide {what} of {case.model.name}; try --set layout.tp={near}"
 
 
-def _tokens_hold(layout: Layout, case: Case) -> bool:
-    if case.sequence is None or not case.for_training or layout.tp == 1 or not layout.sequence_parallel:
-        return True
-    return case.sequence % (layout.cp * layout.tp) == 0
-
-
-def _tokens_say(layout: Layout, case: Case) -> str:
-    axes = layout.text("cp", "tp")
-    return f"{axes} does not divide a sequence of {case.sequence}; try --set layout.sequence_parallel=false"
-
-
 # --- pp
 
 
@@ -185,21 +167,26 @@ def _ep_holds(layout: Layout, case: Case) -> bool:
     if layout.ep == 1:
         return True
     experts = case.model.moe.num_experts if case.model.moe else 0
-    return experts > 0 and experts % layout.ep == 0 and (layout.dp * layout.cp * layout.tp) % layout.ep == 0
+    return experts > 0 and experts % layout.ep == 0 and _expert_ranks(layout, case) % layout.ep == 0
+
+
+def _expert_ranks(layout: Layout, case: Case) -> int:
+    return layout.dp * layout.cp * (1 if case.by_trainer else layout.tp)
 
 
 def _ep_says(layout: Layout, case: Case) -> str:
     if case.model.moe is None:
         return f"ep={layout.ep} but {case.model.name} has no experts; try --set layout.ep=1"
-    experts, ranks = case.model.moe.num_experts, layout.dp * layout.cp * layout.tp
+    experts, ranks = case.model.moe.num_experts, _expert_ranks(layout, case)
     fitting = [ep for ep in range(1, experts + 1) if _ep_holds(replace(layout, ep=ep), case)]
     near = _near(layout.ep, fitting)
     if experts % layout.ep:
         return f"ep={layout.ep} does not divide {experts} experts of {case.model.name}; try --set layout.ep={near}"
     inner = layout.num_devices // layout.dp
-    enough = inner * next(dp for dp in range(1, layout.ep + 1) if dp * layout.cp * layout.tp % layout.ep == 0)
+    enough = inner * next(dp for dp in range(1, layout.ep + 1) if dp * (ranks // layout.dp) % layout.ep == 0)
     more = f" (--devices {enough} would do)" if case.for_training and enough > layout.num_devices else ""
-    return f"ep={layout.ep} does not divide dp × cp × tp = {ranks}{more}; try --set layout.ep={near}"
+    over = "dp × cp" if case.by_trainer else "dp × cp × tp"
+    return f"ep={layout.ep} does not divide {over} = {ranks}{more}; try --set layout.ep={near}"
 
 
 def _shard_holds(layout: Layout, case: Case) -> bool:
@@ -216,7 +203,7 @@ def _shard_says(layout: Layout, case: Case) -> str:
     return f"shard={layout.shard} does not divide dp={layout.dp}; try --set layout.shard={near}"
 
 
-# --- devices and batch
+# --- devices
 
 
 def _devices_hold(layout: Layout, case: Case) -> bool:
@@ -256,30 +243,6 @@ def _divides(layout: Layout, case: Case) -> bool:
     return all(_RULES[name][0](layout, case) for name in ("tp", "pp", "schedule", "cp"))
 
 
-def _unit(layout: Layout, case: Case) -> int:
-    """Tokens the batch must be a multiple of; the interleaved schedule takes micro-batches pp at a time."""
-    assert case.sequence is not None
-    rounds = layout.pp if layout.schedule == "interleaved" else 1
-    return case.sequence * layout.micro_batch * layout.dp * rounds
-
-
-def _batch_holds(layout: Layout, case: Case) -> bool:
-    if case.sequence is None or case.batch_tokens is None or not case.for_training:
-        return True
-    return case.batch_tokens >= 1 and case.batch_tokens % _unit(layout, case) == 0
-
-
-def _batch_says(layout: Layout, case: Case) -> str:
-    assert case.batch_tokens is not None
-    unit = _unit(layout, case)
-    smaller = [n for n in range(layout.micro_batch - 1, 0, -1) if _batch_holds(replace(layout, micro_batch=n), case)]
-    below = case.batch_tokens - case.batch_tokens % unit
-    hint = f"layout.micro_batch={smaller[0]}" if smaller else f"train.batch_tokens={below or unit}"
-    pp = f" × pp={layout.pp}" if layout.schedule == "interleaved" and layout.pp > 1 else ""
-    return (f"a batch of {case.batch_tokens} tokens is not a multiple of sequence={case.sequence} × "
-            f"micro_batch={layout.micro_batch} × dp={layout.dp}{pp}; try --set {hint}")  # fmt: skip
-
-
 _Rule = tuple[Callable[[Layout, Case], bool], Callable[[Layout, Case], str]]
 _RULES: dict[str, _Rule] = {
     "tp": (_tp_holds, _tp_says),
@@ -289,6 +252,7 @@ _RULES: dict[str, _Rule] = {
     "ep": (_ep_holds, _ep_says),
     "shard": (_shard_holds, _shard_says),
     "devices": (_devices_hold, _devices_say),
-    "tokens": (_tokens_hold, _tokens_say),
-    "batch": (_batch_holds, _batch_says),
+    "tokens": (tokens_hold, tokens_say),
+    "batch": (batch_holds, batch_says),
+    "rounds": (rounds_hold, rounds_say),
 }

@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 from armillary.spec.fields import build, to_plain
 from armillary.spec.layout import Layout
+from armillary.spec.layout_case import Case
 
-Texts = Callable[[Layout, Any], Iterator[str]]
+Texts = Callable[[Layout, Case], Iterator[str]]
 """texts(layout, case): what every broken rule says"""
 Changes = dict[str, str]
 """'layout.tp' or 'train.batch_tokens' -> value"""
@@ -24,7 +24,7 @@ _PLAIN = {f"layout.{key}": value for key, value in (_SINGLE | {"schedule": "1f1b
 """one device, where following suggestions leads nowhere"""
 
 
-def completed(text: str, layout: Layout, case: Any, texts: Texts) -> str:
+def completed(text: str, layout: Layout, case: Case, texts: Texts) -> str:
     """The sentence as it is if what it suggests breaks no other rule; else with the nearest layout that breaks none."""
     if all(_is_clean(change, layout, case, texts) for change in suggested(text)):
         return text
@@ -42,7 +42,7 @@ def suggested(text: str) -> list[Changes]:
     return [dict(choice) for choice in product(*options)]
 
 
-def _nearest(layout: Layout, case: Any, texts: Texts) -> Changes | None:
+def _nearest(layout: Layout, case: Case, texts: Texts) -> Changes | None:
     found = _followed(layout, case, texts)
     if found is None:
         found = {key: value for key, value in _PLAIN.items() if _text(getattr(layout, key[7:])) != value}
@@ -53,7 +53,7 @@ def _nearest(layout: Layout, case: Any, texts: Texts) -> Changes | None:
     return found if _is_clean(found, layout, case, texts) else None
 
 
-def _followed(layout: Layout, case: Any, texts: Texts) -> Changes | None:
+def _followed(layout: Layout, case: Case, texts: Texts) -> Changes | None:
     changes: Changes = {}
     for _ in range(_MOST):
         text = next(texts(*_applied(changes, layout, case)), None)
@@ -63,11 +63,11 @@ def _followed(layout: Layout, case: Any, texts: Texts) -> Changes | None:
     return None
 
 
-def _is_clean(changes: Changes, layout: Layout, case: Any, texts: Texts) -> bool:
+def _is_clean(changes: Changes, layout: Layout, case: Case, texts: Texts) -> bool:
     return next(texts(*_applied(changes, layout, case)), None) is None
 
 
-def _applied(changes: Changes, layout: Layout, case: Any) -> tuple[Layout, Any]:
+def _applied(changes: Changes, layout: Layout, case: Case) -> tuple[Layout, Case]:
     values = {key.removeprefix("layout."): value for key, value in changes.items() if key.startswith("layout.")}
     batch = changes.get("train.batch_tokens")
     return build(Layout, to_plain(layout) | values, "layout"), replace(case, batch_tokens=int(batch)) if batch else case

@@ -153,6 +153,8 @@ class _Step:
     progress: Progress
 
     def __post_init__(self) -> None:
+        self.stepped = frozenset(self.gradients)
+        """parameters that have a gradient"""
         self.progress.begin()
 
     def run_and_wait(self) -> None:
@@ -180,19 +182,25 @@ class _Step:
                     wait_for(sent[number - 1])  # its buffer may still be read
                 following = self._down(slices[number + 1], buffers[(number + 1) % 2])
             wait_for(coming)
+            self._let_go(slice_)
             self._step(slice_, buffers[number % 2])
             sent.append(self._up(slice_, buffers[number % 2]))
             states.done(slice_)
             self.progress.add(sent[-1])
             coming = following
-        self.gradients.clear()
+
+    def _let_go(self, slice_: Slice) -> None:
+        """Of gradients that are down."""
+        for piece in slice_.pieces:
+            if piece.end == local_of(piece.parameter).numel():
+                self.gradients.pop(piece.parameter, None)
 
     def _down(self, slice_: Slice, buffer: Tensor) -> Event:
         """Gradients, as wide as they are summed."""
         lane = self.optimizer.lanes[0]
         with lane.on(self.ready):
             for piece in slice_.pieces:
-                if piece.parameter not in self.gradients:
+                if piece.parameter not in self.stepped:
                     continue
                 gradient = self.gradients[piece.parameter][piece.begin : piece.end].to(buffer.dtype)
                 target = buffer[piece.at : piece.at + len(gradient)]
@@ -208,7 +216,7 @@ class _Step:
         states, state = self.optimizer.states, self.optimizer.state
         found: dict[tuple[float, float], list[Any]] = {}
         for piece in slice_.pieces:
-            if piece.parameter in self.gradients:
+            if piece.parameter in self.stepped:
                 rates = self.rates[piece.parameter]
                 found.setdefault((float(rates["lr"]), rates["weight_decay"]), []).append(piece)
         for (rate, decay), pieces in found.items():
@@ -226,7 +234,7 @@ class _Step:
         lane, states = self.optimizer.lanes[1], self.optimizer.states
         with lane.on(self.ready):
             for piece in slice_.pieces:
-                if piece.parameter not in self.gradients:
+                if piece.parameter not in self.stepped:
                     continue
                 source = states.of(piece.parameter, "weight")[piece.begin : piece.end]
                 if states.file_bytes and self.optimizer.device.type != "cpu":

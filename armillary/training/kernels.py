@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from armillary.kernels.choose import choose
 from armillary.kernels.fp8_linear import FP8_LINEAR
+from armillary.kernels.fp8_products import Fp8Products
 from armillary.kernels.grouped_linear import grouped_linear
 from armillary.kernels.needs import interpreted, lacking
 from armillary.kernels.ops import find_op
@@ -36,7 +37,7 @@ from armillary.spec.layout import Layout
 from armillary.store.home import Home
 from armillary.training.kernel_cases import Wanted, attention_name, wanted
 from armillary.training.loss import LossSum, loss_sum, through
-from armillary.training.product_choice import choose_products
+from armillary.training.product_choice import choose_fp8_products, choose_products
 
 _SLOW_TO_BUILD = ("compile", "flex")
 """versions that torch's compiler would have to build, for tens of seconds a run"""
@@ -100,7 +101,13 @@ def use_kernels(
         used = any(fits(block) for block in model.blocks.values())  # not with adapters, for one
         how: dict[str, Any] = {"names": names, "home": home, "timed": timed and used and not job.deterministic}
         products, called = choose_products(model.config, job, layout, device, **how)
-        _fuse(model, job, layout, halves=halves, products=products, pairs=taken.get("norm") == "triton, pairs")
+        fp8 = None
+        if layout.precision == "fp8":
+            called = choose_fp8_products(model.config, job, layout, device, **how)
+            scaling = layout.fp8_scaling
+            fp8 = Fp8(scaling=scaling, weights=Fp8Weights(scaling), multiply=Fp8Products(called))
+        pairs = taken.get("norm") == "triton, pairs"
+        _fuse(model, job, layout, halves=halves, products=products, pairs=pairs, fp8=fp8)
         taken |= called
     if halves is not None:
         model.stream = halves.dtype
@@ -172,10 +179,8 @@ def _fuse(model: Transformer, job: TrainJob, layout: Layout, *, halves: HalfWeig
     where there is one micro-batch and so nothing to sum."""
     alone = layout.num_devices == 1
     micro_batches = job.batch_tokens // (job.sequence * layout.micro_batch * layout.dp)
-    scaling = layout.fp8_scaling
-    fp8 = Fp8(scaling=scaling, weights=Fp8Weights(scaling)) if layout.precision == "fp8" else None
     made = {
-        again: Fused(halves=halves, again=again, accumulate=alone and micro_batches > 1, fp8=fp8, **how)
+        again: Fused(halves=halves, again=again, accumulate=alone and micro_batches > 1, **how)
         for again in (False, True)
     }
     for index, block in enumerate(model.blocks.values()):

@@ -58,9 +58,7 @@ def _train(
         stack.enter_context(numerics(tf32=plan.layout.precision == "tf32", deterministic=job.deterministic))
         saved = checkpoint.newest(run, ranks, say)
         kernels = ranks.together(lambda: checkpoint.kernels_of(run, saved))
-        trainer = stack.enter_context(Trainer(
-            plan, world, ranks, kernels=kernels, home=home, folder=run.folder / "offload"
-        ))
+        trainer = stack.enter_context(Trainer(plan, world, ranks, kernels=kernels, home=home, folder=run.folder))
         if until is not None:
             until.check(job, held_out=bool(trainer.text.validation.parts))
         seed(job.seed, world.rank)

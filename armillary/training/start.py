@@ -110,8 +110,9 @@ def start(
     job = recipe.train
     there = max(cluster.num_devices, room if cluster.chip.kind == "cpu" else 0)
     check_layout(
-        recipe.layout, config, num_devices=there, sequence=job.sequence, batch_tokens=job.batch_tokens
-    )
+        recipe.layout, config, num_devices=there, sequence=job.sequence, batch_tokens=job.batch_tokens,
+        by_trainer=True,
+    )  # fmt: skip
     data = plan_data(
         recipe.data, home, vocab=recipe.data.vocab or config.vocab, tokenizer=_tokenizer(recipe, source)
     )
@@ -137,7 +138,7 @@ def _check_model(recipe: Recipe, config: ModelConfig) -> None:
     check_recipe(recipe, config)
     recipe.train.check_rates(parameters(config).total)
     # tp first: a layout that could never divide the model is a plainer message than "one device only"
-    check_layout(recipe.layout, config)
+    check_layout(recipe.layout, config, by_trainer=True)
 
 
 def _tokenizer(recipe: Recipe, source: ModelSource) -> Path | None:

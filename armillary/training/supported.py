@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from armillary.errors import BadLayout
-from armillary.parallel.schedule import refuse_rounds, refuse_split
+from armillary.parallel.schedule import refuse_split
 from armillary.spec.fp8 import fp8_rule
 from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
@@ -19,18 +19,7 @@ def refuse_unsupported(recipe: Recipe) -> None:
     if layout.recompute == "selective" and layout.offload in ("activations", "both"):
         raise BadLayout(f"offload={layout.offload} cannot reach what selective recompute keeps; "
                         "try --set layout.recompute=full or none")  # fmt: skip
-    _refuse_experts(recipe)
     refuse_split(layout, compile=recipe.train.compile)
-    refuse_rounds(layout, recipe.train.batch_tokens, recipe.train.sequence)
-
-
-def _refuse_experts(recipe: Recipe) -> None:
-    layout = recipe.layout
-    ranks = layout.dp * layout.cp
-    if ranks % layout.ep:
-        near = max(ep for ep in range(1, ranks + 1) if ranks % ep == 0 and ep < layout.ep)
-        raise BadLayout(f"the trainer spreads experts over dp × cp = {ranks} ranks, which ep={layout.ep} does not "
-                        f"divide; try --set layout.ep={near}")  # fmt: skip
 
 
 def notes_of(config: ModelConfig, layout: Layout, job: TrainJob) -> Iterator[str]:

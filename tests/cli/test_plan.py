@@ -46,6 +46,14 @@ def test_a_model_on_devices_gets_the_best_layout(cli: Cli) -> None:
     assert float(cli("plan", *SMALL, "-q").out) == pytest.approx(gauges["step_s"], rel=1e-4)
 
 
+def test_a_plan_says_which_links_its_axes_cross(cli: Cli) -> None:
+    moe = str(Path(__file__).parents[2] / "recipes" / "moe_64xh100.toml")
+    near = cli("plan", moe).out
+    assert "ep=8: neighbouring ranks, over NVLink 4 (8 devices)" in near and "exchange tokens" not in near
+    far = " ".join(cli("plan", moe, "--set", "layout.ep=16").out.split())
+    assert "experts over ep=16 ranks exchange tokens over InfiniBand NDR; ep=8 stays inside NVLink 4" in far
+
+
 def test_a_recipe_is_planned_as_it_stands(cli: Cli, recipe: Path) -> None:
     found = cli("plan", str(recipe), "--json").json
     assert found["plan"]["layout"]["dp"] == 16 and found["plan"]["train"]["steps"] == 500

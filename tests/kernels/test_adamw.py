@@ -102,3 +102,13 @@ def test_the_norm_of_all_gradients(device: str, dtype: torch.dtype) -> None:
 def test_what_it_cannot_step_is_left_to_torch() -> None:
     assert not takes([nn.Parameter(torch.zeros(2))])  # a CPU's
     assert gradient_norm([nn.Parameter(torch.zeros(2))]) == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_whoever_keeps_something_made_of_a_weight_sees_that_it_changed(device: str) -> None:
+    """By its version, as after torch's own steps; a copy that the step writes is as new as the weight."""
+    plain, copied_too = parameters(device)[:2]
+    optimizer = AdamW([plain, copied_too], copies={copied_too: copied_too.detach().bfloat16()}, **OPTIONS)
+    before = plain._version, copied_too._version
+    optimizer.step()
+    assert plain._version > before[0] and copied_too._version == before[1]

@@ -51,6 +51,15 @@ def test_any_shape(m: int, n: int, k: int, norm: bool, gated: bool, residual: bo
 
 
 @needs_interpreter
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 300), (40, 1024), (6, 1500)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_token(n: int, k: int, fused: bool) -> None:
+    from armillary.kernels.small_linear_triton import small_linear
+
+    assert_agrees(small_linear, random(1, n, k, norm=fused, gated=fused, residual=fused))
+
+
+@needs_interpreter
 def test_a_norm_and_a_residual_that_lie_apart() -> None:
     from armillary.kernels.small_linear_triton import small_linear
 
@@ -106,7 +115,8 @@ def test_more_tokens_are_refused_by_name() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (8, 14336, 4096), (33, 4096, 14336), (5, 1002, 333)])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (1, 1002, 333), (1, 512, 14336), (8, 14336, 4096),
+                                             (33, 4096, 14336), (5, 1002, 333)])  # fmt: skip
 def test_on_a_gpu(dtype: torch.dtype, fused: bool, m: int, n: int, k: int) -> None:
     from armillary.kernels.small_linear_triton import small_linear
 
@@ -132,21 +142,25 @@ def test_it_can_be_captured() -> None:
 
 
 @pytest.mark.gpu
-def test_an_early_start_never_reads_what_is_not_there_yet() -> None:
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_an_early_start_never_reads_what_is_not_there_yet(tokens: int) -> None:
     """A chain of layers in a graph, each waiting for the one ahead, against the same without early starts."""
-    from armillary.kernels.small_linear_triton import plan, run_tiles
+    from armillary.kernels.small_linear_triton import plan, run_tiles, run_vector, vector_plan
 
     weights = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45 for _ in range(16)]
-    first, norm = torch.randn(8, 2048, device="cuda", dtype=torch.bfloat16), torch.ones(2048, device="cuda")
+    first, norm = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16), torch.ones(2048, device="cuda")
     ends = []
     for early in (False, True):
-        tiles = replace(plan(8, 2048, 2048), early=early)
+        tiles, vector = replace(plan(8, 2048, 2048), early=early), vector_plan(2048)._replace(early=early)
         assert tiles.splits > 1
 
-        def chain(tiles=tiles) -> torch.Tensor:
+        def run(*inputs, tiles=tiles, vector=vector) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            return run_vector(*inputs, vector) if tokens == 1 else run_tiles(*inputs, tiles)
+
+        def chain(run=run) -> torch.Tensor:  # type: ignore[no-untyped-def]
             x = first
-            for weight in weights:
-                x = run_tiles(x, weight, norm.to(x.dtype), x, 1e-6, False, tiles)
+            for number, weight in enumerate(weights):
+                x = run(x, weight, norm.to(x.dtype) if number % 2 else None, x, 1e-6, False)
             return x
 
         chain()

@@ -41,8 +41,8 @@ def fused_fp8(scaling: str, **how: object) -> Fused:
 @needs_interpreter
 @pytest.mark.parametrize(
     ("name", "scaling", "again"),
-    [("llama", "token", False), ("llama", "token", True), ("llama", "row", False), ("llama", "tensor", True),
-     ("layer norm with bias, plain mlp", "token", False), ("gemma's norms and gelu", "tensor", False)],
+    [("llama", "token", False), ("llama", "tensor", True), ("gemma's norms and gelu", "token", True),
+     ("layer norm with bias, plain mlp", "row", False)],
 )  # fmt: skip
 def test_fused_passes_agree_with_layers(name: str, scaling: str, again: bool) -> None:
     hidden, grads = run(in_fp8(FIT[name], scaling))
@@ -57,16 +57,16 @@ def test_fused_passes_agree_with_layers(name: str, scaling: str, again: bool) ->
 @needs_interpreter
 def test_fp8_is_near_fp32_and_not_it() -> None:
     hidden, grads = run(model_of(small()))
-    for scaling in ("tensor", "row"):
-        narrow_hidden, narrow_grads = run(in_fp8(small(), scaling, fused_fp8(scaling)))
-        assert 1e-3 < far(narrow_hidden, hidden) < 0.2
-        assert 1e-3 < max(far(narrow_grads[key], grads[key]) for key in grads) < 0.4
+    narrow_hidden, narrow_grads = run(in_fp8(small(), "token", fused_fp8("token")))
+    assert 1e-3 < far(narrow_hidden, hidden) < 0.2
+    assert 1e-3 < max(far(narrow_grads[key], grads[key]) for key in grads) < 0.6
 
 
 @needs_interpreter
 def test_gradients_can_be_summed_where_they_are_made() -> None:
-    _, once = run(in_fp8(small(), "tensor", fused_fp8("tensor")))
-    _, twice = run(in_fp8(small(), "tensor", fused_fp8("tensor", accumulate=True)), times=2)
+    one = small(num_layers=1)
+    _, once = run(in_fp8(one, "token", fused_fp8("token")))
+    _, twice = run(in_fp8(one, "token", fused_fp8("token", accumulate=True)), times=2)
     assert max(far(twice[key], 2 * once[key]) for key in once) < 1e-5
 
 
@@ -86,7 +86,7 @@ def test_weights_are_rounded_again_only_when_they_changed() -> None:
 @needs_interpreter
 def test_a_half_stream_keeps_weights_in_fp32() -> None:
     halves = HalfWeights(torch.bfloat16)
-    hidden, grads = run(in_fp8(small(), "tensor", fused_fp8("tensor", halves=halves)))
+    hidden, grads = run(in_fp8(small(num_layers=1), "tensor", fused_fp8("tensor", halves=halves)))
     assert hidden.dtype == torch.bfloat16 and not halves.copies
     assert all(grad.dtype == torch.float32 for grad in grads.values())
 

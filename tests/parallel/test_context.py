@@ -13,7 +13,7 @@ from armillary.model.attend import How, packed, plain
 from armillary.parallel import ring_block
 from armillary.parallel.context import Context
 from armillary.parallel.mesh import Mesh, make_mesh
-from armillary.parallel.ring import pieces, seen_pairs
+from armillary.parallel.ring import ALL, NONE, SOME, meetings, pieces, seen_pairs
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, Rope
@@ -95,6 +95,19 @@ def test_every_rank_has_as_much_to_do_in_every_turn() -> None:
             assert counts == [3 if source == rank else 2 for source in range(size)]
 
 
+def test_pieces_without_a_document_in_common_do_not_meet() -> None:
+    """Four pieces of three tokens; a row of documents 0, 1 and 2, and the same beside a row of one document."""
+    row = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 1, 1, 2, 2, 2]])
+    assert meetings(row, 2) == [
+        ALL, ALL, SOME, NONE,
+        ALL, ALL, SOME, NONE,
+        SOME, SOME, SOME, NONE,
+        NONE, NONE, NONE, ALL,
+    ]  # fmt: skip
+    both = meetings(torch.cat((row, torch.zeros_like(row))), 2)
+    assert [both[i] for i in (0, 1, 2, 3, 12, 15)] == [ALL, ALL, SOME, SOME, SOME, ALL]
+
+
 def test_rows_are_cut_from_both_ends() -> None:
     row = torch.arange(8)[None]
     assert [Context(group="", size=2, rank=r).cut(row).tolist() for r in (0, 1)] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
@@ -105,7 +118,6 @@ def test_rows_are_cut_from_both_ends() -> None:
 def test_a_ring_lies_between_shards_and_tensor_parallel_ranks() -> None:
     sizes = axis_sizes(Layout(dp=2, cp=4, tp=2, zero=3))
     mesh = Mesh(sizes, World(rank=0, size=16, local_rank=0, device=torch.device("cpu")), cp=4)
-    assert mesh.placement() == ["tp=2: neighbouring ranks", "cp=4: every 2nd rank", "shard=2: every 8th rank"]
     assert (sizes["shard"], mesh.num_copies, mesh.dp_size) == (8, 8, 2)
     assert axis_sizes(Layout(dp=2, cp=4))["replicate"] == 8
 
@@ -157,18 +169,51 @@ def in_plain_order(case: Case) -> list[object]:
         Context.cut = cut  # type: ignore[method-assign]
 
 
-@needs_interpreter
-@pytest.mark.parametrize(("causal", "softcap"), [(True, 0.0), (False, 0.0), (False, 3.0)])
-def test_blocks_by_the_kernel_are_those_written_out(causal: bool, softcap: float) -> None:
-    """Of which a GPU makes the ring: output and log Σ exp, and gradients against the softmax of the whole row."""
+BLOCKS: dict[str, tuple[bool, dict[str, object]]] = {
+    "own": (True, {}),
+    "another's": (False, {}),
+    "another's, capped": (False, {"softcap": 3.0}),
+    "own, documents": (True, {"documents": True}),
+    "own, window": (True, {"window": 5, "documents": True}),
+    "own, slopes": (True, {"slopes_N": torch.linspace(0.1, 0.5, N)}),
+}
+
+
+def block_against_kernel(kind: str, device: str, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """(by the kernel, written out) of outputs, and of gradients against the softmax of a longer row."""
     generator = torch.Generator().manual_seed(1)
-    q, grad = (torch.randn(1, 32, N, 16, generator=generator) for _ in range(2))
-    k, v, other_k, other_v = (torch.randn(1, 32, K, 16, generator=generator) for _ in range(4))
-    options = ring_block.Options(scale=0.3, softcap=softcap)
-    place = ring_block.Place(distance=0 if causal else 32, causal=causal)
-    part = ring_block.forward(q, k, v, options, place)
-    torch.testing.assert_close(ring_block._kernel_forward(q, k, v, options, place), part)
-    rest = ring_block.forward(q, other_k, other_v, options, ring_block.Place(distance=64, causal=False))
+    causal, asked = BLOCKS[kind]
+
+    def normal(heads: int) -> Tensor:
+        return torch.randn(1, 32, heads, 16, generator=generator).to(device, dtype)
+
+    q, grad, k, v, other_k, other_v = normal(N), normal(N), normal(K), normal(K), normal(K), normal(K)
+    documents = (torch.arange(32)[None] // 9).to(device) if asked.get("documents") else None
+    settings = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in asked.items() if key != "documents"}
+    options = ring_block.Options(scale=0.3, **settings)  # type: ignore[arg-type]
+    place = ring_block.Place(distance=0 if causal else 32, causal=causal, queries_BT=documents, keys_BS=documents)
+    part = ring_block._forward(q, k, v, options, place)
+    ours = ring_block._kernel_forward(q, k, v, options, place)
+    open_place = ring_block.Place(distance=64, causal=False)
+    rest = ring_block._forward(q, other_k, other_v, ring_block.Options(scale=0.3), open_place)
     whole = ring_block.Whole.of(grad, *ring_block.merge(*part, *rest))
-    wanted = ring_block.backward(whole, q, k, v, options, place)
-    torch.testing.assert_close(ring_block._kernel_backward(whole, q, k, v, options, place), wanted)
+    wanted = (*part, *ring_block._backward(whole, q, k, v, options, place))
+    return list(zip((*ours, *ring_block._kernel_backward(whole, q, k, v, options, place)), wanted, strict=True))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_by_the_kernel_are_those_written_out(kind: str) -> None:
+    """Of which a GPU makes the ring."""
+    for ours, wanted in block_against_kernel(kind, "cpu", torch.float32):
+        torch.testing.assert_close(ours, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_on_a_gpu(kind: str) -> None:
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        for ours, wanted in block_against_kernel(kind, "cuda", dtype):
+            assert torch.dist(ours, wanted) <= limit * wanted.norm()

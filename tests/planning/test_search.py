@@ -14,6 +14,7 @@ from armillary.planning.layouts import of
 from armillary.planning.node_ranking import rank_nodes
 from armillary.planning.prediction import predict
 from armillary.planning.search import limits, search, why
+from armillary.planning.software import OURS
 from armillary.planning.space import space, supported
 from armillary.spec import catalogue
 from armillary.spec.job import Cost
@@ -23,13 +24,15 @@ from tests.planning.cases import case_of, small_model
 
 
 def test_every_layout_of_the_space_is_valid() -> None:
-    for case in (case_of("mixtral-8x7b", "h100x16", sequences=32), case_of(small_model(), "a100x8", sequences=16)):
+    """And what is offered for our trainer, our trainer runs."""
+    for case in (case_of("mixtral-8x7b", "h100x16", sequences=32), case_of(small_model(), "a100x8", sequences=16),
+                 case_of("mixtral-8x7b", "h100x16", sequences=32, software=OURS)):  # fmt: skip
         layouts = space(case)
         assert len(layouts) > 100
         for i in range(0, len(layouts), max(1, len(layouts) // 150)):
             layout = layouts.layout(i)
             check_layout(layout, case.model, num_devices=case.cluster.num_devices, sequence=case.sequence,
-                         batch_tokens=case.batch_tokens)  # fmt: skip
+                         batch_tokens=case.batch_tokens, by_trainer=case.software is OURS)  # fmt: skip
             assert layout.num_devices == case.cluster.num_devices
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from armillary.errors import BadLayout
 from armillary.spec.fields import build, to_plain
 from armillary.spec.layout import Layout
-from armillary.spec.layout_rules import Case, check_layout, layout_problems
+from armillary.spec.layout_case import Case
+from armillary.spec.layout_rules import check_layout, layout_problems
 from armillary.spec.model import LayerKind, ModelConfig, MoE
 
 
@@ -119,6 +120,18 @@ def test_interleaved_takes_micro_batches_pp_at_a_time() -> None:
     assert refusal(layout, sequence=512, batch_tokens=512 * 6).endswith("× pp=4; try --set train.batch_tokens=2048")
 
 
+def test_our_trainer_has_rules_of_its_own() -> None:
+    steps = dict(sequence=64, batch_tokens=9 * 64, by_trainer=True)
+    assert refusal(Layout(pp=4, schedule="zero_bubble"), **steps) == (
+        "schedule=zero_bubble takes 9 micro-batches in rounds of about pp=4, which do not come out even; "
+        "try --set train.batch_tokens=512"
+    )
+    check_layout(Layout(pp=4, schedule="1f1b"), model(), **steps)
+    over_tp = Layout(dp=2, tp=2, ep=4)
+    check_layout(over_tp, experts())
+    assert refusal(over_tp, experts(), by_trainer=True).endswith("(--devices 8 would do); try --set layout.ep=2")
+
+
 def test_latent_attention_has_no_kv_heads_to_cut() -> None:
     from armillary.spec.model import MLA
 
@@ -149,7 +162,7 @@ LAYOUTS = st.builds(
 CASES = st.builds(
     Case, model=st.sampled_from([model(), model(kv_heads=16, ffn=1000), experts(), experts(12, heads=8, kv_heads=2)]),
     num_devices=st.none() | st.integers(1, 64), sequence=st.sampled_from([None, 512, 1000, 37]),
-    batch_tokens=st.sampled_from([None, 37_000, 65_536, 512]), for_training=st.booleans(),
+    batch_tokens=st.sampled_from([None, 37_000, 65_536, 512]), for_training=st.booleans(), by_trainer=st.booleans(),
 )  # fmt: skip
 
 
@@ -181,7 +194,7 @@ def test_a_refusal_names_the_first_problem_and_ends_with_a_layout_that_breaks_no
     layout: Layout, case: Case
 ) -> None:
     problems = list(layout_problems(layout, case))
-    arguments = {k: getattr(case, k) for k in ("num_devices", "sequence", "batch_tokens", "for_training")}
+    arguments = {k: getattr(case, k) for k in ("num_devices", "sequence", "batch_tokens", "for_training", "by_trainer")}
     if not problems:
         return check_layout(layout, case.model, **arguments)
     text = refusal(layout, case.model, **arguments)

@@ -136,7 +136,7 @@ def test_a_run_of_experts_goes_on_on_any_layout(
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["layout.dp=2", "layout.tp=2", "layout.ep=4"], "dp × cp = 2 ranks, which ep=4 does not divide.*layout.ep=2"),
+        (["layout.dp=2", "layout.tp=2", "layout.ep=4"], "ep=4 does not divide dp × cp = 2 .*try --set layout.ep=2"),
         (["layout.dp=3", "layout.ep=3"], "ep=3 does not divide 8 experts"),
         (["train.expert_capacity=0"], "expert_capacity=0.* must be above 0"),
         (["train.balance_loss=-1"], "balance_loss=-1.* must be at least 0"),

@@ -24,7 +24,7 @@ Make = Callable[..., Recipe]
 STEPS = 8
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("scaling", ["token", "tensor", "row"])
 def test_losses_follow_those_of_fp32(scaling: str, recipe: Make, home: Home) -> None:
     plain = losses(recipe(), home, STEPS)
     narrow = losses(recipe("layout.precision=fp8", f"layout.fp8_scaling={scaling}"), home, STEPS)

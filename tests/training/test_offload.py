@@ -56,7 +56,7 @@ def test_losses_are_those_of_a_plain_run_and_what_is_out_is_said(recipe: Make, h
         assert done.export is not None and wanted.export is not None
         ours, theirs = ((folder / "model.safetensors").read_bytes() for folder in (done.export, wanted.export))
         assert ours == theirs
-        assert not list((run.folder / "offload").iterdir() if out == "nvme" else ()), "the file has no name"
+        assert {path.name for path in run.folder.iterdir()} == {path.name for path in wanted.run.folder.iterdir()}
 
 
 @pytest.mark.parametrize("legs", [("none", "optimizer", "none"), ("nvme", "none", "both")], ids=lambda x: "-".join(x))
@@ -173,16 +173,25 @@ def test_weights_of_products_may_be_narrow_while_their_fp32_form_is_on_the_host(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("more", [(), ("train.batch_tokens=2048",)], ids=["one", "two micro-batches"])
-def test_a_gpu_trains_alike_and_needs_less(more: tuple[str, ...], recipe: Make, home: Home) -> None:
+@pytest.mark.parametrize(
+    ("more", "outs"),
+    [
+        ((), ("none", "optimizer", "activations", "both", "nvme")),
+        (("train.batch_tokens=2048",), ("none", "optimizer", "both")),
+    ],
+    ids=["one micro-batch", "two"],
+)
+def test_a_gpu_trains_alike_and_needs_less(
+    more: tuple[str, ...], outs: tuple[str, ...], recipe: Make, home: Home
+) -> None:
     """bf16 in whole blocks: the device keeps weights in 16 bits, so only AdamW's rounding differs."""
     shape = ["model.hidden=512", "model.heads=8", "model.kv_heads=4", "model.head_dim=64", "model.ffn=1536",
              "model.num_layers=8", "layout.precision=bf16", "train.sequence=128", "train.batch_tokens=1024",
              "layout.micro_batch=8", "train.steps=8", "train.eval_every=0", "train.lr=3e-4"]  # fmt: skip
     found, peaks = {}, {}
-    for out in ("none", "optimizer", "activations", "both", "nvme"):
+    for out in outs:
         begun = begin(recipe(*shape, *more, f"layout.offload={out}"), home)
-        train(begun.plan, run := begun.create_run(), device="cuda")
+        train(begun.plan, run := begun.create_run(), device="cuda", home=home)  # the same kernels each time
         found[out] = losses(run)
         records = list(read_gauges(run.gauges))
         names = ("weights", "master", "optimizer", "activations", "gradients", "loss")
@@ -190,6 +199,7 @@ def test_a_gpu_trains_alike_and_needs_less(more: tuple[str, ...], recipe: Make, 
         torch.cuda.empty_cache()
     for out, curve in found.items():
         assert curve == pytest.approx(found["none"], rel=2e-3), out
-    assert found["activations"] == found["none"], "nothing is computed elsewhere"
+    if "activations" in outs:
+        assert found["activations"] == pytest.approx(found["none"], rel=1e-6), "nothing is computed elsewhere"
     assert peaks["optimizer"]["optimizer"] == 0 and peaks["optimizer"]["master"] < 0.2 * peaks["none"]["master"]
     assert sum(peaks["both"].values()) < sum(peaks["optimizer"].values()) < sum(peaks["none"].values())

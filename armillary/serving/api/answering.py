@@ -38,6 +38,8 @@ class Answering:
         self.box = Mailbox(len(prompts) * params.n, eager=stream or bool(wish.stop), begin=begin)
         stops = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else ends)
         self.texts = [AnswerText(detokenizer, params, wish.stop, stops) for _ in range(len(prompts) * params.n)]
+        self.gauges: dict[str, float] = {}
+        """times and sizes of the answer that ended last, as the engine saw them"""
         self.cached_tokens = 0
         """prompt tokens that were found in the prefix cache"""
         self._engine = engine
@@ -87,6 +89,7 @@ class Answering:
 
     def _end(self, end: End, choice: int) -> None:
         self._over.add(choice)
+        self.gauges = end.gauges
         self.cached_tokens += int(end.gauges.get("cached_tokens", 0)) if choice % self.n == 0 else 0
         if end.finish == "deadline":
             raise late(self.wish)

@@ -1,84 +1,68 @@
-"""The server's routes, over ASGI: who may ask, how many may wait, and errors in one shape."""
+"""The server's routes: who may ask, how many may wait, and errors in one shape."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from armillary.serving.api import schemas
+from msgspec.json import encode
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from armillary.serving.api.bodies import read
 from armillary.serving.api.chat import chat, prompt_of
-from armillary.serving.api.check import check
 from armillary.serving.api.completions import complete
 from armillary.serving.api.exchange import ClientGone, Exchange, Receive, Send
 from armillary.serving.api.metrics import Metrics
 from armillary.serving.api.openapi import document
 from armillary.serving.api.problem import Problem, bad
 from armillary.serving.api.reply import Reply
+from armillary.serving.api.schemas import Asked, Chat, Completion, Detokenize, Tokenize
 from armillary.serving.api.served import Served
+from armillary.serving.api.tracing import Tracing
 
+T = TypeVar("T", Chat, Completion, Tokenize, Detokenize)
 Handler = Callable[[Exchange], Awaitable[None]]
 _PAGE = Path(__file__).with_name("chat.html")
 _MOST_WAITING = 1024
 """requests that may wait, where serve.max_waiting does not say"""
-_OPEN = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json"})
-"""paths that need no key"""
 
 
-class App:
-    """All routes of one served model."""
+class Endpoint:
+    """A route that writes its own answer, because most of ours come piece by piece."""
 
-    def __init__(self, served: Served, metrics: Metrics, *, keys: tuple[str, ...] = ()) -> None:
-        self.served = served
-        self.metrics = metrics
-        self.draining = False
-        """no more requests are taken"""
-        self._keys = [key.encode() for key in keys]
-        self._routes: dict[str, tuple[str, Handler]] = {
-            "/v1/chat/completions": ("POST", self._chat), "/v1/completions": ("POST", self._complete),
-            "/v1/models": ("GET", self._models), "/v1/models/": ("GET", self._model),
-            "/tokenize": ("POST", self._tokenize), "/detokenize": ("POST", self._detokenize),
-            "/health": ("GET", self._health), "/ready": ("GET", self._ready), "/metrics": ("GET", self._metrics),
-            "/openapi.json": ("GET", self._openapi), "/": ("GET", self._page),
-        }  # fmt: skip
+    def __init__(self, path: str, handler: Handler, metrics: Metrics, keys: list[bytes]) -> None:
+        self._path = path
+        self._handler = handler
+        self._metrics = metrics
+        self._keys = keys
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        assert scope["type"] == "http", "uvicorn is told that there is nothing else"
         exchange = Exchange(scope, receive, send)
         try:
-            await self._route(exchange)
+            self._admit(exchange)
+            await self._handler(exchange)
         except Problem as problem:
             await exchange.problem(problem)
         except ClientGone:
             exchange.status = 499  # as nginx counts those who left
-        except asyncio.CancelledError:
-            raise
         except Exception:
             traceback.print_exc(file=sys.stderr)
             await exchange.problem(Problem(500, "a bug of the server; its log says more", code="bug"))
-        path = exchange.path if exchange.path in self._routes else "other"
-        self.metrics.responses[path, exchange.status] += 1
-
-    async def _route(self, exchange: Exchange) -> None:
-        self._admit(exchange)
-        path = "/v1/models/" if exchange.path.startswith("/v1/models/") else exchange.path
-        if path not in self._routes:
-            raise Problem(404, f"no path {path}; /openapi.json lists what there is", code="not_found")
-        method, handler = self._routes[path]
-        if exchange.method != method and not (method == "GET" and exchange.method == "HEAD"):
-            problem = Problem(405, f"{exchange.path} takes {method}, not {exchange.method}; use that")
-            return await exchange.json(405, problem.body, [(b"allow", method.encode())])
-        await handler(exchange)
+        self._metrics.responses[self._path, exchange.status] += 1
 
     def _admit(self, exchange: Exchange) -> None:
         """Problem 401 where a key is asked for and not given."""
-        if not self._keys or exchange.path in _OPEN:
+        if not self._keys:
             return
         given = exchange.headers.get(b"authorization", b"")
         key = given[7:] if given[:7].lower() == b"bearer " else exchange.headers.get(b"x-api-key", b"")
@@ -86,25 +70,57 @@ class App:
             raise Problem(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY",
                           code="invalid_api_key")  # fmt: skip
 
+
+class Api:
+    """What can be asked of one served model."""
+
+    def __init__(
+        self, served: Served, metrics: Metrics, *, keys: tuple[str, ...] = (), tracing: Tracing | None = None
+    ) -> None:
+        self.served = served
+        self.metrics = metrics
+        self.tracing = tracing
+        self.draining = False
+        """no more requests are taken"""
+        self._keys = [key.encode() for key in keys]
+
+    def app(self) -> Starlette:
+        """The routes; those that tell how the server is doing need no key."""
+        posts = {"/v1/chat/completions": self._chat, "/v1/completions": self._complete, "/tokenize": self._tokenize,
+                 "/detokenize": self._detokenize}  # fmt: skip
+        gets = {"/v1/models": self._models, "/v1/models/{model:path}": self._model}
+        opened = {"/": self._page, "/health": self._health, "/ready": self._ready, "/metrics": self._metrics,
+                  "/openapi.json": self._openapi}  # fmt: skip
+        routes = [self._route(path, handler, "POST", self._keys) for path, handler in posts.items()]
+        routes += [self._route(path, handler, "GET", self._keys) for path, handler in gets.items()]
+        routes += [self._route(path, handler, "GET", []) for path, handler in opened.items()]
+        made = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+        made.router.redirect_slashes = False
+        return made
+
+    def _route(self, path: str, handler: Handler, method: str, keys: list[bytes]) -> Route:
+        return Route(path, Endpoint(path, handler, self.metrics, keys), methods=[method])
+
     # --- answers of the model
 
     async def _chat(self, exchange: Exchange) -> None:
-        await self._answer(exchange, schemas.CHAT, chat, "chat.completion")
+        await self._answer(exchange, Chat, chat, "chat.completion")
 
     async def _complete(self, exchange: Exchange) -> None:
-        await self._answer(exchange, schemas.COMPLETION, complete, "text_completion")
+        await self._answer(exchange, Completion, complete, "text_completion")
 
-    async def _answer(self, exchange: Exchange, schema: schemas.Schema, ask: Any, kind: str) -> None:
-        begin = time.monotonic()
+    async def _answer(self, exchange: Exchange, schema: Any, ask: Any, kind: str) -> None:
+        begin, answering = time.monotonic(), None
         self._make_room()
         self.metrics.inflight += 1
         try:
-            body = await self._body(exchange, schema)
+            body: Asked = await self._body(exchange, schema)
             answering, form = await ask(self.served, body, begin)
-            reply = Reply(exchange, answering, form, kind=kind, model=self.served.name)
-            await reply.send(body)
+            await Reply(exchange, answering, form, kind=kind, model=self.served.name).send(body)
         finally:
             self.metrics.inflight -= 1
+            if self.tracing is not None:
+                self.tracing.record(exchange, kind, answering, begin)
 
     def _make_room(self) -> None:
         """Problem 503 or 429 where the request cannot be taken now; before its body is looked at."""
@@ -126,10 +142,9 @@ class App:
         mean_s = times.sum / count if count else 1.0
         return min(60.0, max(1.0, mean_s * self.metrics.inflight / self.served.serve.max_running / 2))
 
-    async def _body(self, exchange: Exchange, schema: schemas.Schema) -> dict[str, Any]:
-        body = await exchange.table(self.served.serve.max_body_bytes)
-        check(body, schema)
-        self.served.check_name(body.get("model"))
+    async def _body(self, exchange: Exchange, schema: type[T]) -> T:
+        body = read(await exchange.body(self.served.serve.max_body_bytes), schema)
+        self.served.check_name(body.model)
         return body
 
     # --- the model and its tokenizer
@@ -142,42 +157,54 @@ class App:
         await exchange.json(200, self.served.card())
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        body = await self._body(exchange, schemas.TOKENIZE)
-        served, longest = self.served, self.served.serve.max_body_bytes
-        if ("prompt" in body) == ("messages" in body):
+        body, served = await self._body(exchange, Tokenize), self.served
+        if (body.prompt is None) == (body.messages is None):
             raise bad("give either prompt or messages", "prompt")
-        if "messages" in body:
-            ids = await prompt_of(served, body, body.get("tools"))
+        if body.messages is not None:
+            ids = await prompt_of(served, body, body.messages, body.tools)
         else:
-            special = body.get("add_special_tokens") is not False
-            ids = await served.texts.encode(body["prompt"], longest, "prompt", special=special)
+            text, longest = body.prompt or "", self.served.serve.max_body_bytes
+            ids = await served.texts.encode(text, longest, "prompt", special=body.add_special_tokens is not False)
         found: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": served.max_model_len}
-        if body.get("return_token_strs"):
+        if body.return_token_strs:
             found["token_strs"] = [served.texts.token_text(token)[0] for token in ids]
         await exchange.json(200, found)
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        body = await self._body(exchange, schemas.DETOKENIZE)
-        await exchange.json(200, {"prompt": await asyncio.to_thread(self.served.texts.decode, body["tokens"])})
+        body = await self._body(exchange, Detokenize)
+        await exchange.json(200, {"prompt": await asyncio.to_thread(self.served.texts.decode, body.tokens)})
 
     # --- how it is doing
 
     async def _health(self, exchange: Exchange) -> None:
         await exchange.json(200, {"status": "ok"})
 
+    def trouble(self) -> str | None:
+        """Why it is not ready; none: it is."""
+        return "the server is shutting down" if self.draining else self.served.engine.trouble()
+
     async def _ready(self, exchange: Exchange) -> None:
-        why = "the server is shutting down" if self.draining else self.served.engine.trouble()
-        self.metrics.ready = why is None
+        why = self.trouble()
         state = {"status": "ready" if why is None else "not ready", "reason": why, "model": self.served.name}
         await exchange.json(200 if why is None else 503, state)
 
     async def _metrics(self, exchange: Exchange) -> None:
-        self.metrics.ready = not self.draining and self.served.engine.trouble() is None
+        self.metrics.ready = self.trouble() is None
         kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
         await exchange.answer(200, self.metrics.page(), kind)
 
     async def _openapi(self, exchange: Exchange) -> None:
-        await exchange.answer(200, json.dumps(document()).encode())
+        await exchange.json(200, document())
 
     async def _page(self, exchange: Exchange) -> None:
         await exchange.answer(200, _PAGE.read_bytes(), (b"content-type", b"text/html; charset=utf-8"))
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """A path or method that there is not, in the shape of all errors."""
+    assert isinstance(error, HTTPException)
+    path, allowed = request.url.path, (error.headers or {}).get("allow", (error.headers or {}).get("Allow", ""))
+    text = f"{path} takes {allowed}, not {request.method}; use that" if error.status_code == 405 else (
+        f"no path {path}; /openapi.json lists what there is")  # fmt: skip
+    body = encode(Problem(error.status_code, text, code="no_route").body)
+    return Response(body, error.status_code, headers=error.headers, media_type="application/json")

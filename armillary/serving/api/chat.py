@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 from uuid import uuid4
+
+from msgspec import to_builtins
 
 from armillary.serving.api.answering import Answering, Piece
 from armillary.serving.api.lengths import answer_room
 from armillary.serving.api.logprob_text import chat_entry
 from armillary.serving.api.problem import bad
+from armillary.serving.api.schemas import Chat, Message, Tokenize, Tool, ToolCall, ToolChoice
 from armillary.serving.api.served import Served
 from armillary.serving.api.texts import Texts
 from armillary.serving.api.tool_calls import Call, Forced, ToolStream, forced_schema, special_tokens, tool_stream
@@ -33,11 +36,11 @@ class _Choice:
 class ChatForm:
     """Choices of a chat."""
 
-    def __init__(self, choices: list[_Choice], body: Mapping[str, Any], texts: Texts, *, named: bool) -> None:
+    def __init__(self, choices: list[_Choice], body: Chat, texts: Texts, *, named: bool) -> None:
         self._choices = choices
         self._text_of = texts.token_text
-        self._wants = bool(body.get("logprobs"))
-        self._one = body.get("parallel_tool_calls") is False
+        self._wants = bool(body.logprobs)
+        self._one = body.parallel_tool_calls is False
         self._finish_of_calls = "stop" if named else "tool_calls"
 
     def open(self) -> Iterable[dict[str, Any]]:
@@ -105,24 +108,24 @@ def _delta(
     return {"index": index, "delta": delta, "logprobs": found, "finish_reason": finish}
 
 
-async def chat(served: Served, body: Mapping[str, Any], begin: float) -> tuple[Answering, ChatForm]:
+async def chat(served: Served, body: Chat, begin: float) -> tuple[Answering, ChatForm]:
     """Ask the engine for what a checked body wants."""
     tools, forced, name = _tools(body)
-    prompt = await prompt_of(served, body, None if forced == "none" else tools)
-    wanted = body.get("max_completion_tokens") or body.get("max_tokens")
+    prompt = await prompt_of(served, body, body.messages, None if forced == "none" else tools)
+    wanted = body.max_completion_tokens or body.max_tokens
     room = answer_room(len(prompt), wanted, served, "messages")
-    structure = structure_of(body.get("response_format"))
-    one = body.get("parallel_tool_calls") is False
+    structure = structure_of(body.response_format)
+    one = body.parallel_tool_calls is False
     if forced == "required":
         structure = json_structure(forced_schema(tools, name, one=one), "tools")
-    logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wish = wish_of(body, max_tokens=room, most_s=served.serve.timeout_s, structure=structure, logprobs=logprobs)
     is_json = structure is not None and structure.kind == "json_schema"
     family = served.tools if tools and forced == "auto" and not is_json else None
     keep = special_tokens(family) if family else frozenset[str]()
     answering = Answering(served.engine, [prompt], wish, served.texts.detokenizer(keep), served.texts.eos_ids,
-                          stream=bool(body.get("stream")), begin=begin)  # fmt: skip
-    names = [tool["function"]["name"] for tool in tools]
+                          stream=bool(body.stream), begin=begin)  # fmt: skip
+    names = [tool.function.name for tool in tools]
 
     def stream() -> ToolStream | None:
         if forced == "required":
@@ -133,57 +136,69 @@ async def chat(served: Served, body: Mapping[str, Any], begin: float) -> tuple[A
     return answering, ChatForm(choices, body, served.texts, named=name is not None)
 
 
-def _tools(body: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], str, str | None]:
+def _tools(body: Chat) -> tuple[list[Tool], str, str | None]:
     """(tools, none | auto | required, the function that has to be called)."""
-    tools, choice = body.get("tools") or [], body.get("tool_choice")
+    tools, choice = body.tools or [], body.tool_choice
     if not tools:
         if choice not in (None, "none", "auto"):
             raise bad("tool_choice asks for a call and there are no tools; add them", "tool_choice")
         return [], "none", None
-    if isinstance(choice, Mapping):
-        name = choice["function"]["name"]
-        if all(tool["function"]["name"] != name for tool in tools):
+    if isinstance(choice, ToolChoice):
+        name = choice.function.name
+        if all(tool.function.name != name for tool in tools):
             raise bad(f"tool_choice names '{name}', which is not among the tools; correct it", "tool_choice")
         return tools, "required", name
     return tools, choice or "auto", None
 
 
-async def prompt_of(served: Served, body: Mapping[str, Any], tools: list[Mapping[str, Any]] | None) -> list[int]:
+async def prompt_of(
+    served: Served, body: Chat | Tokenize, messages: list[Message], tools: list[Tool] | None
+) -> list[int]:
     """Token ids of a conversation."""
-    variables = body.get("chat_template_kwargs") or {}
+    variables = body.chat_template_kwargs or {}
     if not _FIXED.isdisjoint(variables):
         raise bad("chat_template_kwargs names what the request itself says; leave it out", "chat_template_kwargs")
-    opens = True if body.get("add_generation_prompt") is None else bool(body["add_generation_prompt"])
-    messages = [_plain(message, i) for i, message in enumerate(body["messages"])]
-    ids = await served.texts.chat(messages, served.max_model_len, tools=tools or None, add_generation_prompt=opens,
-                                  variables=variables)  # fmt: skip
+    opens = body.add_generation_prompt is not False
+    ids = await served.texts.chat(
+        [_plain(message, i) for i, message in enumerate(messages)], served.max_model_len,
+        tools=[_without_none(to_builtins(tool)) for tool in tools] if tools else None, add_generation_prompt=opens,
+        variables=variables,
+    )  # fmt: skip
     if not ids:
         raise bad("the chat template makes no token of these messages; check them", "messages")
     return ids
 
 
-def _plain(message: Mapping[str, Any], place: int) -> dict[str, Any]:
+def _without_none(value: Any) -> Any:
+    """What was left out is not there for a template."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_none(item) for key, item in value.items() if item is not None}
+
+
+def _plain(message: Message, place: int) -> dict[str, Any]:
     """A message as templates expect it: text, and arguments as objects."""
-    content = message.get("content")
+    found: dict[str, Any] = _without_none(to_builtins(message))
+    content = message.content
     if isinstance(content, list):
         for part in content:
-            if part["type"] != "text" or "text" not in part:
-                raise bad(f"messages[{place}] has a part of type {part['type']!r}; this model reads text",
+            if part.type != "text" or part.text is None:
+                raise bad(f"messages[{place}] has a part of type {part.type!r}; this model reads text",
                           f"messages[{place}].content")  # fmt: skip
-        content = "".join(part["text"] for part in content)
-    found = dict(message) | {"content": content or ""}
-    if message.get("tool_calls"):
-        found["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+        content = "".join(part.text or "" for part in content)
+    found["content"] = content or ""
+    if message.tool_calls:
+        found["tool_calls"] = [_call(call) for call in message.tool_calls]
     return found
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
+def _call(call: ToolCall) -> dict[str, Any]:
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str) or arguments is None:
         try:
             loaded = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
             loaded = None
-        function["arguments"] = loaded if isinstance(loaded, dict) else arguments
-    return {"type": "function"} | dict(call) | {"function": function}
+        arguments = loaded if isinstance(loaded, dict) else arguments
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from armillary.serving.api.answering import Answering, Piece
 from armillary.serving.api.lengths import answer_room
 from armillary.serving.api.logprob_text import CompletionLogprobs
 from armillary.serving.api.problem import bad
-from armillary.serving.api.schemas import MOST_CHOICES
+from armillary.serving.api.schemas import MOST_CHOICES, Completion
 from armillary.serving.api.served import Served
 from armillary.serving.api.texts import Texts
 from armillary.serving.api.wishes import structure_of, wish_of
@@ -24,13 +24,13 @@ _MOST_TOGETHER = 1024
 class CompletionForm:
     """Choices of a completion."""
 
-    def __init__(self, answering: Answering, body: Mapping[str, Any], texts: Texts, echoed: list[str]) -> None:
-        self._new = partial(CompletionLogprobs, texts.token_text, as_ids=bool(body.get("return_tokens_as_token_ids")))
+    def __init__(self, answering: Answering, body: Completion, texts: Texts, echoed: list[str]) -> None:
+        self._new = partial(CompletionLogprobs, texts.token_text, as_ids=bool(body.return_tokens_as_token_ids))
         count = len(answering.texts)
         self._answering = answering
         self._echoed = echoed
-        self._only_echo = body.get("max_tokens") == 0
-        self._wants = body.get("logprobs") is not None
+        self._only_echo = body.max_tokens == 0
+        self._wants = body.logprobs is not None
         self._logprobs = [self._new() for _ in range(count)]
         self._found: list[list[tuple[Any, ...]]] = [[] for _ in range(count)]
         self._texts = [""] * count
@@ -74,34 +74,36 @@ class CompletionForm:
         ]  # fmt: skip
 
 
-async def complete(served: Served, body: Mapping[str, Any], begin: float) -> tuple[Answering, CompletionForm]:
+async def complete(served: Served, body: Completion, begin: float) -> tuple[Answering, CompletionForm]:
     """Ask the engine for what a checked body wants."""
-    if body.get("suffix"):
+    if body.suffix:
         raise bad("suffix is not supported; leave it out", "suffix")
-    if (body.get("best_of") or 1) > (body.get("n") or 1):
+    if (body.best_of or 1) > (body.n or 1):
         raise bad("best_of is not supported; ask for n answers and choose", "best_of")
     prompts, echoed = await _prompts(served, body)
-    if len(prompts) * (body.get("n") or 1) > _MOST_TOGETHER:
-        raise bad(f"{len(prompts)} prompts with n={body.get('n')} are more than {_MOST_TOGETHER:,} answers; "
+    if len(prompts) * (body.n or 1) > _MOST_TOGETHER:
+        raise bad(f"{len(prompts)} prompts with n={body.n} are more than {_MOST_TOGETHER:,} answers; "
                   "send them in several requests", "prompt")  # fmt: skip
-    wanted = body.get("max_tokens")
+    wanted = body.max_tokens
     wanted = _DEFAULT_TOKENS if wanted is None else max(1, wanted)
     for prompt in prompts:
         answer_room(len(prompt), wanted, served, "prompt")
-    logprobs, echo = body.get("logprobs"), bool(body.get("echo"))
+    logprobs, echo = body.logprobs, bool(body.echo)
     wish = wish_of(
-        body, max_tokens=wanted, most_s=served.serve.timeout_s, structure=structure_of(body.get("response_format")),
+        body, max_tokens=wanted, most_s=served.serve.timeout_s, structure=structure_of(body.response_format),
         logprobs=logprobs, prompt_logprobs=logprobs if echo else None,
     )  # fmt: skip
     answering = Answering(served.engine, prompts, wish, served.texts.detokenizer(), served.texts.eos_ids,
-                          stream=bool(body.get("stream")), begin=begin)  # fmt: skip
+                          stream=bool(body.stream), begin=begin)  # fmt: skip
     return answering, CompletionForm(answering, body, served.texts, echoed)
 
 
-async def _prompts(served: Served, body: Mapping[str, Any]) -> tuple[list[list[int]], list[str]]:
+async def _prompts(served: Served, body: Completion) -> tuple[list[list[int]], list[str]]:
     """Token ids of every prompt, and what is echoed of each."""
-    given, echo = body["prompt"], bool(body.get("echo"))
-    many = given if isinstance(given, list) and isinstance(given[0], str | list) else [given]
+    given, echo = body.prompt, bool(body.echo)
+    many: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    if isinstance(given, list) and len({type(item) for item in given}) > 1:
+        raise bad("prompt mixes texts, ids and lists; give a list of one kind", "prompt")
     longest = served.max_model_len
     prompts = [item if isinstance(item, list) else await served.texts.encode(item, longest, "prompt") for item in many]
     for prompt in prompts:

@@ -59,11 +59,12 @@ def protocol() -> Any:
         def data_received(self, data: bytes) -> None:
             if self.cycle is not None and not self.cycle.response_complete:
                 self.head_bytes = 0
-            elif self.head_bytes > HEAD_BYTES:
-                return self.transport.abort()
             else:
                 self.head_bytes += len(data)
-            super().data_received(data)
+            if self.head_bytes - len(data) > HEAD_BYTES:
+                self.transport.abort()
+            else:
+                super().data_received(data)
 
     return Bounded
 

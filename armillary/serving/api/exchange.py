@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from armillary.serving.api.problem import Problem, bad
+from msgspec.json import encode
+
+from armillary.serving.api.problem import Problem
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -59,17 +60,6 @@ class Exchange:
             raise Problem(413, f"the body has more than {limit:,} bytes; shorten it or raise serve.max_body_bytes")
         return b"".join(parts)
 
-    async def table(self, limit: int) -> dict[str, Any]:
-        """The body as a JSON object."""
-        body = await self.body(limit)
-        try:
-            found = json.loads(body)
-        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, too deep, numbers too long
-            raise bad(f"the body is not JSON ({_line(error)}); correct it") from None
-        if not isinstance(found, dict):
-            raise bad("the body must be a JSON object; correct it")
-        return found
-
     async def gone(self) -> None:
         """Returns when the client has hung up."""
         while (await self._receive())["type"] != "http.disconnect":
@@ -86,14 +76,14 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
     async def json(self, status: int, table: Any, headers: list[tuple[bytes, bytes]] | None = None) -> None:
-        await self.answer(status, json.dumps(table).encode(), headers=headers)
+        await self.answer(status, encode(table), headers=headers)
 
     async def problem(self, problem: Problem) -> None:
         """An error; where the answer has begun, as its last event."""
         if not self.status:
             close = [(b"connection", b"close")] if problem.code is None and problem.status in (408, 413) else []
             return await self.json(problem.status, problem.body, [*problem.headers, *close])
-        await self.event(f"data: {json.dumps(problem.body)}\n\n")
+        await self.event(b"data: " + encode(problem.body) + b"\n\n")
         return await self.end_events()
 
     async def begin_events(self) -> None:
@@ -103,13 +93,10 @@ class Exchange:
                    (b"x-accel-buffering", b"no")]  # fmt: skip
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def event(self, text: str) -> None:
+    async def event(self, data: bytes) -> None:
         """One piece, or several that are there."""
-        await self._send({"type": "http.response.body", "body": text.encode("utf-8", "replace"), "more_body": True})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def end_events(self, text: str = "") -> None:
-        await self._send({"type": "http.response.body", "body": text.encode("utf-8", "replace")})
+    async def end_events(self, data: bytes = b"") -> None:
+        await self._send({"type": "http.response.body", "body": data})
 
-
-def _line(error: BaseException) -> str:
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0][:120]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Protocol
 from uuid import uuid4
 
+from msgspec.json import encode
+
 from armillary.serving.api.answering import Answering, Piece
 from armillary.serving.api.exchange import ClientGone, Exchange
+from armillary.serving.api.schemas import Asked, StreamOptions
 from armillary.serving.api.wishes import late
 
 _GRACE_S = 5.0
@@ -42,7 +44,7 @@ class Reply:
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model,
                       "system_fingerprint": None}  # fmt: skip
 
-    async def send(self, body: Mapping[str, Any]) -> None:
+    async def send(self, body: Asked) -> None:
         """Wait for the answers and send them; a client that leaves gives them up."""
         answering, exchange, timeout_s = self._answering, self._exchange, self._answering.wish.timeout_s
         watcher = asyncio.create_task(exchange.gone())
@@ -50,7 +52,7 @@ class Reply:
         try:
             async with asyncio.timeout(None if timeout_s is None else timeout_s + _GRACE_S):
                 answering.send()
-                await (self._stream(body.get("stream_options") or {}) if body.get("stream") else self._all())
+                await (self._stream(body.stream_options or StreamOptions()) if body.stream else self._all())
         except TimeoutError:
             raise late(answering.wish) from None
         finally:
@@ -64,9 +66,8 @@ class Reply:
                     pass
         await self._exchange.json(200, self._head | {"choices": self._form.whole(), "usage": self._answering.usage()})
 
-    async def _stream(self, options: Mapping[str, Any]) -> None:
-        head = json.dumps(self._head | {"object": _chunk_kind(self._kind)})[:-1]
-        always, last = options.get("continuous_usage_stats"), options.get("include_usage")
+    async def _stream(self, options: StreamOptions) -> None:
+        head = b"data: " + encode(self._head | {"object": _chunk_kind(self._kind)})[:-1] + b',"choices":['
         exchange, form, first = self._exchange, self._form, True
         async for pieces in self._answering.pieces():
             choices = []
@@ -75,13 +76,17 @@ class Reply:
                 choices, first = [*form.open()], False
             for piece in pieces:
                 choices += form.grow(piece)
-            tail = f',"usage":{json.dumps(self._answering.usage())}' if always else ',"usage":null' if last else ""
             if choices:
-                await exchange.event("".join(
-                    f'data: {head},"choices":[{json.dumps(choice, ensure_ascii=False)}]{tail}}}\n\n'
-                    for choice in choices))  # fmt: skip
-        usage = f'data: {head},"choices":[],"usage":{json.dumps(self._answering.usage())}}}\n\n' if last else ""
-        await exchange.end_events(usage + "data: [DONE]\n\n")
+                tail = b"]" + self._usage(options) + b"}\n\n"
+                await exchange.event(b"".join([head + encode(choice) + tail for choice in choices]))
+        last = head + b'],"usage":' + encode(self._answering.usage()) + b"}\n\n" if options.include_usage else b""
+        await exchange.end_events(last + b"data: [DONE]\n\n")
+
+    def _usage(self, options: StreamOptions) -> bytes:
+        """What every event says of it."""
+        if options.continuous_usage_stats:
+            return b',"usage":' + bytes(encode(self._answering.usage()))
+        return b',"usage":null' if options.include_usage else b""
 
 
 def _chunk_kind(kind: str) -> str:

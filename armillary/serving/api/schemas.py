@@ -1,190 +1,250 @@
-"""What requests may hold, as JSON Schema: OpenAI's fields, and a few of our own (`Ours:` in their description).
+"""What requests may hold: OpenAI's fields, and a few of our own (their help begins with "ours").
 
-Bodies are checked against these (`check.py`) and the OpenAPI document is made of them (`openapi.py`). Fields that are
-not named here are let pass, as clients send more than servers know.
+msgspec reads bodies into these classes, checks them on the way, and makes the OpenAPI document of them (`openapi.py`).
+Fields that are not named here are let pass, as clients send more than servers know.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
 
 from armillary.serving.engine.params import MOST_LOGPROBS
 
-Schema = dict[str, Any]
-
 MOST_CHOICES = 128
-_MOST_ID = 2**31 - 1
+_MOST = 2**31 - 1
+
+Count = Annotated[int, Meta(ge=0, le=_MOST)]
+OneOrMore = Annotated[int, Meta(ge=1, le=_MOST)]
+TokenId = Annotated[int, Meta(ge=0, le=_MOST)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Likeliest = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
 
 
-def _field(kinds: str | list[str], about: str, **more: Any) -> Schema:
-    return {"type": kinds, "description": about, **more}
+class StreamOptions(Struct, kw_only=True):
+    """How streams are sent."""
+
+    include_usage: bool | None = None
+    """a last event says how many tokens it was"""
+    continuous_usage_stats: bool | None = None
+    """ours: every event says so"""
 
 
-def _maybe(kind: str, about: str, **more: Any) -> Schema:
-    """A field that may be null, which is as if it were left out."""
-    return _field([kind, "null"], about, **more)
+class JsonSchema(Struct, kw_only=True):
+    """A named schema."""
+
+    schema: dict[str, Any]
+    """JSON Schema"""
+    name: str | None = None
+    """not used"""
+    strict: bool | None = None
+    """always so"""
 
 
-def _one_of(*options: Schema, about: str) -> Schema:
-    return {"anyOf": list(options), "description": about}
+class ResponseFormat(Struct, kw_only=True):
+    """What the answer must match."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "choice", "grammar"]
+    """any text, any JSON object, JSON of a schema; ours: a regular expression, one of several texts, a Lark grammar"""
+    json_schema: JsonSchema | None = None
+    """for type json_schema"""
+    regex: Annotated[str, Meta(min_length=1)] | None = None
+    """ours: for type regex"""
+    choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)] | None = None
+    """ours: for type choice"""
+    grammar: Annotated[str, Meta(min_length=1)] | None = None
+    """ours: for type grammar"""
 
 
-_NULL: Schema = {"type": "null"}
-_TEXT: Schema = {"type": "string"}
-_NAME: Schema = {"type": "string", "minLength": 1, "maxLength": 256}
-IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MOST_ID}, "minItems": 1}
+class Asked(Struct, kw_only=True):
+    """What chats and completions share."""
 
-_FUNCTION: Schema = {
-    "type": "object",
-    "required": ["name"],
-    "properties": {"name": _NAME, "description": _maybe("string", "what it does"),
-                   "parameters": _maybe("object", "JSON Schema of its arguments"),
-                   "strict": _maybe("boolean", "arguments always match where the call is forced")},
-}  # fmt: skip
-_TOOL: Schema = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {"type": {"type": "string", "enum": ["function"]}, "function": _FUNCTION},
-}
-_TOOL_CHOICE: Schema = _one_of(
-    _NULL,
-    {"type": "string", "enum": ["none", "auto", "required"]},
-    {"type": "object", "required": ["type", "function"],
-     "properties": {"type": {"type": "string", "enum": ["function"]},
-                    "function": {"type": "object", "required": ["name"], "properties": {"name": _NAME}}}},
-    about="none, auto (the model decides), required (some call), or the function that has to be called",
-)  # fmt: skip
-_FORMATS = ("text", "json_object", "json_schema", "regex", "choice", "grammar")
-_FORMAT: Schema = _one_of(
-    _NULL,
-    {
-        "type": "object",
-        "required": ["type"],
-        "properties": {
-            "type": {"type": "string", "enum": list(_FORMATS)},
-            "json_schema": {"type": "object", "required": ["schema"],
-                            "properties": {"name": _TEXT, "schema": {"type": "object"},
-                                           "strict": _maybe("boolean", "always so")}},
-            "regex": _field("string", "Ours: for type regex", minLength=1),
-            "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": 1024,
-                       "description": "Ours: for type choice, the texts to choose from"},
-            "grammar": _field("string", "Ours: for type grammar, in Lark's notation", minLength=1),
-        },
-    },
-    about="what the answer must match",
-)  # fmt: skip
+    model: Annotated[str, Meta(max_length=1024)] | None = None
+    """one of /v1/models; left out: the one there is"""
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    """answers to the same prompt"""
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    """0 is greedy; left out: 1"""
+    top_p: Share | None = None
+    """keep the likeliest tokens whose probabilities reach it"""
+    presence_penalty: Penalty | None = None
+    """taken off the logits of tokens that came"""
+    frequency_penalty: Penalty | None = None
+    """taken off once for each time they came"""
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)] | None = None
+    """token id -> what is added to its logit"""
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    """same seed, same answer"""
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+    """texts that end the answer and are not part of it"""
+    stream: bool | None = None
+    """pieces as they come, as server-sent events"""
+    stream_options: StreamOptions | None = None
+    """how streams are sent"""
+    response_format: ResponseFormat | None = None
+    """what the answer must match"""
+    top_k: Annotated[int, Meta(ge=-1, le=_MOST)] | None = None
+    """ours: keep the k likeliest"""
+    min_p: Share | None = None
+    """ours: drop what is less likely than this share of the likeliest"""
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    """ours: divides logits of tokens that occurred"""
+    min_tokens: Count | None = None
+    """ours: no end before so many tokens"""
+    ignore_eos: bool | None = None
+    """ours: the model's end tokens do not end the answer"""
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
+    """ours: tokens that end the answer"""
+    timeout_s: Annotated[float, Meta(ge=0.001, le=86_400)] | None = None
+    """ours: give up after so many seconds"""
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    """ours: only requests with the same share cached prompts"""
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    """ours: smaller goes first"""
 
-_DRAWING: dict[str, Schema] = {
-    "model": _maybe("string", "one of /v1/models; left out: the one there is", maxLength=1024),
-    "n": _maybe("integer", "answers to the same prompt", minimum=1, maximum=MOST_CHOICES),
-    "temperature": _maybe("number", "0 is greedy", minimum=0, maximum=100),
-    "top_p": _maybe("number", "keep the likeliest tokens whose probabilities reach it", minimum=0, maximum=1),
-    "presence_penalty": _maybe("number", "taken off tokens that came", minimum=-2, maximum=2),
-    "frequency_penalty": _maybe("number", "taken off for each time they came", minimum=-2, maximum=2),
-    "logit_bias": _maybe("object", "token id -> what is added to its logit", maxProperties=4096,
-                         additionalProperties={"type": "number", "minimum": -100, "maximum": 100}),
-    "seed": _maybe("integer", "same seed, same answer", minimum=-(2**63), maximum=2**63 - 1),
-    "stop": _one_of(_NULL, {"type": "string", "minLength": 1, "maxLength": 1024},
-                    {"type": "array", "maxItems": 16, "items": {"type": "string", "minLength": 1, "maxLength": 1024}},
-                    about="texts that end the answer and are not part of it"),
-    "stream": _maybe("boolean", "pieces as they come, as server-sent events"),
-    "stream_options": _one_of(
-        _NULL,
-        {"type": "object", "properties": {
-            "include_usage": _maybe("boolean", "a last event says how many tokens it was"),
-            "continuous_usage_stats": _maybe("boolean", "Ours: every event says so")}},
-        about="how streams are sent"),
-    "user": _maybe("string", "who asks; not used"),
-    "top_k": _maybe("integer", "Ours: keep the k likeliest", minimum=-1, maximum=_MOST_ID),
-    "min_p": _maybe("number", "Ours: drop what is less likely than this share of the likeliest", minimum=0, maximum=1),
-    "repetition_penalty": _maybe("number", "Ours: divides logits of tokens that occurred", minimum=0.01, maximum=100),
-    "min_tokens": _maybe("integer", "Ours: no end before so many tokens", minimum=0, maximum=_MOST_ID),
-    "ignore_eos": _maybe("boolean", "Ours: the model's end tokens do not end the answer"),
-    "stop_token_ids": _maybe("array", "Ours: tokens that end the answer", maxItems=256,
-                             items={"type": "integer", "minimum": 0, "maximum": _MOST_ID}),
-    "timeout_s": _maybe("number", "Ours: give up after so many seconds", minimum=0.001, maximum=86_400),
-    "cache_salt": _maybe("string", "Ours: only requests with the same share cached prompts", maxLength=256),
-    "priority": _maybe("integer", "Ours: smaller goes first", minimum=-1000, maximum=1000),
-}  # fmt: skip
-_TOKENS_OUT = "tokens of an answer at most"
 
-COMPLETION: Schema = {
-    "type": "object",
-    "required": ["prompt"],
-    "properties": {
-        "prompt": _one_of(
-            {"type": "string"}, IDS,
-            {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 1024},
-            {"type": "array", "items": IDS, "minItems": 1, "maxItems": 1024},
-            about="text or token ids, or a list of either"),
-        "max_tokens": _maybe("integer", f"{_TOKENS_OUT}; 16 where nothing is said; 0 with echo", minimum=0,
-                             maximum=_MOST_ID),
-        "echo": _maybe("boolean", "the prompt comes before the answer"),
-        "logprobs": _maybe("integer", "log probabilities of the chosen and so many likeliest tokens", minimum=0,
-                           maximum=MOST_LOGPROBS),
-        "best_of": _maybe("integer", "as n; more are not drawn to choose from", minimum=1, maximum=MOST_CHOICES),
-        "suffix": _maybe("string", "not supported"),
-        "response_format": _FORMAT,
-        "return_tokens_as_token_ids": _maybe("boolean", "Ours: tokens of logprobs are written token_id:N"),
-        **_DRAWING,
-    },
-}  # fmt: skip
+class Completion(Asked, kw_only=True):
+    """Body of /v1/completions."""
 
-_PART: Schema = {"type": "object", "required": ["type"],
-                 "properties": {"type": {"type": "string"}, "text": {"type": "string"}}}  # fmt: skip
-_CALL: Schema = {
-    "type": "object",
-    "required": ["function"],
-    "properties": {"id": {"type": "string"}, "type": {"type": "string", "enum": ["function"]},
-                   "function": {"type": "object", "required": ["name"],
-                                "properties": {"name": _TEXT, "arguments": {"type": ["string", "object"]}}}},
-}  # fmt: skip
-_MESSAGE: Schema = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": _field("string", "system, user, assistant, tool …", minLength=1, maxLength=64),
-        "content": _one_of(_NULL, _TEXT, {"type": "array", "items": _PART}, about="text, or parts of text"),
-        "name": _maybe("string", "who wrote it"),
-        "tool_calls": _maybe("array", "what the assistant called", items=_CALL),
-        "tool_call_id": _maybe("string", "the call that this answers"),
-    },
-}
-CHAT: Schema = {
-    "type": "object",
-    "required": ["messages"],
-    "properties": {
-        "messages": {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": 16_384},
-        "max_tokens": _maybe("integer", f"{_TOKENS_OUT}; nothing said: what the model's length leaves", minimum=1,
-                             maximum=_MOST_ID),
-        "max_completion_tokens": _maybe("integer", "the newer name of max_tokens", minimum=1, maximum=_MOST_ID),
-        "logprobs": _maybe("boolean", "log probabilities of the answer's tokens"),
-        "top_logprobs": _maybe("integer", "and of so many likeliest", minimum=0, maximum=MOST_LOGPROBS),
-        "tools": _maybe("array", "functions that the model may call", items=_TOOL, maxItems=512),
-        "tool_choice": _TOOL_CHOICE,
-        "parallel_tool_calls": _maybe("boolean", "false: the first call only"),
-        "response_format": _FORMAT,
-        "chat_template_kwargs": _maybe("object", "Ours: variables for the chat template"),
-        "add_generation_prompt": _maybe("boolean", "Ours: false leaves the assistant's opening out"),
-        **_DRAWING,
-    },
-}  # fmt: skip
+    prompt: str | Annotated[list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
+    """text or token ids, or a list of either"""
+    max_tokens: Count | None = None
+    """tokens of an answer at most; left out: 16; 0 with echo"""
+    echo: bool | None = None
+    """the prompt comes before the answer"""
+    logprobs: Likeliest | None = None
+    """log probabilities of the chosen and so many likeliest tokens"""
+    best_of: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    """as n: more are not drawn to choose from"""
+    suffix: str | None = None
+    """not supported"""
+    return_tokens_as_token_ids: bool | None = None
+    """ours: tokens of logprobs are written token_id:N"""
 
-TOKENIZE: Schema = {
-    "type": "object",
-    "properties": {
-        "model": _DRAWING["model"],
-        "prompt": _field("string", "text"),
-        "messages": CHAT["properties"]["messages"],
-        "tools": CHAT["properties"]["tools"],
-        "add_special_tokens": _maybe("boolean", "what the tokenizer puts around a text; true for a prompt"),
-        "add_generation_prompt": CHAT["properties"]["add_generation_prompt"],
-        "chat_template_kwargs": CHAT["properties"]["chat_template_kwargs"],
-        "return_token_strs": _maybe("boolean", "the text of each token too"),
-    },
-}
-DETOKENIZE: Schema = {
-    "type": "object",
-    "required": ["tokens"],
-    "properties": {"model": _DRAWING["model"], "tokens": {**IDS, "minItems": 0}},
-}
+
+class Part(Struct, kw_only=True):
+    """A part of a message."""
+
+    type: str
+    """text"""
+    text: str | None = None
+
+
+class CalledFunction(Struct, kw_only=True):
+    """What was called."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+    """as JSON text"""
+
+
+class ToolCall(Struct, kw_only=True):
+    """A call that the assistant made."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class Message(Struct, kw_only=True, omit_defaults=True):
+    """One turn of a conversation."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    """system, user, assistant, tool …"""
+    content: str | list[Part] | None = None
+    """text, or parts of text"""
+    name: str | None = None
+    """who wrote it"""
+    tool_calls: list[ToolCall] | None = None
+    """what the assistant called"""
+    tool_call_id: str | None = None
+    """the call that this answers"""
+    reasoning_content: str | None = None
+    """ours: what the assistant thought"""
+    reasoning: str | None = None
+    """ours: the same, by another name"""
+
+
+class Function(Struct, kw_only=True):
+    """A function that may be called."""
+
+    name: Name
+    description: str | None = None
+    """what it does"""
+    parameters: dict[str, Any] | None = None
+    """JSON Schema of its arguments"""
+    strict: bool | None = None
+    """arguments match anyway where a call is asked for"""
+
+
+class Tool(Struct, kw_only=True):
+    """Something the model may use."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Struct, kw_only=True):
+    """A function by its name."""
+
+    name: Name
+
+
+class ToolChoice(Struct, kw_only=True):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class Chat(Asked, kw_only=True):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=16_384)]
+    """the conversation so far"""
+    max_tokens: OneOrMore | None = None
+    """tokens of an answer at most; left out: what the model's length leaves"""
+    max_completion_tokens: OneOrMore | None = None
+    """the newer name of max_tokens"""
+    logprobs: bool | None = None
+    """log probabilities of the answer's tokens"""
+    top_logprobs: Likeliest | None = None
+    """and of so many likeliest"""
+    tools: Annotated[list[Tool], Meta(max_length=512)] | None = None
+    """functions that the model may call"""
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    """none, auto (the model decides), required (some call), or the function that has to be called"""
+    parallel_tool_calls: bool | None = None
+    """false: the first call only"""
+    add_generation_prompt: bool | None = None
+    """ours: false leaves the assistant's opening out"""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """ours: variables for the chat template"""
+
+
+class Tokenize(Struct, kw_only=True):
+    """Body of /tokenize: a prompt, or a conversation."""
+
+    model: Annotated[str, Meta(max_length=1024)] | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=16_384)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=512)] | None = None
+    add_special_tokens: bool | None = None
+    """what the tokenizer puts around a text; left out: true"""
+    add_generation_prompt: bool | None = None
+    """false leaves the assistant's opening out"""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """variables for the chat template"""
+    return_token_strs: bool | None = None
+    """the text of each token too"""
+
+
+class Detokenize(Struct, kw_only=True):
+    """Body of /detokenize."""
+
+    tokens: list[TokenId]
+    model: Annotated[str, Meta(max_length=1024)] | None = None

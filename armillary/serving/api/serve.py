@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from armillary.errors import BadInput, missing
 from armillary.model.tokenizer import eos_ids_of
-from armillary.serving.api.app import App
 from armillary.serving.api.channel import Orders
 from armillary.serving.api.connections import protocol, sweep
 from armillary.serving.api.engine_process import EngineProcess
@@ -21,10 +20,13 @@ from armillary.serving.api.metrics import Metrics
 from armillary.serving.api.served import Served
 from armillary.serving.api.texts import Texts
 from armillary.serving.api.tool_calls import family_of
+from armillary.serving.api.tracing import Tracing
 from armillary.store.source import ModelSource
 
 if TYPE_CHECKING:
     import uvicorn
+
+    from armillary.serving.api.app import Api
 
 Say = Callable[[str], None]
 
@@ -43,6 +45,8 @@ class Door:
     """API keys; none: anybody may ask"""
     tools: str | None = None
     """how tool calls are written; none: what the chat template says"""
+    otlp: str | None = None
+    """where traces are sent; none: nowhere"""
 
 
 def serve(source: ModelSource, orders: Orders, door: Door, *, ranks: int = 1, say: Say = print) -> None:
@@ -50,15 +54,22 @@ def serve(source: ModelSource, orders: Orders, door: Door, *, ranks: int = 1, sa
     _need_http()
     metrics = Metrics()
     served = _served(source, orders, door, ranks, metrics, say)
-    app = App(served, metrics, keys=door.keys)
+    from armillary.serving.api.app import Api  # what it is made of has just been looked for
+
+    tracing = Tracing(door.otlp, served.name) if door.otlp else None
+    app = Api(served, metrics, keys=door.keys, tracing=tracing)
     sock = bind(door.host, door.port)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(app, sock, door, say))
+    if tracing is not None:
+        tracing.close()
 
 
 def _need_http() -> None:
     try:
+        import msgspec  # noqa: F401
         import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
         raise missing(str(error.name), "serving over HTTP", "http") from None
@@ -98,13 +109,14 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def _serve(app: App, sock: socket.socket, door: Door, say: Say) -> None:
+async def _serve(app: Api, sock: socket.socket, door: Door, say: Say) -> None:
     import uvicorn
 
     drain_s = app.served.serve.drain_s
     server = _quiet(uvicorn)(uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", ws="none", http=protocol(), timeout_keep_alive=75,
-        backlog=2048, timeout_graceful_shutdown=int(drain_s) + 10, server_header=False, date_header=False,
+        app.app(), log_level="error", access_log=False, lifespan="off", ws="none",
+        http=protocol(), timeout_keep_alive=75, backlog=2048, timeout_graceful_shutdown=int(drain_s) + 10,
+        server_header=False, date_header=False,
     ))  # fmt: skip
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     sweeping = asyncio.create_task(sweep(server))
@@ -124,7 +136,7 @@ async def _serve(app: App, sock: socket.socket, door: Door, say: Say) -> None:
         await app.served.engine.stop()
 
 
-async def _start(app: App, sock: socket.socket, door: Door, say: Say) -> None:
+async def _start(app: Api, sock: socket.socket, door: Door, say: Say) -> None:
     """Load the model, and say how long that took."""
     started = await app.served.engine.start()
     host, port = sock.getsockname()[:2]
@@ -146,7 +158,7 @@ def _quiet(uvicorn: Any) -> Any:
     return Server
 
 
-def _on_signals(app: App, server: uvicorn.Server, say: Say) -> None:
+def _on_signals(app: Api, server: uvicorn.Server, say: Say) -> None:
     """The first signal drains, the second ends what is left at once."""
     loop, drain_s = asyncio.get_running_loop(), app.served.serve.drain_s
 

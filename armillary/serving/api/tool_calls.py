@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from armillary.serving.api.schemas import Tool
+
 FAMILIES = ("hermes", "mistral", "llama3")
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _MISTRAL, _PYTHON = "[TOOL_CALLS]", "<|python_tag|>"
@@ -222,10 +224,10 @@ class Forced:
         return ("", calls) if calls else (self._held, [])  # cut short by max_tokens
 
 
-def forced_schema(tools: list[Mapping[str, Any]], name: str | None, *, one: bool) -> dict[str, Any]:
+def forced_schema(tools: list[Tool], name: str | None, *, one: bool) -> dict[str, Any]:
     """The schema of an answer that calls the function `name`, or any of them."""
     shared: dict[str, Any] = {}
-    schemas = {tool["function"]["name"]: _hoisted(tool["function"].get("parameters"), shared) for tool in tools}
+    schemas = {tool.function.name: _hoisted(tool.function.parameters, shared) for tool in tools}
     if name is not None:
         return schemas[name] | shared
     options = [

@@ -9,6 +9,7 @@ from typing import Any
 
 from armillary.errors import BadInput
 from armillary.serving.api.problem import Problem, bad
+from armillary.serving.api.schemas import Asked, ResponseFormat
 from armillary.serving.engine.constraint import Structure
 from armillary.serving.engine.params import SamplingParams
 
@@ -38,32 +39,32 @@ class Wish:
 
 
 def wish_of(
-    body: Mapping[str, Any], *, max_tokens: int, most_s: float | None, structure: Structure | None,
+    body: Asked, *, max_tokens: int, most_s: float | None, structure: Structure | None,
     logprobs: int | None = None, prompt_logprobs: int | None = None,
 ) -> Wish:  # fmt: skip
     """Problem 400 where the fields cannot be had together."""
-    top_p, top_k, stop, seed = (body.get(name) for name in ("top_p", "top_k", "stop", "seed"))
+    top_p, top_k, stop, seed = body.top_p, body.top_k, body.stop, body.seed
     greedy = top_p == 0
     try:
         params = SamplingParams(
-            n=body.get("n") or 1, max_tokens=max_tokens, min_tokens=body.get("min_tokens") or 0,
-            temperature=0.0 if greedy else _or(body, "temperature", 1.0), top_k=max(0, top_k or 0),
-            top_p=1.0 if greedy or top_p is None else top_p, min_p=_or(body, "min_p", 0.0),
-            repetition_penalty=_or(body, "repetition_penalty", 1.0),
-            presence_penalty=_or(body, "presence_penalty", 0.0),
-            frequency_penalty=_or(body, "frequency_penalty", 0.0), logit_bias=_bias(body.get("logit_bias")),
-            seed=None if seed is None else seed % _SEEDS, stop_ids=tuple(body.get("stop_token_ids") or ()),
-            ignore_eos=bool(body.get("ignore_eos")), logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+            n=body.n or 1, max_tokens=max_tokens, min_tokens=body.min_tokens or 0,
+            temperature=0.0 if greedy else _or(body.temperature, 1.0), top_k=max(0, top_k or 0),
+            top_p=1.0 if greedy or top_p is None else top_p, min_p=_or(body.min_p, 0.0),
+            repetition_penalty=_or(body.repetition_penalty, 1.0),
+            presence_penalty=_or(body.presence_penalty, 0.0),
+            frequency_penalty=_or(body.frequency_penalty, 0.0), logit_bias=_bias(body.logit_bias),
+            seed=None if seed is None else seed % _SEEDS, stop_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos), logprobs=logprobs, prompt_logprobs=prompt_logprobs,
             structure=structure,
         )  # fmt: skip
     except BadInput as error:
         raise bad(str(error), str(error).partition("=")[0] if "=" in str(error) else None) from None
-    own_s = body.get("timeout_s")
+    own_s = body.timeout_s
     times = [limit for limit in (own_s, most_s) if limit is not None]
     return Wish(
         params=params, stop=(stop,) if isinstance(stop, str) else tuple(stop or ()), timeout_s=min(times, default=None),
-        own_time=own_s is not None and own_s == min(times), priority=body.get("priority") or 0,
-        salt=body.get("cache_salt") or "",
+        own_time=own_s is not None and own_s == min(times), priority=body.priority or 0,
+        salt=body.cache_salt or "",
     )  # fmt: skip
 
 
@@ -74,8 +75,7 @@ def late(wish: Wish) -> Problem:
     return Problem(504, f"the answer took longer than {wish.timeout_s:g} s; ask for less", code="timeout")
 
 
-def _or(body: Mapping[str, Any], name: str, otherwise: float) -> float:
-    value = body.get(name)
+def _or(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else float(value)
 
 
@@ -86,21 +86,20 @@ def _bias(given: Mapping[str, float] | None) -> dict[int, float]:
         raise bad("logit_bias has a key that is no token id; use whole numbers", "logit_bias") from None
 
 
-def structure_of(given: Mapping[str, Any] | None) -> Structure | None:
+def structure_of(given: ResponseFormat | None) -> Structure | None:
     """What `response_format` asks for."""
-    kind = given["type"] if given else "text"
-    if not given or kind == "text":
+    if given is None or given.type == "text":
         return None
-    if kind == "json_object":
+    if given.type == "json_object":
         return json_structure({"type": "object"}, "response_format")
-    if kind not in given:
-        raise bad(f"response_format of type {kind} needs {kind}; add it", f"response_format.{kind}")
-    if kind == "json_schema":
-        return json_structure(given["json_schema"]["schema"], "response_format.json_schema.schema")
-    source = "\n".join(given["choice"]) if kind == "choice" else given[kind]
-    if kind == "choice" and any("\n" in text for text in given["choice"]):
-        raise bad("a choice has more than one line; use a regex instead", "response_format.choice")
-    return _structure(kind, source, f"response_format.{kind}")
+    param, source = f"response_format.{given.type}", getattr(given, given.type)
+    if source is None:
+        raise bad(f"response_format of type {given.type} needs {given.type}; add it", param)
+    if given.json_schema is not None and given.type == "json_schema":
+        return json_structure(given.json_schema.schema, f"{param}.schema")
+    if given.type == "choice" and any("\n" in text for text in source):
+        raise bad("a choice has more than one line; use a regex instead", param)
+    return _structure(given.type, "\n".join(source) if given.type == "choice" else source, param)
 
 
 def json_structure(schema: Mapping[str, Any], param: str) -> Structure:

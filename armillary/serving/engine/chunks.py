@@ -7,30 +7,60 @@ steps of short prompts are as full as they may be.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import sqrt
 
-_FREE = 0.25
+FREE = 0.25
 """of A: a context that is not counted"""
 
 
-def chunk_cost(count: int, past: int, attention_tokens: float | None) -> float:
+def chunk_cost(count: int, past: int, attention_tokens: float | None, free: float = FREE) -> float:
     """What `count` tokens after `past` others cost, in tokens without a past."""
     if not attention_tokens:
         return float(count)
-    return count * (1 + max(0.0, (past + count / 2) / attention_tokens - _FREE))
+    return count * (1 + max(0.0, (past + count / 2) / attention_tokens - free))
 
 
 def chunk_size(
-    left: int, past: int, budget: float, block_tokens: int, attention_tokens: float | None, tile: int = 1
+    left: int, past: int, budget: float, block_tokens: int, attention_tokens: float | None, tile: int = 1,
+    free: float = FREE,
 ) -> int:
     """Tokens of the `left` that the budget pays for, at least one; where the prompt goes on, whole tiles of queries,
     which attention pays for anyway, and up to the end of a block."""
     count = int(budget)
     if attention_tokens:
-        linear = 1 + past / attention_tokens - _FREE
+        linear = 1 + past / attention_tokens - free
         # n²/(2A) + n·linear = budget, in the form that does not cancel; more than the budget where all is free
         count = min(count, int(2 * budget / (linear + sqrt(linear * linear + 2 * budget / attention_tokens))))
     if count >= left:
         return left
     ends = (count - (past + count) % unit for unit in (tile, block_tokens) if unit % block_tokens == 0)
     return max(1, next((end for end in ends if end > 0), count))
+
+
+@dataclass(kw_only=True)
+class Budget:
+    """What a step may still take of prompts."""
+
+    tokens: float
+    """those without a past that it pays for"""
+    most: int
+    """tokens, whatever they cost"""
+    attention_tokens: float | None
+    """see `chunk_cost`"""
+    free: float = FREE
+
+    @property
+    def spent(self) -> bool:
+        return self.tokens < 1 or self.most < 1
+
+    def size(self, left: int, past: int, block_tokens: int, tile: int) -> int:
+        """Tokens of a prompt's next part."""
+        count = chunk_size(left, past, self.tokens, block_tokens, self.attention_tokens, tile, self.free)
+        if count > self.most:
+            count = chunk_size(left, past, float(self.most), block_tokens, None, tile)
+        return min(count, int(self.tokens))
+
+    def pay(self, count: int, past: int) -> None:
+        self.tokens -= chunk_cost(count, past, self.attention_tokens, self.free)
+        self.most -= count

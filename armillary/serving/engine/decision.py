@@ -30,11 +30,13 @@ class Chunk(NamedTuple):
 class Decision:
     """One step."""
 
-    __slots__ = ("admitted", "chunks", "closely", "copies", "decodes", "edits", "ended", "last", "number", "positions",
-                 "preempted", "reached", "rows", "sampling", "stale")  # fmt: skip
+    __slots__ = ("admitted", "chunks", "closely", "copies", "decided_at", "decodes", "edits", "ended", "last", "number",
+                 "positions", "preempted", "reached", "rows", "sampling", "stale")  # fmt: skip
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.decided_at = 0.0
+        """when it was made"""
         self.decodes: list[Sequence] = []
         """one token each, and one drawn"""
         self.positions: list[int] = []

@@ -13,12 +13,13 @@ from collections.abc import Sequence as Items
 from armillary.errors import BadInput
 from armillary.serving.engine import invariants
 from armillary.serving.engine.admission import Admission
-from armillary.serving.engine.chunks import chunk_cost, chunk_size
+from armillary.serving.engine.chunks import Budget
 from armillary.serving.engine.decision import Chunk, Decision, Outcome
 from armillary.serving.engine.ending import Ending, find_endings
 from armillary.serving.engine.intake import MakeConstraint
 from armillary.serving.engine.kv_cache import KVCache
 from armillary.serving.engine.kv_match import search
+from armillary.serving.engine.pace import Pace
 from armillary.serving.engine.request import Request
 from armillary.serving.engine.room import fitting, make_room
 from armillary.serving.engine.roster import Roster
@@ -41,6 +42,8 @@ class Scheduler:
         self.roster = Roster(settings, cache)
         self.admission = Admission(settings, cache)
         self.upkeep = Upkeep(cache)
+        slowdown = settings.prefill_slowdown
+        self.pace = Pace(slowdown, settings.attention_tokens, settings.query_tile) if slowdown is not None else None
         self.totals = self.roster.totals
         self.under_way: deque[Decision] = deque()
         """decided, and their tokens not back"""
@@ -108,14 +111,25 @@ class Scheduler:
         decision = Decision(self.totals.steps)
         self._settle(decision, now)
         prompts = self._decode(decision)
-        budget: float = self.settings.max_tokens_per_step - len(decision.decodes)
-        if decision.decodes and self.settings.prefill_tokens is not None:
-            budget = min(budget, self.settings.prefill_tokens)
+        decision.decided_at = now
+        budget = self._budget(len(decision.decodes), bool(prompts or self.roster.waiting))
         for seq in prompts:
-            budget -= self._chunk(decision, seq, budget)
+            self._chunk(decision, seq, budget)
         self._admit(decision, budget, now)
         self._close(decision)
         return decision
+
+    def _budget(self, decodes: int, prompts: bool) -> Budget:
+        """What is left for prompts beside so many decodes."""
+        settings = self.settings
+        left = settings.max_tokens_per_step - decodes
+        if decodes and settings.prefill_tokens is not None:
+            left = min(left, settings.prefill_tokens)
+        if not decodes or not prompts or self.pace is None:
+            return Budget(tokens=left, most=left, attention_tokens=settings.attention_tokens)
+        tokens, attention_tokens = self.pace.allowance(decodes)
+        return Budget(tokens=min(left, tokens), most=min(left, self.pace.most), attention_tokens=attention_tokens,
+                      free=0.0)  # fmt: skip
 
     def _settle(self, decision: Decision, now: float) -> None:
         """What came before: names of computed blocks, forks that can start, blocks to give back, deadlines."""
@@ -169,21 +183,20 @@ class Scheduler:
             decision.last.append(seq)
         return found
 
-    def _chunk(self, decision: Decision, seq: Sequence, budget: float) -> float:
-        """The next part of a prompt, as large as budget and blocks allow; what it costs of the budget."""
-        if budget < 1 or seq.state is not _RUNNING:
-            return 0.0
+    def _chunk(self, decision: Decision, seq: Sequence, budget: Budget) -> None:
+        """The next part of a prompt, as large as budget and blocks allow."""
+        if budget.spent or seq.state is not _RUNNING:
+            return
         self._lookups -= search(self.cache, seq, self._lookups, self.totals)
         if seq.matching:
-            return 0.0  # this step's share of searching is used up
+            return  # this step's share of searching is used up
         settings, start = self.settings, seq.computed
         left = min(seq.due - start, settings.max_chunk or seq.due)
-        block = self.cache.block_tokens
-        count = chunk_size(left, start, budget, block, settings.attention_tokens, settings.query_tile)
-        count = fitting(self.roster, decision, seq, min(count, int(budget)))
+        count = budget.size(left, start, self.cache.block_tokens, settings.query_tile)
+        count = fitting(self.roster, decision, seq, count)
         if not count:
             self._stalled = True
-            return 0.0
+            return
         seq.computed = start + count
         samples = seq.computed == seq.due
         if samples:
@@ -200,9 +213,9 @@ class Scheduler:
         else:
             decision.chunks.append(Chunk(seq, seq.row, start, count, samples))
         self._fresh.append(seq)
-        return chunk_cost(count, start, settings.attention_tokens)
+        budget.pay(count, start)
 
-    def _admit(self, decision: Decision, budget: float, now: float) -> None:
+    def _admit(self, decision: Decision, budget: Budget, now: float) -> None:
         """Start those who wait, in order, as long as rows, blocks and budget last."""
         roster, admission = self.roster, self.admission
         admission.begin_step(preempted=bool(decision.preempted))
@@ -211,7 +224,7 @@ class Scheduler:
             return
         admission.open_batch(len(roster.running), len(roster.waiting), first.arrived_at, now)
         whole_batch = self.settings.batching in ("static", "dynamic")
-        while first is not None and roster.rows and (budget >= 1 or whole_batch):
+        while first is not None and roster.rows and (not budget.spent or whole_batch):
             if decision.preempted or self._stalled or not admission.lets_in(first, roster.running):
                 return
             if roster.running and (self._full or not admission.fits(first, roster.running)):
@@ -222,7 +235,7 @@ class Scheduler:
             roster.start(roster.waiting.pop(), now)
             self._watched |= first.stops
             self._admitted.append(first)
-            budget -= self._chunk(decision, first, budget)
+            self._chunk(decision, first, budget)
             first = roster.waiting.first()
 
     def _can_share(self, seq: Sequence) -> bool:
@@ -252,6 +265,8 @@ class Scheduler:
         assert self.under_way and decision is self.under_way[0], "steps are updated in the order they were decided"
         assert len(tokens) == len(decision.sampling), f"{len(tokens)} tokens for {len(decision.sampling)} sequences"
         self.under_way.popleft()
+        if self.pace is not None:
+            self.pace.took(decision, decision.decided_at, now)
         sequences, kept = decision.sampling, list(tokens)
         if decision.stale:
             kept = [token for seq, token in zip(sequences, kept, strict=True) if seq.finish is None]

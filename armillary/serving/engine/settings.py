@@ -39,6 +39,8 @@ class Settings:
     """a request that has not started by then is given up"""
     prefill_tokens: int | None = None
     """prompt tokens a step while others decode, at most; none: what the step has left"""
+    prefill_slowdown: float | None = None
+    """with prompts in it, a step lasts at most so many times what its decodes take alone; none: no matter how long"""
     max_chunk: int | None = None
     """prompt tokens of one request in a step, so that a long prompt lets short ones pass; none: all"""
     attention_tokens: float | None = None
@@ -74,7 +76,8 @@ def settings_for(config: ModelConfig, serve: Serve, eos_ids: frozenset[int] = fr
         max_model_len=longest, vocab=config.vocab, eos_ids=eos_ids, max_tokens_per_step=serve.max_tokens_per_step,
         max_running=serve.max_running, batching=serve.batching, batch_window_s=serve.batch_window_s,
         ageing_s=serve.ageing_s, max_waiting=serve.max_waiting, max_wait_s=serve.max_wait_s,
-        prefill_tokens=serve.prefill_tokens, attention_tokens=attention_tokens(config), check_every=serve.check_every,
+        prefill_tokens=serve.prefill_tokens, prefill_slowdown=serve.prefill_slowdown,
+        attention_tokens=attention_tokens(config), check_every=serve.check_every,
         rope_switch=rope_switch(config), query_tile=max(1, _TILE_ROWS // (config.heads // config.kv_heads)),
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Sends the requests of a test: open loop, each at its time whatever the server does; closed loop, each client again
 when its answer is complete.
 
-The open loop prepares a request before it is due and never waits for an answer, so a slow server cannot slow the
+The open loop prepares requests before they are due and never waits for an answer, so a slow server cannot slow the
 sending down (coordinated omission).
 """
 
@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
+from random import Random
 
 import aiohttp
 
@@ -25,6 +29,10 @@ from armillary.spec.job import Traffic
 from armillary.spec.load import Load
 
 _TICK_S = 0.25
+START_S = 0.05
+"""from when all is prepared to the beginning"""
+_SLACK_S, _AHEAD = 0.005, 64
+"""time that preparing a request may take; requests that are prepared"""
 Watch = Callable[[float, int, int, int], None]
 """(seconds since the beginning, requests under way, answers complete, of which failed)"""
 
@@ -68,10 +76,15 @@ class Driven:
     """of one core, of the busiest process"""
 
 
-def drive(job: Job, begin: float, watch: Watch | None = None) -> Driven:
-    """Run `job`; its times count from `begin` on time.monotonic."""
+def drive(job: Job, begin: Callable[[], float] | None = None, watch: Watch | None = None) -> Driven:
+    """Run `job`. `begin` is asked when the first requests are prepared, and gives the moment on time.monotonic from
+    which times count; none: now."""
+    run = _Run(job)
+    job.texts.cut(1, Random(0))  # reads the text that prompts are cut from
+    run.fill(_AHEAD)
+    run.clock = clock_from(begin() if begin else time.monotonic() + START_S)
     with _no_pauses():
-        return asyncio.run(_drive(job, clock_from(begin), watch))
+        return asyncio.run(_drive(run, watch))
 
 
 @contextmanager
@@ -85,8 +98,8 @@ def _no_pauses() -> Iterator[None]:
         gc.unfreeze()
 
 
-async def _drive(job: Job, clock: Clock, watch: Watch | None) -> Driven:
-    run = _Run(job, clock)
+async def _drive(run: _Run, watch: Watch | None) -> Driven:
+    job = run.job
     async with session(job.target, job.load.timeout_s) as http, LagWatch() as lag, _beside(run.show(watch)):
         await (run.closed(http) if job.clients else run.open(http))
     return Driven(answers=run.answers, late_s=lag.late, cpu_fraction=lag.cpu_fraction)
@@ -107,18 +120,31 @@ async def _beside(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
 class _Run:
     """One run of a job."""
 
-    def __init__(self, job: Job, clock: Clock) -> None:
-        self.job, self.clock = job, clock
+    clock: Clock
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self.answers: list[Answer] = []
         self.under_way = self.failed = 0
+        self._rows, self._ready = iter(job.rows), deque[Shot]()
 
     async def open(self, http: aiohttp.ClientSession) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for index, row in self.job.rows:
-                assert row.at_s is not None
-                shot = self._shot(index, row)
-                await _until(row.at_s, self.clock)
-                tasks.create_task(self._one(http, shot, row.at_s))
+            while self._ready:
+                shot = self._ready.popleft()
+                assert shot.at_s is not None
+                while self.clock() < shot.at_s - _SLACK_S and self.fill(1):
+                    await asyncio.sleep(0)  # what has arrived is stamped first
+                await _until(shot.at_s, self.clock)
+                tasks.create_task(self._one(http, shot, shot.at_s))
+                if not self._ready:
+                    self.fill(1)
+
+    def fill(self, most: int) -> bool:
+        """Prepare up to `most` of the next requests; False where there is nothing to do."""
+        rows = list(islice(self._rows, max(0, min(most, _AHEAD - len(self._ready)))))
+        self._ready += [self._shot(index, row) for index, row in rows]
+        return bool(rows)
 
     async def closed(self, http: aiohttp.ClientSession) -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -1,7 +1,8 @@
 """The highest rate that a server sustains: doubled until it fails, then halved in between.
 
 A rate is sustained where every objective holds at its percentile, no request fails, and the number of requests under
-way does not grow over the test by more than its noise.
+way does not grow over the test by more than its noise. A rate that fails is tried once more: one hiccup of the machine
+is no limit of the server.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from armillary.serving.load.summary import Spread, Summary
 from armillary.spec.job import Objective
 from armillary.units import seconds_text
 
-_MOST_TRIALS = 14
+_MOST_TRIALS = 24
 _NEAR = 1.08
-"""the search ends where the lowest failed rate is at most this times the highest sustained one"""
 _GROWTH_SHARE = 0.05
+_CHANCES = 2
 _FEW = 8
 """requests of a trial; with fewer, it ends without a rate"""
 
@@ -60,8 +61,8 @@ def trying(probed: Probed, test: Test, show: Callable[[float], Watch | None] = l
     return lambda rate, number: run_once(probed, test.at_rate(rate), repeat=number, watch=show(rate))
 
 
-def search_rate(try_rate: Try, objective: Objective, *, start: float) -> Found:
-    """Search from the rate `start` on."""
+def search_rate(try_rate: Try, objective: Objective, *, start: float, near: float = _NEAR) -> Found:
+    """Search from the rate `start` on, until the lowest failed rate is at most `near` times the highest sustained."""
     rate, best, failed = start, None, None
     trials: list[Trial] = []
     runs: dict[float, Ran] = {}
@@ -70,10 +71,12 @@ def search_rate(try_rate: Try, objective: Objective, *, start: float) -> Found:
         broken = tuple(breaches(ran.summary, objective))
         trials.append(Trial(requests_per_s=rate, summary=ran.summary, broken=broken))
         runs[rate] = ran
+        if broken and sum(trial.requests_per_s == rate for trial in trials) < _CHANCES:
+            continue
         best, failed = (best, rate) if broken else (rate, failed)
         if best is None and ran.summary.requests < _FEW:
             break  # lower rates would prove nothing
-        if best is not None and failed is not None and failed <= best * _NEAR:
+        if best is not None and failed is not None and failed <= best * near:
             break
         rate = _next(best, failed)
     shown = trials[-1].requests_per_s if best is None else best

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing import get_context
 
-from armillary.serving.load.drive import Driven, Job, Watch, drive
+from armillary.serving.load.drive import START_S, Driven, Job, Watch, drive
+from armillary.serving.load.worker import BEGIN, READY
 
-_START_S = 0.05
-_AWAKE_S = 0.3
-"""each process is kept so long, so that every one of them has started and imported what it needs"""
+_TICK_S = 0.25
+Process = subprocess.Popen[bytes]
 
 
 def drive_all(job: Job, processes: int, watch: Watch | None = None) -> Driven:
     """Run `job` in this process, or in `processes` others."""
     if processes < 2:
-        return drive(job, time.monotonic() + _START_S, watch)
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        wait([pool.submit(_awake) for _ in range(processes)])
-        begin = time.monotonic() + _AWAKE_S
-        futures = [pool.submit(drive, part, begin) for part in parts(job, processes)]
-        while wait(futures, timeout=0.25).not_done:
+        return drive(job, watch=watch)
+    with ExitStack() as stack:
+        started = [_start(stack, part) for part in parts(job, processes)]
+        begin = _begin(started)
+        pool = stack.enter_context(ThreadPoolExecutor(len(started)))
+        futures = [pool.submit(_result, process) for process in started]
+        while wait(futures, timeout=_TICK_S).not_done:
             if watch:
                 watch(time.monotonic() - begin, 0, 0, 0)
         found = [future.result() for future in futures]
@@ -34,8 +38,34 @@ def drive_all(job: Job, processes: int, watch: Watch | None = None) -> Driven:
     )
 
 
-def _awake() -> None:
-    time.sleep(_AWAKE_S)
+def _start(stack: ExitStack, job: Job) -> Process:
+    command = [sys.executable, "-m", "armillary.serving.load.worker"]
+    process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    stack.callback(process.kill)  # what has ended by itself does not mind
+    assert process.stdin is not None
+    process.stdin.write(pickle.dumps(job))
+    process.stdin.flush()
+    return process
+
+
+def _begin(started: list[Process]) -> float:
+    """When all are prepared, tell them the moment to begin."""
+    for process in started:
+        assert process.stdout is not None
+        if process.stdout.readline() != READY:
+            raise RuntimeError("a sending process did not start")
+    begin = time.monotonic() + START_S
+    for process in started:
+        assert process.stdin is not None
+        process.stdin.write(BEGIN.pack(begin))
+        process.stdin.flush()
+    return begin
+
+
+def _result(process: Process) -> Driven:
+    assert process.stdout is not None
+    found: Driven = pickle.load(process.stdout)
+    return found
 
 
 def parts(job: Job, count: int) -> list[Job]:

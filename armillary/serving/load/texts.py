@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sysconfig
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from armillary.serving.load.trace import BLOCK_TOKENS
 _CORPUS_CHARS = 2_000_000
 _FALLBACK = "the quick brown fox jumps over the lazy dog; "
 
+@cache
 def corpus(limit: int = _CORPUS_CHARS) -> str:
     """Source text of the standard library on this machine."""
     parts: list[str] = []
@@ -46,13 +47,9 @@ class ByCharacters:
     per_token: float
     """characters"""
 
-    @cached_property
-    def _text(self) -> str:
-        return corpus()
-
     def __call__(self, tokens: int, dice: Random) -> str:
-        size = max(1, round(tokens * self.per_token))
-        return str(_round(self._text, dice.randrange(len(self._text)), size))
+        text, size = corpus(), max(1, round(tokens * self.per_token))
+        return str(_round(text, dice.randrange(len(text)), size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,28 +59,24 @@ class ByTokenizer:
     folder: str
     """where it is"""
 
-    @cached_property
-    def _tokenizer(self) -> Any:
-        from tokenizers import Tokenizer
-
-        path = Path(self.folder) / "tokenizer.json" if Path(self.folder).is_dir() else Path(self.folder)
-        if not path.exists():
-            raise NotFound(f"no tokenizer at {path}; give a folder with a tokenizer.json")
-        try:
-            return Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise BadData(f"{path} is not a tokenizer ({error}); give a folder with a tokenizer.json") from None
-
-    @cached_property
-    def _ids(self) -> list[int]:
-        return list(self._tokenizer.encode(corpus(_CORPUS_CHARS // 4), add_special_tokens=False).ids)
-
     def __call__(self, tokens: int, dice: Random) -> str:
-        ids = _round(self._ids, dice.randrange(len(self._ids)), tokens)
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        tokenizer, ids = _tokenizer(self.folder)
+        return str(tokenizer.decode(_round(ids, dice.randrange(len(ids)), tokens), skip_special_tokens=False))
 
-    def __getstate__(self) -> dict[str, str]:
-        return {"folder": self.folder}
+
+@cache
+def _tokenizer(folder: str) -> tuple[Any, list[int]]:
+    """(the tokenizer, the corpus in its tokens)."""
+    from tokenizers import Tokenizer
+
+    path = Path(folder) / "tokenizer.json" if Path(folder).is_dir() else Path(folder)
+    if not path.exists():
+        raise NotFound(f"no tokenizer at {path}; give a folder with a tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise BadData(f"{path} is not a tokenizer ({error}); give a folder with a tokenizer.json") from None
+    return tokenizer, list(tokenizer.encode(corpus(_CORPUS_CHARS // 4), add_special_tokens=False).ids)
 
 
 def _round(whole: Any, start: int, length: int) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -124,6 +125,13 @@ async def _body(request: Request, most: int) -> bytes:
     return b"".join(parts)
 
 
+async def _refused(request: Request, error: Exception) -> Response:
+    """A path or method that does not exist."""
+    assert isinstance(error, HTTPException)
+    text = f"{error.detail}: {request.method} {request.url.path}; POST /predict, GET /health, /ready, /schema, /metrics"
+    return JSONResponse(_error(text), error.status_code, headers=error.headers)
+
+
 def _error(text: str) -> dict[str, Any]:
     return {"error": text}
 
@@ -149,4 +157,4 @@ def make_app(state: PredictServer) -> Starlette:
         Route("/ready", state.ready), Route("/schema", state.schema), Route("/metrics", state.prometheus),
         Route("/openapi.json", state.openapi),
     ]  # fmt: skip
-    return Starlette(routes=routes, lifespan=lifespan)
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _refused})

@@ -24,15 +24,16 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, *map(_line, rows)]) + "\n"
 
 
-def cells(row: Row, formats: Sequence[str] = FORMATS) -> list[str]:
+def cells(row: Row, formats: Sequence[str] = FORMATS, figures: Sequence[str] = FIGURES) -> list[str]:
     """The row as people read it."""
     values = [f"{row.errors[dtype][name]:.1e}" if dtype in row.errors else _NONE
-              for dtype, name in _COLUMNS if dtype in formats]  # fmt: skip
+              for dtype, name in _COLUMNS if dtype in formats and name in figures]  # fmt: skip
     return [row.strategy, str(row.world), str(row.variants), *values, "no" if row.over else "yes"]
 
 
-def columns(formats: Sequence[str] = FORMATS) -> list[str]:
-    return ["strategy", "ranks", "runs", *(f"{name} {dtype}" for dtype, name in _COLUMNS if dtype in formats), "holds"]
+def columns(formats: Sequence[str] = FORMATS, figures: Sequence[str] = FIGURES) -> list[str]:
+    shown = [f"{name} {dtype}" for dtype, name in _COLUMNS if dtype in formats and name in figures]
+    return ["strategy", "ranks", "runs", *shown, "holds"]
 
 
 def _line(row: Row) -> str:

@@ -64,10 +64,18 @@ STAGED: dict[str, dict[str, Any]] = {
     "pp × cp × tp": dict(pp=2, cp=2, tp="all"),
 }
 """of a dense model over pipeline stages, or over ranks that share rows; `only` as many ranks as it names"""
-ALL = STRATEGIES | STAGED | EXPERTS
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "DDP, offloaded": dict(offload="both"),
+    "FSDP2, offloaded": dict(zero=3, offload="both"),
+    "ZeRO-1, on disk": dict(zero=1, offload="nvme"),
+    "FSDP2 × tp, offloaded": dict(tp=2, zero=3, offload="both"),
+    "pp × dp, offloaded": dict(pp=2, offload="both"),
+}
+"""of a dense model whose states and activations wait elsewhere"""
+ALL = STRATEGIES | STAGED | OFFLOADED | EXPERTS
 
 
-WORDS = {"dense": [*STRATEGIES, *STAGED], "experts": [*EXPERTS]}
+WORDS = {"dense": [*STRATEGIES, *STAGED, *OFFLOADED], "experts": [*EXPERTS]}
 """groups of strategies"""
 
 
@@ -109,5 +117,6 @@ def layout_of(strategy: str, ranks: int, **also: object) -> Layout | None:
     whole = given.get("ep") == 2 and inner == 1 and dp == ep
     if alone or whole or shard == 1 or dp * fixed["cp"] % ep:
         return None
-    fields = {key: given[key] for key in ("zero", "sequence_parallel", "schedule", "interleave") if key in given}
+    fields = {key: given[key] for key in ("zero", "sequence_parallel", "schedule", "interleave", "offload")
+              if key in given}  # fmt: skip
     return Layout(dp=dp, tp=tp, ep=ep, shard=shard, precision="fp32", **fixed, **fields, **also)  # type: ignore[arg-type]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="the server needs the http extra")
-pytest.importorskip("prometheus_client", reason="the server needs the http extra")
+for name in ("msgspec", "prometheus_client", "starlette", "uvicorn"):
+    pytest.importorskip(name, reason="the server needs the http extra: pip install 'armillary[http]'")
 
-from tests.serving.api.tiny import Server, make_folder, run_server
+from tests.serving.api.tiny import Server, make_folder, run_server  # noqa: E402 - there may be nothing to test
 
 
 @pytest.fixture(scope="session")

@@ -74,6 +74,7 @@ def test_more_than_may_wait_are_refused_with_a_time_to_come_again(fragile: Serve
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        fragile.until(lambda: fragile.metric("inflight") == 0)
         return await stream(fragile, LONG | {"max_tokens": 4})
 
     assert asyncio.run(fill()).done

@@ -160,6 +160,14 @@ def test_a_broken_version_is_refused_and_the_old_one_stays(files: Files, tmp_pat
     serving(tmp_path, scenario)
 
 
+def test_other_paths_and_methods_are_answered_in_words(files: Files) -> None:
+    async def scenario(client: Client, state: PredictServer) -> list[Any]:
+        return [await client.get("/predict"), await client.get("/nowhere")]
+
+    method, path = serving(files["one"], scenario)
+    assert method.code == 405 and path.code == 404 and "POST /predict" in path.json["error"]
+
+
 def test_schema_and_openapi(files: Files) -> None:
     async def scenario(client: Client, state: PredictServer) -> tuple[Any, Any]:
         return (await client.get("/schema")).json, (await client.get("/openapi.json")).json

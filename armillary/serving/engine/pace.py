@@ -1,0 +1,101 @@
+"""How much of prompts a step may take beside decodes, so that it lasts at most so many times what they take alone.
+
+Nobody says how quick a device is: steps are watched. What decodes take is seen in steps without prompts, one of which
+is put in now and then; what prompts add is taken to be γ + α·n + β·n·(p + n/2) seconds for n tokens after p others, and
+these three are fitted to the steps so far, late ones counting most (recursive least squares). A step is never much
+larger than the last one: what was not seen yet may cost more than a line says.
+"""
+
+from __future__ import annotations
+
+from armillary.serving.engine.decision import Decision
+
+_MARGIN = 0.04
+"""of the time that is not planned with: steps of one kind differ by so much"""
+_FORGET = 0.96
+"""weight of a step at the next one"""
+_GROWTH = 1.3
+"""a step's tokens over those of the last one, at most"""
+_FIRST = 64
+"""tokens of prompts in the first step"""
+_EVERY = 256
+"""steps with prompts after which decodes are watched alone again"""
+_UNITS = (1.0, 128.0, 128.0 * 8192.0)
+"""what γ, n and n·(p + n/2) are counted in, so that all are of one size"""
+_UNSURE = 100.0
+"""how little is known of the fit, at most"""
+
+
+class Pace:
+    """Times of steps, and what they mean for the next."""
+
+    def __init__(self, slowdown: float, attention_tokens: float | None, tile: int = 1) -> None:
+        self.slowdown = slowdown
+        self._tile = tile
+        self._attention = attention_tokens
+        self._alone_s: dict[int, float] = {}
+        """what decodes of so many sequences take, by the power of two at or above"""
+        self._fit: list[float] | None = None
+        """γ, α and β, in seconds a unit"""
+        self._unsure = [[float(i == j) for j in range(3)] for i in range(3)]
+        """how little is known of them"""
+        self._largest = _FIRST
+        self._mixed = 0
+        """steps with prompts since decodes were seen alone"""
+        self._last_s = 0.0
+        """when the step before was over"""
+
+    def allowance(self, rows: int) -> tuple[float, float | None]:
+        """Tokens of prompts without a past that a step with `rows` decodes may take, and the context at which a token
+        costs twice as much. No tokens: decodes are to be seen alone."""
+        alone = self._alone_s.get(_size(rows))
+        if alone is None or self._mixed >= _EVERY:
+            self._mixed = 0
+            return 0.0, None
+        if self._fit is None:
+            first = alone / 300 * _UNITS[1]  # weights are read in the time in which some 300 tokens are computed
+            self._fit = [0.0, first, first * _UNITS[2] / _UNITS[1] / self._attention if self._attention else 0.0]
+        least = (0.0, alone / 3000 * _UNITS[1], 0.0)
+        start_s, token_s, pair_s = (max(x, low) / unit for x, low, unit in zip(self._fit, least, _UNITS, strict=True))
+        budget = (alone * (self.slowdown * (1 - _MARGIN) - 1) - start_s) / token_s
+        return max(1.0, budget), token_s / pair_s if pair_s else None
+
+    @property
+    def most(self) -> int:
+        """Tokens of prompts in the next step, whatever they cost."""
+        return self._largest
+
+    def took(self, decision: Decision, begun: float, now: float) -> None:
+        """A step that was decided at `begun` is over."""
+        seconds, self._last_s = now - max(begun, self._last_s), now
+        rows, tokens = len(decision.decodes), decision.num_prefill_tokens
+        if not rows or seconds <= 0.0 or decision.admitted:
+            return
+        if not tokens:
+            known = self._alone_s.get(_size(rows))
+            self._alone_s[_size(rows)] = seconds if known is None else known + 0.2 * (min(seconds, 2 * known) - known)
+            return
+        self._mixed += 1
+        self._largest = max(_FIRST, int(_GROWTH * tokens), tokens + self._tile)
+        alone = self._alone_s.get(_size(rows))
+        if alone is not None and self._fit is not None:
+            pairs = sum(chunk.size * (chunk.start + chunk.size / 2) for chunk in decision.chunks)
+            self._learn([1.0, tokens / _UNITS[1], pairs / _UNITS[2]], seconds - alone)
+
+    def _learn(self, parts: list[float], seconds: float) -> None:
+        """One more equation γ + α·n + β·pairs = seconds; one that is far off was something else's doing."""
+        assert self._fit is not None
+        error = seconds - sum(value * part for value, part in zip(self._fit, parts, strict=True))
+        if error > 2 * seconds or seconds < 0.0:
+            return
+        moved = [sum(x * part for x, part in zip(row, parts, strict=True)) for row in self._unsure]
+        scale = _FORGET + sum(x * part for x, part in zip(moved, parts, strict=True))
+        self._fit = [value + x / scale * error for value, x in zip(self._fit, moved, strict=True)]
+        kept = [[(row[j] - moved[i] * moved[j] / scale) / _FORGET for j in range(3)]
+                for i, row in enumerate(self._unsure)]  # fmt: skip
+        most = max(kept[i][i] for i in range(3))
+        self._unsure = kept if most < _UNSURE else [[x * _UNSURE / most for x in row] for row in kept]
+
+
+def _size(rows: int) -> int:
+    return 1 << max(0, rows - 1).bit_length()

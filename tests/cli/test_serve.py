@@ -1,0 +1,52 @@
+"""`armillary serve`: what is wrong is one line before anything is loaded; how it serves is in tests/serving/api."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Ran
+
+for name in ("msgspec", "prometheus_client", "starlette", "uvicorn"):
+    pytest.importorskip(name, reason="the server needs the http extra: pip install 'armillary[http]'")
+Cli = Callable[..., Ran]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.serving.api.tiny import make_folder
+
+    return make_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["no-such-model"], "no model 'no-such-model'"),
+    (["."], "no config.json"),
+    (["gpt2", "--port", "99999"], "99999"),
+    (["gpt2", "--tools", "smoke"], "smoke"),
+    (["gpt2", "--set", "train.steps=3"], "is not of [serve]"),
+    (["gpt2", "--set", "serve.max_runing=3"], "max_running"),
+    (["gpt2", "--set", "serve.timeout_s=0"], "timeout_s"),
+    (["gpt2", "--recipe", "none.toml"], "no recipe 'none.toml'"),
+])  # fmt: skip
+def test_what_is_wrong_is_one_line(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str],
+                                   said: str) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    ran = cli("serve", *words)
+    assert ran.code == 2 and ran.err.count("\n") == 1 and said in ran.err and "; " in ran.err, ran.err
+
+
+def test_keys_are_read_from_a_file(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    assert "one API key a line" in cli("serve", str(folder), "--api-key-file", str(keys)).err
+    keys.write_text("\n")
+    assert "holds no API key" in cli("serve", str(folder), "--api-key-file", str(keys)).err
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(cli: Cli, folder: Path) -> None:
+    """The engine's process says it, the server passes it on."""
+    ran = cli("serve", str(folder), "--port", "0", "--device", "cpu", "--max-model-len", "100000")
+    assert ran.code == 2 and "error: serve.max_model_len=100000 exceeds the context of tiny" in ran.err, ran.err
+    assert "Traceback" not in ran.err

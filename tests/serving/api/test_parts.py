@@ -1,0 +1,244 @@
+"""The parts between the socket and the client, each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from armillary.errors import BadInput
+from armillary.model.tokenizer import Detokenizer, Tokenizer
+from armillary.serving.api.answer_text import AnswerText
+from armillary.serving.api.bodies import read
+from armillary.serving.api.channel import Outlet, Turn, messages, read_message
+from armillary.serving.api.logprob_text import CompletionLogprobs, chat_entry
+from armillary.serving.api.mailbox import End, Mailbox
+from armillary.serving.api.metrics import Histogram, Metrics
+from armillary.serving.api.openapi import document
+from armillary.serving.api.problem import Problem
+from armillary.serving.api.schemas import Asked, Chat, Completion
+from armillary.serving.api.serve import bind
+from armillary.serving.api.texts import Texts
+from armillary.serving.api.wishes import structure_of, wish_of
+from armillary.serving.engine.params import SamplingParams
+from armillary.spec.gauges import GAUGES
+
+
+@pytest.fixture(scope="module")
+def texts(folder: Path) -> Texts:
+    return Texts(folder, ())
+
+
+# --- text
+
+
+def shown(texts: Texts, ids: list[int], *stop: str, **wishes: Any) -> tuple[str, AnswerText]:
+    made = AnswerText(texts.detokenizer(), SamplingParams(**wishes), stop, texts.eos_ids)
+    said = "".join(made.push(token) for token in ids if not (made.stopped or made.closed))
+    return said + made.finish(), made
+
+
+def test_characters_come_whole_and_ends_are_not_shown(texts: Texts) -> None:
+    assert texts.tokenizer is not None
+    ids = texts.tokenizer.encode("naïve 漢字 🙂", special=False)
+    end = next(iter(texts.eos_ids))
+    text, made = shown(texts, [*ids, end])
+    assert text == "naïve 漢字 🙂" and made.closed and made.num_tokens == len(ids) + 1
+    assert shown(texts, [*ids, end, *ids], min_tokens=len(ids) + 5)[0] == "naïve 漢字 🙂" * 2
+
+
+def test_a_stop_text_across_tokens_ends_the_text_before_it(texts: Texts) -> None:
+    assert texts.tokenizer is not None
+    ids = texts.tokenizer.encode("one two three", special=False)
+    text, made = shown(texts, ids, "o th", "never")
+    assert text == "one tw" and made.stopped
+    assert shown(texts, ids, "thrice")[0] == "one two three"
+
+
+def test_tokens_have_their_bytes(texts: Texts) -> None:
+    assert texts.tokenizer is not None
+    for text in ("naïve 漢字 🙂", " def main", "\n\t x"):
+        ids = texts.tokenizer.encode(text, special=False)
+        assert bytes(byte for token in ids for byte in texts.token_text(token)[1]).decode() == text
+
+
+def test_special_tokens_are_shown_where_a_parser_needs_them(texts: Texts) -> None:
+    tokenizer = texts.tokenizer
+    assert isinstance(tokenizer, Tokenizer) and tokenizer.eos_id is not None
+    name = tokenizer.named["eos_token"]
+    for keep, said in ((frozenset({name}), name), (frozenset[str](), "")):
+        made = texts.detokenizer(keep)()
+        assert isinstance(made, Detokenizer) and made.push(tokenizer.eos_id) + made.finish() == said
+
+
+# --- log-probabilities
+
+
+def test_log_probabilities_have_both_forms(texts: Texts) -> None:
+    entry = chat_entry((65, float("-inf"), ((66, -0.5),)), texts.token_text)
+    assert entry["logprob"] == -9999 and entry["top_logprobs"][0]["logprob"] == -0.5
+    lists = CompletionLogprobs(lambda token: ("ab", (97, 98)))
+    first, second = lists.part([(1, None, None), (2, -1.0, ((3, -0.1), (4, -0.2)))]), lists.part([(5, -2.0, ())])
+    assert first["text_offset"] == [0, 2] and second["text_offset"] == [4]
+    assert first["token_logprobs"] == [None, -1.0] and first["top_logprobs"] == [None, {"ab": -0.1}]
+
+
+# --- wishes
+
+
+def test_wishes_become_what_the_engine_takes() -> None:
+    text = b'{"n": 2, "top_p": 0, "seed": -3, "stop": "x", "top_k": -1, "logit_bias": {"5": 1}, "timeout_s": 3}'
+    body = read(text, Asked)
+    wish = wish_of(body, max_tokens=7, most_s=60.0, structure=None)
+    params = wish.params
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.max_tokens) == (2, 0.0, 1.0, 0, 7)
+    assert wish.stop == ("x",) and params.stop == () and params.logit_bias == {5: 1.0} and params.seed is not None
+    assert wish.timeout_s == 3 and wish.own_time
+    assert wish_of(Asked(), max_tokens=7, most_s=60.0, structure=None).timeout_s == 60
+
+
+def test_formats_become_structures() -> None:
+    def made(text: bytes) -> Any:
+        body = read(b'{"messages": [{"role": "user"}], "response_format": %s}' % text, Chat)
+        return structure_of(body.response_format)
+
+    assert made(b"null") is None and made(b'{"type": "text"}') is None
+    assert made(b'{"type": "json_object"}').source == '{"type": "object"}'
+    assert made(b'{"type": "choice", "choice": ["a", "b"]}').source == "a\nb"
+    with pytest.raises(Problem, match="more than one line"):
+        made(b'{"type": "choice", "choice": ["a\\nb"]}')
+    with pytest.raises(Problem, match="multipleOf beyond"):
+        made(b'{"type": "json_schema", "json_schema": {"schema": {"items": [{"multipleOf": 1e9}]}}}')
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"prompt": 1}', b'{"prompt": {"a": 1}}', b"[" * 9999])
+def test_bodies_that_cannot_be_read_are_problems(body: bytes) -> None:
+    with pytest.raises(Problem) as problem:
+        read(body, Completion)
+    assert problem.value.status == 400 and "; " in problem.value.message
+
+
+# --- mailbox and channel
+
+
+def test_a_mailbox_gives_what_came_then_what_went_wrong() -> None:
+    async def use() -> None:
+        box = Mailbox(2, eager=True)
+        assert box.token(0, 7, None, 1.0) is None and box.token(0, 8, None, 1.5) == 0.5
+        assert [event.token for event in await box.take()] == [7, 8]
+        box.token(1, 9, None, 2.0)
+        box.fail(Problem(503, "gone; try again"))
+        assert [event.token for event in await box.take()] == [9]
+        with pytest.raises(Problem, match="gone"):
+            await box.take()
+
+    asyncio.run(use())
+
+
+def test_whole_answers_are_waited_for_once() -> None:
+    async def use() -> None:
+        box, woken = Mailbox(2, eager=False), []
+        task = asyncio.create_task(box.take())
+        task.add_done_callback(woken.append)
+        for choice in (0, 1):
+            await asyncio.sleep(0)
+            assert not woken
+            box.token(choice, 7, None, 1.0)
+            box.end(choice, End("stop", "", {}))
+        assert len(await task) == 4
+
+    asyncio.run(use())
+
+
+def test_messages_come_through_whole_even_where_nobody_reads_for_a_while() -> None:
+    ours, theirs = socket.socketpair()
+    outlet, sent = Outlet(theirs), [Turn(keys=[i] * 3000, tokens=[i] * 3000) for i in range(200)]
+    begin = time.monotonic()
+    for turn in sent:
+        outlet.send(turn)  # the buffer is full long before the end, and this does not wait
+    assert time.monotonic() - begin < 5
+
+    async def receive() -> list[Turn]:
+        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 24)
+        found: list[Turn] = []
+
+        async def speak_on() -> None:
+            while True:  # what was left over goes with the next message
+                sent.append(Turn())
+                outlet.send(sent[-1])
+                await asyncio.sleep(0.01)
+
+        speaking = asyncio.create_task(speak_on())
+        while len(found) < 210:
+            found.append(await asyncio.wait_for(read_message(reader), 20))
+        speaking.cancel()
+        writer.close()
+        return found
+
+    assert asyncio.run(receive()) == sent[:210]
+    theirs.close()
+
+
+def test_the_engines_end_reads_until_the_server_is_gone() -> None:
+    ours, theirs = socket.socketpair()
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(messages(theirs)))
+    thread.start()
+    Outlet(ours).send(Turn(keys=[1], tokens=[2]))
+    ours.sendall(b"\x10\x00\x00\x00half")
+    ours.close()
+    thread.join(10)
+    theirs.close()
+    assert found == [Turn(keys=[1], tokens=[2])]
+
+
+# --- metrics, documents, ports
+
+
+def test_histograms_count_by_bounds() -> None:
+    made = Histogram((0.1, 1.0))
+    for value in (0.05, 0.1, 0.5, 3.0):
+        made.observe(value)
+    assert made.buckets() == [("0.1", 2.0), ("1.0", 3.0), ("+Inf", 4.0)] and made.sum == pytest.approx(3.65)
+
+
+def test_the_metrics_page_has_every_gauge_under_its_name() -> None:
+    metrics = Metrics()
+    metrics.state({"preemptions_total": 3.0, "running": 2.0})
+    metrics.engine_lost()
+    metrics.state({"preemptions_total": 1.0, "running": 1.0})
+    box = Mailbox(1, eager=True, begin=0.0)
+    for now in (1.0, 1.5, 2.0):
+        box.token(0, 1, None, now)
+    metrics.ended(box, 0, "stop", {"queue_s": 0.25, "tokens_in": 5}, 2.0)
+    page = metrics.page().decode()
+    for line in ("armillary_preemptions_total 4.0", "armillary_running 1.0", "armillary_ttft_s_sum 1.0",
+                 "armillary_tpot_s_sum 0.5", "armillary_e2e_s_sum 2.0", "armillary_queue_s_sum 0.25",
+                 'armillary_requests_total{finish="stop"} 1.0', "armillary_ready 0.0"):  # fmt: skip
+        assert f"\n{line}\n" in page, line
+    ours = {"http_responses", "inflight", "ready", "start_time_seconds", "restarts_total"}
+    named = {line.split()[2].removeprefix("armillary_") for line in page.splitlines() if line.startswith("# TYPE")}
+    assert {name.removesuffix("_total") for name in named} - {name.removesuffix("_total") for name in ours} <= {
+        name.removesuffix("_total") for name in GAUGES
+    }
+
+
+def test_the_document_describes_every_field() -> None:
+    made = document()
+    schemas = made["components"]["schemas"]
+    assert schemas["Chat"]["properties"]["temperature"]["description"] == "0 is greedy; left out: 1"
+    assert schemas["Completion"]["required"] == ["prompt"] and "/v1/chat/completions" in made["paths"]
+
+
+def test_a_port_that_is_taken_is_one_line() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(BadInput, match="try another --port"):
+            bind("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(BadInput, match="try another --port or --host"):
+        bind("203.0.113.7", 0)

@@ -1,0 +1,96 @@
+"""Calls found in growing text, however it is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from armillary.serving.api.schemas import Function, Tool
+from armillary.serving.api.tool_calls import Call, Forced, ToolStream, family_of, forced_schema, tool_stream
+
+NAMES = ("weather", "news")
+WEATHER = Call("weather", '{"town": "Köln"}')
+NEWS = Call("news", "{}")
+TAGGED = '<tool_call>\n{"name": "weather", "arguments": {"town": "Köln"}}\n</tool_call>'
+
+CASES = [
+    ("hermes", "no call at all <tool", "no call at all <tool", []),
+    ("hermes", TAGGED, "", [WEATHER]),
+    ("hermes", f"Let me see. {TAGGED}\n{TAGGED} done", "Let me see. \n done", [WEATHER, WEATHER]),
+    ("hermes", TAGGED.removesuffix("</tool_call>"), "", [WEATHER]),
+    ("hermes", "<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
+    ("hermes", '<tool_call>{"name": "unknown"}</tool_call>', '<tool_call>{"name": "unknown"}</tool_call>', []),
+    ("hermes", "<tool_call>cut sho", "<tool_call>cut sho", []),
+    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"town": "Köln"}}, {"name": "news"}]', "",
+     [WEATHER, NEWS]),
+    ("mistral", '[TOOL_CALLS]weather[ARGS]{"town": "Köln"}[TOOL_CALLS]news{}', "", [WEATHER, NEWS]),
+    ("mistral", "a list [1, 2] [TOOL", "a list [1, 2] [TOOL", []),
+    ("mistral", "so [TOOL_CALLS] what", "so [TOOL_CALLS] what", []),
+    ("llama3", '{"name": "weather", "parameters": {"town": "Köln"}}', "", [WEATHER]),
+    ("llama3", '<|python_tag|>{"name": "weather", "parameters": {"town": "Köln"}}; {"name": "news"}', "",
+     [WEATHER, NEWS]),
+    ("llama3", '  {"name": "weather", "parameters": "{\\"town\\": \\"Köln\\"}"}', "", [WEATHER]),
+    ("llama3", '{"answer": 42}', '{"answer": 42}', []),
+    ("llama3", 'So: {"name": "weather"}', 'So: {"name": "weather"}', []),
+]  # fmt: skip
+
+
+def read(stream: ToolStream, pieces: list[str]) -> tuple[str, list[Call]]:
+    said, calls = "", list[Call]()
+    for piece in pieces:
+        text, found = stream.push(piece)
+        said, calls = said + text, calls + found
+    text, found = stream.finish()
+    return said + text, calls + found
+
+
+@pytest.mark.parametrize(("family", "text", "said", "calls"), CASES)
+def test_a_call_is_found_whole_or_letter_by_letter(family: str, text: str, said: str, calls: list[Call]) -> None:
+    for pieces in ([text], list(text)):
+        assert read(tool_stream(family, NAMES), pieces) == (said, calls)
+
+
+@given(st.sampled_from(CASES), st.data())
+def test_it_does_not_matter_how_the_text_is_cut(case: tuple[str, str, str, list[Call]], data: st.DataObject) -> None:
+    family, text, said, calls = case
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(tool_stream(family, NAMES), pieces) == (said, calls)
+
+
+@given(st.sampled_from(["hermes", "mistral", "llama3"]), st.text(alphabet='<>/[]{}"tol_calTOLS|pyhn ;:,1', max_size=60))
+def test_text_that_holds_no_call_is_never_lost(family: str, text: str) -> None:
+    assert read(tool_stream(family, NAMES), list(text)) == (text, [])
+
+
+@pytest.mark.parametrize(("template", "family"), [
+    ("{% if tools %}<tool_call>", "hermes"), ("{% if tools %}[TOOL_CALLS]", "mistral"),
+    ("{% if tools %}<|python_tag|>", "llama3"), ("<tool_call>", None), ("{{ messages }}", None),
+])  # fmt: skip
+def test_the_family_is_read_off_the_template(template: str, family: str | None) -> None:
+    assert family_of([template]) == family
+
+
+def tool(name: str, **parameters: object) -> Tool:
+    return Tool(type="function", function=Function(name=name, parameters=dict(parameters) or None))
+
+
+def test_a_call_that_is_asked_for_has_a_schema() -> None:
+    tools = [tool("weather", type="object", properties={"day": {"$ref": "#/$defs/day"}}, **{"$defs": {"day": {}}}),
+             tool("news")]  # fmt: skip
+    one = forced_schema(tools, "weather", one=False)
+    assert one["properties"] == {"day": {"$ref": "#/$defs/day"}} and one["$defs"] == {"day": {}}
+    some = forced_schema(tools, None, one=True)
+    assert some["$defs"] == {"day": {}} and some["maxItems"] == 1 and some["minItems"] == 1
+    names = [option["properties"]["name"]["const"] for option in some["items"]["anyOf"]]
+    assert names == ["weather", "news"] and "$defs" not in json.dumps(some["items"]).replace("#/$defs", "")
+
+
+def test_what_was_asked_for_becomes_calls() -> None:
+    assert read(Forced("weather", NAMES), ['{"town": ', '"Köln"}']) == ("", [WEATHER])
+    listed = '[{"name": "weather", "arguments": {"town": "Köln"}}, {"name": "news", "arguments": {}}]'
+    assert read(Forced(None, NAMES), [listed]) == ("", [WEATHER, NEWS])
+    assert read(Forced(None, NAMES), ['[{"name": "wea']) == ('[{"name": "wea', [])
