@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from armillary.serving.engine.llm import LLM as LLM
     from armillary.serving.engine.one import generate as generate
     from armillary.serving.engine.params import SamplingParams as SamplingParams
+    from armillary.serving.load.run import load_test as load_test
     from armillary.spec.catalogue import chips as chips
     from armillary.spec.catalogue import cluster as hardware
     from armillary.spec.catalogue import models as models
@@ -49,6 +50,7 @@ _API = {
     "hardware": "armillary.spec.catalogue:cluster",
     "here": "armillary.profiling.machine:here",
     "load_model": "armillary.model.weights:load_model",
+    "load_test": "armillary.serving.load.run:load_test",
     "machine": "armillary.profiling.machine:machine",
     "models": "armillary.spec.catalogue:models",
     "prepare": "armillary.training.data.prepare:prepare",
@@ -61,7 +63,7 @@ _API = {
 
 __all__ = [
     "LLM", "ArmillaryError", "Home", "ModelConfig", "SamplingParams", "Structure", "__version__", "chips", "convert",
-    "doctor", "generate", "hardware", "here", "load_model", "machine", "models", "prepare", "profile",
+    "doctor", "generate", "hardware", "here", "load_model", "load_test", "machine", "models", "prepare", "profile",
     "resolve_model", "runs", "save_model", "train",
 ]  # fmt: skip
 

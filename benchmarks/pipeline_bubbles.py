@@ -6,7 +6,7 @@
 
 Sleeping stages need no free cores to speak of; the pinned ones compute, each on a core of its own, so two quiet cores.
 Formula and replay take the times that the passes of that very step took: the formula their mean over the stages, the
-replay each stage's own. Of several steps the quickest counts, because whatever else the machine does makes it longer.
+replay each stage's own. Of the quicker half of the steps, which other work disturbed least, the median counts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -61,19 +62,20 @@ def asleep(schedule: str, chunks: int, seconds: float) -> dict[str, Any]:
 
 
 def awake(schedule: str, chunks: int, world: Any) -> dict[str, Any]:
-    """A real model; the quickest step but the first, which makes connections."""
+    """A real model; the median of the quicker half of all steps but the first, which makes connections."""
     pipeline, passing, rows = real_stages(schedule, chunks, world)
     found = []
     for _ in range(STEPS):
         dist.barrier()
         pipeline.step(rows, passing, num_micro_batches=MICRO_BATCHES)
         longest = max(gathered(pipeline.busy.take()[1]))
-        found.append((longest, idle_of_all(pipeline), gathered(stage_times(pipeline))))
+        found.append((idle_of_all(pipeline), longest, gathered(stage_times(pipeline))))
         for parameter in pipeline.held.parameters():
             parameter.grad = None
-    seconds, measured, works = min(found[1:])
+    quick = sorted(found[1:], key=lambda step: step[1])[: len(found) // 2]
+    measured, seconds, works = sorted(quick)[len(quick) // 2]
     return {"measured": measured, "works": works, "seconds": seconds, "orders": gathered(pipeline.busy.order),
-            "all": [round(share, 4) for _, share, _ in found]}  # fmt: skip
+            "all": [round(share, 4) for share, _, _ in found]}  # fmt: skip
 
 
 def real_stages(schedule: str, chunks: int, world: Any) -> tuple[Pipeline, Passing, Rows]:
@@ -114,23 +116,25 @@ def be_a_rank(job: dict[str, Any]) -> None:
         os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
         torch.set_num_threads(1)
     with join_world("cpu") as world:
-        found = [
-            awake(name, chunks, world) if job["awake"] else asleep(name, chunks, job["seconds"])
-            for name, chunks in SCHEDULES.items()
-        ]
-        if world.is_main:
-            print(json.dumps(found))
+        for name, chunks in SCHEDULES.items():
+            found = awake(name, chunks, world) if job["awake"] else asleep(name, chunks, job["seconds"])
+            if world.is_main:
+                print(json.dumps(found), flush=True)
 
 
 # --- around them
 
 
-def run(stages: int, **job: Any) -> list[dict[str, Any]]:
+def run(stages: int, **job: Any) -> Iterator[dict[str, Any]]:
+    """What every schedule gave, as it ends."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={stages}", __file__]
-    ran = subprocess.run([*line, "--rank", json.dumps(job)], env=environment, text=True, stdout=subprocess.PIPE,
-                         check=True)  # fmt: skip
-    return list(json.loads(ran.stdout.strip().splitlines()[-1]))
+    ranks = subprocess.Popen([*line, "--rank", json.dumps(job)], env=environment, text=True, stdout=subprocess.PIPE)
+    with ranks:
+        assert ranks.stdout is not None
+        yield from map(json.loads, ranks.stdout)
+    if ranks.returncode:
+        raise SystemExit(ranks.returncode)
 
 
 def mean_of(works: list[Work]) -> Work:
@@ -143,7 +147,7 @@ def mean_of(works: list[Work]) -> Work:
     return Work(forward_s=forward, inputs_s=backward * share, weights_s=backward * (1 - share))
 
 
-def show(what: str, stages: int, micro_batches: int, found: list[dict[str, Any]]) -> None:
+def show(what: str, stages: int, micro_batches: int, found: Iterator[dict[str, Any]]) -> None:
     for (name, chunks), each in zip(SCHEDULES.items(), found, strict=True):
         works = [Work(forward_s=f, inputs_s=i, weights_s=w) for f, i, w in each["works"]]
         formula = idle_share(name, mean_of(works), stages=stages, micro_batches=micro_batches, chunks=chunks)
@@ -169,7 +173,7 @@ def main() -> None:
         be_a_rank(asked.rank)
         return
     print("| stages | number | micro-batches | schedule | formula | replayed | measured | off |")
-    print("|---|--:|--:|---|--:|--:|--:|--:|")
+    print("|---|--:|--:|---|--:|--:|--:|--:|", flush=True)
     for stages in () if asked.only == "computing" else (2,) if asked.quick else (2, 4, 8):
         seconds = SLEEP_S / 5 if asked.quick else SLEEP_S
         show("sleeping", stages, stages, run(stages, awake=False, seconds=seconds))

@@ -1,10 +1,11 @@
 """Losses of the same run in several number formats: the same weights at the start, the same text in the same order.
 
     python benchmarks/precision_losses.py [--model armillary-25m] [--steps 500] [--device cuda] [--json FILE]
-                                          [--formats fp32 bf16 fp8-token fp8-tensor fp8-row] [--home FOLDER]
+                                          [--formats fp32 bf16 fp8-token fp8-tensor fp8-row] [--data stdlib]
+                                          [--home FOLDER]
 
-The text is the default corpus, Python's standard library on this machine. A loss is the mean of the last 20 steps, and
-beside it the loss on text that was held out; both are compared with fp32's.
+The text is the default corpus, Python's standard library on this machine, or a folder of shards. A loss is the mean of
+the last 20 steps, and beside it the loss on text that was held out; both are compared with fp32's.
 """
 
 from __future__ import annotations
@@ -16,41 +17,57 @@ import time
 from pathlib import Path
 from typing import Any
 
-from armillary.spec.recipe import recipe_from_dict
+from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.home import Home
 from armillary.training.start import train_recipe
+from armillary.training.trainer import StepReport
 
-LAST = 20
+LAST, EVERY = 20, 50
+"""steps whose losses are averaged, and between two words about how it goes"""
 
 
-def run(name: str, arguments: argparse.Namespace, home: Home) -> dict[str, Any]:
+def recipe_of(name: str, arguments: argparse.Namespace) -> Recipe:
     precision, _, scaling = name.partition("-")
-    recipe = recipe_from_dict({
+    return recipe_from_dict({
         "model": {"name": arguments.model},
         "hardware": {"on": "here"},
-        "data": {"source": "stdlib"},
+        "data": {"source": arguments.data},
         "layout": {"precision": precision, "fp8_scaling": scaling or "token", "micro_batch": arguments.rows},
         "train": {"sequence": arguments.sequence, "batch_tokens": arguments.rows * arguments.sequence,
                   "steps": arguments.steps, "eval_every": arguments.steps, "eval_batches": 8, "profile_every": 0},
     })  # fmt: skip
+
+
+def run(name: str, arguments: argparse.Namespace, home: Home, found: dict[str, dict[str, Any]]) -> None:
+    """Fills `found[name]`, and writes it down as it goes."""
     losses: list[float] = []
     begin = time.perf_counter()
-    done = train_recipe(
-        recipe, home=home, device=arguments.device, run=name, watch=lambda report: losses.append(report.gauges["loss"])
-    )
-    last = losses[-LAST:]
-    return {"loss": sum(last) / len(last), "val_loss": done.val_loss, "first": losses[0], "steps": len(losses),
-            "seconds": round(time.perf_counter() - begin, 1)}  # fmt: skip
+
+    def note(**more: Any) -> None:
+        last = losses[-LAST:]
+        found[name] = {"steps": len(losses), "loss": sum(last) / len(last), "first": losses[0],
+                       "seconds": round(time.perf_counter() - begin, 1)} | more  # fmt: skip
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1))
+
+    def watch(report: StepReport) -> None:
+        losses.append(report.gauges["loss"])
+        if len(losses) % EVERY == 0:
+            note()
+
+    done = train_recipe(recipe_of(name, arguments), home=home, device=arguments.device, run=name, watch=watch)
+    note(val_loss=done.val_loss)
 
 
 def table(found: dict[str, dict[str, Any]]) -> list[str]:
-    lines = ["| format | loss | against fp32 | held out | against fp32 |", "|---|---:|---:|---:|---:|"]
-    plain = found.get("fp32")
+    lines = ["| format | steps | loss | against fp32 | held out | against fp32 |", "|---|---:|---:|---:|---:|---:|"]
+    plain = found.get("fp32", {})
     for name, row in found.items():
-        cells = []
+        cells = [str(row["steps"])]
         for key in ("loss", "val_loss"):
-            off = f"{100 * (row[key] / plain[key] - 1):+.2f} %" if plain and plain is not row else ""
-            cells += [f"{row[key]:.4f}", off]
+            mine, right = row.get(key), plain.get(key)
+            cells += ["-" if mine is None else f"{mine:.4f}",
+                      f"{100 * (mine / right - 1):+.2f} %" if mine and right and name != "fp32" else ""]  # fmt: skip
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
@@ -61,18 +78,17 @@ def main() -> None:
     parser.add_argument("--model", default="armillary-25m")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=32, help="sequences of a step")
+    parser.add_argument("--rows", type=int, default=16, help="sequences of a step")
+    parser.add_argument("--data", default="stdlib", help="where the text is, as in a recipe")
     parser.add_argument("--device")
     parser.add_argument("--home", type=Path, help="where data and kernels are kept between runs")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="where to write what is measured, as it goes")
     arguments = parser.parse_args()
     home = Home.at(arguments.home or tempfile.mkdtemp())
     found: dict[str, dict[str, Any]] = {}
     for name in arguments.formats:
-        found[name] = run(name, arguments, home)
+        run(name, arguments, home, found)
         print(name, json.dumps(found[name]), flush=True)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=1))
     print("\n".join(table(found)))
 
 

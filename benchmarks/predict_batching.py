@@ -3,6 +3,7 @@
     python benchmarks/predict_batching.py                  an MLP and a small ResNet; under two minutes on two cores
     python benchmarks/predict_batching.py --only mlp       one of them
     python benchmarks/predict_batching.py --speeds         eager, compiled, exported, TorchScript and ONNX, a row and 32
+    python benchmarks/predict_batching.py --write          either, also into predict_batching.md
 
 The server is a process of its own, asked over HTTP by an open-loop Poisson client in this one; a rate counts where its
 p99, from when a request was due, stays within the limit, nothing fails and no queue grows.
@@ -11,6 +12,7 @@ p99, from when a request was due, stays within the limit, nothing fails and no q
 from __future__ import annotations
 
 import argparse
+import platform
 import re
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +29,7 @@ import torch
 
 from armillary.model.export import export, like
 from armillary.model.python_module import load_python_module
+from armillary.profiling.machine import machine
 from armillary.serving.load.probe import probe
 from armillary.serving.load.run import Test
 from armillary.serving.load.search import Found, search_rate, trying
@@ -35,43 +39,66 @@ from armillary.spec.load import Load
 from armillary.spec.predict import Predict
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "small_models.py"
-LIMITS_S = {"mlp": 0.1, "resnet": 0.1}
+LIMITS_S = {"mlp": 0.2, "resnet": 0.2}
 BATCH = 64
+PAGE = Path(__file__).with_suffix(".md")
+BATCHING, FORMS = "Dynamic batching", "Forms of a model"
+INTRO = """`python benchmarks/predict_batching.py --write` for the first table, `--speeds --write` for the second.
+Models: `examples/small_models.py`. The rate is the highest that an open-loop Poisson client over HTTP sustains with
+p99, from when a request was due, within the limit; client, server and model share the cores."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=LIMITS_S)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each trial")
+    parser.add_argument("--seconds", type=float, default=2.5, help="of each trial")
     parser.add_argument("--speeds", action="store_true", help="forms of a model instead of a server")
+    parser.add_argument("--write", action="store_true", help="put the tables into predict_batching.md")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     names = [asked.only] if asked.only else list(LIMITS_S)
+    lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            if asked.speeds:
-                speeds(name, Path(folder))
-            else:
-                compare(name, Path(folder), asked.seconds)
+            made = speeds(name, Path(folder)) if asked.speeds else compare(name, Path(folder), asked.seconds)
+            for line in made:
+                print(line, flush=True)
+                lines.append(line)
+    if asked.write:
+        write(FORMS if asked.speeds else BATCHING, lines)
+
+
+def write(title: str, lines: list[str]) -> None:
+    """Replace the part of the page under `title`, and keep the other."""
+    parts = {BATCHING: "", FORMS: ""}
+    for part in (PAGE.read_text(encoding="utf-8") if PAGE.exists() else "").split("\n## ")[1:]:
+        parts |= {name: part.partition("\n")[2].strip() for name in parts if part.startswith(name)}
+    cpu = machine().cpu
+    software = f"Python {platform.python_version()}, torch {torch.__version__}"
+    head = f"{date.today()}, {software}, {cpu.model}, {cpu.cores} cores; the model has one thread."
+    parts[title] = "\n".join([head, *lines])
+    body = "\n\n".join(f"## {name}\n\n{text}" for name, text in parts.items() if text)
+    PAGE.write_text(f"# The predict server\n\n{INTRO}\n\n{body}\n", encoding="utf-8")
 
 
 # --- the server, batched and not
 
 
-def compare(name: str, folder: Path, seconds: float) -> None:
+def compare(name: str, folder: Path, seconds: float) -> Iterator[str]:
+    """Lines of the table, as they are measured."""
     module, examples = load_python_module(f"{EXAMPLES}:{name}")
     file = export(module, like(examples), folder / f"{name}.pt2", "pt2").path
     alone = _least(lambda: module(examples[0][:1]))
-    print(f"\n{name}: a row alone {1e3 * alone:.2f} ms, p99 limit {1e3 * LIMITS_S[name]:.0f} ms", flush=True)
-    print("| batching | highest rate, requests/s | p50 ms | p99 ms | mean rows | next rate fails by |")
-    print("|---|---:|---:|---:|---:|---|")
+    yield f"\n{name}: a row alone {1e3 * alone:.2f} ms, p99 limit {1e3 * LIMITS_S[name]:.0f} ms\n"
+    yield "| batching | highest rate, requests/s | p50 ms | p99 ms | mean rows | next rate fails by |"
+    yield "|---|---:|---:|---:|---:|---|"
     found = {}
     for title, batch, start in (("none", 1, 0.5 / alone), (f"dynamic, up to {BATCH}", BATCH, 1.5 / alone)):
         with server(file, batch) as url:
             found[title] = highest(url, LIMITS_S[name], start, seconds)
-            row(title, found[title], mean_rows(url))
+            yield row(title, found[title], mean_rows(url))
     none, dynamic = (one.best or 0.0 for one in found.values())
-    print(f"dynamic over none: {dynamic / none if none else float('inf'):.1f} × at the same limit", flush=True)
+    yield f"\ndynamic over none: {dynamic / none if none else float('inf'):.1f} × at the same limit"
 
 
 def highest(url: str, limit_s: float, start: float, seconds: float) -> Found:
@@ -81,12 +108,12 @@ def highest(url: str, limit_s: float, start: float, seconds: float) -> Found:
     return search_rate(trying(probe(url, load), test), objective, start=start, near=1.15)
 
 
-def row(title: str, found: Found, rows: float) -> None:
+def row(title: str, found: Found, rows: float) -> str:
     best = found.ran.summary
-    failed = min((one for one in found.trials if one.broken), key=lambda one: one.requests_per_s, default=None)
+    failed = next((one for one in reversed(found.trials) if one.requests_per_s == found.failed), None)
     why = f"{failed.requests_per_s:.0f}/s: {'; '.join(failed.broken)}" if failed else "–"
-    print(f"| {title} | {found.best or 0:.0f} | {1e3 * best.due_e2e.p50_s:.1f} | {1e3 * best.due_e2e.p99_s:.1f} | "
-          f"{rows:.1f} | {why} |", flush=True)  # fmt: skip
+    return (f"| {title} | {found.best or 0:.0f} | {1e3 * best.due_e2e.p50_s:.1f} | {1e3 * best.due_e2e.p99_s:.1f} | "
+            f"{rows:.1f} | {why} |")  # fmt: skip
 
 
 def mean_rows(url: str) -> float:
@@ -119,7 +146,7 @@ def server(file: Path, max_batch: int) -> Iterator[str]:
 # --- eager, compiled, exported
 
 
-def speeds(name: str, folder: Path) -> None:
+def speeds(name: str, folder: Path) -> Iterator[str]:
     """Time of a row and of 32 rows, for every form of the same model; compiling takes longest and comes last."""
     module, examples = load_python_module(f"{EXAMPLES}:{name}")
     pt2 = export(module, like(examples), folder / f"{name}.pt2", "pt2").path
@@ -135,11 +162,11 @@ def speeds(name: str, folder: Path) -> None:
     }
     one = examples[0][:1]
     many = one.repeat(32, *[1] * (one.ndim - 1))
-    print(f"\n| {name} | a row, ms | 32 rows, ms |\n|---|---:|---:|", flush=True)
+    yield f"\n| {name} | a row, ms | 32 rows, ms |\n|---|---:|---:|"
     for title, make in forms.items():
         call = make()
         times = [_least(partial(call, batch)) for batch in (one, many)]
-        print(f"| {title} | {1e3 * times[0]:.2f} | {1e3 * times[1]:.2f} |", flush=True)
+        yield f"| {title} | {1e3 * times[0]:.2f} | {1e3 * times[1]:.2f} |"
 
 
 def _traced(module: torch.nn.Module, example: torch.Tensor, path: Path) -> Path:

@@ -165,6 +165,11 @@ def memory_bytes(pid: int) -> int:
     return 0
 
 
+def engine_of(pid: int) -> int:
+    """The process that the server has started."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
 def start(folder: str, wishes: dict[str, Any]) -> tuple[subprocess.Popen[bytes], tuple[str, int]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -196,13 +201,16 @@ def measure(folder: str, wishes: dict[str, Any], soak_s: float) -> dict[str, Any
         together(address, wishes | {"streams": min(8, wishes["streams"])})
         firsts = answer(part("one", json.dumps([list(address), wishes])))
         found = together(address, wishes)
-        memory = [memory_bytes(process.pid)]
+        engine = engine_of(process.pid)
+        memory, of_engine = [memory_bytes(process.pid)], [memory_bytes(engine)]
         end = time.time() + soak_s
         while time.time() < end:
             again = together(address, wishes)
             found["wrong"] += again["wrong"]
             memory.append(memory_bytes(process.pid))
-            print(f"soak: {memory[-1] / 1e6:.1f} MB, {found['wrong']} wrong", file=sys.stderr, flush=True)
+            of_engine.append(memory_bytes(engine))
+            print(f"soak: {memory[-1] / 1e6:.1f} and {of_engine[-1] / 1e6:.1f} MB, {found['wrong']} wrong",
+                  file=sys.stderr, flush=True)  # fmt: skip
     finally:
         process.terminate()
         code = process.wait(60)
@@ -214,7 +222,8 @@ def measure(folder: str, wishes: dict[str, Any], soak_s: float) -> dict[str, Any
         "ttft_alone_ms": round(alone["ttft_p50_s"] * 1e3, 3), "ttft_http_ms": round(statistics.median(firsts) * 1e3, 3),
         "added_ttft_ms": round((statistics.median(firsts) - alone["ttft_p50_s"]) * 1e3, 3),
         "ttft_together_p50_s": round(found["ttft_p50_s"], 4), "wrong": found["wrong"],
-        "texts_other_than_offline": differ, "server_bytes": memory, "exit": code, "cores": os.cpu_count(),
+        "texts_other_than_offline": differ, "server_bytes": memory[:: max(1, len(memory) // 20)],
+        "engine_bytes": of_engine[:: max(1, len(memory) // 20)], "exit": code, "cores": os.cpu_count(),
     }  # fmt: skip
 
 

@@ -42,7 +42,8 @@ from armillary.kernels.norm_shape import Shape, backward_shape
 from armillary.kernels.paged_attention import PAGED_ATTENTION, PagedCase
 from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase
 from armillary.kernels.rope import ROPE, RopeCase
-from armillary.kernels.small_linear_triton import Tiles, VectorTiles, plan, run_tiles, run_vector, small_linear
+from armillary.kernels.small_linear_triton import Tiles, plan, run_tiles, small_linear
+from armillary.kernels.small_linear_vector_triton import VectorTiles, run_vector
 from armillary.kernels.timing import time_calls
 from armillary.kernels.trial import input_sets
 from armillary.profiling.kernel_bench import measure_some
@@ -87,7 +88,8 @@ def paged(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         return patched(run, paged_attention_triton, split_tiling=lambda *args: replace(plain(*args), **other))
 
     others: list[dict[str, Any]] = [
-        {"stages": 4}, {"workers": 3, "stages": 3}, {"n": 32, "stages": 5}, {"n": 64, "stages": 4}, {"warps": 8},
+        {"ahead": 0}, {"ahead": 2}, {"stages": 4}, {"workers": 3, "stages": 3}, {"n": 32, "stages": 5},
+        {"n": 64, "stages": 4}, {"warps": 8},
     ]  # fmt: skip
     ways: Ways = {"rule": run}
     for count in (1024, 2048):
@@ -266,8 +268,6 @@ def dropout(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     for case in BIAS_ACT_DROPOUT.cases.values():
         sizes = ((1024, 2048, 4), (1024, 4096, 4), (1024, 2048, 2), (2048, 2048, 4), (2048, 4096, 8))
         ways: Ways = {"rule": run} | {f"{size}": patched(run, bias_act_dropout_triton, _FORWARD=size) for size in sizes}
-        for flat in ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 4)):
-            ways[f"flat {flat}"] = patched(run, bias_act_dropout_triton, _FLAT=flat)
         for size in ((256, 4096, 8), (256, 4096, 4), (512, 4096, 8)):
             ways[f"{size}"] = patched(run, bias_act_dropout_triton, _FORWARD=size)
         moved = BIAS_ACT_DROPOUT.work(case).bytes

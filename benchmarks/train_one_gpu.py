@@ -173,15 +173,19 @@ def fp8_rows(
 ) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """The same in fp8; and sequences of 32k tokens, one at a time, with whole layers made again."""
     narrow: dict[str, Any] = length | {"precision": "fp8"}
+    many = replace(config, context=LONG)
+
+    def long(precision: str) -> dict[str, Any]:
+        how: dict[str, Any] = length | {"precision": precision, "sequence": LONG, "kind": "full", "timed": False}
+        return ours(many, home, 1, max(3, steps // 4), warm=2, **how)
+
     yield "fp8", lambda: ours(config, home, rows, steps, **narrow)
-    yield "fp8, words", lambda: ours(config, home, rows, steps, tokens=words, **narrow)
+    yield "32k, fp8", lambda: long("fp8")
     for scaling in ("tensor", "row"):
         yield f"fp8, scales a {scaling}", lambda kind=scaling: ours(config, home, rows, steps, scaling=kind, **narrow)
+    yield "fp8, words", lambda: ours(config, home, rows, steps, tokens=words, **narrow)
+    yield "32k, bf16", lambda: long("bf16")
     yield "fp8, selective", lambda: ours(config, home, rows, max(5, steps // 3), kind="selective", **narrow)
-    many = replace(config, context=LONG)
-    for precision in ("fp8", "bf16"):
-        long: dict[str, Any] = length | {"precision": precision, "sequence": LONG, "kind": "full", "timed": False}
-        yield f"32k, {precision}", lambda long=long: ours(many, home, 1, max(3, steps // 4), warm=2, **long)
     yield "fp8 parts", lambda: parts(config, home, rows, **narrow)
 
 

@@ -32,7 +32,6 @@ LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
 TORCH_FREE = (
     "armillary", "armillary.errors", "armillary.units", "armillary.spec*", "armillary.store*", "armillary.cluster*",
     "armillary.planning*", "armillary.diagnosis*", "armillary.serving.gateway*", "armillary.serving.autoscale*",
-    "armillary.serving.api.serve",
     *(f"armillary.serving.engine.{name}" for name in (
         "admission", "answers", "block_hash", "block_pool", "chunks", "constraint", "decision", "ending", "engine",
         "gauges", "intake", "invariants", "kv_cache", "kv_capacity", "kv_groups", "kv_match", "loop", "params",

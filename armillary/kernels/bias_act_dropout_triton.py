@@ -15,14 +15,13 @@ from torch import Tensor
 
 from armillary.kernels.activations_triton import act, act_and_slope, act_kept, through
 from armillary.kernels.column_sums_triton import column_sums
-from armillary.kernels.dropout_pairs_triton import backward_pairs, draw, forward_flat, forward_pairs
+from armillary.kernels.dropout_pairs_triton import backward_pairs, draw, forward_pairs
 from armillary.kernels.launch import ceil_div, dense, num_programs, on, power_of_two
 from armillary.kernels.needs import interpreted
 from armillary.kernels.philox import LANES, WORD, keep_scale, threshold
 
 _FORWARD, _BACKWARD, _BACKWARD_LIGHT = (1024, 2048, 4), (2048, 2048, 8, 4), (1024, 4096, 4, 6)
 """columns and numbers a program takes at a time, its warps; programs a multiprocessor"""
-_FLAT: tuple[int, int] | None = None
 _LIGHT, _HEAVY = ("none",), ("gelu", "gelu_tanh")
 """activations whose backward takes other sizes, and those where it is not quicker in pairs"""
 _BF16_INFINITY = 0x7F80
@@ -47,15 +46,8 @@ def _run(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float
     block, held, warps = _tile(columns, *_FORWARD)
     pieces = ceil_div(columns, block)
     pairs = _in_pairs(x, p)
-    if _FLAT is not None and pairs and bias is not None and bias.dtype == x.dtype and columns >= _FLAT[0]:
-        block, warps = _FLAT
-        with on(x):
-            forward_flat[(ceil_div(x.numel(), block),)](
-                x, bias, seed, y, x.numel(), columns, _least(p) * 0x10001, keep_scale(p), _over(p), DROP=p > 0,
-                ACT=_activation(activation, p), BLOCK=block, MASKED=bool(x.numel() % block), ASM=not interpreted(),
-                num_warps=warps,
-            )  # fmt: skip
-        return y
+    if pairs and block < _FORWARD[0]:  # their bias is spread over the threads anew: more rows share it
+        held *= 2
     kernel, least = (forward_pairs, _least(p) * 0x10001) if pairs else (_forward_kernel, _least(p) << 17)
     with on(x):
         kernel[(ceil_div(rows, held) * pieces,)](

@@ -132,31 +132,6 @@ def forward_pairs(
 
 
 @triton.jit
-def forward_flat(
-    x_ptr, bias_ptr, seed_ptr, y_ptr, count, columns, threshold, scale, over, DROP: tl.constexpr, ACT: tl.constexpr,
-    BLOCK: tl.constexpr, MASKED: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """A program is BLOCK of all `count` numbers, whatever rows they are of; BLOCK is no more than `columns`, so that
-    they are of two rows at most. The bias is in bf16 too."""
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
-    lane = tl.arange(0, BLOCK // 2)
-    at, inside = begin // 2 + lane, begin // 2 + lane < count // 2
-    column = (begin % columns).to(tl.int32) // 2 + lane
-    column = tl.where(column >= columns // 2, column - columns // 2, column)
-    bias = _load(bias_ptr, tl.multiple_of(tl.max_contiguous(column, [4]), [4]), inside, False)
-    bias_low, bias_high = _apart(bias)
-    low, high = _apart(_load(x_ptr, at, inside, MASKED))
-    low = _scaled(low + bias_low, scale, over, ACT, ASM)
-    high = _scaled(high + bias_high, scale, over, ACT, ASM)
-    pair = _together(low, high, ASM)
-    if DROP:
-        r0, r1, r2, r3 = draw(tl.load(seed_ptr), begin // 8 + tl.arange(0, BLOCK // 8))
-        words = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [BLOCK // 2]).to(tl.int32, bitcast=True)
-        pair = _kept(pair, words, threshold, ASM)
-    _store(y_ptr, at, pair, inside, MASKED)
-
-
-@triton.jit
 def backward_pairs(
     dy_ptr, x_ptr, bias_ptr, seed_ptr, dx_ptr, parts_ptr, rows, columns, threshold, scale, BIAS: tl.constexpr,
     DROP: tl.constexpr, ACT: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,

@@ -47,8 +47,8 @@ class Operand:
     """[M, K], to sum over K"""
     turned: Scaled | None
     """[K, M'], to sum over M; M' is M in whole sixteens, with zeros"""
-    known: Tensor
-    """what was found out about its numbers: given to `make_operand`, it makes the same again in fewer passes"""
+    known: Tensor | None
+    """what was found out about its numbers, if anything: given to `make_operand`, it makes the same in fewer passes"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def make_operand(
         made = _rows(source, dtype, "row", _number(source)) if rows else None
         known = _columns_amax(source) if turned and known is None else known
         columns = _by_columns(source, dtype, known) if turned and known is not None else None
-        return Operand(rows=made, turned=columns, known=_number(source) if known is None else known)
+        return Operand(rows=made, turned=columns, known=known)
     top = _number(source)
     if scaling == "tensor":
         top = _largest(source) if known is None else known

@@ -59,7 +59,7 @@ def backward_shape(columns: int, element_size: int, pairs: bool, *, sums: int, r
     """One program a multiprocessor, so that few sums are left to add up; the next rows are loaded meanwhile, as many as
     100 kB hold. Where there are no sums, a program for every row. `pairs` is the next best."""
     if not sums and columns > 2048:
-        warps = fitting_warps(columns, element_size, (8 if columns <= 6144 else 16) // (2 if pairs else 1))
+        warps = fitting_warps(columns, element_size, (8 if columns <= 12288 else 16) // (2 if pairs else 1))
         return Shape(1, warps * _WARP_BYTES // element_size, warps)
     if columns <= 512:
         width = power_of_two(columns)

@@ -20,6 +20,7 @@ from armillary.kernels.launch import (
     num_programs,
     on,
     power_of_two,
+    shared_bytes,
 )
 from armillary.kernels.needs import interpreted
 from armillary.kernels.paged_attention import PagedBatch, PagedOptions
@@ -33,8 +34,8 @@ _MAX_DECODE_ROWS = 64
 """(query, head) pairs that the split kernel takes as one product"""
 _COMBINE_ROWS = 16
 """rows of a tile of queries that a program adds up at a time, where keys were split"""
-_SPLIT_TILES = 8
-"""key tiles that a program of the kernel for prompts gets at least, where keys are split"""
+_SPLIT_KEYS = 512
+"""keys that a program of the kernel for prompts gets at least, where keys are split"""
 _PREFILL_SHARE = 0.85
 """of the multiprocessors that short chunks of prompts take; 112 of 132 divide evenly among tiles, heads and parts"""
 _COMBINE_ELEMENTS = 4096
@@ -130,7 +131,7 @@ def split_tiling(group: int, max_query: int, head_dim: int, dtype: torch.dtype) 
     queries = max_query if group * max_query <= _MAX_DECODE_ROWS else max(1, 16 // group)
     m, width = max(16, power_of_two(group * queries)), max(16, power_of_two(head_dim)) * dtype.itemsize
     n = max(16, min(128, _TILE_BYTES // width))
-    return Tiling(queries=queries, m=m, n=n, warps=4, stages=3, workers=2, ahead=2)
+    return Tiling(queries=queries, m=m, n=n, warps=4, stages=3, workers=2, ahead=1)
 
 
 def combine_tiling(pairs: int, workers: int, rows: int, width: int) -> tuple[int, int]:
@@ -212,6 +213,12 @@ def prefill_slots(q: Tensor, workers: int) -> int:
     return max(1, int(_PREFILL_SHARE * every)) if q.is_cuda else every
 
 
+def _long(tiling: Tiling, q: Tensor, width: int, dtype: torch.dtype) -> Tiling:
+    """Tiles for few queries over many keys: twice the keys, where a multiprocessor's memory holds three such tiles."""
+    need = (2 * tiling.stages * 2 * tiling.n + tiling.m) * width * dtype.itemsize
+    return replace(tiling, n=2 * tiling.n) if dtype.itemsize == 2 and need <= shared_bytes(q) else tiling
+
+
 def _in_pairs(q: Tensor, cache: Tensor) -> bool:
     """Whether values are in fp8 and can be read two at a time."""
     fits = cache.dtype == torch.float8_e4m3fn and q.dtype != torch.float32 and power_of_two(q.shape[2]) == q.shape[2]
@@ -225,11 +232,13 @@ def _launch_prefill(pointers, strides, shape, dtype, scale, softcap, num_rows):
     tiles, heads = q.shape[0] // (tiling.m // shape["GROUP"]), shape["HEADS"]
     slots = prefill_slots(q, tiling.workers)
     splits = prefill_splits(tiles * heads, slots)
+    if splits > 1:
+        tiling = _long(tiling, q, shape["D_PAD"], dtype)
     most = (tiles + num_rows) * heads
     programs = most * splits if splits > 1 else 0
     partial = torch.empty(programs * tiling.m * shape["D_PAD"], dtype=torch.float32, device=q.device)
     peaks = torch.empty(programs * 2 * tiling.m, dtype=torch.float32, device=q.device)
-    parts = {"M": tiling.m, "N": tiling.n, "SPLITS": splits, "LEAST": _SPLIT_TILES, "SLOTS": slots}
+    parts = {"M": tiling.m, "N": tiling.n, "SPLITS": splits, "LEAST": max(1, _SPLIT_KEYS // tiling.n), "SLOTS": slots}
     prefill[(slots if splits > 1 else most,)](
         *pointers, partial, peaks, scale, softcap, num_rows, *strides, **shape, **parts, num_warps=tiling.warps,
         num_stages=tiling.stages,

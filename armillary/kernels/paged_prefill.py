@@ -15,6 +15,12 @@ from armillary.kernels.paged_softmax import absorbed, finished, pages_of, positi
 
 
 @triton.jit
+def _whole_pages(table, tile, stop, N: tl.constexpr, PAGE: tl.constexpr):
+    """Pages of a tile's keys, all of which are there, where a tile is so many pages."""
+    return tl.load(table + tile * (N // PAGE) + tl.arange(0, N) // PAGE, mask=tile < stop, other=0)
+
+
+@triton.jit
 def _tiles(
     q_MD, top, total, sums, keys, kv_stride, page_stride, slot_stride, table, start, stop, length, lowest, position,
     slope, k_scale, softcap, dim,
@@ -23,11 +29,16 @@ def _tiles(
 ):  # fmt: skip
     """Online softmax over key tiles [start, stop); MASKED where a tile may hold keys that some query must not see."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    page = pages_of(table, start, stop, lowest, length, N, PAGE)
+    WHOLE: tl.constexpr = not MASKED and N % PAGE == 0  # then nothing stands for others, and places are always the same
+    page = _whole_pages(table, start, stop, N, PAGE) if WHOLE else pages_of(table, start, stop, lowest, length, N, PAGE)
     for tile in range(start, stop):
-        next_page = pages_of(table, tile + 1, stop, lowest, length, N, PAGE)
         key = tile * N + tl.arange(0, N)
-        at = page * page_stride + (key % PAGE) * slot_stride
+        if WHOLE:
+            next_page = _whole_pages(table, tile + 1, stop, N, PAGE)
+            at = page.to(tl.int64) * page_stride + (tl.arange(0, N) % PAGE) * slot_stride
+        else:
+            next_page = pages_of(table, tile + 1, stop, lowest, length, N, PAGE)
+            at = page * page_stride + (key % PAGE) * slot_stride
         k_at = keys + at[:, None] + dim[None, :]
         there = (key < length) & (key >= lowest)
         if MASKED:

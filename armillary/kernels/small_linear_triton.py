@@ -10,7 +10,6 @@ sum cost next to nothing. One token has a kernel of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from armillary.kernels.launch import can_start_early, ceil_div, early_launch, is_bare, on, power_of_two
 from armillary.kernels.launch_triton import fetch
 from armillary.kernels.small_linear import MOST_TOKENS, reference
-from armillary.kernels.small_linear_vector_triton import vector_kernel
+from armillary.kernels.small_linear_norm_triton import normed
+from armillary.kernels.small_linear_vector_triton import run_vector, vector_plan
 
 # M tokens, K inputs, N rows of the weight
 
@@ -47,21 +47,6 @@ class Tiles:
     """start before the kernel ahead has ended, where the chip can"""
 
 
-class VectorTiles(NamedTuple):
-    """How the work for one token is cut."""
-
-    rows: int
-    """of the weight in a program, even"""
-    depth: int
-    """of the inner dim in a step"""
-    warps: int
-    """of a program"""
-    early: bool
-    """start before the kernel ahead has ended, where the chip can"""
-    late: bool = False
-    """let what follows start when the weights are read, not before"""
-
-
 def small_linear(
     x_MK: Tensor,
     weight_NK: Tensor,
@@ -81,8 +66,9 @@ def _launched(
     x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool
 ) -> Tensor:
     tokens, (outputs, inputs) = x.numel() // x.shape[-1], weight.shape
-    if tokens == 1:
-        return run_vector(x, weight, norm, residual, eps, gated, vector_plan(inputs))
+    vector = vector_plan(outputs, inputs) if tokens == 1 else None
+    if vector is not None and (vector.early or norm is None):  # what a norm precedes starts early in any case
+        return run_vector(x, weight, norm, residual, eps, gated, vector)
     return run_tiles(x, weight, norm, residual, eps, gated, plan(tokens, outputs, inputs, x.element_size()))
 
 
@@ -116,32 +102,6 @@ def _splits(rows: int, outputs: int, inputs: int) -> int:
     return max(1, min(_PROGRAMS // ceil_div(outputs, rows), inputs // 512))
 
 
-def vector_plan(inputs: int) -> VectorTiles:
-    """The same for one token: short rows are done before an early start would pay."""
-    depth = max(64, min(1024, power_of_two(inputs)))
-    return VectorTiles(rows=4 if inputs >= 8192 else 2, depth=depth, warps=max(1, depth // 256), early=inputs >= 8192)
-
-
-def run_vector(
-    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, tiles: VectorTiles
-) -> Tensor:
-    """One token, cut as `tiles` says."""
-    flat, weight = x.reshape(1, x.shape[-1]).contiguous(), weight.contiguous()
-    N, K = weight.shape
-    out = x.new_empty(N // 2 if gated else N)
-    residual = None if residual is None else residual.contiguous()
-    early = can_start_early(x.device) and (tiles.early or norm is not None)
-    with on(x):
-        if norm is not None:
-            flat = _normed(flat, norm.contiguous(), eps, early)
-        vector_kernel[(ceil_div(N, tiles.rows),)](
-            flat, weight, residual, out, N, K, EARLY=early, HAS_RESIDUAL=residual is not None, GATED=gated,
-            EVEN=K % tiles.depth == 0, ROWS=tiles.rows, DEPTH=tiles.depth, LATE=tiles.late,
-            num_warps=tiles.warps, **early_launch(early),
-        )  # fmt: skip
-    return out.view(*x.shape[:-1], len(out))
-
-
 def run_tiles(
     x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, tiles: Tiles
 ) -> Tensor:
@@ -159,7 +119,7 @@ def run_tiles(
     options = {"HAS_RESIDUAL": residual is not None, "GATED": gated, "BLOCK_M": block_m}
     with on(x):
         if norm is not None:
-            flat = _normed(flat, norm.contiguous(), eps, early)
+            flat = normed(flat, norm.contiguous(), eps, early)
         linear_kernel[(ceil_div(N, tiles.rows), tiles.splits)](
             flat, weight, residual, out, parts, M, N, K, **options, EARLY=early, SPLIT=parts is not None,
             EVEN=K % tiles.depth == 0, FP32=x.dtype == torch.float32, BLOCK_N=tiles.rows, BLOCK_K=tiles.depth,
@@ -172,15 +132,6 @@ def run_tiles(
                 **early_launch(early),
             )  # fmt: skip
     return out.view(*x.shape[:-1], width)
-
-
-def _normed(x: Tensor, weight: Tensor, eps: float, early: bool) -> Tensor:
-    """The RMS norm of rows; what follows may start before it ends, but it waits for what is ahead."""
-    out, block = torch.empty_like(x), min(8192, power_of_two(x.shape[1]))
-    norm_kernel[(len(x),)](
-        x, weight, out, x.shape[1], eps, EARLY=early, BLOCK=block, num_warps=max(1, min(8, block // 512))
-    )
-    return out
 
 
 @triton.jit
@@ -205,25 +156,6 @@ def _finish(
     if HAS_RESIDUAL:
         acc += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def norm_kernel(x_ptr, weight_ptr, out_ptr, K, eps, EARLY: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row): x / √(mean x² + eps) · weight."""
-    if EARLY:
-        gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64) * K
-    at = tl.arange(0, BLOCK)
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for begin in range(0, K, BLOCK):
-        x = tl.load(x_ptr + row + begin + at, mask=begin + at < K, other=0.0).to(tl.float32)
-        squares += x * x
-    inverse = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    for begin in range(0, K, BLOCK):
-        inside = begin + at < K
-        x = tl.load(x_ptr + row + begin + at, mask=inside, other=0.0).to(tl.float32)
-        weight = tl.load(weight_ptr + begin + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row + begin + at, (x * inverse * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -74,9 +74,9 @@ def _there(scaled: Scaled | None) -> Scaled:
     return scaled
 
 
-def _kept(operand: Operand, *, again: bool) -> tuple[Tensor, Tensor]:
+def _kept(operand: Operand, *, again: bool) -> tuple[Tensor | None, Tensor | None]:
     """For the backward pass: the transposed operand, or what is known to make it again with."""
-    return (operand.known, operand.known) if again else _there(operand.turned)
+    return (operand.known, None) if again else _there(operand.turned)
 
 
 class Fp8Project(torch.autograd.Function):
@@ -183,7 +183,7 @@ def _normed_again(fused: Fused, norm: tuple[Any, ...], kept: list[Tensor]) -> Sc
     return _turned_again(source, fused, kept[0])
 
 
-def _turned_again(source: Source, fused: Fused, known: Tensor) -> Scaled:
+def _turned_again(source: Source, fused: Fused, known: Tensor | None) -> Scaled:
     assert fused.fp8 is not None
     return _there(fused.fp8.make(source, E4M3, rows=False, known=known).turned)
 

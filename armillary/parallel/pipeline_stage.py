@@ -41,7 +41,7 @@ class Held(Transformer):
 
 def hold(config: ModelConfig, layout: Layout, stage: int, *, sequence: int) -> Held:
     """What a stage of the layout holds, on the current default device."""
-    spans = split(config, layout.pp * layout.interleave, sequence=sequence)
+    spans = split(config, layout.pp, layout.interleave, sequence=sequence)
     return Held(config, chunks_of(spans, stage, layout.pp))
 
 

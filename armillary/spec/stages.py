@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 
 from armillary.spec.mfu import attention_flops_per_token
@@ -61,9 +61,10 @@ def places(config: ModelConfig, sequence: int) -> tuple[Place, ...]:
     return first, *(kinds[kind] for kind in config.layers), Place(flops=6 * table, weights=table)
 
 
-def split(config: ModelConfig, num_chunks: int, *, sequence: int) -> tuple[Span, ...]:
+def split(config: ModelConfig, num_stages: int, interleave: int = 1, *, sequence: int) -> tuple[Span, ...]:
     """The chunks of a model, in order; every layer is in one of them."""
-    cuts = _cuts(places(config, sequence), num_chunks)
+    num_chunks = num_stages * interleave
+    cuts = _cuts(places(config, sequence), num_stages, interleave)
     ends = [(0, *cuts)[i : i + 2] for i in range(num_chunks)]
     return tuple(
         Span(
@@ -81,18 +82,20 @@ def chunks_of(spans: tuple[Span, ...], stage: int, num_stages: int) -> tuple[Spa
 
 def layers_by_stage(config: ModelConfig, num_stages: int, interleave: int, *, sequence: int) -> tuple[int, ...]:
     """How many layers each stage holds, all its chunks together."""
-    spans = split(config, num_stages * interleave, sequence=sequence)
+    spans = split(config, num_stages, interleave, sequence=sequence)
     return tuple(sum(len(span.layers) for span in chunks_of(spans, i, num_stages)) for i in range(num_stages))
 
 
 @cache
-def _cuts(found: tuple[Place, ...], num_chunks: int) -> tuple[int, ...]:
+def _cuts(found: tuple[Place, ...], num_stages: int, interleave: int) -> tuple[int, ...]:
     """Where chunks end; each has a place at least."""
     flops, weights = _sums([place.flops for place in found]), _sums([place.weights for place in found])
+    num_chunks = num_stages * interleave
     assert 1 <= num_chunks <= len(found), "layout_rules refuses more chunks than places"
     longest = _EQUAL * _least(flops, num_chunks, lambda limit: _Row(flops, weights, limit, inf))
     heaviest = _least(weights, num_chunks, lambda limit: _Row(flops, weights, longest, limit))
-    return _Row(flops, weights, longest, heaviest).even(num_chunks)
+    ends = _Row(flops, weights, longest, heaviest).even(num_chunks)
+    return ends if interleave == 1 else _Row(flops, weights, longest, inf).level(ends, num_stages)
 
 
 def _sums(values: list[float]) -> list[float]:
@@ -142,3 +145,31 @@ class _Row:
             at = min(stops, key=lambda stop: abs(self.flops[stop] - share))
             ends.append(at)
         return tuple(ends)
+
+    def level(self, ends: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
+        """Ends moved by single places, from a chunk of a longer stage to its neighbour of a shorter one, while that
+        brings the two nearer to each other and leaves no chunk empty or too long."""
+        bounds = [0, *ends]
+        times = [self.flops[stop] - self.flops[start] for start, stop in pairwise(bounds)]
+        stages = [sum(times[stage::num_stages]) for stage in range(num_stages)]
+        for _ in range(self.size):
+            before = list(bounds)
+            for i in range(1, len(ends)):
+                for step in (-1, +1):
+                    self._shift(bounds, times, stages, i, step)
+            if bounds == before:
+                break
+        return tuple(bounds[1:])
+
+    def _shift(self, bounds: list[int], times: list[float], stages: list[float], i: int, step: int) -> None:
+        """The end between chunks i - 1 and i, one place back (the first of the two gives) or on (the second does)."""
+        giver, taker = (i - 1, i) if step < 0 else (i, i - 1)
+        place = bounds[i] - 1 if step < 0 else bounds[i]
+        time = self.flops[place + 1] - self.flops[place]
+        from_, to = giver % len(stages), taker % len(stages)
+        empties = bounds[giver + 1] - bounds[giver] == 1
+        if empties or not 0 < time < stages[from_] - stages[to] or times[taker] + time > self.longest:
+            return
+        bounds[i] += step
+        times[giver], times[taker] = times[giver] - time, times[taker] + time
+        stages[from_], stages[to] = stages[from_] - time, stages[to] + time

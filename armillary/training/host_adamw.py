@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ from armillary.parallel.collectives import Clock
 from armillary.parallel.host import Event, HostMemory, Lane, compute_after, computed, wait_for
 from armillary.parallel.replicate import local_of
 from armillary.training.host_states import STATES, HostStates, Slice, flat, laid_out, slices_of, widest
+
+LAUNCHING = 2
+"""threads that launch the passes: forward, and autograd's own"""
 
 
 class HostAdamW(torch.optim.AdamW):
@@ -45,7 +50,7 @@ class HostAdamW(torch.optim.AdamW):
         most = max((slice_.size for slice_ in self.slices), default=0)
         self.buffers = [self.memory.lasting(most, widest(parameters)) for _ in range(2)]
         """where gradients come down"""
-        self._progress = Progress()
+        self._progress = Progress(done=len(self.slices))
         for p in parameters:
             moments = {name: laid_out(self.states.of(p, name), p) for name in STATES}
             self.state[p] = {"step": torch.zeros((), dtype=torch.float32)} | moments
@@ -76,12 +81,20 @@ class HostAdamW(torch.optim.AdamW):
         gradients = {p: local_of(p.grad).reshape(-1) for p in rates if p.grad is not None}
         for p in gradients:
             self.state[p]["step"] += 1
-        self._progress = Progress()
-        step = _Step(self, gradients, scale, rates, computed(self.device), self._progress)
+        self._progress = Progress(done=0)
+        step = _Step(optimizer=self, gradients=gradients, stepped=frozenset(gradients), scale=scale, rates=rates,
+                     ready=computed(self.device), progress=self._progress)  # fmt: skip
         if self.ahead:
-            threading.Thread(target=step.run, name="offloaded optimiser", daemon=True).start()
+            self._worker.submit(step.run)
             return
         self._timed(step.run_and_wait)
+
+    @cached_property
+    def _worker(self) -> ThreadPoolExecutor:
+        """One thread for all steps, whose cores are all but those that launch the passes beside it: a core that two
+        want holds up all others."""
+        cores = max(1, torch.get_num_threads() - LAUNCHING)
+        return ThreadPoolExecutor(1, "offloaded optimiser", initializer=torch.set_num_threads, initargs=(cores,))
 
     def finish(self) -> None:
         """Wait until every weight is there."""
@@ -113,14 +126,11 @@ class HostAdamW(torch.optim.AdamW):
 class Progress:
     """How many slices of a step are done, and the copy after which the last of them is there."""
 
-    def __init__(self) -> None:
-        self._done: float = float("inf")  # until a step begins
+    def __init__(self, done: int) -> None:
+        self._done = done
         self._event: Event = None
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-
-    def begin(self) -> None:
-        self._done = 0
 
     def add(self, event: Event) -> None:
         with self._changed:
@@ -140,22 +150,20 @@ class Progress:
             return self._event
 
 
-@dataclass(kw_only=False)
+@dataclass(frozen=True, kw_only=True)
 class _Step:
     """One step over all slices."""
 
     optimizer: HostAdamW
     gradients: dict[Tensor, Tensor]
+    """those that are not down yet"""
+    stepped: frozenset[Tensor]
+    """parameters that have one"""
     scale: Tensor | None
     rates: Mapping[Tensor, Mapping[str, Any]]
     ready: Event
     """when the gradients are computed"""
     progress: Progress
-
-    def __post_init__(self) -> None:
-        self.stepped = frozenset(self.gradients)
-        """parameters that have a gradient"""
-        self.progress.begin()
 
     def run_and_wait(self) -> None:
         self.run()
@@ -178,8 +186,8 @@ class _Step:
             following = None
             if number + 1 < len(slices):
                 states.soon(slices[number + 1])
-                if number:
-                    wait_for(sent[number - 1])  # its buffer may still be read
+                if number and states.file_bytes:
+                    wait_for(sent[number - 1])  # weights of a file go up through the buffer
                 following = self._down(slices[number + 1], buffers[(number + 1) % 2])
             wait_for(coming)
             self._let_go(slice_)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from armillary.kernels.choose import choose
 from armillary.kernels.fp8_linear import FP8_LINEAR
-from armillary.kernels.fp8_products import Fp8Products
 from armillary.kernels.grouped_linear import grouped_linear
 from armillary.kernels.needs import interpreted, lacking
 from armillary.kernels.ops import find_op
@@ -37,7 +36,7 @@ from armillary.spec.layout import Layout
 from armillary.store.home import Home
 from armillary.training.kernel_cases import Wanted, attention_name, wanted
 from armillary.training.loss import LossSum, loss_sum, through
-from armillary.training.product_choice import choose_fp8_products, choose_products
+from armillary.training.product_choice import choose_products
 
 _SLOW_TO_BUILD = ("compile", "flex")
 """versions that torch's compiler would have to build, for tens of seconds a run"""
@@ -93,7 +92,7 @@ def use_kernels(
     functions, taken = {}, {}
     for want in wanted(model.config, job, layout, device=device):
         taken[want.name], functions[want.name] = _choose(want, names or {}, home, timed and not job.deterministic)
-    taken[BLOCK] = (names or {}).get(BLOCK) or _block_form(job, layout, taken)
+    taken[BLOCK] = (names or {}).get(BLOCK) or _block_form(job, layout, taken, device)
     _set_layers(model, functions)
     halves = _halves(layout)
     _sort_experts(model, job, functions.get("grouped_linear", grouped_linear), halves)
@@ -101,13 +100,7 @@ def use_kernels(
         used = any(fits(block) for block in model.blocks.values())  # not with adapters, for one
         how: dict[str, Any] = {"names": names, "home": home, "timed": timed and used and not job.deterministic}
         products, called = choose_products(model.config, job, layout, device, **how)
-        fp8 = None
-        if layout.precision == "fp8":
-            called = choose_fp8_products(model.config, job, layout, device, **how)
-            scaling = layout.fp8_scaling
-            fp8 = Fp8(scaling=scaling, weights=Fp8Weights(scaling), multiply=Fp8Products(called))
-        pairs = taken.get("norm") == "triton, pairs"
-        _fuse(model, job, layout, halves=halves, products=products, pairs=pairs, fp8=fp8)
+        _fuse(model, job, layout, halves=halves, products=products, pairs=taken.get("norm") == "triton, pairs")
         taken |= called
     if halves is not None:
         model.stream = halves.dtype
@@ -142,10 +135,12 @@ def _choose(want: Wanted, names: Mapping[str, str], home: Home | None, timed: bo
     return choice.version, choice.run
 
 
-def _block_form(job: TrainJob, layout: Layout, taken: Mapping[str, str]) -> str:
-    """Fused where their kernels are ours, unless blocks are compiled; fp16 keeps a wide residual stream instead."""
+def _block_form(job: TrainJob, layout: Layout, taken: Mapping[str, str], device: torch.device) -> str:
+    """Fused where their kernels are ours, unless blocks are compiled; fp16 keeps a wide residual stream instead, and
+    fp8 needs units of its own."""
     ours = all(taken.get(name, "").startswith("triton") for name in ("norm", "rope", "activate"))
-    return FUSED if ours and not job.compile and layout.precision != "fp16" else "layers"
+    fits_unit = layout.precision != "fp8" or not lacking(("hopper",), device.type)
+    return FUSED if ours and fits_unit and not job.compile and layout.precision != "fp16" else "layers"
 
 
 def _halves(layout: Layout) -> HalfWeights | None:
@@ -179,8 +174,10 @@ def _fuse(model: Transformer, job: TrainJob, layout: Layout, *, halves: HalfWeig
     where there is one micro-batch and so nothing to sum."""
     alone = layout.num_devices == 1
     micro_batches = job.batch_tokens // (job.sequence * layout.micro_batch * layout.dp)
+    scaling = layout.fp8_scaling
+    fp8 = Fp8(scaling=scaling, weights=Fp8Weights(scaling)) if layout.precision == "fp8" else None
     made = {
-        again: Fused(halves=halves, again=again, accumulate=alone and micro_batches > 1, **how)
+        again: Fused(halves=halves, again=again, accumulate=alone and micro_batches > 1, fp8=fp8, **how)
         for again in (False, True)
     }
     for index, block in enumerate(model.blocks.values()):

@@ -6,11 +6,9 @@ Timing takes some seconds on a hot chip, so it is done for runs that last and on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
 
-from armillary.kernels.fp8_products_tune import tune_fp8
 from armillary.kernels.identity import device_name, revision
 from armillary.kernels.products import TORCH, Products, Tuned
 from armillary.kernels.products_tune import Linear, tune, tune_sums
@@ -33,30 +31,10 @@ def choose_products(
     known = {key: name for key, name in (names or {}).items() if key.startswith("product ")}
     wanted = timed and not names and device.type == "cuda" and layout.precision == "bf16"
     if wanted and _is_worth_it(config, job, layout):
-        tokens, summed = layout.micro_batch * job.sequence, _is_summed(job, layout)
-        known = _timed(layers(config), tokens, device, home, summed=summed)
+        summed = job.batch_tokens > job.sequence * layout.micro_batch * layout.dp and layout.num_devices == 1
+        known = _timed(layers(config), layout.micro_batch * job.sequence, device, home, summed=summed)
     useful = any(name != TORCH for name in known.values())
     return (Tuned(known) if useful else Products()), known
-
-
-def choose_fp8_products(
-    config: ModelConfig, job: TrainJob, layout: Layout, device: torch.device, *, names: Mapping[str, str] | None,
-    home: Home | None, timed: bool,
-) -> dict[str, str]:  # fmt: skip
-    """fp8 product -> algorithm, timed in a few seconds or remembered."""
-    known = {key: name for key, name in (names or {}).items() if key.startswith("fp8 ")}
-    if not timed or names or device.type != "cuda" or not _is_worth_it(config, job, layout):
-        return known
-    tokens, summed = layout.micro_batch * job.sequence, _is_summed(job, layout)
-    wanted = layers(config)
-    shapes = f"{tokens} {[tuple(layer)[:2] for layer in wanted]} {layout.fp8_scaling} {summed} {revision()}"
-    make = partial(tune_fp8, wanted, tokens, layout.fp8_scaling, device, summed=summed)
-    return _remembered(home, device, f"fp8 products {shapes}", make)
-
-
-def _is_summed(job: TrainJob, layout: Layout) -> bool:
-    """Whether gradients of several micro-batches are added up where they are made."""
-    return job.batch_tokens > job.sequence * layout.micro_batch * layout.dp and layout.num_devices == 1
 
 
 def layers(config: ModelConfig) -> list[Linear]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Ran
+from tests.serving.api.tiny import make_folder
 
 for name in ("msgspec", "prometheus_client", "starlette", "uvicorn"):
     pytest.importorskip(name, reason="the server needs the http extra: pip install 'armillary[http]'")
@@ -16,8 +17,6 @@ Cli = Callable[..., Ran]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.serving.api.tiny import make_folder
-
     return make_folder(tmp_path_factory.mktemp("tiny"))
 
 

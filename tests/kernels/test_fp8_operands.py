@@ -20,6 +20,14 @@ from tests.kernels.interpreter import needs_interpreter
 SCALINGS = st.sampled_from(["row", "tensor", "token"])
 
 
+def is_near(found: Operand, right: Tensor, dtype: torch.dtype) -> None:
+    """As near as the format is: for numbers that torch rounded to bf16 on the way."""
+    for mine, plain in ((found.rows, right), (found.turned, right.t())):
+        assert mine is not None
+        numbers = mine.values[:, : plain.shape[1]].float() * mine.scale
+        assert (numbers - plain.float()).norm() < (0.04 if dtype == E4M3 else 0.08) * plain.float().norm()
+
+
 def agrees(found: Operand, right: Tensor, dtype: torch.dtype, scaling: str, most_off: float) -> None:
     for mine, plain in ((found.rows, right), (found.turned, right.t())):
         values, scale = quantised(plain, dtype, scaling)
@@ -28,7 +36,7 @@ def agrees(found: Operand, right: Tensor, dtype: torch.dtype, scaling: str, most
             scale = found.rows.scale.max() if right.numel() else mine.scale
             values = (found.rows.values.float() * (found.rows.scale / scale)).to(dtype).t()
         assert mine is not None and mine.scale.shape == scale.shape
-        torch.testing.assert_close(mine.scale, scale, rtol=2e-2 if most_off > 0.1 else 1e-5, atol=0.0)
+        torch.testing.assert_close(mine.scale, scale, rtol=1e-5, atol=0.0)
         inside, beyond = mine.values[:, : plain.shape[1]].float(), mine.values[:, plain.shape[1] :].float()
         assert not beyond.any() and mine.values.shape[1] % 16 == 0
         assert int((inside != values.float()).sum()) <= most_off * right.numel()
@@ -96,11 +104,11 @@ def test_on_a_gpu(scaling: str, m: int, n: int, k: int) -> None:
     """Operands of every kind, and products of them with something added, in bf16 and summed in fp32."""
     for kind in KINDS:
         source, right, dtype = made(kind, *drawn(m, k, "cuda", torch.bfloat16))
-        # what torch rounds to bf16 on the way is not rounded here
-        agrees(make_operand(source, dtype, scaling), right, dtype, scaling, 0.0 if kind == "plain" else 0.3)
+        found = make_operand(source, dtype, scaling)
+        agrees(found, right, dtype, scaling, 0.0) if kind == "plain" else is_near(found, right, dtype)
     x, dy, weight, _ = drawn(m, k, "cuda", torch.bfloat16)
     normed = make_operand(norm_source(x, weight, None, 1e-6, True, False), E4M3, scaling)
-    agrees(normed, F.rms_norm(x, (k,), weight, 1e-6), E4M3, scaling, 0.3)
+    is_near(normed, F.rms_norm(x, (k,), weight, 1e-6), E4M3)
     one, other = make_operand(Source(x=dy), E5M2, scaling), make_operand(Source(x=x), E4M3, scaling)
     w = make_operand(Source(x=torch.randn(n, k, device="cuda", dtype=torch.bfloat16)), E4M3, scaling)
     multiply = Fp8Products()
@@ -110,8 +118,8 @@ def test_on_a_gpu(scaling: str, m: int, n: int, k: int) -> None:
         right = (a.values.float() * a.scale) @ (b.values.float() * b.scale).t()
         add = torch.randn_like(right).bfloat16()
         for dtype in (torch.bfloat16, torch.float32):
-            found = multiply(a, b, dtype, fast=fast)
-            assert found.dtype == dtype and (found - right).norm() < 1e-2 * right.norm()
-            total = add.to(dtype)
+            made_here = multiply(a, b, dtype, fast=fast)
+            assert made_here.dtype == dtype and (made_here - right).norm() < 1e-2 * right.norm()
+            total = add.to(dtype, copy=True)
             assert multiply(a, b, dtype, fast=fast, add=total, out=total) is total
             assert (total - right - add).norm() < 1e-2 * (right + add).norm()

@@ -54,9 +54,22 @@ def test_any_shape(m: int, n: int, k: int, norm: bool, gated: bool, residual: bo
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 300), (40, 1024), (6, 1500)])
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_token(n: int, k: int, fused: bool) -> None:
-    from armillary.kernels.small_linear_triton import small_linear
+    from armillary.kernels.small_linear_vector_triton import VectorTiles, run_vector
 
-    assert_agrees(small_linear, random(1, n, k, norm=fused, gated=fused, residual=fused))
+    inputs = random(1, n, k, norm=fused, gated=fused, residual=fused)
+    for rows, depth in ((4, 256), (2, 64)):
+        tiles = VectorTiles(rows=rows, depth=depth, warps=2, early=True)
+        assert_agrees(lambda *arguments, tiles=tiles: run_vector(*arguments, tiles), inputs)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("outputs", "plan"), [(1024, None), (4096, (4, 1024, 4, True)), (6144, (2, 1024, 4, False))]
+)
+def test_programs_for_one_token_start_early_where_all_run_at_once(outputs: int, plan: tuple[int, ...] | None) -> None:
+    from armillary.kernels.small_linear_vector_triton import vector_plan
+
+    assert vector_plan(outputs, 4096) == plan
 
 
 @needs_interpreter
@@ -115,8 +128,8 @@ def test_more_tokens_are_refused_by_name() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (1, 1002, 333), (1, 512, 14336), (8, 14336, 4096),
-                                             (33, 4096, 14336), (5, 1002, 333)])  # fmt: skip
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (1, 1002, 333), (1, 4096, 14336), (1, 6144, 512),
+                                             (8, 14336, 4096), (33, 4096, 14336), (5, 1002, 333)])  # fmt: skip
 def test_on_a_gpu(dtype: torch.dtype, fused: bool, m: int, n: int, k: int) -> None:
     from armillary.kernels.small_linear_triton import small_linear
 
@@ -145,13 +158,14 @@ def test_it_can_be_captured() -> None:
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_an_early_start_never_reads_what_is_not_there_yet(tokens: int) -> None:
     """A chain of layers in a graph, each waiting for the one ahead, against the same without early starts."""
-    from armillary.kernels.small_linear_triton import plan, run_tiles, run_vector, vector_plan
+    from armillary.kernels.small_linear_triton import plan, run_tiles
+    from armillary.kernels.small_linear_vector_triton import VectorTiles, run_vector
 
     weights = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45 for _ in range(16)]
     first, norm = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16), torch.ones(2048, device="cuda")
     ends = []
     for early in (False, True):
-        tiles, vector = replace(plan(8, 2048, 2048), early=early), vector_plan(2048)._replace(early=early)
+        tiles, vector = replace(plan(8, 2048, 2048), early=early), VectorTiles(rows=2, depth=1024, warps=4, early=early)
         assert tiles.splits > 1
 
         def run(*inputs, tiles=tiles, vector=vector) -> torch.Tensor:  # type: ignore[no-untyped-def]

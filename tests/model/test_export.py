@@ -19,7 +19,7 @@ from armillary.spec.model import LayerKind, ModelConfig
 
 WINDOWED = ModelConfig(
     name="t", hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64, vocab=96, context=64, window=5,
-    layers=(LayerKind(), LayerKind(attention="sliding")),
+    layers=(LayerKind(attention="sliding"),),
 )  # fmt: skip
 NET = '''
 import torch

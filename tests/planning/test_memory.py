@@ -161,10 +161,11 @@ def test_doubling_fsdp_never_raises_memory_where_little_is_left_to_share(cp: int
         ({"micro_batch": 8, "recompute": "selective"}, 8, 46.39e9),
         ({"micro_batch": 8}, 16, 63.16e9),
         ({"micro_batch": 4}, 4, 37.68e9),
+        ({"micro_batch": 8, "precision": "fp8"}, 8, 53.6e9),
     ],
 )
 def test_our_trainer_s_memory_on_an_h200(layout: dict[str, object], sequences: int, measured: float) -> None:
-    """Peak of the allocator, 1.14 B parameters, bf16 (2026-11-15): kept, selectively made again, two micro-batches."""
+    """Peak of the allocator, 1.14 B parameters (2026-11-15): kept, selectively made again, two micro-batches, fp8."""
     model = small_model(hidden=2048, heads=16, kv_heads=8, head_dim=128, ffn=8192, num_layers=16)
     case = case_of(model, "h200", sequences=sequences, software=OURS, loss_chunk=2048)
     assert float(bytes_of(case, **layout).allocated[0]) == pytest.approx(measured, rel=0.07)

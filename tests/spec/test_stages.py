@@ -56,6 +56,29 @@ def test_chunks_are_dealt_out_in_turn() -> None:
     assert sum(layers_by_stage(model(6), 2, 3, sequence=64)) == 6
 
 
+@given(num_layers=st.integers(4, 40), stages=st.integers(2, 4), interleave=st.integers(2, 4), vocab=st.integers(8, 300))
+@settings(deadline=None)
+def test_the_chunks_of_a_stage_make_up_for_each_other(
+    num_layers: int, stages: int, interleave: int, vocab: int
+) -> None:
+    """Each stage's chunks together are within a layer and the head of every neighbour's, and none is lost."""
+    if stages * interleave > num_layers + 2:
+        return
+    config = model(num_layers, vocab)
+    spans = split(config, stages, interleave, sequence=64)
+    assert [layer for span in spans for layer in span.layers] == list(range(num_layers))
+    layer, head = places(config, 64)[1].flops, places(config, 64)[-1].flops
+    times = [sum(layer * len(span.layers) + head * span.last for span in chunks_of(spans, i, stages))
+             for i in range(stages)]  # fmt: skip
+    assert max(times) - min(times) <= 2 * layer + head
+
+
+def test_interleaved_stages_are_as_even_as_plain_ones() -> None:
+    """Eight chunks of four or five layers each, in four stages: 34 layers' worth, and none has ten."""
+    config = catalogue.model("llama-3.1-8b").config
+    assert layers_by_stage(config, 4, 2, sequence=4096) == (8, 9, 9, 6)
+
+
 def test_dense_layers_among_experts_weigh_what_they_weigh() -> None:
     """DeepSeek-V3: three dense layers first, experts of more memory behind; a token visits few of them."""
     counts = layers_by_stage(catalogue.model("deepseek-v3").config, 8, 1, sequence=4096)

@@ -46,10 +46,10 @@ def losses(run: Run) -> dict[int, float]:
 def test_losses_are_those_of_a_plain_run_and_what_is_out_is_said(recipe: Make, home: Home) -> None:
     common = ["train.steps=4", "train.eval_every=4", "layout.recompute=full"]
     plain = begin(recipe(*common), home)
-    wanted = train(plain.plan, plain.create_run())
+    wanted = train(plain.plan, plain.create_run(), device="cpu")
     for out in ("both", "nvme"):
         begun = begin(recipe(*common, f"layout.offload={out}"), home)
-        done = train(begun.plan, run := begun.create_run())
+        done = train(begun.plan, run := begun.create_run(), device="cpu")
         assert losses(run) == losses(wanted.run) and done.val_loss == wanted.val_loss
         last = list(read_gauges(run.gauges))[-1]
         assert last["offloaded_bytes"] > 12 * parameters(begun.plan.model).total and last["offload_s"] > 0
@@ -65,10 +65,10 @@ def test_a_run_goes_on_with_the_same_bits_wherever_its_states_wait(
 ) -> None:
     begun = begin(recipe("train.steps=6", "train.eval_every=0"), home)
     whole, run = begun.create_run(), begun.create_run()
-    train(begun.plan, whole)
+    train(begun.plan, whole, device="cpu")
     for number, out in enumerate(legs):
         leg = begin(recipe("train.steps=6", "train.eval_every=0", f"layout.offload={out}"), home)
-        train(leg.plan, run, watch=stop_after(2 * number + 1))
+        train(leg.plan, run, watch=stop_after(2 * number + 1), device="cpu")
     assert losses(run) == losses(whole)
 
 
@@ -106,6 +106,7 @@ def test_slices_of_any_size_are_stepped_alike(
     ours, theirs, host, plain = pair(tmp_path if in_file else None)
     assert len(host.slices) > 3
     assert sum(piece.size for piece in host.slices) == sum(p.numel() for p in ours.parameters())
+    versions = [parameter._version for parameter in ours.parameters()]
     for step in range(3):
         give_gradients(ours, theirs, seed=step)
         host.step(scale=torch.tensor(0.5))
@@ -118,6 +119,7 @@ def test_slices_of_any_size_are_stepped_alike(
         mine, expected = host.state[one]["exp_avg_sq"], plain.state[other]["exp_avg_sq"]
         torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-9)
         assert float(host.state[one]["step"]) == 3
+    assert all(p._version > old for p, old in zip(ours.parameters(), versions, strict=True)), "copies are made anew"
 
 
 def test_a_step_runs_beside_the_next_forward_pass_whose_layers_wait_for_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,11 +189,12 @@ def test_a_gpu_trains_alike_and_needs_less(
     """bf16 in whole blocks: the device keeps weights in 16 bits, so only AdamW's rounding differs."""
     shape = ["model.hidden=512", "model.heads=8", "model.kv_heads=4", "model.head_dim=64", "model.ffn=1536",
              "model.num_layers=8", "layout.precision=bf16", "train.sequence=128", "train.batch_tokens=1024",
-             "layout.micro_batch=8", "train.steps=8", "train.eval_every=0", "train.lr=3e-4"]  # fmt: skip
+             "layout.micro_batch=8", "train.steps=8", "train.eval_every=0", "train.lr=3e-4",
+             "train.deterministic=true"]  # fmt: skip
     found, peaks = {}, {}
     for out in outs:
         begun = begin(recipe(*shape, *more, f"layout.offload={out}"), home)
-        train(begun.plan, run := begun.create_run(), device="cuda", home=home)  # the same kernels each time
+        train(begun.plan, run := begun.create_run(), device="cuda")
         found[out] = losses(run)
         records = list(read_gauges(run.gauges))
         names = ("weights", "master", "optimizer", "activations", "gradients", "loss")

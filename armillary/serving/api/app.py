@@ -21,7 +21,7 @@ from starlette.routing import Route
 from armillary.serving.api.bodies import read
 from armillary.serving.api.chat import chat, prompt_of
 from armillary.serving.api.completions import complete
-from armillary.serving.api.exchange import ClientGone, Exchange, Receive, Send
+from armillary.serving.api.exchange import Budget, ClientGone, Exchange, Receive, Send
 from armillary.serving.api.metrics import Metrics
 from armillary.serving.api.openapi import document
 from armillary.serving.api.problem import Problem, bad
@@ -33,6 +33,8 @@ from armillary.serving.api.tracing import Tracing
 T = TypeVar("T", Chat, Completion, Tokenize, Detokenize)
 Handler = Callable[[Exchange], Awaitable[None]]
 _PAGE = Path(__file__).with_name("chat.html")
+_MOST_BODIES = 512_000_000
+"""bytes of bodies that are on their way"""
 _MOST_WAITING = 1024
 """requests that may wait, where serve.max_waiting does not say"""
 
@@ -83,6 +85,7 @@ class Api:
         self.draining = False
         """no more requests are taken"""
         self._keys = [key.encode() for key in keys]
+        self._bodies = Budget(_MOST_BODIES)
 
     def app(self) -> Starlette:
         """The routes; those that tell how the server is doing need no key."""
@@ -111,10 +114,11 @@ class Api:
 
     async def _answer(self, exchange: Exchange, schema: Any, ask: Any, kind: str) -> None:
         begin, answering = time.monotonic(), None
+        self._make_room()  # before its body is looked at, and again when that has come, which may have taken long
+        body: Asked = await self._body(exchange, schema)
         self._make_room()
         self.metrics.inflight += 1
         try:
-            body: Asked = await self._body(exchange, schema)
             answering, form = await ask(self.served, body, begin)
             await Reply(exchange, answering, form, kind=kind, model=self.served.name).send(body)
         finally:
@@ -123,7 +127,7 @@ class Api:
                 self.tracing.record(exchange, kind, answering, begin)
 
     def _make_room(self) -> None:
-        """Problem 503 or 429 where the request cannot be taken now; before its body is looked at."""
+        """Problem 503 or 429 where the request cannot be taken now."""
         if self.draining:
             raise Problem(503, "the server is shutting down; ask another one", code="shutting_down", retry_after_s=5)
         engine, serve = self.served.engine, self.served.serve
@@ -143,7 +147,7 @@ class Api:
         return min(60.0, max(1.0, mean_s * self.metrics.inflight / self.served.serve.max_running / 2))
 
     async def _body(self, exchange: Exchange, schema: type[T]) -> T:
-        body = read(await exchange.body(self.served.serve.max_body_bytes), schema)
+        body = read(await exchange.body(self.served.serve.max_body_bytes, self._bodies), schema)
         self.served.check_name(body.model)
         return body
 

@@ -38,6 +38,8 @@ class Orders:
     """number format of the weights; none: as stored"""
     device: str | None = None
     """none: the best there is"""
+    asked_at: float = 0.0
+    """when the process was started, by the wall clock"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,8 +159,11 @@ async def prompt_of(
     if not _FIXED.isdisjoint(variables):
         raise bad("chat_template_kwargs names what the request itself says; leave it out", "chat_template_kwargs")
     opens = body.add_generation_prompt is not False
+    plain = [_plain(message, i) for i, message in enumerate(messages)]
+    if not served.texts.knows_developer:
+        plain = [message | {"role": "system"} if message["role"] == "developer" else message for message in plain]
     ids = await served.texts.chat(
-        [_plain(message, i) for i, message in enumerate(messages)], served.max_model_len,
+        plain, served.max_model_len,
         tools=[_without_none(to_builtins(tool)) for tool in tools] if tools else None, add_generation_prompt=opens,
         variables=variables,
     )  # fmt: skip

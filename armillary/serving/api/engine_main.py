@@ -57,12 +57,11 @@ def run(orders: Orders, inbox: Iterator[Any], outlet: Outlet) -> None:
     """Load, say so, and serve until the server is gone."""
     from armillary.parallel.world import join_world
 
-    phases: list[tuple[str, float]] = []
+    phases = [("process", time.time() - orders.asked_at)]
     with join_world(orders.device, timeout_s=_WAIT_S) as world:
-        begin = time.monotonic()
         llm = LLM(orders.model, orders.serve, home=orders.home, dtype=orders.dtype, world=world,
                   phase=lambda name, seconds: phases.append((name, seconds)))  # fmt: skip
-        phases.append(("in all", time.monotonic() - begin))
+        phases.append(("in all", time.time() - orders.asked_at))
         if world.is_main:
             worker = _start(llm, outlet)
             outlet.send(_started(llm, phases))

@@ -23,6 +23,22 @@ class ClientGone(Exception):
     """Nobody is there to answer to."""
 
 
+class Budget:
+    """Bytes of bodies that may be on their way at once, of all requests together."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def take(self, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise Problem(429, "too many bodies are on their way; try again later", code="rate_limit_exceeded",
+                          retry_after_s=2)  # fmt: skip
+
+    def give_back(self, size: int) -> None:
+        self._left += size
+
+
 class Exchange:
     """What is asked, and where the answer goes."""
 
@@ -35,15 +51,22 @@ class Exchange:
         self._receive = receive
         self._send = send
 
-    async def body(self, limit: int) -> bytes:
+    async def body(self, limit: int, budget: Budget) -> bytes:
         """The whole body; Problem where it is too large or too slow."""
+        parts: list[bytes] = []
         try:
-            return await asyncio.wait_for(self._read(limit), _BODY_S)
+            size = await asyncio.wait_for(self._read(limit, budget, parts), _BODY_S)
         except TimeoutError:
             raise Problem(408, f"the body did not come within {_BODY_S:.0f} s; send it again") from None
+        finally:
+            budget.give_back(sum(map(len, parts)))
+        if size > limit:
+            raise Problem(413, f"the body has more than {limit:,} bytes; shorten it or raise serve.max_body_bytes")
+        return b"".join(parts)
 
-    async def _read(self, limit: int) -> bytes:
-        parts, size = [], 0
+    async def _read(self, limit: int, budget: Budget, parts: list[bytes]) -> int:
+        """Its size; what is beyond the limit is not kept."""
+        size = 0
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -52,13 +75,9 @@ class Exchange:
             size += len(part)
             if size <= limit:
                 parts.append(part)
-            if not message.get("more_body"):
-                break
-            if size > limit * _DRAIN:
-                break
-        if size > limit:
-            raise Problem(413, f"the body has more than {limit:,} bytes; shorten it or raise serve.max_body_bytes")
-        return b"".join(parts)
+                budget.take(len(part))
+            if not message.get("more_body") or size > limit * _DRAIN:
+                return size
 
     async def gone(self) -> None:
         """Returns when the client has hung up."""

@@ -34,8 +34,10 @@ class Texts:
     def __init__(self, folder: Path, eos_ids: Sequence[int]) -> None:
         has_text = (folder / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer.load(folder) if has_text else None
+        templates = self.tokenizer.templates.values() if self.tokenizer else ()
+        self.knows_developer = any("developer" in template for template in templates)
+        """the newer name of the system's role is one the chat template has heard of"""
         self.eos_ids = frozenset(self.tokenizer.eos_ids if self.tokenizer else eos_ids)
-        self._kept: dict[str, frozenset[int]] = {}
 
     async def encode(self, text: str, longest: int, param: str, *, special: bool = True) -> list[int]:
         """Ids of a text; one that is certainly longer than `longest` tokens is refused unread."""

@@ -49,6 +49,8 @@ class Budget:
     attention_tokens: float | None
     """see `chunk_cost`"""
     free: float = FREE
+    least: int = 1
+    """tokens of the first part, whatever they cost: fewer would cost as much"""
 
     @property
     def spent(self) -> bool:
@@ -59,8 +61,9 @@ class Budget:
         count = chunk_size(left, past, self.tokens, block_tokens, self.attention_tokens, tile, self.free)
         if count > self.most:
             count = chunk_size(left, past, float(self.most), block_tokens, None, tile)
-        return min(count, int(self.tokens))
+        return max(min(count, int(self.tokens)), min(left, self.least, self.most))
 
     def pay(self, count: int, past: int) -> None:
         self.tokens -= chunk_cost(count, past, self.attention_tokens, self.free)
         self.most -= count
+        self.least = 1

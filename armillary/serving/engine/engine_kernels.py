@@ -20,7 +20,6 @@ from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase, qkv_cache, unpadded
 from armillary.kernels.sampling import SAMPLE, SampleCase, sample
 from armillary.kernels.sampling_rows import sample as sample_rows
 from armillary.kernels.small_linear import SMALL_LINEAR, SmallLinear
-from armillary.kernels.whole_step import WholeStep
 from armillary.spec.model import ModelConfig
 
 Run = Callable[..., Any]
@@ -41,8 +40,6 @@ class EngineKernels:
     logprobs: Run = logprobs
     small: Run | None = None
     """products of a few tokens with the norm before and the gate or residual after; none: plain products"""
-    whole: Run | None = None
-    """a single sequence's step in one launch; none: kernel by kernel"""
     grouped: Run | None = None
     """products of all experts of a layer, which wait for nothing; none: expert by expert"""
     capturable: bool = False
@@ -87,7 +84,6 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         sample=_first(SAMPLE, SampleCase(batch=batch, vocab=config.vocab, **on)),
         logprobs=_first(LOGPROBS, LogprobCase(batch=batch, vocab=config.vocab, **on)),
         small=_first(SMALL_LINEAR, small) if _plain(config) else None,
-        whole=WholeStep if _plain(config) and attention.version == "triton" else None,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ the same code runs without graphs and without padding. `PlainExecutor` is its sl
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,6 @@ from armillary.serving.engine.logprob import Logprob
 from armillary.serving.engine.sequence import Sequence
 from armillary.serving.engine.settings import rope_switch
 from armillary.serving.engine.step import Ints, Shape, Step
-from armillary.serving.engine.whole import whole_step
 
 # T tokens, B sequences, V vocabulary, W words of 32 tokens
 
@@ -69,7 +68,6 @@ class FastExecutor:
         )  # fmt: skip
         with torch.inference_mode():
             self.forward = Forward(model, self.rows, cache.groups, self.kernels, max_model_len=max_model_len)
-        self._single: Callable[[Tensor], Tensor] | None = None
         self.sampler = DeviceSampler(self.rows, self.kernels)
         self.steps = self._steps(graphs, max_running, max_tokens)
         self.encoder = Encoder(
@@ -113,17 +111,8 @@ class FastExecutor:
     def _compute(self, shape: Shape, quick: bool, packed: Tensor) -> Tensor:
         """Tokens [B] where they are drawn the quick way, else logits [B, V]."""
         inputs = inputs_of(shape, packed)
-        whole = self._whole() if shape.decodes and shape.rows == 1 else None
-        logits_BV = self.forward.logits(self.forward.last(inputs)) if whole is None else whole(packed)
+        logits_BV = self.forward.logits(self.forward.last(inputs))
         return self.sampler.quick(logits_BV, inputs) if quick else logits_BV
-
-    def _whole(self) -> Callable[[Tensor], Tensor] | None:
-        """The launch for a single sequence, made when it is first wanted: products may be exchanged until then."""
-        if self._single is None and self.kernels.whole is not None:
-            self._single = whole_step(self.forward, self.kernels.whole)
-            if self._single is None:
-                self.kernels = replace(self.kernels, whole=None)
-        return self._single
 
     def _drawn(
         self, logits_BV: Tensor, step: Step, decision: Decision, masks: Masks | None

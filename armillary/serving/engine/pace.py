@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from armillary.serving.engine.decision import Decision
 
-_MARGIN = 0.04
+_MARGIN = 0.03
 """of the time that is not planned with: steps of one kind differ by so much"""
 _FORGET = 0.96
 """weight of a step at the next one"""
-_GROWTH = 1.3
+_GROWTH = 1.15
 """a step's tokens over those of the last one, at most"""
 _FIRST = 64
 """tokens of prompts in the first step"""
@@ -55,7 +55,7 @@ class Pace:
         if self._fit is None:
             first = alone / 300 * _UNITS[1]  # weights are read in the time in which some 300 tokens are computed
             self._fit = [0.0, first, first * _UNITS[2] / _UNITS[1] / self._attention if self._attention else 0.0]
-        least = (0.0, alone / 3000 * _UNITS[1], 0.0)
+        least = (-alone, alone / 3000 * _UNITS[1], 0.0)
         start_s, token_s, pair_s = (max(x, low) / unit for x, low, unit in zip(self._fit, least, _UNITS, strict=True))
         budget = (alone * (self.slowdown * (1 - _MARGIN) - 1) - start_s) / token_s
         return max(1.0, budget), token_s / pair_s if pair_s else None

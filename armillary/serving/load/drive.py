@@ -82,8 +82,8 @@ def drive(job: Job, begin: Callable[[], float] | None = None, watch: Watch | Non
     run = _Run(job)
     job.texts.cut(1, Random(0))  # reads the text that prompts are cut from
     run.fill(_AHEAD)
-    run.clock = clock_from(begin() if begin else time.monotonic() + START_S)
     with _no_pauses():
+        run.clock = clock_from(begin() if begin else time.monotonic() + START_S)
         return asyncio.run(_drive(run, watch))
 
 

@@ -40,10 +40,11 @@ class Pieces:
         if event.get("error"):
             self.error = error_text(event)
         self._count(event.get("usage"))
-        for choice in event.get("choices") or ():
-            if _has_text(choice):
-                self.stamps.append(now)
-            self.finished = self.finished or bool(choice.get("finish_reason"))
+        choices = event.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            if isinstance(choice, dict):
+                self.stamps += [now] if _has_text(choice) else []
+                self.finished = self.finished or bool(choice.get("finish_reason"))
 
     def whole(self, data: bytes, now: float) -> None:
         """An answer that was not streamed: all of it came now."""
@@ -52,14 +53,16 @@ class Pieces:
             self.stamps, self.finished = [now], True
 
     def _count(self, usage: Any) -> None:
-        if isinstance(usage, dict):
-            self.tokens_in = usage.get("prompt_tokens", self.tokens_in)
-            self.tokens_out = usage.get("completion_tokens", self.tokens_out)
+        found = usage if isinstance(usage, dict) else {}
+        tokens_in, tokens_out = found.get("prompt_tokens"), found.get("completion_tokens")
+        self.tokens_in = tokens_in if isinstance(tokens_in, int) else self.tokens_in
+        self.tokens_out = tokens_out if isinstance(tokens_out, int) else self.tokens_out
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
     """A role alone, or an end alone, is no text."""
-    delta = choice.get("delta") or {}
+    delta = choice.get("delta")
+    delta = delta if isinstance(delta, dict) else {}
     return bool(choice.get("text")) or any(delta.get(key) for key in _TEXT_KEYS)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
+from math import ceil, floor, log10
 
 from armillary.units import seconds_text
 
 WIDTH, HEIGHT = 960, 300
-LEFT, RIGHT, TOP, BOTTOM = 76, 20, 16, 40
+LEFT, RIGHT, TOP, BOTTOM = 76, 28, 16, 40
 COLOURS = ("var(--one)", "var(--two)", "var(--three)", "var(--four)")
 _MOST = 600
 
@@ -16,14 +17,17 @@ Line = tuple[str, Sequence[tuple[float, float]]]
 """name, points"""
 
 
-def line_plot(lines: Sequence[Line], *, label: str, x_name: str, x_text: str = "number", y_text: str = "number",
-              limit: float | None = None) -> str:  # fmt: skip
-    """Lines over a common pair of axes that begin at 0; `limit` is drawn as a level."""
+def line_plot(
+    lines: Sequence[Line], *, label: str, x_name: str, x_text: str = "number", y_text: str = "number"
+) -> str:
+    """Lines over a common pair of axes that begin at 0."""
     lines = [(name, points) for name, points in lines if points]
     if not lines:
         return ""
-    right = max(x for _, points in lines for x, _ in points) or 1.0
-    top = 1.06 * max([y for _, points in lines for _, y in points] + [limit or 0.0]) or 1.0
+    every = [point for _, points in lines for point in points]
+    xs = _ticks([x for x, _ in every])
+    ys = [0.0, 0.25, 0.5, 0.75, 1.0] if y_text == "share" else _ticks([y for _, y in every])
+    right, top = xs[-1], ys[-1]
 
     def x(value: float) -> float:
         return LEFT + value / right * (WIDTH - LEFT - RIGHT)
@@ -31,13 +35,11 @@ def line_plot(lines: Sequence[Line], *, label: str, x_name: str, x_text: str = "
     def y(value: float) -> float:
         return HEIGHT - BOTTOM - value / top * (HEIGHT - TOP - BOTTOM)
 
-    parts = [_grid(right, top, x_name, x_text, y_text)]
+    parts = [_across(ys, y, y_text), _down(xs, x, x_text, x_name)]
     for colour, (name, points) in zip(_cycle(len(lines)), lines, strict=True):
         path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in thin(points))
         parts.append(f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.8'>"
                      f"<title>{escape(name)}</title></polyline>")  # fmt: skip
-    if limit is not None:
-        parts.append(f"<line class='limit' x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y(limit):.1f}' y2='{y(limit):.1f}'/>")
     legend = "".join(f"<span><i style='background:{colour}'></i>{escape(name)}</span>"
                      for colour, (name, _) in zip(_cycle(len(lines)), lines, strict=True))  # fmt: skip
     box = f"viewBox='0 0 {WIDTH} {HEIGHT}' role='img' aria-label='{escape(label)}'"
@@ -49,18 +51,29 @@ def _cycle(count: int) -> list[str]:
     return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
-def _grid(right: float, top: float, x_name: str, x_text: str, y_text: str) -> str:
-    parts = []
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        at_y = HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
-        at_x = LEFT + share * (WIDTH - LEFT - RIGHT)
-        anchor = "end" if share == 1 else "middle" if share else "start"
-        parts.append(f"<line class='grid' x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{at_y:.1f}' y2='{at_y:.1f}'/>"
-                     f"<text x='{LEFT - 8}' y='{at_y + 4:.1f}' text-anchor='end'>{_text(share * top, y_text)}</text>"
-                     f"<text x='{at_x:.1f}' y='{HEIGHT - BOTTOM + 17}' text-anchor='{anchor}'>"
-                     f"{_text(share * right, x_text)}</text>")  # fmt: skip
+def _ticks(values: Sequence[float]) -> list[float]:
+    """From 0 to beyond the largest value, in three to six steps of 1, 2, 2.5 or 5 times a power of ten."""
+    most = max(max(values), 1e-9)
+    power = 10.0 ** floor(log10(most))
+    step = next(share * power for share in (0.2, 0.25, 0.5, 1.0, 2.0) if share * power * 6 >= most)
+    return [step * i for i in range(ceil(most / step - 1e-9) + 1)]
+
+
+def _across(ticks: Sequence[float], y: Callable[[float], float], kind: str) -> str:
+    return "".join(
+        f"<line class='grid' x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y(tick):.1f}' y2='{y(tick):.1f}'/>"
+        f"<text x='{LEFT - 8}' y='{y(tick) + 4:.1f}' text-anchor='end'>{_text(tick, kind)}</text>"
+        for tick in ticks
+    )
+
+
+def _down(ticks: Sequence[float], x: Callable[[float], float], kind: str, name: str) -> str:
+    texts = "".join(
+        f"<text x='{x(tick):.1f}' y='{HEIGHT - BOTTOM + 17}' text-anchor='middle'>{_text(tick, kind)}</text>"
+        for tick in ticks
+    )
     middle = (LEFT + WIDTH - RIGHT) / 2
-    return "".join(parts) + f"<text x='{middle}' y='{HEIGHT - 6}' text-anchor='middle'>{escape(x_name)}</text>"
+    return texts + f"<text x='{middle}' y='{HEIGHT - 6}' text-anchor='middle'>{escape(name)}</text>"
 
 
 def _text(value: float, kind: str) -> str:

@@ -88,7 +88,7 @@ async def _first_model(http: aiohttp.ClientSession, target: Target) -> str:
     if status in (401, 403):
         raise BadInput(f"{target.base} asks for an API key (HTTP {status}); give it with --key")
     rows = body.get("data") if isinstance(body, dict) else None
-    if status != 200 or not rows:
+    if status != 200 or not isinstance(rows, list) or not rows or not isinstance(rows[0], dict) or "id" not in rows[0]:
         raise BadInput(f"{target.base}/v1/models lists no model (HTTP {status}); name it: --set load.model=NAME")
     return str(rows[0]["id"])
 

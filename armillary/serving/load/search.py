@@ -21,6 +21,7 @@ from armillary.units import seconds_text
 _MOST_TRIALS = 24
 _NEAR = 1.08
 _GROWTH_SHARE = 0.05
+_LATE_S = 0.25
 _CHANCES = 2
 _FEW = 8
 """requests of a trial; with fewer, it ends without a rate"""
@@ -100,6 +101,9 @@ def breaches(found: Summary, objective: Objective) -> list[str]:
            if limit is not None and got.p99_s > limit]  # fmt: skip
     if found.failed:
         why.append(f"{found.failed} of {found.requests} requests failed")
+    if found.lag.send_p99_s > _LATE_S:
+        late = seconds_text(found.lag.send_p99_s)
+        why.append(f"requests were sent {late} late: the generator's limit, not the server's")
     if found.backlog_growth > max(_GROWTH_SHARE * found.requests, 3 * sqrt(max(1.0, found.in_flight))):
         why.append(f"requests under way grew by {found.backlog_growth:.0f}")
     return why

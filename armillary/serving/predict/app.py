@@ -20,6 +20,7 @@ from armillary.serving.predict.live import Live, Say, Version
 from armillary.serving.predict.metrics import Metrics
 from armillary.serving.predict.openapi import document
 from armillary.serving.predict.request import Unfit, parse, read, reply
+from armillary.serving.predict.schema import Schema
 from armillary.spec.predict import Predict
 
 _STUCK_S = 10.0
@@ -28,6 +29,10 @@ _STUCK_S = 10.0
 
 class TooLarge(Exception):
     """A body beyond the limit."""
+
+
+class TooSlow(Exception):
+    """A body that does not come to its end."""
 
 
 class PredictServer:
@@ -85,8 +90,10 @@ class PredictServer:
         if version is None:
             return 503, _error("no model is loaded")
         try:
-            body = await _body(request, self.settings.max_body_bytes)
+            body = await _body(request, self.settings.max_body_bytes, self.settings.timeout_s)
             return 200, await self._run(version, body, begin)
+        except TooSlow:
+            return 408, _error(f"the body did not come within {self.settings.timeout_s:g} s")
         except TooLarge:
             return 413, _error(f"the body is larger than {self.settings.max_body_bytes:,} bytes")
         except Unfit as error:
@@ -96,8 +103,8 @@ class PredictServer:
         except TimeoutError:
             return 504, _error(f"no answer within {self.settings.timeout_s:g} s")
         except Exception as error:  # the model's own
-            known = all(field.shape is not None for field in version.schema.inputs)
-            return (500 if known else 422), _error(f"the model failed: {' '.join(str(error).split())[:300]}")
+            said = " ".join(str(error).split())[:300]
+            return (422 if _is_clients(error, version.schema) else 500), _error(f"the model failed: {said}")
 
     async def _run(self, version: Version, body: bytes, begin: float) -> dict[str, Any]:
         asked = read(parse(body), version.schema, most_rows=self.settings.max_queue)
@@ -115,13 +122,25 @@ class PredictServer:
         return ""
 
 
-async def _body(request: Request, most: int) -> bytes:
+def _is_clients(error: Exception, schema: Schema) -> bool:
+    """Whether values or sizes that no schema can tell (a token beyond the vocabulary, a length the trace has settled)
+    are the reason, as far as the kind of error says."""
+    if any(field.shape is None for field in schema.inputs):
+        return True
+    return isinstance(error, IndexError | ValueError | AssertionError) or type(error).__name__ == "InvalidArgument"
+
+
+async def _body(request: Request, most: int, limit_s: float) -> bytes:
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise TooLarge
-        parts.append(part)
+    try:
+        async with asyncio.timeout(limit_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise TooLarge
+                parts.append(part)
+    except TimeoutError:
+        raise TooSlow from None
     return b"".join(parts)
 
 

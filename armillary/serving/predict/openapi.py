@@ -8,8 +8,10 @@ from armillary import __version__
 from armillary.serving.predict.schema import Field, Schema, Shape
 
 _INTEGERS = ("int", "uint")
-_CODES = {"413": "the body is too large", "422": "the request does not fit the model", "429": "the queue is full",
-          "500": "the model failed", "503": "no model is loaded", "504": "no answer in time"}  # fmt: skip
+_CODES = {
+    "408": "the body did not come in time", "413": "the body is too large", "422": "the request does not fit the model",
+    "429": "the queue is full", "500": "the model failed", "503": "no model is loaded", "504": "no answer in time",
+}  # fmt: skip
 
 
 def document(schema: Schema | None) -> dict[str, Any]:

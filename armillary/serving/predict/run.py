@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import BadInput, missing
+from armillary.serving.api.connections import protocol, sweep
 from armillary.serving.predict.files import newest
 from armillary.serving.predict.live import Say
 from armillary.spec.predict import Predict
@@ -30,12 +31,32 @@ def run(path: Path, settings: Predict, *, host: str = "127.0.0.1", port: int = 8
     asyncio.run(state.live.load())  # here, where a model that cannot be served is one line
     listener.listen(_BACKLOG)  # before it is said to be ready
     grace = max(1, round(settings.grace_s))
-    config = uvicorn.Config(make_app(state), log_level="warning", access_log=False, lifespan="on", backlog=_BACKLOG,
-                            timeout_keep_alive=30, timeout_graceful_shutdown=grace)  # fmt: skip
+    config = uvicorn.Config(make_app(state), log_level="warning", access_log=False, lifespan="on", ws="none",
+                            http=protocol(), backlog=_BACKLOG, timeout_keep_alive=75,
+                            timeout_graceful_shutdown=grace)  # fmt: skip
     server = _own_signals(uvicorn)(config)
     batches = f"batches of up to {settings.max_batch}, {1e3 * settings.max_delay_s:g} ms of delay at most"
     say(f"ready on http://{address}:{number}/predict · {batches}")
-    server.run(sockets=[listener])
+    with asyncio.Runner(loop_factory=_quick_loop()) as runner:
+        runner.run(_serve(server, listener))
+
+
+async def _serve(server: Any, listener: socket.socket) -> None:
+    """Until a signal; connections that only cost are closed meanwhile."""
+    sweeping = asyncio.create_task(sweep(server))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        sweeping.cancel()
+
+
+def _quick_loop() -> Any:
+    """uvloop's, where it is installed; none: the standard one."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return None
+    return uvloop.new_event_loop
 
 
 def _uvicorn() -> Any:

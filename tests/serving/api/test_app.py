@@ -12,7 +12,9 @@ import pytest
 from armillary.serving.api.app import Api
 from armillary.serving.api.channel import Orders
 from armillary.serving.api.engine_process import EngineProcess
+from armillary.serving.api.exchange import Budget, Exchange
 from armillary.serving.api.metrics import Metrics
+from armillary.serving.api.problem import Problem
 from armillary.serving.api.served import Served
 from armillary.serving.api.texts import Texts
 from armillary.spec.job import Serve
@@ -64,6 +66,28 @@ def test_while_the_model_is_loaded_it_is_alive_and_not_ready(folder: Path) -> No
     made.draining = True
     assert call(made, "GET", "/ready")[1]["reason"] == "the server is shutting down"
     assert call(made, "POST", "/v1/chat/completions", b"{}")[1]["error"]["code"] == "shutting_down"
+
+
+def test_bodies_on_their_way_have_a_bound_together() -> None:
+    budget = Budget(10)
+
+    async def body(*parts: bytes, end: bool = True) -> bytes:
+        left = list(parts)
+
+        async def receive() -> dict[str, Any]:
+            part = left.pop(0)
+            return {"type": "http.request", "body": part, "more_body": bool(left) or not end}
+
+        return await Exchange({"method": "POST", "path": "/", "headers": []}, receive, receive).body(8, budget)
+
+    for _ in range(3):  # what has come is given back each time
+        assert asyncio.run(body(b"abc", b"def")) == b"abcdef"
+        with pytest.raises(Problem, match="more than 8 bytes"):
+            asyncio.run(body(b"x" * 9))
+    budget.take(5)
+    with pytest.raises(Problem, match="too many bodies") as problem:
+        asyncio.run(body(b"abc", b"def"))
+    assert problem.value.status == 429 and problem.value.headers == [(b"retry-after", b"2")]
 
 
 def test_tokens_need_no_engine(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -71,6 +72,7 @@ def test_more_than_may_wait_are_refused_with_a_time_to_come_again(fragile: Serve
         )
         assert status == 429 and 1 <= int(headers["retry-after"]) <= 60 and "rate_limit_exceeded" in text
         assert fragile.is_ready() and fragile.metric("rejected_total") == 1
+        assert not any(task.done() for task in others), "whoever was let in is served"
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
@@ -78,6 +80,18 @@ def test_more_than_may_wait_are_refused_with_a_time_to_come_again(fragile: Serve
         return await stream(fragile, LONG | {"max_tokens": 4})
 
     assert asyncio.run(fill()).done
+
+
+def test_bodies_that_do_not_come_take_nobodys_place(fragile: Server) -> None:
+    socks = [socket.create_connection(fragile.address, timeout=30) for _ in range(RUNNING + WAITING + 5)]
+    try:
+        for sock in socks:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        for _ in range(3):
+            assert fragile.post("/v1/completions", {"prompt": "def", "max_tokens": 2})[0] == 200
+    finally:
+        for sock in socks:
+            sock.close()
 
 
 def test_a_request_has_its_time(fragile: Server) -> None:

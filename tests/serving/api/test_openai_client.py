@@ -160,6 +160,7 @@ def test_a_call_that_the_model_writes_by_itself_is_found(client: Any) -> None:
 
 def test_a_conversation_with_calls_and_parts_goes_through_the_template(client: Any, server: Server) -> None:
     messages = [
+        {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "wea"}, {"type": "text", "text": "ther?"}]},
         {"role": "assistant", "content": None, "tool_calls": [
             {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Ulm"}'}}]},
@@ -167,7 +168,8 @@ def test_a_conversation_with_calls_and_parts_goes_through_the_template(client: A
     ]  # fmt: skip
     ids = server.post("/tokenize", {"messages": messages})[1]["tokens"]
     text = server.post("/detokenize", {"tokens": ids})[1]["prompt"]
-    assert "[user] weather?\n" in text and '{"name": "weather", "arguments": {"town": "Ulm"}}' in text
+    assert text.startswith("[system] Be brief.\n[user] weather?\n")
+    assert '{"name": "weather", "arguments": {"town": "Ulm"}}' in text
     assert text.endswith("[tool] rain\n[assistant] ")
     answer = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, max_tokens=3)
     assert answer.usage.prompt_tokens > len(ids)

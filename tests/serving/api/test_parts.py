@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -233,6 +236,13 @@ def test_the_document_describes_every_field() -> None:
     schemas = made["components"]["schemas"]
     assert schemas["Chat"]["properties"]["temperature"]["description"] == "0 is greedy; left out: 1"
     assert schemas["Completion"]["required"] == ["prompt"] and "/v1/chat/completions" in made["paths"]
+
+
+def test_the_servers_process_has_no_torch() -> None:
+    code = "import sys, armillary.serving.api.serve, armillary.serving.api.app; print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+    assert ran.stdout.strip() == "False"
 
 
 def test_a_port_that_is_taken_is_one_line() -> None:

@@ -27,6 +27,7 @@ doc_to_target: "{{{{answer}}}}"
 metric_list: [{{metric: acc}}]
 metadata: {{version: 1}}
 """
+SAME = "max_length=512,add_bos_token=False"
 QUESTIONS = [
     {"question": "def main", "choices": ["():", " return"], "answer": 0},
     {"question": "return", "choices": [" 0", " {"], "answer": 1},
@@ -43,7 +44,7 @@ def run(*words: str) -> None:
 def likelihoods(folder: Path, task: Path, kind: str, arguments: str) -> list[Any]:
     out = task / kind
     run("lm_eval", "--model", kind, "--model_args", arguments, "--tasks", "tiny_choice", "--include_path", str(task),
-        "--batch_size", "2", "--log_samples", "--output_path", str(out))  # fmt: skip
+        "--batch_size", "2", "--device", "cpu", "--log_samples", "--output_path", str(out))  # fmt: skip
     (samples,) = out.rglob("samples_tiny_choice*.jsonl")
     found = [json.loads(line) for line in samples.read_text().splitlines()]
     return [sample["filtered_resps"] for sample in sorted(found, key=lambda sample: int(sample["doc_id"]))]
@@ -56,8 +57,8 @@ def test_an_evaluation_harness_finds_what_transformers_finds(server: Server, fol
     (tmp_path / "tiny.yaml").write_text(TASK.format(data=data))
     url = f"{server.url}/v1/completions"
     ours = likelihoods(folder, tmp_path, "local-completions",
-                       f"model=tiny,base_url={url},tokenizer={folder},num_concurrent=2,max_length=512")  # fmt: skip
-    theirs = likelihoods(folder, tmp_path, "hf", f"pretrained={folder},dtype=float32,device=cpu,max_length=512")
+                       f"model=tiny,base_url={url},tokenizer={folder},num_concurrent=2,{SAME}")  # fmt: skip
+    theirs = likelihoods(folder, tmp_path, "hf", f"pretrained={folder},dtype=float32,{SAME}")
     for mine, other in zip(ours, theirs, strict=True):
         for (value, greedy), (expected, also_greedy) in zip(mine, other, strict=True):
             assert float(value) == pytest.approx(float(expected), abs=1e-3) and str(greedy) == str(also_greedy)

@@ -14,7 +14,6 @@ import tests.kernels.interpreter  # noqa: F401
 from armillary.kernels import gated_triton, logprobs_triton, norm_triton, qkv_cache_triton, sampling_triton
 from armillary.kernels.paged_attention_triton import paged_attention
 from armillary.kernels.small_linear_triton import small_linear
-from armillary.kernels.whole_step import WholeStep
 from armillary.model.transformer import build
 from armillary.serving.engine.engine_kernels import EngineKernels
 from armillary.serving.engine.fast_executor import FastExecutor
@@ -49,25 +48,3 @@ def test_answers_are_those_of_the_slow_twin(kernels: EngineKernels) -> None:
     found = serve(config, weights, requests, executor=padded, max_tokens_per_step=6)
     right = serve(config, weights, requests, max_tokens_per_step=6)
     assert [made.tokens for made in found] == [made.tokens for made in right]
-
-
-SLIDING = {"window": 5, "attention_pattern": ["sliding"]}
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("more", [{}, {"qk_norm": "head", "tied": True}, SLIDING],
-                         ids=["llama", "qwen3", "window"])  # fmt: skip
-def test_a_single_sequence_in_one_launch(more: dict[str, Any]) -> None:
-    """Chosen where the model is of that kind, else kernel by kernel; the answers are those of the slow twin."""
-    config = small(head_dim=32, hidden=32, ffn=48, heads=2, kv_heads=1, num_layers=2, **more)
-    weights = build(config, dtype=torch.float32, device="cpu", seed=3)
-    made: list[FastExecutor] = []
-
-    def single(*args: Any, **named: Any) -> FastExecutor:
-        made.append(FastExecutor(*args, kernels=replace(TRITON, small=small_linear, whole=WholeStep), **named))
-        return made[0]
-
-    requests = [ask("one", [2, 3, 4, 5, 6, 7], 4, temperature=0.0)]
-    found = serve(config, weights, requests, executor=single)
-    assert [one.tokens for one in found] == [one.tokens for one in serve(config, weights, requests)]
-    assert (made[0]._whole() is None) == ("window" in more)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,3 +56,12 @@ def test_a_server_without_a_limit_is_said_to_have_none_found() -> None:
 
     found = search_rate(quick, Objective(), start=1)
     assert found.failed is None and "the limit is above it" in best_text(found)
+
+
+def test_a_generator_that_falls_behind_ends_the_search_in_words() -> None:
+    def late(rate: float, number: int) -> Ran:
+        ran = queue(1e9, rate)
+        return replace(ran, summary=replace(ran.summary, lag=Lag(send_p99_s=rate / 100)))
+
+    found = search_rate(late, Objective(), start=10)
+    assert found.best is not None and found.best <= 25 and "the generator's limit" in trial_rows(found)[-1][-1]

@@ -47,3 +47,18 @@ def test_errors_are_told() -> None:
     assert pieces({"error": {"message": "engine\ndied"}}).error == "engine died"
     assert "not JSON" in pieces(b"{oops").error and "not an object" in pieces(b"[1]").error
     assert error_text({"detail": "no such route"}) == "no such route" and error_text("gone") == "gone"
+
+
+EVENTS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["choices", "delta", "content", "text", "usage", "prompt_tokens", "error", "finish_reason"]),
+        inner, max_size=4),
+    max_leaves=15,
+)  # fmt: skip
+
+
+@given(EVENTS)
+def test_any_event_is_survived(event: object) -> None:
+    found = pieces(event)
+    assert found.tokens_in is None or isinstance(found.tokens_in, int)

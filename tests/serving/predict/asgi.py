@@ -31,11 +31,14 @@ class Client:
     async def post(self, path: str, body: Any) -> Reply:
         return await self.send("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
 
-    async def send(self, method: str, path: str, body: bytes) -> Reply:
-        parts = [{"type": "http.request", "body": body, "more_body": False}]
+    async def send(self, method: str, path: str, body: bytes, *, endless: bool = False) -> Reply:
+        """`endless`: more of the body is promised, and never comes."""
+        parts = [{"type": "http.request", "body": body, "more_body": endless}]
         sent: list[dict[str, Any]] = []
 
         async def receive() -> dict[str, Any]:
+            if not parts and endless:
+                await asyncio.Event().wait()
             return parts.pop(0) if parts else {"type": "http.disconnect"}
 
         async def send(message: dict[str, Any]) -> None:

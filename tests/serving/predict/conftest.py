@@ -41,6 +41,17 @@ class Two(torch.nn.Module):  # type: ignore[misc, name-defined]
         return {"kept": x * keep, "total": (x * keep).sum(1)}
 
 
+class Names(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Ten names as vectors: an eleventh is an error that no schema can tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(10, 2).requires_grad_(False)
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return self.table(x).sum(1)
+
+
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder, x = tmp_path_factory.mktemp("models"), torch.ones(2, 4)
@@ -55,6 +66,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "two": export(linear(2.0), folder / "two.pt2", x),
         "fixed": export(linear(1.0), folder / "fixed.pt2", torch.ones(3, 4), free=False),
         "mixing": export(Mixing(), folder / "mixing.pt2", x),
+        "names": export(Names(), folder / "names.pt2", torch.zeros(2, 3, dtype=torch.int64)),
         "named": export(Two(), folder / "named.pt2", x, 2 * x),
         **{name: folder / file for name, file in (("traced", "traced.pt"), ("shapeless", "shapeless.pt"),
                                                   ("weights", "weights.pt"), ("broken", "broken.pt2"))},

@@ -89,6 +89,13 @@ def test_overload_is_refused_and_late_answers_are_given_up(files: Files) -> None
     assert serving(files["one"], late, max_delay_s=5.0, timeout_s=0.05).code == 504
 
 
+def test_a_body_that_does_not_end_is_given_up(files: Files) -> None:
+    async def scenario(client: Client, state: PredictServer) -> Any:
+        return await client.send("POST", "/predict", b'{"features": [1, 2', endless=True)
+
+    assert serving(files["one"], scenario, timeout_s=0.05).code == 408
+
+
 def test_models_with_several_inputs_and_without_rows(files: Files) -> None:
     async def named(client: Client, state: PredictServer) -> Any:
         return await client.post("/predict", {"inputs": {"x": [1, 2, 3, 4], "keep": [1, 0, 0, 1]}})
@@ -108,6 +115,15 @@ def test_a_shapeless_model_refuses_in_its_own_words(files: Files) -> None:
 
     good, bad = serving(files["shapeless"], scenario)
     assert good.json["prediction"] == [10, 11] and bad.code == 422 and "the model failed" in bad.json["error"]
+
+
+def test_values_that_no_schema_can_tell_fail_alone(files: Files) -> None:
+    async def scenario(client: Client, state: PredictServer) -> list[Any]:
+        rows = [[1, 2, 3], [1, 2, 10], [4, 5, 6]]
+        return await asyncio.gather(*(client.post("/predict", {"features": row}) for row in rows))
+
+    found = serving(files["names"], scenario)
+    assert [one.code for one in found] == [200, 422, 200] and "out of range" in found[1].json["error"]
 
 
 async def _until(done: Callable[[], bool]) -> None:

@@ -88,3 +88,14 @@ def test_versions_are_numbered_folders(files: Files, tmp_path: Path) -> None:
         newest(tmp_path)
     with pytest.raises(NotFound, match="armillary convert"):
         newest(tmp_path / "gone.pt2")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["one", "named", "fixed", "traced"])
+def test_the_same_on_a_gpu(files: Files, name: str) -> None:
+    on_cpu, on_gpu = open_file(files[name], Predict()), open_file(files[name], Predict(device="cuda"))
+    assert on_cpu.schema == on_gpu.schema
+    rows = np.random.default_rng(0).standard_normal((on_cpu.schema.fixed_rows or 5, 4)).astype(np.float32)
+    arrays = [rows for _ in on_cpu.schema.inputs]
+    for want, got in zip(on_cpu.model.run(arrays), on_gpu.model.run(arrays), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

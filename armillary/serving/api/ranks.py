@@ -1,0 +1,100 @@
+"""The processes of one engine: as many as it has ranks, started together, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+from armillary.serving.api.channel import Orders, frame
+
+_MOST_BUFFERED = 1 << 24
+
+
+class Ranks:
+    """Running processes; the first one is talked to, the others follow it."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._socks: list[socket.socket] = []
+        """of those that follow: open as long as they are wanted"""
+        self._writer: asyncio.StreamWriter | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is somebody to talk to."""
+        return self._writer is not None
+
+    def lost_one(self) -> bool:
+        """Whether a rank that follows has ended, without which the first one waits for ever."""
+        return any(process.poll() is not None for process in self._processes[1:])
+
+    async def start(self, orders: Orders) -> asyncio.StreamReader:
+        """Start them; where the first one's messages come from."""
+        port = _free_port() if self._count > 1 else 0
+        begin = frame(replace(orders, asked_at=time.time()))
+        first = self._spawn(0, port)
+        for rank in range(1, self._count):
+            sock = self._spawn(rank, port)
+            sock.sendall(begin)
+            self._socks.append(sock)
+        first.setblocking(False)
+        reader, self._writer = await asyncio.open_connection(sock=first, limit=_MOST_BUFFERED)
+        self._writer.write(begin)
+        return reader
+
+    def _spawn(self, rank: int, port: int) -> socket.socket:
+        """One process, and our end of its socket."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._processes.append(subprocess.Popen(
+                [sys.executable, "-m", "armillary.serving.api.engine_main", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=self._environment(rank, port),
+            ))  # fmt: skip
+        return ours
+
+    def _environment(self, rank: int, port: int) -> dict[str, str]:
+        """torchrun's variables, where there are several ranks; other launchers' are not for us."""
+        found = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+        found["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            found.pop(key, None)
+        if self._count > 1:
+            found |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._count),
+                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+        return found
+
+    def send(self, message: Any) -> None:
+        """To the first one; nobody waits for it to read."""
+        if self._writer is not None:
+            self._writer.write(frame(message))
+
+    def kill(self) -> None:
+        """End the first one: its socket tells those who listen."""
+        for process in self._processes[:1]:
+            process.kill()
+
+    async def end(self) -> int:
+        """End all, and wait until their memory is free; how the first one ended."""
+        if self._writer is not None:
+            self._writer.transport.abort()
+            self._writer = None
+        for sock in self._socks:
+            sock.close()
+        processes, self._processes, self._socks = self._processes, [], []
+        for process in processes:
+            process.kill()
+        codes = [await asyncio.to_thread(process.wait) for process in processes]
+        return codes[0] if codes else 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
