@@ -105,9 +105,10 @@ def quantised(x: Tensor, dtype: torch.dtype, scaling: str, dim: int = 1) -> tupl
 
 
 def _power_above(x: Tensor) -> Tensor:
-    """The smallest power of two at or above a positive number."""
+    """The smallest power of two at or above a positive number; what is not finite stays so."""
     fraction, exponent = torch.frexp(x)
-    return torch.ldexp(torch.ones_like(x), exponent - (fraction == 0.5).to(exponent.dtype))
+    power = torch.ldexp(torch.ones_like(x), exponent - (fraction == 0.5).to(exponent.dtype))
+    return torch.where(x.isfinite(), power, x)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,11 +45,6 @@ def fitting_stages(x: Tensor, bytes_a_stage: int, stages: int) -> int:
     return max(1, min(stages, 1 + int(0.9 * _shared_bytes(x.device)) // max(1, bytes_a_stage)))
 
 
-def shared_bytes(x: Tensor) -> int:
-    """Shared memory that a program may have; none where there is no GPU."""
-    return _shared_bytes(x.device) if x.is_cuda else 0
-
-
 @cache
 def _shared_bytes(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 49152))

@@ -6,8 +6,7 @@ serves any lengths.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from armillary.kernels.launch import (
     num_programs,
     on,
     power_of_two,
-    shared_bytes,
 )
 from armillary.kernels.needs import interpreted
 from armillary.kernels.paged_attention import PagedBatch, PagedOptions
@@ -36,8 +34,6 @@ _COMBINE_ROWS = 16
 """rows of a tile of queries that a program adds up at a time, where keys were split"""
 _SPLIT_KEYS = 512
 """keys that a program of the kernel for prompts gets at least, where keys are split"""
-_PREFILL_SHARE = 0.85
-"""of the multiprocessors that short chunks of prompts take; 112 of 132 divide evenly among tiles, heads and parts"""
 _COMBINE_ELEMENTS = 4096
 """numbers that a program of the second launch adds up at a time: few enough that the next kernel fits beside it"""
 
@@ -106,10 +102,9 @@ def _launched(
         "HAS_SCALES": scales is not None, "PRECISION": "tf32x3",  # for fp32: three products that keep its precision
     }  # fmt: skip
     with on(q):
+        _launch_split(pointers, strides, shape, split, scale, softcap, num_rows)
         if max_query > split.queries:
-            _launch_both(pointers, strides, shape, split, scale, softcap, num_rows)
-        else:
-            _launch_split(pointers, strides, shape, split, scale, softcap, num_rows)
+            _launch_prefill(pointers, strides, shape, cache.dtype, scale, softcap, num_rows)
     return out
 
 
@@ -181,44 +176,6 @@ def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
     )  # fmt: skip
 
 
-def _launch_both(pointers, strides, shape, split, scale, softcap, num_rows):
-    """Prompts compute and decodes read memory, so in a CUDA graph they run side by side: prompts begin and leave some
-    multiprocessors to decodes, which take the others too once prompts are done. Elsewhere streams would cost the host
-    more than they save."""
-    q, cache = pointers[:2]
-    if not q.is_cuda or not torch.cuda.is_current_stream_capturing():
-        _launch_split(pointers, strides, shape, split, scale, softcap, num_rows)
-        _launch_prefill(pointers, strides, shape, cache.dtype, scale, softcap, num_rows)
-        return
-    here, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
-    ahead, done = torch.cuda.Event(), torch.cuda.Event()
-    ahead.record(here)
-    _launch_prefill(pointers, strides, shape, cache.dtype, scale, softcap, num_rows)
-    side.wait_event(ahead)
-    with torch.cuda.stream(side):
-        torch.zeros(1, device=q.device)  # a moment, so that prompts are the first to get multiprocessors
-        _launch_split(pointers, strides, shape, replace(split, early=False), scale, softcap, num_rows)
-        done.record(side)
-    here.wait_event(done)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def prefill_slots(q: Tensor, workers: int) -> int:
-    """Programs of the kernel for prompts that run at once, where keys are split: decodes run beside them."""
-    every = num_programs(q, workers)
-    return max(1, int(_PREFILL_SHARE * every)) if q.is_cuda else every
-
-
-def _long(tiling: Tiling, q: Tensor, width: int, dtype: torch.dtype) -> Tiling:
-    """Tiles for few queries over many keys: twice the keys, where a multiprocessor's memory holds three such tiles."""
-    need = (2 * tiling.stages * 2 * tiling.n + tiling.m) * width * dtype.itemsize
-    return replace(tiling, n=2 * tiling.n) if dtype.itemsize == 2 and need <= shared_bytes(q) else tiling
-
-
 def _in_pairs(q: Tensor, cache: Tensor) -> bool:
     """Whether values are in fp8 and can be read two at a time."""
     fits = cache.dtype == torch.float8_e4m3fn and q.dtype != torch.float32 and power_of_two(q.shape[2]) == q.shape[2]
@@ -230,10 +187,8 @@ def _launch_prefill(pointers, strides, shape, dtype, scale, softcap, num_rows):
     q, _, _, starts, lengths, sinks, _, scales, out = pointers
     tiling = prefill_tiling(shape["GROUP"], shape["D"], dtype)
     tiles, heads = q.shape[0] // (tiling.m // shape["GROUP"]), shape["HEADS"]
-    slots = prefill_slots(q, tiling.workers)
+    slots = num_programs(q, tiling.workers)
     splits = prefill_splits(tiles * heads, slots)
-    if splits > 1:
-        tiling = _long(tiling, q, shape["D_PAD"], dtype)
     most = (tiles + num_rows) * heads
     programs = most * splits if splits > 1 else 0
     partial = torch.empty(programs * tiling.m * shape["D_PAD"], dtype=torch.float32, device=q.device)

@@ -34,6 +34,7 @@ class Activations:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.memory, self.lane = device, HostMemory(device), Lane(device)
+        self.least_bytes = LEAST_BYTES
         self.clock: Clock | None = None
         """hears how long the computation stood still for copies"""
         self._leaving: Kept | None = None
@@ -53,6 +54,13 @@ class Activations:
             before.let_go()
         self._leaving = None if last else kept
         return result
+
+    def can_move(self, tensor: Tensor) -> bool:
+        """Plain numbers of this device, enough of them, and most of what they keep alive."""
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == self.device.type
+        if not plain or not tensor.is_floating_point():
+            return False
+        return self.least_bytes <= tensor.untyped_storage().nbytes() <= MOST_TIMES * tensor.nbytes
 
     def wait(self, event: Event) -> None:
         """The computation waits for a copy."""
@@ -80,12 +88,12 @@ class Staying:
     def __init__(self, block: nn.Module, shared: Iterable[Any]) -> None:
         self._block = block
         self._known = {_address(leaf) for leaf in tree_leaves(list(shared)) if isinstance(leaf, Tensor)}
-        self._known |= {_address(parameter) for parameter in block.parameters()}
 
     def __contains__(self, tensor: Tensor) -> bool:
         if _is_weight(tensor) or _address(tensor) in self._known:
             return True
-        self._known |= {_address(copy) for copy in self._copies()}  # made when they are first asked for
+        # copies are made when they are first asked for, and experts' weights gathered after the block was entered
+        self._known |= {_address(each) for each in (*self._block.parameters(), *self._copies())}
         return _address(tensor) in self._known
 
     def _copies(self) -> Iterator[Tensor]:
@@ -112,7 +120,7 @@ class Kept:
     # --- forward
 
     def pack(self, stays: Staying, tensor: Tensor) -> Any:
-        if not _can_move(tensor, self._all.device) or tensor in stays:
+        if not self._all.can_move(tensor) or tensor in stays:
             return tensor
         if self._stays:
             return self, tensor.detach(), None
@@ -186,14 +194,6 @@ def offload_activations(model: Transformer, device: torch.device) -> Activations
     for name, block in model.blocks.items():
         block.forward = partial(made.call, block, name == names[-1], block.forward)
     return made
-
-
-def _can_move(tensor: Tensor, device: torch.device) -> bool:
-    """Plain numbers of this device, enough of them, and most of what they keep alive."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == device.type
-    if not plain or not tensor.is_floating_point():
-        return False
-    return LEAST_BYTES <= tensor.untyped_storage().nbytes() <= MOST_TIMES * tensor.nbytes
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -150,8 +150,8 @@ def _matmul(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
     op, software = piece.forward, case.software
     experts = case.model.moe.num_experts if case.model.moe else 0
     mine = product(op, layouts, experts)
-    precision = np.where(NARROW[layouts.precision], BF16, layouts.precision) if op.name in LOW_PRECISION_NEVER \
-        else layouts.precision  # fmt: skip
+    wide = op.name in LOW_PRECISION_NEVER or (not software.narrow_experts and op.name.startswith(("moe.", "shared.")))
+    precision = np.where(NARROW[layouts.precision], BF16, layouts.precision) if wide else layouts.precision
     apart = cut_of(op.name) == "experts" and not software.fused_experts
     forward = product_s(case, precision, mine.groups, mine.m, mine.n, mine.k, apart=apart)
     dx = product_s(case, precision, mine.groups, mine.m, mine.k, mine.n, apart=apart)

@@ -71,6 +71,8 @@ class Software:
     """ep may spread whole experts over tp ranks too, where dp × cp has too few"""
     balanced_stages: bool = False
     """pipeline stages are cut by FLOPs, the output projection counted (`spec.stages`), not by the number of layers"""
+    narrow_experts: bool = True
+    """products of experts, shared ones too, run in 8 or 4 bits like the others"""
     grad_bytes: float = 4.0
     """bytes of one gradient on the wire"""
     summed_bytes: float = 2.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from armillary.errors import ArmillaryError
 from armillary.planning.changes import remedy_text
@@ -57,9 +57,10 @@ class TrainingPlan:
         }
         if self.cost is not None:
             predicted |= {name: getattr(self.cost, name) for name in _DOLLARS}
+        layout = replace(self.found.layout(), fp8_scaling=recipe.layout.fp8_scaling)  # no part of what is priced
         return Plan(
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), recipe=to_dict(recipe),
-            model=self.question.model, cluster=self.question.case.cluster, layout=self.found.layout(),
+            model=self.question.model, cluster=self.question.case.cluster, layout=layout,
             train=recipe.train, predicted=predicted, notes=self.notes(),
         )  # fmt: skip
 

@@ -92,7 +92,9 @@ def use_kernels(
     functions, taken = {}, {}
     for want in wanted(model.config, job, layout, device=device):
         taken[want.name], functions[want.name] = _choose(want, names or {}, home, timed and not job.deterministic)
-    taken[BLOCK] = (names or {}).get(BLOCK) or _block_form(job, layout, taken, device)
+    taken[BLOCK] = _block_form(job, layout, taken, device)
+    if taken[BLOCK] == FUSED:  # what was chosen earlier may say no, but not that a layout can what it cannot
+        taken[BLOCK] = (names or {}).get(BLOCK, FUSED)
     _set_layers(model, functions)
     halves = _halves(layout)
     _sort_experts(model, job, functions.get("grouped_linear", grouped_linear), halves)

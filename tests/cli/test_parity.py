@@ -54,6 +54,9 @@ def test_the_layout_of_a_recipe_is_a_row(cli: Cli, found: Callable[..., Any], tm
     recipe.write_text('[model]\nname = "armillary-2m"\n[layout]\npp = 2\ndp = 2\nzero = 1\n')
     assert cli("train", str(recipe), "--parity").code == 0
     assert told[0]["world"] == 4 and told[0]["layout"]["zero"] == 1
+    experts = ["--set", "model.moe.num_experts=8", "--set", "model.moe.top_k=2", "--set", "model.moe.ffn=64"]
+    assert cli("train", str(recipe), "--parity", "--set", "layout.ep=2", *experts).code == 0
+    assert told[1]["experts"] and not told[0]["experts"], "the recipe's own shape counts"
     ran = cli("train", str(recipe), "--parity", "--set", "layout.tp=3", "--set", "layout.dp=1")
     assert ran.code == 2 and "tp=3 does not divide" in ran.err
 

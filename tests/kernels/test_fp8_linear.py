@@ -102,6 +102,20 @@ def test_nan_spoils_only_its_row() -> None:
     assert y[2].isnan().all() and y[[0, 1, 3]].isfinite().all()
 
 
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("scaling", ["row", "tensor", "token"])
+def test_an_overflow_is_not_hidden(scaling: str, bad: float) -> None:
+    """Forward, and backward by the gradient: a run must not train on after it."""
+    x, weight = exact(4, 32, E4M3).requires_grad_(), exact(16, 32, E4M3).requires_grad_()
+    y = reference(x, weight, scaling)
+    dy = torch.ones_like(y)
+    dy[1, 3] = bad
+    assert all(not grad.isfinite().all() for grad in torch.autograd.grad(y, (x, weight), dy))
+    spoilt = x.detach().clone()
+    spoilt[2, 7] = bad
+    assert not reference(spoilt, weight, scaling).isfinite().all()
+
+
 def test_zeros_stay_zeros() -> None:
     assert not reference(torch.zeros(3, 16), torch.randn(8, 16), "row").any()
 

@@ -29,12 +29,6 @@ def same(found: Outcome, wanted: Outcome) -> None:
     assert all(torch.equal(found.weights[name], tensor) for name, tensor in wanted.weights.items())
 
 
-@pytest.fixture
-def everything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("armillary.parallel.offload.LEAST_BYTES", 1)
-
-
-@pytest.mark.usefixtures("everything_moves")
 @pytest.mark.parametrize("config", [tiny(), mixture()], ids=["dense", "experts"])
 def test_one_process_trains_bit_for_bit_as_without(config: Any) -> None:
     case = Case(layout=Layout(precision="fp32"), config=config, accumulate=2, steps=3)
@@ -50,12 +44,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": dict(tp=2, offload="both"),
     "pp": dict(pp=2, offload="both"),
     "cp": dict(cp=2, offload="activations"),
+    "ep × FSDP2": dict(dp=2, ep=2, zero=3, offload="both"),
 }
 
 
 def test_ranks_train_bit_for_bit_as_without(ranks: Ranks) -> None:
-    moved = [Case(layout=Layout(precision="fp32", **given), accumulate=4 if "pp" in given else 1, steps=3)
-             for given in LAYOUTS.values()]  # fmt: skip
+    moved = [
+        Case(layout=Layout(precision="fp32", **given), accumulate=4 if "pp" in given else 1, steps=3,
+             config=mixture() if "ep" in given else tiny())
+        for given in LAYOUTS.values()
+    ]  # fmt: skip
     cases = [replace(case, layout=replace(case.layout, offload="none")) for case in moved]
     found = ranks.run(2, many, cases + moved)[0]
     for name, one, other in zip(LAYOUTS, found[: len(cases)], found[len(cases) :], strict=True):
@@ -68,7 +66,9 @@ def test_ranks_train_bit_for_bit_as_without(ranks: Ranks) -> None:
 
 def model(layers: int = 4) -> tuple[Transformer, Activations]:
     made = build(tiny(layers=(LayerKind(),) * layers), dtype=torch.float32, device="cpu", seed=1)
-    return made, offload_activations(made, CPU)
+    activations = offload_activations(made, CPU)
+    activations.least_bytes = 1
+    return made, activations
 
 
 def forward(made: nn.Module) -> Tensor:
@@ -76,7 +76,6 @@ def forward(made: nn.Module) -> Tensor:
     return made(tokens, torch.arange(16).expand(2, 16), plain).square().sum()  # type: ignore[no-any-return]
 
 
-@pytest.mark.usefixtures("everything_moves")
 def test_all_layers_but_the_last_wait_on_the_host_until_the_backward_pass() -> None:
     made, activations = model()
     loss = forward(made)
@@ -93,7 +92,6 @@ def test_all_layers_but_the_last_wait_on_the_host_until_the_backward_pass() -> N
     assert activations.memory.peak == out
 
 
-@pytest.mark.usefixtures("everything_moves")
 def test_weights_stay_and_what_is_kept_twice_travels_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made, activations = model(2)
     original, sent = activations.memory.like, []
@@ -103,14 +101,12 @@ def test_weights_stay_and_what_is_kept_twice_travels_once(monkeypatch: pytest.Mo
     assert not set(sent) & {parameter.data_ptr() for parameter in made.parameters()}
 
 
-@pytest.mark.usefixtures("everything_moves")
 @pytest.mark.slow
 def test_compiled_blocks_find_what_they_kept_as_it_lay() -> None:
     case = Case(layout=Layout(precision="fp32"), steps=2, compile=True)
     same(steps(replace(case, layout=replace(case.layout, offload="both"))), steps(case))
 
 
-@pytest.mark.usefixtures("everything_moves")
 def test_a_second_backward_pass_finds_them_again() -> None:
     made, _ = model(3)
     loss = forward(made)
@@ -121,7 +117,6 @@ def test_a_second_backward_pass_finds_them_again() -> None:
     assert first and all(torch.equal(p.grad, first[name]) for name, p in made.named_parameters() if p.grad is not None)
 
 
-@pytest.mark.usefixtures("everything_moves")
 def test_passes_may_be_in_flight_together() -> None:
     made, _ = model(3)
     losses = [forward(made) for _ in range(3)]

@@ -205,4 +205,4 @@ def test_a_gpu_trains_alike_and_needs_less(
     if "activations" in outs:
         assert found["activations"] == pytest.approx(found["none"], rel=1e-6), "nothing is computed elsewhere"
     assert peaks["optimizer"]["optimizer"] == 0 and peaks["optimizer"]["master"] < 0.2 * peaks["none"]["master"]
-    assert sum(peaks["both"].values()) < sum(peaks["optimizer"].values()) < sum(peaks["none"].values())
+    assert peaks["both"]["activations"] < 0.5 * peaks["none"]["activations"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import time
@@ -139,6 +140,8 @@ async def _serve(app: Api, sock: socket.socket, door: Door, say: Say) -> None:
 async def _start(app: Api, sock: socket.socket, door: Door, say: Say) -> None:
     """Load the model, and say how long that took."""
     started = await app.served.engine.start()
+    gc.collect()
+    gc.freeze()  # what stays for good is not looked through again while requests come and go
     host, port = sock.getsockname()[:2]
     parts = " · ".join(f"{name} {seconds:.2f} s" for name, seconds in started.phases)
     say(f"loaded: {parts}")

@@ -18,6 +18,7 @@ from armillary.spec.job import Objective, Traffic
 from armillary.spec.load import Load
 
 _ENDLESS = float("inf")
+_MANY = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +135,8 @@ def _notes(test: Test, ran: Ran) -> list[str]:
             f"the generator limits this test ({lag.cpu_fraction:.0%} of a core, its loop {1e3 * lag.loop_p99_s:.1f} ms "
             f"late and requests sent {1e3 * lag.send_p99_s:.1f} ms late at p99): {way_out} or on another machine"
         )
+    if 0 < found.ttft.count < _MANY:
+        notes.append(f"p99 of {found.ttft.count} requests is their largest value; a longer test says more")
     if found.counted_by == "usage" and found.tokens_a_piece > 1.05:
         notes.append(f"a streamed piece holds {found.tokens_a_piece:.2f} tokens: ITL is the gap between pieces, TPOT "
                      "the time of a token")  # fmt: skip

@@ -76,16 +76,16 @@ def _variants(
     for dtype in formats:
         for accumulate, kind, every in VARIANTS[dtype]:
             layout = layout_for(kind, every)
-            if layout is None or (_splits(layout) and kind == "selective"):  # refused, see refuse_split
+            if layout is None or (kind == "selective" and _refuses_selective(layout)):
                 continue
             parts, chunk = max(accumulate, 2 * layout.pp if layout.pp > 1 else 1), 20 * (accumulate - 1)
             yield Case(layout=layout, config=_config(layout, experts=experts), dtype=dtype, steps=STEPS,
                        accumulate=parts, chunk=chunk)  # fmt: skip
 
 
-def _splits(layout: Layout) -> bool:
-    """Whether its backward passes come in two halves."""
-    return layout.pp > 1 and layout.schedule == "zero_bubble"
+def _refuses_selective(layout: Layout) -> bool:
+    """Backward passes in two halves, and activations that wait elsewhere, are not for what it keeps."""
+    return (layout.pp > 1 and layout.schedule == "zero_bubble") or layout.offload in ("activations", "both")
 
 
 def _config(layout: Layout, *, experts: bool) -> ModelConfig:

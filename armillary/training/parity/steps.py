@@ -93,6 +93,8 @@ def spread(case: Case, job: TrainJob, world: World) -> Sharded:
     add_lora(model, job)
     use_kernels(model, job=job, layout=case.layout, device=torch.device("cpu"))
     sharded = apply(model.to(DTYPES[case.dtype]), case.layout, mesh, loss=loss_sum, compile=case.compile)
+    if sharded.activations is not None:
+        sharded.activations.least_bytes = 1  # all of a model this small would stay
     if later:
         materialise(sharded.model, "cpu")
         fill_random(sharded.model, seed=1)

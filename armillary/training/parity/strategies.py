@@ -37,6 +37,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "experts: ep × FSDP2 × tp": dict(ep=2, tp=2, zero=3),
     "experts: ep × pp": dict(ep=2, pp=2),
     "experts: ep × pp × ZeRO-1": dict(ep=2, pp=2, zero=1),
+    "experts: ep × FSDP2, offloaded": dict(ep="all", zero=3, offload="both"),
     "experts: ep × cp": dict(ep=2, cp=2),
     "experts: ep × cp × FSDP2": dict(ep=2, cp=2, zero=3),
     "experts: ep × pp × tp": dict(ep=2, pp=2, tp=2),

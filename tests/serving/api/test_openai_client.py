@@ -204,6 +204,10 @@ def test_echo_gives_the_prompts_log_probabilities(client: Any, server: Server) -
     assert all(value < 0 for value in found.token_logprobs[1:])
     assert alone.logprobs.token_logprobs == pytest.approx(found.token_logprobs[:-1], nan_ok=True, abs=1e-4)
     assert alone.finish_reason == "length" and found.text_offset == sorted(found.text_offset)
+    both = client.completions.create(model="tiny", prompt=prompt, echo=True, logprobs=0, max_tokens=2, n=2, seed=5)
+    for choice in both.choices:
+        assert choice.logprobs.token_logprobs[1 : len(ids)] == pytest.approx(found.token_logprobs[1:-1], abs=1e-4)
+        assert len(choice.logprobs.tokens) == len(ids) + 2 and choice.text.startswith(prompt)
     short = client.completions.create(model="tiny", prompt="def", logprobs=2, max_tokens=3, temperature=0).choices[0]
     pairs = zip(short.logprobs.token_logprobs, short.logprobs.top_logprobs, strict=True)
     assert all(value == pytest.approx(max(top.values()), abs=1e-4) for value, top in pairs)
