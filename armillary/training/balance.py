@@ -79,18 +79,22 @@ class Routers:
                 bias_E += moves_LE[index].to(bias_E.dtype)
 
     def _gauges(self, totals: Tensor) -> dict[str, Tensor]:
+        """Over the layers that counted; none is counted where no gradient passes (adapters behind it)."""
         columns = self._counts
         load_LE = totals[:, columns.load]
         mean_L1 = load_LE.mean(dim=-1, keepdim=True)
+        seen_L1 = mean_L1 > 0
+        num_seen = seen_L1.sum().clamp_min(1)
+        some_L1 = torch.where(seen_L1, mean_L1, 1.0)
         mixed_LE = totals[:, columns.probability]
-        mixed_LE = mixed_LE / mixed_LE.sum(dim=-1, keepdim=True)
+        mixed_LE = mixed_LE / torch.where(seen_L1, mixed_LE.sum(dim=-1, keepdim=True), 1.0)
         losses_L = self._aux_weight * totals[:, columns.aux] + self._z_weight * totals[:, columns.z]
         return {
             "aux_loss": losses_L.sum(),
-            "expert_load_max_over_mean": (load_LE.amax(dim=-1, keepdim=True) / mean_L1).amax(),
-            "expert_tail_fraction": (load_LE < TAIL * mean_L1).double().mean(),
-            "expert_drop_fraction": totals[:, columns.dropped].sum() / load_LE.sum(),
-            "router_entropy": -torch.special.xlogy(mixed_LE, mixed_LE).sum(dim=-1).mean(),
+            "expert_load_max_over_mean": (load_LE.amax(dim=-1, keepdim=True) / some_L1).amax(),
+            "expert_tail_fraction": (load_LE < TAIL * mean_L1).double().mean(dim=-1).sum() / num_seen,
+            "expert_drop_fraction": totals[:, columns.dropped].sum() / load_LE.sum().clamp_min(1),
+            "router_entropy": -torch.special.xlogy(mixed_LE, mixed_LE).sum() / num_seen,
         }
 
 

@@ -140,7 +140,7 @@ def _choose(want: Wanted, names: Mapping[str, str], home: Home | None, timed: bo
 def _block_form(job: TrainJob, layout: Layout, taken: Mapping[str, str], device: torch.device) -> str:
     """Fused where their kernels are ours, unless blocks are compiled; fp16 keeps a wide residual stream instead, and
     fp8 needs units of its own."""
-    ours = all(taken.get(name, "").startswith("triton") for name in ("norm", "rope", "activate"))
+    ours = all(taken[name].startswith("triton") for name in ("norm", "rope", "activate") if name in taken)
     fits_unit = layout.precision != "fp8" or not lacking(("hopper",), device.type)
     return FUSED if ours and fits_unit and not job.compile and layout.precision != "fp16" else "layers"
 

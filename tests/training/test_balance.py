@@ -13,9 +13,14 @@ from armillary.errors import ArmillaryError
 from armillary.model.moe import MixtureOfExperts
 from armillary.model.transformer import build
 from armillary.model.weights import load_model, save_model
+from armillary.spec.layout import Layout
+from armillary.spec.model import LayerKind
 from armillary.spec.recipe import ModelTable, Recipe
 from armillary.store.home import Home
 from armillary.training.loop import train
+from armillary.training.parity.case import Case
+from armillary.training.parity.case import mixture as tiny_mixture
+from armillary.training.parity.steps import many
 from armillary.training.start import start, starting_point
 from armillary.training.trainer import Trainer
 from tests.ranks import Ranks
@@ -66,6 +71,13 @@ def test_a_skewed_router_comes_into_balance(recipe: Make, home: Home, how: tuple
     assert gauges[0]["expert_load_max_over_mean"] > 2.5
     last = [each["expert_load_max_over_mean"] for each in gauges[-20:]]
     assert sum(last) / len(last) <= 1.3
+
+
+def test_gauges_are_numbers_where_no_gradient_passes_the_experts() -> None:
+    layers = (LayerKind(mlp="moe"), LayerKind())  # adapters on the second layer's MLP alone
+    (outcome,) = many([Case(layout=Layout(), config=tiny_mixture(layers=layers), steps=1, lora=2, lora_on=("down",))])
+    assert set(outcome.gauges[0]) == set(GAUGES)
+    assert all(value == value for value in outcome.gauges[0].values())
 
 
 def test_without_either_it_stays_skewed(recipe: Make, home: Home) -> None:

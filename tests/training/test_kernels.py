@@ -103,6 +103,16 @@ def test_bf16_is_as_near_to_fp32_as_autocast_is(batch_tokens: int) -> None:
     assert choices.copies and all(copy.dtype == torch.bfloat16 for copy in choices.copies.values())
 
 
+@needs_interpreter
+def test_a_remembered_form_is_left_where_the_layout_cannot_have_it() -> None:
+    """A run may go on in another precision: fp16 has no fused blocks, fp8 none without units for it."""
+    for precision, form in (("bf16", "fused"), ("fp16", "layers"), ("fp8", "layers")):
+        layout = replace(LAYOUT, precision=precision)
+        model: Transformer = randomised(small()).float()
+        choices = use_kernels(model, job=JOB, layout=layout, names=OURS | {"block": "fused"})
+        assert choices.names["block"] == form and (model.blocks["0"].fused is None) == (form == "layers")
+
+
 def test_a_cpu_keeps_the_plain_forms() -> None:
     model: Transformer = randomised(small()).float()
     choices = use_kernels(model, job=JOB, layout=LAYOUT)

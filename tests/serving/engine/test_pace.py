@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadRecipe
@@ -60,7 +60,7 @@ def decided(chunks: list[tuple[int, int]]) -> Decision:
     return decision
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.floats(1e-3, 2e-2), st.floats(1e-6, 1e-4), st.floats(1e-10, 8e-9), st.sampled_from([1.5, 2.0, 3.0]))
 def test_steps_keep_the_pace(read_s: float, token_s: float, pair_s: float, slowdown: float) -> None:
     found, _ = paced(Device(read_s, token_s, pair_s, noise=0.005), slowdown)
