@@ -150,7 +150,7 @@ def _search(out: Output, home: Home, asked: dict[str, Any], purpose: str, top: i
     question = ask(out, home, **asked)
     fixed = _fixed(question, asked)
     if asked["recipe"] is not None:
-        fixed |= {"precision": question.layout.precision, "offload": question.layout.offload}
+        fixed |= {name: getattr(question.layout, name) for name in ("precision", "fp8_scaling", "offload")}
     say_search(out, question, library_search(question.case, shown=top, fixed=fixed))
 
 

@@ -134,7 +134,6 @@ def begin(
 
 def plan_of(begun: Start) -> TrainingPlan:
     """What the planner predicts; a plan that cannot fit is refused with what would."""
-    from armillary.planning.changes import remedy_text
     from armillary.planning.layouts import of
     from armillary.planning.prediction import predict
     from armillary.planning.question import question
@@ -143,10 +142,8 @@ def plan_of(begun: Start) -> TrainingPlan:
     asked = question(begun.recipe, begun.plan.model, begun.plan.cluster, begun.home)
     made = training_plan(asked, predict(asked.case, of([asked.layout])))
     if not made.fits:
-        need, room = float(made.found.memory.total[0]), made.found.room
-        remedy = remedy_text(asked.case, asked.layout, made.found.precision())
-        raise BadLayout(f"{begun.plan.model.name} needs {bytes_text(need)} on each device and there are "
-                        f"{bytes_text(room)}; {remedy.replace('--on ', '--set hardware.on=')}")  # fmt: skip
+        said = made.shortage.replace("it ", f"{begun.plan.model.name} ", 1)
+        raise BadLayout(f"{said}; {made.remedy.replace('--on ', '--set hardware.on=')}")
     return made
 
 

@@ -41,11 +41,6 @@ def make_schedule(
 
 def refuse_split(layout: Layout, *, compile: bool) -> None:
     """torch splits a backward pass along the graph of eager operators, and runs both halves through it."""
-    if layout.pp == 1 or layout.schedule != "zero_bubble":
-        return
-    if compile:
+    if compile and layout.pp > 1 and layout.schedule == "zero_bubble":
         raise BadLayout("zero-bubble stages cannot be compiled; try --set layout.schedule=1f1b, or "
                         "--set train.compile=false")  # fmt: skip
-    if layout.recompute == "selective":
-        raise BadLayout("zero-bubble stages cannot recompute selectively; try --set layout.recompute=full, or "
-                        "--set layout.schedule=1f1b")  # fmt: skip

@@ -13,9 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from armillary.planning.case import TrainCase
-from armillary.planning.compute import NARROW, WIDE
+from armillary.planning.compute import WIDE
 from armillary.planning.kept import Kept
 from armillary.planning.layouts import FULL, SCHEDULES, SELECTIVE, Array, Layouts
+from armillary.planning.narrow import NARROW
 from armillary.planning.plain_layers import plain_kept
 from armillary.spec.model import LayerKind, ModelConfig
 

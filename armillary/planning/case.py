@@ -89,6 +89,8 @@ class TrainCase:
     """further output projections and losses (multi-token prediction)"""
     loss_chunk: int = 0
     """tokens whose logits exist at once; 0: all of a micro-batch"""
+    compiled: bool = False
+    """layers are compiled by torch"""
     flash: bool = field(default=True)
     """attention without the score matrix in memory"""
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from armillary.planning.case import TrainCase
 from armillary.planning.layouts import PRECISIONS, of
-from armillary.planning.memory import memory
+from armillary.planning.memory import fits, memory
 from armillary.planning.prediction import predict
 from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
@@ -60,7 +60,7 @@ def remedy(case: TrainCase, layout: Layout, precision: str | None = None) -> Rem
 def _best(case: TrainCase, layout: Layout, changes: list[Change], precision: str | None) -> Remedy | None:
     """The quickest of the changed layouts that are valid and fit."""
     rules = Case(model=case.model, num_devices=case.cluster.num_devices, sequence=case.sequence,
-                 batch_tokens=case.batch_tokens)  # fmt: skip
+                 batch_tokens=case.batch_tokens, by_trainer=case.software.fully_shard)  # fmt: skip
     tried = [(change, replace(layout, **change)) for change in changes]
     valid = [(change, changed) for change, changed in tried if not any(layout_problems(changed, rules))]
     if not valid:
@@ -97,9 +97,9 @@ def _singles(case: TrainCase, layout: Layout) -> Iterator[Change]:
     yield from ({"dp": layout.dp * n, "zero": 3} for n in (2, 4, 8, 16, 32, 64) if 1 < n <= spare)
     if layout.offload == "none" and case.cluster.chip.kind == "cpu":  # whose memory is the host's
         yield {"offload": "nvme"}
-    elif layout.offload == "none":
-        yield {"offload": "optimizer"}
-        yield from ({"offload": what} for what in ("activations", "both") if layout.recompute != "selective")
+    elif case.cluster.chip.kind != "cpu":  # what another place holds; the rules know what goes with recomputation
+        places = ("none", "optimizer", "activations", "both", "nvme")
+        yield from ({"offload": what} for what in places if what != layout.offload)
 
 
 def devices_that_fit(case: TrainCase, layout: Layout) -> int | None:
@@ -109,7 +109,8 @@ def devices_that_fit(case: TrainCase, layout: Layout) -> int | None:
     while devices <= MOST_DEVICES:
         wide = replace(layout, dp=max(1, devices // inner), zero=3, recompute="full", micro_batch=1, shard=None)
         bigger = replace(case, cluster=_grown(case.cluster, devices))
-        if memory(bigger, of([wide])).total[0] <= (case.cluster.chip.memory_bytes or float("inf")):
+        layouts = of([wide])
+        if fits(bigger, layouts, memory(bigger, layouts))[0]:
             return devices
         devices *= 2
     return None

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from armillary.planning.case import TrainCase
-from armillary.planning.compute import NARROW, Work
+from armillary.planning.compute import Work
 from armillary.planning.layouts import Array, Ints, Layouts
+from armillary.planning.narrow import NARROW
 from armillary.planning.weights import Held
 
 CONTENTION = 0.08
@@ -166,8 +167,10 @@ def _trained_share(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
 
 
 def _gather_s(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
-    """Seconds to gather all weights once; below zero 3 only those that changed."""
-    sizes = np.where(NARROW[layouts.precision] & (layouts.zero < 3), 1.0, 2.0)
+    """Seconds to gather all weights once; below zero 3 only those that changed, in 8 bits where they are multiplied
+    in them, but by fully_shard."""
+    narrow = NARROW[layouts.precision] & (layouts.zero < 3) & (not case.software.fully_shard)
+    sizes = np.where(narrow, 1.0, 2.0)
     gather = case.network.flat_s if case.software.flat_gathers else case.network.gather_s
     total = np.zeros(len(layouts))
     for which in ("dense", "experts"):

@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from armillary.planning.case import TrainCase
-from armillary.planning.cuts import LOW_PRECISION_NEVER, Product, cut_of, product, share
-from armillary.planning.efficiency import FORMATS
+from armillary.planning.cuts import cut_of, product, share
 from armillary.planning.layouts import PRECISIONS, Array, Ints, Layouts, distinct
+from armillary.planning.narrow import SIZES, casts, precision_of
 from armillary.spec.model import LayerKind
 from armillary.spec.ops import Op
 from armillary.spec.sublayers import Batch, Piece, attention_shape
@@ -25,13 +25,8 @@ APART = 1.8
 PASSES, EAGER_PASSES = 1.6, 2.2
 """bytes that real layers move over what is compulsory: casts, transposes and sums that nobody fused; more where norms
 and activation functions are not kernels of their own"""
-BF16 = PRECISIONS.index("bf16")
 WIDE = np.array([name in ("fp32", "tf32") for name in PRECISIONS])
 """by code of precision: activations are 4 bytes"""
-NARROW = np.array([name in ("fp8", "mxfp8", "nvfp4") for name in PRECISIONS])
-"""by code of precision: products run on 8 or 4 bits"""
-SIZES = np.array([FORMATS[name][1] for name in PRECISIONS])
-"""by code of precision: bytes of an operand"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,29 +145,27 @@ def _matmul(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
     op, software = piece.forward, case.software
     experts = case.model.moe.num_experts if case.model.moe else 0
     mine = product(op, layouts, experts)
-    wide = op.name in LOW_PRECISION_NEVER or (not software.narrow_experts and op.name.startswith(("moe.", "shared.")))
-    precision = np.where(NARROW[layouts.precision], BF16, layouts.precision) if wide else layouts.precision
+    precision = precision_of(case, op.name, layouts, mine)
     apart = cut_of(op.name) == "experts" and not software.fused_experts
     forward = product_s(case, precision, mine.groups, mine.m, mine.n, mine.k, apart=apart)
     dx = product_s(case, precision, mine.groups, mine.m, mine.k, mine.n, apart=apart)
     dw = product_s(case, precision, mine.groups, mine.k, mine.n, mine.m, apart=apart)
     if case.lora is not None:
         dw = np.zeros_like(dw)
-    casts_f, casts_b = _casts(case, precision, mine)
+    cast = casts(case, op.name, layouts, precision, mine)
     launches = mine.groups if apart else np.ones(len(layouts))
     slower = software.experts * APART if apart else 1.0
-    narrow = NARROW[precision]
     zero = np.zeros(len(layouts))
     return Work(
         gemm_forward=forward * software.gemm * slower,
         gemm_backward=(dx + dw) * software.gemm * slower,
         attention_forward=zero,
         attention_backward=zero,
-        memory_forward=casts_f * software.memory * slower,
-        memory_backward=casts_b * software.memory * slower,
+        memory_forward=case.curves.pass_s(cast.forward) * software.memory * slower,
+        memory_backward=case.curves.pass_s(cast.backward) * software.memory * slower,
         again_selective=zero,
-        kernels_forward=launches * (1 + 2 * narrow),
-        kernels_backward=launches * (2 + 2 * narrow),
+        kernels_forward=launches * (1 + cast.kernels_forward),
+        kernels_backward=launches * (2 + cast.kernels_backward),
         tp_products=(forward + dx + dw) * software.gemm * (cut_of(op.name) in ("column", "row")),
     )
 
@@ -189,17 +182,6 @@ def product_s(
     bytes_s = groups * (m * k * size + k * n * size + m * n * 2) / curves.bytes_per_s
     seconds: Array = np.maximum(flops_s, bytes_s) + curves.kernel_s * groups / together
     return seconds
-
-
-def _casts(case: TrainCase, precision: Ints, mine: Product) -> tuple[Array, Array]:
-    """Input read once in bf16 and written in the narrow format for the forward product and, transposed, for dW; the
-    output's gradient likewise."""
-    size = SIZES[precision]
-    narrow = NARROW[precision]
-    moved = np.where(narrow, 2 + 2 * size, 0.0)
-    forward = case.curves.pass_s(mine.groups * mine.m * mine.k * moved)
-    backward = case.curves.pass_s(mine.groups * mine.m * mine.n * moved)
-    return forward, backward
 
 
 # --- attention and the rest

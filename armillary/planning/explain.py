@@ -11,10 +11,10 @@ import numpy as np
 
 from armillary.planning.activations import in_flight, kept
 from armillary.planning.compute import product_s
-from armillary.planning.cuts import LOW_PRECISION_NEVER, product
-from armillary.planning.layouts import PRECISIONS
+from armillary.planning.cuts import product
 from armillary.planning.memory import FRAGMENTATION, context_bytes, memory
 from armillary.planning.moments import MOMENTS, logit_bytes
+from armillary.planning.narrow import precision_of, weights_s
 from armillary.planning.offload import link_rate
 from armillary.planning.overhead import GRAD_NORM_BYTES, STEP_S
 from armillary.planning.prediction import Prediction
@@ -87,8 +87,7 @@ def _products(found: Prediction) -> list[Term]:
         if op.kind != "matmul":
             continue
         mine = product(op, layouts, experts)
-        bf16 = np.array([PRECISIONS.index("bf16")])
-        precision = bf16 if op.name in LOW_PRECISION_NEVER else layouts.precision
+        precision = precision_of(case, op.name, layouts, mine)
         seconds = float(product_s(case, precision, mine.groups, mine.m, mine.n, mine.k)[0]) * case.software.gemm
         g, size_m, size_n, size_k = (float(x[0]) for x in (mine.groups, mine.m, mine.n, mine.k))
         rate = float(mine.flops[0]) / seconds
@@ -176,6 +175,7 @@ def _rest(found: Prediction) -> list[Term]:
     turn, mean = seconds_text(float(time.turn[0])), seconds_text(float(time.mean_turn[0]))
     sharers = layout.shard_size * layout.cp if layout.zero and not case.lora else 1
     each = adamw("optimizer", 1, weight_dtype="bf16").bytes + GRAD_NORM_BYTES
+    rounded = weights_s(case, found.layouts.take(np.array([0])), time.held)
     kernels = float((time.layer.kernels_forward + time.layer.kernels_backward)[0] * time.stages.mean[0])
     nodes = max(1.0, layout.num_devices / (case.cluster.node.num_chips if case.cluster.node else 1))
     parts = [time.compute, time.exposed, time.bubble, time.overhead]
@@ -184,8 +184,9 @@ def _rest(found: Prediction) -> list[Term]:
                  f"({layout.pp}−1) · {turn} / {layout.interleave}", float(time.fill[0])),
         _seconds("uneven stages", "micro-batches · (slowest stage − mean)", f"{m:g} · ({turn} − {mean})",
                  float(time.imbalance[0])),
-        _seconds("optimiser", "trained weights / sharers · bytes / bandwidth",
-                 f"{count_text(updated)} / {sharers} · {each:g} B / {bandwidth_text(curves.bytes_per_s)}",
+        _seconds("optimiser", "trained weights / sharers · bytes / bandwidth + weights rounded to fp8",
+                 f"{count_text(updated)} / {sharers} · {each:g} B / {bandwidth_text(curves.bytes_per_s)}"
+                 f" + {seconds_text(float(rounded[0]))}",
                  float(time.optimizer[0])),
         _seconds("launches waited for", "micro-batches · max(0, kernels · launch − device time)",
                  f"{m:g} · max(0, {kernels:,.0f} · {seconds_text(curves.launch_s)} − {mean})", float(time.launch[0])),

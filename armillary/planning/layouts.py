@@ -23,8 +23,10 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 RECOMPUTES: tuple[str, ...] = get_args(Recompute)
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 OFFLOADS = ("none", "optimizer", "activations", "both", "nvme")
+FP8_SCALINGS = ("token", "tensor", "row")
 CODES: dict[str, tuple[str, ...]] = {
     "precision": PRECISIONS, "recompute": RECOMPUTES, "schedule": SCHEDULES, "offload": OFFLOADS,
+    "fp8_scaling": FP8_SCALINGS,
 }  # fmt: skip
 """field -> names that its codes stand for"""
 NONE, SELECTIVE, FULL = 0, 1, 2
@@ -63,6 +65,8 @@ class Layouts:
     """one layer in this many is recomputed"""
     precision: Ints
     """code of PRECISIONS"""
+    fp8_scaling: Ints
+    """code of FP8_SCALINGS"""
     offload: Ints
     """code of OFFLOADS"""
     bucket_bytes: Ints
@@ -106,6 +110,7 @@ class Layouts:
             schedule=SCHEDULES[int(self.schedule[i])],  # type: ignore[arg-type]
             recompute=RECOMPUTES[int(self.recompute[i])],  # type: ignore[arg-type]
             precision=name if name in get_args(Precision) else "fp8",  # type: ignore[arg-type]
+            fp8_scaling=FP8_SCALINGS[int(self.fp8_scaling[i])],  # type: ignore[arg-type]
             offload=OFFLOADS[int(self.offload[i])],  # type: ignore[arg-type]
         )
 
@@ -142,6 +147,7 @@ def of(layouts: Sequence[Layout], precision: str | None = None) -> Layouts:
         schedule=_ints([SCHEDULES.index(layout.schedule) for layout in layouts]),
         recompute=_ints([RECOMPUTES.index(layout.recompute) for layout in layouts]),
         precision=_ints([PRECISIONS.index(precision or layout.precision) for layout in layouts]),
+        fp8_scaling=_ints([FP8_SCALINGS.index(layout.fp8_scaling) for layout in layouts]),
         offload=_ints([OFFLOADS.index(layout.offload) for layout in layouts]),
     )
 

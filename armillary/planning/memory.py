@@ -15,7 +15,7 @@ from armillary.planning.activations import GPIPE, in_flight
 from armillary.planning.case import TrainCase
 from armillary.planning.layouts import Array, Bools, Ints, Layouts
 from armillary.planning.moments import Moment, Stage
-from armillary.planning.offload import host_bytes, master_stays, optimizer_out
+from armillary.planning.offload import host_bytes, host_room, master_stays, optimizer_out
 from armillary.planning.stages import split, stage_layers
 from armillary.planning.states import shared_out, state_bytes, weight_bytes
 from armillary.planning.weights import Held, held
@@ -84,6 +84,13 @@ def memory(case: TrainCase, layouts: Layouts) -> Memory:
         middle = _stage(case, layouts, replace(mine, ends=mine.ends * 0), later, loss=False)
         most = _larger(most, middle, inner & (middle.total > most.total))
     return most
+
+
+def fits(case: TrainCase, layouts: Layouts, held: Memory, room: float | None = None) -> Bools:
+    """Within a device's memory, or `room` where that is less, and what waits elsewhere within its share of the host."""
+    most = min(room or np.inf, case.cluster.chip.memory_bytes or np.inf)
+    within: Bools = (held.total <= most) & (held.host <= host_room(case, layouts))
+    return within
 
 
 def _larger(one: Memory, other: Memory, is_other: Bools) -> Memory:

@@ -1,8 +1,8 @@
 """Offload: which bytes wait on the host or on disk instead of on the device, and what a step then stands still for.
 
 Gradients go down and weights come up while AdamW runs on the host, whose memory is the narrowest part; our trainer on
-one GPU hides it behind the next forward pass, whose first layer waits for the first weights only. Activations travel
-beside the passes; what exceeds them shows.
+GPUs that hold whole weights hides it behind the next forward pass, whose first layer waits for the first weights only.
+Activations travel beside the passes; what exceeds them shows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from armillary.planning.layouts import OFFLOADS, PRECISIONS, Array, Bools, Layou
 from armillary.planning.states import shared_out, sharers, trained
 from armillary.planning.weights import Held
 from armillary.spec import catalogue
-from armillary.spec.layout import Layout
 
 HOST_STATE_BYTES = 12.0
 """a parameter on the host: its weight and two moments in fp32"""
@@ -101,9 +100,17 @@ def optimizer_s(case: TrainCase, layouts: Layouts, mine: Held, forward: Array) -
     whole = host_adamw_s(case, layouts, mine)
     layers = np.maximum(mine.layers, 1.0)
     together = np.maximum(whole + forward / layers, whole / layers + forward)
-    beside = (layouts.num_devices == 1) & case.software.fully_shard & (case.cluster.chip.kind != "cpu")
-    seconds: Array = np.where(beside, together - forward, whole)
+    seconds: Array = np.where(_beside(case, layouts), together - forward, whole)
     return np.where(optimizer_out(layouts), seconds, 0.0)
+
+
+def _beside(case: TrainCase, layouts: Layouts) -> Bools:
+    """Where our trainer lets the host run beside the next step: one stage, weights whole between steps, plain layers
+    that can wait for theirs."""
+    sharded = (layouts.zero > 0) & (layouts.dp * layouts.cp > 1)
+    able = case.software.fully_shard and case.cluster.chip.kind != "cpu" and not case.compiled
+    beside: Bools = (layouts.pp == 1) & ~sharded & able
+    return beside
 
 
 def host_adamw_s(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
@@ -144,11 +151,13 @@ def _disk_rate(case: TrainCase) -> float:
     return min(tier.read_bytes_per_s, tier.write_bytes_per_s) * node.num_drives / node.num_chips
 
 
-def host_room(case: TrainCase, layout: Layout) -> float:
+def host_room(case: TrainCase, layouts: Layouts) -> Array:
     """Bytes of a device's share of its node's memory, or of its disks; endless where that is not known."""
     node = case.cluster.node
-    size = None if node is None else node.storage_bytes if layout.offload == "nvme" else node.memory_bytes
-    return float("inf") if node is None or size is None else size / node.num_chips
+    if node is None:
+        return np.full(len(layouts), np.inf)
+    memory, disks = ((size or np.inf) / node.num_chips for size in (node.memory_bytes, node.storage_bytes))
+    return np.where(layouts.offload == _NVME, disks, memory)
 
 
 def _is_cached(case: TrainCase, count: Array) -> Bools:

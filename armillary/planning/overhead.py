@@ -7,6 +7,7 @@ import numpy as np
 from armillary.planning.case import TrainCase
 from armillary.planning.compute import Work
 from armillary.planning.layouts import Array, Layouts
+from armillary.planning.narrow import weights_s
 from armillary.planning.offload import optimizer_out
 from armillary.planning.weights import Held
 from armillary.spec.layer_ops import adamw
@@ -23,7 +24,7 @@ GRAPH_LAUNCH_S = 1.1e-6
 
 def optimizer_s(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
     """AdamW over the weights this rank updates, and one more reading of the gradients for their norm: bytes /
-    bandwidth; the norm alone where states wait on the host (planning.offload)."""
+    bandwidth; the norm alone where states wait on the host (planning.offload). New weights are rounded once."""
     replicas = np.maximum(layouts.dp * layouts.cp * layouts.tp // (layouts.ep * layouts.expert_tp), 1)
     shared = np.where(layouts.zero > 0, layouts.shard * layouts.cp, 1)
     count = mine.dense / shared + mine.routed / np.where(layouts.zero > 0, np.minimum(replicas, shared), 1)
@@ -32,7 +33,7 @@ def optimizer_s(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
     one = adamw("optimizer", 1, weight_dtype="bf16")
     each = np.where(optimizer_out(layouts), 0.0, one.bytes) + GRAD_NORM_BYTES
     seconds: Array = count * each / case.curves.bytes_per_s * case.software.memory
-    return seconds
+    return seconds + weights_s(case, layouts, mine)
 
 
 def straggle_s(case: TrainCase, layouts: Layouts, busy: Array) -> Array:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from armillary.planning.case import TrainCase
 from armillary.planning.layouts import PRECISIONS, RECOMPUTES, Array, Bools, Ints, Layouts, taken
-from armillary.planning.memory import Memory, memory
+from armillary.planning.memory import Memory, fits, memory
 from armillary.planning.step_time import StepTime, step_time
 from armillary.spec.layout import Layout
 from armillary.spec.mfu import hardware_flops_per_token, model_flops_per_token
@@ -32,7 +32,7 @@ class Prediction:
 
     @property
     def fits(self) -> Bools:
-        return self.memory.total <= self.room
+        return fits(self.case, self.layouts, self.memory)
 
     @property
     def room(self) -> float:

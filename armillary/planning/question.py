@@ -58,7 +58,7 @@ def question(recipe: Recipe, model: ModelConfig, cluster: Cluster, home: Home, l
     case = TrainCase(
         model=model, cluster=cluster, sequence=job.sequence, batch_tokens=job.batch_tokens, measured=measured,
         measured_share=share, loss_chunk=job.chunk_tokens(model.vocab),
-        lora=adapters, software=_ours(model, cluster, adapters),
+        lora=adapters, software=_ours(model, cluster, adapters), compiled=job.compile,
     )  # fmt: skip
     if case.lora is not None:
         notes = (*notes, f"{count_text(case.lora.parameters)} weights of adapters are trained, the model's stay frozen")

@@ -16,9 +16,9 @@ import numpy as np
 from armillary.errors import BadLayout
 from armillary.planning.case import TrainCase
 from armillary.planning.layouts import OFFLOADS, Array, Ints, Layouts, joined, taken
-from armillary.planning.memory import CONTEXT_BYTES, FRAGMENTATION, memory
+from armillary.planning.memory import CONTEXT_BYTES, FRAGMENTATION, fits, memory
 from armillary.planning.prediction import Prediction, predict
-from armillary.planning.space import constrained, hybrid, space
+from armillary.planning.space import constrained, hybrid, runnable, space
 from armillary.planning.step_time import StepTime
 from armillary.profiling.amdahl import AmdahlRow, amdahl
 from armillary.units import bytes_text, seconds_text
@@ -55,11 +55,11 @@ def search(
     kept = dict(fixed or {})
     layouts = space(case, [kept["precision"]] if "precision" in kept else precisions)
     more = hybrid(case, layouts) if "shard" not in kept else layouts.take(np.array([], dtype=np.int64))
-    layouts = constrained(joined(layouts, more) if len(more) else layouts, kept)
+    layouts = runnable(case, constrained(joined(layouts, more) if len(more) else layouts, kept), kept)
     held = memory(case, layouts)
     bytes_ = held.total
     room = min(memory_bytes or float("inf"), case.cluster.chip.memory_bytes or float("inf"))
-    fitting = np.nonzero(bytes_ <= room)[0]
+    fitting = np.nonzero(fits(case, layouts, held, room))[0]
     if not len(fitting):
         raise _nothing_fits(case, layouts, bytes_, room)
     priced = predict(case, layouts.take(fitting), taken(held, fitting))
@@ -70,11 +70,17 @@ def search(
 
 
 def _nothing_fits(case: TrainCase, layouts: Layouts, bytes_: Array, room: float) -> BadLayout:
-    """The least any layout needs, and how many devices would hold it."""
+    """The least any layout needs, and how many devices would hold it; or the host, where devices would."""
+    if (bytes_ <= room).any():
+        name = OFFLOADS[int(layouts.offload[0])]
+        other = "nvme" if name in ("optimizer", "both") else "none"
+        return BadLayout(f"offload={name} of {case.model.name} keeps more beside {case.cluster.text()} than its hosts "
+                         f"have room for, whatever the layout; try --set layout.offload={other}")  # fmt: skip
     least = float(bytes_.min())
     smallest = layouts.take(np.array([int(bytes_.argmin())]))
     held = float(memory(case, smallest).allocated[0])
-    out = memory(case, replace(smallest, offload=np.array([OFFLOADS.index("both")]))).total[0] <= room
+    away = replace(smallest, offload=np.array([OFFLOADS.index("both")]))
+    out = fits(case, away, memory(case, away), room)[0]
     usable = max((room - CONTEXT_BYTES) / (1 + FRAGMENTATION), room / 2)
     times = max(2, int(np.ceil(held / usable)))
     more = case.cluster.num_devices * 2 ** int(np.ceil(np.log2(times)))

@@ -95,7 +95,7 @@ PHYSICS = Software()
 OURS = Software(
     name="armillary", fused_layers=True, fused_loss=True, whole_blocks=True, fully_shard=True, summed_bytes=4.0,
     narrow_alone=True, balanced_stages=True, fused_experts=True, flex_dispatch=False, ep_overlap=False,
-    experts_over_tp=False,
+    experts_over_tp=False, narrow_experts=False,
 )
 """the trainer of this package on a GPU: facts of its code, nothing fitted"""
 OURS_BY_LAYER = replace(OURS, whole_blocks=False)

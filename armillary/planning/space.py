@@ -15,7 +15,18 @@ import numpy as np
 
 from armillary.errors import BadInput, BadLayout
 from armillary.planning.case import TrainCase
-from armillary.planning.layouts import CODES, FULL, NONE, PRECISIONS, SCHEDULES, SELECTIVE, Ints, Layouts, grid
+from armillary.planning.layouts import (
+    CODES,
+    FULL,
+    NONE,
+    OFFLOADS,
+    PRECISIONS,
+    SCHEDULES,
+    SELECTIVE,
+    Ints,
+    Layouts,
+    grid,
+)
 from armillary.spec.hardware import Chip
 from armillary.spec.layout import Layout
 from armillary.spec.layout_case import Case
@@ -24,7 +35,7 @@ from armillary.spec.layout_rules import layout_problems
 MOST_TP, MOST_CP, MOST_MICRO_BATCH = 64, 64, 64
 LEAST_PIECE = 256
 """tokens that a context-parallel rank keeps of a sequence at least"""
-FREE = ("offload", "recompute_every", "bucket_bytes", "sequence_parallel", "shard", "schedule")
+FREE = ("offload", "fp8_scaling", "recompute_every", "bucket_bytes", "sequence_parallel", "shard", "schedule")
 """fields that the space does not vary: they are set to what is asked for"""
 _AXES = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave")
 _Axes = tuple[int, int, int, int, int, int, int]
@@ -64,6 +75,20 @@ def constrained(layouts: Layouts, fixed: Mapping[str, Any]) -> Layouts:
         said = ", ".join(f"layout.{name}={value}" for name, value in fixed.items())
         raise BadLayout(f"no valid layout has {said}; leave one of them to the search")
     return layouts
+
+
+def runnable(case: TrainCase, layouts: Layouts, fixed: Mapping[str, Any]) -> Layouts:
+    """Of the layouts, those whose choices our trainer runs together, where it is what runs them."""
+    if not case.software.fully_shard:
+        return layouts
+    asked = {name: value for name, value in fixed.items() if name in ("pp", "schedule", "recompute", "offload")}
+    rules = Case(model=case.model, by_trainer=True)
+    for problem in layout_problems(Layout(**asked), rules):
+        if problem.rule in ("kept", "halves"):
+            raise BadLayout(problem.text)
+    away = np.isin(layouts.offload, [OFFLOADS.index(name) for name in ("activations", "both")])
+    halves = (layouts.pp > 1) & (layouts.schedule == SCHEDULES.index("zero_bubble"))
+    return layouts.take(np.nonzero((layouts.recompute != SELECTIVE) | ~(away | halves))[0])
 
 
 def hybrid(case: TrainCase, layouts: Layouts) -> Layouts:

@@ -20,7 +20,7 @@ from armillary.planning.layouts import FULL, SELECTIVE, Array, Ints, Layouts, di
 from armillary.planning.stages import Stages, split
 from armillary.planning.weights import Held, held
 
-_KEYS = ("micro_batch", "cp", "tp", "sequence_parallel", "ep", "precision", "interleave")
+_KEYS = ("micro_batch", "cp", "tp", "sequence_parallel", "ep", "precision", "fp8_scaling", "interleave")
 """fields that a layer's time depends on; layouts that agree in them share one calculation"""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from armillary.errors import ArmillaryError
 from armillary.planning.changes import remedy_text
@@ -47,6 +47,17 @@ class TrainingPlan:
     def fits(self) -> bool:
         return bool(self.found.fits[0])
 
+    @property
+    def shortage(self) -> str:
+        """What is needed and how much there is of it, where it does not fit."""
+        need, room = float(self.found.memory.total[0]), self.found.room
+        if need > room:
+            return f"it needs {bytes_text(need)} on each device and there are {bytes_text(room)}"
+        place = "disks have" if self.found.layout().offload == "nvme" else "memory has"
+        have = float(host_room(self.question.case, self.found.layouts)[0])
+        return (f"it keeps {bytes_text(float(self.found.memory.host[0]))} a device elsewhere and the host's {place} "
+                f"{bytes_text(have)} for each")  # fmt: skip
+
     def plan(self) -> Plan:
         """The record that ranks and other verbs read."""
         recipe = self.question.recipe
@@ -57,10 +68,9 @@ class TrainingPlan:
         }
         if self.cost is not None:
             predicted |= {name: getattr(self.cost, name) for name in _DOLLARS}
-        layout = replace(self.found.layout(), fp8_scaling=recipe.layout.fp8_scaling)  # no part of what is priced
         return Plan(
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), recipe=to_dict(recipe),
-            model=self.question.model, cluster=self.question.case.cluster, layout=layout,
+            model=self.question.model, cluster=self.question.case.cluster, layout=self.found.layout(),
             train=recipe.train, predicted=predicted, notes=self.notes(),
         )  # fmt: skip
 
@@ -77,12 +87,8 @@ class TrainingPlan:
             said.append(f"{there - used} of {there} devices stay idle: the layout uses {used}")
         if apart := experts_apart(self.found.layout(), self.question.case.cluster):
             said.append(apart)
-        host, have = float(self.found.memory.host[0]), host_room(self.question.case, self.found.layout())
-        if host > have:
-            said.append(f"{bytes_text(host)} a device do not fit a device's {bytes_text(have)} of the host; "
-                        "try --set layout.offload=none")  # fmt: skip
         if self.remedy:
-            said.append(f"does not fit: {self.remedy}")
+            said.append(f"does not fit: {self.shortage}; {self.remedy}")
         return tuple(said)
 
 

@@ -22,4 +22,5 @@ class Case:
     for_training: bool = True
     """serving replicates KV heads where tp exceeds them, and has no batch to divide"""
     by_trainer: bool = False
-    """our trainer runs it: experts lie over dp × cp only, and a step has whole rounds of micro-batches"""
+    """our trainer runs it: experts lie over dp × cp only, a step has whole rounds of micro-batches, and selective
+    recomputation goes with neither activations elsewhere nor backward passes in halves"""

@@ -203,6 +203,29 @@ def _shard_says(layout: Layout, case: Case) -> str:
     return f"shard={layout.shard} does not divide dp={layout.dp}; try --set layout.shard={near}"
 
 
+# --- what the trainer cannot run together
+
+
+def _kept_hold(layout: Layout, case: Case) -> bool:
+    away = layout.offload in ("activations", "both")
+    return not (case.by_trainer and layout.recompute == "selective" and away)
+
+
+def _kept_say(layout: Layout, case: Case) -> str:
+    return (f"offload={layout.offload} cannot reach what selective recompute keeps; "
+            "try --set layout.recompute=full or none")  # fmt: skip
+
+
+def _halves_hold(layout: Layout, case: Case) -> bool:
+    """A backward pass in two halves goes along the graph of plain operators."""
+    split = layout.pp > 1 and layout.schedule == "zero_bubble"
+    return not (case.by_trainer and layout.recompute == "selective" and split)
+
+
+def _halves_say(layout: Layout, case: Case) -> str:
+    return "zero-bubble stages cannot recompute selectively; try --set layout.recompute=full or none"
+
+
 # --- devices
 
 
@@ -251,6 +274,8 @@ _RULES: dict[str, _Rule] = {
     "cp": (_cp_holds, _cp_says),
     "ep": (_ep_holds, _ep_says),
     "shard": (_shard_holds, _shard_says),
+    "kept": (_kept_hold, _kept_say),
+    "halves": (_halves_hold, _halves_say),
     "devices": (_devices_hold, _devices_say),
     "tokens": (tokens_hold, tokens_say),
     "batch": (batch_holds, batch_says),

@@ -1,10 +1,10 @@
-"""What the trainer can do today; the rest is refused before anything starts, with what to set instead."""
+"""What the trainer can do today beyond the rules of a layout (`spec.layout_rules`); the rest is refused before anything
+starts, with what to set instead."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from armillary.errors import BadLayout
 from armillary.parallel.schedule import refuse_split
 from armillary.spec.fp8 import fp8_rule
 from armillary.spec.job import TrainJob
@@ -15,11 +15,7 @@ from armillary.spec.recipe import Recipe
 
 
 def refuse_unsupported(recipe: Recipe) -> None:
-    layout = recipe.layout
-    if layout.recompute == "selective" and layout.offload in ("activations", "both"):
-        raise BadLayout(f"offload={layout.offload} cannot reach what selective recompute keeps; "
-                        "try --set layout.recompute=full or none")  # fmt: skip
-    refuse_split(layout, compile=recipe.train.compile)
+    refuse_split(recipe.layout, compile=recipe.train.compile)
 
 
 def notes_of(config: ModelConfig, layout: Layout, job: TrainJob) -> Iterator[str]:

@@ -158,6 +158,7 @@ LAYOUTS = st.builds(
     schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"]), cp=st.integers(1, 5),
     ep=st.integers(1, 9),
     zero=st.sampled_from([0, 1, 2, 3]), shard=st.none() | st.integers(1, 9), micro_batch=st.integers(1, 6),
+    recompute=st.sampled_from(["none", "selective", "full"]), offload=st.sampled_from(["none", "activations", "both"]),
 )  # fmt: skip
 CASES = st.builds(
     Case, model=st.sampled_from([model(), model(kv_heads=16, ffn=1000), experts(), experts(12, heads=8, kv_heads=2)]),
@@ -203,6 +204,19 @@ def test_a_refusal_names_the_first_problem_and_ends_with_a_layout_that_breaks_no
         values = {k.removeprefix("layout."): v for k, v in change.items() if k.startswith("layout.")}
         arguments["batch_tokens"] = int(change.get("train.batch_tokens", 0)) or case.batch_tokens
         check_layout(build(Layout, to_plain(layout) | values, "layout"), case.model, **arguments)
+
+
+def test_what_the_trainer_cannot_keep_selectively_is_refused_for_it_alone() -> None:
+    away = Layout(recompute="selective", offload="both")
+    halves = Layout(pp=2, recompute="selective", schedule="zero_bubble")
+    wanted = "try --set layout.recompute=full or none"
+    for layout, said in ((away, "offload=both cannot reach"), (halves, "zero-bubble stages cannot")):
+        text = refusal(layout, by_trainer=True)
+        assert text.startswith(said) and text.endswith(wanted)
+        check_layout(layout, model())
+        check_layout(replace(layout, recompute="full"), model(), by_trainer=True)
+    check_layout(replace(halves, pp=1), model(), by_trainer=True)
+    check_layout(replace(away, offload="optimizer"), model(), by_trainer=True)
 
 
 def test_several_mistakes_are_mended_together_and_no_more_than_needed() -> None:

@@ -113,7 +113,7 @@ class Api:
         await self._answer(exchange, Completion, complete, "text_completion")
 
     async def _answer(self, exchange: Exchange, schema: Any, ask: Any, kind: str) -> None:
-        begin, answering = time.monotonic(), None
+        begin, answering, status = time.monotonic(), None, 500
         self._make_room()  # before its body is looked at, and again when that has come, which may have taken long
         body: Asked = await self._body(exchange, schema)
         self._make_room()
@@ -121,10 +121,16 @@ class Api:
         try:
             answering, form = await ask(self.served, body, begin)
             await Reply(exchange, answering, form, kind=kind, model=self.served.name).send(body)
+        except Problem as problem:
+            status = problem.status
+            raise
+        except ClientGone:
+            status = 499
+            raise
         finally:
             self.metrics.inflight -= 1
             if self.tracing is not None:
-                self.tracing.record(exchange, kind, answering, begin)
+                self.tracing.record(exchange, kind, answering, begin, exchange.status or status)
 
     def _make_room(self) -> None:
         """Problem 503 or 429 where the request cannot be taken now."""

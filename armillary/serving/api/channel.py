@@ -1,12 +1,13 @@
 """The wire between the server and its engine: frames over a socket pair, each one pickled message.
 
 Both ends are processes of ours, and nobody else can reach the socket. Neither end ever waits for the other to read: the
-server writes through asyncio, the engine keeps what the kernel does not take and tries again with its next message.
+server writes through asyncio, the engine keeps what the kernel does not take and a thread sends it on.
 """
 
 from __future__ import annotations
 
 import pickle
+import select
 import socket
 import struct
 import threading
@@ -20,6 +21,7 @@ from armillary.spec.job import Serve
 from armillary.store.home import Home
 
 _HEAD = struct.Struct("<I")
+_AT_ONCE = 1 << 20
 INDEX_BITS = 10
 """a sequence's key is its request's number and, in so many bits, which of its answers it is"""
 
@@ -156,6 +158,7 @@ class Outlet:
         self._sock = sock
         self._lock = threading.Lock()
         self._left = bytearray()
+        """what waits for room, in order; a thread is at it as long as there is something"""
 
     def send(self, message: Any) -> None:
         """Send, or keep what the kernel does not take now."""
@@ -163,14 +166,22 @@ class Outlet:
         with self._lock:
             if self._left:
                 self._left += data
-                self._push()
-            else:
-                sent = self._try(data)
-                if sent < len(data):
-                    self._left += memoryview(data)[sent:]
+                return
+            sent = self._try(data)
+            if sent < len(data):
+                self._left += memoryview(data)[sent:]
+                threading.Thread(target=self._push, name="outlet", daemon=True).start()
 
     def _push(self) -> None:
-        del self._left[: self._try(bytes(self._left))]
+        """In a thread: send what is left as the other end reads, until nothing is."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        while True:
+            poll.poll()
+            with self._lock:
+                del self._left[: self._try(bytes(self._left[:_AT_ONCE]))]
+                if not self._left:
+                    return
 
     def _try(self, data: bytes) -> int:
         try:

@@ -55,7 +55,8 @@ class ChatForm:
         choice.logprobs += logprobs
         added = self._add(choice, calls)
         if piece.finish is not None:
-            choice.finish = self._finish_of_calls if choice.calls else piece.finish
+            # calls that max_tokens cut short are no calls to carry out: that says "length", as without tools
+            choice.finish = self._finish_of_calls if choice.calls and piece.finish == "stop" else piece.finish
         delta: dict[str, Any] = {"content": text} if text else {}
         if added:
             delta["tool_calls"] = added

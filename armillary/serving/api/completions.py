@@ -81,9 +81,6 @@ async def complete(served: Served, body: Completion, begin: float) -> tuple[Answ
     if (body.best_of or 1) > (body.n or 1):
         raise bad("best_of is not supported; ask for n answers and choose", "best_of")
     prompts, echoed = await _prompts(served, body)
-    if len(prompts) * (body.n or 1) > _MOST_TOGETHER:
-        raise bad(f"{len(prompts)} prompts with n={body.n} are more than {_MOST_TOGETHER:,} answers; "
-                  "send them in several requests", "prompt")  # fmt: skip
     wanted = body.max_tokens
     wanted = _DEFAULT_TOKENS if wanted is None else max(1, wanted)
     for prompt in prompts:
@@ -104,11 +101,17 @@ async def _prompts(served: Served, body: Completion) -> tuple[list[list[int]], l
     many: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     if isinstance(given, list) and len({type(item) for item in given}) > 1:
         raise bad("prompt mixes texts, ids and lists; give a list of one kind", "prompt")
+    if len(many) * (body.n or 1) > _MOST_TOGETHER:  # before any of them is read, which takes its time
+        raise bad(f"{len(many):,} prompts with n={body.n or 1} are more than {_MOST_TOGETHER:,} answers; "
+                  "send them in several requests", "prompt")  # fmt: skip
     longest = served.max_model_len
-    prompts = [item if isinstance(item, list) else await served.texts.encode(item, longest, "prompt") for item in many]
-    for prompt in prompts:
-        if not prompt:
+    prompts: list[list[int]] = []
+    for item in many:
+        prompts.append(item if isinstance(item, list) else await served.texts.encode(item, longest, "prompt"))
+        if not prompts[-1]:
             raise bad("the prompt is empty; give at least one token", "prompt")
+        if len(many) > 1:
+            await asyncio.sleep(0)  # others get their turn between the prompts of a long list
     if not echo:
         return prompts, [""] * len(many)
     texts = served.texts

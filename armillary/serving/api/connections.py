@@ -38,10 +38,14 @@ async def sweep(server: uvicorn.Server) -> None:
 
 
 def trouble_of(connection: Any) -> str | None:
-    """stuck: its answer is not read; silent: it has asked nothing yet."""
+    """stuck: its answer is not read; silent: the head of its first or next request does not come to an end."""
     if connection.flow is not None and connection.flow.write_paused:
         return "stuck"
-    return "silent" if connection.cycle is None else None
+    cycle = connection.cycle
+    if cycle is None:
+        return "silent"
+    # uvicorn's own timer is for connections at rest, and the first byte of a request ends it
+    return "silent" if cycle.response_complete and connection.timeout_keep_alive_task is None else None
 
 
 def protocol() -> Any:
@@ -52,19 +56,24 @@ def protocol() -> Any:
         return "h11"
 
     class Bounded(HttpToolsProtocol):  # type: ignore[misc]
-        """Counts what comes while no request is under way."""
+        """Counts what comes and is neither a whole head nor part of a body."""
 
         head_bytes = 0
 
         def data_received(self, data: bytes) -> None:
-            if self.cycle is not None and not self.cycle.response_complete:
-                self.head_bytes = 0
-            else:
-                self.head_bytes += len(data)
-            if self.head_bytes - len(data) > HEAD_BYTES:
+            if self.head_bytes > HEAD_BYTES:
                 self.transport.abort()
-            else:
-                super().data_received(data)
+                return
+            self.head_bytes += len(data)
+            super().data_received(data)
+
+        def on_headers_complete(self) -> None:
+            self.head_bytes = 0
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self.head_bytes = 0
+            super().on_body(body)
 
     return Bounded
 

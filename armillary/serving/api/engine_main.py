@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from armillary.errors import ArmillaryError
+from armillary.errors import ArmillaryError, BadInput
 from armillary.serving.api.channel import INDEX_BITS, Abort, Failed, Orders, Outlet, Refused, Started, Submit, messages
 from armillary.serving.api.turns import Turns
 from armillary.serving.engine.answers import Answers
@@ -114,11 +114,14 @@ class Intake:
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="compile")
         self._compiling: set[int] = set()
         """requests that are not with the engine yet; those that were given up meanwhile are taken out"""
+        self._handing = threading.Lock()
+        """held to look whether one was given up, and to hand it over: an abort comes before or after that"""
 
     def take(self, message: Submit | Abort) -> None:
         """In the thread that reads the socket."""
         if isinstance(message, Abort):
-            self._compiling.discard(message.number)
+            with self._handing:
+                self._compiling.discard(message.number)
             self._worker.abort(str(message.number), message.index)
         elif message.params.structure is None:
             self._submit(message)
@@ -131,11 +134,15 @@ class Intake:
         maker = self._llm.structures.maker(message.params.structure)
         try:
             maker()  # others with the same structure find it compiled
+            with self._handing:
+                if message.number in self._compiling:
+                    self._compiling.discard(message.number)
+                    self._submit(message, maker)
         except ArmillaryError as error:
-            return self._refuse(message, error)
-        if message.number in self._compiling:
-            self._compiling.discard(message.number)
-            self._submit(message, maker)
+            self._refuse(message, error)
+        except Exception as error:  # of the compiler: in this thread nobody else would hear of it
+            traceback.print_exc()
+            self._refuse(message, BadInput(f"the structure cannot be used ({type(error).__name__}); make it simpler"))
 
     def _submit(self, message: Submit, maker: MakeConstraint | None = None) -> None:
         request = Request(id=str(message.number), prompt=array("i", message.prompt).tolist(), params=message.params,

@@ -163,11 +163,18 @@ class EngineProcess:
         while not (self._first.done() and self._first.exception()):
             # who may wait is settled at the door; the engine takes whoever was let in
             orders = replace(self.orders, serve=replace(self.orders.serve, max_waiting=None))
-            self._heard_at, reader = time.monotonic(), await self._ranks.start(orders)
-            while (message := await read_message(reader)) is not None:
-                self._heard_at = time.monotonic()
-                self._take(message)
+            self._heard_at = time.monotonic()
+            try:
+                await self._listen(await self._ranks.start(orders))
+            except OSError as error:  # no memory, processes or files for another one now; there may be later
+                self._say(f"the engine's process cannot be started ({error.strerror or error})")
             await self._lost()
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        """Until the engine is gone."""
+        while (message := await read_message(reader)) is not None:
+            self._heard_at = time.monotonic()
+            self._take(message)
 
     async def _lost(self) -> None:
         """The engine is gone: tell everybody, and wait a little where that happens again and again."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -16,6 +15,8 @@ from armillary.serving.api.problem import Problem, bad
 
 _INLINE = 4_000
 """characters that are encoded on the spot: a thread would take longer"""
+_MESSAGE, _TOOL = 20, 100
+"""characters whose encoding takes about as long as a template takes for an empty message, or a tool"""
 
 
 class Ids:
@@ -65,7 +66,8 @@ class Texts:
                                   **(variables or {}))  # fmt: skip
 
         try:
-            text = render() if size <= _INLINE else await asyncio.to_thread(render)
+            work = size + _MESSAGE * len(messages) + _TOOL * len(tools or ())
+            text = render() if work <= _INLINE else await asyncio.to_thread(render)
         except ArmillaryError as error:
             raise bad(str(error), "messages") from None
         except TypeError:
@@ -95,7 +97,8 @@ class Texts:
     @cached_property
     def _byte_level(self) -> bool:
         """Tokens are written in GPT-2's alphabet of bytes."""
-        return '"ByteLevel"' in json.dumps(json.loads(self._needed().backend.to_str()).get("decoder"))
+        decoder = self._needed().backend.decoder  # its own state: the whole tokenizer as text would take a second
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     @cached_property
     def token_text(self) -> Callable[[int], tuple[str, tuple[int, ...]]]:

@@ -33,8 +33,8 @@ class Tracing:
         self._tracer = self._provider.get_tracer("armillary")
         self._model = model
 
-    def record(self, exchange: Exchange, kind: str, answering: Answering | None, begin: float) -> None:
-        """A request that is over; `begin` is by the monotonic clock."""
+    def record(self, exchange: Exchange, kind: str, answering: Answering | None, begin: float, status: int) -> None:
+        """A request that is over; `begin` is by the monotonic clock, `status` what is or will be answered."""
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind, set_span_in_context
 
@@ -43,7 +43,7 @@ class Tracing:
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers.items()}
         span = self._tracer.start_span(
             f"{kind} {self._model}", context=extract(carrier), kind=SpanKind.SERVER, start_time=begin_ns,
-            attributes=self._attributes(exchange, answering),
+            attributes=self._attributes(exchange, answering, status),
         )  # fmt: skip
         at, gauges = begin_ns, {} if answering is None else answering.gauges
         for name in _PHASES:
@@ -55,8 +55,8 @@ class Tracing:
             child.end(at)
         span.end(end_ns)
 
-    def _attributes(self, exchange: Exchange, answering: Answering | None) -> dict[str, Any]:
-        found: dict[str, Any] = {"http.response.status_code": exchange.status, "url.path": exchange.path,
+    def _attributes(self, exchange: Exchange, answering: Answering | None, status: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"http.response.status_code": status, "url.path": exchange.path,
                                  "gen_ai.request.model": self._model, "gen_ai.system": "armillary"}  # fmt: skip
         if answering is None:
             return found

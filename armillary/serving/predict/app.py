@@ -47,12 +47,11 @@ class PredictServer:
     async def predict(self, request: Request) -> Response:
         begin = time.perf_counter()
         try:
-            code, body = await self._answer(request, begin)
+            code, body, version = await self._answer(request, begin)
         except ClientDisconnect:
             return Response(status_code=499)
         self.metrics.answered(code, time.perf_counter() - begin if code == 200 else None)
         headers = {"Retry-After": "1"} if code == 429 else {}
-        version = self.live.current
         return JSONResponse(body, code, headers={**headers, "X-Model-Version": version.release.name if version else ""})
 
     async def health(self, request: Request) -> Response:
@@ -85,17 +84,22 @@ class PredictServer:
 
     # --- inside
 
-    async def _answer(self, request: Request, begin: float) -> tuple[int, dict[str, Any]]:
-        version = self.live.current
-        if version is None:
-            return 503, _error("no model is loaded")
+    async def _answer(self, request: Request, begin: float) -> tuple[int, dict[str, Any], Version | None]:
+        """Status, body, and the version that was asked."""
         try:
             body = await _body(request, self.settings.max_body_bytes, self.settings.timeout_s)
-            return 200, await self._run(version, body, begin)
         except TooSlow:
-            return 408, _error(f"the body did not come within {self.settings.timeout_s:g} s")
+            return 408, _error(f"the body did not come within {self.settings.timeout_s:g} s"), self.live.current
         except TooLarge:
-            return 413, _error(f"the body is larger than {self.settings.max_body_bytes:,} bytes")
+            return 413, _error(f"the body is larger than {self.settings.max_body_bytes:,} bytes"), self.live.current
+        version = self.live.current  # after the body, during which another may have taken over and this one gone
+        if version is None:
+            return 503, _error("no model is loaded"), None
+        return *await self._asked(version, body, begin), version
+
+    async def _asked(self, version: Version, body: bytes, begin: float) -> tuple[int, dict[str, Any]]:
+        try:
+            return 200, await self._run(version, body, begin)
         except Unfit as error:
             return 422, _error(str(error))
         except Full:

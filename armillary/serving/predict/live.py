@@ -39,7 +39,8 @@ class Live:
         self.reloads = 0
         self.problem = ""
         self._refused: tuple[int, int, int] | None = None
-        self._leaving: set[asyncio.Task[None]] = set()
+        self.leaving: set[asyncio.Task[None]] = set()
+        """versions that finish what they have"""
 
     async def load(self) -> Version:
         """Load the newest version and make it the current one."""
@@ -50,8 +51,8 @@ class Live:
         if old is not None:
             self.reloads += 1
             task = asyncio.create_task(old.batcher.close())
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
+            self.leaving.add(task)
+            task.add_done_callback(self.leaving.discard)
         self.problem = ""
         return self.current
 
@@ -67,7 +68,7 @@ class Live:
                 continue  # still being written
             try:
                 await self.load()
-            except (ArmillaryError, OSError) as error:
+            except Exception as error:  # libraries raise anything, and the old version has to go on being watched
                 self.problem, self._refused = f"version {release.name}: {error}", release.mark
                 self._say(f"kept the old version: {self.problem}")
 
@@ -84,7 +85,7 @@ class Live:
         """Let every queue run empty."""
         if self.current is not None:
             await self.current.batcher.close()
-        await asyncio.gather(*self._leaving)
+        await asyncio.gather(*self.leaving)
 
     def _version(self, release: Release, loaded: Loaded) -> Version:
         settings, schema = self.settings, loaded.schema

@@ -99,6 +99,8 @@ def _values(body: dict[str, Any], schema: Schema) -> tuple[dict[str, Any], bool]
 def _array(value: Any, field: Field) -> np.ndarray[Any, Any]:
     """`value` in the field's number format; nothing is rounded, cut or guessed."""
     wanted = np.dtype("float32" if field.dtype == "bfloat16" else field.dtype)
+    if _has_text(value):
+        raise Unfit(f"{field.name}: want {_KINDS.get(wanted.kind, 'values')} ({field.words})")
     try:
         found = np.array(value)
     except (ValueError, OverflowError):
@@ -116,6 +118,17 @@ def _array(value: Any, field: Field) -> np.ndarray[Any, Any]:
     if wanted.kind == "f" and not np.isfinite(made).all():
         raise Unfit(f"{field.name}: a number beyond the range of {field.dtype}")
     return cast("np.ndarray[Any, Any]", made)
+
+
+def _has_text(value: Any) -> bool:
+    """Whether a text or an object is among the numbers: as an array, every item would take as much as the longest."""
+    level = [[value]]
+    while level:
+        kinds = {kind for items in level for kind in set(map(type, items))}
+        if not kinds.isdisjoint((str, dict)):
+            return True
+        level = [item for items in level for item in items if type(item) is list] if list in kinds else []
+    return False
 
 
 def _is_single(raw: list[np.ndarray[Any, Any]], schema: Schema) -> bool:

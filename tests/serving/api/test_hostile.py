@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import socket
 import time
@@ -190,9 +191,10 @@ def test_half_open_connections_cost_nothing_but_a_socket(server: Server) -> None
 class FakeConnection:
     """As much of uvicorn's connection as the sweeper looks at."""
 
-    def __init__(self, *, paused: bool, asked: bool) -> None:
+    def __init__(self, *, paused: bool, asked: bool, answered: bool = False, rests: bool = False) -> None:
         self.flow = type("Flow", (), {"write_paused": paused})()
-        self.cycle = object() if asked else None
+        self.cycle = type("Cycle", (), {"response_complete": answered})() if asked else None
+        self.timeout_keep_alive_task = object() if rests else None
         self.transport = self
         self.aborted = False
 
@@ -205,7 +207,8 @@ def test_connections_that_only_cost_are_closed(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(connections, name, 0.02)
     silent, stuck, busy = (FakeConnection(paused=paused, asked=asked)
                            for paused, asked in ((False, False), (True, True), (False, True)))  # fmt: skip
-    state = type("State", (), {"connections": {silent, stuck, busy}})()
+    half, rests = (FakeConnection(paused=False, asked=True, answered=True, rests=rests) for rests in (False, True))
+    state = type("State", (), {"connections": {silent, stuck, busy, half, rests}})()
     server: Any = type("Server", (), {"server_state": state})()
 
     async def some_time() -> None:
@@ -214,6 +217,18 @@ def test_connections_that_only_cost_are_closed(monkeypatch: pytest.MonkeyPatch) 
 
     asyncio.run(some_time())
     assert silent.aborted and stuck.aborted and not busy.aborted
+    assert half.aborted and not rests.aborted  # a next request that was begun, and none
+
+
+def test_a_connection_may_ask_as_often_as_it_likes(server: Server) -> None:
+    """What is bounded is the head of a request, not what a connection has sent in its life."""
+    connection = http.client.HTTPConnection(*server.address, timeout=30)
+    body = json.dumps({"tokens": [1] * 2500}).encode()
+    for _ in range(4 * connections.HEAD_BYTES // len(body)):
+        connection.request("POST", "/detokenize", body)
+        response = connection.getresponse()
+        assert response.status == 200 and response.read() and not response.will_close
+    connection.close()
 
 
 def test_the_page_of_errors_is_json_that_clients_read(server: Server) -> None:

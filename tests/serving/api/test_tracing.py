@@ -65,9 +65,8 @@ def test_a_request_is_a_span_with_its_phases_under_that_of_the_client(collector:
     tracing = Tracing(url, "tiny")
     scope = {"method": "POST", "path": "/v1/completions", "headers": [(b"traceparent", PARENT.encode())]}
     exchange = Exchange(scope, None, None)  # type: ignore[arg-type]
-    exchange.status = 200
-    tracing.record(exchange, "text_completion", Answered(), 0.0)
-    tracing.record(exchange, "text_completion", None, 0.0)
+    tracing.record(exchange, "text_completion", Answered(), 0.0, 200)
+    tracing.record(exchange, "text_completion", None, 0.0, 400)
     tracing.close()
     by_name = {span.name: span for span in spans}
     whole = next(span for span in spans if span.name == "text_completion tiny" and len(span.attributes) > 5)
@@ -90,6 +89,9 @@ def test_a_server_sends_traces(folder: Path, collector: tuple[str, list[Any]]) -
     url, spans = collector
     with run_server(folder, "--otlp", url) as server:
         assert server.post("/v1/completions", {"prompt": "def", "max_tokens": 3})[0] == 200
+        assert server.post("/v1/completions", {"prompt": ""})[0] == 400
         server.process.terminate()
         assert server.process.wait(30) == 0
     assert {span.name for span in spans} == {"text_completion tiny", "queue", "prefill", "decode"}
+    codes = [item.value.int_value for span in spans for item in span.attributes if item.key.endswith("status_code")]
+    assert sorted(codes) == [200, 400]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,14 +31,18 @@ class Client:
     async def post(self, path: str, body: Any) -> Reply:
         return await self.send("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
 
-    async def send(self, method: str, path: str, body: bytes, *, endless: bool = False) -> Reply:
-        """`endless`: more of the body is promised, and never comes."""
-        parts = [{"type": "http.request", "body": body, "more_body": endless}]
+    async def send(
+        self, method: str, path: str, body: bytes, *, endless: bool = False, rest: Awaitable[bytes] | None = None
+    ) -> Reply:
+        """`endless`: more of the body is promised, and never comes; `rest`: it comes when that is there."""
+        parts = [{"type": "http.request", "body": body, "more_body": endless or rest is not None}]
         sent: list[dict[str, Any]] = []
 
         async def receive() -> dict[str, Any]:
             if not parts and endless:
                 await asyncio.Event().wait()
+            if not parts and rest is not None:
+                return {"type": "http.request", "body": await rest, "more_body": False}
             return parts.pop(0) if parts else {"type": "http.disconnect"}
 
         async def send(message: dict[str, Any]) -> None:

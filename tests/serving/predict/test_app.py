@@ -157,6 +157,25 @@ def test_a_new_version_takes_over_and_no_request_is_lost(files: Files, tmp_path:
     serving(path, scenario)
 
 
+def test_a_request_whose_body_outlasts_its_version_is_answered_by_the_next(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    shutil.copy(files["one"], tmp_path / "1" / "model.pt2")
+
+    async def scenario(client: Client, state: PredictServer) -> Any:
+        assert (await client.post("/predict", ROW)).headers["x-model-version"] == "1"
+
+        async def rest() -> bytes:
+            (tmp_path / "2").mkdir()
+            shutil.copy(files["two"], tmp_path / "2" / "model.pt2")
+            await _until(lambda: state.live.reloads == 1 and not state.live.leaving)
+            return b", 3, 4]}"
+
+        return await client.send("POST", "/predict", b'{"features": [1, 2', rest=rest())
+
+    found = serving(tmp_path, scenario, timeout_s=10.0)
+    assert found.code == 200 and found.json["prediction"] == [20.0, 21.0] and found.headers["x-model-version"] == "2"
+
+
 def test_a_broken_version_is_refused_and_the_old_one_stays(files: Files, tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     shutil.copy(files["one"], tmp_path / "1" / "model.pt2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,16 @@ def test_answers_have_the_form_of_the_question() -> None:
     assert reply(one, [np.array([7])], FOUR) == {"prediction": [7]}
     named = read({"inputs": {"x": [1, 2, 3, 4]}}, FOUR, most_rows=9)
     assert reply(named, [output], FOUR) == {"outputs": {"output": [1.5, None]}}
+
+
+def test_texts_among_numbers_take_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(Unfit, match="want numbers"):
+            read({"features": ["x" * 100_000, *["a"] * 200]}, FOUR, most_rows=9)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000  # numpy would take 80 MB: all as long as the longest
+    finally:
+        tracemalloc.stop()
 
 
 DEEP = b'{"features":' + b"[" * 50_000
