@@ -53,7 +53,7 @@ def test_the_planner_narrows_what_the_trainer_does(ffn: int, tp: int, adapters: 
 
 
 def test_our_experts_stay_in_16_bits_and_others_need_not() -> None:
-    moe = MoE(num_experts=8, top_k=2, ffn=4096, num_shared=1, shared_ffn=4096)
+    moe = MoE(num_experts=8, top_k=2, ffn=4096, shared_ffn=4096)
     model = replace(small_model(), moe=moe, layers=(LayerKind(mlp="moe"),) * 4)
     ours, physics = (case_of(model, "h200", sequences=8, software=one) for one in (OURS_BY_LAYER, PHYSICS))
     layout = Layout(precision="fp8", micro_batch=8)

@@ -5,19 +5,30 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from armillary.errors import BadLayout
 from armillary.planning import offload
 from armillary.planning.case import TrainCase
-from armillary.planning.changes import remedy
+from armillary.planning.changes import remedy, remedy_text
 from armillary.planning.layouts import of
 from armillary.planning.memory import memory
 from armillary.planning.prediction import Prediction, predict
-from armillary.planning.software import OURS
+from armillary.planning.question import Question
+from armillary.planning.search import search
+from armillary.planning.software import OURS, PHYSICS
+from armillary.planning.space import constrained, runnable, space
+from armillary.planning.training_plan import training_plan
+from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
+from armillary.spec.layout_case import Case
+from armillary.spec.layout_rules import layout_problems
+from armillary.spec.model_table import ModelTable
 from armillary.spec.params import parameters
+from armillary.spec.recipe import Recipe
 from armillary.store.peaks import new_peaks
 from tests.planning.cases import case_of, small_model
 
@@ -97,6 +108,7 @@ def test_disks_count_where_the_host_cannot_hold_the_file() -> None:
     assert priced(small, offload="nvme").time.offload[0] > cached
 
 
+@settings(deadline=None)
 @given(st.sampled_from(["none", "optimizer", "activations", "both", "nvme"]), st.sampled_from(["none", "full"]),
        st.sampled_from([1, 2, 4]), st.sampled_from([0, 1, 3]))  # fmt: skip
 def test_the_parts_of_a_step_add_up_and_memory_never_grows_by_more_than_a_layer(
@@ -121,3 +133,58 @@ def test_what_does_not_fit_may_be_offloaded_and_says_its_price() -> None:
     assert "offload_s" not in priced(case, micro_batch=1).gauges()
     cpu = memory(case, of([Layout(offload="nvme")])).host[0]
     assert cpu > 12 * 13e9
+
+
+def test_the_host_runs_beside_the_next_step_wherever_the_trainer_lets_it() -> None:
+    """training.offloading: a GPU, whole weights, one stage, not compiled."""
+    case = case_of(MODEL, "h200x8", sequences=8, software=OURS)
+
+    def hidden(case: TrainCase, **layout: Any) -> bool:
+        found = priced(case, micro_batch=1, offload="optimizer", **layout).time
+        return bool(found.offload[0] < offload.host_adamw_s(case, of([Layout(**layout)]), found.held)[0])
+
+    assert hidden(case) and hidden(case, dp=8) and hidden(case, tp=8) and hidden(case, cp=2, dp=4)
+    assert not hidden(case, dp=8, zero=1) and not hidden(case, cp=2, zero=3) and not hidden(case, pp=2)
+    assert not hidden(replace(case, compiled=True)) and not hidden(replace(case, software=PHYSICS))
+
+
+def with_host(case: TrainCase, memory: float, disks: float) -> TrainCase:
+    assert case.cluster.node is not None
+    node = replace(case.cluster.node, num_chips=1, memory_bytes=memory, storage_bytes=disks)
+    return replace(case, cluster=replace(case.cluster, node=node))
+
+
+def test_what_the_host_has_no_room_for_does_not_fit_and_goes_to_disk_where_that_helps() -> None:
+    case = case_of("llama-2-13b", "h200x1", sequences=8, software=OURS)
+    layout = Layout(recompute="full", offload="optimizer")
+    assert predict(case, of([layout])).fits[0]
+    short = with_host(case, 100e9, 1e12)
+    assert not predict(short, of([layout])).fits[0]
+    found = remedy(short, layout)
+    assert found is not None and found.change == {"offload": "nvme"}
+    with pytest.raises(BadLayout, match=r"offload=optimizer .* try --set layout.offload=nvme"):
+        search(short, fixed={"offload": "optimizer"})
+    assert search(short, fixed={"offload": "nvme"}).num_fitting > 0
+    job = TrainJob(sequence=case.sequence, batch_tokens=case.batch_tokens)
+    recipe = Recipe(model=ModelTable(name="llama-2-13b"), layout=layout, train=job)
+    made = training_plan(Question(recipe=recipe, model=case.model, case=short), predict(short, of([layout])))
+    assert made.shortage.endswith("the host's memory has 100 GB for each") and not made.fits
+    assert made.notes()[-1].startswith(f"does not fit: {made.shortage}; try --set layout.offload=nvme")
+    full = with_host(case, 100e9, 100e9)
+    assert not predict(full, of([replace(layout, offload="nvme")])).fits[0]
+    assert "offload" not in remedy_text(full, layout)
+
+
+def test_a_search_offers_nothing_that_the_trainer_refuses_together() -> None:
+    case = case_of(MODEL, "h200x8", sequences=8, software=OURS)
+    trainer = Case(model=MODEL, sequence=case.sequence, batch_tokens=case.batch_tokens, by_trainer=True)
+    for fixed in ({"offload": "activations"}, {"schedule": "zero_bubble"}):
+        offered = constrained(space(case, ["bf16"]), fixed)
+        kept = runnable(case, offered, fixed)
+        broken = [sum(any(layout_problems(layouts.layout(i), trainer)) for i in range(len(layouts)))
+                  for layouts in (offered, kept)]  # fmt: skip
+        assert broken[0] > 0 and broken[1] == 0 and len(kept) == len(offered) - broken[0]
+        with pytest.raises(BadLayout, match=r"try --set layout\.recompute=full or none"):
+            search(case, fixed={**fixed, "recompute": "selective", "pp": 2})
+    found = search(replace(case, software=PHYSICS), fixed={"offload": "activations", "recompute": "selective"})
+    assert np.all(found.front.fits)

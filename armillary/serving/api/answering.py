@@ -42,6 +42,8 @@ class Answering:
         """times and sizes of the answer that ended last, as the engine saw them"""
         self.cached_tokens = 0
         """prompt tokens that were found in the prefix cache"""
+        self.shown = True
+        """false: a token is made for the sake of the prompt's log-probabilities alone, and is not counted"""
         self._engine = engine
         self.wish = wish
         self._numbers: list[int] = []
@@ -104,6 +106,6 @@ class Answering:
     def usage(self) -> dict[str, Any]:
         """Tokens so far, as clients are billed."""
         given = sum(map(len, self.prompts))
-        made = sum(text.num_tokens for text in self.texts)
+        made = sum(text.num_tokens for text in self.texts) if self.shown else 0
         return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made,
                 "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}  # fmt: skip

@@ -13,8 +13,9 @@ import struct
 import threading
 from asyncio import IncompleteReadError, StreamReader
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 from armillary.serving.engine.params import SamplingParams
 from armillary.spec.job import Serve
@@ -144,11 +145,18 @@ async def read_message(reader: StreamReader) -> Any:
 def messages(sock: socket.socket) -> Iterator[Any]:
     """In the engine: messages as they come, until the server is gone."""
     with sock.makefile("rb") as file:
-        while len(head := file.read(_HEAD.size)) == _HEAD.size:
-            (length,) = _HEAD.unpack(head)
-            if len(body := file.read(length)) < length:
-                return
+        while (body := _body(file)) is not None:
             yield pickle.loads(body)
+
+
+def _body(file: BinaryIO) -> bytes | None:
+    """Of the next frame; a server that left what we said unread has reset the socket, and is gone as well."""
+    with suppress(ConnectionError):
+        if len(head := file.read(_HEAD.size)) == _HEAD.size:
+            (length,) = _HEAD.unpack(head)
+            body = file.read(length)
+            return body if len(body) == length else None
+    return None
 
 
 class Outlet:

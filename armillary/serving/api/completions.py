@@ -92,6 +92,7 @@ async def complete(served: Served, body: Completion, begin: float) -> tuple[Answ
     )  # fmt: skip
     answering = Answering(served.engine, prompts, wish, served.texts.detokenizer(), served.texts.eos_ids,
                           stream=bool(body.stream), begin=begin)  # fmt: skip
+    answering.shown = body.max_tokens != 0
     return answering, CompletionForm(answering, body, served.texts, echoed)
 
 

@@ -17,6 +17,7 @@ from armillary.model.tokenizer import eos_ids_of
 from armillary.serving.api.channel import Orders
 from armillary.serving.api.connections import protocol, sweep
 from armillary.serving.api.engine_process import EngineProcess
+from armillary.serving.api.lines import Say, to_whom_it_concerns
 from armillary.serving.api.metrics import Metrics
 from armillary.serving.api.served import Served
 from armillary.serving.api.texts import Texts
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     import uvicorn
 
     from armillary.serving.api.app import Api
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ class Door:
 def serve(source: ModelSource, orders: Orders, door: Door, *, ranks: int = 1, say: Say = print) -> None:
     """Serve until SIGTERM or SIGINT; ArmillaryError where the model or the port cannot be had."""
     _need_http()
-    metrics = Metrics()
+    say, metrics = to_whom_it_concerns(say), Metrics()
     served = _served(source, orders, door, ranks, metrics, say)
     from armillary.serving.api.app import Api  # what it is made of has just been looked for
 

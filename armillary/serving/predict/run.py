@@ -12,6 +12,7 @@ from typing import Any
 
 from armillary.errors import BadInput, missing
 from armillary.serving.api.connections import protocol, sweep
+from armillary.serving.api.lines import to_whom_it_concerns
 from armillary.serving.predict.files import newest
 from armillary.serving.predict.live import Say
 from armillary.spec.predict import Predict
@@ -22,7 +23,7 @@ _BACKLOG = 2048
 def run(path: Path, settings: Predict, *, host: str = "127.0.0.1", port: int = 8000, say: Say = print) -> None:
     """Serve the model at `path` until SIGTERM or SIGINT."""
     newest(path)
-    uvicorn = _uvicorn()
+    say, uvicorn = to_whom_it_concerns(say), _uvicorn()
     from armillary.serving.predict.app import PredictServer, make_app
 
     listener = _listen(host, port)

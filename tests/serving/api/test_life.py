@@ -26,7 +26,7 @@ LONG = {"prompt": "def main", "max_tokens": 1900, "ignore_eos": True, "stream": 
 @pytest.fixture(scope="module")
 def fragile(folder: Path) -> Iterator[Server]:
     """One server for all of these, in this order; the last test ends it."""
-    flags = {"max_running": RUNNING, "max_waiting": WAITING, "frozen_s": 2, "drain_s": 20}
+    flags = {"max_running": RUNNING, "max_waiting": WAITING, "frozen_s": 2, "drain_s": 60}
     words = [word for key, value in flags.items() for word in ("--set", f"serve.{key}={value}")]
     with run_server(folder, *words) as made:
         yield made

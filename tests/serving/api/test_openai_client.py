@@ -197,7 +197,9 @@ def test_echo_gives_the_prompts_log_probabilities(client: Any, server: Server) -
     asked = client.completions.create(
         model="tiny", prompt=prompt, echo=True, logprobs=1, max_tokens=1, temperature=0
     ).choices[0]
-    alone = client.completions.create(model="tiny", prompt=ids, echo=True, logprobs=0, max_tokens=0).choices[0]
+    silent = client.completions.create(model="tiny", prompt=ids, echo=True, logprobs=0, max_tokens=0)
+    assert silent.usage.completion_tokens == 0 and silent.usage.total_tokens == len(ids)
+    alone = silent.choices[0]
     found = asked.logprobs
     assert asked.text.startswith(prompt) and len(found.tokens) == len(ids) + 1 == len(found.token_logprobs)
     assert found.token_logprobs[0] is None and found.top_logprobs[0] is None

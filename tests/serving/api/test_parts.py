@@ -191,6 +191,14 @@ def test_the_engines_end_reads_until_the_server_is_gone() -> None:
     assert found == [Turn(keys=[1], tokens=[2])]
 
 
+def test_a_server_that_leaves_answers_unread_is_gone_too() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b"nobody reads this")
+    ours.close()  # which resets the socket, as something is in it
+    assert list(messages(theirs)) == []
+    theirs.close()
+
+
 # --- metrics, documents, ports
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.serving.api.schemas import Function, Tool
+from armillary.serving.api.answering import Piece
+from armillary.serving.api.chat import ChatForm, _Choice
+from armillary.serving.api.schemas import Chat, Function, Tool
 from armillary.serving.api.tool_calls import Call, Forced, ToolStream, family_of, forced_schema, tool_stream
 
 NAMES = ("weather", "news")
@@ -94,3 +98,16 @@ def test_what_was_asked_for_becomes_calls() -> None:
     listed = '[{"name": "weather", "arguments": {"town": "Köln"}}, {"name": "news", "arguments": {}}]'
     assert read(Forced(None, NAMES), [listed]) == ("", [WEATHER, NEWS])
     assert read(Forced(None, NAMES), ['[{"name": "wea']) == ('[{"name": "wea', [])
+
+
+@pytest.mark.parametrize("named, engine, said", [(True, "stop", "stop"), (False, "stop", "tool_calls"),
+                                                 (True, "length", "length"), (False, "length", "length")])  # fmt: skip
+def test_calls_that_were_cut_short_are_not_said_to_be_complete(named: bool, engine: str, said: str) -> None:
+    text = '{"city": "Pa' if engine == "length" else '{"city": "Paris"}'
+    text = text if named else f'[{{"name": "weather", "arguments": {text}' + ("}]" if engine == "stop" else "")
+    choice = _Choice(Forced("weather" if named else None, ["weather"]))
+    texts: Any = SimpleNamespace(token_text=None)
+    form = ChatForm([choice], Chat(messages=[]), texts, named=named)
+    (event,) = form.grow(Piece(choice=0, text=text, finish=engine))
+    assert event["finish_reason"] == said and form.whole()[0]["finish_reason"] == said
+    assert bool(choice.calls) == (named or engine == "stop")

@@ -60,13 +60,14 @@ def decided(chunks: list[tuple[int, int]]) -> Decision:
     return decision
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.floats(1e-3, 2e-2), st.floats(1e-6, 1e-4), st.floats(1e-10, 8e-9), st.sampled_from([1.5, 2.0, 3.0]))
 def test_steps_keep_the_pace(read_s: float, token_s: float, pair_s: float, slowdown: float) -> None:
     found, _ = paced(Device(read_s, token_s, pair_s, noise=0.005), slowdown)
     least = 1.1 + 36 * token_s / read_s + 32 * 12_000 * pair_s / read_s  # what the smallest part takes
     late = sum(gap > 1.05 * max(slowdown, least) for gap in found)
-    assert late <= 4 + 0.01 * len(found)  # a few while it learns where reading ends and computing begins
+    # A few while it learns where reading ends and computing begins, and again where attention is nearly all of a step.
+    assert late <= 4 + 0.03 * len(found)
 
 
 def test_most_of_the_time_is_used() -> None:
