@@ -95,7 +95,7 @@ def ours(folder: Path, kind: str, threads: int) -> Answer:
     from armillary.model.weights import load_model
     from armillary.serving.engine.make import make_engine
     from armillary.serving.engine.request import Request
-    from armillary.spec.job import Serve
+    from armillary.spec.service import Serve
 
     torch.set_num_threads(threads)
     model = load_model(folder, dtype="fp32" if kind == "fp32" else "bf16", device=torch.device("cpu"))

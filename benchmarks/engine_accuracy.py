@@ -23,7 +23,7 @@ from armillary.model.weights import load_model
 from armillary.serving.engine.make import make_engine
 from armillary.serving.engine.params import SamplingParams
 from armillary.serving.engine.request import Request
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 
 SHAPE = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
          "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": True,

@@ -27,7 +27,7 @@ from armillary.serving.engine.make import make_engine
 from armillary.serving.measure import Watch, decode_bytes, percentile, serve_all
 from armillary.serving.workload import fixed, nano_vllm
 from armillary.spec.catalogue import models
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 from benchmarks.engine_times import StepTimes, top_kernels
 
 PEERS = {"qwen3-0.6b": {"nano-vllm, measured": 15_800, "nano-vllm, published": 19_638, "mini-sglang, published": 20_711,

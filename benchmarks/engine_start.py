@@ -50,7 +50,7 @@ def started(folder: Path, since: float, device: str) -> dict[str, float]:
     lap("import torch")
     from armillary.serving.engine.llm import LLM
     from armillary.serving.engine.params import SamplingParams
-    from armillary.spec.job import Serve
+    from armillary.spec.service import Serve
 
     lap("import armillary")
     if device == "cuda":

@@ -34,9 +34,9 @@ from armillary.serving.load.probe import probe
 from armillary.serving.load.run import Test
 from armillary.serving.load.search import Found, search_rate, trying
 from armillary.serving.predict.model import open_file
-from armillary.spec.job import Objective, Traffic
 from armillary.spec.load import Load
 from armillary.spec.predict import Predict
+from armillary.spec.service import Objective, Traffic
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "small_models.py"
 LIMITS_S = {"mlp": 0.2, "resnet": 0.2}

@@ -56,7 +56,7 @@ def offline(folder: str, wishes: dict[str, Any]) -> dict[str, Any]:
     """All requests at once without a server, then one at a time through the async stream."""
     from armillary.serving.engine.llm import LLM
     from armillary.serving.engine.params import SamplingParams
-    from armillary.spec.job import Serve
+    from armillary.spec.service import Serve
 
     asked, params = prompts(wishes["streams"], wishes["prompt"]), SamplingParams(
         max_tokens=wishes["tokens"], temperature=0.0, ignore_eos=True)  # fmt: skip

@@ -13,9 +13,9 @@ from train_peers import SEQUENCE, drawn
 from armillary.kernels.adamw import gradient_norm
 from armillary.model.transformer import Transformer, build
 from armillary.parallel.recompute import recompute
-from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
+from armillary.spec.train_job import TrainJob
 from armillary.store.home import Home
 from armillary.training.kernels import use_kernels
 from armillary.training.lora import add_lora, base_dtype

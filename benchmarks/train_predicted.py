@@ -18,11 +18,11 @@ from armillary.profiling import attention, bandwidth, gemm, launch
 from armillary.profiling.ceilings import about, name_of
 from armillary.profiling.machine import here
 from armillary.profiling.settings import settings_for
-from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
 from armillary.spec.model_table import ModelTable
 from armillary.spec.recipe import Recipe
+from armillary.spec.train_job import TrainJob
 from armillary.store.home import Home
 from armillary.store.peaks import new_peaks, save_peaks
 

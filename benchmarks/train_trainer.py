@@ -13,10 +13,10 @@ from train_ours import SMALL
 from train_peers import SEQUENCE
 
 from armillary.parallel.world import join_world
-from armillary.spec.job import Data, TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.model_table import ModelTable
 from armillary.spec.recipe import Recipe
+from armillary.spec.train_job import Data, TrainJob
 from armillary.store.home import Home
 from armillary.training.recorder import Recorder
 from armillary.training.start import start, starting_point

@@ -19,9 +19,9 @@ from armillary.parallel.apply import Sharded, apply
 from armillary.parallel.mesh import make_mesh
 from armillary.parallel.world import World, join_world
 from armillary.spec import catalogue
-from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
+from armillary.spec.train_job import TrainJob
 from armillary.training.loss import loss_sum
 from armillary.training.optim import make_optimizer
 

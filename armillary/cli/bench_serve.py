@@ -48,7 +48,7 @@ def serve(
         raise BadInput(f"{tokens_in} + {tokens_out} tokens exceed the context of {source}; ask for at most "
                        f"{loaded.config.context} together")  # fmt: skip
     from armillary.serving.bench import MODES, bench_page, bench_serve
-    from armillary.spec.job import Serve
+    from armillary.spec.service import Serve
     from armillary.store.atomic import write_text
 
     unknown_modes = [mode for mode in modes if mode not in MODES]

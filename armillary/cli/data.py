@@ -183,7 +183,7 @@ def verify(out: Output, home: Home, folder: str) -> None:
 
 def _cache(home: Home) -> Cache:
     """Where verbs keep what they fetch: the same place as training's default, and as large."""
-    from armillary.spec.job import Data
+    from armillary.spec.train_job import Data
     from armillary.training.data.cache import Cache
 
     return Cache(folder=home.cache / "fetched", limit_bytes=Data.cache_bytes)

@@ -12,8 +12,8 @@ from armillary.cli.find_model import find_model
 from armillary.cli.output import Output
 from armillary.cli.verb import set_option, verb
 from armillary.errors import BadInput, NotFound, missing
-from armillary.spec.job import Serve
 from armillary.spec.recipe import load_recipe, recipe_from_dict
+from armillary.spec.service import Serve
 from armillary.store.home import Home
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from armillary.planning.case import Lora
-from armillary.spec.job import TrainJob
 from armillary.spec.lora import Target, targets
 from armillary.spec.model import ModelConfig
+from armillary.spec.train_job import TrainJob
 
 KERNELS, FUSED_KERNELS = np.array([4.0, 6.0]), np.array([9.0, 13.0])
 """forward and backward, of a matrix of its own and of fused ones, whose B is spread out first"""

@@ -12,7 +12,7 @@ from math import ceil, isfinite
 from armillary.errors import BadInput
 from armillary.planning.load import Load, Server, load
 from armillary.planning.serving_memory import ServingMemory, concurrency, kv_capacity_tokens, serving_memory
-from armillary.spec.job import Objective
+from armillary.spec.service import Objective
 from armillary.units import seconds_text
 
 _HEADROOM = 1 - 1e-4

@@ -20,7 +20,7 @@ from armillary.planning.failures import HOUR, Failures, expected_goodput, per_mo
 from armillary.planning.owned import NoPrice, Owned, owned
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Price
-from armillary.spec.job import Cost
+from armillary.spec.service import Cost
 
 RESERVED = {1: 0.62, 3: 0.40}
 """price of a reserved hour over one on demand, by years committed: trn1.32xlarge 8.197 of 21.50 and inf2.48xlarge 5.608

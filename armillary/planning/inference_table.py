@@ -21,7 +21,7 @@ from armillary.planning.generation import (
 )
 from armillary.planning.inference_row import InferenceRow, Row, config_id, inference_row, is_fitted
 from armillary.planning.serving_memory import concurrency, serving_memory
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 
 MEASURES = {"tokens_out_per_s": ("measured_tokens_per_s", 1.0), "itl_s": ("measured_itl_ms", 1e-3),
             "ttft_s": ("measured_ttft_ms", 1e-3)}  # fmt: skip

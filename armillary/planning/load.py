@@ -26,7 +26,7 @@ from armillary.planning.forward import Group
 from armillary.planning.generation import decode_gap_s, prefill_share_s
 from armillary.planning.replica import Replica
 from armillary.planning.serving_memory import concurrency, serving_memory
-from armillary.spec.job import Serve, Traffic
+from armillary.spec.service import Serve, Traffic
 
 Z99, ROOM = 2.33, 3.0
 """standard deviations to the 99th percentile, and those that must find room, so that waiting for it is rare"""

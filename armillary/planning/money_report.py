@@ -7,7 +7,7 @@ from armillary.planning.failures import Goodput
 from armillary.planning.owned import NoPrice, owned
 from armillary.planning.storage import RunStorage, fits
 from armillary.spec.hardware import Cluster
-from armillary.spec.job import Cost
+from armillary.spec.service import Cost
 from armillary.units import bandwidth_text, bytes_text, dollars_text, seconds_text
 
 OFFER_COLUMNS = ("offer", "$/h", "kept", "$/useful h", "source")

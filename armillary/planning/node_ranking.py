@@ -13,7 +13,7 @@ from armillary.planning.prediction import Prediction
 from armillary.planning.search import search
 from armillary.spec import catalogue
 from armillary.spec.hardware import Cluster, Node
-from armillary.spec.job import Cost
+from armillary.spec.service import Cost
 
 KINDS = ("gpu", "tpu", "npu")
 

@@ -16,7 +16,7 @@ from armillary.planning.capacity import Capacity, capacity
 from armillary.planning.load import Server
 from armillary.planning.replica import Replica
 from armillary.planning.serving_memory import sequence_bytes
-from armillary.spec.job import Objective
+from armillary.spec.service import Objective
 from armillary.units import seconds_text
 
 

@@ -23,9 +23,9 @@ from armillary.planning.serving_formats import serving_formats
 from armillary.planning.serving_memory import refuse_too_big, serving_memory
 from armillary.spec import catalogue
 from armillary.spec.hardware import Cluster, Tier
-from armillary.spec.job import Cost, Objective, Serve, Traffic
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
+from armillary.spec.service import Cost, Objective, Serve, Traffic
 
 if TYPE_CHECKING:  # the store's locks and sockets are slow to import
     from armillary.store.peaks import Peaks

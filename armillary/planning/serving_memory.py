@@ -14,9 +14,9 @@ from math import ceil
 
 from armillary.errors import BadInput
 from armillary.planning.replica import Replica
-from armillary.spec.job import Serve
 from armillary.spec.ops import size_of
 from armillary.spec.params import kv_bytes, parameters
+from armillary.spec.service import Serve
 from armillary.units import bytes_text
 
 USABLE = 0.9

@@ -11,7 +11,7 @@ from armillary.model.transformer import Transformer
 from armillary.serving.engine.make import make_engine
 from armillary.serving.measure import Served, decode_bytes, serve_all
 from armillary.serving.workload import fixed, ragged
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 from armillary.units import bandwidth_text, seconds_text
 
 MODES = ("none", "static", "dynamic", "continuous")

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.lora import targets
 from armillary.spec.model import ModelConfig
+from armillary.spec.train_job import TrainJob
 
 MULTIPLE = 16
 """of the sizes of an fp8 product, for the tensor cores"""

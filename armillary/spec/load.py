@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
-from typing import Any, Literal
+from typing import Literal
 
 from armillary.errors import BadRecipe
+from armillary.spec.table_checks import above_zero, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +49,10 @@ class Load:
     """processes that send; more where one core cannot keep up, which the report says"""
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "requests", "repeats", "processes", "prefixes"):
-            _check(self, name, low=1)
-        for name in ("length_spread", "warmup_s", "temperature"):
-            _check(self, name, low=0)
-        _check(self, "longest", low=2)
-        for name in ("ramp_to", "trace_speed", "timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not (isfinite(value) and value > 0):
-                raise _refused(self, name, "above 0")
+        at_least(self, "load", 1, "concurrency", "requests", "repeats", "processes", "prefixes")
+        at_least(self, "load", 0, "length_spread", "warmup_s", "temperature")
+        at_least(self, "load", 2, "longest")
+        above_zero(self, "load", "ramp_to", "trace_speed", "timeout_s")
         self._check_together()
 
     def _check_together(self) -> None:
@@ -65,15 +60,3 @@ class Load:
             raise BadRecipe("load.trace says when requests are sent, load.concurrency too; leave one out")
         if self.ramp_to and (self.trace or self.concurrency):
             raise BadRecipe("load.ramp_to needs the open loop of [traffic]; leave load.trace and load.concurrency out")
-
-
-def _check(load: Any, name: str, *, low: float) -> None:
-    value = getattr(load, name)
-    if value is not None and not (isfinite(value) and value >= low):
-        raise _refused(load, name, f"at least {low:g}")
-
-
-def _refused(load: Any, name: str, rule: str) -> BadRecipe:
-    default = getattr(Load, name)
-    shown = "none" if default is None else default
-    return BadRecipe(f"load.{name}={getattr(load, name)} must be {rule}; try --set load.{name}={shown}")

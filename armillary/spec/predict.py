@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 
-from armillary.errors import BadRecipe
+from armillary.spec.table_checks import above_zero, at_least, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +36,8 @@ class Predict:
     """time that requests under way have to finish when the server is stopped"""
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_queue", "max_body_bytes", "threads"):
-            value = getattr(self, name)
-            self._check(name, value is None or value >= 1, "at least 1")
-        for name in ("max_delay_s", "reload_s", "grace_s"):
-            value = getattr(self, name)
-            self._check(name, isfinite(value) and value >= 0, "at least 0")
-        self._check("timeout_s", isfinite(self.timeout_s) and self.timeout_s > 0, "above 0")
-        ok = all(1 <= size <= self.max_batch for size in self.preferred)
-        self._check("preferred", ok, f"from 1 to predict.max_batch={self.max_batch}")
-
-    def _check(self, name: str, ok: bool, rule: str) -> None:
-        if not ok:
-            default = getattr(type(self), name)
-            shown = "none" if default is None else "[]" if default == () else default
-            raise BadRecipe(f"predict.{name}={getattr(self, name)} must be {rule}; try --set predict.{name}={shown}")
+        at_least(self, "predict", 1, "max_batch", "max_queue", "max_body_bytes", "threads")
+        at_least(self, "predict", 0, "max_delay_s", "reload_s", "grace_s")
+        above_zero(self, "predict", "timeout_s")
+        if not all(1 <= size <= self.max_batch for size in self.preferred):
+            raise refuse(self, "predict", "preferred", f"from 1 to predict.max_batch={self.max_batch}", better="[]")

@@ -18,12 +18,13 @@ from armillary.spec import catalogue, toml_text
 from armillary.spec.fields import build, to_plain
 from armillary.spec.hardware import Cluster
 from armillary.spec.hardware_table import HardwareTable
-from armillary.spec.job import Cost, Data, Objective, Serve, Traffic, TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.load import Load
 from armillary.spec.model import ModelConfig
 from armillary.spec.model_table import ModelTable, apply_model_overrides, model_table, table_to_plain
 from armillary.spec.predict import Predict
+from armillary.spec.service import Cost, Objective, Serve, Traffic
+from armillary.spec.train_job import Data, TrainJob
 
 
 @dataclass(frozen=True, kw_only=True)

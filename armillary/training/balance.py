@@ -16,7 +16,7 @@ from armillary.model.moe_balance import Balance, Counts, Rule
 from armillary.parallel.apply import Sharded
 from armillary.parallel.context import Context
 from armillary.parallel.mesh import Mesh
-from armillary.spec.job import TrainJob
+from armillary.spec.train_job import TrainJob
 
 # L layers with experts, E experts of each
 TAIL = 0.1

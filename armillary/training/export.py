@@ -12,8 +12,8 @@ from armillary.model.fusing import rules
 from armillary.model.lora import NAMES, change
 from armillary.model.weights import save_model
 from armillary.parallel.apply import Sharded
-from armillary.spec.job import TrainJob
 from armillary.spec.lora import targets
+from armillary.spec.train_job import TrainJob
 from armillary.training.agreement import Agreement, attempt
 from armillary.training.lora import save_adapter
 

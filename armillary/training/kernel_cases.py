@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from armillary.kernels.op import Case
-from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
+from armillary.spec.train_job import TrainJob
 
 _DTYPES = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32", "fp8": "bf16"}
 _DOCUMENTS = 8

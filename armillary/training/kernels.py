@@ -31,8 +31,8 @@ from armillary.model.moe_sorted import SortedDispatch
 from armillary.model.norm import Norm
 from armillary.model.transformer import Block, Transformer
 from armillary.spec.fp8 import kept_in_bf16
-from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
+from armillary.spec.train_job import TrainJob
 from armillary.store.home import Home
 from armillary.training.kernel_cases import Wanted, attention_name, wanted
 from armillary.training.loss import LossSum, loss_sum, through

@@ -16,9 +16,9 @@ from armillary.model.fusing import Rule, rules
 from armillary.model.lora import NAMES, adapters, attach, change, draw, spread
 from armillary.model.transformer import Transformer, build
 from armillary.model.weights import write_tensors
-from armillary.spec.job import TrainJob
 from armillary.spec.lora import Target, targets
 from armillary.spec.model import ModelConfig
+from armillary.spec.train_job import TrainJob
 from armillary.store.atomic import staged_folder
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from armillary.model.half_weights import HalfWeights
 from armillary.model.moe import Experts
 from armillary.parallel.apply import Sharded
-from armillary.spec.job import TrainJob
+from armillary.spec.train_job import TrainJob
 from armillary.training.host_adamw import HostAdamW
 from armillary.training.optim import make_optimizer, parameter_groups
 from armillary.training.waits import Waits

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from armillary.kernels import adamw
 from armillary.parallel.apply import Sharded
-from armillary.spec.job import TrainJob
+from armillary.spec.train_job import TrainJob
 from armillary.training.host_adamw import HostAdamW
 from armillary.training.scaler import LossScaler
 

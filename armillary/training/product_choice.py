@@ -12,10 +12,10 @@ import torch
 from armillary.kernels.identity import device_name, revision
 from armillary.kernels.products import TORCH, Products, Tuned
 from armillary.kernels.products_tune import Linear, tune, tune_sums
-from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.mfu import model_flops_per_token
 from armillary.spec.model import ModelConfig
+from armillary.spec.train_job import TrainJob
 from armillary.store.choices import load_choice, save_choice
 from armillary.store.home import Home
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from armillary.parallel.schedule import refuse_split
 from armillary.spec.fp8 import fp8_rule
-from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.lora import frozen_experts
 from armillary.spec.model import ModelConfig
 from armillary.spec.recipe import Recipe
+from armillary.spec.train_job import TrainJob
 
 
 def refuse_unsupported(recipe: Recipe) -> None:

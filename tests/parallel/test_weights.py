@@ -16,9 +16,9 @@ from armillary.parallel.apply import apply
 from armillary.parallel.mesh import make_mesh
 from armillary.parallel.weights import fill_from, fill_random, materialise, whole
 from armillary.parallel.world import join_world
-from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
+from armillary.spec.train_job import TrainJob
 from armillary.training.lora import add_lora
 from armillary.training.parity.case import tiny
 from tests.ranks import Ranks

@@ -15,10 +15,10 @@ from armillary.planning.layouts import of
 from armillary.planning.memory import memory
 from armillary.planning.prediction import predict
 from armillary.planning.step_time import step_time
-from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.lora import adapter_weights
 from armillary.spec.params import parameters
+from armillary.spec.train_job import TrainJob
 from tests.planning.cases import case_of, small_model
 
 ALL = TrainJob(lora_rank=16)

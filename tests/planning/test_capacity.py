@@ -20,8 +20,8 @@ from armillary.planning.serving_ranking import rank_serving
 from armillary.planning.serving_report import choice_cells, explain, plan_rows
 from armillary.spec import catalogue
 from armillary.spec.gauges import GAUGES
-from armillary.spec.job import Cost, Objective, Serve, Traffic
 from armillary.spec.layout import Layout
+from armillary.spec.service import Cost, Objective, Serve, Traffic
 
 CHAT = Traffic(requests_per_s=20, tokens_in=1000, tokens_out=250)
 rates, lengths = st.floats(0.01, 50), st.integers(1, 4000)

@@ -12,7 +12,7 @@ from armillary.planning.forward import Split
 from armillary.planning.load import Server, load
 from armillary.planning.replica import Replica
 from armillary.spec import catalogue
-from armillary.spec.job import Objective, Serve, Traffic
+from armillary.spec.service import Objective, Serve, Traffic
 
 
 @dataclass

@@ -17,9 +17,9 @@ from armillary.planning.prediction import predict
 from armillary.planning.search import search
 from armillary.planning.software import OURS, OURS_BY_LAYER, PHYSICS, Software
 from armillary.spec.fp8 import kept_in_bf16, projections
-from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, MoE
+from armillary.spec.train_job import TrainJob
 from armillary.spec.workload import layer_pieces, make_batch
 from armillary.store.peaks import Peaks, new_peaks
 from tests.planning.cases import case_of, small_model

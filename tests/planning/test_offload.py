@@ -22,13 +22,13 @@ from armillary.planning.search import search
 from armillary.planning.software import OURS, PHYSICS
 from armillary.planning.space import constrained, runnable, space
 from armillary.planning.training_plan import training_plan
-from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.layout_case import Case
 from armillary.spec.layout_rules import layout_problems
 from armillary.spec.model_table import ModelTable
 from armillary.spec.params import parameters
 from armillary.spec.recipe import Recipe
+from armillary.spec.train_job import TrainJob
 from armillary.store.peaks import new_peaks
 from tests.planning.cases import case_of, small_model
 

@@ -17,9 +17,9 @@ from armillary.planning.search import limits, search, why
 from armillary.planning.software import OURS
 from armillary.planning.space import space, supported
 from armillary.spec import catalogue
-from armillary.spec.job import Cost
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules import check_layout
+from armillary.spec.service import Cost
 from tests.planning.cases import case_of, small_model
 
 

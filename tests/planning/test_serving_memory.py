@@ -20,8 +20,8 @@ from armillary.planning.serving_memory import (
     weight_bytes,
 )
 from armillary.spec import catalogue
-from armillary.spec.job import Serve
 from armillary.spec.params import parameters
+from armillary.spec.service import Serve
 
 
 def replica(model: str, on: str = "h100x8", split: Split | None = None, formats: Formats | None = None) -> Replica:

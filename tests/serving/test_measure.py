@@ -12,7 +12,7 @@ from armillary.serving.bench import bench_page, bench_serve
 from armillary.serving.engine.make import make_engine
 from armillary.serving.measure import decode_bytes, percentile, serve_all
 from armillary.serving.workload import fixed, nano_vllm, ragged
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 from tests.conftest import Ran
 from tests.model.test_attend import small
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadInput, BadRecipe, NotFound
 from armillary.spec import toml_text
-from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, ModelConfig
 from armillary.spec.recipe import (
@@ -24,6 +23,7 @@ from armillary.spec.recipe import (
     to_dict,
     to_toml,
 )
+from armillary.spec.train_job import TrainJob
 
 TOUR = """
 [model]

@@ -9,10 +9,10 @@ import pytest
 from armillary.model.fp8_linear import Fp8Linear
 from armillary.parallel.world import join_world
 from armillary.spec.fp8 import fp8_rule, kept_in_bf16
-from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe
+from armillary.spec.train_job import TrainJob
 from armillary.store.home import Home
 from armillary.training.loop import agreement
 from armillary.training.trainer import Trainer

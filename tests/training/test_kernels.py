@@ -13,9 +13,9 @@ from torch import Tensor
 from armillary.kernels.adamw import AdamW
 from armillary.model.attend import packed, plain
 from armillary.model.transformer import Transformer, build
-from armillary.spec.job import TrainJob
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
+from armillary.spec.train_job import TrainJob
 from armillary.training.data.batch import IGNORED
 from armillary.training.kernels import Choices, use_kernels
 from armillary.training.loss import loss_sum

@@ -22,10 +22,10 @@ from armillary.model.lora import LoraLinear, adapters, change, spread
 from armillary.model.transformer import Transformer, build
 from armillary.model.weights import load_model, save_model
 from armillary.spec import catalogue
-from armillary.spec.job import TrainJob
 from armillary.spec.lora import STACKED, adapter_weights, targets
 from armillary.spec.model_table import model_table
 from armillary.spec.recipe import Recipe
+from armillary.spec.train_job import TrainJob
 from armillary.store.home import Home
 from armillary.training.lora import add_lora, base_dtype, is_adapter, merged, peft_tensors, save_adapter
 from armillary.training.optim import make_optimizer

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from armillary.errors import BadInput
-from armillary.spec.job import TrainJob
+from armillary.spec.train_job import TrainJob
 from armillary.training.memory import CpuMeter, bytes_of
 from armillary.training.memory_watch import MemoryWatch
 from armillary.training.until import Until

@@ -20,27 +20,16 @@ from armillary.spec.params import parameters
 from armillary.spec.recipe import Recipe
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
-from armillary.store.runs import Run
 from armillary.training.host_adamw import HostAdamW
 from armillary.training.host_states import slices_of
 from armillary.training.loop import train
 from armillary.training.offloading import narrow, widen
 from armillary.training.parity.case import tiny
-from armillary.training.start import Start, start, starting_point
 from armillary.training.trainer import StepReport
+from tests.training.test_checkpoint import begin, losses
 
 Make = Callable[..., Recipe]
 CPU = torch.device("cpu")
-
-
-def begin(recipe: Recipe, home: Home) -> Start:
-    begun = start(recipe, home, starting_point(recipe, home))
-    begun.prepare()
-    return begun
-
-
-def losses(run: Run) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in read_gauges(run.gauges)}
 
 
 def test_losses_are_those_of_a_plain_run_and_what_is_out_is_said(recipe: Make, home: Home) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadRecipe
 from armillary.model.transformer import build
-from armillary.spec.job import TrainJob
+from armillary.spec.train_job import TrainJob
 from armillary.training.optim import learning_rate, make_optimizer
 from tests.model.test_attend import small
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from armillary.errors import ArmillaryError
-from armillary.spec.job import TrainJob
+from armillary.spec.train_job import TrainJob
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from armillary.serving.engine.params import SamplingParams
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 from armillary.store.home import Home
 
 _HEAD = struct.Struct("<I")

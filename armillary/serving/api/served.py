@@ -8,7 +8,7 @@ from typing import Any
 from armillary.serving.api.engine_process import EngineProcess
 from armillary.serving.api.problem import Problem
 from armillary.serving.api.texts import Texts
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 
 
 @dataclass(frozen=True, kw_only=True)

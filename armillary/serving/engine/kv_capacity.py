@@ -15,9 +15,9 @@ from math import ceil
 from armillary.errors import BadInput
 from armillary.serving.engine.kv_cache import KVCache
 from armillary.serving.engine.kv_groups import Group, layer_groups
-from armillary.spec.job import Serve
 from armillary.spec.model import ModelConfig
 from armillary.spec.ops import size_of
+from armillary.spec.service import Serve
 from armillary.units import bytes_text, parse_count
 
 

@@ -28,7 +28,7 @@ from armillary.serving.engine.request import Request
 from armillary.serving.engine.structure import Structures
 from armillary.serving.engine.tensor_parallel import Leader, follow, refuse_uncuttable, whole_world
 from armillary.serving.engine.worker import Worker
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks
 from armillary.store.source import resolve_model

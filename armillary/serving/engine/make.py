@@ -29,7 +29,7 @@ from armillary.serving.engine.scheduler import Scheduler
 from armillary.serving.engine.settings import Settings, settings_for
 from armillary.serving.engine.step_roof import step_roof
 from armillary.serving.engine.tensor_parallel import Leader, cut, local_kv_heads
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 from armillary.store.peaks import Peaks
 
 Phase = Callable[[str, float], None]

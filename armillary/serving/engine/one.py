@@ -17,7 +17,7 @@ from armillary.serving.engine.engine import Engine
 from armillary.serving.engine.make import Phase, make_engine
 from armillary.serving.engine.params import SamplingParams
 from armillary.serving.engine.request import Request
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 from armillary.store.home import Home
 from armillary.store.source import resolve_model
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from armillary.errors import BadRecipe
-from armillary.spec.job import Serve
 from armillary.spec.model import ModelConfig
 from armillary.spec.params import parameters
+from armillary.spec.service import Serve
 
 Batching = Literal["none", "static", "dynamic", "continuous"]
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 from math import sqrt
 from random import Random
 
-from armillary.spec.job import Traffic
+from armillary.spec.service import Traffic
 
 
 def send_times(

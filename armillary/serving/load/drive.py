@@ -25,8 +25,8 @@ from armillary.serving.load.record import Answer, Planned, Shot
 from armillary.serving.load.schedule import lengths
 from armillary.serving.load.target import Target
 from armillary.serving.load.texts import Texts
-from armillary.spec.job import Traffic
 from armillary.spec.load import Load
+from armillary.spec.service import Traffic
 
 _TICK_S = 0.25
 START_S = 0.05

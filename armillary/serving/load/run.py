@@ -14,8 +14,8 @@ from armillary.serving.load.schedule import num_cut, planned, warmup_s
 from armillary.serving.load.spread import drive_all
 from armillary.serving.load.summary import Summary, summary
 from armillary.serving.load.texts import Texts
-from armillary.spec.job import Objective, Traffic
 from armillary.spec.load import Load
+from armillary.spec.service import Objective, Traffic
 
 _ENDLESS = float("inf")
 _MANY = 100

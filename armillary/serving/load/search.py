@@ -15,7 +15,7 @@ from armillary.serving.load.drive import Watch
 from armillary.serving.load.probe import Probed
 from armillary.serving.load.run import Ran, Test, run_once
 from armillary.serving.load.summary import Spread, Summary
-from armillary.spec.job import Objective
+from armillary.spec.service import Objective
 from armillary.units import seconds_text
 
 _MOST_TRIALS = 24

@@ -13,7 +13,7 @@ from itertools import chain
 from armillary.serving.load.lag import Lag
 from armillary.serving.load.record import Answer
 from armillary.serving.load.stats import percentile, slope
-from armillary.spec.job import Objective
+from armillary.spec.service import Objective
 
 _SAMPLES = 60
 

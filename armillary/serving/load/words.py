@@ -11,7 +11,7 @@ from armillary.serving.load.search import Found
 from armillary.serving.load.stats import Estimate, estimate
 from armillary.serving.load.summary import Spread, Summary
 from armillary.spec.fields import to_plain
-from armillary.spec.job import Objective
+from armillary.spec.service import Objective
 from armillary.units import dollars_text, seconds_text
 
 HOUR_S = 3600.0

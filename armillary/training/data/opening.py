@@ -16,7 +16,7 @@ import numpy as np
 from armillary.errors import BadData, BadInput, NotFound
 from armillary.model.bpe import train_tokenizer
 from armillary.spec.blend import shares
-from armillary.spec.job import Data, TrainJob
+from armillary.spec.train_job import Data, TrainJob
 from armillary.store.atomic import staged_folder
 from armillary.store.home import Home
 from armillary.training.data.about import document_lengths

@@ -23,8 +23,8 @@ from armillary.parallel.pipeline import Passing, Rows
 from armillary.parallel.pipeline_stage import hold
 from armillary.parallel.weights import fill_random, materialise
 from armillary.parallel.world import World, join_world
-from armillary.spec.job import TrainJob
 from armillary.spec.placement import axis_sizes
+from armillary.spec.train_job import TrainJob
 from armillary.training.balance import Routers
 from armillary.training.kernels import use_kernels
 from armillary.training.lora import add_lora

@@ -17,7 +17,7 @@ from armillary.serving.api.metrics import Metrics
 from armillary.serving.api.problem import Problem
 from armillary.serving.api.served import Served
 from armillary.serving.api.texts import Texts
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 from armillary.store.home import Home
 
 

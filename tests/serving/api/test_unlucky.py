@@ -19,7 +19,7 @@ from armillary.serving.api.problem import Problem
 from armillary.serving.api.schemas import Completion
 from armillary.serving.engine.constraint import Structure
 from armillary.serving.engine.params import SamplingParams
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 from armillary.store.home import Home
 
 STARTED = Started(max_model_len=8, vocab=8, kv_tokens=8, kv_text="", phases=[("in all", 0.1)])

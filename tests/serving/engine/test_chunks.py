@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from armillary.serving.engine.chunks import chunk_cost, chunk_size
 from armillary.serving.engine.settings import attention_tokens, settings_for
 from armillary.spec.catalogue import models
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 
 
 def test_plain_budgets_are_tokens() -> None:

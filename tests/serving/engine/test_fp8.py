@@ -14,7 +14,7 @@ from armillary.serving.engine.fast_executor import FastExecutor
 from armillary.serving.engine.fp8 import Fp8Dense, to_fp8
 from armillary.serving.engine.layer import Dense
 from armillary.serving.engine.make import make_engine
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 from tests.model.test_attend import small
 from tests.serving.engine.fake import ask
 from tests.serving.engine.test_plain_executor import serve

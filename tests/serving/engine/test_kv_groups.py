@@ -14,9 +14,9 @@ from armillary.serving.engine.kv_groups import Group, group_size, layer_groups
 from armillary.serving.engine.scheduler import Scheduler
 from armillary.serving.engine.settings import settings_for
 from armillary.spec.catalogue import models
-from armillary.spec.job import Serve
 from armillary.spec.model import LayerKind, ModelConfig
 from armillary.spec.params import kv_bytes
+from armillary.spec.service import Serve
 from tests.serving.engine.fake import ask
 
 LLAMA = ModelConfig(hidden=64, heads=8, kv_heads=4, head_dim=8, ffn=128, vocab=100, context=512,

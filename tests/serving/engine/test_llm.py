@@ -22,7 +22,7 @@ from armillary.serving.engine.llm import LLM
 from armillary.serving.engine.params import SamplingParams
 from armillary.serving.engine.request import Request
 from armillary.serving.engine.worker import Worker
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 from armillary.store.gauges import GaugeWriter, read_gauges
 from armillary.store.home import Home
 from armillary.store.peaks import Peaks, save_peaks

@@ -12,7 +12,7 @@ from armillary.errors import BadRecipe
 from armillary.serving.engine.chunks import Budget
 from armillary.serving.engine.decision import Chunk, Decision
 from armillary.serving.engine.pace import Pace
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 from tests.serving.engine.fake import ask, make_scheduler
 
 

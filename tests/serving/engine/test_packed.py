@@ -13,7 +13,7 @@ from armillary.serving.engine.int8 import Int8Dense
 from armillary.serving.engine.layer import Dense, Product
 from armillary.serving.engine.make import make_engine
 from armillary.serving.engine.packed import PackedDense, packs
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 from tests.model.test_attend import small
 from tests.serving.engine.fake import ask
 

@@ -24,8 +24,8 @@ from armillary.serving.engine.plain_executor import PlainExecutor
 from armillary.serving.engine.request import Request
 from armillary.serving.engine.scheduler import Scheduler
 from armillary.serving.engine.settings import settings_for
-from armillary.spec.job import Serve
 from armillary.spec.model import ModelConfig
+from armillary.spec.service import Serve
 from tests.model.test_attend import SHAPES, small
 from tests.serving.engine.fake import ask
 from tests.serving.engine.test_answers import Letters

@@ -24,7 +24,7 @@ from armillary.serving.engine.loop import Loop
 from armillary.serving.engine.scheduler import Scheduler
 from armillary.serving.engine.settings import settings_for
 from armillary.serving.engine.tensor_parallel import Leader, cut, follow, local_kv_heads, refuse_uncuttable
-from armillary.spec.job import Serve
+from armillary.spec.service import Serve
 from tests.model.families import FAMILIES
 from tests.model.test_attend import small
 from tests.ranks import Ranks

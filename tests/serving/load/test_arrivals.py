@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.serving.load.arrivals import send_times
-from armillary.spec.job import Traffic
+from armillary.spec.service import Traffic
 
 
 def variation(times: list[float]) -> float:

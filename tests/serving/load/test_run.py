@@ -19,8 +19,8 @@ from armillary.serving.load.search import search_rate, trying
 from armillary.serving.load.spread import parts
 from armillary.serving.load.texts import Texts
 from armillary.serving.load.words import latency_rows, plain, rate_rows, title_text
-from armillary.spec.job import Objective, Traffic
 from armillary.spec.load import Load
+from armillary.spec.service import Objective, Traffic
 from tests.serving.load.fake_server import Fake, fake_server
 
 TRAFFIC = Traffic(requests_per_s=40, tokens_in=60, tokens_out=8, duration_s=1.0)

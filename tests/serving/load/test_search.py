@@ -14,7 +14,7 @@ from armillary.serving.load.run import Ran
 from armillary.serving.load.search import Found, search_rate
 from armillary.serving.load.summary import summary
 from armillary.serving.load.words import best_text, trial_rows
-from armillary.spec.job import Objective
+from armillary.spec.service import Objective
 
 SECONDS, WORK_S = 20.0, 0.1
 

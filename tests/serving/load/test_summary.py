@@ -11,7 +11,7 @@ from armillary.serving.load.record import Answer
 from armillary.serving.load.search import breaches
 from armillary.serving.load.stats import estimate, percentile, slope
 from armillary.serving.load.summary import in_flight, summary
-from armillary.spec.job import Objective
+from armillary.spec.service import Objective
 
 
 def answer(due: float, *stamps: float, late: float = 0.0, tokens: int | None = None, error: str = "") -> Answer:

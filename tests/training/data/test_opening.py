@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from armillary.errors import ArmillaryError, BadData, BadInput, NotFound
-from armillary.spec.job import Data, TrainJob
+from armillary.spec.train_job import Data, TrainJob
 from armillary.store.home import Home
 from armillary.training.data.blend import Blend
 from armillary.training.data.cache import Cache

@@ -9,9 +9,10 @@ import pytest
 
 from armillary.errors import BadRecipe
 from armillary.spec.fields import build, help_of, to_plain
-from armillary.spec.job import Cost, Data, Objective, Serve, Traffic, TrainJob
 from armillary.spec.load import Load
 from armillary.spec.predict import Predict
+from armillary.spec.service import Cost, Objective, Serve, Traffic
+from armillary.spec.train_job import Data, TrainJob
 
 TABLES = {"data": Data, "train": TrainJob, "serve": Serve, "traffic": Traffic, "objective": Objective, "load": Load,
           "predict": Predict, "cost": Cost}  # fmt: skip
