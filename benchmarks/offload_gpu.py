@@ -1,7 +1,7 @@
 """Offloading on one GPU: step, peak and what waits on the host, measured beside the plan, for the 1.14 B model.
 
     python -m benchmarks.offload_gpu [--only plain optimizer activations both nvme] [--rows 8] [--steps 6]
-                                     [--limit SECONDS] [--folder DIR] [--json FILE] [--tiny]
+                                     [--layers 16] [--limit SECONDS] [--folder DIR] [--json FILE] [--tiny]
 
 The model is that of train_one_gpu.py. Every case trains it from the same weights on the same tokens with the parts of
 the training loop (`apply`, `optimizer_of`, `update`); losses are compared with those of the plain case. `--tiny` runs
@@ -191,13 +191,15 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=[*CASES], default=[*CASES])
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=MODEL["num_layers"], help="fewer: for slow disks")
     parser.add_argument("--limit", type=float, default=600.0)
     parser.add_argument("--folder", default=tempfile.gettempdir())
     parser.add_argument("--json")
     parser.add_argument("--tiny", action="store_true")
     args, began = parser.parse_args(), time.perf_counter()
     device = torch.device("cpu" if args.tiny else "cuda")
-    config = config_from_fields((TINY if args.tiny else MODEL) | {"tied": False}, where="offload_gpu.py")
+    shape = TINY if args.tiny else MODEL | {"num_layers": args.layers}
+    config = config_from_fields(shape | {"tied": False}, where="offload_gpu.py")
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         home = Home.at(folder)

@@ -41,11 +41,13 @@ def recipe_of(name: str, arguments: argparse.Namespace) -> Recipe:
 def run(name: str, arguments: argparse.Namespace, home: Home, found: dict[str, dict[str, Any]]) -> None:
     """Fills `found[name]`, and writes it down as it goes."""
     losses: list[float] = []
+    curve: dict[int, float] = {}
     begin = time.perf_counter()
 
     def note(**more: Any) -> None:
         last = losses[-LAST:]
-        found[name] = {"steps": len(losses), "loss": sum(last) / len(last), "first": losses[0],
+        curve[len(losses)] = sum(last) / len(last)
+        found[name] = {"steps": len(losses), "loss": curve[len(losses)], "first": losses[0], "curve": curve,
                        "seconds": round(time.perf_counter() - begin, 1)} | more  # fmt: skip
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1))
@@ -88,7 +90,7 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     for name in arguments.formats:
         run(name, arguments, home, found)
-        print(name, json.dumps(found[name]), flush=True)
+        print(name, json.dumps({key: value for key, value in found[name].items() if key != "curve"}), flush=True)
     print("\n".join(table(found)))
 
 

@@ -1,0 +1,1 @@
+"""Diagnosis: which loop holds a run back, what in it, and what each lever would buy."""

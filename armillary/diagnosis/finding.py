@@ -1,0 +1,85 @@
+"""Finding: one cause that costs time, with its evidence and the levers against it, priced before they are pulled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from armillary.spec.gauges import Loop
+
+Cause = Literal[
+    # inner loop: one device
+    "compute", "memory_bandwidth", "launch_overhead", "data_starvation", "sync", "precision",
+    # training loop: many devices
+    "exposed_communication", "bubble", "straggler", "memory_pressure", "needless_recompute", "needless_offload",
+    "expert_imbalance", "checkpoint_stall", "validation_stall",
+    # product loop: serving
+    "queueing", "prefill_interference", "kv_pressure", "preemption", "cache_misses", "too_few_replicas",
+    "batch_too_small", "static_batching",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One figure a finding rests on, beside what it is held against."""
+
+    gauge: str
+    """its name in spec/gauges.py"""
+    value: float
+    """as measured"""
+    expected: float | None = None
+    """the ceiling, the plan's figure or the limit that the rule names; none where there is nothing to hold it against"""
+    against: str = ""
+    """what `expected` is: 'plan', 'measured ceiling', 'most a healthy run has' …"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lever:
+    """A concrete change, with what it would buy."""
+
+    title: str
+    """what is done: 'compile the blocks'"""
+    change: Mapping[str, Any] = field(default_factory=dict)
+    """key of the recipe -> value; empty where the change is outside it (a machine to be replaced, a script's code)"""
+    action: str = ""
+    """what a person does where no key of the recipe does it"""
+    speedup: float
+    """predicted: time now over time then (throughput then over now, or the latency that limits now over then)"""
+    of: str = "step_s"
+    """the gauge that `speedup` is about"""
+    risk: str = "none"
+    """what it costs or endangers: '+ 0.6 GB', 'answers differ in the last bits' …"""
+    basis: str = ""
+    """how it was priced: 'planner', 'steps replayed by the scheduler', 'Amdahl over the step budget' …"""
+
+    @property
+    def sets(self) -> str:
+        """'--set train.compile=true --set layout.micro_batch=8'"""
+        return " ".join(f"--set {key}={_text(value)}" for key, value in self.change.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One cause that holds a run back."""
+
+    loop: Loop
+    """the ring it is in"""
+    cause: Cause
+    """what in that ring"""
+    rule: str
+    """name of the rule that found it"""
+    says: str
+    """one plain sentence with the figures in it"""
+    share: float
+    """share of the time (of a step, or of the latency that limits) that would go if the cause did, 0 to 1"""
+    evidence: tuple[Evidence, ...]
+    """what it rests on"""
+    levers: tuple[Lever, ...] = ()
+    """against it, best first"""
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
