@@ -29,7 +29,7 @@ class Evidence:
     value: float
     """as measured"""
     expected: float | None = None
-    """the ceiling, the plan's figure or the limit that the rule names; none where there is nothing to hold it against"""
+    """the ceiling, the plan's figure or the limit that the rule names; none: nothing to hold it against"""
     against: str = ""
     """what `expected` is: 'plan', 'measured ceiling', 'most a healthy run has' …"""
 
