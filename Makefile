@@ -22,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
 
-demo: $(READY) ## the main job, small: prepare data, train, save, generate
+demo: $(READY) ## once round the circle: measure, plan, train, serve, load, diagnose, improve; a report
 	@$(BIN)/armillary demo
 
 test: $(READY) lint ## lint, types and the tests that any machine can run

@@ -1,7 +1,7 @@
 """Where the time of an engine's steps goes: the host's parts, what it waits for the device, and the device's kernels.
 
 `StepTimes` puts clocks around the parts of a loop; `top_kernels` records a few steps with torch's profiler, graphs
-included.
+included; `timeline` lists the kernels of one replay in order, and the mean of those that repeat with every layer.
 """
 
 from __future__ import annotations
@@ -99,6 +99,31 @@ def top_kernels(step: Callable[[], Any], count: int, *, most: int = 14) -> dict[
     total = sum(entry[0] for entry in spent.values())
     return {"step_us": round(plain_s * 1e6), "kernels_us": round(total),
             "launches": round(sum(entry[1] for entry in spent.values())), "top": kernels}  # fmt: skip
+
+
+def timeline(replay: Callable[[], Any], marker: str = "decode") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Kernels of one replay in order, and the means of a cycle from `marker` to `marker`: name, microseconds it ran,
+    those from the end of what ended last before it to its own end (`added`: these add up to the whole), and those
+    from that end to its begin (`gap`; below zero where it was set up early)."""
+    replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        replay()
+        torch.cuda.synchronize()
+    device = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    device.sort(key=lambda event: event.time_range.end)
+    rows, ended = list[dict[str, Any]](), device[0].time_range.start if device else 0.0
+    for event in device:
+        begin, end = event.time_range.start, event.time_range.end
+        rows.append({"name": _short(event.name), "ran": end - begin, "added": end - ended, "gap": begin - ended})
+        ended = end
+    at = [i for i, row in enumerate(rows) if row["name"] == marker]
+    period = at[1] - at[0] if len(at) > 1 else 0
+    cycles = [rows[i : i + period] for i in at[1:-1]]
+    means = [{"name": cycles[0][place]["name"]} | {
+                 key: round(sum(cycle[place][key] for cycle in cycles) / len(cycles), 2)
+                 for key in ("ran", "added", "gap")} for place in range(period)] if cycles else []  # fmt: skip
+    return rows, means
 
 
 def _short(name: str) -> str:

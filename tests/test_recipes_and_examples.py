@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from armillary.cli import demo
+from armillary.cli.demo import walk as demo
 from armillary.cli.train import plan_of
 from armillary.spec.recipe import load_recipe
 from armillary.store.home import Home
 from armillary.training.start import start, starting_point
 
 ROOT = Path(__file__).parent.parent
-RECIPES = [*sorted((ROOT / "recipes").glob("*.toml")), Path(demo.__file__).parent / "demo.toml"]
+RECIPES = [*sorted((ROOT / "recipes").glob("*.toml")), demo.RECIPE]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

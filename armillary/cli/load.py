@@ -48,7 +48,7 @@ def load(
     asked = _recipe(recipe, [*overrides, *(f"{name}={value}" for name, value in flags.items() if value is not None)])
     hour = _price(asked, price, given=recipe is not None)
     _more_files()
-    report, found = _run(out, url, _test(asked, search), key, search)
+    report, found = run_load(out, url, _test(asked, search), key=key, search=search)
     if page is not None:
         _write(page, report, found, hour)
     _show(out, report, found, hour, page)
@@ -101,7 +101,10 @@ def _more_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _run(out: Output, url: str, test: Test, key: str, search: bool) -> tuple[LoadReport, Found | None]:
+def run_load(
+    out: Output, url: str, test: Test, *, key: str = "", search: bool = False
+) -> tuple[LoadReport, Found | None]:  # fmt: skip
+    """The test with its progress shown, and with `search` the highest rate that is sustained."""
     from armillary.serving.load.probe import probe
     from armillary.serving.load.run import report_of, run_once
     from armillary.serving.load.search import search_rate, trying

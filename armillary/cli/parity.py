@@ -14,7 +14,7 @@ from armillary.cli.output import Output, path_text
 from armillary.errors import BadInput
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules import check_layout
-from armillary.spec.recipe import Recipe
+from armillary.spec.recipe import Recipe, load_recipe
 from armillary.store.home import Home
 from armillary.store.source import resolve_model
 
@@ -26,34 +26,50 @@ PAGE = "parallel_agreement.md"
 
 
 def parity(
-    out: Output, home: Home, recipe: Recipe | None, *, devices: int | None, only: Sequence[str], page: Path | None,
-    dry_run: bool,
-) -> None:  # fmt: skip
+    out: Output, home: Home, words: Sequence[str], overrides: Sequence[str], *, devices: int | None, dry_run: bool
+) -> None:
     """Run what was chosen and say which rows hold; ends with exit code 1 where one does not. With a recipe, its layout
     is the one row."""
     from armillary.parallel.world import is_launched
 
     if is_launched():
         raise BadInput("--parity starts its own ranks; run it without torchrun or srun")
+    file, page, only = _told_apart(words)
+    if overrides and file is None:
+        raise BadInput(f"--set {overrides[0]} changes a recipe and --parity was given none; add its file to the line")
+    recipe = load_recipe(file, overrides) if file else None
     orders = _of_recipe(recipe, home, devices, only) if recipe else _of_matrix(devices, only)
     if dry_run:
         out.table("parity", ["strategy", "ranks"], [[name, orders["world"]] for name in orders["strategies"]])
         out.result(orders, quiet=orders["strategies"])
         return
-    page = page or (None if recipe else home.work / PAGE)
-    if page is not None and page.suffix != ".md":
-        raise BadInput(f"--page {page} is no Markdown file; give one that ends with .md")
     rows = _launched(out, home, orders)
-    _show(out, rows, page)
+    _show(out, rows, page or (None if recipe else home.work / PAGE))
 
 
-def needed(recipe: Path | None, only: Sequence[str], page: Path | None) -> Path:
-    """What a training without --parity cannot do without, or has no use for."""
-    if only or page:
-        raise BadInput(f"{'--only' if only else '--page'} belongs to --parity; add --parity or leave it out")
-    if recipe is None:
+def the_recipe(words: Sequence[str]) -> Path:
+    """What a training without --parity cannot do without."""
+    if not words:
         raise BadInput("armillary train needs a recipe; give its file, like recipes/tour.toml, or --parity")
-    return recipe
+    if len(words) > 1:
+        raise BadInput(f"armillary train takes one recipe and got {len(words)} ({', '.join(words[:3])}); give one, or "
+                       "add --parity to name strategies")  # fmt: skip
+    return Path(words[0])
+
+
+def _told_apart(words: Sequence[str]) -> tuple[Path | None, Path | None, list[str]]:
+    """What stands behind --parity: a recipe and a page by their endings, all else chooses."""
+    files: dict[str, Path | None] = {".toml": None, ".md": None}
+    only = []
+    for word in words:
+        kind = Path(word).suffix
+        if kind not in files:
+            only.append(word)
+        elif files[kind] is not None:
+            raise BadInput(f"--parity takes one *{kind} file and got {files[kind]} and {word}; leave one out")
+        else:
+            files[kind] = Path(word)
+    return files[".toml"], files[".md"], only
 
 
 def _of_matrix(devices: int | None, only: Sequence[str]) -> dict[str, Any]:
@@ -82,7 +98,7 @@ def _of_recipe(recipe: Recipe, home: Home, devices: int | None, only: Sequence[s
         raise BadInput(f"{layout.text()} is {layout.num_devices} ranks and --parity runs 2 to {MOST_RANKS} on this "
                        "machine; try fewer with --devices or --set layout.dp=2")  # fmt: skip
     if unknown := [word for word in only if word not in FORMATS]:
-        raise BadInput(f"--only {unknown[0]} chooses among strategies and a recipe is one; leave it or the recipe out")
+        raise BadInput(f"{unknown[0]} chooses among strategies and a recipe is one; leave it or the recipe out")
     found = resolve_model(recipe.model.source, home, need_weights=False)
     experts = recipe.model_config(found.config).num_moe_layers > 0
     case = cases_of_layout(layout, experts=experts)[0]

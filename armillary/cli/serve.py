@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,10 +15,13 @@ from armillary.cli import complete
 from armillary.cli.find_model import find_model
 from armillary.cli.output import Output
 from armillary.cli.verb import set_option, verb
-from armillary.errors import BadInput, NotFound, missing
-from armillary.spec.recipe import load_recipe, recipe_from_dict
-from armillary.spec.service import Serve
+from armillary.errors import ArmillaryError, BadInput, NotFound, missing
+from armillary.spec.recipe import Recipe, load_recipe, recipe_from_dict
 from armillary.store.home import Home
+from armillary.store.runs import Run
+from armillary.store.source import ModelSource
+
+Say = Callable[[str], None]
 
 
 @verb
@@ -51,27 +58,55 @@ def serve(
         from armillary.cli.serve_file import serve_file
 
         return serve_file(out, Path(model), host=host, port=port, device=device, recipe=recipe, overrides=overrides)
-    settings = _settings(recipe, overrides, max_model_len, fp8)
+    asked = _asked(recipe, overrides, max_model_len, fp8)
     _need_torch()
     source = find_model(out, home, model, need_weights=True)
     from armillary.serving.api.channel import Orders
     from armillary.serving.api.serve import Door
     from armillary.serving.api.serve import serve as run
 
-    orders = Orders(model=str(source.folder), serve=settings, home=home, dtype=dtype, device=device)
+    def say(text: str) -> None:
+        click.echo(text, err=out.mode != "human")
+
     door = Door(host=host, port=port, name=name, keys=_keys(api_key_file), tools=tools, otlp=otlp)
-    run(source, orders, door, ranks=tp, say=lambda text: click.echo(text, err=out.mode != "human"))
+    with _recorded(home, source, asked, text=recipe.read_text() if recipe else "", overrides=overrides, tp=tp,
+                   dtype=dtype, say=say) as folder:  # fmt: skip
+        orders = Orders(model=str(source.folder), serve=asked.serve, home=home, dtype=dtype, device=device,
+                        gauges=folder.gauges if folder else None)  # fmt: skip
+        run(source, orders, door, ranks=tp, say=say)
 
 
-def _settings(recipe: Path | None, overrides: tuple[str, ...], max_model_len: int | None, fp8: bool) -> Serve:
-    """The recipe's [serve] table, then flags, then --set."""
+@contextmanager
+def _recorded(home: Home, source: ModelSource, asked: Recipe, *, say: Say, **more: Any) -> Iterator[Run | None]:
+    """A run folder for as long as the server is there; one that cannot be written is no reason not to serve."""
+    from armillary.cli.serve_run import begin_run
+
+    if not asked.model.path:
+        asked = replace(asked, model=replace(asked.model, name="", path=str(source.folder)))
+    try:
+        made = begin_run(home, source, asked, **more)
+    except (ArmillaryError, OSError) as error:
+        say(f"nothing is recorded: {error}")
+        yield None
+        return
+    say(f"run {made.name}: armillary diagnose {made.name} says what holds it back")
+    try:
+        yield made
+    except BaseException as error:
+        made.update(state="failed", error=" ".join(str(error).split()))
+        raise
+    made.update(state="finished")
+
+
+def _asked(recipe: Path | None, overrides: tuple[str, ...], max_model_len: int | None, fp8: bool) -> Recipe:
+    """The recipe, then flags, then --set of [serve]."""
     flags = [f"serve.max_model_len={max_model_len}"] if max_model_len else []
     flags += ["serve.weights=fp8"] if fp8 else []
     for text in overrides:
         if not text.startswith("serve."):
             raise BadInput(f"--set {text} is not of [serve]; it reads that table alone, like serve.max_running=64")
     given = [*flags, *overrides]
-    return (load_recipe(recipe, given) if recipe else recipe_from_dict({"model": {"name": "any"}}, given)).serve
+    return load_recipe(recipe, given) if recipe else recipe_from_dict({"model": {"name": "any"}}, given)
 
 
 def _need_torch() -> None:

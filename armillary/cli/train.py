@@ -13,9 +13,9 @@ from armillary.cli.find_model import find_model
 from armillary.cli.main import USER_ERROR
 from armillary.cli.open_model import need_torch
 from armillary.cli.output import Output, path_text
-from armillary.cli.parity import needed, parity
+from armillary.cli.parity import parity, the_recipe
 from armillary.cli.train_view import TrainView, outcome_of, say_end
-from armillary.cli.verb import set_option, verb
+from armillary.cli.verb import moved, set_option, verb
 from armillary.errors import ArmillaryError, BadInput, BadLayout
 from armillary.spec.recipe import Recipe, load_recipe
 from armillary.store.home import Home
@@ -30,22 +30,21 @@ if TYPE_CHECKING:
 
 
 @verb
-@click.argument("recipe", type=click.Path(path_type=Path), required=False)
+@click.argument("words", nargs=-1, metavar="RECIPE")
 @set_option
 @click.option("--devices", type=int, metavar="N", help="Spread over N devices: as much dp as fills them.")
 @click.option("--from", "weights", metavar="MODEL", help="Start from a Hugging Face folder, a run or a Hub id.")
 @click.option("--run", "name", metavar="NAME", help="Go on with this run, or begin one of this name.")
 @click.option("--until", "goal", metavar="GAUGE=X", help="End early once val_loss (or loss) is as low as X.")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
-@click.option("--random-weights", is_flag=True, help="Take only the shape of a model that has weights.")
 @click.option("--dry-run", is_flag=True, help="Plan and check everything; stop before anything is written.")
 @click.option("--parity", "as_parity", is_flag=True, help="Hold strategies (or RECIPE's layout) against one process.")
-@click.option("--only", multiple=True, metavar="WHAT", help="Of --parity: a strategy, dense, experts, fp32 or fp64.")
-@click.option("--page", type=click.Path(path_type=Path), metavar="FILE", help="Of --parity: the page its rows go to.")
+@moved("--only", "name strategies and formats behind --parity, like armillary train --parity pp fp32")
+@moved("--page", "name the page behind --parity, like armillary train --parity docs/page.md")
+@moved("--random-weights", "try --set train.from_scratch=true", is_flag=True)
 def train(
-    out: Output, home: Home, recipe: Path | None, overrides: tuple[str, ...], devices: int | None, weights: str | None,
-    name: str | None, goal: str | None, device: str | None, random_weights: bool, dry_run: bool, as_parity: bool,
-    only: tuple[str, ...], page: Path | None,
+    out: Output, home: Home, words: tuple[str, ...], overrides: tuple[str, ...], devices: int | None,
+    weights: str | None, name: str | None, goal: str | None, device: str | None, dry_run: bool, as_parity: bool,
 ) -> None:  # fmt: skip
     """Train the model of RECIPE, on one device or many, and export it as a Hugging Face folder.
 
@@ -55,21 +54,20 @@ def train(
     Starts its own processes on this machine, or joins those of torchrun and srun. Ctrl-C saves and stops.
 
     --parity trains a tiny model on --devices ranks (2, 4 or 8) by every strategy and in one process, and writes the
-    differences to a page (parallel_agreement.md); exit code 1 where one does not hold.
+    differences to a page (parallel_agreement.md); exit code 1 where one does not hold. In place of RECIPE it takes
+    names of strategies or parts of them, dense, experts, fp32, fp64, and another page (FILE.md).
     """
     need_torch("training")
     from armillary.parallel.world import is_launched
 
     if as_parity:
-        parity(out, home, load_recipe(recipe, overrides) if recipe else None, devices=devices, only=only, page=page,
-               dry_run=dry_run)  # fmt: skip
+        parity(out, home, words, overrides, devices=devices, dry_run=dry_run)
         return
-    recipe = needed(recipe, only, page)
+    recipe = the_recipe(words)
     asked = _asked(load_recipe(recipe, (*overrides, *_from(weights))), devices)
     settings: dict[str, Any] = {"device": device, "until": _goal(goal)}
     texts: dict[str, Any] = {"text": recipe.read_text(), "overrides": overrides, "name": name or ""}
-    planning: dict[str, Any] = {"random_weights": random_weights, "device": device, "devices": devices,
-                                "until": settings["until"]}  # fmt: skip
+    planning: dict[str, Any] = settings | {"devices": devices, "fills": devices}
     if is_launched() and not dry_run:
         train_joined(out, home, asked, planning, **texts, **settings)
         return
@@ -93,7 +91,9 @@ def _asked(recipe: Recipe, devices: int | None) -> Recipe:
         return recipe
     if devices < 1:
         raise BadInput(f"--devices {devices} is nothing to train on; give at least 1")
-    return replace(recipe, layout=recipe.layout.on_devices(devices))
+    inner = recipe.layout.num_devices // recipe.layout.dp
+    # what does not fill them is refused where the model is known, with a layout that does
+    return recipe if devices % inner else replace(recipe, layout=recipe.layout.on_devices(devices))
 
 
 def _goal(text: str | None) -> Until | None:
@@ -108,8 +108,8 @@ def _goal(text: str | None) -> Until | None:
 
 
 def begin(
-    out: Output, home: Home, recipe: Recipe, *, random_weights: bool = False, device: str | None = None,
-    devices: int | None = None, until: Until | None = None,
+    out: Output, home: Home, recipe: Recipe, *, device: str | None = None, devices: int | None = None,
+    fills: int | None = None, until: Until | None = None,
 ) -> Start:  # fmt: skip
     """Find the model, fetching its weights if it must, check everything, plan it, and say what was planned."""
     need_torch("training")
@@ -117,10 +117,10 @@ def begin(
     from armillary.training.start import start, starting_point
 
     source = find_model(out, home, recipe.model.source, need_weights=False)
-    if source.origin == "hub" and not random_weights:
+    if source.origin == "hub" and not recipe.train.from_scratch:
         find_model(out, home, recipe.model.source, need_weights=True)
-    found = starting_point(recipe, home, random_weights=random_weights)
-    begun = start(recipe, home, found, room=devices or 0, until=until)
+    found = starting_point(recipe, home)
+    begun = start(recipe, home, found, room=devices or 0, fills=fills, until=until)
     pick_device(device)
     made = plan_of(begun)
     planned = made.plan()
@@ -177,26 +177,29 @@ def _rate_text(begun: Start) -> str:
 
 def run_training(
     out: Output, begun: Start, *, text: str, overrides: tuple[str, ...], name: str = "", device: str | None = None,
-    until: Until | None = None,
+    until: Until | None = None, brief: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Prepare the data, open the run, train, and say how it ended."""
+    """Prepare the data, open the run, train, and say how it ended; `brief` leaves out what single steps tell."""
     from armillary.training.start import refuse_elsewhere
 
     refuse_elsewhere(begun.plan)
-    run = _open_run(out, begun, text, overrides, name)
+    run = _open_run(out, begun, text, overrides, name, brief=brief)
     if begun.plan.layout.num_devices == 1:
-        outcome = _train_here(out, begun, run, device, until)
+        outcome = _train_here(out, begun, run, device, until, brief=brief)
     else:
-        outcome = _launch(out, begun, run, device, until)
-    say_end(out, run, outcome)
+        outcome = _launch(out, begun, run, device, until, brief=brief)
+    say_end(out, run, outcome, brief=brief)
     return outcome
 
 
-def _open_run(out: Output, begun: Start, text: str, overrides: tuple[str, ...], name: str) -> Run:
+def _open_run(
+    out: Output, begun: Start, text: str, overrides: tuple[str, ...], name: str, *, brief: bool = False
+) -> Run:  # fmt: skip
     with out.progress("preparing", unit="B") as bar:
         made = begun.prepare(on_bar(bar))
     for each in made:
-        say_prepared(out, each)
+        if not (brief and each.reused):
+            say_prepared(out, each)
     before = begun.unfinished(name)
     goes_on = _goes_on(before) if before else ""
     run = begun.take_over(before) if before else begun.create_run(name=name, text=text, overrides=overrides)
@@ -218,15 +221,19 @@ def _goes_on(run: Run) -> str:
     return f"goes on with run {run.id} {where}{failed}"
 
 
-def _train_here(out: Output, begun: Start, run: Run, device: str | None, until: Until | None) -> dict[str, Any]:
+def _train_here(
+    out: Output, begun: Start, run: Run, device: str | None, until: Until | None, *, brief: bool
+) -> dict[str, Any]:  # fmt: skip
     from armillary.training.loop import train as library_train
 
-    with TrainView(out, begun.plan, run) as view:
+    with TrainView(out, begun.plan, run, brief=brief) as view:
         done = library_train(begun.plan, run, device=device, until=until, watch=view, say=out.warn, home=begun.home)
     return outcome_of(done)
 
 
-def _launch(out: Output, begun: Start, run: Run, device: str | None, until: Until | None) -> dict[str, Any]:
+def _launch(
+    out: Output, begun: Start, run: Run, device: str | None, until: Until | None, *, brief: bool
+) -> dict[str, Any]:  # fmt: skip
     """Ranks of our own; how the run ended is noted here, because a rank may not live to do it."""
     from armillary.cli.launch import launch
     from armillary.profiling.system import usable_cores
@@ -234,7 +241,7 @@ def _launch(out: Output, begun: Start, run: Run, device: str | None, until: Unti
 
     count = begun.plan.layout.num_devices
     on_cpu = begun.plan.cluster.chip.kind == "cpu" or device == "cpu"
-    orders = {"run": str(run.folder), "mode": out.mode, "device": device,
+    orders = {"run": str(run.folder), "mode": out.mode, "device": device, "brief": brief,
               "home": {"work": str(begun.home.work), "cache": str(begun.home.cache)},
               "until": f"{until.gauge}={until.value!r}" if until else ""}  # fmt: skip
     try:

@@ -22,8 +22,9 @@ _SPLIT = ("compute_s", "comm_exposed_s", "bubble_s", "overhead_s")
 class TrainView:
     """Sees the reports of the main rank: `with TrainView(…) as view: train(…, watch=view)`."""
 
-    def __init__(self, out: Output, plan: Plan, run: Run) -> None:
-        self.out, self.plan, self.run = out, plan, run
+    def __init__(self, out: Output, plan: Plan, run: Run, *, brief: bool = False) -> None:
+        """`brief` shows the bar alone, not what single steps tell of memory and time."""
+        self.out, self.plan, self.run, self.brief = out, plan, run, brief
         self._stack = ExitStack()
         self._live: dict[str, object] = {}
         self._bar: Any = None
@@ -39,6 +40,8 @@ class TrainView:
     def __call__(self, report: StepReport) -> None:
         self._live |= live(report.gauges, self.plan.predicted)
         self._bar.at(report.step + 1, None, **self._live)
+        if self.brief:
+            return
         if "memory_activations_bytes" in report.gauges:
             self._say_memory(report)
         if "compute_s" in report.gauges:
@@ -116,12 +119,13 @@ def outcome_of(done: Trained) -> dict[str, Any]:
     }
 
 
-def say_end(out: Output, run: Run, outcome: dict[str, Any]) -> None:
+def say_end(out: Output, run: Run, outcome: dict[str, Any], *, brief: bool = False) -> None:
     val = f" · held-out loss {outcome['val_loss']:.3f}" if outcome["val_loss"] is not None else ""
     how = "finished" if outcome["finished"] else "stopped"
     out.say(f"{how} after {outcome['steps']:,} steps · loss {outcome['loss']:.3f}{val}")
     if outcome["export"]:
         out.say(f"exported {path_text(Path(outcome['export']))}")
-        out.say(f'next: armillary generate {run.name} "def main"')
+        if not brief:
+            out.say(f'next: armillary generate {run.name} "def main"')
     elif outcome["checkpoint"] is not None:
         out.say(f"checkpoint {outcome['checkpoint']} written, resume with the same command")

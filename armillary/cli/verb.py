@@ -36,6 +36,17 @@ set_option = click.option(
 )  # fmt: skip
 
 
+def moved(flag: str, now: str, *, is_flag: bool = False) -> Callable[..., Any]:
+    """A flag that is no more: whoever types it is told what is there instead."""
+
+    def refuse(ctx: click.Context, option: click.Parameter, value: Any) -> None:
+        if value:
+            raise click.UsageError(f"{flag} is no more; {now}", ctx)
+
+    how: dict[str, Any] = {"is_flag": True} if is_flag else {"multiple": True}
+    return click.option(flag, f"_{flag.strip('-')}", hidden=True, expose_value=False, callback=refuse, **how)
+
+
 def verb(function: Callable[..., None]) -> click.Command:
     """Make a click command of `function(out, home, **arguments)`; its docstring is the help."""
 

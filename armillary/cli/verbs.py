@@ -43,7 +43,8 @@ VERBS = (
     Verb("serve", "armillary.cli.serve:serve", "serve", "Serve a model to OpenAI's clients over HTTP."),
     Verb("convert", "armillary.cli.convert:convert", "serve", "Rewrite a model as a Hugging Face folder, pt2 or ONNX."),
     Verb("load", "armillary.cli.load:load", "serve", "Test a server under load: latencies, goodput, highest rate."),
-    Verb("demo", "armillary.cli.demo:demo", "all", "Prepare, train, save and generate, small, on this machine."),
+    Verb("diagnose", "armillary.cli.diagnose:diagnose", "all", "Name the loop that limits; price what would help."),
+    Verb("demo", "armillary.cli.demo.verb:demo", "all", "Once round the circle, small, on this machine."),
     Verb("completion", "armillary.cli.completion:completion", "all", "Print the completion script of your shell."),
 )
 

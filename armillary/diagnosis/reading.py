@@ -25,6 +25,8 @@ class Reading:
     """what was read: run quiet-otter, a URL, a file"""
     kind: Kind
     """what it was doing"""
+    by: str = "armillary"
+    """who wrote it: armillary, vllm, sglang, tgi, hf-trainer, torchtitan, megatron, torch-profiler"""
     steps: tuple[Record, ...] = ()
     """records of steps in their order, warm-up left out"""
     requests: tuple[Record, ...] = ()
@@ -35,6 +37,8 @@ class Reading:
     """what was asked and predicted; none where someone else ran it"""
     profile: Profile | None = None
     """where the time of a step went, where that was recorded"""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """what somebody else's page or log says of its own settings, in its words"""
     notes: tuple[str, ...] = ()
     """what could not be read, and what was left out"""
 

@@ -6,12 +6,11 @@ names are full of angle brackets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 
+from armillary.html_page import Hover, document, heading, items, legend, section, side_by_side, table
 from armillary.profiling.compare import Comparison
 from armillary.profiling.plots import memory_plot, roofline_plot, work_colour
 from armillary.profiling.profile import BUDGET, Profile, Row
@@ -29,6 +28,9 @@ from armillary.profiling.words import (
 from armillary.units import bytes_text, seconds_text
 
 _TOP = 25
+_SEEN = 5e-4
+"""share of a step from which a part is shown"""
+_OTHERS = tuple(f"var(--{name})" for name in ("one", "two", "three", "four"))
 
 
 def write_page(profile: Profile, path: Path, comparison: Comparison | None = None) -> Path:
@@ -38,46 +40,47 @@ def write_page(profile: Profile, path: Path, comparison: Comparison | None = Non
 
 def page(profile: Profile, comparison: Comparison | None = None) -> str:
     """The whole document."""
-    template = Template((files("armillary.profiling") / "page.html").read_text(encoding="utf-8"))
     parts = [_head(profile), _budget(profile), _findings(profile), _compared(comparison), _roofline(profile)]
-    parts += [_table(profile), _two(_gaps(profile), _amdahl(profile)), _memory(profile), _notes(profile)]
-    return template.substitute(title=escape(f"{profile.source}: profile"), body="\n".join(filter(None, parts)))
+    parts += [_table(profile), side_by_side(_gaps(profile), _amdahl(profile)), _memory(profile), _notes(profile)]
+    return document(f"{profile.source}: profile", parts)
 
 
 def _head(profile: Profile) -> str:
     steps = f"{profile.steps:,} step{'s' if profile.steps > 1 else ''} of {seconds_text(profile.step_s)}"
     roof = {"measured": "held against ceilings measured on it", "catalogue": "held against the catalogue's ceilings",
             "unknown": "its ceilings are not known"}[profile.roof.source]  # fmt: skip
-    return f"<h1>{escape(profile.source)}</h1>\n<div class='sub'>{steps} on {escape(profile.device)} · {roof}</div>"
+    return heading(profile.source, f"{steps} on {profile.device} · {roof}")
 
 
 # --- budget and findings
 
 
 def _budget(profile: Profile) -> str:
-    parts = [(part, profile.fraction(part)) for part in BUDGET if profile.fraction(part) >= 5e-4]
-    bar = "".join(
-        f"<span style='width:{share:.3%};background:var(--{part})' title='{PART_WORDS[part]} {share:.1%}: "
-        f"{BUDGET[part]}'></span>"
-        for part, share in parts
-    )
-    legend = "".join(
-        f"<span title='{BUDGET[part]}'><i style='background:var(--{part})'></i>{PART_WORDS[part]} "
-        f"<b>{share:.1%}</b> <span class='note'>{seconds_text(share * profile.step_s)}</span></span>"
-        for part, share in parts
-    )
-    title = f"Where a step of {seconds_text(profile.step_s)} goes"
-    return _section(title, f"<div class='bar'>{bar}</div><div class='legend'>{legend}</div>")
+    bar = budget_bar(((part, profile.fraction(part)) for part in BUDGET), profile.step_s)
+    return section(f"Where a step of {seconds_text(profile.step_s)} goes", bar)
+
+
+def budget_bar(shares: Iterable[tuple[str, float]], step_s: float) -> str:
+    """One bar of a step's parts, (name, share of the step), and each of them in words; names that BUDGET does not have
+    are told as they are."""
+    parts = [(part, share) for part, share in shares if share >= _SEEN]
+    others = [part for part, _ in parts if part not in BUDGET]
+    bar, words = "", ""
+    for part, share in parts:
+        colour = f"var(--{part})" if part in BUDGET else _OTHERS[others.index(part) % len(_OTHERS)]
+        name, means = escape(PART_WORDS.get(part, part.replace("_", " "))), BUDGET.get(part, "")
+        bar += f"<span style='width:{share:.3%};background:{colour}' title='{name} {share:.1%}: {means}'></span>"
+        words += (f"<span title='{means}'><i style='background:{colour}'></i>{name} <b>{share:.1%}</b> "
+                  f"<span class='note'>{seconds_text(share * step_s)}</span></span>")  # fmt: skip
+    return f"<div class='bar'>{bar}</div><div class='legend'>{words}</div>" if parts else ""
 
 
 def _findings(profile: Profile) -> str:
-    items = "".join(f"<li>{escape(text)}</li>" for text in profile.findings)
-    return _section("What to look at first", f"<ol>{items}</ol>") if items else ""
+    return section("What to look at first", items(profile.findings, numbered=True))
 
 
 def _notes(profile: Profile) -> str:
-    items = "".join(f"<li class='note'>{escape(text)}</li>" for text in profile.notes)
-    return _section("Notes", f"<ul>{items}</ul>") if items else ""
+    return section("Notes", items(profile.notes, kind="note"))
 
 
 # --- plots
@@ -88,9 +91,8 @@ def _roofline(profile: Profile) -> str:
     if not drawing:
         return ""
     works = dict.fromkeys(row.work for row in top_rows(profile, _TOP) if row.intensity)
-    legend = "".join(f"<span><i style='background:{work_colour(work)}'></i>{escape(work)}</span>" for work in works)
     note = "<div class='note'>each point is a kernel or operator, its area its time; hover for its figures</div>"
-    return _section("Roofline", f"{drawing}<div class='legend'>{legend}</div>{note}")
+    return section("Roofline", drawing + legend((work_colour(work), work) for work in works) + note)
 
 
 def _memory(profile: Profile) -> str:
@@ -99,11 +101,11 @@ def _memory(profile: Profile) -> str:
         return ""
     peak = f"peak {bytes_text(memory.peak_bytes)} at {seconds_text(memory.peak_s)}"
     tables = [
-        _html_table([title, "bytes"], [[name, bytes_text(value)] for name, value in _largest(held)])
+        table([title, "bytes"], [[name, bytes_text(value)] for name, value in _largest(held)])
         for title, held in (("category", memory.by_category), ("module", memory.by_module))
         if held
     ]
-    return _section(f"Memory: {peak}", memory_plot(memory) + _two(*tables))
+    return section(f"Memory: {peak}", memory_plot(memory) + side_by_side(*tables))
 
 
 def _largest(held: object, limit: int = 8) -> list[tuple[str, float]]:
@@ -118,37 +120,26 @@ def _table(profile: Profile) -> str:
     """Kernels, where a device ran them, and operators with the kernels that did their work."""
     kernels = [_row(row, profile.steps) for row in top_rows(profile, _TOP)] if profile.kernels else []
     operators = [_row(row, profile.steps) for row in top_operators(profile, _TOP)]
-    parts = [_section("Kernels, a step", _html_table(ROW_HEADS, kernels)) if kernels else ""]
-    parts.append(_section("Operators, a step", _html_table(ROW_HEADS, operators)) if operators else "")
+    parts = [section("Kernels, a step", table(ROW_HEADS, kernels)) if kernels else ""]
+    parts.append(section("Operators, a step", table(ROW_HEADS, operators)) if operators else "")
     return "\n".join(filter(None, parts))
 
 
 def _row(row: Row, steps: int) -> list[str]:
     """The name is cut short; the whole of it, and what else is known, shows on hovering."""
     name, *others = row_cells(row, steps)
-    return [_Hover(short_name(name), f"{name}\n{figures(row, steps)}"), *others]
-
-
-class _Hover(str):
-    """A cell's text with more to say."""
-
-    more: str
-
-    def __new__(cls, text: str, more: str) -> _Hover:
-        made = super().__new__(cls, text)
-        made.more = more
-        return made
+    return [Hover(short_name(name), f"{name}\n{figures(row, steps)}"), *others]
 
 
 def _gaps(profile: Profile) -> str:
     rows = [[seconds_text(gap.seconds), gap.cause, gap.what, gap.where] for gap in profile.gaps[:12]]
-    return _section("Longest gaps", _html_table(["", "cause", "host was at", "line"], rows)) if rows else ""
+    return section("Longest gaps", table(["", "cause", "host was at", "line"], rows)) if rows else ""
 
 
 def _amdahl(profile: Profile) -> str:
     rows = amdahl_cells(profile)
-    table = _html_table(["", "share", "2 × faster buys", "at most"], rows)
-    return _section("What a speedup would buy (Amdahl)", table) if rows else ""
+    inside = table(["", "share", "2 × faster buys", "at most"], rows) if rows else ""
+    return section("What a speedup would buy (Amdahl)", inside)
 
 
 def _compared(comparison: Comparison | None) -> str:
@@ -157,39 +148,6 @@ def _compared(comparison: Comparison | None) -> str:
     title = f"Against {comparison.before}: {comparison.speedup:.2f} × as fast"
     parts = [[PART_WORDS[change.name], *change_cells(change)] for change in comparison.budget]
     changes = comparison.kernels[:_TOP]
-    kernels = [[_Hover(short_name(change.name), change.name), *change_cells(change)] for change in changes]
+    kernels = [[Hover(short_name(change.name), change.name), *change_cells(change)] for change in changes]
     heads = ["before", "after", "saved", "times"]
-    return _section(title, _html_table(["part", *heads], parts) + _html_table(["name", *heads], kernels))
-
-
-# --- HTML
-
-
-def _section(title: str, inside: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{inside}</section>"
-
-
-def _two(*parts: str) -> str:
-    there = [part for part in parts if part]
-    return f"<div class='two'>{''.join(there)}</div>" if len(there) > 1 else "".join(there)
-
-
-def _html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    cells = [list(row) for row in rows]
-    kinds = [_kind(column, [row[column] for row in cells]) for column in range(len(heads))]
-    head = "".join(f"<th{kind}>{escape(text)}</th>" for kind, text in zip(kinds, heads, strict=True))
-    body = "".join(f"<tr>{''.join(map(_cell, kinds, row))}</tr>" for row in cells)
-    return f"<div class='scroll'><table><tr>{head}</tr>{body}</table></div>"
-
-
-def _cell(kind: str, text: str) -> str:
-    title = f' title="{escape(text.more, quote=True)}"' if isinstance(text, _Hover) else ""
-    return f"<td{kind}{title}>{escape(text)}</td>"
-
-
-def _kind(column: int, texts: Sequence[str]) -> str:
-    """Numbers to the right; long names in the first column may break."""
-    known = [text for text in texts if text != "–"]
-    if known and all(text[:1].isdigit() for text in known):
-        return " class='number'"
-    return " class='name'" if column == 0 and any(len(text) > 24 for text in known) else ""
+    return section(title, table(["part", *heads], parts) + table(["name", *heads], kernels))

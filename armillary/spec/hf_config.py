@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from armillary.spec.fields import build
 from armillary.spec.hf_families import READERS
 from armillary.spec.hf_layers import kinds
 from armillary.spec.hf_rope import brief_longrope, read_rope, write_rope
-from armillary.spec.model import ModelConfig
+from armillary.spec.model import ModelConfig, MoE
 
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
@@ -89,10 +89,14 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     if config.family not in WRITERS:
         known = ", ".join(WRITERS)
         raise BadModel(f"{config.name}: writing model_type '{config.family}' is not supported; it can be {known}")
-    architecture, writer = WRITERS[config.family]
-    raw = {"architectures": [architecture], "model_type": config.family} | _shared_fields(config) | writer(config)
+    raw = _written(config)
     _refuse_loss(config, from_hf(raw, name=config.name))
     return raw
+
+
+def _written(config: ModelConfig) -> dict[str, Any]:
+    architecture, writer = WRITERS[config.family]
+    return {"architectures": [architecture], "model_type": config.family} | _shared_fields(config) | writer(config)
 
 
 def _shared_fields(config: ModelConfig) -> dict[str, Any]:
@@ -113,10 +117,28 @@ def _shared_fields(config: ModelConfig) -> dict[str, Any]:
 
 def _refuse_loss(config: ModelConfig, read_back: ModelConfig) -> None:
     """Writing must not change the model: what the family cannot say is an error, not a silent loss."""
-    family = f"a '{config.family}' config.json"
-    lost = [f.name for f in fields(ModelConfig) if getattr(config, f.name) != getattr(read_back, f.name)]
-    if lost:
-        raise BadModel(f"{config.name}: {family} cannot say {', '.join(lost)}; choose another family")
+    if lost := _lost(config, read_back):
+        able = [family for family in WRITERS if _says(replace(config, family=family))]
+        step = f"try --set model.family={' or '.join(able[:2])}" if able else "no other can either: leave it out"
+        raise BadModel(f"{config.name}: a '{config.family}' config.json cannot say {', '.join(lost)}; {step}")
+
+
+def _lost(wanted: Any, found: Any, prefix: str = "") -> list[str]:
+    """Names of the fields that differ, within tables too: 'window', 'moe.shared_ffn'."""
+    names = []
+    for field in fields(wanted):
+        here, there = getattr(wanted, field.name), getattr(found, field.name)
+        if here != there:
+            same = type(here) is type(there) and is_dataclass(here)
+            names += _lost(here, there, f"{prefix}{field.name}.") if same else [prefix + field.name]
+    return names
+
+
+def _says(config: ModelConfig) -> bool:
+    try:
+        return from_hf(_written(config), name=config.name) == config
+    except (BadModel, KeyError, TypeError, ValueError):  # a family may lack the words for the shape altogether
+        return False
 
 
 def _write_llama(config: ModelConfig) -> dict[str, Any]:
@@ -152,8 +174,7 @@ def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
-    moe = config.moe
-    assert moe is not None
+    moe = _experts(config)
     return {
         "attention_bias": config.qkv_bias,
         "use_sliding_window": config.window is not None,
@@ -169,8 +190,7 @@ def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
-    moe = config.moe
-    assert moe is not None
+    moe = _experts(config)
     return {
         "intermediate_size": moe.ffn,
         "num_local_experts": moe.num_experts,
@@ -181,8 +201,7 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
-    moe = config.moe
-    assert moe is not None
+    moe = _experts(config)
     return {
         "attention_bias": config.qkv_bias,
         "use_qk_norm": config.qk_norm == "head",
@@ -198,6 +217,13 @@ def _write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
         "topk_group": moe.top_groups,
         "num_nextn_predict_layers": 0,
     }
+
+
+def _experts(config: ModelConfig) -> MoE:
+    if config.moe is None:
+        raise BadModel(f"{config.name}: a '{config.family}' config.json is of a model with experts and this has none; "
+                       "try --set model.family=llama, or give it [model.moe]")  # fmt: skip
+    return config.moe
 
 
 def _write_gemma(config: ModelConfig) -> dict[str, Any]:

@@ -86,9 +86,22 @@ class Layout:
         """The same layout with as much dp as fills `num_devices`."""
         inner = self.num_devices // self.dp
         if num_devices % inner or num_devices < inner:
-            near = max(inner, num_devices - num_devices % inner)
-            raise BadLayout(f"{num_devices} devices are not a multiple of {self.text('tp', 'pp', 'cp')}; use {near}")
+            raise BadLayout(self.leaves_over(num_devices))
         return replace(self, dp=num_devices // inner)
+
+    def leaves_over(self, num_devices: int) -> str:
+        """That no dp fills so many devices, and the one axis that could be cut so that some does."""
+        inner = self.num_devices // self.dp
+        options = [
+            f"try --set layout.{axis}={less}"
+            for axis in ("pp", "cp", "tp") for less in range(getattr(self, axis) - 1, 0, -1)
+            if num_devices % (inner // getattr(self, axis) * less) == 0
+        ]  # fmt: skip
+        best = next((option for option in options if not option.endswith("=1")), next(iter(options), ""))
+        near = f"use {max(inner, num_devices - num_devices % inner)}"
+        return f"{num_devices} devices are not a multiple of {self.text('tp', 'pp', 'cp')}; " + (
+            f"{near}, or {best}" if best else near
+        )
 
     def text(self, *axes: str) -> str:
         """The axes in use: 'tp=4 × pp=4'."""

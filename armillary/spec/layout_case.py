@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
 
 
@@ -15,6 +16,8 @@ class Case:
     """what is cut"""
     num_devices: int | None = None
     """devices there are; None: not known yet"""
+    fills: int | None = None
+    """devices that a person asked for (--devices): all are used, with as much dp as it takes"""
     sequence: int | None = None
     """tokens of a training sequence"""
     batch_tokens: int | None = None
@@ -24,3 +27,8 @@ class Case:
     by_trainer: bool = False
     """our trainer runs it: experts lie over dp × cp only, a step has whole rounds of micro-batches, and selective
     recomputation goes with neither activations elsewhere nor backward passes in halves"""
+
+    def filled(self, layout: Layout) -> Layout:
+        """With the dp that uses all devices asked for, where some does."""
+        inner = layout.num_devices // layout.dp
+        return layout if self.fills is None or self.fills % inner else replace(layout, dp=self.fills // inner)

@@ -34,12 +34,12 @@ class Problem(NamedTuple):
 
 
 def check_layout(
-    layout: Layout, model: ModelConfig, *, num_devices: int | None = None, sequence: int | None = None,
-    batch_tokens: int | None = None, for_training: bool = True, by_trainer: bool = False,
+    layout: Layout, model: ModelConfig, *, num_devices: int | None = None, fills: int | None = None,
+    sequence: int | None = None, batch_tokens: int | None = None, for_training: bool = True, by_trainer: bool = False,
 ) -> None:  # fmt: skip
     """Raise BadLayout, with the nearest layout that does, if the layout does not divide the model, the devices or the
-    batch. Fewer devices than there are is allowed: the rest stays idle."""
-    case = Case(model=model, num_devices=num_devices, sequence=sequence, batch_tokens=batch_tokens,
+    batch. Fewer devices than there are is allowed: the rest stays idle; but not fewer than `fills`, where given."""
+    case = Case(model=model, num_devices=num_devices, fills=fills, sequence=sequence, batch_tokens=batch_tokens,
                 for_training=for_training, by_trainer=by_trainer)  # fmt: skip
     if num_devices is not None and num_devices < 1:
         raise BadLayout(f"{num_devices} devices cannot run anything; give at least one, like --on h100x8")
@@ -73,7 +73,7 @@ def _first_clean(layout: Layout, case: Case, options: list[dict[str, Any]]) -> s
     """The first change after which every rule holds, else the first: '--set layout.pp=2'."""
 
     def clean(change: dict[str, Any]) -> bool:
-        changed = replace(layout, **change)
+        changed = case.filled(replace(layout, **change))
         return all(holds(changed, case) for holds, _ in _RULES.values())
 
     best = next((option for option in options if clean(option)), options[0])
@@ -241,6 +241,15 @@ def _devices_say(layout: Layout, case: Case) -> str:
     return f"{room} device{'s' * (room != 1)} cannot hold {layout.text()}: try {_first_clean(layout, case, options)}"
 
 
+def _fill_holds(layout: Layout, case: Case) -> bool:
+    return case.fills is None or layout.num_devices == case.fills
+
+
+def _fill_says(layout: Layout, case: Case) -> str:
+    assert case.fills is not None
+    return layout.leaves_over(case.fills)
+
+
 _SHRINK = ("dp", "pp", "cp", "tp")
 
 
@@ -252,6 +261,8 @@ def _shrunk(layout: Layout, case: Case, room: int, axes: tuple[str, ...]) -> dic
         if small.num_devices <= room:
             break
         size = getattr(small, axis)
+        if size == 1:
+            continue
         most = max(1, min(size, room // (small.num_devices // size)))
         change[axis] = next(n for n in range(most, 0, -1) if n == 1 or _divides(_with(small, axis, n), case))
     return change if replace(layout, **change).num_devices <= room else {}
@@ -276,6 +287,7 @@ _RULES: dict[str, _Rule] = {
     "shard": (_shard_holds, _shard_says),
     "kept": (_kept_hold, _kept_say),
     "halves": (_halves_hold, _halves_say),
+    "fill": (_fill_holds, _fill_says),
     "devices": (_devices_hold, _devices_say),
     "tokens": (tokens_hold, tokens_say),
     "batch": (batch_holds, batch_says),

@@ -31,8 +31,9 @@ def completed(text: str, layout: Layout, case: Case, texts: Texts) -> str:
     changes = _nearest(layout, case, texts)
     if changes is None:
         return text
-    head, _, _ = text.rpartition(" try ")
-    return f"{head} try " + " ".join(f"--set {key}={value}" for key, value in changes.items())
+    head, found, _ = text.rpartition(" try ")
+    step = " ".join(f"--set {key}={value}" for key, value in changes.items())
+    return f"{head} try {step}" if found else f"{text}, or try {step}"
 
 
 def suggested(text: str) -> list[Changes]:
@@ -70,7 +71,8 @@ def _is_clean(changes: Changes, layout: Layout, case: Case, texts: Texts) -> boo
 def _applied(changes: Changes, layout: Layout, case: Case) -> tuple[Layout, Case]:
     values = {key.removeprefix("layout."): value for key, value in changes.items() if key.startswith("layout.")}
     batch = changes.get("train.batch_tokens")
-    return build(Layout, to_plain(layout) | values, "layout"), replace(case, batch_tokens=int(batch)) if batch else case
+    changed = case.filled(build(Layout, to_plain(layout) | values, "layout"))
+    return changed, replace(case, batch_tokens=int(batch)) if batch else case
 
 
 def _text(value: object) -> str:

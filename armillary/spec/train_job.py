@@ -86,6 +86,8 @@ class TrainJob:
     """tokens of a step, over all ranks and micro-batches"""
     steps: int = 1000
     """optimiser steps"""
+    from_scratch: bool = False
+    """random weights, in the shape of a model that has some"""
     lr: float | None = None
     """peak learning rate; none: 3e-4·(7e9/N)^⅓, N the parameters, at most 3e-3 (through Llama 7B, 65B and 405B);
     adapters 2e-4"""

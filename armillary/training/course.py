@@ -53,6 +53,8 @@ class Course:
     def __init__(self, run: Run, trainer: Trainer, until: Until | None) -> None:
         self.run, self.trainer, self.until, self.job = run, trainer, until, trainer.job
         self.loss, self.saved, self.done, self.restarts = float("nan"), -1, 0, 0
+        self._began: float | None = None
+        self._stepped = 0.0
 
     def resume(self, step: int) -> int:
         """Take everything from the checkpoint of `step`, the one to go on with; 0: there is none."""
@@ -84,16 +86,23 @@ class Course:
 
     def after(self, report: StepReport, step: int) -> tuple[StepReport, bool]:
         """The report with what was validated and saved, and whether the run is done; `step` steps are."""
-        job, trainer = self.job, self.trainer
+        before, job, trainer = time.perf_counter(), self.job, self.trainer
         self.loss, self.done = report.gauges["loss"], step
         more: dict[str, float] = {"restarts_total": float(self.restarts)} if self.restarts else {}
         if step == job.steps or (job.eval_every and step % job.eval_every == 0):
             value = trainer.validate()
-            more |= {"val_loss": value} if value is not None else {}
+            more |= {"val_loss": value, "validation_s": trainer.validation_s} if value is not None else {}
         done = step == job.steps or (self.until is not None and self.until.reached(report.gauges | more))
         if done or (job.save_every and step % job.save_every == 0):
             more |= self.save(step)
+        more["goodput_fraction"] = self._goodput(report.gauges["step_s"], before)
         return replace(report, gauges=report.gauges | more), done
+
+    def _goodput(self, step_s: float, ended: float) -> float:
+        """Time of the steps taken since this process began, over wall time; `ended` is when the last of them did."""
+        self._began = ended - step_s if self._began is None else self._began
+        self._stepped += step_s
+        return min(1.0, self._stepped / max(1e-9, time.perf_counter() - self._began))
 
     def note(self, *error: object) -> None:
         """Where the run fails, how far it had come; best effort, as the disk may be full."""
@@ -106,6 +115,7 @@ class Course:
         made = checkpoint.save(self.run, step, self._tensors(), self._facts(), self.trainer.ranks)
         self.saved = step
         seconds = time.perf_counter() - begin
+        self.trainer.pace.aside(seconds)
         return {"checkpoint_s": seconds, "checkpoint_stall_s": seconds, "checkpoint_bytes": float(made.bytes)}
 
     def end(self, first: int, step: int, *, finished: bool) -> Trained:

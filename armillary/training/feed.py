@@ -48,6 +48,10 @@ class Feed:
         self._loader: Loader | None = None
         self._next = self._until = 0
         self._ahead: Fetched | None = None
+        self.own_s = 0.0
+        """this rank's own work in its last step, told to the others with the next exchange; 0: not known"""
+        self.each_s: tuple[float, ...] = ()
+        """what all ranks told"""
 
     def at(self, step: int, stop: Stop) -> Fetched:
         ready, self._ahead = self._ahead, None
@@ -67,8 +71,11 @@ class Feed:
         batch, error = attempt(lambda: self._rows(step))
         begin = time.perf_counter()
         each = float(batch.num_targets if batch is not None else 0)
-        targets, stops, errors = self._ranks.total(each, float(stop()), float(error is not None))
-        if self._ranks.size > 1:
+        many = self._ranks.size > 1
+        mine = [self.own_s if rank == self._ranks.rank else 0.0 for rank in range(self._ranks.size)] if many else []
+        targets, stops, errors, *told = self._ranks.total(each, float(stop()), float(error is not None), *mine)
+        self.each_s = tuple(told)
+        if many:
             self._waits.add(time.perf_counter() - begin)
         if errors:
             self._ranks.raise_first(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ SOURCES = {
     "host_memory_bytes": "operating system", "checkpoint_bytes": "file sizes", "checkpoints_total": "count",
     "restarts_total": "count", "aux_loss": "model", "expert_load_max_over_mean": "count",
     "expert_tail_fraction": "count", "expert_drop_fraction": "count", "router_entropy": "model",
-    "offloaded_bytes": "count",
+    "offloaded_bytes": "count", "slowest_rank": "every rank's own clock", "rank_spread_s": "every rank's own clock",
 }  # fmt: skip
 """how gauges are measured; those of memory say it themselves, the rest are differences of the wall clock"""
 WINDOW = "profiler window"
@@ -35,6 +36,13 @@ def memory_gauges(device: torch.device) -> dict[str, float]:
 
 
 def peak_rss() -> float:
+    """Of this program; what the system counts of the process began before it, with the one that started it."""
+    try:
+        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    if found:
+        return float(found.group(1)) * 1024
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(used if sys.platform == "darwin" else used * 1024)
 

@@ -26,6 +26,8 @@ class Reading:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._tail: tuple[Mark, Mark] = (None, None)
         self._left = self._came = self.tail_s = 0.0
+        self.stepped_s = 0.0
+        """what the device took in the step before from knowing the gradients' norm to the end of its work"""
 
     def take(self, numbers: Mapping[str, Tensor]) -> Read:
         if not numbers:
@@ -68,4 +70,5 @@ class Reading:
         before, left = self._tail, self._left
         self._tail, self._left = (known, done), time.perf_counter()
         device_s = before[0].elapsed_time(before[1]) / 1e3 if before[0] is not None and before[1] is not None else 0.0
+        self.stepped_s = device_s
         self.tail_s = min(device_s, max(0.0, self._came - left))

@@ -36,11 +36,13 @@ def differences(run: Run, recipe: Recipe, weights: str) -> list[str]:
     try:
         # read and written again, so that what a release spells anew is the same
         before, now = (_fixed(to_dict(each)) for each in (recipe_from_dict(run.recipe), recipe))
-        started_from = Plan.from_json(run.plan.read_text(), str(run.plan)).weights
+        plan = Plan.from_json(run.plan.read_text(), str(run.plan))
     except (ArmillaryError, OSError, KeyError) as error:
         return [str(error)]
     found = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
-    return found + (["the weights it starts from"] if started_from != weights else [])
+    if plan.train is None:
+        found.append("what it did, which was to serve")
+    return found + (["the weights it starts from"] if plan.weights != weights else [])
 
 
 def _fixed(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from armillary.errors import BadLayout, BadRecipe, NotFound
 from armillary.model.buildable import refuse_unbuildable
@@ -91,17 +92,18 @@ class Start:
 
 
 def start(
-    recipe: Recipe, home: Home, source: ModelSource, *, room: int = 0, until: Until | None = None
+    recipe: Recipe, home: Home, source: ModelSource, *, room: int = 0, fills: int | None = None,
+    until: Until | None = None,
 ) -> Start:  # fmt: skip
     """Check the recipe against its model, its devices and what the trainer can do; training starts from the weights
     of `source`, or from scratch where it has none. `room` is how many processes may share a processor's cores, where
-    that was asked for; `until` is a goal that must be within reach."""
+    that was asked for, and `fills` how many devices must all be used; `until` is a goal that must be within reach."""
     config = recipe.model_config(source.config)
     if source.folder is not None and config != source.config:
         keys = ", ".join(f"model.{key}" for key in recipe.model.overrides)
-        raise BadRecipe(f"{source.name} has weights, so its shape cannot be overridden; leave {keys} out, or add "
-                        "--random-weights to take only its shape")  # fmt: skip
-    _check_model(recipe, config)
+        raise BadRecipe(f"{source.name} has weights, so its shape cannot be overridden; leave {keys} out, or take only "
+                        "its shape with --set train.from_scratch=true")  # fmt: skip
+    _check_model(recipe, config, fills)
     refuse_unsupported(recipe)
     if until is not None:
         until.check(recipe.train, held_out=may_hold_out(recipe.data))
@@ -110,7 +112,7 @@ def start(
     job = recipe.train
     there = max(cluster.num_devices, room if cluster.chip.kind == "cpu" else 0)
     check_layout(
-        recipe.layout, config, num_devices=there, sequence=job.sequence, batch_tokens=job.batch_tokens,
+        recipe.layout, config, num_devices=there, fills=fills, sequence=job.sequence, batch_tokens=job.batch_tokens,
         by_trainer=True,
     )  # fmt: skip
     data = plan_data(
@@ -130,7 +132,7 @@ def start(
     return Start(recipe=recipe, plan=plan, home=home)
 
 
-def _check_model(recipe: Recipe, config: ModelConfig) -> None:
+def _check_model(recipe: Recipe, config: ModelConfig, fills: int | None) -> None:
     """What is trained must be buildable and, in the end, exportable: better said now than after the last step."""
     refuse_unbuildable(config)
     rules(config)
@@ -138,7 +140,9 @@ def _check_model(recipe: Recipe, config: ModelConfig) -> None:
     check_recipe(recipe, config)
     recipe.train.check_rates(parameters(config).total)
     # tp first: a layout that could never divide the model is a plainer message than "one device only"
-    check_layout(recipe.layout, config, by_trainer=True)
+    job = recipe.train
+    batch: dict[str, Any] = {"sequence": job.sequence, "batch_tokens": job.batch_tokens} if fills else {}
+    check_layout(recipe.layout, config, fills=fills, by_trainer=True, **batch)
 
 
 def _tokenizer(recipe: Recipe, source: ModelSource) -> Path | None:
@@ -147,11 +151,11 @@ def _tokenizer(recipe: Recipe, source: ModelSource) -> Path | None:
     return Path(recipe.data.tokenizer) if recipe.data.tokenizer else own
 
 
-def starting_point(recipe: Recipe, home: Home, *, random_weights: bool = False) -> ModelSource:
+def starting_point(recipe: Recipe, home: Home) -> ModelSource:
     """The recipe's model: a name of the catalogue or a bare config.json is trained from scratch; a folder, a run, a
-    release or a Hub id goes on from its weights, unless `random_weights` asks for its shape only."""
+    release or a Hub id goes on from its weights, unless the recipe asks for its shape only."""
     source = resolve_model(recipe.model.source, home, need_weights=False)
-    if random_weights:
+    if recipe.train.from_scratch:
         return replace(source, folder=None)
     shape_only = source.origin in ("catalogue", "config")
     return source if shape_only else resolve_model(recipe.model.source, home, need_weights=True)
@@ -171,7 +175,6 @@ def train_recipe(
     overrides: Sequence[str] = (),
     *,
     home: Home | None = None,
-    random_weights: bool = False,
     device: str | None = None,
     run: str = "",
     until: Until | None = None,
@@ -183,7 +186,7 @@ def train_recipe(
     ready = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     with join_world(device) as world:
         ranks = agreement(world)
-        source = starting_point(ready, home, random_weights=random_weights)
+        source = starting_point(ready, home)
         begun = ranks.together(lambda: start(ready, home, source, room=world.size, until=until))
         if world.size == 1:
             _refuse_many(begun.plan)

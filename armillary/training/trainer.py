@@ -32,16 +32,26 @@ from armillary.training.memory import NoMeter, make_meter
 from armillary.training.model_start import open_text, start_model
 from armillary.training.offloading import Offloaded, optimizer_of
 from armillary.training.optim import learning_rate, set_learning_rate, update
+from armillary.training.pace import Pace, spread
 from armillary.training.precision import HALF, autocast
 from armillary.training.reading import Mark, Read, Reading
 from armillary.training.scaler import LossScaler, refuse_tiny_scale
 from armillary.training.speed import Speed
 from armillary.training.waits import Waits
-from armillary.training.window import recorded, set_apart, unrecorded
+from armillary.training.window import recorded, roof_here, set_apart, unrecorded
 
 Meanwhile = Callable[[], None]
 MEASURED_STEP = 1
 """of those this process takes: the first whose optimiser states are there from its beginning"""
+
+
+FIRST_LOOKS = (7, 9, 11)
+"""of those this process takes: recorded when everything is warm, however seldom others are; one alone would be ruled by
+whatever else the machine did in that moment"""
+
+
+LOOKED_S = 4.0
+"""seconds that analysing the first looks may take: after that one more is not worth them"""
 
 
 def _never() -> bool:
@@ -92,10 +102,12 @@ class Trainer:
         if world.size > 1:
             self.waits.watch(self.model)
             self.sharded.tell(self.waits)
+        self.pace, self.roof = Pace(), roof_here(self.device, home)
         self.val_loss: float | None = None
+        self.validation_s = 0.0
         self.tokens = self.skipped = self.taken = 0
         self.feed = Feed(self.text.train, plan, self.mesh, self.ranks, self.waits)
-        self._meter = NoMeter()
+        self._meter, self._looked_s = NoMeter(), 0.0
 
     # --- one step
 
@@ -104,24 +116,31 @@ class Trainer:
         `meanwhile()` is called while the device works."""
         begin = time.perf_counter()
         self.reading.come()
+        self.pace.come()
         now = self.feed.at(step, stop)
         if now.stop or (self.world.size == 1 and stop()):
             return None
         fetched_s = time.perf_counter() - begin
+        others = spread(self.feed.each_s)
+        plain = not self._is_recorded(step)
         with self._measuring() as meter:
-            look = recorded if self._is_recorded(step) else unrecorded
-            (measured, seconds), split = look(lambda: self._timed(now, stop, meanwhile))
+            look, began = unrecorded if plain else recorded, time.perf_counter()
+            (measured, seconds), split = look(lambda: self._timed(now, stop, meanwhile), self.roof, self.pace.plain_s)
+        self._looked_s += time.perf_counter() - began - seconds if not plain else 0.0
         _, nonsense = attempt(lambda: self._refuse_nonsense(step, measured))
         if nonsense is not None:  # all ranks read the same sums, so all are here
             self.ranks.raise_first(nonsense)
         self.taken += 1
         self.tokens += self.job.batch_tokens
-        gauges = measured | self._counted() | self._memory(meter) | {"comm_exposed_s": self.waits.take()}
+        gauges = measured | self._counted() | self._memory(meter) | {"comm_exposed_s": (waited := self.waits.take())}
         gauges |= self.speed.gauges(fetched_s + seconds, now.wait_s) | (idle := self._idle())
-        gauges |= self.offloaded.gauges()
-        split = set_apart(split, idle.get("bubble_s", 0.0))
+        gauges |= self.offloaded.gauges() | others | self.pace.gauges(self.reading.tail_s)
+        plain = plain and meter.source == NoMeter.source
+        self.feed.own_s = fetched_s + seconds - waited - idle.get("bubble_s", 0.0) if plain else 0.0
+        split = set_apart(split, idle.get("bubble_s", 0.0), waited)
         sources = dict.fromkeys(meter.sizes(), meter.source) | dict.fromkeys(split, WINDOW)
         sources |= dict.fromkeys([*idle, *([] if split else ["comm_exposed_s"])], self.waits.source)
+        self.pace.leave(seconds, plain=plain)
         return StepReport(step=step, gauges=gauges | split, sources=sources)
 
     def _idle(self) -> dict[str, float]:
@@ -153,15 +172,18 @@ class Trainer:
             reads.append(self.reading.take(found))
             marks.append(self.reading.mark())
 
+        begin = time.perf_counter()
         with self._meter.phase("optimizer"):
             update(self.sharded, self.optimizer, self.scaler, self.job.clip, known)
+        stepping_s = time.perf_counter() - begin
         reads.append(self.reading.take(self.routers.finish()))
         marks.append(self.reading.mark())
         self.feed.look_ahead(now.step + 1, stop)
         meanwhile()
         measured = {name: value for read in reads for name, value in read().items()}
         self.reading.leave(*marks)
-        return measured | {"lr": rate}
+        stepped_s = self.reading.stepped_s if self.device.type == "cuda" else stepping_s
+        return measured | {"lr": rate, "optimizer_s": stepped_s}
 
     def forward_backward(self, batch: DeviceBatch, targets: float) -> Tensor:
         """Mean loss over all targets of all ranks; gradients are those of that mean."""
@@ -235,6 +257,7 @@ class Trainer:
 
     def validate(self) -> float | None:
         """Mean loss on held-out text, the same text whatever the layout; None where nothing is held out."""
+        begin = time.perf_counter()
         total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
         share = {"rank": self.mesh.dp_rank, "world": self.mesh.dp_size}
         held_out = self.text.validation.batches(rows=self.text.train.batch, limit=self.job.eval_batches, **share)
@@ -246,6 +269,8 @@ class Trainer:
         self.waits.forget()
         targets /= self.world.size / self.mesh.dp_size
         self.val_loss = float(self.sharded.total(total)) / targets if targets else None
+        self.validation_s = time.perf_counter() - begin
+        self.pace.aside(self.validation_s)
         return self.val_loss
 
     # --- what is measured
@@ -262,7 +287,9 @@ class Trainer:
 
     def _is_recorded(self, step: int) -> bool:
         every = self.job.profile_every
-        return bool(every) and self.world.is_main and (step + 1) % every == 0 and self.taken != MEASURED_STEP
+        early = self.taken in FIRST_LOOKS and self._looked_s < LOOKED_S
+        due = every and ((step + 1) % every == 0 or early)
+        return bool(due) and self.world.is_main and self.taken != MEASURED_STEP
 
     def _refuse_nonsense(self, step: int, measured: dict[str, float]) -> None:
         """A loss that is no number ends the run; under fp16 the scaler has skipped the step."""

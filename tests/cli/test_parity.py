@@ -33,7 +33,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]
 def test_rows_go_to_a_page_and_all_hold(cli: Cli, found: Callable[..., Any], tmp_path: Path) -> None:
     told = found(Row("DDP", 2, 4, {"fp32": GOOD}), Row("tp", 2, 4, {"fp32": GOOD}))
     page = tmp_path / "page.md"
-    ran = cli("train", "--parity", "--only", "ddp", "--only", "tp", "--only", "fp32", "--page", str(page))
+    ran = cli("train", "--parity", "ddp", "tp", "fp32", str(page))
     assert ran.code == 0 and "all 2 hold" in ran.out
     assert told == [{"world": 2, "strategies": ["DDP", "tp"], "formats": ["fp32"]}]
     assert [row.strategy for row in rows_of(page.read_text())] == ["DDP", "tp"]
@@ -41,7 +41,7 @@ def test_rows_go_to_a_page_and_all_hold(cli: Cli, found: Callable[..., Any], tmp
 
 def test_a_row_beyond_its_bar_is_named_and_ends_with_one(cli: Cli, found: Callable[..., Any], tmp_path: Path) -> None:
     found(Row("DDP", 4, 4, {"fp32": GOOD}), Row("tp", 4, 4, {"fp32": GOOD | {"weights": 2e-5}}))
-    line = ("train", "--parity", "--devices", "4", "--page", str(tmp_path / "page.md"))
+    line = ("train", "--parity", "--devices", "4", str(tmp_path / "page.md"))
     ran = cli(*line)
     assert ran.code == 1 and "tp on 4 ranks does not hold: weights fp32 2.0e-05 > 1e-05" in ran.out
     answer = json.loads(cli(*line, "--json").out)
@@ -64,12 +64,16 @@ def test_the_layout_of_a_recipe_is_a_row(cli: Cli, found: Callable[..., Any], tm
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--parity", "--only", "nonsense"], "no strategy 'nonsense'"),
-        (["--parity", "--only", "HSDP"], "HSDP has no use for 2 ranks; try --devices 4"),
+        (["--parity", "nonsense"], "no strategy 'nonsense'"),
+        (["--parity", "HSDP"], "HSDP has no use for 2 ranks; try --devices 4"),
         (["--parity", "--devices", "1"], "give 2, 4 or 8"),
-        (["--parity", "--page", "x.toml"], "give one that ends with .md"),
+        (["--parity", "a.md", "b.md"], "takes one *.md file"),
+        (["--parity", "pp", "--set", "layout.pp=2"], "--parity was given none; add its file"),
         ([], "needs a recipe; give its file"),
-        (["--only", "tp", "r.toml"], "--only belongs to --parity"),
+        (["r.toml", "tp"], "takes one recipe and got 2"),
+        (["r.toml", "--only", "tp"], "--only is no more; name strategies and formats behind --parity"),
+        (["--parity", "--page", "x.md"], "--page is no more; name the page behind --parity"),
+        (["r.toml", "--random-weights"], "--random-weights is no more; try --set train.from_scratch=true"),
     ],
 )
 def test_what_cannot_be_run_is_one_line(cli: Cli, words: list[str], said: str) -> None:
@@ -80,6 +84,6 @@ def test_what_cannot_be_run_is_one_line(cli: Cli, words: list[str], said: str) -
 @pytest.mark.slow
 def test_ranks_are_started_and_agree(cli: Cli, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    ran = cli("train", "--parity", "--only", "experts: ep", "--only", "ZeRO-1", "--only", "fp64", "--page", str(page))
+    ran = cli("train", "--parity", "experts: ep", "ZeRO-1", "fp64", str(page))
     assert ran.code == 0, ran.err
     assert {row.strategy for row in rows_of(page.read_text())} >= {"experts: ep", "ZeRO-1"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind
 from armillary.training.parity.case import Case, tiny
@@ -39,6 +41,17 @@ def cases(names: Iterable[str], layout: Layout) -> list[Case]:
 
 
 def test_features_on_cut_heads_and_tokens(ranks: Ranks) -> None:
+    given = cases(FEATURES, Layout(tp=2, precision="fp32"))
+    check(ranks.run(2, many, given)[0], given)
+
+
+def test_features_whose_parts_may_be_smaller_than_ranks(ranks: Ranks) -> None:
+    given = cases(("grouped-query", "fewer words than ranks"), Layout(tp=4, precision="fp32"))
+    check(ranks.run(4, many, given)[0], given)
+
+
+@pytest.mark.slow
+def test_all_features_on_four_ranks(ranks: Ranks) -> None:
     given = cases(FEATURES, Layout(tp=4, precision="fp32"))
     check(ranks.run(4, many, given)[0], given)
 
@@ -46,8 +59,8 @@ def test_features_on_cut_heads_and_tokens(ranks: Ranks) -> None:
 def test_features_on_cut_heads_and_whole_tokens(ranks: Ranks) -> None:
     """Those that tokens matter to: what ranks share, and what is added once."""
     chosen = ("norm over all heads", "biases", "tied", "parallel, two norms", "learned positions")
-    given = cases(chosen, Layout(tp=4, sequence_parallel=False, precision="fp32"))
-    check(ranks.run(4, many, given)[0], given)
+    given = cases(chosen, Layout(tp=2, sequence_parallel=False, precision="fp32"))
+    check(ranks.run(2, many, given)[0], given)
 
 
 def test_features_on_shards_of_cut_heads(ranks: Ranks) -> None:

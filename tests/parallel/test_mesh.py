@@ -29,6 +29,14 @@ def coordinates(layout: Layout) -> tuple[dict[str, int], int, dict[str, list[int
 
 
 def test_tensor_parallel_ranks_are_neighbours(ranks: Ranks) -> None:
+    found = ranks.run(4, coordinates, Layout(dp=2, tp=2, zero=3))
+    assert found[0] == (dict(pp=0, replicate=0, shard=0, tp=0), 0, dict(shard=[0, 2], tp=[0, 1]))
+    assert found[3] == (dict(pp=0, replicate=0, shard=1, tp=1), 1, dict(shard=[1, 3], tp=[2, 3]))
+    assert [dp_rank for _, dp_rank, _ in found] == [0, 0, 1, 1]
+
+
+@pytest.mark.slow
+def test_shards_are_next_and_copies_the_farthest(ranks: Ranks) -> None:
     found = ranks.run(8, coordinates, HYBRID)
     assert found[0] == (dict(pp=0, replicate=0, shard=0, tp=0), 0, dict(replicate=[0, 4], shard=[0, 2], tp=[0, 1]))
     assert found[7] == (dict(pp=0, replicate=1, shard=1, tp=1), 3, dict(replicate=[3, 7], shard=[5, 7], tp=[6, 7]))

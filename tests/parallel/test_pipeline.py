@@ -58,7 +58,7 @@ def test_every_schedule_trains_as_one_process_does(ranks: Ranks) -> None:
 
 
 def test_stages_may_be_copied_cut_and_shared_out(ranks: Ranks) -> None:
-    common = dict(accumulate=4, dtype="fp64", steps=3)
+    common = dict(accumulate=4, dtype="fp64", steps=2)
     cases = [
         Case(layout=layout(pp=2, dp=2), **common, config=deep(tied=True)),
         Case(layout=layout(pp=2, tp=2), **common, config=deep(tied=True)),

@@ -41,8 +41,10 @@ def test_devices_are_dp_tp_pp_cp() -> None:
     layout = Layout(dp=2, tp=4, pp=3, cp=5, ep=2)
     assert layout.num_devices == 120 and layout.text() == "dp=2 × tp=4 × pp=3 × cp=5"
     assert Layout(dp=3, tp=2).on_devices(16).dp == 8
-    with pytest.raises(BadLayout, match="9 devices are not a multiple of tp=2; use 8"):
+    with pytest.raises(BadLayout, match=r"9 devices are not a multiple of tp=2; use 8, or try --set layout.tp=1$"):
         Layout(tp=2).on_devices(9)
+    with pytest.raises(BadLayout, match=r"multiple of pp=8; use 8, or try --set layout.pp=6$"):
+        Layout(pp=8).on_devices(6)
 
 
 def test_what_zero_shares_out() -> None:
@@ -204,6 +206,24 @@ def test_a_refusal_names_the_first_problem_and_ends_with_a_layout_that_breaks_no
         values = {k.removeprefix("layout."): v for k, v in change.items() if k.startswith("layout.")}
         arguments["batch_tokens"] = int(change.get("train.batch_tokens", 0)) or case.batch_tokens
         check_layout(build(Layout, to_plain(layout) | values, "layout"), case.model, **arguments)
+
+
+@settings(deadline=None)
+@given(LAYOUTS, CASES, st.integers(1, 16))
+def test_where_devices_are_given_a_refusal_ends_with_a_layout_that_uses_them_all(
+    layout: Layout, case: Case, fills: int
+) -> None:
+    case = replace(case, num_devices=None, fills=fills)
+    keys = ("fills", "sequence", "batch_tokens", "for_training", "by_trainer")
+    layout, arguments = case.filled(layout), {k: getattr(case, k) for k in keys}
+    if next(layout_problems(layout, case), None) is None:
+        return
+    for change in changes(refusal(layout, case.model, **arguments)):
+        values = {k.removeprefix("layout."): v for k, v in change.items() if k.startswith("layout.")}
+        arguments["batch_tokens"] = int(change.get("train.batch_tokens", 0)) or case.batch_tokens
+        mended = case.filled(build(Layout, to_plain(layout) | values, "layout"))
+        check_layout(mended, case.model, **arguments)
+        assert mended.num_devices == fills
 
 
 def test_what_the_trainer_cannot_keep_selectively_is_refused_for_it_alone() -> None:

@@ -176,9 +176,9 @@ def test_training_goes_on_from_weights(recipe: Make, home: Home) -> None:
     before, after = load_model(first.export), load_model(second.export)
     assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
     other = replace(again, model=ModelTable(path=str(first.export), overrides={"ffn": 96}))
-    with pytest.raises(BadInput, match=r"its shape cannot be overridden; leave model.ffn out, or add --random-weights"):
+    with pytest.raises(BadInput, match=r"its shape cannot be overridden; leave model.ffn out, or .*from_scratch"):
         begin(other, home)
-    shape_only = start(again, home, starting_point(again, home, random_weights=True))
+    shape_only = begin(replace(again, train=replace(again.train, from_scratch=True)), home)
     assert shape_only.plan.weights == "" and begin(again, home).plan.weights == str(first.export)
 
 

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from armillary.errors import BadInput
+from armillary.profiling.profile import BUDGET, Roof
 from armillary.spec.train_job import TrainJob
 from armillary.training.memory import CpuMeter, bytes_of
 from armillary.training.memory_watch import MemoryWatch
+from armillary.training.pace import Pace, spread
 from armillary.training.until import Until
 from armillary.training.waits import Waits, covered
-from armillary.training.window import recorded
+from armillary.training.window import recorded, set_apart
 
 
 def test_storages_are_counted_from_birth_to_end() -> None:
@@ -85,8 +87,53 @@ def test_a_recorded_step_is_split_into_parts_that_add_up() -> None:
     a = torch.randn(200, 200)
     made, split = recorded(lambda: (a @ a).sum())
     assert float(made) == pytest.approx(float((a @ a).sum()))
-    assert set(split) == {"compute_s", "comm_s", "comm_exposed_s", "bubble_s", "overhead_s"}
+    assert {"compute_s", "comm_s", "comm_exposed_s", "bubble_s", "overhead_s"} < set(split)
     assert split["compute_s"] > 0 and split["comm_s"] == split["comm_exposed_s"] == split["bubble_s"] == 0
+
+
+def test_a_recorded_step_is_a_budget_too() -> None:
+    a, roof = torch.randn(300, 300), Roof(device="x", flops={"fp32": 1e12}, bytes_per_s=1e11, source="measured")
+    _, found = recorded(lambda: (a @ a).sum(), roof)
+    parts = [found[f"{part}_fraction"] for part in BUDGET]
+    assert sum(parts) == pytest.approx(1.0) and found["kernels"] >= 2
+    assert 0 < found["roof_fraction"] < 1 and found["useful_fraction"] > 0 and found["unjudged_fraction"] < 0.5
+    _, blind = recorded(lambda: (a @ a).sum())
+    assert "roof_fraction" not in blind and blind["useful_fraction"] == 0
+
+
+def test_waits_for_other_ranks_are_no_work_of_the_host() -> None:
+    parts = {"compute_s": 0.5, "comm_s": 0.1, "comm_exposed_s": 0.1, "bubble_s": 0.0, "overhead_s": 0.4,
+             "unjudged_fraction": 0.5, "comm_exposed_fraction": 0.1, "host_fraction": 0.3, "sync_fraction": 0.0,
+             "launch_gap_fraction": 0.1, "idle_fraction": 0.0, "host_stall_fraction": 0.25}  # fmt: skip
+    apart = set_apart(parts, 0.3)
+    assert apart["bubble_s"] == pytest.approx(0.3) and apart["overhead_s"] == pytest.approx(0.2)
+    assert apart["idle_fraction"] == pytest.approx(0.3) and apart["comm_exposed_fraction"] == 0.0
+    assert apart["host_fraction"] == pytest.approx(0.1) and apart["host_stall_fraction"] == pytest.approx(0.05)
+    waited = set_apart(parts, 0.0, 0.2)
+    assert waited["comm_exposed_fraction"] == pytest.approx(0.2) and waited["host_fraction"] == pytest.approx(0.2)
+    assert set_apart(parts, 0.0) == parts and set_apart({}, 1.0, 1.0) == {}
+
+
+def test_the_slowest_rank_is_held_against_the_median_one() -> None:
+    assert spread((1.0, 1.5, 1.1)) == {"rank_spread_s": pytest.approx(0.4), "slowest_rank": 1.0}
+    assert spread((2.0, 1.0)) == {"rank_spread_s": 1.0, "slowest_rank": 0.0}, "of two, against the other one"
+    assert spread((1.0, 0.0)) == {}, "a rank that was recorded has no figure"
+    assert spread((1.0,)) == spread(()) == {}
+
+
+def test_what_the_loop_does_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 1.5, 2.5])
+    monkeypatch.setattr("armillary.training.pace.time.perf_counter", lambda: next(now))
+    pace = Pace()
+    pace.come()
+    assert pace.gauges() == {} and pace.plain_s is None
+    pace.leave(1.0, plain=True)
+    pace.aside(0.2)
+    pace.come()
+    assert pace.gauges() == {"between_steps_s": pytest.approx(0.3)}, "validation has a gauge of its own"
+    assert pace.gauges(tail_s=0.4) == {"between_steps_s": 0.0}, "the device was still busy"
+    pace.leave(9.0, plain=False)
+    assert pace.plain_s == 1.0
 
 
 def test_waits_are_taken_once() -> None:

@@ -14,11 +14,9 @@ LOGITS, ACTIVATIONS, WEIGHTS = MODELS
 QUICK = [
     Case(LOGITS, "ZeRO-3", "full"),
     Case(ACTIVATIONS, "tp + sp", "selective", "bf16"),
-    Case(WEIGHTS, "ZeRO-3 × tp"),
     Case(LOGITS, "LoRA", "full", "bf16"),
     Case(ACTIVATIONS, "activations out"),
     Case(LOGITS, "both out", precision="bf16"),
-    Case(WEIGHTS, "ZeRO-3, both out", "full"),
     Case(WEIGHTS, "nvme"),
 ]
 

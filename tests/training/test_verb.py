@@ -166,10 +166,13 @@ def _alive(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.parametrize(
+    "layout", [["layout.dp=1"], pytest.param(["layout.dp=2", "layout.zero=3"], marks=pytest.mark.slow)]
+)
 def test_a_full_disk_is_one_line_and_keeps_what_is_whole(
-    file: Callable[..., str], process: Callable[..., subprocess.Popen[str]], cli: Cli, home: Home
+    layout: list[str], file: Callable[..., str], process: Callable[..., subprocess.Popen[str]], cli: Cli, home: Home
 ) -> None:
-    path = file("train.steps=6", "train.save_every=2", "layout.dp=2", "layout.zero=3")
+    path = file("train.steps=6", "train.save_every=2", *layout)
     assert cli("train", path, "--devices", "1", "--until", "loss=100").code == 0, "text and a first run are there"
     child = process("train", path, preexec_fn=_little_room)
     out, err = child.communicate(timeout=120)
@@ -295,6 +298,7 @@ def test_a_missing_shard_is_named(file: Callable[..., str], cli: Cli, home: Home
     assert ran.code == 2 and shard.name in ran.err and ran.err.count("error:") == 1
 
 
+@pytest.mark.slow  # by default: in test_many_ranks without the launcher, and here the launcher with other errors
 def test_nan_on_two_ranks_is_one_line(file: Callable[..., str], cli: Cli, home: Home) -> None:
     path = file("train.lr=1e30", "train.warmup_steps=0", "train.clip=0", "train.save_every=1", "layout.dp=2")
     ran = cli("train", path)

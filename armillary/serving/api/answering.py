@@ -47,7 +47,8 @@ class Answering:
         self._engine = engine
         self.wish = wish
         self._numbers: list[int] = []
-        self._over: set[int] = set()
+        self.over: set[int] = set()
+        """choices that have come to their end"""
 
     def send(self) -> None:
         """Hand the prompts to the engine."""
@@ -59,10 +60,10 @@ class Answering:
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """What came, a piece for each choice that grew, until all are over."""
-        while len(self._over) < len(self.texts):
+        while len(self.over) < len(self.texts):
             found: dict[int, Piece] = {}
             for event in await self.box.take():
-                if event.choice not in self._over:
+                if event.choice not in self.over:
                     piece = found.setdefault(event.choice, Piece(choice=event.choice))
                     self._take(event, piece)
             yield list(found.values())
@@ -70,7 +71,7 @@ class Answering:
     def close(self) -> None:
         """Give up what is not over."""
         for i, number in enumerate(self._numbers):
-            if not self._over.issuperset(range(i * self.n, (i + 1) * self.n)):
+            if not self.over.issuperset(range(i * self.n, (i + 1) * self.n)):
                 self._engine.abort(number)
 
     def _take(self, event: Event, piece: Piece) -> None:
@@ -78,7 +79,7 @@ class Answering:
         if event.end is not None:
             self._end(event.end, event.choice)
             piece.text += text.finish()
-            piece.finish = event.end.finish
+            piece.finish = "stop" if text.stopped else event.end.finish  # what was held back may end a stop text
             return
         assert event.token is not None, "an event is a token or an end"
         piece.text += text.push(event.token)
@@ -86,11 +87,10 @@ class Answering:
             piece.logprobs.append(event.logprob)
         if text.stopped:
             piece.finish = "stop"
-            self._over.add(event.choice)
+            self.over.add(event.choice)
             self._engine.abort(self._numbers[event.choice // self.n], event.choice % self.n)
 
     def _end(self, end: End, choice: int) -> None:
-        self._over.add(choice)
         self.gauges = end.gauges
         self.cached_tokens += int(end.gauges.get("cached_tokens", 0)) if choice % self.n == 0 else 0
         if end.finish == "deadline":
@@ -102,6 +102,7 @@ class Answering:
                       "response_format", "structure_failed")  # fmt: skip
         if end.finish == "error":
             raise Problem(500, end.error or "the engine could not answer; try again", code="engine_error")
+        self.over.add(choice)
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far, as clients are billed."""

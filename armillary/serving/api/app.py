@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -120,7 +120,7 @@ class Api:
         self.metrics.inflight += 1
         try:
             answering, form = await ask(self.served, body, begin)
-            await Reply(exchange, answering, form, kind=kind, model=self.served.name).send(body)
+            await Reply(exchange, answering, form, self.metrics, kind=kind, model=self.served.name).send(body)
         except Problem as problem:
             status = problem.status
             raise
@@ -171,18 +171,19 @@ class Api:
         if (body.prompt is None) == (body.messages is None):
             raise bad("give either prompt or messages", "prompt")
         if body.messages is not None:
-            ids = await prompt_of(served, body, body.messages, body.tools)
+            ids = await prompt_of(served, body, body.messages, body.tools, aside=True)
         else:
             text, longest = body.prompt or "", self.served.serve.max_body_bytes
-            ids = await served.texts.encode(text, longest, "prompt", special=body.add_special_tokens is not False)
+            special = body.add_special_tokens is not False
+            ids = await served.texts.encode(text, longest, "prompt", special=special, aside=True)
         found: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": served.max_model_len}
         if body.return_token_strs:
-            found["token_strs"] = [served.texts.token_text(token)[0] for token in ids]
+            found["token_strs"] = await served.texts.work(partial(served.texts.token_texts, ids), aside=True)
         await exchange.json(200, found)
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        body = await self._body(exchange, Detokenize)
-        await exchange.json(200, {"prompt": await asyncio.to_thread(self.served.texts.decode, body.tokens)})
+        body, texts = await self._body(exchange, Detokenize), self.served.texts
+        await exchange.json(200, {"prompt": await texts.work(partial(texts.decode, body.tokens), aside=True)})
 
     # --- how it is doing
 

@@ -12,9 +12,10 @@ import socket
 import struct
 import threading
 from asyncio import IncompleteReadError, StreamReader
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from armillary.serving.engine.params import SamplingParams
@@ -43,6 +44,8 @@ class Orders:
     """none: the best there is"""
     asked_at: float = 0.0
     """when the process was started, by the wall clock"""
+    gauges: Path | None = None
+    """where steps and requests are recorded; none: nowhere"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,8 @@ class Refused:
 
     number: int
     message: str
+    busy: bool = False
+    """not because of what it is: it may be asked again later"""
 
 
 @dataclass(kw_only=True)
@@ -142,7 +147,7 @@ async def read_message(reader: StreamReader) -> Any:
         return None
 
 
-def messages(sock: socket.socket) -> Iterator[Any]:
+def messages(sock: socket.socket) -> Generator[Any, None, None]:
     """In the engine: messages as they come, until the server is gone."""
     with sock.makefile("rb") as file:
         while (body := _body(file)) is not None:

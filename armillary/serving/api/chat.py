@@ -87,6 +87,9 @@ class ChatForm:
             choice.calls.append(made)
         return added
 
+    def finish_of(self, choice: int) -> str:
+        return self._choices[choice].finish or "stop"
+
     def whole(self) -> list[dict[str, Any]]:
         return [
             {"index": i, "message": _message(choice), "finish_reason": choice.finish,
@@ -111,9 +114,10 @@ def _delta(
 
 async def chat(served: Served, body: Chat, begin: float) -> tuple[Answering, ChatForm]:
     """Ask the engine for what a checked body wants."""
+    _check_together(body)
     tools, forced, name = _tools(body)
     prompt = await prompt_of(served, body, body.messages, None if forced == "none" else tools)
-    wanted = body.max_completion_tokens or body.max_tokens
+    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = answer_room(len(prompt), wanted, served, "messages")
     structure = structure_of(body.response_format)
     one = body.parallel_tool_calls is False
@@ -137,6 +141,15 @@ async def chat(served: Served, body: Chat, begin: float) -> tuple[Answering, Cha
     return answering, ChatForm(choices, body, served.texts, named=name is not None)
 
 
+def _check_together(body: Chat) -> None:
+    """Problem 400 where one field needs, or contradicts, another."""
+    if body.top_logprobs and not body.logprobs:
+        raise bad("top_logprobs is given without logprobs; add logprobs: true", "top_logprobs")
+    both = (body.max_tokens, body.max_completion_tokens)
+    if None not in both and both[0] != both[1]:
+        raise bad("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
+
+
 def _tools(body: Chat) -> tuple[list[Tool], str, str | None]:
     """(tools, none | auto | required, the function that has to be called)."""
     tools, choice = body.tools or [], body.tool_choice
@@ -153,9 +166,9 @@ def _tools(body: Chat) -> tuple[list[Tool], str, str | None]:
 
 
 async def prompt_of(
-    served: Served, body: Chat | Tokenize, messages: list[Message], tools: list[Tool] | None
+    served: Served, body: Chat | Tokenize, messages: list[Message], tools: list[Tool] | None, *, aside: bool = False
 ) -> list[int]:
-    """Token ids of a conversation."""
+    """Token ids of a conversation; `aside`: no answer is wanted of it."""
     variables = body.chat_template_kwargs or {}
     if not _FIXED.isdisjoint(variables):
         raise bad("chat_template_kwargs names what the request itself says; leave it out", "chat_template_kwargs")
@@ -166,7 +179,7 @@ async def prompt_of(
     ids = await served.texts.chat(
         plain, served.max_model_len,
         tools=[_without_none(to_builtins(tool)) for tool in tools] if tools else None, add_generation_prompt=opens,
-        variables=variables,
+        variables=variables, aside=aside,
     )  # fmt: skip
     if not ids:
         raise bad("the chat template makes no token of these messages; check them", "messages")

@@ -66,6 +66,9 @@ class CompletionForm:
             return []
         return [(prompt[0], None, None), *(rest or ())]
 
+    def finish_of(self, choice: int) -> str:
+        return self._finish[choice]
+
     def whole(self) -> list[dict[str, Any]]:
         return [
             {"index": i, "text": text, "finish_reason": self._finish[i],
@@ -116,7 +119,8 @@ async def _prompts(served: Served, body: Completion) -> tuple[list[list[int]], l
     if not echo:
         return prompts, [""] * len(many)
     texts = served.texts
-    return prompts, [item if isinstance(item, str) else await asyncio.to_thread(texts.decode, item) for item in many]
+    return prompts, [item if isinstance(item, str) else await texts.work(partial(texts.decode, item), aside=False)
+                     for item in many]  # fmt: skip
 
 
 assert MOST_CHOICES <= _MOST_TOGETHER, "one prompt may have all its answers"

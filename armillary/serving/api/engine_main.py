@@ -16,18 +16,22 @@ import time
 import traceback
 from array import array
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from armillary.errors import ArmillaryError, BadInput
+from armillary.errors import ArmillaryError
 from armillary.serving.api.channel import INDEX_BITS, Abort, Failed, Orders, Outlet, Refused, Started, Submit, messages
+from armillary.serving.api.compiling import Busy, Compiling
+from armillary.serving.api.trials import Trials
 from armillary.serving.api.turns import Turns
 from armillary.serving.engine.answers import Answers
 from armillary.serving.engine.intake import MakeConstraint
 from armillary.serving.engine.llm import LLM
 from armillary.serving.engine.make import NoText
+from armillary.serving.engine.recorder import Recorder
 from armillary.serving.engine.request import Request
+from armillary.serving.engine.structure import Structures
 from armillary.serving.engine.worker import Worker
+from armillary.store.gauges import GaugeWriter
 
 _WAIT_S = 30 * 86_400.0
 """ranks that follow may hear nothing for as long as nobody asks anything"""
@@ -59,7 +63,9 @@ def run(orders: Orders, inbox: Iterator[Any], outlet: Outlet) -> None:
 
     phases = [("process", time.time() - orders.asked_at)]
     with join_world(orders.device, timeout_s=_WAIT_S) as world:
+        record = _recorder(orders) if world.is_main else None
         llm = LLM(orders.model, orders.serve, home=orders.home, dtype=orders.dtype, world=world,
+                  record=record.record if record is not None else None,
                   phase=lambda name, seconds: phases.append((name, seconds)))  # fmt: skip
         phases.append(("in all", time.time() - orders.asked_at))
         if world.is_main:
@@ -68,10 +74,23 @@ def run(orders: Orders, inbox: Iterator[Any], outlet: Outlet) -> None:
             intake = Intake(llm, worker, outlet)
             for message in inbox:
                 intake.take(message)
+            if record is not None:
+                record.close()
         else:
             threading.Thread(target=_follow, args=(llm,), daemon=True).start()
             next(inbox, None)
         os._exit(0)
+
+
+def _recorder(orders: Orders) -> Recorder | None:
+    """None where nobody asked, or where there is no room to write."""
+    if orders.gauges is None:
+        return None
+    try:
+        return Recorder(GaugeWriter(orders.gauges))
+    except ArmillaryError as error:
+        print(f"nothing is recorded: {error}", file=sys.stderr)
+        return None
 
 
 def _follow(llm: LLM) -> None:
@@ -110,39 +129,20 @@ class Intake:
     """Passes requests on to the engine. Structures are compiled beside, as that may take seconds."""
 
     def __init__(self, llm: LLM, worker: Worker, outlet: Outlet) -> None:
-        self._llm, self._worker, self._outlet = llm, worker, outlet
-        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="compile")
-        self._compiling: set[int] = set()
-        """requests that are not with the engine yet; those that were given up meanwhile are taken out"""
-        self._handing = threading.Lock()
-        """held to look whether one was given up, and to hand it over: an abort comes before or after that"""
+        self._worker, self._outlet = worker, outlet
+        trials = Trials(Structures(llm.tokenizer, llm.engine.scheduler.settings.vocab))
+        self._compiling = Compiling(llm.structures, trials, self._submit, self._refuse)
 
     def take(self, message: Submit | Abort) -> None:
         """In the thread that reads the socket."""
         if isinstance(message, Abort):
-            with self._handing:
-                self._compiling.discard(message.number)
+            if message.index is None:
+                self._compiling.give_up(message.number)
             self._worker.abort(str(message.number), message.index)
         elif message.params.structure is None:
             self._submit(message)
         else:
-            self._compiling.add(message.number)
-            self._compilers.submit(self._compile, message)
-
-    def _compile(self, message: Submit) -> None:
-        assert message.params.structure is not None
-        maker = self._llm.structures.maker(message.params.structure)
-        try:
-            maker()  # others with the same structure find it compiled
-            with self._handing:
-                if message.number in self._compiling:
-                    self._compiling.discard(message.number)
-                    self._submit(message, maker)
-        except ArmillaryError as error:
-            self._refuse(message, error)
-        except Exception as error:  # of the compiler: in this thread nobody else would hear of it
-            traceback.print_exc()
-            self._refuse(message, BadInput(f"the structure cannot be used ({type(error).__name__}); make it simpler"))
+            self._compiling.take(message)
 
     def _submit(self, message: Submit, maker: MakeConstraint | None = None) -> None:
         request = Request(id=str(message.number), prompt=array("i", message.prompt).tolist(), params=message.params,
@@ -153,7 +153,8 @@ class Intake:
             self._refuse(message, error)
 
     def _refuse(self, message: Submit, error: ArmillaryError) -> None:
-        self._outlet.send(Refused(number=message.number, message=" ".join(str(error).split())))
+        text = " ".join(str(error).split())
+        self._outlet.send(Refused(number=message.number, message=text, busy=isinstance(error, Busy)))
 
 
 if __name__ == "__main__":

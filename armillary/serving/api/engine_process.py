@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -125,11 +126,8 @@ class EngineProcess:
 
     def abort(self, number: int, index: int | None = None) -> None:
         """Nobody waits for a request any more, or one of its answers has come to a stop text."""
-        if index is None:
-            sent = self._forget(number)
-            if sent is None:
-                return
-            self.metrics.finished["abort"] += sent.left
+        if index is None and self._forget(number) is None:
+            return
         self._ranks.send(Abort(number=number, index=index))
 
     def _make_room(self, tokens: int) -> None:
@@ -168,6 +166,9 @@ class EngineProcess:
                 await self._listen(await self._ranks.start(orders))
             except OSError as error:  # no memory, processes or files for another one now; there may be later
                 self._say(f"the engine's process cannot be started ({error.strerror or error})")
+            except Exception as error:  # a bug of ours: what waits may wait for ever, so all of it begins anew
+                traceback.print_exc()
+                self._say(f"what the engine said was not understood ({type(error).__name__}: {error}); report this")
             await self._lost()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
@@ -207,7 +208,6 @@ class EngineProcess:
 
     def _fail_all(self, message: str) -> None:
         sent, self._sent, self._tokens = self._sent, {}, 0
-        self.metrics.finished["error"] += sum(one.left for one in sent.values())
         for box in {id(one.box): one.box for one in sent.values()}.values():
             box.fail(Problem(503, message, code="engine_failed", retry_after_s=5))
 
@@ -219,7 +219,7 @@ class EngineProcess:
         elif isinstance(message, Refused):
             sent = self._forget(message.number)
             if sent is not None:
-                sent.box.fail(bad(message.message, code=_code_of(message.message)))
+                sent.box.fail(self._refusal(message))
         elif isinstance(message, Started):
             self.started, self.state = message, "ready"
             if self._first is not None and not self._first.done():
@@ -232,6 +232,12 @@ class EngineProcess:
                 self._first.set_exception(ArmillaryError(why))
             else:
                 self._say(why)
+
+    def _refusal(self, message: Refused) -> Problem:
+        if not message.busy:
+            return bad(message.message, code=_code_of(message.message))
+        self.metrics.rejected += 1
+        return Problem(429, message.message, code="rate_limit_exceeded", retry_after_s=5)
 
     def _turn(self, turn: Turn) -> None:
         sent, logprobs, now = self._sent, turn.logprobs, self._heard_at
@@ -256,7 +262,7 @@ class EngineProcess:
         if one is None:
             return
         choice = one.first + (key & _MASK)
-        self.metrics.ended(one.box, choice, end.finish, end.gauges, now)
+        self.metrics.ended(one.box, choice, end.gauges, now, first=not key & _MASK)
         one.box.end(choice, end)
         one.left -= 1
         if not one.left:

@@ -17,8 +17,10 @@ from armillary.spec.gauges import GAUGES, prometheus_name
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 _TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16_384.0, 65_536.0, 262_144.0)
 _FROM_ENGINE = ("running", "waiting", "kv_used_fraction", "kv_capacity_tokens", "prefix_hit_fraction")
-_ENGINE_TOTALS = ("preemptions_total", "prefix_queries_total", "prefix_hits_total", "tokens_in_total",
-                  "tokens_out_total")  # fmt: skip
+_ENGINE_TOTALS = ("preemptions_total", "recomputed_total", "prefix_queries_total", "prefix_hits_total",
+                  "prefix_repeated_total", "prefix_evicted_total", "tokens_in_total", "tokens_out_total")  # fmt: skip
+
+_OF_ANSWER, _OF_PROMPT = ("queue_s", "prefill_s", "decode_s", "tokens_out"), ("tokens_in", "cached_tokens")
 
 
 class Histogram:
@@ -50,13 +52,15 @@ class Metrics:
         self.histograms = {name: Histogram() for name in seconds}
         self.histograms |= {name: Histogram(_TOKENS) for name in ("tokens_in", "tokens_out", "cached_tokens")}
         self.finished: Counter[str] = Counter()
-        """answers by why they ended"""
+        """answers by why they ended, as their clients were told"""
         self.responses: Counter[tuple[str, int]] = Counter()
         """by path and status"""
         self.rejected = self.restarts = 0
         self.inflight = 0
         self.ready = False
         self.started_at = time.time()
+        self.info: Mapping[str, str] = {}
+        """what the server is set to, for whoever has only this page"""
         self._state: Mapping[str, float] = {}
         self._before: Counter[str] = Counter()
         """totals of engines that are no more"""
@@ -70,11 +74,11 @@ class Metrics:
         self._before.update({name: int(self._state.get(name, 0)) for name in _ENGINE_TOTALS})
         self._state = {}
 
-    def ended(self, box: Mailbox, choice: int, finish: str, gauges: Mapping[str, float], now: float) -> None:
-        """An answer is over: its times, as seen from this process where tokens are streamed."""
-        self.finished[finish] += 1
+    def ended(self, box: Mailbox, choice: int, gauges: Mapping[str, float], now: float, *, first: bool) -> None:
+        """An answer is over: its times, as seen from this process where tokens are streamed. What is the prompt's is
+        counted with the `first` of its answers."""
         times, observe = box.times[choice], self._observe
-        for name in ("queue_s", "prefill_s", "decode_s", "tokens_in", "tokens_out", "cached_tokens"):
+        for name in (*_OF_ANSWER, *(_OF_PROMPT if first else ())):
             if name in gauges:
                 observe(name, gauges[name])
         if times.first is not None and times.last is not None:
@@ -106,6 +110,10 @@ class Metrics:
             yield CounterMetricFamily(prometheus_name(name), about, value=value)
         for name in _FROM_ENGINE:
             yield GaugeMetricFamily(prometheus_name(name), GAUGES[name].meaning, value=self._state.get(name, 0.0))
+        if self.info:
+            told = GaugeMetricFamily("armillary_serve_info", "model, run and keys of [serve]", labels=list(self.info))
+            told.add_metric(list(self.info.values()), 1.0)
+            yield told
         yield GaugeMetricFamily("armillary_inflight", "HTTP requests under way", value=self.inflight)
         yield GaugeMetricFamily("armillary_ready", "1 where /ready is 200", value=float(self.ready))
         yield GaugeMetricFamily("armillary_start_time_seconds", "when the server started", value=self.started_at)

@@ -12,6 +12,8 @@ from msgspec.json import encode
 
 from armillary.serving.api.answering import Answering, Piece
 from armillary.serving.api.exchange import ClientGone, Exchange
+from armillary.serving.api.metrics import Metrics
+from armillary.serving.api.problem import Problem
 from armillary.serving.api.schemas import Asked, StreamOptions
 from armillary.serving.api.wishes import late
 
@@ -28,6 +30,9 @@ class Form(Protocol):
     def grow(self, piece: Piece) -> Iterable[dict[str, Any]]:
         """Choices of events for what is new."""
 
+    def finish_of(self, choice: int) -> str:
+        """Why a choice that is over has ended, as the client is told."""
+
     def whole(self) -> list[dict[str, Any]]:
         """All choices, once they are complete."""
 
@@ -35,8 +40,11 @@ class Form(Protocol):
 class Reply:
     """One answer to a client."""
 
-    def __init__(self, exchange: Exchange, answering: Answering, form: Form, *, kind: str, model: str) -> None:
+    def __init__(
+        self, exchange: Exchange, answering: Answering, form: Form, metrics: Metrics, *, kind: str, model: str
+    ) -> None:
         self._exchange = exchange
+        self._metrics = metrics
         self._answering = answering
         self._form = form
         self._kind = kind
@@ -49,15 +57,28 @@ class Reply:
         answering, exchange, timeout_s = self._answering, self._exchange, self._answering.wish.timeout_s
         watcher = asyncio.create_task(exchange.gone())
         watcher.add_done_callback(lambda task: None if task.cancelled() else answering.box.fail(ClientGone()))
+        rest: str | None = "abort"
         try:
             async with asyncio.timeout(None if timeout_s is None else timeout_s + _GRACE_S):
                 answering.send()
                 await (self._stream(body.stream_options or StreamOptions()) if body.stream else self._all())
         except TimeoutError:
+            rest = "deadline"
             raise late(answering.wish) from None
+        except Problem as problem:
+            rest = _how(problem)
+            raise
         finally:
             answering.close()
             watcher.cancel()
+            self._count(rest)
+
+    def _count(self, rest: str | None) -> None:
+        """Answers by their ends; of those that came to none, `rest` says what became of them."""
+        for choice in range(len(self._answering.texts)):
+            finish = self._form.finish_of(choice) if choice in self._answering.over else rest
+            if finish is not None:
+                self._metrics.finished[finish] += 1
 
     async def _all(self) -> None:
         async for pieces in self._answering.pieces():
@@ -87,6 +108,13 @@ class Reply:
         if options.continuous_usage_stats:
             return b',"usage":' + bytes(encode(self._answering.usage()))
         return b',"usage":null' if options.include_usage else b""
+
+
+def _how(problem: Problem) -> str | None:
+    """What an answer that failed is counted as; none: it was refused before there was one."""
+    if problem.code in ("timeout", "aborted"):
+        return "deadline" if problem.code == "timeout" else "abort"
+    return None if problem.status in (400, 429) and problem.code != "structure_failed" else "error"
 
 
 def _chunk_kind(kind: str) -> str:

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from armillary.errors import BadInput, missing
@@ -54,6 +54,7 @@ def serve(source: ModelSource, orders: Orders, door: Door, *, ranks: int = 1, sa
     _need_http()
     say, metrics = to_whom_it_concerns(say), Metrics()
     served = _served(source, orders, door, ranks, metrics, say)
+    metrics.info = _info(served, orders)
     from armillary.serving.api.app import Api  # what it is made of has just been looked for
 
     tracing = Tracing(door.otlp, served.name) if door.otlp else None
@@ -93,6 +94,14 @@ def _served(source: ModelSource, orders: Orders, door: Door, ranks: int, metrics
     return Served(name=door.name or source.name, texts=texts, serve=orders.serve, context=context, tools=tools,
                   created=int(time.time()),
                   engine=EngineProcess(orders, ranks=ranks, metrics=metrics, say=say))  # fmt: skip
+
+
+def _info(served: Served, orders: Orders) -> dict[str, str]:
+    """What the server was set to, as `--set serve.KEY=` takes it; the run whose gauges the engine writes."""
+    run = {"run": orders.gauges.parent.name} if orders.gauges is not None else {}
+    values = {name: "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+              for name, value in asdict(orders.serve).items()}  # fmt: skip
+    return {"model": served.name, **run, **values}
 
 
 def bind(host: str, port: int) -> socket.socket:

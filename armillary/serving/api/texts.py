@@ -1,18 +1,26 @@
-"""From texts and chats to token ids and back, in the server's process; long ones in a thread, so that nobody waits."""
+"""From texts and chats to token ids and back, in the server's process; long ones in a thread, so that nobody waits.
+
+Prompts have threads of their own: /tokenize and /detokenize, which nobody's answer waits for, share another one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from armillary.errors import ArmillaryError
 from armillary.model.tokenizer import Detokenizer, Tokenizer
 from armillary.serving.api import answer_text
 from armillary.serving.api.problem import Problem, bad
 
+T = TypeVar("T")
+_THREADS = 4
+_MOST_ASIDE = 16
+"""requests to /tokenize and /detokenize that may wait for their thread"""
 _INLINE = 4_000
 """characters that are encoded on the spot: a thread would take longer"""
 _MESSAGE, _TOOL = 20, 100
@@ -39,8 +47,30 @@ class Texts:
         self.knows_developer = any("developer" in template for template in templates)
         """the newer name of the system's role is one the chat template has heard of"""
         self.eos_ids = frozenset(self.tokenizer.eos_ids if self.tokenizer else eos_ids)
+        self._prompts = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
+        self._others = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._aside = 0
+        """requests that wait for the other thread, or are in it"""
+        if self.tokenizer is not None:
+            _ = self._token_chars  # goes through the whole vocabulary: not when the first request comes
 
-    async def encode(self, text: str, longest: int, param: str, *, special: bool = True) -> list[int]:
+    async def work(self, do: Callable[[], T], *, aside: bool) -> T:
+        """Do something long beside the event loop; `aside`: nobody's answer waits for it."""
+        loop = asyncio.get_running_loop()
+        if not aside:
+            return await loop.run_in_executor(self._prompts, do)
+        if self._aside >= _MOST_ASIDE:
+            raise Problem(429, "too many texts wait for their tokens; try again later", code="rate_limit_exceeded",
+                          retry_after_s=2)  # fmt: skip
+        self._aside += 1
+        try:
+            return await loop.run_in_executor(self._others, do)
+        finally:
+            self._aside -= 1
+
+    async def encode(
+        self, text: str, longest: int, param: str, *, special: bool = True, aside: bool = False
+    ) -> list[int]:
         """Ids of a text; one that is certainly longer than `longest` tokens is refused unread."""
         tokenizer = self._needed()
         if len(text) > longest * self._token_chars:
@@ -48,13 +78,13 @@ class Texts:
         try:
             if len(text) <= _INLINE:
                 return tokenizer.encode(text, special=special)
-            return await asyncio.to_thread(tokenizer.encode, text, special=special)
+            return await self.work(partial(tokenizer.encode, text, special=special), aside=aside)
         except ArmillaryError as error:
             raise bad(str(error), param) from None
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], longest: int, *, tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None, aside: bool = False,
     ) -> list[int]:  # fmt: skip
         """Ids of a conversation, by the model's chat template."""
         tokenizer, size = self._needed(), sum(len(str(message.get("content") or "")) for message in messages)
@@ -67,13 +97,13 @@ class Texts:
 
         try:
             work = size + _MESSAGE * len(messages) + _TOOL * len(tools or ())
-            text = render() if work <= _INLINE else await asyncio.to_thread(render)
+            text = render() if work <= _INLINE else await self.work(render, aside=aside)
         except ArmillaryError as error:
             raise bad(str(error), "messages") from None
         except TypeError:
             raise bad("chat_template_kwargs names a variable that the server sets; leave it out",
                       "chat_template_kwargs") from None  # fmt: skip
-        return await self.encode(text, longest, "messages", special=False)
+        return await self.encode(text, longest, "messages", special=False, aside=aside)
 
     def detokenizer(self, keep: frozenset[str] = frozenset()) -> Callable[[], answer_text.Detokenizer]:
         """Makes a detokenizer; special tokens whose text is in `keep` are shown."""
@@ -87,7 +117,13 @@ class Texts:
         """Text of ids, special tokens included."""
         if self.tokenizer is None:
             return " ".join(map(str, ids))
-        return self.tokenizer.decode(ids, skip_special=False)
+        # of several at once the library decodes without holding the interpreter
+        found: str = self.tokenizer.backend.decode_batch([list(ids)], skip_special_tokens=False)[0]
+        return found
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Text of each of them."""
+        return [self.token_text(token)[0] for token in ids]
 
     @cached_property
     def _token_chars(self) -> int:

@@ -53,12 +53,19 @@ class _Stream:
         self.num_tokens = self.num_out = 0
         """without and with the end token"""
         self.last_at: float | None = None
+        self.largest_s = 0.0
+        """gap between two tokens"""
         self._unstoppable = seq.request.params.min_tokens
 
     def gap(self, now: float) -> float | None:
         """Time since the token before."""
         before, self.last_at = self.last_at, now
-        return None if before is None else now - before
+        if before is None:
+            return None
+        found = now - before
+        if found > self.largest_s:
+            self.largest_s = found
+        return found
 
     def push(self, token: int) -> str:
         """What can be shown; stop texts do not count before min_tokens are out."""
@@ -113,4 +120,5 @@ class Answers:
         stream = self._streams.pop(seq, None)
         if stream is None:
             return ""
+        seq.largest_gap_s = stream.largest_s
         return stream.stop.push(stream.detokenizer.finish()) + stream.stop.finish()

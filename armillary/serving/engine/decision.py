@@ -76,6 +76,11 @@ class Decision:
         return sum(chunk.size for chunk in self.chunks)
 
     @property
+    def num_prefill_pairs(self) -> float:
+        """Pairs of a prompt's query and a key that it sees."""
+        return sum(chunk.size * (chunk.start + (chunk.size + 1) / 2) for chunk in self.chunks)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.decodes) + self.num_prefill_tokens
 

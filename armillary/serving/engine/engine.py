@@ -69,7 +69,10 @@ class Engine:
         self.answers = answers
         self._record = record
         self._roof = roof
-        self._needed_s = 0.0
+        self._open: dict[int, dict[str, float]] = {}
+        """records of steps whose tokens are not back"""
+        self._ended_at: float | None = None
+        """when the last step was over, where the next follows at once"""
 
     @property
     def busy(self) -> bool:
@@ -78,26 +81,35 @@ class Engine:
 
     def step(self) -> list[Piece]:
         """One step; a step that fails ends the answers in it and no others."""
-        begin = self.loop.clock()
+        begin = self.loop.clock() if self._ended_at is None else self._ended_at
         try:
             decision, outcome = self.loop.step()
         except StepFailed as error:
+            self._open.clear()
             return self.end(self.loop.fail(str(error)))
         now = self.loop.clock()
         pieces = self.answers.take(decision, outcome, now)
-        if self._record is not None and not decision.empty:
-            times = {"engine_step_s": now - begin, "engine_schedule_s": self.loop.schedule_s}
-            times |= self._roof_fraction(decision, now - begin)
-            self._record(step_gauges(self.scheduler, decision) | times, step=decision.number)
+        if self._record is not None:
+            self._record_step(decision, now - begin, len(outcome.finished), self._record)
+        self._ended_at = now if self.scheduler.roster.running else None
         return self._recorded(pieces)
 
-    def _roof_fraction(self, decision: Decision, seconds: float) -> dict[str, float]:
-        """With overlap, the time is that of the step before, which was waited for."""
-        if self._roof is None:
-            return {}
-        needed_s = self._roof.seconds(decision)
-        done_s, self._needed_s = self._needed_s if self.loop.overlap else needed_s, needed_s
-        return {"engine_roof_fraction": done_s / seconds} if done_s and seconds > 0 else {}
+    def _record_step(self, decision: Decision, seconds: float, left: int, record: Record) -> None:
+        """With overlap a turn decides and launches one step and waits for another: each gets its part, and its record
+        is written once its tokens are back."""
+        loop, own_s = self.loop, seconds - self.loop.wait_s
+        if not decision.empty:
+            times = {"engine_step_s": own_s, "engine_schedule_s": loop.schedule_s, "engine_wait_s": 0.0}
+            needed = {} if self._roof is None else {"engine_roof_fraction": self._roof.seconds(decision)}
+            self._open[decision.number] = step_gauges(self.scheduler, decision, left) | times | needed
+        taken = [number for number in loop.taken if number in self._open]
+        for number in taken:
+            made = self._open.pop(number)
+            made["engine_wait_s"] = loop.wait_s / len(taken)
+            made["engine_step_s"] += made["engine_wait_s"]
+            if self._roof is not None:  # until now, the seconds that the roof needs
+                made["engine_roof_fraction"] /= max(made["engine_step_s"], 1e-9)
+            record(made, step=number)
 
     def abort(self, request_id: str) -> list[Piece]:
         """Give a request up; one that is over, or was never here, is none."""

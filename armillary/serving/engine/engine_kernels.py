@@ -36,6 +36,8 @@ class EngineKernels:
     norms_apart: bool = False
     """`qkv_cache` knows no norm over all heads, which the model has"""
     attention: Run = paged_attention
+    tokens: Run | None = None
+    """`qkv_cache` and `attention` in one for a few sequences with one new token each; none: one after the other"""
     sample: Run = sample
     logprobs: Run = logprobs
     small: Run | None = None
@@ -79,6 +81,7 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         activate=_first(ACTIVATE, ActivationCase(rows=batch, ffn=ffn, activation=config.activation,
                                                  gated=config.gated, **on)),
         qkv_cache=into_cache.run, norms_apart=apart, attention=attention.run,
+        tokens=_tokens() if into_cache.version == attention.version == "triton" and not apart else None,
         capturable=(into_cache.version == attention.version == "triton"
                     and (config.moe is None or grouped is not None)),
         sample=_first(SAMPLE, SampleCase(batch=batch, vocab=config.vocab, **on)),
@@ -94,6 +97,12 @@ def _grouped(config: ModelConfig, batch: int, on: dict[str, Any]) -> Run | None:
                        inputs=config.hidden, **on)  # fmt: skip
     chosen = choose(GROUPED_LINEAR, case, deterministic=True)
     return None if chosen.version == "eager" else chosen.run
+
+
+def _tokens() -> Run:
+    from armillary.kernels.paged_token_triton import attend_tokens
+
+    return attend_tokens
 
 
 def _first(op: Op, case: Case) -> Run:

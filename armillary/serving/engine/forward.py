@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.paged_attention import PagedBatch
+from armillary.kernels.paged_token import plain
 from armillary.kernels.small_linear import MOST_TOKENS
 from armillary.model.moe_sorted import SortedDispatch
 from armillary.model.norm import Norm
@@ -147,6 +148,8 @@ class Forward:
     ) -> Tensor:  # fmt: skip
         blocks = self.rows.blocks[layer.slot]
         cos, sin = turn if layer.rotates else (None, None)
+        if self.kernels.tokens is not None and plain(qkv, blocks, cos, layer.heads, batch, layer.options):
+            return self.kernels.tokens(qkv, blocks, slots_T, cos, sin, layer.heads, batch, layer.options)  # type: ignore[no-any-return]
         q_TND, _ = self.into_cache(qkv, blocks, slots_T, cos, sin, layer.heads)
         return self.kernels.attention(q_TND, blocks, batch, layer.options).flatten(1)  # type: ignore[no-any-return]
 

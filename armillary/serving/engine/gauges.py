@@ -7,10 +7,12 @@ from armillary.serving.engine.scheduler import Scheduler
 from armillary.serving.engine.sequence import Sequence
 
 
-def step_gauges(scheduler: Scheduler, decision: Decision) -> dict[str, float]:
-    """The state after a step was decided, and totals so far."""
-    work = {"prefill_tokens": decision.num_prefill_tokens, "decode_tokens": len(decision.decodes)}
-    return state_gauges(scheduler) | work
+def step_gauges(scheduler: Scheduler, decision: Decision, left: int = 0) -> dict[str, float]:
+    """The state after a step was decided, and totals so far; `left` have ended since, and were running then."""
+    work = {"prefill_tokens": decision.num_prefill_tokens, "decode_tokens": len(decision.decodes),
+            "context_tokens": sum(decision.positions) + len(decision.positions),
+            "prefill_pairs": decision.num_prefill_pairs}  # fmt: skip
+    return state_gauges(scheduler) | work | {"running": len(scheduler.roster.running) + left}
 
 
 def state_gauges(scheduler: Scheduler) -> dict[str, float]:
@@ -22,9 +24,12 @@ def state_gauges(scheduler: Scheduler) -> dict[str, float]:
         "kv_used_fraction": cache.used_fraction,
         "kv_capacity_tokens": cache.num_blocks // len(cache.groups) * cache.block_tokens,
         "preemptions_total": totals.preempted,
+        "recomputed_total": totals.recomputed,
         "prefix_queries_total": totals.looked_up,
         "prefix_hits_total": totals.found,
         "prefix_hit_fraction": totals.found / totals.looked_up if totals.looked_up else 0.0,
+        "prefix_repeated_total": totals.repeated,
+        "prefix_evicted_total": totals.misses["evicted"],
         "requests_total": totals.finished,
         "aborted_total": totals.aborted,
         "rejected_total": totals.rejected,
@@ -37,7 +42,10 @@ def state_gauges(scheduler: Scheduler) -> dict[str, float]:
 def request_gauges(seq: Sequence) -> dict[str, float]:
     """Times and sizes of an answer that is over; what it never came to is left out."""
     found: dict[str, float] = {"tokens_in": seq.num_prompt, "tokens_out": seq.num_output,
-                               "cached_tokens": seq.cached_tokens}  # fmt: skip
+                               "cached_tokens": seq.cached_tokens, "tokens_limit": seq.limit - seq.num_prompt,
+                               "arrived_s": seq.arrived_at, "request_number": seq.number}  # fmt: skip
+    if seq.repeated:
+        found |= {"repeated_tokens": seq.repeated, "repeats_request": seq.repeats}
     end = seq.finished_at
     if end is not None:
         found["e2e_s"] = end - seq.arrived_at
@@ -50,4 +58,5 @@ def request_gauges(seq: Sequence) -> dict[str, float]:
             found["decode_s"] = end - seq.first_token_at
             if seq.num_output > 1:
                 found["tpot_s"] = (end - seq.first_token_at) / (seq.num_output - 1)
+                found["itl_max_s"] = seq.largest_gap_s
     return found

@@ -45,11 +45,15 @@ class Loop:
         """what time it is; requests are submitted by the same one"""
         self.schedule_s = 0.0
         """what the last decision took"""
+        self.wait_s = 0.0
+        """what the last step waited for the device"""
+        self.taken: list[int] = []
+        """numbers of the steps whose tokens it took"""
         self._launched: list[tuple[Decision, Any]] = []
 
     def step(self) -> tuple[Decision, Outcome]:
         """Decide and launch a step, then take the tokens of the one before (of the same one without overlap)."""
-        begin = self.clock()
+        begin, self.wait_s, self.taken = self.clock(), 0.0, []
         decision = self.scheduler.schedule(begin)
         self.schedule_s = self.clock() - begin
         self._launched.append((decision, None if decision.empty else self.executor.launch(decision)))
@@ -67,8 +71,12 @@ class Loop:
         found = Outcome([], [], [])
         while len(self._launched) > keep:
             decision, launched = self._launched.pop(0)
+            begin = self.clock()
             tokens = () if decision.empty else self.executor.tokens(launched)
-            outcome = self.scheduler.update(decision, tokens, self.clock())
+            now = self.clock()
+            self.wait_s += now - begin
+            self.taken.append(decision.number)
+            outcome = self.scheduler.update(decision, tokens, now)
             found.sequences.extend(outcome.sequences)
             found.tokens.extend(outcome.tokens)
             found.finished.extend(outcome.finished)

@@ -24,6 +24,9 @@ MEANING: dict[Miss, str] = {
     "extends": "nothing was computed beyond here yet",
 }
 
+_GHOSTS = 32_768
+"""evicted blocks that are remembered at most, where there are not more blocks than that"""
+
 
 class PrefixCache:
     """Named blocks of all layer groups. What a name is made of stands in columns, a place a block: as many objects as
@@ -48,7 +51,8 @@ class PrefixCache:
         self.ghosts = DigestMap(pool.num_blocks)
         """digests evicted lately, oldest first in each part (first group)"""
         self.num_ghosts = 0
-        self._most_ghosts = -(-pool.num_blocks // len(self.ghosts.parts))
+        kept = max(pool.num_blocks, min(_GHOSTS, 8 * pool.num_blocks))  # a small cache forgets soon what comes again
+        self._most_ghosts = -(-kept // len(self.ghosts.parts))
         """of a part"""
 
     def __len__(self) -> int:

@@ -8,6 +8,7 @@ from operator import attrgetter
 from armillary.errors import BadInput
 from armillary.serving.engine.intake import FAR, MakeConstraint, check, make_sequences
 from armillary.serving.engine.kv_cache import KVCache
+from armillary.serving.engine.repeats import Repeats
 from armillary.serving.engine.request import Request
 from armillary.serving.engine.sequence import Finish, Sequence, State
 from armillary.serving.engine.settings import Settings
@@ -32,12 +33,15 @@ class Roster:
         self.requests: dict[str, list[Sequence]] = {}
         """sequences of every request that is not over"""
         self.totals = Totals()
+        self.repeats = Repeats()
 
     def prepare(self, request: Request, constraint: MakeConstraint | None) -> list[Sequence]:
-        """Check a request and make its sequences: what takes time in proportion to the prompt. Changes nothing, so any
-        thread may do it while steps are decided in another."""
+        """Check a request and make its sequences: what takes time in proportion to the prompt. Changes nothing that
+        steps look at, so any thread may do it while they are decided in another."""
         limit = check(request, self.settings, self.cache, constraint)
-        return make_sequences(request, limit, self.settings, self.cache, constraint)
+        made = make_sequences(request, limit, self.settings, self.cache, constraint)
+        self.repeats.see(made, self.cache.block_tokens)
+        return made
 
     def enter(self, made: list[Sequence], now: float) -> None:
         """Queue a prepared request; BadInput where there is no place for it."""
@@ -74,6 +78,7 @@ class Roster:
             seq.started_at = now
             self.totals.tokens_in += seq.num_prompt
             self.totals.looked_up += seq.num_prompt if seq.matching else 0
+            self.totals.repeated += seq.repeated
         insort(self.running, seq, key=_ORDER)
 
     def put_back(self, seq: Sequence) -> None:
@@ -114,6 +119,7 @@ class Roster:
         if seq.forks:
             self.wake_forks(seq)
         self._count(seq, reason)
+        self.repeats.ended(seq)
 
     def _count(self, seq: Sequence, reason: Finish) -> None:
         self.totals.aborted += reason in ("abort", "deadline")

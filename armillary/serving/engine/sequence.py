@@ -57,9 +57,9 @@ class Sequence:
     __slots__ = (
         "arrived_at", "behind", "blocks_at_limit", "blocks_at_start", "cached_tokens", "chain", "computed",
         "constraint", "due", "error", "far", "finish", "finished_at", "first_token_at", "forks", "held", "index",
-        "leader", "limit", "logprobs", "matching", "miss", "named", "num_prompt", "order", "preemptions",
-        "prompt_logprobs", "request", "room", "row", "settled", "started_at", "state", "stops", "tables", "tokens",
-        "watched", "windows", "writable",
+        "largest_gap_s", "leader", "limit", "logprobs", "matching", "miss", "named", "num_prompt", "number", "order",
+        "preemptions", "prompt_logprobs", "repeated", "repeats", "request", "room", "row", "settled", "started_at",
+        "state", "stops", "tables", "tokens", "watched", "windows", "writable",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, chain: Chain, limit: int, stops: frozenset[int]) -> None:
@@ -117,6 +117,12 @@ class Sequence:
         """prompt tokens found in the prefix cache when it first started"""
         self.miss: Miss | None = None
         """why no more were found"""
+        self.number = 0
+        """of the request, as they were submitted"""
+        self.repeated = self.repeats = 0
+        """prompt tokens that an earlier text began with too, cached or not, and the number of the last such request"""
+        self.largest_gap_s = 0.0
+        """between two of its tokens, as they were put out"""
 
         self.state = State.WAITING
         self.row = -1

@@ -42,6 +42,10 @@ class Structures:
         self._wrapped: Any = None
         self._compiled: dict[Structure, Any] = {}
 
+    def knows(self, structure: Structure) -> bool:
+        """Whether it is compiled already."""
+        return structure in self._compiled
+
     def maker(self, structure: Structure) -> MakeConstraint:
         """A constraint for each answer; BadInput where the structure is none, when the first is made."""
         return lambda: self._made(structure)

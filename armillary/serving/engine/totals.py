@@ -30,6 +30,8 @@ class Totals:
     """prompt tokens looked up in the prefix cache; what is computed again does not count"""
     found: int = 0
     """prompt tokens found there"""
+    repeated: int = 0
+    """prompt tokens that an earlier text began with too, found or not"""
     misses: Counter[str] = field(default_factory=Counter)
     """requests by why no more of their prompts was found"""
     tokens_in: int = 0

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from html import escape
-from importlib.resources import files
 from itertools import chain
-from string import Template
 
+from armillary.html_page import document, heading, items, section, table
 from armillary.serving.load.plots import counted, cumulative, line_plot
 from armillary.serving.load.run import LoadReport, Ran
 from armillary.serving.load.search import Found
@@ -28,19 +25,18 @@ _SAMPLES = 120
 
 def page(report: LoadReport, found: Found | None = None, usd_per_hour: float | None = None) -> str:
     """The whole document."""
-    template = Template((files("armillary.serving.load") / "page.html").read_text(encoding="utf-8"))
     ran = report.runs[-1]
     parts = [
-        f"<h1>Load test of {escape(report.model)}</h1><div class='sub'>{escape(title_text(report))}</div>",
-        _section("Latency", _table(LATENCY_HEADS, latency_rows(report))),
-        _section("Rates", _table(("", ""), rate_rows(report, usd_per_hour))),
+        heading(f"Load test of {report.model}", title_text(report)),
+        section("Latency", table(LATENCY_HEADS, latency_rows(report))),
+        section("Rates", table(("", ""), rate_rows(report, usd_per_hour), wide=True)),
         _search(found),
         _distributions(ran, len(report.runs)),
         _over_time(ran),
-        _section("Notes", _items(report.notes)) if report.notes else "",
-        _section("What the figures mean", _table(("", ""), list(DEFINITIONS.items()), wide=True)),
+        section("Notes", items(report.notes)),
+        section("What the figures mean", table(("", ""), list(DEFINITIONS.items()), wide=True)),
     ]
-    return template.substitute(title=escape(f"{report.model}: load test"), body="\n".join(filter(None, parts)))
+    return document(f"{report.model}: load test", parts)
 
 
 def _search(found: Found | None) -> str:
@@ -55,7 +51,7 @@ def _search(found: Found | None) -> str:
     plot = line_plot(lines, label="Latency over rate", x_name="requests a second", y_text="seconds")
     tokens = [(t.requests_per_s, t.summary.tokens_out_per_s) for t in trials]
     rates = line_plot([("tokens out a second", tokens)], label="Throughput over rate", x_name="requests a second")
-    return _section(best_text(found), plot + rates + _table(TRIAL_HEADS, trial_rows(found)))
+    return section(best_text(found), plot + rates + table(TRIAL_HEADS, trial_rows(found)))
 
 
 def _distributions(ran: Ran, repeats: int) -> str:
@@ -68,7 +64,7 @@ def _distributions(ran: Ran, repeats: int) -> str:
         for name, values in (("TTFT", firsts), ("ITL", gaps), ("end to end", [answer.e2e_s for answer in good]))
     ]  # fmt: skip
     which = f" (last of {repeats} runs)" if repeats > 1 else ""
-    return _section(f"Share of values that do not exceed{which}", "".join(plots)) if any(plots) else ""
+    return section(f"Share of values that do not exceed{which}", "".join(plots)) if any(plots) else ""
 
 
 def _over_time(ran: Ran) -> str:
@@ -84,19 +80,4 @@ def _over_time(ran: Ran) -> str:
         line_plot([("tokens out a second", tokens)], label="Tokens over time", x_name="seconds"),
         line_plot([("TTFT by due time", firsts)], label="TTFT over time", x_name="seconds", y_text="seconds"),
     ]
-    return _section(f"Over time (measured from {ran.begin_s:.1f} to {ran.end_s:.1f} s)", "".join(plots))
-
-
-def _section(title: str, inside: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{inside}</section>"
-
-
-def _items(texts: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in texts) + "</ul>"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, wide: bool = False) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads) if any(heads) else ""
-    kind = " class='wide'" if wide else ""
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<div class='scroll'><table{kind}><tr>{head}</tr>{body}</table></div>"
+    return section(f"Over time (measured from {ran.begin_s:.1f} to {ran.end_s:.1f} s)", "".join(plots))

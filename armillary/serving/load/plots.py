@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from html import escape
 from math import ceil, floor, log10
 
+from armillary.html_page import Frame, drawing, legend
 from armillary.units import seconds_text
 
-WIDTH, HEIGHT = 960, 300
-LEFT, RIGHT, TOP, BOTTOM = 76, 28, 16, 40
+FRAMES = (Frame(width=960, height=300, left=76, right=28), Frame(width=420, height=250, left=60, right=22))
+"""for wide and for narrow screens"""
 COLOURS = ("var(--one)", "var(--two)", "var(--three)", "var(--four)")
 _MOST = 600
 
@@ -18,37 +19,45 @@ Line = tuple[str, Sequence[tuple[float, float]]]
 
 
 def line_plot(
-    lines: Sequence[Line], *, label: str, x_name: str, x_text: str = "number", y_text: str = "number"
-) -> str:
-    """Lines over a common pair of axes that begin at 0."""
+    lines: Sequence[Line], *, label: str, x_name: str, x_text: str = "number", y_text: str = "number",
+    marks: Sequence[tuple[float, str]] = (), above: float = 0.0,
+) -> str:  # fmt: skip
+    """Lines over a common pair of axes; the upright one begins at 0, or at a round value below `above`. `marks` are
+    places on the other, each with what happened there."""
     lines = [(name, points) for name, points in lines if points]
     if not lines:
         return ""
     every = [point for _, points in lines for point in points]
     xs = _ticks([x for x, _ in every])
     ys = [0.0, 0.25, 0.5, 0.75, 1.0] if y_text == "share" else _ticks([y for _, y in every])
-    right, top = xs[-1], ys[-1]
+    while above and len(ys) > 2 and ys[1] <= above:
+        ys = ys[1:]
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(lines))]
 
-    def x(value: float) -> float:
-        return LEFT + value / right * (WIDTH - LEFT - RIGHT)
+    def draw(frame: Frame) -> str:
+        def x(value: float) -> float:
+            return frame.left + value / xs[-1] * frame.across
 
-    def y(value: float) -> float:
-        return HEIGHT - BOTTOM - value / top * (HEIGHT - TOP - BOTTOM)
+        def y(value: float) -> float:
+            return frame.floor - (value - ys[0]) / (ys[-1] - ys[0]) * frame.up
 
-    parts = [_across(ys, y, y_text), _down(xs, x, x_text, x_name)]
-    for colour, (name, points) in zip(_cycle(len(lines)), lines, strict=True):
-        path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in thin(points))
-        parts.append(f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.8'>"
-                     f"<title>{escape(name)}</title></polyline>")  # fmt: skip
-    legend = "".join(f"<span><i style='background:{colour}'></i>{escape(name)}</span>"
-                     for colour, (name, _) in zip(_cycle(len(lines)), lines, strict=True))  # fmt: skip
-    box = f"viewBox='0 0 {WIDTH} {HEIGHT}' role='img' aria-label='{escape(label)}'"
-    return (f"<div class='scroll'><svg {box} style='min-width:560px'>{''.join(parts)}</svg></div>"
-            f"<div class='legend'>{legend}</div>")  # fmt: skip
+        parts = [_across(frame, ys, y, y_text), _down(frame, xs, x, x_text, x_name)]
+        parts += [_mark(frame, x(at), said) for at, said in marks]
+        for colour, (name, points) in zip(colours, lines, strict=True):
+            path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in thin(points))
+            parts.append(f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.8'>"
+                         f"<title>{escape(name)}</title></polyline>")  # fmt: skip
+        return "".join(parts)
+
+    names = [name for name, _ in lines]
+    return drawing(draw, label, FRAMES) + legend(zip(colours, names, strict=True))
 
 
-def _cycle(count: int) -> list[str]:
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]
+def _mark(frame: Frame, x: float, said: str) -> str:
+    """A line down the plot, with its words on the side that has more room."""
+    side, anchor = (x + 6, "start") if x < frame.middle else (x - 6, "end")
+    return (f"<line class='mark' x1='{x:.1f}' x2='{x:.1f}' y1='{frame.top}' y2='{frame.floor}'/>"
+            f"<text x='{side:.1f}' y='{frame.top + 12}' text-anchor='{anchor}'>{escape(said)}</text>")  # fmt: skip
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
@@ -59,21 +68,20 @@ def _ticks(values: Sequence[float]) -> list[float]:
     return [step * i for i in range(ceil(most / step - 1e-9) + 1)]
 
 
-def _across(ticks: Sequence[float], y: Callable[[float], float], kind: str) -> str:
+def _across(frame: Frame, ticks: Sequence[float], y: Callable[[float], float], kind: str) -> str:
     return "".join(
-        f"<line class='grid' x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y(tick):.1f}' y2='{y(tick):.1f}'/>"
-        f"<text x='{LEFT - 8}' y='{y(tick) + 4:.1f}' text-anchor='end'>{_text(tick, kind)}</text>"
+        f"<line class='grid' x1='{frame.left}' x2='{frame.end}' y1='{y(tick):.1f}' y2='{y(tick):.1f}'/>"
+        f"<text x='{frame.left - 8}' y='{y(tick) + 4:.1f}' text-anchor='end'>{_text(tick, kind)}</text>"
         for tick in ticks
     )
 
 
-def _down(ticks: Sequence[float], x: Callable[[float], float], kind: str, name: str) -> str:
+def _down(frame: Frame, ticks: Sequence[float], x: Callable[[float], float], kind: str, name: str) -> str:
     texts = "".join(
-        f"<text x='{x(tick):.1f}' y='{HEIGHT - BOTTOM + 17}' text-anchor='middle'>{_text(tick, kind)}</text>"
+        f"<text x='{x(tick):.1f}' y='{frame.floor + 17}' text-anchor='middle'>{_text(tick, kind)}</text>"
         for tick in ticks
     )
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    return texts + f"<text x='{middle}' y='{HEIGHT - 6}' text-anchor='middle'>{escape(name)}</text>"
+    return texts + f"<text x='{frame.middle}' y='{frame.height - 6}' text-anchor='middle'>{escape(name)}</text>"
 
 
 def _text(value: float, kind: str) -> str:

@@ -101,6 +101,9 @@ def breaches(found: Summary, objective: Objective) -> list[str]:
            if limit is not None and got.p99_s > limit]  # fmt: skip
     if found.failed:
         why.append(f"{found.failed} of {found.requests} requests failed")
+    silent = found.requests - found.failed - found.ttft.count
+    if silent and objective.ttft_p99_s is not None:
+        why.append(f"{silent} of {found.requests} answers had no text")
     if found.lag.send_p99_s > _LATE_S:
         late = seconds_text(found.lag.send_p99_s)
         why.append(f"requests were sent {late} late: the generator's limit, not the server's")

@@ -8,9 +8,10 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
+from armillary.errors import BadInput
 from armillary.serving.load.drive import START_S, Driven, Job, Watch, drive
 from armillary.serving.load.worker import BEGIN, READY
 
@@ -41,10 +42,8 @@ def drive_all(job: Job, processes: int, watch: Watch | None = None) -> Driven:
 def _start(stack: ExitStack, job: Job) -> Process:
     command = [sys.executable, "-m", "armillary.serving.load.worker"]
     process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-    stack.callback(process.kill)  # what has ended by itself does not mind
-    assert process.stdin is not None
-    process.stdin.write(pickle.dumps(job))
-    process.stdin.flush()
+    stack.callback(_end, process)
+    _write(process, pickle.dumps(job))
     return process
 
 
@@ -53,19 +52,44 @@ def _begin(started: list[Process]) -> float:
     for process in started:
         assert process.stdout is not None
         if process.stdout.readline() != READY:
-            raise RuntimeError("a sending process did not start")
+            raise _died(process)
     begin = time.monotonic() + START_S
     for process in started:
-        assert process.stdin is not None
-        process.stdin.write(BEGIN.pack(begin))
-        process.stdin.flush()
+        _write(process, BEGIN.pack(begin))
     return begin
 
 
 def _result(process: Process) -> Driven:
     assert process.stdout is not None
-    found: Driven = pickle.load(process.stdout)
+    try:
+        found: Driven = pickle.load(process.stdout)
+    except (EOFError, pickle.UnpicklingError):
+        raise _died(process) from None
     return found
+
+
+def _end(process: Process) -> None:
+    process.kill()  # what has ended by itself does not mind
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # what it has not read does not matter
+        process.stdin.close()
+
+
+def _write(process: Process, data: bytes) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(data)
+        process.stdin.flush()
+    except BrokenPipeError:
+        raise _died(process) from None
+
+
+def _died(process: Process) -> BadInput:
+    """Why there is no result: what it said itself is above."""
+    process.kill()  # one that only closed its output says no more either
+    code = process.wait()
+    how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    return BadInput(f"a sending process ended before its work was done ({how}); try fewer load.processes or clients")
 
 
 def parts(job: Job, count: int) -> list[Job]:

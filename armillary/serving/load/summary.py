@@ -119,9 +119,11 @@ def summary(answers: Sequence[Answer], objective: Objective, lag: Lag, *, begin_
 
 
 def meets(answer: Answer, objective: Objective) -> bool:
-    """Whether one request met every objective that is set; its ITL is the 99th percentile of its own gaps."""
+    """Whether one request met every objective that is set; its ITL is the 99th percentile of its own gaps. An answer
+    of a single piece has no gaps, and no time a token, to be too long; one without any text meets no objective for its
+    first."""
     asked = (
-        (objective.ttft_p99_s, answer.ttft_s),
+        (objective.ttft_p99_s, float("inf") if answer.ttft_s is None else answer.ttft_s),
         (objective.tpot_p99_s, answer.tpot_s),
         (objective.e2e_p99_s, answer.e2e_s),
         (objective.itl_p99_s, percentile(answer.gaps_s, 99) if objective.itl_p99_s else None),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,24 +15,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from armillary.serving.predict.batcher import Full
+from armillary.serving.predict.batcher import Closed, Full
+from armillary.serving.predict.bodies import Bodies, TooLarge, TooMany, TooSlow
+from armillary.serving.predict.large import Desk, Lost
 from armillary.serving.predict.live import Live, Say, Version
 from armillary.serving.predict.metrics import Metrics
 from armillary.serving.predict.openapi import document
-from armillary.serving.predict.request import Unfit, parse, read, reply
+from armillary.serving.predict.request import Unfit
 from armillary.serving.predict.schema import Schema
 from armillary.spec.predict import Predict
 
 _STUCK_S = 10.0
 """a batch that has run so long while others wait is no good sign"""
-
-
-class TooLarge(Exception):
-    """A body beyond the limit."""
-
-
-class TooSlow(Exception):
-    """A body that does not come to its end."""
 
 
 class PredictServer:
@@ -41,6 +35,8 @@ class PredictServer:
     def __init__(self, path: Path, settings: Predict, say: Say = lambda text: None) -> None:
         self.settings, self.metrics = settings, Metrics()
         self.live = Live(path, settings, say, self.metrics.ran)
+        self._bodies = Bodies(settings.max_body_bytes, settings.timeout_s)
+        self._desk = Desk()
 
     # --- routes
 
@@ -52,7 +48,8 @@ class PredictServer:
             return Response(status_code=499)
         self.metrics.answered(code, time.perf_counter() - begin if code == 200 else None)
         headers = {"Retry-After": "1"} if code == 429 else {}
-        return JSONResponse(body, code, headers={**headers, "X-Model-Version": version.release.name if version else ""})
+        headers["X-Model-Version"] = version.release.name if version else ""
+        return Response(body, code, headers=headers, media_type="application/json")
 
     async def health(self, request: Request) -> Response:
         """Truth about the model, in three keys; it answers 200 as long as the process does."""
@@ -82,39 +79,58 @@ class PredictServer:
         version = self.live.current
         return JSONResponse(document(version.schema if version else None))
 
+    async def close(self) -> None:
+        """Let every queue run empty, and end what was started."""
+        await self.live.close()
+        await asyncio.to_thread(self._desk.close)
+
     # --- inside
 
-    async def _answer(self, request: Request, begin: float) -> tuple[int, dict[str, Any], Version | None]:
+    async def _answer(self, request: Request, begin: float) -> tuple[int, bytes, Version | None]:
         """Status, body, and the version that was asked."""
         try:
-            body = await _body(request, self.settings.max_body_bytes, self.settings.timeout_s)
+            async with self._bodies.whole(request) as body:
+                return await self._answered(body, begin)
         except TooSlow:
             return 408, _error(f"the body did not come within {self.settings.timeout_s:g} s"), self.live.current
         except TooLarge:
             return 413, _error(f"the body is larger than {self.settings.max_body_bytes:,} bytes"), self.live.current
-        version = self.live.current  # after the body, during which another may have taken over and this one gone
-        if version is None:
-            return 503, _error("no model is loaded"), None
-        return *await self._asked(version, body, begin), version
+        except TooMany:
+            return 429, _error("too many bodies are on their way; try again in a second"), self.live.current
 
-    async def _asked(self, version: Version, body: bytes, begin: float) -> tuple[int, dict[str, Any]]:
+    async def _answered(self, body: bytes, begin: float) -> tuple[int, bytes, Version | None]:
+        """By the version that is current once the body is there, or by the next where it goes meanwhile."""
+        while (version := self.live.current) is not None:
+            try:
+                return *await self._asked(version, body, begin), version
+            except Closed:
+                if self.live.current is version:
+                    return 503, _error("the server is shutting down"), version
+        return 503, _error("no model is loaded"), None
+
+    async def _asked(self, version: Version, body: bytes, begin: float) -> tuple[int, bytes]:
         try:
-            return 200, await self._run(version, body, begin)
+            async with asyncio.timeout(self.settings.timeout_s):
+                return 200, await self._run(version, body, begin)
+        except Closed:
+            raise
         except Unfit as error:
             return 422, _error(str(error))
         except Full:
             return 429, _error("too many rows wait; try again in a second")
+        except Lost:
+            return 503, _error("the process that reads large requests died over this one; send it again")
         except TimeoutError:
             return 504, _error(f"no answer within {self.settings.timeout_s:g} s")
         except Exception as error:  # the model's own
             said = " ".join(str(error).split())[:300]
             return (422 if _is_clients(error, version.schema) else 500), _error(f"the model failed: {said}")
 
-    async def _run(self, version: Version, body: bytes, begin: float) -> dict[str, Any]:
-        asked = read(parse(body), version.schema, most_rows=self.settings.max_queue)
-        outputs = await asyncio.wait_for(version.batcher.submit(asked), self.settings.timeout_s)
-        found = reply(asked, outputs, version.schema)
-        return {**found, "latency_ms": round(1e3 * (time.perf_counter() - begin), 3)}
+    async def _run(self, version: Version, body: bytes, begin: float) -> bytes:
+        asked = await self._desk.read(body, version.schema, most_rows=self.settings.max_queue)
+        outputs = await version.batcher.submit(asked)
+        found = await self._desk.write(asked, outputs, version.schema)
+        return found[:-1] + b',"latency_ms":%.3f}' % (1e3 * (time.perf_counter() - begin))
 
     def _why_not_ready(self) -> str:
         version = self.live.current
@@ -134,29 +150,15 @@ def _is_clients(error: Exception, schema: Schema) -> bool:
     return isinstance(error, IndexError | ValueError | AssertionError) or type(error).__name__ == "InvalidArgument"
 
 
-async def _body(request: Request, most: int, limit_s: float) -> bytes:
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(limit_s):
-            async for part in request.stream():
-                size += len(part)
-                if size > most:
-                    raise TooLarge
-                parts.append(part)
-    except TimeoutError:
-        raise TooSlow from None
-    return b"".join(parts)
-
-
 async def _refused(request: Request, error: Exception) -> Response:
     """A path or method that does not exist."""
     assert isinstance(error, HTTPException)
     text = f"{error.detail}: {request.method} {request.url.path}; POST /predict, GET /health, /ready, /schema, /metrics"
-    return JSONResponse(_error(text), error.status_code, headers=error.headers)
+    return Response(_error(text), error.status_code, headers=error.headers, media_type="application/json")
 
 
-def _error(text: str) -> dict[str, Any]:
-    return {"error": text}
+def _error(text: str) -> bytes:
+    return json.dumps({"error": text}).encode()
 
 
 def make_app(state: PredictServer) -> Starlette:
@@ -173,7 +175,7 @@ def make_app(state: PredictServer) -> Starlette:
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
-            await state.live.close()
+            await state.close()
 
     routes = [
         Route("/predict", state.predict, methods=["POST"]), Route("/health", state.health),

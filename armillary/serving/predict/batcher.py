@@ -26,6 +26,10 @@ class Full(Exception):
     """The queue has no room; the client is to try again later."""
 
 
+class Closed(Exception):
+    """Another version has taken over: ask that one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What a batch may be."""
@@ -73,7 +77,9 @@ class Batcher:
         return self._rows
 
     async def submit(self, asked: Asked) -> Arrays:
-        """The outputs for these rows; Full where the queue is."""
+        """The outputs for these rows; Full where the queue is, Closed where this one takes no more."""
+        if self._closing:
+            raise Closed
         if self._rows + asked.rows > self.limits.max_queue:
             raise Full
         if self._task is None:

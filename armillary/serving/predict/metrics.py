@@ -23,7 +23,8 @@ class Metrics:
         self._queued = Histogram(f"{name}queue_s", "wait of a batch's first row", buckets=_SECONDS, registry=own)
         self._ran = Histogram(f"{name}run_s", "time of a batch in the model", buckets=_SECONDS, registry=own)
         self._waiting = Gauge(f"{name}waiting_rows", "rows in the queue", registry=own)
-        self._reloads = Gauge(f"{name}reloads_total", "new versions taken", registry=own)
+        self._reloads = Counter(f"{name}reloads", "new versions taken", registry=own)
+        self._counted = 0
         self._recent: deque[float] = deque(maxlen=_KEPT)
 
     def answered(self, code: int, seconds: float | None = None) -> None:
@@ -45,5 +46,6 @@ class Metrics:
 
     def text(self, *, waiting_rows: int, reloads: int) -> bytes:
         self._waiting.set(waiting_rows)
-        self._reloads.set(reloads)
+        self._reloads.inc(reloads - self._counted)
+        self._counted = reloads
         return bytes(generate_latest(self.registry))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from armillary.serving.api import reply, texts
 from armillary.serving.api.app import Api
-from armillary.serving.api.channel import Orders
+from armillary.serving.api.channel import INDEX_BITS, Orders, Started, Submit, Turn
 from armillary.serving.api.engine_process import EngineProcess
 from armillary.serving.api.exchange import Budget, Exchange
 from armillary.serving.api.metrics import Metrics
@@ -21,8 +24,8 @@ from armillary.spec.service import Serve
 from armillary.store.home import Home
 
 
-def api(folder: Path, *keys: str) -> Api:
-    metrics, serve = Metrics(), Serve(max_model_len=100)
+def api(folder: Path, *keys: str, **settings: Any) -> Api:
+    metrics, serve = Metrics(), Serve(**{"max_model_len": 100} | settings)
     orders = Orders(model=str(folder), serve=serve, home=Home.at(folder))
     engine = EngineProcess(orders, ranks=1, metrics=metrics, say=print)
     served = Served(name="tiny", texts=Texts(folder, ()), engine=engine, serve=serve, context=100)
@@ -33,8 +36,12 @@ def call(made: Api, method: str, path: str, body: bytes = b"", **headers: str) -
     """(status, JSON, headers) of one request."""
     sent: list[dict[str, Any]] = []
 
+    parts = [{"type": "http.request", "body": body, "more_body": False}]
+
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
+        if not parts:
+            await asyncio.Event().wait()  # the client stays until it is answered
+        return parts.pop()
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -97,6 +104,105 @@ def test_tokens_need_no_engine(folder: Path) -> None:
     back = call(made, "POST", "/detokenize", json.dumps({"tokens": found["tokens"][1:]}).encode())
     assert back[1] == {"prompt": "def main"}
     assert call(made, "POST", "/tokenize", b"{}")[0] == 400
+
+
+class Acting:
+    """Stands in for the engine's processes: `act` is told of every request."""
+
+    alive = True
+
+    def __init__(self, act: Callable[[Submit], None]) -> None:
+        self._act = act
+
+    def send(self, message: Any) -> None:
+        if isinstance(message, Submit):
+            self._act(message)
+
+
+def acting(made: Api, act: Callable[[Submit], None]) -> Api:
+    """An engine that is ready, and does what `act` does."""
+    engine = made.served.engine
+    engine._ranks = Acting(act)  # type: ignore[assignment]
+    engine.started = Started(max_model_len=300, vocab=400, kv_tokens=1000, kv_text="", phases=[])
+    engine.state = "ready"
+    return made
+
+
+def finishes(made: Api) -> dict[str, int]:
+    return {name: count for name, count in made.metrics.finished.items() if count}
+
+
+def test_the_servers_own_time_is_504_and_the_clients_408(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine gives requests up at their time; where it does not even do that, the server does."""
+    monkeypatch.setattr(reply, "_GRACE_S", 0.01)
+
+    def gives_up(message: Submit) -> None:
+        made.served.engine._turn(Turn(ends=[(message.number << INDEX_BITS, "deadline", "", {})]))
+
+    for act in (gives_up, lambda message: None):
+        made = acting(api(folder, timeout_s=0.05), act)
+        status, answer, _ = call(made, "POST", "/v1/completions", b'{"prompt": "def"}')
+        assert status == 504 and "longer than 0.05 s" in answer["error"]["message"]
+        status, answer, _ = call(made, "POST", "/v1/completions", b'{"prompt": "def", "timeout_s": 0.02}')
+        assert status == 408 and answer["error"]["code"] == "timeout"
+        assert finishes(made) == {"deadline": 2} and made.metrics.inflight == 0
+
+
+def test_answers_are_counted_by_the_ends_their_clients_see(folder: Path) -> None:
+    """A call of a tool is one to the server alone: to the engine it is text that stopped."""
+    made = api(folder, max_model_len=300)
+    object.__setattr__(made.served, "tools", "hermes")
+    assert made.served.texts.tokenizer is not None
+    ids = made.served.texts.tokenizer.encode('<tool_call>{"name": "f", "arguments": {}}</tool_call>', special=False)
+
+    def calls(message: Submit) -> None:
+        key = message.number << INDEX_BITS
+        for token in ids:
+            made.served.engine._turn(Turn(keys=[key], tokens=[token]))
+        made.served.engine._turn(Turn(ends=[(key, "stop", "", {"tokens_in": 3})]))
+
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    acting(made, calls)
+    _, answer, _ = call(made, "POST", "/v1/chat/completions", json.dumps(asked | tools).encode())
+    assert answer["choices"][0]["finish_reason"] == "tool_calls" and finishes(made) == {"tool_calls": 1}
+    call(made, "POST", "/v1/chat/completions", json.dumps(asked).encode())
+    assert finishes(made) == {"tool_calls": 1, "stop": 1}
+    page = made.metrics.page().decode()
+    assert 'armillary_requests_total{finish="tool_calls"} 1.0' in page and "armillary_tokens_in_count 2.0" in page
+
+
+@pytest.mark.parametrize("wish, param", [
+    ({"top_logprobs": 3}, "top_logprobs"), ({"top_logprobs": 3, "logprobs": False}, "top_logprobs"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+])  # fmt: skip
+def test_fields_that_contradict_each_other_are_refused(folder: Path, wish: dict[str, Any], param: str) -> None:
+    made = acting(api(folder), lambda message: pytest.fail("it was sent to the engine"))
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], **wish}).encode()
+    status, answer, _ = call(made, "POST", "/v1/chat/completions", body)
+    assert status == 400 and answer["error"]["param"] == param and finishes(made) == {}
+
+
+def test_long_prompts_do_not_wait_for_tokenize(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many texts without end at /tokenize: a prompt has threads of its own, and few may wait at /tokenize."""
+    monkeypatch.setattr(texts, "_MOST_ASIDE", 3)
+    made, gate = Texts(folder, ()), threading.Event()
+
+    async def scenario() -> None:
+        stuck = [asyncio.create_task(made.work(gate.wait, aside=True)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Problem, match="try again later") as problem:
+            await made.encode("x" * 5000, 10_000, "prompt", aside=True)
+        assert problem.value.status == 429
+        assert len(await asyncio.wait_for(made.encode("x" * 5000, 10_000, "prompt"), 20)) > 1000
+        gate.set()
+        assert await asyncio.gather(*stuck) == [True] * 3
+        assert await made.encode("x" * 5000, 10_000, "prompt", aside=True)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        gate.set()
 
 
 @pytest.mark.parametrize("path", ["/v1/models/other", "/v1/models/a/b", "/v1/models/"])

@@ -1,44 +1,29 @@
-"""What goes wrong out of sight: a compiler that fails, a process that cannot be started, a list that is too long."""
+"""What goes wrong out of sight: a process that cannot be started, a message with a bug in it, too long a list."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from armillary.serving.api import engine_process
-from armillary.serving.api.channel import Orders, Refused, Started, Submit, frame
+from armillary.serving.api.channel import Orders, Refused, Started, Turn, frame
 from armillary.serving.api.completions import complete
-from armillary.serving.api.engine_main import Intake
 from armillary.serving.api.engine_process import EngineProcess
 from armillary.serving.api.lines import to_whom_it_concerns
+from armillary.serving.api.mailbox import Mailbox
 from armillary.serving.api.metrics import Metrics
 from armillary.serving.api.problem import Problem
 from armillary.serving.api.schemas import Completion
-from armillary.serving.engine.constraint import Structure
 from armillary.serving.engine.params import SamplingParams
 from armillary.spec.service import Serve
 from armillary.store.home import Home
 
 STARTED = Started(max_model_len=8, vocab=8, kv_tokens=8, kv_text="", phases=[("in all", 0.1)])
-
-
-def test_a_request_whose_structure_breaks_the_compiler_is_told(capfd: pytest.CaptureFixture[str]) -> None:
-    def broken() -> Any:
-        raise ValueError("the compiler's own")
-
-    sent: list[Any] = []
-    llm: Any = SimpleNamespace(structures=SimpleNamespace(maker=lambda structure: broken))
-    outlet: Any = SimpleNamespace(send=sent.append)
-    intake = Intake(llm, SimpleNamespace(), outlet)  # type: ignore[arg-type]
-    params = SamplingParams(structure=Structure(kind="regex", source="a+"))
-    intake.take(Submit(number=7, prompt=b"", params=params, timeout_s=None))
-    intake._compilers.shutdown(wait=True)
-    (told,) = sent
-    assert isinstance(told, Refused) and told.number == 7 and "make it simpler" in told.message
-    assert "the compiler's own" in capfd.readouterr().err
 
 
 class FewProcesses:
@@ -48,6 +33,9 @@ class FewProcesses:
 
     def __init__(self) -> None:
         self.starts = 0
+
+    def send(self, message: Any) -> None:
+        pass
 
     async def start(self, orders: Orders) -> asyncio.StreamReader:
         self.starts += 1
@@ -66,15 +54,19 @@ class FewProcesses:
         return -9
 
 
+def engine_of(tmp_path: Path, say: Callable[[str], None]) -> EngineProcess:
+    orders = Orders(model="m", serve=Serve(), home=Home(work=tmp_path, cache=tmp_path))
+    return EngineProcess(orders, ranks=1, metrics=Metrics(), say=say)
+
+
 def test_an_engine_that_cannot_be_started_again_at_once_is_started_later(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_process, "_BACKOFF_S", (0.0,))
     said: list[str] = []
 
     async def live() -> tuple[int, str]:
-        orders = Orders(model="m", serve=Serve(), home=Home(work=tmp_path, cache=tmp_path))
-        engine = EngineProcess(orders, ranks=1, metrics=Metrics(), say=said.append)
+        engine = engine_of(tmp_path, said.append)
         ranks = FewProcesses()
         engine._ranks = ranks  # type: ignore[assignment]
         await engine.start()
@@ -87,6 +79,55 @@ def test_an_engine_that_cannot_be_started_again_at_once_is_started_later(
 
     assert asyncio.run(live()) == (3, "ready")
     assert any("Cannot allocate memory" in line for line in said)
+
+
+class Steady(FewProcesses):
+    """Processes that can always be started; `reader` is where the last one is heard."""
+
+    async def start(self, orders: Orders) -> asyncio.StreamReader:
+        self.starts += 1
+        self.reader = asyncio.StreamReader()
+        self.reader.feed_data(frame(STARTED))
+        return self.reader
+
+
+def test_a_message_that_cannot_be_understood_fails_what_waits_and_the_engine_begins_anew(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    async def live() -> int:
+        engine, ranks, box = engine_of(tmp_path, said.append), Steady(), Mailbox(1, eager=True)
+        engine._ranks = ranks  # type: ignore[assignment]
+        await engine.start()
+        engine.submit([1, 2], SamplingParams(), box, 0)
+        ranks.reader.feed_data(frame(Turn(keys=[1 << 10], tokens=[])))  # a key without its token: a bug
+        async with asyncio.timeout(20):
+            with pytest.raises(Problem, match="the engine failed"):
+                await box.take()
+            while ranks.starts < 2 or engine.state != "ready":
+                await asyncio.sleep(0.01)
+        await engine.stop()
+        return ranks.starts
+
+    assert asyncio.run(live()) == 2
+    assert any("report this" in line for line in said) and "Traceback" in capfd.readouterr().err
+
+
+def test_a_refusal_says_whether_to_ask_again(tmp_path: Path) -> None:
+    async def refused(busy: bool) -> Problem:
+        engine, ranks, box = engine_of(tmp_path, lambda text: None), Steady(), Mailbox(1, eager=True)
+        engine._ranks = ranks  # type: ignore[assignment]
+        await engine.start()
+        number = engine.submit([1, 2], SamplingParams(), box, 0)
+        ranks.reader.feed_data(frame(Refused(number=number, message="no; later", busy=busy)))
+        with pytest.raises(Problem) as found:
+            await asyncio.wait_for(box.take(), 20)
+        await engine.stop()
+        return found.value
+
+    later, never = asyncio.run(refused(True)), asyncio.run(refused(False))
+    assert (later.status, later.retry_after_s) == (429, 5) and (never.status, never.retry_after_s) == (400, None)
 
 
 def test_a_line_that_nobody_reads_is_lost_and_nothing_else() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,13 @@ import pytest
 pytest.importorskip("aiohttp", reason="load tests need the extra http")
 
 from armillary.errors import BadInput, NotFound
+from armillary.serving.load import spread
 from armillary.serving.load.drive import Job
 from armillary.serving.load.page import page
 from armillary.serving.load.probe import probe
 from armillary.serving.load.run import Test, load_test
 from armillary.serving.load.search import search_rate, trying
-from armillary.serving.load.spread import parts
+from armillary.serving.load.spread import drive_all, parts
 from armillary.serving.load.texts import Texts
 from armillary.serving.load.words import latency_rows, plain, rate_rows, title_text
 from armillary.spec.load import Load
@@ -132,17 +135,35 @@ def test_repeats_have_intervals_and_the_report_says_everything(tmp_path: Path) -
     whole = 3.6 / 3600 / (report.last.tokens_in_per_s + report.last.tokens_out_per_s) * 1e6
     assert answer["million_tokens_usd"] == pytest.approx(whole)
     text = page(report, None, 3.6)
-    assert text.count("<svg") == 6 and "http://127" in text and "src=" not in text and "<script" not in text
+    assert text.count("<svg") == 2 * 6  # for wide and for narrow screens
+    assert "http://127" in text and "src=" not in text and "<script" not in text
+
+
+def job() -> Job:
+    with fake_server(first_s=(0.001,), gap_s=0.0) as fake:
+        probed = probe(fake.url, Load())
+    return Job(target=probed.target, texts=Texts(cut=probed.cut), traffic=TRAFFIC, load=Load(), rows=(), clients=5,
+               first=0, stride=1, warmup_s=0.0, stop_s=1.0, most=11)  # fmt: skip
 
 
 def test_several_processes_share_the_work_out() -> None:
-    with fake_server(first_s=(0.001,), gap_s=0.0) as fake:
-        probed = probe(fake.url, Load())
-    job = Job(target=probed.target, texts=Texts(cut=probed.cut), traffic=TRAFFIC, load=Load(), rows=(), clients=5,
-              first=0, stride=1, warmup_s=0.0, stop_s=1.0, most=11)  # fmt: skip
-    shares = parts(job, 3)
+    shares = parts(job(), 3)
     assert [part.clients for part in shares] == [2, 2, 1] and [part.most for part in shares] == [4, 4, 3]
     assert [(part.first, part.stride) for part in shares] == [(0, 3), (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize("when", ["before it is ready", "at work"])
+def test_a_sending_process_that_dies_is_one_line(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dies = "import os, signal, sys; {}os.kill(os.getpid(), signal.SIGKILL)"
+    says = "" if when == "before it is ready" else r"sys.stdout.write('ready\n'); sys.stdout.flush(); "
+    begun = subprocess.Popen
+
+    def start(command: list[str], **pipes: Any) -> Any:
+        return begun([sys.executable, "-c", dies.format(says)], **pipes)
+
+    monkeypatch.setattr(spread.subprocess, "Popen", start)
+    with pytest.raises(BadInput, match=r"killed by signal 9.*try fewer load\.processes"):
+        drive_all(job(), 2)
 
 
 @pytest.mark.slow

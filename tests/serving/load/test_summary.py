@@ -48,6 +48,15 @@ def test_goodput_counts_requests_that_meet_everything() -> None:
     assert len(breaches(found, asked)) == 3  # TTFT, ITL, a failure
 
 
+def test_an_answer_without_text_meets_no_objective_for_its_first() -> None:
+    answers = [answer(0, 0.1, 0.2), answer(0, tokens=0)]
+    for asked, share in ((Objective(ttft_p99_s=0.5), 0.5), (Objective(e2e_p99_s=0.5), 1.0)):
+        found = summary(answers, asked, Lag(), begin_s=0.0, end_s=2.0)
+        assert found.failed == 0 and found.slo_met_fraction == share
+        assert [why for why in breaches(found, asked) if "no text" in why] == (
+            ["1 of 2 answers had no text"] if share < 1 else [])  # fmt: skip
+
+
 def test_pieces_of_several_tokens() -> None:
     found = summary([answer(0, 0.1, 0.2, tokens=8)], Objective(), Lag(), begin_s=0.0, end_s=1.0)
     assert found.tokens_a_piece == 4 and found.tokens_out_per_s == 8 and found.tpot.p50_s == pytest.approx(0.1 / 7)

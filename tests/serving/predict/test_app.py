@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 pytest.importorskip("starlette", reason="the server needs the extra http")
 pytest.importorskip("prometheus_client", reason="the server needs the extra http")
 
+from armillary.serving.predict import bodies, large
 from armillary.serving.predict.app import PredictServer, make_app
 from armillary.spec.predict import Predict
 from tests.serving.predict.asgi import Client, running
@@ -94,6 +97,70 @@ def test_a_body_that_does_not_end_is_given_up(files: Files) -> None:
         return await client.send("POST", "/predict", b'{"features": [1, 2', endless=True)
 
     assert serving(files["one"], scenario, timeout_s=0.05).code == 408
+
+
+def test_large_requests_and_answers_are_read_and_written_elsewhere(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON of megabytes holds the interpreter for as long as it takes: this process must not be at it."""
+    rows = [[i, 0.5, 1e-3, -7] for i in range(8000)]
+
+    def at_the_door(*given: Any, **more: Any) -> Any:
+        raise AssertionError("read or written in the process that answers /health")
+
+    async def scenario(client: Client, state: PredictServer) -> None:
+        small = (await client.post("/predict", {"features": rows[:3]})).json["prediction"]
+        for name in ("parse", "read", "reply"):
+            monkeypatch.setattr(large, name, at_the_door)
+        found = await client.post("/predict", {"features": rows})
+        assert found.code == 200 and set(found.json) == {"prediction", "latency_ms"}
+        assert len(found.json["prediction"]) == 8000 and found.json["prediction"][:3] == small
+        wrong = await client.post("/predict", {"features": [*rows, [1, 2, 3, "x"]]})
+        assert wrong.code == 422 and "want numbers" in wrong.json["error"]
+        on_the_spot = await client.post("/predict", {"features": rows[:3]})
+        assert "read or written in the process" in on_the_spot.json["error"]  # small ones are
+
+    serving(files["one"], scenario, max_queue=10_000, max_delay_s=0.0)
+
+
+def test_a_reader_that_dies_costs_one_request(files: Files) -> None:
+    async def scenario(client: Client, state: PredictServer) -> list[int]:
+        rows = {"features": [[1, 2, 3, 4]] * 8000}
+        codes = [(await client.post("/predict", rows)).code]
+        for pid in [child.pid for child in state._desk.children if child.pid]:
+            os.kill(pid, signal.SIGKILL)
+        return codes + [(await client.post("/predict", rows)).code for _ in range(4)]
+
+    first, *rest = serving(files["one"], scenario, max_queue=10_000, max_delay_s=0.0)
+    assert first == 200 and rest[-1] == 200 and set(rest) <= {200, 503} and rest.count(200) >= 2
+
+
+def test_bodies_have_room_together(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_TOGETHER", 2)
+    text = json.dumps(ROW).encode()
+    text += b" " * (2000 - len(text))
+
+    async def scenario(client: Client, state: PredictServer) -> None:
+        waiting, rest = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+        async def later() -> bytes:
+            waiting.set()
+            await rest
+            return text[1999:]
+
+        slow = asyncio.create_task(client.send("POST", "/predict", text[:1999], rest=later()))
+        await waiting.wait()
+        assert (await client.post("/predict", text)).code == 200
+        both = [asyncio.create_task(client.send("POST", "/predict", text, endless=True)) for _ in range(2)]
+        await _until(lambda: any(one.done() for one in both))
+        refused = next(one for one in both if one.done()).result()
+        assert refused.code == 429 and refused.headers["retry-after"] == "1" and "bodies" in refused.json["error"]
+        rest.set_result(None)
+        assert (await slow).code == 200
+        assert sorted([one.code for one in await asyncio.gather(*both)]) == [408, 429]
+        assert (await client.post("/predict", text)).code == 200  # what was refused or given up has left
+
+    serving(files["one"], scenario, max_body_bytes=2000, timeout_s=1.0)
 
 
 def test_models_with_several_inputs_and_without_rows(files: Files) -> None:
@@ -191,6 +258,9 @@ def test_a_broken_version_is_refused_and_the_old_one_stays(files: Files, tmp_pat
         await _until(lambda: state.live.reloads == 1)
         found = await client.post("/predict", ROW)
         assert found.json["prediction"] == [20.0, 21.0] and found.headers["x-model-version"] == "3"
+        page = (await client.get("/metrics")).body.decode()
+        assert "# TYPE armillary_predict_reloads_total counter" in page
+        assert "\narmillary_predict_reloads_total 1.0\n" in page
 
     serving(tmp_path, scenario)
 

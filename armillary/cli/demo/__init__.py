@@ -1,0 +1,1 @@
+"""`armillary demo`: once round the circle on this machine, one module a stage."""

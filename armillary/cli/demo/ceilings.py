@@ -1,0 +1,66 @@
+"""Stage 1 of the demo: what this machine reaches, by a quick look at memory, matrix products and the ranks' link."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from armillary.cli.demo.walk import Walk
+from armillary.cli.measuring import on_bar, pick
+from armillary.store.peaks import Peaks, load_peaks, save_peaks
+from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
+
+LIMITS_S = {"gemm": 7.0, "bandwidth": 7.0, "attention": 3.0, "launch": 2.0}
+"""sections of `bench ceilings` that plans and rooflines rest on, the weightiest first, and how long each may take"""
+
+
+def measure(walk: Walk) -> None:
+    """The ceilings, kept for every plan and profile to come; those of today are not measured twice."""
+    with walk.stage("measure", "what this machine reaches (quick; armillary bench ceilings is thorough)") as say:
+        device = pick(None)
+        from armillary.profiling.ceilings import name_of
+
+        peaks = load_peaks(walk.home, name_of(device))
+        if peaks is None or not is_known(peaks, walk.recipe.layout.num_devices):
+            peaks = _measured(walk, device)
+        text = roofs_text(peaks)
+        walk.out.say(f"{peaks.device}, {peaks.date}: {text}")
+        say(text)
+
+
+def is_known(peaks: Peaks, ranks: int) -> bool:
+    """Whether all that is needed was measured today, the ranks' link included where there are several."""
+    linked = ranks < 2 or any(point["world"] == ranks for point in peaks.points.get("collective", ()))
+    whole = all(peaks.points.get(kind) for kind in ("gemm", "copy", "attention", "launch"))
+    return whole and linked and peaks.date == time.strftime("%Y-%m-%d")
+
+
+def _measured(walk: Walk, device: Any) -> Peaks:
+    from armillary.profiling.ceilings import measure_ceilings
+    from armillary.profiling.collectives import QUICK_SIZES, measure_collectives
+
+    ranks, skipped = walk.recipe.layout.num_devices, 0
+    for section, limit in LIMITS_S.items():
+        with walk.out.progress(f"measuring {section}", unit="case") as bar:
+            found = measure_ceilings(device, quick=True, only=(section,), limit_s=limit, watch=on_bar(bar))
+        peaks, skipped = save_peaks(walk.home, found.peaks), skipped + found.skipped
+    if ranks > 1:
+        with walk.out.progress("measuring all-reduce", unit="case") as bar:
+            between = measure_collectives(device, worlds=(ranks,), ops=("all_reduce",), sizes=QUICK_SIZES,
+                                          budget_s=0.05, watch=on_bar(bar))  # fmt: skip
+        peaks = save_peaks(walk.home, between.peaks)
+    if skipped:
+        walk.out.warn(f"{skipped} cases were left out when the time was over: this machine is busy")
+    return peaks
+
+
+def roofs_text(peaks: Peaks) -> str:
+    """'bf16 310 GFLOP/s · memory 21 GB/s · all-reduce of 2 ranks 60 µs + 4.1 GB/s'."""
+    parts = [f"{dtype} {flops_per_s_text(best)}" for dtype in ("fp32", "bf16") if (best := peaks.best_gemm(dtype))]
+    copy = peaks.best_copy()
+    parts += [f"memory {bandwidth_text(copy)}"] if copy else []
+    for point in peaks.points.get("collective", ()):
+        if point["op"] == "all_reduce":
+            start, rate = seconds_text(point["alpha_s"]), bandwidth_text(point["bytes_per_s"])
+            parts.append(f"all-reduce of {point['world']} ranks {start} and {rate}")
+    return " · ".join(parts) or "nothing could be measured: the catalogue's figures stand in"

@@ -1,0 +1,87 @@
+"""Stages 6 and 7 of the demo: name what limits the training run and the server, pull their levers, measure again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from armillary.cli.demo.serving import Service, serve_changed
+from armillary.cli.demo.training import train_changed
+from armillary.cli.demo.walk import RECIPE, Walk
+from armillary.store.runs import Run
+
+if TYPE_CHECKING:
+    from armillary.diagnosis.compare import Comparison
+    from armillary.diagnosis.diagnosis import Diagnosis
+    from armillary.profiling.profile import Profile
+
+PROFILED = 3
+"""steps under the profiler"""
+
+
+def diagnose(walk: Walk, trained: Run, service: Service) -> None:
+    """Which loop limits each of them, and what each lever would buy; kept before anything is pulled."""
+    from armillary.cli.diagnose import keep
+    from armillary.cli.diagnose import say as say_verdict
+    from armillary.diagnosis.diagnose import diagnose as judge
+    from armillary.diagnosis.read_run import read_run
+
+    with walk.stage("diagnose", "which loop limits the training run, and which the server") as say:
+        walk.keep(profile=_profile(walk), training=read_run(trained, walk.home),
+                  serving=read_run(service.run, walk.home))  # fmt: skip
+        for run, reading in ((trained, walk.circle.training), (service.run, walk.circle.serving)):
+            assert reading is not None
+            found = judge(reading, walk.home)
+            keep(run, found)
+            say_verdict(walk.out, found, run.name)
+            walk.keep(diagnoses=(*walk.circle.diagnoses, found))
+            say(found.headline)
+
+
+def _profile(walk: Walk) -> Profile:
+    """A step of the recipe against the measured ceilings, as `armillary profile` takes it."""
+    from armillary.cli.output import Output
+    from armillary.cli.profiled_step import recipe_step
+    from armillary.profiling.capture import profile
+    from armillary.profiling.words import budget_line
+
+    with recipe_step(Output("silent"), walk.home, str(RECIPE), walk.overrides, None) as step:
+        found = profile(step, steps=PROFILED, home=walk.home, memory=False, stacks=False, source=RECIPE.name)
+    walk.out.say(f"{budget_line(found)} (one process)")
+    return found
+
+
+def pull(walk: Walk, trained: Run, service: Service) -> None:
+    """The first lever of whatever has one worth pulling, and what it brought."""
+    with walk.stage("lever", "apply the first lever, measure again, hold it against the prediction") as say:
+        for run, found in zip((trained, service.run), walk.circle.diagnoses, strict=True):
+            if found.is_healthy:
+                walk.out.say(f"{run.name}: {found.headline}; nothing is pulled")
+                continue
+            done = _pull(walk, trained, run, found)
+            if done is not None:
+                walk.keep(pulled=(*walk.circle.pulled, done))
+                say(f"{done.title}: obtained {done.obtained:.2f} ×")
+
+
+def _pull(walk: Walk, trained: Run, run: Run, found: Diagnosis) -> Comparison | None:
+    from armillary.cli.diagnose import say_comparison, write_lever
+    from armillary.diagnosis.compare import compare
+    from armillary.diagnosis.diagnosis import WORTH
+
+    number = next((i for i, lever in enumerate(found.levers, 1) if lever.change and lever.speedup > WORTH), None)
+    if number is None:
+        walk.out.say(f"{run.name}: what would help is no key of the recipe; nothing is pulled")
+        return None
+    path = write_lever(walk.out, walk.home, found, run, number, walk.home.work / f"{run.name}.lever{number}.toml")
+    after = _measure_again(walk, trained, found.kind, path)
+    done = compare(run, after, walk.home)
+    say_comparison(walk.out, walk.home, done)
+    return done
+
+
+def _measure_again(walk: Walk, trained: Run, kind: str, recipe: Path) -> Run:
+    if kind == "serving":
+        return serve_changed(walk, trained, recipe).run
+    every = walk.recipe.train.eval_every
+    return train_changed(walk, recipe, min(walk.recipe.train.steps, every or walk.recipe.train.steps))

@@ -1,0 +1,165 @@
+"""Stages 4 and 5 of the demo: the trained model behind a real server process, and what its clients see under load."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, Queue
+
+from armillary.cli.demo.walk import RECIPE, Walk
+from armillary.cli.load import run_load
+from armillary.cli.output import Output
+from armillary.errors import ArmillaryError
+from armillary.serving.load.run import LoadReport, Test
+from armillary.serving.load.words import LATENCY_HEADS, errors_text, latency_rows
+from armillary.spec.recipe import to_toml
+from armillary.store.atomic import write_text
+from armillary.store.home import Home
+from armillary.store.runs import Run, list_runs
+
+START_S, STOP_S = 90.0, 20.0
+"""how long a server may take to come and to go"""
+PROMPT = "def read_lines(path):\n"
+_READY = re.compile(r"ready on (http://\S+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """A server that was loaded, after it has gone."""
+
+    run: Run
+    """its folder: settings, plan, gauges"""
+    report: LoadReport
+    """what its clients saw"""
+
+
+def serve_and_load(walk: Walk, trained: Run) -> Service:
+    """The server as the recipe sets it."""
+    with walk.stage("serve", f"armillary serve {trained.name}, in a process of its own") as say:
+        before = {run.id for run in list_runs(walk.home)}
+        recipe = trained.folder / "demo.toml"  # with what was overridden: the serve verb reads [serve] alone
+        write_text(recipe, to_toml(walk.recipe) if walk.overrides else RECIPE.read_text())
+        with server(walk.home, trained, recipe, show=walk.out) as url:
+            text = ask(url, PROMPT)
+            walk.out.say(f"» {PROMPT}{text}")
+            say("answers OpenAI's clients")
+            report = _load(walk, url)
+        run = _new_run(walk.home, before)
+        walk.keep(load=report)
+        return Service(run=run, report=report)
+
+
+def serve_changed(walk: Walk, trained: Run, recipe: Path) -> Service:
+    """The same with a lever pulled, under the same requests."""
+    before = {run.id for run in list_runs(walk.home)}
+    with server(walk.home, trained, recipe, show=Output("silent")) as url:
+        report = load(walk, url)
+    walk.keep(load_after=report)
+    return Service(run=_new_run(walk.home, before), report=report)
+
+
+def _new_run(home: Home, before: set[str]) -> Run:
+    found = [run for run in list_runs(home) if run.id not in before]
+    if not found:
+        raise ArmillaryError(f"the server left no run in {home.runs}; report this with armillary doctor --json")
+    return found[0]
+
+
+# --- under load
+
+
+def _load(walk: Walk, url: str) -> LoadReport:
+    traffic = walk.recipe.traffic
+    about = (f"{traffic.requests_per_s:g} requests/s of {traffic.tokens_in} + {traffic.tokens_out} tokens for "
+             f"{traffic.duration_s:g} s")  # fmt: skip
+    with walk.stage("load", about) as say:
+        report = load(walk, url)
+        last = report.last
+        say(f"TTFT p99 {last.ttft.p99_s:.3g} s, ITL p99 {last.itl.p99_s:.3g} s, {last.tokens_out_per_s:,.0f} tokens/s")
+        return report
+
+
+def load(walk: Walk, url: str) -> LoadReport:
+    """The recipe's traffic on the server, as `armillary load` sends it."""
+    recipe = walk.recipe
+    test = Test(traffic=recipe.traffic, load=recipe.load, objective=recipe.objective)
+    report, _ = run_load(walk.out, url, test)
+    rows = [row for row in latency_rows(report) if row[0] in ("TTFT", "ITL")]
+    walk.out.table("", LATENCY_HEADS, rows)
+    last = report.last
+    if last.failed == last.requests:
+        raise ArmillaryError(f"no request was answered: {errors_text(report)}; try longer serve.max_model_len")
+    walk.out.say(f"throughput  {last.tokens_out_per_s:,.0f} tokens/s out · goodput {last.goodput_requests_per_s:.3g} "
+                 f"requests/s ({last.slo_met_fraction:.0%}) · {last.failed} errors")  # fmt: skip
+    return report
+
+
+# --- the process
+
+
+@contextmanager
+def server(home: Home, trained: Run, recipe: Path, *, show: Output) -> Iterator[str]:
+    """`armillary serve RUN` until the block ends; gives its address once it is ready."""
+    place = ["--home", str(home.work)] if home.work == home.cache else []
+    words = ["serve", str(trained.folder), "--port", "0", "--recipe", str(recipe), *place]
+    process = subprocess.Popen([sys.executable, "-u", "-m", "armillary", *words], cwd=home.work, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    lines: Queue[str | None] = Queue()
+    reader = threading.Thread(target=_pass_on, args=(process, lines), daemon=True)
+    reader.start()
+    try:
+        yield _wait_until_ready(process, lines, show)
+    finally:
+        _end(process)
+        reader.join(STOP_S)
+
+
+def _pass_on(process: subprocess.Popen[str], lines: Queue[str | None]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put(line.rstrip())
+    lines.put(None)  # it has ended
+
+
+def _wait_until_ready(process: subprocess.Popen[str], lines: Queue[str | None], show: Output) -> str:
+    said: list[str] = []
+    while True:
+        try:
+            line = lines.get(timeout=START_S)
+        except Empty:
+            raise ArmillaryError(f"the server was not ready after {START_S:g} s; try armillary serve") from None
+        if line is None:
+            raise ArmillaryError(f"the server ended at once ({said[-1] if said else 'without a word'}); "
+                                 "try armillary serve by itself")  # fmt: skip
+        said.append(line)
+        show.say(line)
+        if found := _READY.search(line):
+            return found.group(1)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Let it finish what is under way; then insist."""
+    for end in (process.terminate, process.terminate, process.kill):
+        if process.poll() is None:
+            end()
+        try:
+            process.wait(STOP_S / 2)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def ask(url: str, prompt: str, tokens: int = 32) -> str:
+    """One completion, as any client would ask for it."""
+    body = json.dumps({"prompt": prompt, "max_tokens": tokens, "temperature": 0.0}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return str(json.load(answer)["choices"][0]["text"])

@@ -1,0 +1,70 @@
+"""`armillary demo`: measure, plan, train, serve, load, diagnose, pull the lever, measure again; a report at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from armillary.cli.demo.walk import RECIPE, Walk
+from armillary.cli.output import Output, path_text
+from armillary.cli.verb import set_option, verb
+from armillary.store.home import Home
+from armillary.units import seconds_text
+
+if TYPE_CHECKING:
+    from armillary.diagnosis.circle import Circle
+
+
+@verb
+@set_option
+@click.option("--page", type=click.Path(path_type=Path, dir_okay=False), default=Path("armillary-demo.html"),
+              show_default=True, help="Where the report goes.")  # fmt: skip
+def demo(out: Output, home: Home, overrides: tuple[str, ...], page: Path) -> None:
+    """Go once round the circle on this machine: measure, plan, train, serve, load, diagnose, pull a lever, compare.
+
+    Needs no download and under five minutes on two cores. Ctrl-C ends it with a report of what there is; the same
+    command goes on with the training run.
+    """
+    from armillary.cli.demo import ceilings, levers, serving, training
+
+    walk = Walk(out, home, overrides)
+    try:
+        ceilings.measure(walk)
+        run = training.train(walk, training.plan(walk))
+        service = serving.serve_and_load(walk, run)
+        levers.diagnose(walk, run, service)
+        levers.pull(walk, run, service)
+    except KeyboardInterrupt:
+        _report(walk, page)
+        raise
+    _report(walk, page)
+    out.say(f"\ntraining run {run.name} · server {service.run.name} · what to do with them: docs/tour.md")
+    out.result(_answer(walk.circle, page) | {"run": run.id, "recipe": RECIPE.read_text()}, quiet=str(page))
+
+
+def _report(walk: Walk, path: Path) -> None:
+    """The page, and the table of predictions that it ends with; of a turn that was cut short, what there is."""
+    from armillary.diagnosis.page import page
+    from armillary.diagnosis.predicted import HEADS
+    from armillary.store.atomic import write_text
+
+    with walk.stage("report", "every figure that was predicted, beside what was measured") as say:
+        rows = [one.cells() for one in walk.circle.predicted]
+        if rows:
+            walk.out.table("", HEADS, rows)
+        say(f"{len(rows)} predictions checked")
+    write_text(path.absolute(), page(walk.circle))
+    whole = seconds_text(sum(stage.seconds for stage in walk.circle.stages))
+    walk.out.say(f"once round the circle in {whole} · report: {path_text(path.absolute())}")
+
+
+def _answer(circle: Circle, path: Path) -> dict[str, Any]:
+    """For --json."""
+    return {
+        "report": str(path), "seconds": sum(stage.seconds for stage in circle.stages), "stages": circle.stages,
+        "stops": circle.stops, "diagnoses": circle.diagnoses, "pulled": circle.pulled,
+        "predicted": [{"of": one.of, "gauge": one.gauge, "predicted": one.predicted, "measured": one.measured,
+                       "error": one.error} for one in circle.predicted],
+    }  # fmt: skip

@@ -1,0 +1,205 @@
+"""`armillary diagnose`: which loop limits a run, a server or a trace, what in it, and what each lever would buy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from armillary.cli import complete
+from armillary.cli.output import Output, path_text
+from armillary.cli.verb import VerbGroup
+from armillary.errors import BadInput
+from armillary.store.home import Home
+
+if TYPE_CHECKING:
+    from armillary.diagnosis.compare import Comparison
+    from armillary.diagnosis.diagnosis import Diagnosis
+    from armillary.diagnosis.finding import Lever
+    from armillary.store.runs import Run
+
+SHOWN_LEVERS = 5
+SHOWN_PART = 0.005
+"""share below which a part of the budget is left out"""
+
+
+class DiagnoseGroup(VerbGroup):
+    """`diagnose RUN` is `diagnose look RUN`, which nobody needs to type; --track-record is a question of its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in ("-h", "--help") and args[0] not in self.commands and not ctx.resilient_parsing:
+            if "--track-record" in args:
+                args = ["track-record", *(arg for arg in args if arg != "--track-record")]
+            else:
+                args = ["look", *args]
+        return super().parse_args(ctx, args)
+
+
+diagnose = DiagnoseGroup("diagnose", help="Name the loop that limits, and price what would help.\n\n"
+                         "`armillary diagnose RUN` also takes a server's URL, a trace, gauges.jsonl, or a log of "
+                         "someone else's training; `--apply N` writes the recipe with lever N pulled.")  # fmt: skip
+
+
+@diagnose.verb
+@click.argument("target", shell_complete=complete.runs)
+@click.option("--apply", "number", type=click.IntRange(1), metavar="N", help="Write the recipe with lever N pulled.")
+@click.option("--to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Where that recipe goes.")
+def look(out: Output, home: Home, target: str, number: int | None, to: Path | None) -> None:
+    """Which loop limits, on what evidence, and what each lever would buy.
+
+    TARGET is a run, a server's URL, a trace, gauges.jsonl, or a log of someone else's training.
+    """
+    from armillary.diagnosis.diagnose import diagnose as judge
+    from armillary.diagnosis.open_reading import open_reading
+
+    if to is not None and number is None:
+        raise BadInput(f"--to {to} says where a changed recipe goes; add --apply N")
+    reading = open_reading(target, home)
+    found = judge(reading, home)
+    run = _run_of(target, home)
+    if run is not None:
+        keep(run, found)
+    if number is None:
+        say(out, found, target)
+        out.result(found, quiet=f"{found.loop or 'healthy'} {found.cause or ''}".strip())
+        return
+    _apply(out, home, found, run, number, to)
+
+
+@diagnose.verb
+@click.argument("a", shell_complete=complete.runs)
+@click.argument("b", shell_complete=complete.runs)
+def compare(out: Output, home: Home, a: str, b: str) -> None:
+    """What a lever was predicted to buy and what was obtained: run A before, run B after."""
+    from armillary.diagnosis.compare import compare as compare_runs
+    from armillary.store.runs import find_run
+
+    found = compare_runs(find_run(home, a), find_run(home, b), home)
+    say_comparison(out, home, found)
+    out.result(found, quiet=f"{found.obtained:.4f}")
+
+
+def say_comparison(out: Output, home: Home, found: Comparison) -> None:
+    """Predicted and obtained, in two lines."""
+    from armillary.diagnosis.track_record import read_record, summary
+    from armillary.units import seconds_text
+
+    text = (lambda value: f"{value:,.4g}") if found.of.endswith("_per_s") else seconds_text
+    name = "step" if found.of == "step_s" else found.of
+    told = f"   predicted {found.predicted:.2f} ×" if found.predicted else "   nobody predicted this change"
+    changed = ", ".join(f"{key}={value}" for key, value in found.change.items()) or "no key of the recipe"
+    out.say(f"{name} {text(found.before)} → {text(found.after)}   obtained {found.obtained:.2f} ×{told}   "
+            f"(track record: {summary(read_record(home))})")  # fmt: skip
+    out.say(f"changed: {changed}")
+
+
+@diagnose.verb
+def track_record(out: Output, home: Home) -> None:
+    """Every lever that was applied or compared: predicted, obtained, and the median error."""
+    from armillary.diagnosis.track_record import read_record, summary
+
+    record = read_record(home)
+    if record:
+        rows = [[one.run, one.title, one.of, f"{one.predicted:.2f} ×",
+                 f"{one.obtained:.2f} ×" if one.obtained is not None else None,
+                 f"{one.error:.0%}" if one.error is not None else None] for one in record]  # fmt: skip
+        out.table("", ["run", "lever", "of", "predicted", "obtained", "error"], rows)
+    out.say(f"track record: {summary(record)}")
+    errors = sorted(one.error for one in record if one.error is not None)
+    median = errors[len(errors) // 2] if errors else None
+    out.result({"levers": record, "median_error": median}, quiet=summary(record))
+
+
+# --- the verdict
+
+
+def say(out: Output, found: Diagnosis, target: str) -> None:
+    """The verdict as people read it."""
+    out.say(found.headline)
+    for name, text in [*_evidence(found), *_others(found), *_levers(found)]:
+        out.say(f"  {name:<11} {text}")
+    for note in found.notes:
+        out.say(f"  {'note':<11} {note}")
+    worth = next((i for i, lever in enumerate(found.levers, 1) if lever.change and not found.is_healthy), None)
+    if worth is not None:
+        out.say(f"apply: armillary diagnose {target} --apply {worth}")
+
+
+def _evidence(found: Diagnosis) -> list[tuple[str, str]]:
+    from armillary.diagnosis.words import evidence_text
+    from armillary.profiling.words import PART_WORDS
+
+    shares = sorted(((part, share) for part, share in found.budget.items() if share >= SHOWN_PART), key=lambda x: -x[1])
+    budget = "   ".join(f"{PART_WORDS.get(part, part.replace('_', ' '))} {share:.0%}" for part, share in shares)
+    rows = [("evidence", budget)] if budget else []
+    limiting = found.findings[0].evidence if found.findings and not found.is_healthy else ()
+    return rows + [("" if rows or i else "evidence", evidence_text(one)) for i, one in enumerate(limiting)]
+
+
+def _others(found: Diagnosis) -> list[tuple[str, str]]:
+    """Further causes that cost something."""
+    rest = found.findings[0 if found.is_healthy else 1 :]
+    return [("also", one.says) for one in rest if one.share >= 0.02 or one.cause == "memory_pressure"]
+
+
+def _levers(found: Diagnosis) -> list[tuple[str, str]]:
+    shown = found.levers[:SHOWN_LEVERS]
+    width = max((len(lever.title) for lever in shown), default=0)
+    return [(f"lever {i}", lever_text(lever, width)) for i, lever in enumerate(shown, 1)]
+
+
+def lever_text(lever: Lever, width: int = 0) -> str:
+    from armillary.diagnosis.diagnosis import WORTH
+
+    gain = f"predicted {lever.speedup:.2f} ×" + (f" in {lever.of}" if lever.of != "step_s" else "")
+    if lever.speedup <= WORTH:
+        return f"{lever.title:<{width}}   {gain}   not worth it"
+    return f"{lever.title:<{width}}   {gain}   risk {lever.risk}   {lever.sets or lever.action}"
+
+
+# --- what is kept
+
+
+def _run_of(target: str, home: Home) -> Run | None:
+    from armillary.errors import NotFound
+    from armillary.store.runs import find_run
+
+    if target.startswith(("http://", "https://")) or Path(target).expanduser().is_file():
+        return None
+    try:
+        return find_run(home, target)
+    except NotFound:
+        return None
+
+
+def keep(run: Run, found: Diagnosis) -> None:
+    """In the run's folder, so that what was predicted stands before a lever is pulled."""
+    from armillary.diagnosis.diagnosis import FILE
+    from armillary.store.atomic import write_text
+
+    write_text(run.folder / FILE, found.to_json())
+
+
+def _apply(out: Output, home: Home, found: Diagnosis, run: Run | None, number: int, to: Path | None) -> None:
+    if run is None:
+        raise BadInput(f"--apply changes the recipe of a run, and {found.source} is none; change it by hand")
+    path = write_lever(out, home, found, run, number, to)
+    verb = "train" if found.kind == "training" else "serve"
+    out.say(f"next: armillary {verb} {path_text(path)}, then armillary diagnose compare {run.name} NEW_RUN")
+    out.result({"recipe": str(path), "lever": found.lever(number)}, quiet=str(path))
+
+
+def write_lever(out: Output, home: Home, found: Diagnosis, run: Run, number: int, to: Path | None = None) -> Path:
+    """The recipe with lever `number` pulled, as a file; its prediction goes into the track record."""
+    from armillary.diagnosis.apply import changed_recipe
+    from armillary.diagnosis.compare import as_kept
+    from armillary.diagnosis.track_record import remember
+    from armillary.store.atomic import write_text
+
+    lever = found.lever(number)
+    path = (to or Path(f"{run.name}.lever{number}.toml")).absolute()
+    write_text(path, changed_recipe(run, lever))
+    remember(home, as_kept(run, lever, recipe=str(path)))
+    out.say(f"{lever.title}: predicted {lever.speedup:.2f} ×, written to {path_text(path)}")
+    return path

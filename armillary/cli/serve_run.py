@@ -1,0 +1,69 @@
+"""The run folder of a server: what was asked, what is predicted, and gauges that the engine writes while it serves."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from armillary.errors import ArmillaryError
+from armillary.spec.layout import Layout, Precision
+from armillary.spec.plan import Plan
+from armillary.spec.recipe import Recipe, to_dict
+from armillary.store.home import Home
+from armillary.store.runs import Run, create_run
+from armillary.store.source import ModelSource
+
+_DTYPES: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def begin_run(
+    home: Home, source: ModelSource, recipe: Recipe, *, text: str, overrides: tuple[str, ...], tp: int,
+    dtype: str | None,
+) -> Run:  # fmt: skip
+    """A folder for what this server measures; ArmillaryError where it cannot be written."""
+    layout = replace(recipe.layout, tp=tp, precision=_precision(source, dtype))
+    recipe = replace(recipe, layout=layout)
+    tables = {name: table for name, table in to_dict(recipe).items() if name not in ("train", "data")}
+    plan = serve_plan(home, source, recipe, layout, tables)
+    return create_run(home, tables, text=text, overrides=overrides, plan=plan, model=source.config.name)
+
+
+def serve_plan(
+    home: Home, source: ModelSource, recipe: Recipe, layout: Layout, tables: dict[str, Any]
+) -> Plan:  # fmt: skip
+    """The plan of a server, with what the planner can say of its traffic."""
+    from armillary.profiling.machine import here
+
+    cluster = recipe.cluster(here())
+    predicted, notes = _predicted(home, source, recipe) if recipe.traffic != type(recipe.traffic)() else ({}, ())
+    return Plan(created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), recipe=tables, model=source.config,
+                cluster=cluster, layout=layout, serve=recipe.serve, weights=str(source.folder or ""),
+                predicted=predicted, notes=notes)  # fmt: skip
+
+
+def _predicted(home: Home, source: ModelSource, recipe: Recipe) -> tuple[dict[str, float], tuple[str, ...]]:
+    """One replica at the recipe's traffic; nothing where the planner says that this cannot be."""
+    from armillary.planning.load import load
+    from armillary.planning.serving_choices import from_layout
+    from armillary.planning.serving_plan import serving_request
+    from armillary.profiling.machine import here
+
+    try:
+        request = serving_request(recipe, source.config, recipe.cluster(here()), home)
+        found = from_layout(replace(request, objective=type(request.objective)()), recipe.layout).capacity
+        now = load(found.server, recipe.traffic.requests_per_s) if found is not None else None
+        if found is None or now is None:
+            return {}, ("one server does not bear this traffic",)
+        return replace(found, replicas=1, actual=now).predicted(), ()
+    except ArmillaryError as error:
+        return {}, (f"nothing is predicted: {error}",)
+
+
+def _precision(source: ModelSource, dtype: str | None) -> Precision:
+    """Number format of the weights: as asked for, else as config.json names it."""
+    from armillary.store.hf_folder import read_config
+
+    raw = read_config(source.folder) if source.folder is not None else {}
+    stored = _DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype") or ""), "bf16")
+    return next((known for known in _DTYPES.values() if known == dtype), stored)

@@ -1,0 +1,121 @@
+"""Diagnose: every rule asked, its levers priced, and the verdict: which loop limits, what in it, what each lever buys.
+
+The cause with the largest share among those that a lever can do something about names the loop; where no lever buys
+anything worth having, the run is healthy and the verdict says how much is left.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from armillary.diagnosis import (
+    inner_rules,
+    log_rules,
+    page_rules,
+    product_rules,
+    serving_levers,
+    their_levers,
+    training_levers,
+    training_rules,
+)
+from armillary.diagnosis.diagnosis import WORTH, Diagnosis
+from armillary.diagnosis.finding import Finding, Lever
+from armillary.diagnosis.inner_rules import Rule
+from armillary.diagnosis.parts import parts_of
+from armillary.diagnosis.reading import Reading
+from armillary.profiling.profile import BUDGET
+from armillary.store.home import Home
+
+STANDS_BY_LEVER = ("needless_recompute", "needless_offload", "precision")
+"""causes that are none where no lever acts on them: it was needed after all"""
+GENERAL = ("compute", "memory_bandwidth")
+"""causes that only say what the time is: any other that explains a lever goes before"""
+PRICED_SHARE = (*GENERAL, "launch_overhead", *STANDS_BY_LEVER)
+"""causes whose share is what their best lever would take away, where that is more than was seen"""
+LOOPS = {"inner": "inner loop", "training": "training loop", "product": "product loop"}
+
+
+def rules_for(reading: Reading) -> tuple[Rule, ...]:
+    """The rules that are asked of this kind of reading."""
+    if reading.kind != "serving":
+        return (*inner_rules.RULES, *training_rules.RULES, *log_rules.RULES)
+    return product_rules.RULES if reading.steps else page_rules.RULES
+
+
+def diagnose(reading: Reading, home: Home) -> Diagnosis:
+    """The verdict on one reading."""
+    found = [finding for rule in rules_for(reading) if (finding := rule(reading, reading.plan)) is not None]
+    levered = [replace(one, levers=one.levers or _levers(one, reading, home)) for one in found]
+    priced = [_priced(finding) for finding in _each_once(levered)]
+    kept = [finding for finding in priced if finding.cause not in STANDS_BY_LEVER or is_worth(finding)]
+    kept.sort(key=lambda finding: (not is_worth(finding), -finding.share))
+    limiting = kept[0] if kept and is_worth(kept[0]) else None
+    levers = _ranked(kept, limiting)
+    gain = max((lever.speedup for lever in levers), default=1.0) - 1
+    return Diagnosis(
+        source=reading.source, kind=reading.kind, created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        loop=limiting.loop if limiting else None, cause=limiting.cause if limiting else None,
+        headline=_headline(limiting, kept, gain), gain=max(0.0, gain), budget=budget_of(reading),
+        findings=tuple(kept), levers=levers, notes=reading.notes,
+    )  # fmt: skip
+
+
+def is_worth(finding: Finding) -> bool:
+    """Whether any lever against it buys something."""
+    return any(lever.speedup > WORTH for lever in finding.levers)
+
+
+def _priced(finding: Finding) -> Finding:
+    """With the share that its levers tell, where only they do."""
+    best = max((lever.speedup for lever in finding.levers if lever.of == "step_s"), default=1.0)
+    share = max(finding.share, 1 - 1 / best) if finding.cause in PRICED_SHARE else finding.share
+    return replace(finding, share=share)
+
+
+def _each_once(findings: list[Finding]) -> list[Finding]:
+    """A lever belongs to the cause it acts on; kernels that are merely the time come last."""
+    causes = {lever.sets for one in findings if one.cause not in GENERAL for lever in one.levers if lever.sets}
+    return [
+        replace(one, levers=tuple(lever for lever in one.levers if lever.sets not in causes))
+        if one.cause in GENERAL else one for one in findings
+    ]  # fmt: skip
+
+
+def _levers(finding: Finding, reading: Reading, home: Home) -> tuple[Lever, ...]:
+    if reading.plan is None and reading.by != "armillary":
+        return their_levers.levers_for(finding, reading)
+    price = serving_levers.levers_for if reading.kind == "serving" else training_levers.levers_for
+    return price(finding, reading, home)
+
+
+def _ranked(findings: list[Finding], limiting: Finding | None) -> tuple[Lever, ...]:
+    """The best lever of what limits first, then all others by what they buy; each once."""
+    first = limiting.levers[0] if limiting else None
+    rest = sorted((lever for one in findings for lever in one.levers), key=lambda lever: -lever.speedup)
+    seen: dict[str, Lever] = {}
+    for lever in ([first] if first else []) + rest:
+        seen.setdefault(lever.sets or lever.title, lever)
+    return tuple(seen.values())
+
+
+def _headline(limiting: Finding | None, findings: list[Finding], gain: float) -> str:
+    if limiting is not None:
+        return f"{LOOPS[limiting.loop]} limits this run · {limiting.says}"
+    state = next((one.says for one in findings if one.cause in ("compute", "memory_bandwidth")), "")
+    left = f"nothing to gain beyond {max(0.0, gain):.0%}"
+    return f"healthy: {left} · {state}" if state else f"healthy: {left}"
+
+
+def budget_of(reading: Reading) -> dict[str, float]:
+    """Where the time went, as shares of all of it; empty where nothing was recorded."""
+    parts = parts_of(reading)
+    inside = {part: share for part in BUDGET if (share := reading.get(f"{part}_fraction")) is not None}
+    if parts is None:
+        return inside
+    stood = parts.share(parts.step - parts.data_wait)
+    beside = {"data_wait": parts.data_wait, "checkpoints": parts.checkpoint, "validation": parts.validation,
+              "between_steps": parts.between}  # fmt: skip
+    return {part: share * stood for part, share in inside.items()} | {
+        name: parts.share(seconds) for name, seconds in beside.items()
+    }

@@ -1,0 +1,137 @@
+"""Rules of the inner loop: is the device doing useful work, or waiting for its own host?
+
+Each is a plain function of what was measured and what was planned. Shares of a recorded step are turned into shares of
+the whole, so that they can be held against waiting for data and for other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from armillary.diagnosis.finding import Evidence, Finding
+from armillary.diagnosis.parts import Parts, parts_of
+from armillary.diagnosis.reading import Reading
+from armillary.spec.plan import Plan
+from armillary.units import seconds_text
+
+Rule = Callable[[Reading, Plan | None], Finding | None]
+
+STARVED = 0.04
+"""share of the time spent waiting for batches that a loader which reads ahead never comes to"""
+LATE_LAUNCHES = 0.08
+"""share of launch gaps and kernels too short for any roof: runs whose operators are of a fair size stay below"""
+HELD_UP = 0.1
+"""share in which Python alone held the device up: logging and the learning rate take a tenth of that"""
+WIDE = ("fp32", "tf32")
+"""precisions that leave the chip's fastest units idle"""
+
+
+def data_starvation(reading: Reading, plan: Plan | None) -> Finding | None:
+    """The step waits for its batch."""
+    parts = parts_of(reading)
+    if parts is None:
+        share = reading.get("data_wait_fraction")
+        return _starved(share, None) if share is not None and share >= STARVED else None
+    share = parts.share(parts.data_wait)
+    return _starved(share, parts) if share >= STARVED else None
+
+
+def _starved(share: float, parts: Parts | None) -> Finding:
+    each = f"{seconds_text(parts.data_wait)} of {seconds_text(parts.step)}" if parts else f"{share:.0%} of the time"
+    evidence = [Evidence(gauge="data_wait_fraction", value=share, expected=STARVED, against="most a healthy run has")]
+    if parts:
+        evidence.append(Evidence(gauge="data_wait_s", value=parts.data_wait))
+    return Finding(loop="inner", cause="data_starvation", rule="data_starvation", share=share, evidence=tuple(evidence),
+                   says=f"every step waits {each} for its batch: the loader delivers too little")  # fmt: skip
+
+
+def launch_overhead(reading: Reading, plan: Plan | None) -> Finding | None:
+    """The device, or the processor, is kept busy by many small operations rather than by their work."""
+    gaps, short = reading.get("launch_gap_fraction"), reading.get("short_kernels_fraction") or 0.0
+    if gaps is None:
+        return None
+    share = computing(reading) * min(1.0, gaps + short)
+    if share < LATE_LAUNCHES:
+        return None
+    count = reading.get("kernels")
+    found = {"launch_gap_fraction": gaps, "short_kernels_fraction": short}
+    evidence = [Evidence(gauge=gauge, value=value) for gauge, value in found.items()]
+    if count:
+        evidence.append(Evidence(gauge="kernels", value=count))
+    many = f"{count:,.0f} kernels a step, most too short to be worth a launch" if count else "kernels come too late"
+    return Finding(loop="inner", cause="launch_overhead", rule="launch_overhead", share=share, evidence=tuple(evidence),
+                   says=f"{share:.0%} of the time goes into launching: {many}")  # fmt: skip
+
+
+def sync(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Python's own work, or waiting for the device in the middle of a step, holds everything up."""
+    inside = max(reading.get("host_stall_fraction") or 0.0, reading.get("sync_fraction") or 0.0)
+    if reading.get("host_stall_fraction") is None:
+        inside += reading.get("host_fraction") or 0.0
+    parts, share = parts_of(reading), computing(reading) * inside
+    between = parts.share(parts.between) if parts else 0.0
+    if share + between < HELD_UP:
+        return None
+    evidence = [Evidence(gauge=name, value=value) for name in ("host_stall_fraction", "host_fraction", "sync_fraction")
+                if (value := reading.get(name)) is not None]  # fmt: skip
+    if parts and between:
+        evidence.append(Evidence(gauge="between_steps_s", value=parts.between))
+    where = "between steps" if between > share else "inside the step"
+    return Finding(loop="inner", cause="sync", rule="sync", share=share + between, evidence=tuple(evidence),
+                   says=f"the host holds the device up for {share + between:.0%} of the time, {where}")  # fmt: skip
+
+
+def precision(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Products in a wide number format on a chip that is much faster in 16 bits."""
+    if plan is None or plan.train is None or plan.layout.precision not in WIDE:
+        return None
+    wide, narrow = (plan.cluster.chip.flops.get(name) for name in (plan.layout.precision, "bf16"))
+    evidence = [Evidence(gauge="step_s", value=reading.get("step_s") or 0.0)]
+    if wide and narrow:
+        evidence.append(Evidence(gauge="gemm_flops_per_s", value=wide, expected=narrow, against="the chip's bf16 peak"))
+    return Finding(loop="inner", cause="precision", rule="precision", share=0.0, evidence=tuple(evidence),
+                   says=f"matrix products run in {plan.layout.precision} where bf16 is there")  # fmt: skip
+
+
+def compute(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Nothing waits: the kernels themselves are the time. How far they are from the roof says what is left."""
+    return _kernels(reading, bound="compute")
+
+
+def memory_bandwidth(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Kernels are the time, and most of them move bytes rather than multiply."""
+    return _kernels(reading, bound="memory")
+
+
+def _kernels(reading: Reading, *, bound: str) -> Finding | None:
+    busy = sum(reading.get(f"{name}_fraction") or 0.0 for name in ("useful", "inefficiency", "unjudged"))
+    if busy < 0.5 or _bound(reading) != bound:
+        return None
+    reached = reading.get("roof_fraction")
+    evidence = [Evidence(gauge=f"{name}_fraction", value=value) for name in ("useful", "inefficiency", "unjudged")
+                if (value := reading.get(f"{name}_fraction"))]  # fmt: skip
+    if reached is not None:
+        evidence.append(Evidence(gauge="roof_fraction", value=reached, expected=1.0, against="measured ceiling"))
+    at = f" at {reached:.0%} of the measured roof" if reached is not None else ""
+    cause, says = ("compute", "compute-bound") if bound == "compute" else ("memory_bandwidth", "memory-bound")
+    return Finding(loop="inner", cause=cause, rule=cause, share=0.0,  # type: ignore[arg-type]
+                   evidence=tuple(evidence), says=says + at)  # fmt: skip
+
+
+def _bound(reading: Reading) -> str:
+    """What most kernel time is under: by the rows of a profile, else by the arithmetic intensity of the step."""
+    rows = (reading.profile.kernels or reading.profile.operators) if reading.profile else ()
+    memory = sum(row.seconds for row in rows if row.bound == "memory")
+    products = sum(row.seconds for row in rows if row.bound == "compute")
+    return "memory" if memory > products else "compute"
+
+
+def computing(reading: Reading) -> float:
+    """Of the whole time, the part that a recorded step stands for: all but waiting for data and what is between."""
+    parts = parts_of(reading)
+    if parts is None:
+        return 1.0
+    return parts.share(parts.step - parts.data_wait)
+
+
+RULES: tuple[Rule, ...] = (data_starvation, launch_overhead, sync, precision, compute, memory_bandwidth)

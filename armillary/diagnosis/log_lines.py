@@ -1,0 +1,80 @@
+"""What the readers of other people's logs share: plain lines, clock times, numbers, and steps put in order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from statistics import median
+
+from armillary.store.gauges import Record
+
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_CLOCK = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
+WARM_UP = 0.1
+"""share of the steps at the beginning that may be slow: compiling, filling caches"""
+
+
+def plain_lines(text: str) -> list[str]:
+    """Without colours; what a progress bar wrote over itself comes line by line."""
+    return _COLOURS.sub("", text).replace("\r", "\n").split("\n")
+
+
+def clock(line: str) -> float | None:
+    """Unix seconds of the first date and time in a line; time zones do not matter for differences."""
+    found = _CLOCK.search(line)
+    if found is None:
+        return None
+    try:
+        seconds = datetime.fromisoformat(f"{found[1]}T{found[2]}+00:00").timestamp()
+    except ValueError:
+        return None
+    return seconds + (float(f"0.{found[3]}") if found[3] else 0.0)
+
+
+def number(text: str | None) -> float | None:
+    """'3,113', '1.2E-04' and '12' as numbers."""
+    try:
+        return float(text.replace(",", "")) if text is not None else None
+    except ValueError:
+        return None
+
+
+def in_order(records: Iterable[Record]) -> list[Record]:
+    """One record a step, the first where several ranks wrote it; a run that was started again goes on from its last
+    beginning."""
+    found: dict[int, Record] = {}
+    last = -1
+    for record in records:
+        step = int(record["step"])
+        if step < last:
+            found = {before: one for before, one in found.items() if before < step}
+        if step not in found:
+            found[step] = record
+        last = step
+    return [found[step] for step in sorted(found)]
+
+
+def with_step_times(records: Sequence[Record]) -> list[Record]:
+    """step_s from the clock between two lines, where a line has none of its own."""
+    done = []
+    for before, record in zip([None, *records[:-1]], records, strict=True):
+        if before is not None and "step_s" not in record and "time" in record and "time" in before:
+            count = record["step"] - before["step"]
+            seconds = record["time"] - before["time"]
+            if count > 0 and seconds > 0:
+                record = record | {"step_s": seconds / count}
+        done.append(record)
+    return done
+
+
+def without_warm_up(records: Sequence[Record]) -> tuple[list[Record], int]:
+    """(records, how many were left out): those at the beginning that took half as long again as is usual."""
+    times = [record["step_s"] for record in records if "step_s" in record]
+    if len(times) < 6:
+        return list(records), 0
+    usual, most = median(times), max(1, int(WARM_UP * len(records)))
+    first = 0
+    while first < most and records[first].get("step_s", 10 * usual) > 1.5 * usual:
+        first += 1
+    return list(records[first:]), first

@@ -1,0 +1,89 @@
+"""Parts: what a step of a training run cost by the wall clock, everything between steps included, in seconds a step.
+
+A median hides a loader that is late every fourth time, and a mean is ruled by one hiccup of a busy machine: so each
+part is a mean in which what lies above the 90th percentile counts as the 90th percentile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from armillary.diagnosis.reading import Reading
+
+HIGH = 0.9
+"""percentile to which higher values are lowered"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Seconds of one step, and its share of what is done every so many steps."""
+
+    step: float
+    """from its begin to its end"""
+    data_wait: float = 0.0
+    """part of the step: waiting for the batch"""
+    comm_exposed: float = 0.0
+    """part of the step: waiting for other ranks"""
+    bubble: float = 0.0
+    """part of the step: a pipeline stage idle"""
+    checkpoint: float = 0.0
+    """beside the step: one checkpoint over the steps between two"""
+    validation: float = 0.0
+    """beside the step: one validation over the steps between two"""
+    between: float = 0.0
+    """beside the step: whatever else the loop does"""
+
+    @property
+    def whole(self) -> float:
+        """What one step costs the run."""
+        return self.step + self.checkpoint + self.validation + self.between
+
+    @property
+    def work(self) -> float:
+        """Of the step, what is neither waiting nor idling."""
+        return max(0.0, self.step - self.data_wait - self.comm_exposed - self.bubble)
+
+    def share(self, seconds: float) -> float:
+        return min(1.0, max(0.0, seconds) / self.whole) if self.whole else 0.0
+
+
+def parts_of(reading: Reading) -> Parts | None:
+    """None where no step was timed."""
+    step = steady(reading.series("step_s"))
+    if not step:
+        step = reading.get("step_s") or 0.0
+    if not step:
+        return None
+    job = reading.plan.train if reading.plan else None
+    saves = every(reading, "checkpoint_stall_s", job.save_every if job else 0)
+    validates = every(reading, "validation_s", job.eval_every if job else 0)
+    inside = {name: min(step, _steady(reading, f"{name}_s")) for name in ("data_wait", "comm_exposed", "bubble")}
+    between = steady(reading.series("between_steps_s"))
+    return Parts(step=step, checkpoint=saves, validation=validates, between=between, **inside)
+
+
+def every(reading: Reading, gauge: str, period: int) -> float:
+    """Seconds a step of what is done every `period` steps; what every run does at its end, however long it is, is left
+    out, unless it is all there is of something that would come again."""
+    if not period:
+        return 0.0
+    found = [(int(one.get("step", -1)) + 1, float(one[gauge])) for one in reading.steps if gauge in one]
+    regular = [seconds for step, seconds in found if step % period == 0]
+    return median(regular) / period if regular else 0.0
+
+
+def steady(values: Sequence[float]) -> float:
+    """The mean, with what is above the 90th percentile lowered to it; 0 of nothing."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    cap = ordered[int(HIGH * (len(ordered) - 1))]
+    return sum(min(value, cap) for value in ordered) / len(ordered)
+
+
+def _steady(reading: Reading, gauge: str) -> float:
+    if gauge in reading.values:
+        return reading.values[gauge]
+    return steady(reading.series(gauge))

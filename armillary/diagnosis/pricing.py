@@ -1,0 +1,173 @@
+"""Pricing: what a change of the recipe would make of a measured step, part by part.
+
+The planner says how each part changes (predicted then over predicted now); the measurement says how long each part is.
+Operations too short for any roof follow the number of launches rather than the work in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from armillary.diagnosis.parts import Parts, parts_of
+from armillary.diagnosis.reading import Reading
+from armillary.errors import ArmillaryError
+from armillary.planning.layouts import of
+from armillary.planning.prediction import Prediction, predict
+from armillary.planning.question import question
+from armillary.spec.layout_rules import check_layout
+from armillary.spec.plan import Plan
+from armillary.spec.recipe import Recipe, recipe_from_dict
+from armillary.store.home import Home
+from armillary.units import bytes_text
+
+ROOM = 0.92
+"""share of a device's memory that a change may fill: beyond, the allocator has nothing to spare"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced:
+    """A change with what it would make of the run."""
+
+    change: Mapping[str, Any]
+    """key of the recipe -> value"""
+    speedup: float
+    """a step's cost to the run now over then"""
+    memory_bytes: float
+    """more (or less) memory on the fullest device"""
+
+    @property
+    def risk(self) -> str:
+        """What it takes of memory, where that is worth saying."""
+        if abs(self.memory_bytes) < 1e7:
+            return "none"
+        return f"{'+' if self.memory_bytes > 0 else '−'} {bytes_text(abs(self.memory_bytes))}"
+
+
+class Pricing:
+    """Of one reading with a plan for training: `price(change)`."""
+
+    def __init__(self, reading: Reading, home: Home) -> None:
+        assert reading.plan is not None and reading.plan.train is not None, "a plan for training"
+        self.reading, self.plan, self.home = reading, reading.plan, home
+        self.parts: Parts | None = parts_of(reading)
+        self.recipe = recipe_from_dict(self.plan.recipe)
+
+    @cached_property
+    def now(self) -> Prediction:
+        return self._predict(self.recipe)
+
+    def price(self, change: Mapping[str, Any]) -> Priced | None:
+        """None where the change is not valid, does not fit, or nothing was measured to apply it to."""
+        then = self._then(change)
+        if then is None or self.parts is None:
+            return None
+        more = self._more_memory(then)
+        if more is None:
+            return None
+        changed = self._changed(self.parts, then)
+        return Priced(change=change, speedup=self.parts.whole / changed.whole, memory_bytes=more)
+
+    def priced(self, change: Mapping[str, Any], **seconds: float) -> Priced | None:
+        """A change that only alters parts which were measured, given as they would be."""
+        if self.parts is None:
+            return None
+        values = {name: getattr(self.parts, name) for name in self.parts.__dataclass_fields__} | seconds
+        lost = sum(getattr(self.parts, name) - values[name] for name in ("data_wait", "comm_exposed", "bubble"))
+        values["step"] = seconds.get("step", max(1e-9, self.parts.step - lost))
+        return Priced(change=change, speedup=self.parts.whole / Parts(**values).whole, memory_bytes=0.0)
+
+    @property
+    def held_bytes(self) -> float:
+        """Memory in use at the fullest moment, as predicted."""
+        return float(self.now.memory.total[0])
+
+    # --- the planner
+
+    def _predict(self, recipe: Recipe) -> Prediction:
+        asked = question(recipe, self.plan.model, self.plan.cluster, self.home)
+        return predict(asked.case, of([asked.layout]))
+
+    def _then(self, change: Mapping[str, Any]) -> Prediction | None:
+        """The changed recipe as predicted; None where it is refused."""
+        try:
+            recipe = recipe_from_dict(self.plan.recipe, [f"{key}={_text(value)}" for key, value in change.items()])
+            job = recipe.train
+            check_layout(recipe.layout, self.plan.model, num_devices=self._devices, sequence=job.sequence,
+                         batch_tokens=job.batch_tokens, by_trainer=True)  # fmt: skip
+            return self._predict(recipe)
+        except ArmillaryError:
+            return None
+
+    @property
+    def _devices(self) -> int:
+        return max(self.plan.cluster.num_devices, self.plan.layout.num_devices)
+
+    def _more_memory(self, then: Prediction) -> float | None:
+        """Bytes beyond what is held now; None where that does not fit. What was measured counts where it is more than
+        was predicted."""
+        before, after = float(self.now.memory.total[0]), float(then.memory.total[0])
+        measured = self.reading.get("memory_peak_bytes") or 0.0
+        factor = max(1.0, measured / before) if before and self.plan.cluster.chip.kind != "cpu" else 1.0
+        fits = after * factor <= ROOM * then.room and bool(then.fits[0])
+        return after - before if fits or after <= before else None
+
+    # --- a measured step, changed as predicted
+
+    def _changed(self, parts: Parts, then: Prediction) -> Parts:
+        now = self.now
+        work = parts.work * self._work_ratio(then)
+        exposed = _carried(parts.comm_exposed, now.time.exposed[0], then.time.exposed[0])
+        idle = _carried(parts.bubble, now.time.bubble[0], then.time.bubble[0])
+        busy = work + exposed + idle
+        wait = max(0.0, parts.step - busy) if parts.data_wait > 0.02 * parts.step else parts.data_wait
+        return Parts(step=busy + wait, data_wait=wait, comm_exposed=exposed, bubble=idle, checkpoint=parts.checkpoint,
+                     validation=parts.validation, between=parts.between)  # fmt: skip
+
+    def _work_ratio(self, then: Prediction) -> float:
+        """Of what is neither waiting nor idling: launches by their number, the rest by its predicted time."""
+        now, fixed = self.now, self.fixed
+        if fixed is None:
+            before, after = (float(one.time.compute[0] + one.time.overhead[0]) for one in (now, then))
+            return after / before
+        return fixed * launches(then) / launches(now) + (1 - fixed) * worked(then) / worked(now)
+
+    @cached_property
+    def fixed(self) -> float | None:
+        """Share of a recorded step that follows the number of launches; None where none was recorded."""
+        gaps = self.reading.get("launch_gap_fraction")
+        if gaps is None:
+            return None
+        return min(1.0, gaps + (self.reading.get("short_kernels_fraction") or 0.0))
+
+
+def launches(found: Prediction) -> float:
+    """Kernels of a step, as the planner counts them: forward, what is made again, and backward of every micro-batch."""
+    time, layer = found.time, found.time.layer
+    again = float(time.recompute[0] > 0) / float(found.layouts.recompute_every[0])
+    a_layer = float(layer.kernels_forward[0]) * (1 + again) + float(layer.kernels_backward[0])
+    return float(time.micro_batches[0]) * a_layer
+
+
+def worked(found: Prediction) -> float:
+    """Seconds of a step in which the device computes."""
+    return float(found.time.compute[0] + found.time.optimizer[0] + found.time.offload[0])
+
+
+def _carried(measured: float, now: float, then: float) -> float:
+    """A measured part, changed in the predicted proportion; what was not predicted to be there comes as predicted."""
+    return measured * float(then / now) if now > 0 and measured > 0 else float(then)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def pricing_of(reading: Reading, home: Home) -> Pricing | None:
+    """None where there is no plan for training to change."""
+    plan: Plan | None = reading.plan
+    return Pricing(reading, home) if plan is not None and plan.train is not None else None

@@ -1,0 +1,133 @@
+"""A metrics page in Prometheus' text form: samples by name, and histograms that give means and percentiles.
+
+Only the text is read; no client library is needed. https://prometheus.io/docs/instrumenting/exposition_formats
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import inf, isfinite, isnan
+
+_INSIDE = r'(?:[^"}]|"(?:[^"\\]|\\.)*")*'
+_LINE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)\s*(?:\{(" + _INSIDE + r")\})?\s+(\S+)(?:\s+-?[\d.]+)?(?:\s+#.*)?$")
+_BRACED = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*,?\s*')
+_ESCAPED = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One line of a page."""
+
+    labels: Mapping[str, str]
+    value: float
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts by upper bounds, each with all below it."""
+
+    bounds: tuple[float, ...]
+    """rising; the last is infinite"""
+    counts: tuple[float, ...]
+    """how many are not above each bound"""
+    sum: float
+    """of all values"""
+
+    @property
+    def count(self) -> float:
+        return self.counts[-1] if self.counts else 0.0
+
+    @property
+    def mean(self) -> float | None:
+        return self.sum / self.count if self.count > 0 else None
+
+    def quantile(self, share: float) -> float | None:
+        """Interpolated within its bucket, as Prometheus does; in the last one: the highest finite bound."""
+        if self.count <= 0:
+            return None
+        rank, low, below = share * self.count, 0.0, 0.0
+        for bound, count in zip(self.bounds, self.counts, strict=True):
+            if count >= rank and count > below:
+                return low if bound == inf else low + (bound - low) * (rank - below) / (count - below)
+            low, below = (bound if isfinite(bound) else low), count
+        return low
+
+    def since(self, earlier: Histogram) -> Histogram:
+        """What was added after `earlier`."""
+        counts = tuple(now - before for now, before in zip(self.counts, earlier.counts, strict=True))
+        return Histogram(self.bounds, counts, self.sum - earlier.sum)
+
+
+@dataclass(frozen=True)
+class Page:
+    """The samples of one page, by name."""
+
+    samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.samples
+
+    def find(self, name: str) -> tuple[Sample, ...]:
+        """Of one part only where several ranks of a model say the same: the first tensor- and pipeline-parallel one."""
+        return tuple(one for one in self.samples.get(name, ()) if _speaks(one.labels))
+
+    def total(self, name: str) -> float | None:
+        found = self.find(name)
+        return sum(one.value for one in found) if found else None
+
+    def mean(self, name: str) -> float | None:
+        found = self.find(name)
+        return sum(one.value for one in found) / len(found) if found else None
+
+    def labels(self, name: str) -> dict[str, str]:
+        """Of the first sample: what info metrics tell."""
+        return dict(next((one.labels for one in self.find(name)), {}))
+
+    def histogram(self, name: str) -> Histogram | None:
+        """All its series together; a summary or a lone sum and count has a mean and no percentiles."""
+        counts: dict[float, float] = {}
+        for one in self.find(f"{name}_bucket"):
+            bound = _number(one.labels.get("le", ""))
+            if bound is not None:
+                counts[bound] = counts.get(bound, 0.0) + one.value
+        total, count = self.total(f"{name}_sum"), self.total(f"{name}_count")
+        if total is None or (count is None and not counts):
+            return None
+        counts.setdefault(inf, count if count is not None else max(counts.values()))
+        bounds = tuple(sorted(counts))
+        return Histogram(bounds, tuple(counts[bound] for bound in bounds), total)
+
+
+def parse_page(text: str) -> Page:
+    """Lines that are no samples (comments, torn lines, NaN) are passed over."""
+    found: dict[str, list[Sample]] = {}
+    for name, sample in _samples(text.splitlines()):
+        found.setdefault(name, []).append(sample)
+    return Page({name: tuple(samples) for name, samples in found.items()})
+
+
+def _samples(lines: Iterable[str]) -> Iterator[tuple[str, Sample]]:
+    for line in lines:
+        matched = None if line.startswith("#") else _LINE.match(line.strip())
+        value = _number(matched[3]) if matched else None
+        if matched and value is not None:
+            yield matched[1], Sample(_labels(matched[2] or ""), value)
+
+
+def _labels(text: str) -> dict[str, str]:
+    return {name: re.sub(r"\\.", lambda one: _ESCAPED.get(one[0], one[0]), value)
+            for name, value in _BRACED.findall(text)}  # fmt: skip
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return None if isnan(value) else value
+
+
+def _speaks(labels: Mapping[str, str]) -> bool:
+    return labels.get("tp_rank", "0") == "0" and labels.get("pp_rank", "0") == "0"

@@ -1,0 +1,104 @@
+"""A run folder as a Reading: training's steps without their warm-up, or an engine's steps and requests.
+
+A step that was recorded by the profiler is slower than the others: it tells where its time went, not how long steps
+take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from armillary.diagnosis.reading import Kind, Reading
+from armillary.errors import BadInput
+from armillary.planning.served_gauges import served_gauges
+from armillary.spec.gauges import GAUGES
+from armillary.spec.plan import Plan
+from armillary.store.gauges import Record, read_gauges
+from armillary.store.home import Home
+from armillary.store.runs import Run
+
+WARM_UP = 3
+"""steps at the beginning that compile, choose and fill caches"""
+FEWEST = 4
+"""steps that must remain"""
+_TIMES = ("step_s", "data_wait_s", "data_wait_fraction", "tokens_per_s", "tokens_per_s_per_device", "mfu",
+          "between_steps_s", "optimizer_s", "rank_spread_s", "slowest_rank", "comm_exposed_s", "bubble_s")  # fmt: skip
+"""what a recording falsifies in the step it records"""
+
+
+def read_run(run: Run, home: Home) -> Reading:
+    """What a run measured, with its plan; records of an unfinished run are read as far as they go."""
+    plan = Plan.from_json(run.plan.read_text(), str(run.plan)) if run.plan.is_file() else None
+    return read_records(list(read_gauges(run.gauges)), source=f"run {run.name}", plan=plan)
+
+
+def read_gauges_file(path: Path) -> Reading:
+    """gauges.jsonl alone, with the plan that may lie beside it."""
+    beside = path.parent / "plan.json"
+    plan = Plan.from_json(beside.read_text(), str(beside)) if beside.is_file() else None
+    return read_records(list(read_gauges(path)), source=str(path), plan=plan)
+
+
+def read_records(records: Sequence[Record], *, source: str, plan: Plan | None = None) -> Reading:
+    """Records of gauges.jsonl as one Reading."""
+    if not records:
+        raise BadInput(f"{source} has measured nothing yet; wait until it has taken some steps")
+    kind = _kind(records, plan)
+    if kind == "serving":
+        return _serving(records, source, plan)
+    return _training([record for record in records if "step" in record], source, plan)
+
+
+def _kind(records: Sequence[Record], plan: Plan | None) -> Kind:
+    if any("engine_step_s" in record or "request" in record for record in records):
+        return "serving"
+    return "serving" if plan is not None and plan.serve is not None and plan.train is None else "training"
+
+
+# --- training
+
+
+def _training(records: Sequence[Record], source: str, plan: Plan | None) -> Reading:
+    skipped = max(0, min(WARM_UP, len(records) - FEWEST))
+    kept = [_cleaned(record) for record in records[skipped:]]
+    early = [_lasting(record) for record in records[:skipped]]
+    found = [record for record in early if len(record) > 1] + kept
+    notes = (f"{skipped} steps of warm-up were left out",) if skipped else ()
+    if sum("step_s" in record for record in kept) < FEWEST:
+        notes = (*notes, "few steps were measured: a longer run says more")
+    return Reading(source=source, kind="training", steps=tuple(found), values=_last(records), plan=plan, notes=notes)
+
+
+def _cleaned(record: Record) -> Record:
+    """Without what the profiler slowed."""
+    return {name: value for name, value in record.items() if name not in _TIMES} if "compute_s" in record else record
+
+
+def _lasting(record: Record) -> Record:
+    """What a warm-up step tells all the same: memory taken apart, and what is done between steps."""
+    told = ("step", "checkpoint_s", "checkpoint_stall_s", "checkpoint_bytes", "validation_s")
+    return {name: value for name, value in record.items() if name in told or name.startswith("memory_")}
+
+
+def _last(records: Sequence[Record]) -> dict[str, float]:
+    """Totals and what holds for the run so far."""
+    found: dict[str, float] = {}
+    for record in records:
+        kept = {name: float(value) for name, value in record.items() if _is_total(name)}
+        found |= kept
+    return found
+
+
+def _is_total(name: str) -> bool:
+    return name in ("goodput_fraction", "memory_peak_bytes") or (name in GAUGES and GAUGES[name].kind == "counter")
+
+
+# --- serving
+
+
+def _serving(records: Sequence[Record], source: str, plan: Plan | None) -> Reading:
+    requests = tuple(record for record in records if "request" in record)
+    steps = tuple(record for record in records if "engine_step_s" in record and "request" not in record)
+    values = _last(records) | served_gauges(steps, requests)
+    return Reading(source=source, kind="serving", steps=steps, requests=requests, values=values, plan=plan)

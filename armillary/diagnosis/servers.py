@@ -1,0 +1,139 @@
+"""What servers call their gauges on a metrics page, and what their flags are called: facts, a table a server.
+
+vLLM: vllm/v1/metrics/loggers.py of 0.6 to 0.11, older names last; SGLang: its production metrics page; Text Generation
+Inference: its metrics page; ours: the gauge's name with armillary_ before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from armillary.spec.gauges import GAUGES, prometheus_name
+
+Names = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """One kind of server."""
+
+    name: str
+    """as Reading.by has it"""
+    prefix: str
+    """with which its names begin"""
+    values: Names
+    """gauge -> names of what holds now, the present name first"""
+    totals: Names
+    """gauge -> names of what only grows"""
+    histograms: Names
+    """gauge -> names of distributions"""
+    step_tokens: str = ""
+    """histogram of the tokens of an engine step"""
+    info: str = ""
+    """metric whose labels are settings"""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """key of our recipe -> what a person writes on that server's command line, {value} being the value"""
+    replica: str = ""
+    """what a person does for one more replica"""
+
+
+_VLLM = Server(
+    name="vllm", prefix="vllm:", info="vllm:cache_config_info", step_tokens="vllm:iteration_tokens_total",
+    values={
+        "running": ("vllm:num_requests_running",),
+        "waiting": ("vllm:num_requests_waiting",),
+        "kv_used_fraction": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    },
+    totals={
+        "preemptions_total": ("vllm:num_preemptions_total",),
+        "prefix_queries_total": ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
+        "prefix_hits_total": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
+        "tokens_in_total": ("vllm:prompt_tokens_total",),
+        "tokens_out_total": ("vllm:generation_tokens_total",),
+        "requests_total": ("vllm:request_success_total",),
+    },
+    histograms={
+        "ttft_s": ("vllm:time_to_first_token_seconds",),
+        "itl_s": ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+        "tpot_s": ("vllm:request_time_per_output_token_seconds",),
+        "e2e_s": ("vllm:e2e_request_latency_seconds",),
+        "queue_s": ("vllm:request_queue_time_seconds",),
+        "prefill_s": ("vllm:request_prefill_time_seconds",),
+        "decode_s": ("vllm:request_decode_time_seconds",),
+        "tokens_in": ("vllm:request_prompt_tokens",),
+        "tokens_out": ("vllm:request_generation_tokens",),
+    },
+    flags={
+        "serve.max_running": "--max-num-seqs {value}",
+        "serve.max_tokens_per_step": "--max-num-batched-tokens {value}",
+        "serve.kv_dtype": "--kv-cache-dtype {value}",
+        "serve.prefix_cache": "--enable-prefix-caching",
+    },
+    replica="one more server behind a router, or --data-parallel-size {value}",
+)  # fmt: skip
+
+_SGLANG = Server(
+    name="sglang", prefix="sglang:",
+    values={
+        "running": ("sglang:num_running_reqs",),
+        "waiting": ("sglang:num_queue_reqs",),
+        "kv_used_fraction": ("sglang:token_usage",),
+        "kv_capacity_tokens": ("sglang:max_total_num_tokens",),
+        "prefix_hit_fraction": ("sglang:cache_hit_rate",),
+    },
+    totals={
+        "preemptions_total": ("sglang:num_retracted_requests_total",),
+        "tokens_in_total": ("sglang:prompt_tokens_total",),
+        "tokens_out_total": ("sglang:generation_tokens_total",),
+        "requests_total": ("sglang:num_requests_total",),
+        "prefix_hits_total": ("sglang:cached_tokens_total",),
+    },
+    histograms={
+        "ttft_s": ("sglang:time_to_first_token_seconds",),
+        "itl_s": ("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
+        "e2e_s": ("sglang:e2e_request_latency_seconds",),
+        "queue_s": ("sglang:queue_time_seconds", "sglang:request_queue_time_seconds"),
+        "tokens_in": ("sglang:prompt_tokens_histogram",),
+        "tokens_out": ("sglang:generation_tokens_histogram",),
+    },
+    flags={
+        "serve.max_running": "--max-running-requests {value}",
+        "serve.max_tokens_per_step": "--chunked-prefill-size {value}",
+        "serve.kv_dtype": "--kv-cache-dtype {value}_e5m2",
+        "serve.prefix_cache": "without --disable-radix-cache",
+    },
+    replica="one more server behind a router, or --dp-size {value}",
+)  # fmt: skip
+
+_TGI = Server(
+    name="tgi", prefix="tgi_",
+    values={"running": ("tgi_batch_current_size",), "waiting": ("tgi_queue_size",)},
+    totals={"requests_total": ("tgi_request_success", "tgi_request_success_total", "tgi_request_count")},
+    histograms={
+        "tpot_s": ("tgi_request_mean_time_per_token_duration",),
+        "e2e_s": ("tgi_request_duration",),
+        "queue_s": ("tgi_request_queue_duration",),
+        "tokens_in": ("tgi_request_input_length",),
+        "tokens_out": ("tgi_request_generated_tokens",),
+    },
+    flags={
+        "serve.max_running": "--max-batch-size {value}",
+        "serve.max_tokens_per_step": "--max-batch-prefill-tokens {value}",
+        "serve.kv_dtype": "--kv-cache-dtype {value}_e5m2",
+        "serve.prefix_cache": "USE_PREFIX_CACHING=1",
+    },
+    replica="one more server behind a load balancer",
+)  # fmt: skip
+
+
+def _ours() -> Server:
+    def named(kind: str) -> Names:
+        return {name: (prometheus_name(name),) for name, gauge in GAUGES.items() if gauge.kind == kind}
+
+    return Server(name="armillary", prefix="armillary_", values=named("value"), totals=named("counter"),
+                  histograms=named("histogram"), info="armillary_serve_info",
+                  replica="one more server, or a gateway over {value}")  # fmt: skip
+
+
+SERVERS = {server.name: server for server in (_ours(), _VLLM, _SGLANG, _TGI)}

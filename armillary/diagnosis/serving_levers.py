@@ -1,0 +1,247 @@
+"""Levers of a server, priced by playing the run's own requests again with each change.
+
+What counts is the gauge that limits: an objective that is missed, the rate where all requests came at once, else the
+time that the cause stretches. Of changes of one key the smallest that buys nearly all is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from armillary.diagnosis.finding import Finding, Lever
+from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.replay import Replay
+from armillary.diagnosis.service import Service
+from armillary.errors import ArmillaryError
+from armillary.planning.replica import Replica
+from armillary.planning.step_cost import StepCost, planned_step_cost
+from armillary.spec.params import parameters
+from armillary.spec.plan import Plan
+from armillary.store.home import Home
+from armillary.units import bytes_text, seconds_text
+
+NEARLY = 0.97
+"""of the best gain: a smaller change that buys as much is the better one"""
+HARM = {"ttft_p50_s": 1.5, "e2e_p50_s": 1.15, "tokens_out_per_s": 1.15}
+"""times that others may lose by a change of gaps: prompts that go in by parts end later themselves"""
+QUEUE = 0.1
+"""of a request's time: less waiting than that need not go"""
+_USABLE = 0.9
+"""of a device's memory"""
+_SMALLEST_CHUNK = 16
+
+Change = dict[str, Any]
+
+
+def levers_for(finding: Finding, reading: Reading, home: Home) -> tuple[Lever, ...]:
+    """Priced levers against a finding, best first; none where there is nothing to play again."""
+    plan = reading.plan
+    service = Service(reading, plan)
+    if plan is None or service.cost is None:
+        return ()
+    replay = Replay(service, plan.model, service.cost)
+    if len(replay.arrivals) < 2 or not reading.get("kv_capacity_tokens"):
+        return ()
+    make = _LEVERS.get(finding.rule)
+    found = make(finding, replay, home) if make is not None else []
+    return tuple(sorted(found, key=lambda lever: -lever.speedup))
+
+
+def limiting_gauge(finding: Finding, service: Service) -> str:
+    """What a lever against it has to better."""
+    if finding.cause == "prefill_interference":
+        return "itl_p99_s"
+    if service.missed:
+        return next(iter(service.missed))
+    if service.batch_job:
+        return "tokens_out_per_s"
+    return "ttft_p50_s" if finding.cause == "cache_misses" and service.queue_share < 0.5 else "e2e_p50_s"
+
+
+# --- by rule
+
+
+def _batching(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    change = {"serve.batching": "continuous"}
+    return _one(finding, replay, [change], lambda _: "start requests as soon as a row is free")
+
+
+def _more_rows(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    now, wanted = replay.service.serve.max_running, replay.service.wanted
+    tried: list[Change] = []
+    rows = 2 * now
+    while rows < 2 * wanted and len(tried) < 6:
+        tried.append({"serve.max_running": rows} | _budget_for(replay, rows))
+        rows *= 2
+    return _one(finding, replay, tried, lambda change: f"run {now} → {change['serve.max_running']} requests together")
+
+
+def _budget_for(replay: Replay, rows: int) -> Change:
+    """A step must have room for a token of everybody."""
+    return {"serve.max_tokens_per_step": rows} if rows > replay.service.serve.max_tokens_per_step else {}
+
+
+def _more_blocks(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    now, room = replay.kv_bytes, _room_bytes(replay)
+    tried = [{"serve.kv_bytes": int(now * times)} for times in (1.5, 2, 3, 4, 8) if now * (times - 1) <= room]
+    if not tried:  # the device is full: only another one helps
+        return _more_replicas(finding, replay, home)
+    return _one(finding, replay, tried,
+                lambda change: f"KV cache {bytes_text(now)} → {bytes_text(change['serve.kv_bytes'])}")  # fmt: skip
+
+
+def _cache_on(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    return _one(finding, replay, [{"serve.prefix_cache": True}], lambda _: "keep the beginnings of prompts")
+
+
+def _smaller_chunks(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    """The best gaps that cost nobody much: prompts take more steps, so that their own first token comes later."""
+    mixed = [one for one in replay.service.reading.steps if one.get("decode_tokens")]
+    largest = max((one.get("prefill_tokens", 0) for one in mixed), default=0)
+    size = _SMALLEST_CHUNK
+    tried: list[Change] = []
+    while size < largest:
+        tried.append({"serve.prefill_tokens": size})
+        size *= 2
+    kept = [change for change in tried if not _harms(replay, change)]
+    return _one(finding, replay, kept[::-1],
+                lambda change: f"{change['serve.prefill_tokens']} prompt tokens a step beside decodes")  # fmt: skip
+
+
+def _larger_steps(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    serve = replay.service.serve
+    now = serve.max_tokens_per_step
+    tried: list[Change] = [{"serve.max_tokens_per_step": now * times} for times in (2, 4, 8)]
+    if serve.prefill_tokens is not None:
+        tried = [{"serve.prefill_tokens": min(now, serve.prefill_tokens * times)} for times in (2, 4, 8, 16)] + tried
+    return _one(finding, replay, tried, lambda change: "more prompt tokens a step")
+
+
+def _more_replicas(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    """As many as are needed for the queue to go."""
+    counts = [count for count in (2, 3, 4, 6, 8, 12, 16) if count < len(replay.arrivals)]
+    enough = next((count for count in counts if not _waits(replay, {"layout.dp": count})), counts[-1] if counts else 0)
+    tried: list[Change] = [{"layout.dp": enough}] if enough else []
+    found = _one(finding, replay, tried, lambda change: f"{change['layout.dp']} servers behind one address")
+    return [replace(lever, action=f"start {lever.change['layout.dp']} servers and deal requests out in turn",
+                    risk=f"{lever.change['layout.dp']} × the devices") for lever in found]  # fmt: skip
+
+
+def _graphs(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    """Steps that are launched as one take what the device needs: what was waited for where that was seen, else what
+    the planner says of such steps; never less than the host still takes to decide one."""
+    plan = replay.service.plan
+    assert plan is not None
+    cost = launched_at_once(replay.service, plan)
+    if cost is None:
+        return []
+    change = {"serve.graphs": True}
+    gauge = limiting_gauge(finding, replay.service)
+    gain = replay.speedup(gauge, change, cost)
+    if gain is None:
+        return []
+    return [Lever(title="launch steps as CUDA graphs", change=change, speedup=gain, of=gauge,
+                  risk="some seconds to capture them at the start",
+                  basis="planner's device time of the same steps, requests played again")]  # fmt: skip
+
+
+def launched_at_once(service: Service, plan: Plan) -> StepCost | None:
+    """What steps would cost without their launches."""
+    if service.cost is None:
+        return None
+    try:
+        replica = Replica(config=plan.model, cluster=plan.cluster)
+        planned = planned_step_cost(replica, context=int(service.context) or 512)
+    except ArmillaryError:
+        return None
+    decided = service.reading.get("engine_schedule_s") or 0.0
+    base = max(planned.base_s, decided)
+    return replace(planned, base_s=min(base, service.cost.base_s), waits=True)
+
+
+def _overlap(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    reading = replay.service.reading
+    step, decided = reading.get("engine_step_s") or 0.0, reading.get("engine_schedule_s") or 0.0
+    if step <= decided:
+        return []
+    return [Lever(title="decide the next step while one runs", change={"serve.overlap": True}, of="engine_step_s",
+                  speedup=step / max(step - decided, decided), basis="Amdahl over the parts of a step")]  # fmt: skip
+
+
+# --- parts
+
+
+def _one(
+    finding: Finding, replay: Replay, tried: Iterable[Change], title: Callable[[Mapping[str, Any]], str]
+) -> list[Lever]:
+    """Of changes that go ever further the first that buys nearly as much as the best."""
+    gauge = limiting_gauge(finding, replay.service)
+    priced = []
+    for change in tried:
+        gain = _gain(replay, gauge, change)
+        if gain is not None:
+            priced.append((change, gain))
+    best = max((gain for _, gain in priced), default=0.0)
+    for change, gain in priced:
+        if gain - 1 >= NEARLY * (best - 1):
+            return [Lever(title=title(change), change=change, speedup=gain, of=gauge, risk=_risk(replay, change),
+                          basis=_basis(replay, gauge))]  # fmt: skip
+    return []
+
+
+def _gain(replay: Replay, gauge: str, change: Change) -> float | None:
+    try:
+        return replay.speedup(gauge, change)
+    except ArmillaryError:  # settings that do not go together
+        return None
+
+
+def _waits(replay: Replay, change: Change) -> bool:
+    """Whether requests still wait for a good part of their time, or an objective is still missed."""
+    gauges, objective = replay.simulated(change).gauges, replay.service.objective
+    late = any(gauges.get(name, 0.0) > getattr(objective, name) for name in replay.service.missed)
+    return late or gauges.get("queue_p50_s", 0.0) > QUEUE * gauges.get("e2e_p50_s", 0.0)
+
+
+def _harms(replay: Replay, change: Change) -> bool:
+    """Whether others lose more than they should."""
+    return any((gain := replay.speedup(gauge, change)) is not None and gain * most < 1 for gauge, most in HARM.items())
+
+
+def _risk(replay: Replay, change: Change) -> str:
+    """What it costs: memory, and times of others that get longer."""
+    said = []
+    if "serve.kv_bytes" in change:
+        said.append(f"+ {bytes_text(change['serve.kv_bytes'] - replay.kv_bytes)} of memory")
+    now, then = replay.simulated().gauges, replay.simulated(change).gauges
+    for name, what in (("ttft_p99_s", "TTFT p99"), ("itl_p99_s", "ITL p99")):
+        before, after = now.get(name), then.get(name)
+        if before and after and after > 1.05 * before:
+            said.append(f"{what} {seconds_text(before)} → {seconds_text(after)}")
+    return ", ".join(said) or "none"
+
+
+def _basis(replay: Replay, gauge: str) -> str:
+    off, cost = replay.off_by(gauge), replay.cost
+    known = f"; the run as it was comes out within {off:.0%}" if off is not None else ""
+    return f"{len(replay.arrivals)} requests played again, steps {cost.basis}{known}"
+
+
+def _room_bytes(replay: Replay) -> float:
+    """Memory that is left beside weights and cache; where the device's is not known, as much as the cache takes."""
+    plan, config = replay.service.plan, replay.config
+    memory = plan.cluster.chip.memory_bytes if plan is not None else None
+    if not memory:
+        return 8.0 * replay.kv_bytes
+    return max(0.0, _USABLE * memory - 2 * parameters(config).total - replay.kv_bytes)
+
+
+_LEVERS: dict[str, Callable[[Finding, Replay, Home], list[Lever]]] = {
+    "static_batching": _batching, "batch_too_small": _more_rows, "kv_pressure": _more_blocks,
+    "preemption": _more_blocks, "prefix_cache_off": _cache_on, "prefix_cache_too_small": _more_blocks,
+    "prefill_interference": _smaller_chunks, "queueing": _larger_steps, "too_few_replicas": _more_replicas,
+    "graphs_off": _graphs, "deciding_alone": _overlap,
+}  # fmt: skip
+"""rule -> who prices its levers"""

@@ -1,0 +1,242 @@
+"""Levers of training: for each cause the changes that act on it, priced by the planner on what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import ceil
+
+from armillary.diagnosis.finding import Cause, Finding, Lever
+from armillary.diagnosis.pricing import Priced, Pricing, pricing_of
+from armillary.diagnosis.reading import Reading
+from armillary.profiling.amdahl import speedup
+from armillary.store.home import Home
+
+PLANNER = "planner, on the measured parts of a step"
+AMDAHL = "Amdahl over the measured parts of a step"
+CALM = 0.01
+"""share of the time that checkpoints or validations are brought down to"""
+MOST_WORKERS = 16
+SPARE = 1.25
+"""loader workers beyond what the step needs, since they are not equally quick"""
+FREED = 0.06
+"""share of what is held that a change must free to be of use to a device that is full"""
+EVEN = 1.3
+"""load of the busiest expert over the mean that routers with a balance loss settle at"""
+_Levers = Callable[[Finding, Reading, "Pricing | None"], Iterator[Lever]]
+
+
+def levers_for(finding: Finding, reading: Reading, home: Home) -> tuple[Lever, ...]:
+    """Against one finding, best first."""
+    make = _AGAINST.get(finding.cause)
+    if make is None:
+        return ()
+    found = list(make(finding, reading, pricing_of(reading, home)))
+    return tuple(sorted(found, key=lambda lever: -lever.speedup))
+
+
+def _lever(priced: Priced | None, title: str, *, risk: str = "", basis: str = PLANNER) -> Iterator[Lever]:
+    if priced is not None:
+        yield Lever(title=title, change=priced.change, speedup=priced.speedup, risk=risk or priced.risk, basis=basis)
+
+
+# --- inner loop
+
+
+def _workers(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    """Workers share the reading; a loader that reads ahead and still is late takes as long as a step for a batch."""
+    if pricing is None or pricing.parts is None or pricing.plan.data is None:
+        count = min(MOST_WORKERS, max(2, ceil(SPARE / max(0.05, 1 - finding.share))))
+        yield Lever(title="read ahead in loader processes", action=f"DataLoader(…, num_workers={count})",
+                    speedup=speedup(min(0.99, finding.share), float("inf")), basis=AMDAHL,
+                    risk="a core and a copy of the reader each")  # fmt: skip
+        return
+    parts, now = pricing.parts, max(1, pricing.plan.data.workers)
+    busy = max(1e-9, parts.step - parts.data_wait)
+    count = min(MOST_WORKERS, max(2, now + 1, ceil(SPARE * now * parts.step / busy)))
+    wait = max(0.0, parts.step * now / count - busy)
+    yield from _lever(pricing.priced({"data.workers": count}, data_wait=wait), f"loader workers "
+                      f"{pricing.plan.data.workers} → {count}", basis=AMDAHL,
+                      risk="a core and a copy of the reader each")  # fmt: skip
+
+
+def _micro_batches(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    """Fewer, larger micro-batches: the same tokens in fewer launches."""
+    if pricing is None:
+        return
+    layout, job = pricing.plan.layout, pricing.plan.train
+    assert job is not None
+    rows = job.batch_tokens // job.sequence // layout.dp
+    sizes = [layout.micro_batch * times for times in (2, 4, 8, 16, 32) if rows % (layout.micro_batch * times) == 0]
+    found = [one for size in sizes if (one := pricing.price({"layout.micro_batch": size})) is not None]
+    for priced in _best(found):
+        yield from _lever(priced, f"micro-batch {layout.micro_batch} → {priced.change['layout.micro_batch']}")
+
+
+def _best(found: list[Priced]) -> list[Priced]:
+    """The quickest; a smaller one that comes within a hundredth of it takes less memory."""
+    if not found:
+        return []
+    top = max(one.speedup for one in found)
+    return [next(one for one in found if one.speedup >= 0.99 * top)]
+
+
+def _narrower(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    if pricing is not None:
+        yield from _lever(pricing.price({"layout.precision": "bf16"}), "matrix products in bf16",
+                          risk="products lose digits; weights and sums stay in fp32")  # fmt: skip
+
+
+def _off_the_host(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    yield Lever(title="take the host's work out of the step", speedup=speedup(min(0.99, finding.share), float("inf")),
+                action="armillary profile names the line: read values later, log less often, move work to a process",
+                basis=AMDAHL)  # fmt: skip
+
+
+def _launching(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    yield from _micro_batches(finding, reading, pricing)
+
+
+def _computing(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    yield from _micro_batches(finding, reading, pricing)
+
+
+# --- training loop
+
+
+def _talk_less(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    """Axes that exchange less: data instead of tensor parallelism, weights that stay whole."""
+    if pricing is None:
+        return
+    layout = pricing.plan.layout
+    if layout.tp > 1:
+        for tp in {1, layout.tp // 2}:
+            change = {"layout.tp": tp, "layout.dp": layout.dp * layout.tp // tp}
+            yield from _lever(pricing.price(change), f"tp {layout.tp} → {tp}, dp {layout.dp} → {change['layout.dp']}")
+    for zero in range(layout.zero) if layout.dp > 1 else ():
+        yield from _lever(pricing.price({"layout.zero": zero}), f"zero {layout.zero} → {zero}")
+    if layout.cp > 1:
+        change = {"layout.cp": 1, "layout.dp": layout.dp * layout.cp}
+        yield from _lever(pricing.price(change), f"cp {layout.cp} → 1, dp {layout.dp} → {change['layout.dp']}")
+    if layout.ep > 1:
+        yield from _lever(pricing.price({"layout.ep": 1}), f"ep {layout.ep} → 1")
+    if layout.zero == 3:
+        yield from _micro_batches(finding, reading, pricing)
+
+
+def _fill_the_pipe(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    if pricing is None:
+        return
+    layout = pricing.plan.layout
+    smaller = [size for size in range(1, layout.micro_batch) if layout.micro_batch % size == 0]
+    found = [one for size in smaller if (one := pricing.price({"layout.micro_batch": size})) is not None]
+    for priced in sorted(found, key=lambda one: -one.speedup)[:1]:
+        yield from _lever(priced, f"micro-batch {layout.micro_batch} → {priced.change['layout.micro_batch']}, "
+                          "so more of them")  # fmt: skip
+    if layout.schedule != "zero_bubble":
+        yield from _lever(pricing.price({"layout.schedule": "zero_bubble"}), "zero-bubble schedule")
+    if layout.interleave == 1:
+        change = {"layout.schedule": "interleaved", "layout.interleave": 2}
+        yield from _lever(pricing.price(change), "two chunks of layers a stage")
+    change = {"layout.pp": 1, "layout.dp": layout.dp * layout.pp, "layout.schedule": "1f1b", "layout.interleave": 1}
+    yield from _lever(pricing.price(change), f"pp {layout.pp} → 1, dp {layout.dp} → {change['layout.dp']}")
+
+
+def _replace_rank(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    rank = next((int(one.value) for one in finding.evidence if one.gauge == "slowest_rank"), 0)
+    yield Lever(title=f"look at rank {rank}", speedup=speedup(min(0.99, finding.share), float("inf")), basis=AMDAHL,
+                action=f"see what else runs beside rank {rank}, its clock and its links; take the machine out if it "
+                "stays slow")  # fmt: skip
+
+
+def _keep_activations(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    if pricing is None:
+        return
+    kind = pricing.plan.layout.recompute
+    weaker = {"full": ("none", "selective"), "selective": ("none",), "none": ()}[kind]
+    for other in weaker:
+        yield from _lever(pricing.price({"layout.recompute": other}), f"recompute {kind} → {other}")
+
+
+def _keep_here(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    if pricing is not None:
+        what = pricing.plan.layout.offload
+        yield from _lever(pricing.price({"layout.offload": "none"}), f"offload {what} → none")
+
+
+def _make_room(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    """What takes least time of what frees a tenth of the device; bought is memory, paid is time."""
+    if pricing is None:
+        return
+    layout = pricing.plan.layout
+    half = layout.micro_batch // 2
+    changes: dict[str, dict[str, object]] = {
+        "recompute none → selective": {"layout.recompute": "selective"},
+        f"micro-batch {layout.micro_batch} → {half}": {"layout.micro_batch": half},
+        f"zero {layout.zero} → {min(3, layout.zero + 1)}": {"layout.zero": min(3, layout.zero + 1)},
+        "recompute whole layers": {"layout.recompute": "full"},
+        "optimiser states on the host": {"layout.offload": "optimizer"},
+    }
+    if layout.recompute != "none":
+        changes.pop("recompute none → selective")
+    for title, change in changes.items():
+        priced = pricing.price(change)
+        held = pricing.held_bytes
+        if priced is None or priced.memory_bytes > -FREED * held:
+            continue
+        slower = f"a step takes {1 / priced.speedup:.2f} times as long" if priced.speedup < 0.995 else "none"
+        yield Lever(title=title, change=change, speedup=held / (held + priced.memory_bytes), of="memory_peak_bytes",
+                    risk=slower, basis="planner")  # fmt: skip
+
+
+def _balance(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    """What balancing brings the busiest expert's load down to; where experts lie on several ranks that is time."""
+    heavy = next((one.value for one in finding.evidence if one.gauge == "expert_load_max_over_mean"), 1.0)
+    plan = reading.plan
+    moe = plan.model.moe if plan is not None else None
+    job = plan.train if plan is not None else None
+    change: dict[str, object] = {}
+    if moe is not None and job is not None:
+        weight = moe.aux_loss if job.balance_loss is None else job.balance_loss
+        change = {"train.balance_loss": max(0.01, 10 * weight)} if weight < 0.1 else {"train.expert_capacity": EVEN}
+    yield Lever(title="balance the experts", change=change, speedup=max(1.0, heavy / EVEN),
+                of="expert_load_max_over_mean", basis="load measured against balanced",
+                action="" if change else "raise the weight of the balance loss",
+                risk="the loss has one more term")  # fmt: skip
+
+
+def _save_less(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    if pricing is None or pricing.parts is None or pricing.plan.train is None:
+        return
+    every = pricing.plan.train.save_every
+    period = _rounded(every * pricing.parts.share(pricing.parts.checkpoint) / CALM, every)
+    seconds = pricing.parts.checkpoint * every / period
+    yield from _lever(pricing.priced({"train.save_every": period}, checkpoint=seconds),
+                      f"checkpoints every {every} → {period} steps", basis=AMDAHL,
+                      risk=f"a failure costs up to {period} steps")  # fmt: skip
+
+
+def _validate_less(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    if pricing is None or pricing.parts is None or pricing.plan.train is None:
+        return
+    every = pricing.plan.train.eval_every
+    period = _rounded(every * pricing.parts.share(pricing.parts.validation) / CALM, every)
+    seconds = pricing.parts.validation * every / period
+    yield from _lever(pricing.priced({"train.eval_every": period}, validation=seconds),
+                      f"validation every {every} → {period} steps", basis=AMDAHL,
+                      risk="the validation loss is seen less often")  # fmt: skip
+
+
+def _rounded(wanted: float, least: int) -> int:
+    """A round number of steps, 1, 2 or 5 times a power of ten, at least twice what it was."""
+    enough = max(wanted, 2.0 * least)
+    power = int("1" + "0" * (len(str(int(enough))) - 1))
+    return next(power * times for times in (1, 2, 5, 10, 20) if power * times >= 0.99 * enough)
+
+
+_AGAINST: dict[Cause, _Levers] = {
+    "data_starvation": _workers, "launch_overhead": _launching, "sync": _off_the_host, "precision": _narrower,
+    "compute": _computing, "memory_bandwidth": _computing, "exposed_communication": _talk_less,
+    "bubble": _fill_the_pipe, "straggler": _replace_rank, "needless_recompute": _keep_activations,
+    "needless_offload": _keep_here, "memory_pressure": _make_room, "expert_imbalance": _balance,
+    "checkpoint_stall": _save_less, "validation_stall": _validate_less,
+}  # fmt: skip

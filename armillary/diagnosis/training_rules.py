@@ -1,0 +1,214 @@
+"""Rules of the training loop: do many devices act like one, and is anything done that need not be?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from statistics import median
+
+from armillary.diagnosis.finding import Cause, Evidence, Finding
+from armillary.diagnosis.parts import Parts, parts_of
+from armillary.diagnosis.reading import Reading
+from armillary.spec.plan import Plan
+from armillary.units import bytes_text, seconds_text
+
+Rule = Callable[[Reading, Plan | None], Finding | None]
+
+EXPOSED = 0.08
+"""share of the time in exchanges that nothing hides, from which a layout is worth another look"""
+IDLE_STAGES = 0.08
+"""share of pipeline idle time that a few more micro-batches would not bring below"""
+STRAGGLES = 0.08
+"""share by which one and the same rank is later than the others: machines of one kind differ by less"""
+STAGES_DIFFER = 0.3
+"""with pipeline stages, whose work is not equal: the same against the stage's own work"""
+SAME_RANK = 0.6
+"""share of the steps in which the slowest rank is the same one; chance gives 1 / ranks"""
+STALLS = 0.04
+"""share of the time in checkpoints or validations, where a few hundredths are usual"""
+FULL = 0.95
+"""share of a device's memory beyond which the allocator has to search, and a longer batch fails"""
+COLLAPSED = 0.5
+"""how far the load of the busiest expert is from even (0) to all tokens on the fewest experts (1)"""
+UNUSED = 0.25
+"""share of experts that hardly see a token"""
+
+
+def exposed_communication(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Exchanges that no computation hides; waiting for one slow rank is that rank's fault."""
+    parts = parts_of(reading)
+    if parts is None:
+        share = reading.get("comm_exposed_fraction") or 0.0
+        return _exposed(share, None, reading) if share >= EXPOSED else None
+    late = spread(reading)
+    waiting = parts.comm_exposed - (late.seconds if late is not None and late.rank != 0 else 0.0)
+    share = parts.share(waiting)
+    return _exposed(share, parts, reading) if share >= EXPOSED else None
+
+
+def _exposed(share: float, parts: Parts | None, reading: Reading) -> Finding:
+    expected = reading.predicted("comm_exposed_s")
+    seconds = parts.comm_exposed if parts else share * (reading.get("step_s") or 0.0)
+    evidence = Evidence(gauge="comm_exposed_s", value=seconds, expected=expected, against="plan" if expected else "")
+    return Finding(loop="training", cause="exposed_communication", rule="exposed_communication", share=share,
+                   evidence=(evidence,), says=f"ranks talk for {seconds_text(seconds)} a step with nothing computing "
+                   f"beside it ({share:.0%} of the time)")  # fmt: skip
+
+
+def bubble(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Pipeline stages stand idle while the pipeline fills and drains."""
+    parts = parts_of(reading)
+    if parts is None or parts.share(parts.bubble) < IDLE_STAGES:
+        return None
+    share, expected = parts.share(parts.bubble), reading.predicted("bubble_s")
+    evidence = [Evidence(gauge="bubble_s", value=parts.bubble, expected=expected, against="plan" if expected else "")]
+    count = reading.predicted("micro_batches")
+    if count:
+        evidence.append(Evidence(gauge="micro_batches", value=count))
+    few = f"; {count:.0f} micro-batches a step are few for {plan.layout.pp} stages" if plan and count else ""
+    return Finding(loop="training", cause="bubble", rule="bubble", share=share, evidence=tuple(evidence),
+                   says=f"pipeline stages stand idle {share:.0%} of the time{few}")  # fmt: skip
+
+
+def straggler(reading: Reading, plan: Plan | None) -> Finding | None:
+    """One and the same rank is late, and all others wait for it."""
+    parts, late = parts_of(reading), spread(reading)
+    if parts is None or late is None:
+        return None
+    share = parts.share(late.seconds)
+    least = STAGES_DIFFER if plan is not None and plan.layout.pp > 1 else STRAGGLES
+    if share < least:
+        return None
+    evidence = (Evidence(gauge="rank_spread_s", value=late.seconds, expected=STRAGGLES * parts.step,
+                         against="most that equal machines differ by"),
+                Evidence(gauge="slowest_rank", value=float(late.rank)))  # fmt: skip
+    return Finding(loop="training", cause="straggler", rule="straggler", share=share, evidence=evidence,
+                   says=f"rank {late.rank} takes {seconds_text(late.seconds)} longer than the others, in "
+                   f"{late.often:.0%} of the steps; all wait for it")  # fmt: skip
+
+
+class Late:
+    """One rank that is later than the others."""
+
+    def __init__(self, rank: int, seconds: float, often: float) -> None:
+        self.rank, self.seconds, self.often = rank, seconds, often
+
+
+def spread(reading: Reading) -> Late | None:
+    """The rank that is slowest most often, and by how much on the whole: steps in which another one was count against
+    it, as on a busy machine now one and now the other is late."""
+    found = [(int(one["slowest_rank"]), float(one["rank_spread_s"])) for one in reading.steps if "rank_spread_s" in one]
+    if not found:
+        return None
+    rank, times = Counter(rank for rank, _ in found).most_common(1)[0]
+    often = times / len(found)
+    net = median(seconds if slow == rank else -seconds for slow, seconds in found)
+    return Late(rank, net, often) if often >= SAME_RANK and net > 0 else None
+
+
+def needless_recompute(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Activations are made again; whether they would fit is for the lever to say."""
+    if plan is None or plan.train is None or plan.layout.recompute == "none":
+        return None
+    step = reading.get("step_s")
+    spent = reading.get("recompute_s")
+    if not step or spent is None:
+        spent, step = reading.predicted("recompute_s"), reading.predicted("step_s")
+    if not spent or not step:
+        return None
+    evidence = [Evidence(gauge="recompute_s", value=spent), *_memory(reading, plan)]
+    return Finding(loop="training", cause="needless_recompute", rule="needless_recompute", share=min(1.0, spent / step),
+                   evidence=tuple(evidence), says=f"{seconds_text(spent)} of a step make activations again though "
+                   "there is memory to keep them")  # fmt: skip
+
+
+def needless_offload(reading: Reading, plan: Plan | None) -> Finding | None:
+    """States or activations wait elsewhere; whether they would fit is for the lever to say."""
+    if plan is None or plan.train is None or plan.layout.offload == "none":
+        return None
+    step, spent = reading.get("step_s"), reading.get("offload_s")
+    if not step or spent is None:
+        spent, step = reading.predicted("offload_s"), reading.predicted("step_s")
+    moved = reading.get("offloaded_bytes") or reading.predicted("offloaded_bytes") or 0.0
+    share = min(1.0, (spent or 0.0) / step) if step else 0.0
+    evidence = [Evidence(gauge="offloaded_bytes", value=moved), *_memory(reading, plan)]
+    return Finding(loop="training", cause="needless_offload", rule="needless_offload", share=share,
+                   evidence=tuple(evidence), says=f"{bytes_text(moved)} wait in host memory or on disk though the "
+                   "device has room for them")  # fmt: skip
+
+
+def memory_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
+    """The device is so full that a longer batch, or fragmentation, ends the run."""
+    used = reading.get("memory_reserved_bytes") or reading.get("memory_peak_bytes")
+    room = plan.cluster.chip.memory_bytes if plan is not None else None
+    if plan is None or not used or not room or plan.cluster.chip.kind == "cpu" or used / room < FULL:
+        return None
+    return Finding(loop="training", cause="memory_pressure", rule="memory_pressure", share=1e-3,
+                   evidence=tuple(_memory(reading, plan)), says=f"{bytes_text(used)} of {bytes_text(room)} are taken: "
+                   "the allocator has nothing to spare")  # fmt: skip
+
+
+def _memory(reading: Reading, plan: Plan) -> list[Evidence]:
+    used, room = reading.get("memory_peak_bytes"), plan.cluster.chip.memory_bytes
+    if not used:
+        return []
+    return [Evidence(gauge="memory_peak_bytes", value=used, expected=room, against="the device's memory")]
+
+
+def expert_imbalance(reading: Reading, plan: Plan | None) -> Finding | None:
+    """A few experts get the tokens of all: the others are dead weight, and their ranks wait."""
+    heavy, unused = _late_median(reading, "expert_load_max_over_mean"), _late_median(reading, "expert_tail_fraction")
+    moe = plan.model.moe if plan is not None else None
+    if heavy is None:
+        return None
+    most = moe.num_experts / max(1, moe.top_k) if moe is not None else max(heavy, 2.0)
+    skew = (heavy - 1) / (most - 1) if most > 1 else 0.0
+    if skew < COLLAPSED and (unused or 0.0) < UNUSED:
+        return None
+    evidence = [Evidence(gauge="expert_load_max_over_mean", value=heavy, expected=1.0, against="even load")]
+    if unused is not None:
+        evidence.append(Evidence(gauge="expert_tail_fraction", value=unused, expected=0.0, against="even load"))
+    return Finding(loop="training", cause="expert_imbalance", rule="expert_imbalance",
+                   share=max(1 - 1 / heavy, unused or 0.0), evidence=tuple(evidence),
+                   says=f"the busiest expert gets {heavy:.1f} times the mean load, {unused or 0.0:.0%} of the experts "
+                   "hardly any")  # fmt: skip
+
+
+def _late_median(reading: Reading, gauge: str) -> float | None:
+    """Over the second half of the steps: a router begins uneven by chance."""
+    found = reading.series(gauge)
+    return median(found[len(found) // 2 :]) if found else None
+
+
+def checkpoint_stall(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Checkpoints come so often that the run mostly saves."""
+    parts = parts_of(reading)
+    job = plan.train if plan is not None else None
+    if parts is None or job is None or parts.share(parts.checkpoint) < STALLS:
+        return None
+    return _stall("checkpoint_stall", "checkpoint_stall_s", parts, parts.checkpoint, job.save_every, "saving")
+
+
+def validation_stall(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Validation comes so often, or reads so much, that the run mostly validates."""
+    parts = parts_of(reading)
+    job = plan.train if plan is not None else None
+    if parts is None or job is None or parts.share(parts.validation) < STALLS:
+        return None
+    return _stall("validation_stall", "validation_s", parts, parts.validation, job.eval_every, "validating")
+
+
+def _stall(cause: Cause, gauge: str, parts: Parts, each: float, period: int, doing: str) -> Finding:
+    share, once = parts.share(each), each * period
+    evidence = (Evidence(gauge=gauge, value=once, expected=STALLS * parts.whole * period,
+                         against=f"most a healthy run has in {period} steps"),
+                Evidence(gauge="step_s", value=parts.step))  # fmt: skip
+    return Finding(loop="training", cause=cause, rule=cause, share=share, evidence=evidence,
+                   says=f"{doing} takes {seconds_text(once)} every {period} steps of {seconds_text(parts.step)}: "
+                   f"{share:.0%} of the time")  # fmt: skip
+
+
+RULES: tuple[Rule, ...] = (
+    exposed_communication, bubble, straggler, needless_recompute, needless_offload, memory_pressure, expert_imbalance,
+    checkpoint_stall, validation_stall,
+)  # fmt: skip

@@ -1,0 +1,155 @@
+"""What an engine step takes, fitted to the steps of a run: a line in its tokens, its keys and its pairs.
+
+    seconds = base + prefill·b + decode·(b + c) + context·d + pairs·e,   all of them at least 0
+
+A decode goes through the same products as a prompt's token, so it costs no less. Robust least squares: relative errors
+count, and steps far off the line (a cold start, another process) count less (Huber, 1964). Where steps are too alike to
+tell numbers apart, the base is taken first. With few steps the planner's roofline stands in, scaled to those there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from armillary.planning.replica import Replica
+
+Array = Any
+"""of numpy's numbers"""
+PARTS = ("prefill_tokens", "decode_tokens", "context_tokens", "prefill_pairs")
+"""gauges of a step that its time is made of, besides the base"""
+LEAST_STEPS = 12
+"""fewer say too little about five numbers"""
+_ROUNDS = 8
+_WORTH = 0.02
+"""of the squares: a further number must save more, or it fits the noise and says nonsense of larger steps"""
+_RIDGE = 1e-12
+"""of the squares: where columns are the same, so that there is an answer"""
+_STALL = 3.0
+"""times what its kind takes: a step that took longer waited for something else"""
+_FAR = 1.345
+"""residuals beyond so many deviations count less: 95 % as good as plain squares where errors are normal"""
+_WARM_UP = 2
+"""first steps are left out where there are enough: kernels are chosen and memory is touched there"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """Seconds of an engine step."""
+
+    base_s: float
+    """whatever is in it"""
+    prefill_s: float = 0.0
+    """a prompt token"""
+    decode_s: float = 0.0
+    """a decode"""
+    context_s: float = 0.0
+    """a key that a decode reads"""
+    pair_s: float = 0.0
+    """a pair of a prompt's query and key"""
+    waits: bool = False
+    """the device works beside the host, which waits for it; else the host is busy all along"""
+    error: float = 0.0
+    """median of |predicted − taken| over taken, of single steps"""
+    steps: int = 0
+    """that it was fitted to"""
+    basis: str = "given"
+    """where it comes from"""
+
+    def seconds(self, prefill: float, decode: float, context: float = 0.0, pairs: float = 0.0) -> float:
+        """Of a step with so many tokens of prompts and decodes."""
+        return (self.base_s + prefill * self.prefill_s + decode * self.decode_s + context * self.context_s
+                + pairs * self.pair_s)  # fmt: skip
+
+    def of(self, step: Mapping[str, Any]) -> float:
+        """Of a recorded step."""
+        return self.seconds(*(float(step.get(name, 0.0)) for name in PARTS))
+
+
+def fit_step_cost(steps: Sequence[Mapping[str, Any]]) -> StepCost | None:
+    """The line through a run's step records; none where there are too few of them."""
+    known = [one for one in steps if "engine_step_s" in one and one["engine_step_s"] > 0 and "decode_tokens" in one]
+    known = known[_WARM_UP:] if len(known) >= LEAST_STEPS + _WARM_UP else known
+    if len(known) < LEAST_STEPS:
+        return None
+    parts = np.array([[1.0, *(float(one.get(name, 0.0)) for name in PARTS)] for one in known])
+    parts[:, 1] += parts[:, 2]  # all tokens, and of these the decodes
+    taken = np.array([float(one["engine_step_s"]) for one in known])
+    found = _robust(parts, taken)
+    error = float(np.median(np.abs(parts @ found - taken) / taken))
+    found *= _mean_ratio(parts @ found, taken)
+    waited = sum(float(one.get("engine_wait_s", 0.0)) for one in known)
+    return StepCost(
+        base_s=float(found[0]), prefill_s=float(found[1]), decode_s=float(found[1] + found[2]),
+        context_s=float(found[3]),
+        pair_s=float(found[4]), waits=waited > 0.5 * float(taken.sum()), error=error, steps=len(known),
+        basis=f"fitted to {len(known)} steps, ± {error:.0%} each",
+    )  # fmt: skip
+
+
+def _mean_ratio(predicted: Array, taken: Array) -> float:
+    """What all steps took together over what the line says, so that sums come out right where single steps scatter
+    upwards; one that waited for something else counts as if it had not waited longer than `_STALL` allows."""
+    whole = float(predicted.sum())
+    return float(np.minimum(taken, _STALL * np.maximum(predicted, 1e-12)).sum()) / whole if whole else 1.0
+
+
+def _robust(parts: Array, taken: Array) -> Array:
+    """Non-negative least squares of relative errors, far ones counting less with every round."""
+    weights, usual = np.ones(len(taken)), float(np.median(taken))
+    found = np.zeros(parts.shape[1])
+    for _ in range(_ROUNDS):
+        scale = np.sqrt(weights) / np.sqrt(taken * usual)  # between absolute and relative: long steps count, not alone
+        before, found = found, _non_negative(parts * scale[:, None], taken * scale)
+        errors = np.abs(parts @ found - taken) / np.sqrt(taken * usual)
+        spread = 1.4826 * float(np.median(errors)) or 1e-12
+        weights = np.minimum(1.0, _FAR * spread / np.maximum(errors, 1e-15))
+        if np.allclose(before, found, rtol=1e-6, atol=0.0):
+            break
+    return found
+
+
+def _non_negative(rows: Array, wanted: Array) -> Array:
+    """Least squares with no number below 0: of all choices of numbers that are 0, but never the first, the best that
+    leaves none below."""
+    size = np.maximum(np.abs(rows).max(axis=0), 1e-30)  # columns of one size, so that none is lost to rounding
+    rows, count = rows / size, rows.shape[1]
+    products, sums = rows.T @ rows, rows.T @ wanted
+    whole = float(wanted @ wanted)
+    best, least = np.zeros(count), whole
+    for chosen in ((0, *kept) for much in range(count) for kept in combinations(range(1, count), much)):
+        mine = products[np.ix_(chosen, chosen)] + _RIDGE * whole * np.eye(len(chosen))
+        found = np.linalg.solve(mine, sums[list(chosen)])
+        if (found < 0).any():
+            continue
+        left = whole - 2 * float(found @ sums[list(chosen)]) + float(found @ mine @ found)
+        squares = max(left, 0.0) * (1 + _WORTH * len(chosen))
+        if squares < least * (1 - 1e-9):
+            best, least = np.zeros(count), squares
+            best[list(chosen)] = found
+    return best / size
+
+
+def planned_step_cost(replica: Replica, *, context: int = 512, steps: Sequence[Mapping[str, Any]] = ()) -> StepCost:
+    """The planner's roofline as a line, through a few of its steps; scaled to measured ones where there are any."""
+    few, many, chunk = 1, 64, 512
+    one, lots = replica.decode(few, context).total_s, replica.decode(many, context).total_s
+    longer = replica.decode(many, 2 * context).total_s
+    key_s = max(0.0, longer - lots) / (many * context)
+    decode_s = max(0.0, (lots - one) / (many - few) - context * key_s)
+    short, long = replica.prefill(chunk).total_s, replica.prefill(2 * chunk).total_s
+    made = StepCost(base_s=max(0.0, one - decode_s - context * key_s), prefill_s=max(0.0, (long - short) / chunk),
+                    decode_s=decode_s, context_s=key_s, waits=True, basis="planner's roofline")  # fmt: skip
+    ratios = [one["engine_step_s"] / made.of(one) for one in steps if one.get("engine_step_s", 0) > 0 and made.of(one)]
+    if not ratios:
+        return made
+    times = median(ratios)
+    return StepCost(base_s=made.base_s * times, prefill_s=made.prefill_s * times, decode_s=made.decode_s * times,
+                    context_s=made.context_s * times, waits=True, steps=len(ratios),
+                    basis=f"planner's roofline × {times:.2g}, after {len(ratios)} steps")  # fmt: skip

@@ -1,0 +1,101 @@
+"""One lever, pulled: a run, what is predicted for it, the run with the lever, and what it brought.
+
+The prediction is written down (diagnosis.json and the track record) before the changed recipe is run. The first run is
+made again afterwards, so that a machine that got slower or quicker meanwhile does not pass for the lever.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from armillary.cli.diagnose import keep, write_lever
+from armillary.cli.output import Output
+from armillary.diagnosis.compare import compare, is_rate, measured
+from armillary.diagnosis.diagnose import diagnose
+from armillary.diagnosis.diagnosis import Diagnosis
+from armillary.diagnosis.read_run import read_run
+from armillary.errors import NotFound
+from armillary.spec.recipe import Recipe, load_recipe
+from armillary.store.home import Home
+from armillary.store.runs import Run
+
+ALLOWED, SHARE = 0.03, 0.3
+"""how far what is obtained may be from what was predicted: this much, or this share of the predicted gain"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeverCase:
+    """A recipe with something to gain, and the lever that gains it."""
+
+    name: str
+    """of the lever: 'batch size'"""
+    key: str
+    """the key that it changes"""
+    recipe: Recipe
+    """before"""
+    run: Callable[[Recipe, Home], Run]
+    """makes a run of a recipe, the same but for the recipe each time"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pulled:
+    """What was predicted, and what came of it."""
+
+    name: str
+    """of the lever"""
+    change: str
+    """as --set takes it"""
+    of: str
+    """the gauge"""
+    predicted: float
+    """speed-up, written down before"""
+    obtained: float
+    """speed-up, measured"""
+    drift: float
+    """the first run made again over the first time: what the machine itself changed by"""
+    where: str
+    """device"""
+
+    @property
+    def allowed(self) -> float:
+        return max(ALLOWED, SHARE * (self.predicted - 1))
+
+    @property
+    def within(self) -> bool:
+        return abs(self.obtained - self.predicted) <= self.allowed
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @staticmethod
+    def read(path: Path) -> Pulled:
+        return Pulled(**json.loads(path.read_text()))
+
+
+def pull(case: LeverCase, home: Home, *, where: str) -> Pulled:
+    """Run, predict, change, run, and run again as at first."""
+    before = case.run(case.recipe, home)
+    found = diagnose(read_run(before, home), home)
+    keep(before, found)
+    number = number_of(found, case.key)
+    path = write_lever(Output("silent"), home, found, before, number, home.work / f"{before.name}.toml")
+    after = case.run(load_recipe(path), home)
+    compared = compare(before, after, home)
+    again = measured(read_run(case.run(case.recipe, home), home), compared.of)
+    assert compared.predicted is not None and again is not None
+    first = (compared.before + again) / 2
+    obtained = compared.after / first if is_rate(compared.of) else first / compared.after
+    return Pulled(name=case.name, change=found.lever(number).sets, of=compared.of, predicted=compared.predicted,
+                  obtained=obtained, drift=again / compared.before, where=where)  # fmt: skip
+
+
+def number_of(found: Diagnosis, key: str) -> int:
+    """The best lever that changes `key`."""
+    numbers = [i for i, lever in enumerate(found.levers, 1) if key in lever.change]
+    if not numbers:
+        there = ", ".join(lever.sets or lever.title for lever in found.levers) or "none"
+        raise NotFound(f"no lever changes {key} ({found.headline}; there are {there}); plant a problem that has one")
+    return max(numbers, key=lambda number: found.lever(number).speedup)

@@ -1,0 +1,70 @@
+"""Plant every problem, diagnose every run, and print what was said beside what is so.
+
+    python -m benchmarks.planted [--only NAME …] [--size 1] [--severity 1] [--seed 0] [--home DIR] [--write]
+
+Runs are made in a folder of their own, which --home keeps. Exit code 1 where too much is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from armillary.profiling.ceilings import measure_ceilings, name_of
+from armillary.store.home import Home
+from armillary.store.peaks import load_peaks, save_peaks
+from benchmarks.planted.catalogue import PROBLEMS, chosen
+from benchmarks.planted.judge import Verdict, holds, judged
+from benchmarks.planted.problem import Wish
+from benchmarks.planted.table import as_page, as_text, summary
+
+PAGE = Path(__file__).parent.parent / "planted.md"
+
+
+def main() -> int:
+    asked = _arguments()
+    wish = Wish(size=asked.size, severity=asked.severity, seed=asked.seed)
+    verdicts: list[Verdict] = []
+    with ExitStack() as stack:
+        folder = asked.home or stack.enter_context(tempfile.TemporaryDirectory(prefix="armillary-planted-"))
+        home = Home(work=Path(folder).absolute(), cache=Home.default().cache)
+        measure_once(home)
+        for problem in chosen(asked.only):
+            verdicts.append(judged(problem, wish, home))
+            print(as_text(verdicts[-1]), flush=True)
+            if asked.explain:
+                print(f"    {verdicts[-1].found.headline}", flush=True)
+    print("\n".join(["", *summary(verdicts), f"{sum(one.seconds for one in verdicts):.0f} s"]))
+    if asked.write:
+        PAGE.write_text(as_page(verdicts, wish))
+    return 0 if holds(verdicts) else 1
+
+
+def measure_once(home: Home) -> None:
+    """Plans are held against ceilings measured on this machine: seconds, the first time."""
+    device = torch.device("cpu")
+    if load_peaks(home, name_of(device)) is None:
+        home.work.mkdir(parents=True, exist_ok=True)
+        save_peaks(home, measure_ceilings(device, quick=True, folder=home.work).peaks)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planted", description=__doc__.split("\n")[0])
+    names = ", ".join(problem.name for problem in PROBLEMS)
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=f"of {names}")
+    parser.add_argument("--size", type=float, default=1.0, help="2: models twice as wide")
+    parser.add_argument("--severity", type=float, default=1.0, help="2: problems twice as bad")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and arrivals")
+    parser.add_argument("--home", help="where runs are kept; default: a folder that is removed")
+    parser.add_argument("--explain", action="store_true", help="print each diagnosis' own sentence too")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

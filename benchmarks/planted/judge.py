@@ -1,0 +1,73 @@
+"""Judge: make the run of a problem, diagnose it as `armillary diagnose` does, and hold the verdict against the truth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from armillary.diagnosis.diagnose import diagnose
+from armillary.diagnosis.diagnosis import Diagnosis
+from armillary.diagnosis.finding import Lever
+from armillary.diagnosis.open_reading import open_reading
+from armillary.store.home import Home
+from benchmarks.planted.problem import ACTION, Problem, Wish
+
+NEEDED = {"loop": 17 / 18, "cause": 16 / 18, "lever": 14 / 18}
+"""share of the problems in which each must be right; no healthy run may be called ill"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What was said of one problem."""
+
+    problem: Problem
+    found: Diagnosis
+    seconds: float
+    """to make the run and diagnose it"""
+
+    @property
+    def lever(self) -> Lever | None:
+        """The one that stands first."""
+        return self.found.levers[0] if self.found.levers and not self.found.is_healthy else None
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Keys that the first lever changes."""
+        if self.lever is None:
+            return ()
+        return tuple(self.lever.change) or (ACTION,)
+
+    @property
+    def right(self) -> dict[str, bool]:
+        """loop, cause and lever; of a healthy run only that nothing was found."""
+        problem = self.problem
+        if problem.healthy:
+            return {"healthy": self.found.is_healthy}
+        loop = self.found.loop == problem.loop
+        cause = loop and self.found.cause in problem.causes
+        return {"loop": loop, "cause": cause, "lever": bool(set(self.changes) & set(problem.levers))}
+
+
+def judged(problem: Problem, wish: Wish, home: Home) -> Verdict:
+    """The run made and diagnosed."""
+    begin = time.monotonic()
+    folder = problem.make(wish, home)
+    found = diagnose(open_reading(str(folder), home), home)
+    return Verdict(problem=problem, found=found, seconds=time.monotonic() - begin)
+
+
+def counts(verdicts: Sequence[Verdict]) -> dict[str, tuple[int, int]]:
+    """What was right of how many: loop, cause, lever, and healthy runs left alone."""
+    found = {}
+    for name in (*NEEDED, "healthy"):
+        of = [verdict.right[name] for verdict in verdicts if name in verdict.right]
+        if of:
+            found[name] = (sum(of), len(of))
+    return found
+
+
+def holds(verdicts: Sequence[Verdict]) -> bool:
+    """Whether enough was right, and nothing healthy called ill."""
+    needed = NEEDED | {"healthy": 1.0}
+    return all(right >= needed[name] * of - 1e-9 for name, (right, of) in counts(verdicts).items())

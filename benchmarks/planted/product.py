@@ -1,0 +1,108 @@
+"""Problems of the product loop: a cache too small, batches too small or rigid, prompts in the way, too few replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from armillary.spec.params import kv_bytes_per_token
+from armillary.store.home import Home
+from benchmarks.planted.problem import Problem, Wish
+from benchmarks.planted.serve_small import bearable, serve_small, serving_recipe
+from benchmarks.planted.traffic import asked, at_once, at_rate, mixed, sharing
+
+_KV_DTYPE_BYTES = 2
+_LONGEST = 512
+
+
+def small_kv_cache(wish: Wish, home: Home) -> Path:
+    """Blocks for a few of the requests that could run together, each of which goes on growing."""
+    asked_for = mixed(40, tokens_in=(32, 64), tokens_out=(128, 192), seed=wish.seed)
+    room = max(_LONGEST, round(16 * 208 / (1 + 3 * wish.severity)))
+    return serve_small(wish, home, at_once(asked_for), serve={"kv_bytes": _kv_bytes(wish, room), **_short()})
+
+
+def no_chunks(wish: Wish, home: Home) -> Path:
+    """Long prompts go in whole among requests that are being answered."""
+    long = min(1900, round(1200 * wish.severity))
+    chats = at_once(mixed(8, tokens_in=(16, 32), tokens_out=(200, 220), seed=wish.seed))
+    calm = serving_recipe(wish, {})
+    each_s = 1 / bearable(calm, mixed(8, tokens_in=(16, 32), tokens_out=(200, 220), seed=wish.seed))
+    essays = mixed(10, tokens_in=(long, long + 100), tokens_out=(4, 8), seed=wish.seed + 1, name="long")
+    return serve_small(
+        wish, home, [*chats, *at_rate(essays, 10 / (8 * each_s), wish.seed)],
+        serve={"prefill_tokens": None, "max_tokens_per_step": 8192},
+    )  # fmt: skip
+
+
+def no_prefix_cache(wish: Wish, home: Home) -> Path:
+    """All prompts begin with the same instructions, which are computed for each again."""
+    requests = sharing(40, prefixes=1, prefix_tokens=round(400 * wish.severity), tokens_in=16, tokens_out=16,
+                       seed=wish.seed)  # fmt: skip
+    return serve_small(wish, home, at_once(requests), serve={"prefix_cache": False})
+
+
+def small_prefix_cache(wish: Wish, home: Home) -> Path:
+    """More beginnings than the cache has room for: each is gone when it comes again."""
+    each, prefixes = 256, max(4, round(12 * wish.severity))
+    requests = sharing(5 * prefixes, prefixes=prefixes, prefix_tokens=each, tokens_in=16, tokens_out=8, seed=wish.seed)
+    return serve_small(
+        wish, home, at_once(requests), serve={"max_running": 4, "kv_bytes": _kv_bytes(wish, 5 * 300), **_short()}
+    )
+
+
+def small_batch(wish: Wish, home: Home) -> Path:
+    """Few requests may run together while many wait."""
+    requests = mixed(24, tokens_in=(16, 64), tokens_out=(24, 48), seed=wish.seed)
+    return serve_small(wish, home, at_once(requests), serve={"max_running": max(1, round(2 / wish.severity))})
+
+
+def static_batches(wish: Wish, home: Home) -> Path:
+    """A batch is begun only when the one before is over, and its answers differ in length."""
+    requests = mixed(48, tokens_in=(16, 64), tokens_out=(4, max(16, round(96 * wish.severity))), seed=wish.seed)
+    return serve_small(wish, home, at_once(requests), serve={"batching": "static", "max_running": 8})
+
+
+def too_much_traffic(wish: Wish, home: Home) -> Path:
+    """Well set, but more comes than one engine bears."""
+    requests = mixed(160, tokens_in=(32, 96), tokens_out=(24, 48), seed=wish.seed)
+    recipe = serving_recipe(wish, {})
+    rate = bearable(recipe, requests[:48]) * (1 + wish.severity)
+    return serve_small(wish, home, at_rate(requests, rate, wish.seed))
+
+
+def small_chunks(wish: Wish, home: Home) -> Path:
+    """Prompts go in by so few tokens a step that most steps are hardly filled."""
+    requests = [asked(f"r{i}", one.prompt, 8) for i, one in
+                enumerate(mixed(24, tokens_in=(384, 512), tokens_out=(8, 8), seed=wish.seed))]  # fmt: skip
+    few = max(16, round(32 / wish.severity))
+    return serve_small(wish, home, at_once(requests), serve={"max_tokens_per_step": few, "prefill_tokens": None})
+
+
+def _kv_bytes(wish: Wish, tokens: int) -> int:
+    config = serving_recipe(wish, {}).model_config()
+    return round(kv_bytes_per_token(config, _KV_DTYPE_BYTES) * tokens)
+
+
+def _short() -> dict[str, int]:
+    return {"max_model_len": _LONGEST}
+
+
+PROBLEMS = (
+    Problem(name="small-kv-cache", says="a KV cache for a few requests", make=small_kv_cache, loop="product",
+            causes=("kv_pressure", "preemption"), levers=("serve.kv_bytes", "serve.kv_dtype")),
+    Problem(name="no-chunks", says="long prompts whole among answers", make=no_chunks, loop="product",
+            causes=("prefill_interference",),
+            levers=("serve.prefill_tokens", "serve.prefill_slowdown", "serve.max_tokens_per_step")),
+    Problem(name="no-prefix-cache", says="equal beginnings, prefix cache off", make=no_prefix_cache, loop="product",
+            causes=("cache_misses",), levers=("serve.prefix_cache",)),
+    Problem(name="small-prefix-cache", says="more beginnings than the cache holds", make=small_prefix_cache,
+            loop="product", causes=("cache_misses",), levers=("serve.kv_bytes",)),
+    Problem(name="small-batch", says="two requests at a time", make=small_batch, loop="product",
+            causes=("batch_too_small",), levers=("serve.max_running",)),
+    Problem(name="static-batches", says="batches begun and ended together", make=static_batches, loop="product",
+            causes=("static_batching",), levers=("serve.batching",)),
+    Problem(name="too-much-traffic", says="more than one replica bears", make=too_much_traffic, loop="product",
+            causes=("too_few_replicas",), levers=("layout.dp",)),
+    Problem(name="small-chunks", says="prompts by few tokens a step", make=small_chunks, loop="product",
+            causes=("queueing", "batch_too_small"), levers=("serve.max_tokens_per_step", "serve.prefill_tokens")),
+)  # fmt: skip

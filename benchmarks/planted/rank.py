@@ -1,0 +1,20 @@
+"""One rank of a run with a fault in it: `armillary.cli.rank` with the fault around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from armillary.cli.output import Output
+from armillary.cli.rank import run_as_rank, train_run
+from benchmarks.planted.faults import Fault, planted
+
+
+def train_with_fault(orders: dict[str, Any], out: Output) -> dict[str, Any]:
+    """Train as the orders say, with their fault where they name one."""
+    told = orders["fault"]
+    with planted(None if told is None else Fault(kind=told[0], amount=told[1])):
+        return train_run(orders, out)
+
+
+if __name__ == "__main__":
+    run_as_rank(train_with_fault)

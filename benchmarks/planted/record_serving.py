@@ -1,0 +1,131 @@
+"""Levers of a server that need a GPU, pulled there on the shape of Qwen3-0.6B: CUDA graphs, prefix cache, chunks, rows.
+
+    python -m benchmarks.planted.record_serving FOLDER [--only NAME …] [--device cuda] [--tiny] [--limit S]
+
+As `record_levers`: each is a run, diagnosed, its recipe changed as the diagnosis says, and run again. Gauges of the run
+without graphs are kept, so that its diagnosis can be made anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from armillary.spec.recipe import Recipe
+from armillary.store.home import Home
+from armillary.store.runs import Run
+from benchmarks.lever_case import LeverCase, pull
+from benchmarks.planted.problem import Wish
+from benchmarks.planted.record import keep, measured_home
+from benchmarks.planted.serve_small import Arrival, serve_recipe, serving_recipe, warm
+from benchmarks.planted.traffic import at_once, at_rate, mixed, sharing
+
+SHAPE = {"num_layers": 28, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 3072, "vocab": 32_768,
+         "context": 16_384}  # fmt: skip
+"""of Qwen3-0.6B, with fewer words"""
+
+
+class Place:
+    """Where cases run, and how large they are."""
+
+    def __init__(self, device: str, *, tiny: bool) -> None:
+        self.device, self.tiny = device, tiny
+
+    def case(
+        self, name: str, key: str, arrivals: Sequence[Arrival], serve: Mapping[str, Any],
+        objective: Mapping[str, float] | None = None,
+    ) -> LeverCase:  # fmt: skip
+        """The shape served as `serve` says, asked what arrives."""
+        tables: dict[str, Any] = {"model": {} if self.tiny else SHAPE, "objective": dict(objective or {}),
+                                  "serve": {"max_model_len": 8192 if not self.tiny else 2048, "prefill_tokens": None,
+                                            "max_running": 64, "kv_bytes": 8_000_000_000 if not self.tiny else None,
+                                            **serve}}  # fmt: skip
+
+        def run(recipe: Recipe, home: Home) -> Run:
+            warm(recipe, device=self.device)
+            made = serve_recipe(recipe, home, arrivals, device=self.device)
+            if self.device == "cuda":
+                torch.cuda.empty_cache()
+            return made
+
+        return LeverCase(name=name, key=key, recipe=serving_recipe(Wish(), tables), run=run)
+
+    @property
+    def scale(self) -> float:
+        return 0.25 if self.tiny else 1.0
+
+
+def graphs(at: Place) -> LeverCase:
+    """Every kernel of a decode step is launched by the host."""
+    requests = mixed(64, tokens_in=(64, 256), tokens_out=(int(128 * at.scale), int(192 * at.scale)), seed=0)
+    return at.case("CUDA graphs", "serve.graphs", at_once(requests), {"graphs": False})
+
+
+def prefix_cache(at: Place) -> LeverCase:
+    """Equal beginnings of thousands of tokens, computed again for each request."""
+    requests = sharing(int(192 * at.scale), prefixes=2, prefix_tokens=int(4096 * at.scale), tokens_in=64, tokens_out=16,
+                       seed=0)  # fmt: skip
+    return at.case("prefix cache", "serve.prefix_cache", at_once(requests), {"prefix_cache": False})
+
+
+def chunk_size(at: Place) -> LeverCase:
+    """Prompts of thousands of tokens whole among 32 answers."""
+    chats = at_once(mixed(32, tokens_in=(32, 64), tokens_out=(int(700 * at.scale), int(800 * at.scale)), seed=0))
+    long = mixed(int(40 * at.scale), tokens_in=(int(6000 * at.scale), int(7000 * at.scale)), tokens_out=(4, 8), seed=1,
+                 name="long")  # fmt: skip
+    return at.case("chunk size", "serve.prefill_tokens", [*chats, *at_rate(long, 20.0 * at.scale, 0)],
+                   {"max_tokens_per_step": 16_384}, {"itl_p99_s": 0.010})  # fmt: skip
+
+
+def rows(at: Place) -> LeverCase:
+    """Four requests at a time."""
+    requests = mixed(64, tokens_in=(64, 128), tokens_out=(int(96 * at.scale), int(128 * at.scale)), seed=0)
+    return at.case("rows", "serve.max_running", at_once(requests), {"max_running": 4})
+
+
+CASES: dict[str, Callable[[Place], LeverCase]] = {
+    "graphs": graphs, "prefix-cache": prefix_cache, "chunk-size": chunk_size, "rows": rows
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planted.record_serving")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no case is begun")
+    asked = parser.parse_args()
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="armillary-levers-") as folder:
+        home, at = measured_home(folder, asked.device), Place(asked.device, tiny=asked.tiny)
+        for name in asked.only:
+            if time.monotonic() - begin > asked.limit:
+                print(f"{name} left out", flush=True)
+                continue
+            try:
+                found = pull(CASES[name](at), home, where="H200")
+                found.write(asked.folder / f"lever-serving-{name}.json")
+                said = {key: round(value, 3) if isinstance(value, float) else value
+                        for key, value in asdict(found).items()}  # fmt: skip
+                print(json.dumps(said | {"within": found.within, "at_s": round(time.monotonic() - begin)}), flush=True)
+            except Exception:
+                traceback.print_exc()
+            for number, run in enumerate(sorted((home.runs).iterdir())):
+                if (run / "gauges.jsonl").is_file():
+                    keep(Run(folder=run), asked.folder / f"{name}-{number}", home)
+                    run.rename(run.with_name(f".{run.name}"))
+
+
+if __name__ == "__main__":
+    main()

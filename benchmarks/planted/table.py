@@ -1,0 +1,51 @@
+"""The table of verdicts, for a terminal and as a page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from armillary.profiling.machine import here
+from benchmarks.planted.judge import NEEDED, Verdict, counts
+from benchmarks.planted.problem import Wish
+
+COLUMNS = ("problem", "run", "expected", "diagnosed", "first lever", "right")
+_WHAT = {"loop": "right loop", "cause": "right cause", "lever": "first lever right", "healthy": "healthy left alone"}
+
+
+def row(verdict: Verdict) -> list[str]:
+    """One line, by COLUMNS."""
+    problem, found, lever = verdict.problem, verdict.found, verdict.lever
+    expected = "healthy" if problem.healthy else f"{problem.loop}: {' or '.join(problem.causes)}"
+    said = "healthy" if found.is_healthy else f"{found.loop}: {found.cause}"
+    pulled = f"{lever.sets or lever.title}, {lever.speedup:.2f} ×" if lever else f"{found.gain:.0%} left"
+    wrong = [name for name, right in verdict.right.items() if not right]
+    made = "recorded" if problem.recorded else f"live, {verdict.seconds:.0f} s"
+    return [problem.name, made, expected, said, pulled, "yes" if not wrong else f"no: {', '.join(wrong)}"]
+
+
+def summary(verdicts: Sequence[Verdict]) -> list[str]:
+    """right loop 18 of 18 (needed 17) …"""
+    lines = []
+    for name, (right, of) in counts(verdicts).items():
+        least = -int(-NEEDED.get(name, 1.0) * of // 1)
+        lines.append(f"{_WHAT[name]} {right} of {of} (needed {least})")
+    return lines
+
+
+def as_page(verdicts: Sequence[Verdict], wish: Wish) -> str:
+    """As Markdown, dated, with the machine's name."""
+    day, machine = time.strftime("%Y-%m-%d", time.gmtime()), here().text()
+    lines = ["# Planted problems", "",
+             f"`python -m benchmarks.planted --write`, {day}, {machine}; size {wish.size:g}, severity "
+             f"{wish.severity:g}, seed {wish.seed}. Live runs were made by the trainer and the engine on this machine; "
+             "recorded ones on an H200 (`benchmarks/planted/recorded`).", "",
+             f"{'; '.join(summary(verdicts))}.", "",
+             "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]  # fmt: skip
+    return "\n".join([*lines, *("| " + " | ".join(row(one)) + " |" for one in verdicts)]) + "\n"
+
+
+def as_text(verdict: Verdict) -> str:
+    """One line for a terminal."""
+    widths = (19, 10, 34, 34, 46, 0)
+    return " ".join(text.ljust(width) for text, width in zip(row(verdict), widths, strict=True)).rstrip()

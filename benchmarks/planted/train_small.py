@@ -1,0 +1,91 @@
+"""Small training runs, through the same functions as `armillary train`: seconds on two cores.
+
+With several ranks they are started by the command line's launcher; a fault goes into every rank.
+"""
+
+from __future__ import annotations
+
+import email
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from armillary.cli.launch import launch
+from armillary.cli.output import Output
+from armillary.cli.train import begin, run_training
+from armillary.profiling.system import usable_cores
+from armillary.spec.recipe import Recipe, recipe_from_dict
+from armillary.store.gauges import read_gauges
+from armillary.store.home import Home
+from armillary.store.runs import Run
+from armillary.training.start import Start
+from benchmarks.planted.faults import Fault, planted
+from benchmarks.planted.problem import Wish
+
+_SILENT = Output("silent")
+_FEW = 8
+_STEP = 32
+"""hidden sizes are multiples of it: heads have 32 values each"""
+
+
+def model_of(size: float, **more: Any) -> dict[str, Any]:
+    """A small shape: 128 wide at size 1."""
+    heads = max(2, 2 * round(2 * size))
+    return {"name": "armillary-2m", "num_layers": 4, "hidden": _STEP * heads, "heads": heads, "kv_heads": heads // 2,
+            "head_dim": _STEP, "ffn": 3 * _STEP * heads, "vocab": 1024, "context": 1024} | more  # fmt: skip
+
+
+def recipe_of(wish: Wish, tables: Mapping[str, Mapping[str, Any]]) -> Recipe:
+    """The small recipe with what a problem changes of it; the text is a package of Python's own library."""
+    base: dict[str, dict[str, Any]] = {
+        "model": model_of(wish.size),
+        "hardware": {"on": "here"},
+        "data": {"source": str(Path(email.__file__).parent), "held_out": 0.1, "seed": wish.seed},
+        "layout": {"precision": "bf16", "micro_batch": 16},
+        "train": {"sequence": 128, "batch_tokens": 4096, "steps": 16, "eval_every": 0, "eval_batches": 2,
+                  "profile_every": 10, "seed": wish.seed},
+    }  # fmt: skip
+    return recipe_from_dict({name: base.get(name, {}) | dict(tables.get(name, {})) for name in base | dict(tables)})
+
+
+def train_small(
+    wish: Wish, home: Home, *, fault: Fault | None = None, device: str | None = "cpu",
+    **tables: Mapping[str, Any],
+) -> Path:  # fmt: skip
+    """Train, with a fault where one is given; the run's folder."""
+    return train_recipe(recipe_of(wish, tables), home, fault=fault, device=device).folder
+
+
+def step_s(wish: Wish, home: Home, **tables: Mapping[str, Any]) -> float:
+    """How long a step takes on this machine at this moment, from a few of them."""
+    short = {"steps": _FEW, "profile_every": 0}
+    folder = train_small(wish, home, **tables | {"train": {**tables.get("train", {}), **short}})
+    return median(record["step_s"] for record in list(read_gauges(folder / "gauges.jsonl"))[2:])
+
+
+def train_recipe(recipe: Recipe, home: Home, *, fault: Fault | None = None, device: str | None = "cpu") -> Run:
+    """Plan and train a recipe from its beginning."""
+    begun = begin(_SILENT, home, recipe, device=device, devices=recipe.layout.num_devices)
+    if recipe.layout.num_devices > 1:
+        return _launched(begun, home, fault, device)
+    with planted(fault):
+        done = run_training(_SILENT, begun, text="", overrides=(), device=device, name=free_name(home))
+    return Run(folder=home.runs / done["run"])
+
+
+def _launched(begun: Start, home: Home, fault: Fault | None, device: str | None) -> Run:
+    begun.prepare()
+    run, count = begun.create_run(name=free_name(home)), begun.plan.layout.num_devices
+    orders = {"run": str(run.folder), "mode": "silent", "device": device, "until": "",
+              "home": {"work": str(home.work), "cache": str(home.cache)},
+              "fault": None if fault is None else [fault.kind, fault.amount]}  # fmt: skip
+    launch("benchmarks.planted.rank", orders, num_ranks=count, logs=run.folder / "logs",
+           threads=max(1, usable_cores() // count))  # fmt: skip
+    return run
+
+
+def free_name(home: Home) -> str:
+    """Of a new run: one that no run of this home has, so that none goes on with another's checkpoints."""
+    taken = len(list(home.runs.iterdir())) if home.runs.is_dir() else 0
+    return f"planted-{taken + 1}"

@@ -1,0 +1,94 @@
+"""Problems of the training loop: ranks that wait for each other, and work that need not be done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from armillary.store.home import Home
+from benchmarks.planted.faults import Fault
+from benchmarks.planted.problem import ACTION, Problem, Wish
+from benchmarks.planted.train_small import model_of, train_small
+
+_EXPERTS = 8
+
+
+def few_micro_batches(wish: Wish, home: Home) -> Path:
+    """Two stages, and so few micro-batches that one of them mostly stands idle."""
+    count = max(1, round(2 / wish.severity))
+    return train_small(wish, home, layout={"pp": 2, "micro_batch": 32 // count, "schedule": "1f1b"})
+
+
+def slow_link(wish: Wish, home: Home) -> Path:
+    """Heads and MLPs are cut over a link far slower than the ranks compute."""
+    return train_small(
+        wish, home, layout={"tp": 2, "micro_batch": 8}, train={"batch_tokens": 2048, "steps": 16},
+        fault=Fault(kind="slow link", amount=wish.severity),
+    )  # fmt: skip
+
+
+def slow_rank(wish: Wish, home: Home) -> Path:
+    """One of two ranks takes longer for everything."""
+    return train_small(
+        wish, home, layout={"dp": 2, "micro_batch": 16}, fault=Fault(kind="slow rank", amount=2.0 * wish.severity)
+    )
+
+
+def recompute(wish: Wish, home: Home) -> Path:
+    """Activations are made again though there is room for them; less severe: in every second layer."""
+    every = max(1, round(1 / wish.severity))
+    return train_small(wish, home, layout={"recompute": "full", "recompute_every": every})
+
+
+def offload(wish: Wish, home: Home) -> Path:
+    """Optimiser states, or activations too, wait elsewhere though there is room."""
+    what = "both" if wish.severity >= 1 else "activations"
+    return train_small(wish, home, layout={"offload": what})
+
+
+def expert_collapse(wish: Wish, home: Home) -> Path:
+    """Routers have come to prefer one expert, and nothing holds against it."""
+    moe = {"num_experts": _EXPERTS, "top_k": 1, "ffn": 96}
+    mixture = {"family": "mixtral", "moe_every": 1, "ffn": 0, "moe": moe}
+    return train_small(
+        wish, home, model=model_of(wish.size, **mixture), train={"balance_loss": 0.0},
+        fault=Fault(kind="collapsed router", amount=4.0 * wish.severity),
+    )  # fmt: skip
+
+
+def many_checkpoints(wish: Wish, home: Home) -> Path:
+    """Everything is saved after every step, and steps are short."""
+    job = {"save_every": max(1, round(1 / wish.severity)), "batch_tokens": _rows(2048 / wish.severity)}
+    return train_small(wish, home, layout={"micro_batch": 4}, train=job)
+
+
+def many_validations(wish: Wish, home: Home) -> Path:
+    """Held-out text is read again every few steps."""
+    job = {"eval_every": max(1, round(2 / wish.severity)), "eval_batches": 4}
+    return train_small(wish, home, data={"held_out": 0.25}, train=job)
+
+
+def _rows(tokens: float) -> int:
+    """The nearest number of tokens that micro-batches of 4 rows of 128 divide."""
+    return 512 * max(1, round(tokens / 512))
+
+
+PROBLEMS = (
+    Problem(name="few-micro-batches", says="pp=2 with too few micro-batches", make=few_micro_batches, loop="training",
+            causes=("bubble",),
+            levers=("layout.micro_batch", "train.batch_tokens", "layout.schedule", "layout.interleave", "layout.pp",
+                    "layout.dp")),
+    Problem(name="slow-link", says="tp=2 over a slow link", make=slow_link, loop="training",
+            causes=("exposed_communication",), levers=("layout.tp", "layout.dp", "layout.pp")),
+    Problem(name="slow-rank", says="one of two ranks is slow", make=slow_rank, loop="training",
+            causes=("straggler",), levers=(ACTION,)),
+    Problem(name="recompute", says="recompute with memory to spare", make=recompute, loop="training",
+            causes=("needless_recompute",), levers=("layout.recompute",)),
+    Problem(name="offload", says="offload with memory to spare", make=offload, loop="training",
+            causes=("needless_offload",), levers=("layout.offload",)),
+    Problem(name="expert-collapse", says="one expert gets nearly all tokens", make=expert_collapse, loop="training",
+            causes=("expert_imbalance",), levers=("train.balance_loss", "train.expert_capacity", "train.bias_rate")),
+    Problem(name="many-checkpoints", says="a checkpoint after every step", make=many_checkpoints, loop="training",
+            causes=("checkpoint_stall",), levers=("train.save_every",)),
+    Problem(name="many-validations", says="a validation every other step", make=many_validations, loop="training",
+            causes=("validation_stall",), levers=("train.eval_every", "train.eval_batches")),
+)  # fmt: skip

@@ -1,0 +1,63 @@
+"""Readings of servers that were never there: the real scheduler and cache on a virtual clock, set well or badly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from armillary.diagnosis.reading import Reading
+from armillary.planning.arrivals import Arrival
+from armillary.planning.simulate import System, simulate
+from armillary.planning.step_cost import StepCost
+from armillary.serving.engine.kv_groups import layer_groups
+from armillary.serving.engine.settings import settings_for
+from armillary.spec import catalogue
+from armillary.spec.fields import to_plain
+from armillary.spec.hardware import Chip, Cluster
+from armillary.spec.layout import Layout
+from armillary.spec.plan import Plan
+from armillary.spec.service import Serve
+
+COST = StepCost(base_s=0.008, prefill_s=1.0e-4, decode_s=2.0e-4, context_s=2.0e-7, pair_s=1.0e-8)
+"""about a small model on two cores"""
+CORES = Cluster(name="here", chip=Chip(name="cpu-core", title="a core", vendor="", kind="cpu", memory_bytes=8e9))
+MODEL = catalogue.model("armillary-25m").config
+
+
+def requests(
+    count: int, *, rate: float | None = None, tokens_in: int = 64, tokens_out: int = 32, shared: int = 0,
+    prefixes: int = 1, seed: int = 0,
+) -> list[Arrival]:  # fmt: skip
+    """`count` requests, all at once or `rate` a second, whose prompts begin with one of `prefixes` texts in turn."""
+    dice, now, made = Random(seed), 0.0, []
+    for number in range(1, count + 1):
+        out = dice.randint(max(1, tokens_out // 2), 2 * tokens_out)
+        inside = shared + dice.randint(max(1, tokens_in // 2), tokens_in)
+        before = number - prefixes
+        known = shared // 16 * 16 if before > 0 else 0
+        made.append(Arrival(number=number, at_s=now, tokens_in=inside, tokens_out=out, limit=out, repeated=known,
+                            repeats=before if known else 0))  # fmt: skip
+        now += dice.expovariate(rate) if rate else 0.0
+    return made
+
+
+def served(
+    arrivals: Sequence[Arrival], *, kv_tokens: int = 16_384, cost: StepCost = COST, chip: str = "",
+    objective: dict[str, float] | None = None, noise: float = 0.1, **serve: Any,
+) -> Reading:  # fmt: skip
+    """The run of an engine set like that; steps differ by `noise` from the line that they follow."""
+    given = Serve(**{"max_model_len": 2048, "max_running": 32, **serve})
+    groups = layer_groups(MODEL)
+    system = System(settings=settings_for(MODEL, given), num_blocks=kv_tokens // 16 * len(groups), groups=groups,
+                    prefix=given.prefix_cache, overlap=given.overlap)  # fmt: skip
+    found, dice = simulate(arrivals, system, cost), Random(1)
+    steps = tuple({**one, "step": i, "engine_step_s": one["engine_step_s"] * dice.uniform(1 - noise, 1 + noise),
+                   "engine_wait_s": 0.9 * one["engine_step_s"] if cost.waits else 0.0}
+                  for i, one in enumerate(found.steps))  # fmt: skip
+    cluster = catalogue.cluster(chip) if chip else CORES
+    recipe = {"model": {"name": MODEL.name}, "serve": to_plain(given), "objective": objective or {}}
+    plan = Plan(created="2026-11-15T09:30:00Z", recipe=recipe, model=MODEL, cluster=cluster, layout=Layout(),
+                serve=given)  # fmt: skip
+    return Reading(source="a test", kind="serving", steps=steps, requests=tuple(found.requests), values=found.gauges,
+                   plan=plan)  # fmt: skip

@@ -1,0 +1,57 @@
+"""The verdict: the largest cause that a lever acts on names the loop; a healthy run is told so."""
+
+from __future__ import annotations
+
+import pytest
+
+from armillary.diagnosis.diagnose import budget_of, diagnose, rules_for
+from armillary.diagnosis.diagnosis import Diagnosis
+from armillary.diagnosis.reading import Reading
+from armillary.errors import BadInput
+from armillary.spec.gauges import GAUGES
+from tests.diagnosis.trained import BUSY, NOWHERE, plan_of, reading_of
+
+
+def test_there_are_eighteen_rules_and_more() -> None:
+    training = rules_for(Reading(source="x", kind="training"))
+    serving = rules_for(Reading(source="x", kind="serving", steps=({"engine_step_s": 0.1},)))
+    assert len({rule.__name__ for rule in (*training, *serving)}) >= 18
+    assert all(rule.__doc__ for rule in (*training, *serving))
+
+
+def test_a_healthy_run_has_nothing_to_gain() -> None:
+    plan = plan_of("layout.micro_batch=8")
+    verdict = diagnose(reading_of(plan, window=BUSY | {"roof": 0.55}), NOWHERE)
+    assert verdict.is_healthy and verdict.loop is None and verdict.gain <= 0.05
+    assert verdict.headline.startswith("healthy: nothing to gain beyond") and "55%" in verdict.headline
+
+
+def test_the_largest_cause_names_the_loop() -> None:
+    plan = plan_of("train.save_every=2")
+    stall = {"checkpoint_stall_s": lambda step: 0.4 if (step + 1) % 2 == 0 else None}
+    verdict = diagnose(reading_of(plan, data_wait_s=0.5, **stall), NOWHERE)
+    assert (verdict.loop, verdict.cause) == ("inner", "data_starvation")
+    assert [finding.cause for finding in verdict.findings[:2]] == ["data_starvation", "checkpoint_stall"]
+    assert verdict.levers[0].change == {"data.workers": 3} and verdict.levers[0].speedup == pytest.approx(1.2 / 0.7)
+
+
+def test_evidence_goes_by_gauge_names_and_levers_by_keys() -> None:
+    verdict = diagnose(reading_of(plan_of("layout.precision=fp32"), data_wait_s=0.5, between_steps_s=0.4), NOWHERE)
+    assert all(one.gauge in GAUGES for finding in verdict.findings for one in finding.evidence)
+    assert all(lever.of in GAUGES and lever.basis and (lever.change or lever.action) for lever in verdict.levers)
+    assert len({lever.sets or lever.title for lever in verdict.levers}) == len(verdict.levers), "each once"
+
+
+def test_the_budget_is_of_the_whole() -> None:
+    parts = budget_of(reading_of(data_wait_s=0.2, between_steps_s=0.25))
+    assert sum(parts.values()) == pytest.approx(1.0)
+    assert parts["data_wait"] == pytest.approx(0.16) and parts["between_steps"] == pytest.approx(0.2)
+
+
+def test_a_diagnosis_is_the_same_as_json() -> None:
+    verdict = diagnose(reading_of(plan_of("layout.recompute=full"), data_wait_s=0.3), NOWHERE)
+    assert Diagnosis.from_json(verdict.to_json()) == verdict
+    with pytest.raises(BadInput, match="holds no diagnosis; diagnose again"):
+        Diagnosis.from_json("{}")
+    with pytest.raises(BadInput, match=r"no lever 9; levers are 1 to \d"):
+        verdict.lever(9)

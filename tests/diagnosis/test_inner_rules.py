@@ -1,0 +1,85 @@
+"""Rules of the inner loop, each with figures that fire it and figures that do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from armillary.diagnosis.diagnose import diagnose
+from armillary.diagnosis.inner_rules import (
+    compute,
+    computing,
+    data_starvation,
+    launch_overhead,
+    memory_bandwidth,
+    precision,
+    sync,
+)
+from armillary.diagnosis.reading import Reading
+from armillary.profiling.profile import Profile, Roof, Row
+from tests.diagnosis.trained import BUSY, NOWHERE, plan_of, reading_of
+
+
+def test_a_slow_loader_starves_the_device() -> None:
+    made = reading_of(plan_of(), data_wait_s=0.4)
+    found = data_starvation(made, made.plan)
+    assert found is not None and found.loop == "inner" and found.share == pytest.approx(0.4)
+    assert found.evidence[0].gauge == "data_wait_fraction"
+    assert data_starvation(reading_of(data_wait_s=0.01), None) is None
+    late = reading_of(data_wait_s=lambda step: 0.8 if step % 4 == 0 else 0.0)
+    assert data_starvation(late, None) is not None, "late every fourth time is late too"
+
+
+def test_a_page_that_only_tells_the_share_is_read_too() -> None:
+    page = Reading(source="x", kind="training", values={"data_wait_fraction": 0.3})
+    found = data_starvation(page, None)
+    assert found is not None and found.share == 0.3
+
+
+def test_many_short_kernels_are_launch_overhead() -> None:
+    window = BUSY | {"useful": 0.2, "inefficiency": 0.2, "launch_gap": 0.5, "host": 0.05, "short_kernels": 0.1}
+    made = reading_of(plan_of(), window=window, kernels=4000.0)
+    found = launch_overhead(made, made.plan)
+    assert found is not None and found.share == pytest.approx(0.6) and "4,000 kernels" in found.says
+    assert launch_overhead(reading_of(), None) is None
+    assert launch_overhead(Reading(source="x", kind="training"), None) is None, "nothing was recorded"
+
+
+@pytest.mark.parametrize(("window", "between"), [({"host": 0.3, "host_stall": 0.3}, 0.0), ({"sync": 0.3}, 0.0),
+                                                 ({"host": 0.02, "host_stall": 0.0}, 0.5)])  # fmt: skip
+def test_work_of_the_host_holds_the_device_up(window: dict[str, float], between: float) -> None:
+    made = reading_of(window=BUSY | window, between_steps_s=between)
+    found = sync(made, None)
+    assert found is not None and found.cause == "sync" and 0.25 < found.share < 0.4
+    assert ("between steps" in found.says) is (between > 0)
+
+
+def test_short_stretches_of_python_are_no_stall() -> None:
+    assert sync(reading_of(window=BUSY | {"host": 0.2, "host_stall": 0.01, "sync": 0.0}), None) is None
+
+
+def test_wide_numbers_are_named_where_narrow_ones_are_faster() -> None:
+    made = reading_of(plan_of("layout.precision=fp32"))
+    found = precision(made, made.plan)
+    assert found is not None and "fp32" in found.says
+    assert precision(made, plan_of()) is None and precision(made, None) is None
+    verdict = diagnose(made, NOWHERE)
+    assert verdict.cause == "precision" and verdict.levers[0].change == {"layout.precision": "bf16"}
+
+
+def test_kernels_that_are_the_time() -> None:
+    made = reading_of(window=BUSY | {"roof": 0.41})
+    found = compute(made, None)
+    assert found is not None and found.says == "compute-bound at 41% of the measured roof"
+    assert memory_bandwidth(made, None) is None
+    rows = tuple(Row(name=bound, kind="kernel", calls=1, device_s=seconds, bound=bound) for bound, seconds in
+                 (("memory", 0.6), ("compute", 0.3)))  # fmt: skip
+    profile = Profile(source="x", device="cuda", wall_s=1.0, budget={"useful": 0.9}, rows=rows, roof=Roof(device="x"))
+    moved = Reading(source="x", kind="profile", values={"useful_fraction": 0.9}, profile=profile)
+    found = memory_bandwidth(moved, None)
+    assert found is not None and found.cause == "memory_bandwidth" and compute(moved, None) is None
+    assert compute(reading_of(window=BUSY | {"useful": 0.1, "inefficiency": 0.1}), None) is None
+
+
+def test_shares_of_a_recorded_step_are_those_of_the_whole() -> None:
+    assert computing(reading_of(data_wait_s=0.5)) == pytest.approx(0.5)
+    assert computing(Reading(source="x", kind="profile")) == 1.0

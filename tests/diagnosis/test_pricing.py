@@ -1,0 +1,60 @@
+"""Levers priced: parts that were measured, changed as the planner predicts."""
+
+from __future__ import annotations
+
+import pytest
+
+from armillary.diagnosis.pricing import Pricing, pricing_of
+from armillary.diagnosis.training_levers import levers_for
+from tests.diagnosis.trained import BUSY, NOWHERE, plan_of, reading_of
+
+
+def priced(*sets: str, **made: object) -> Pricing:
+    return Pricing(reading_of(plan_of(*sets), **made), NOWHERE)
+
+
+def test_no_change_buys_nothing() -> None:
+    found = priced().price({"layout.micro_batch": 2})
+    assert found is not None and found.speedup == pytest.approx(1.0) and found.memory_bytes == 0.0
+
+
+def test_launches_follow_their_number_and_work_its_predicted_time() -> None:
+    tiny = BUSY | {"useful": 0.05, "inefficiency": 0.05, "launch_gap": 0.6, "short_kernels": 0.3}
+    half = priced(window=tiny).price({"layout.micro_batch": 4})
+    assert half is not None and 1.7 < half.speedup < 2.0, "nine tenths of the time are launches, now half as many"
+    busy = priced().price({"layout.micro_batch": 4})
+    assert busy is not None and 1.0 < busy.speedup < 1.15
+
+
+def test_waiting_for_data_stays_unless_the_step_gets_longer() -> None:
+    starved = priced("layout.recompute=full", data_wait_s=0.5).price({"layout.recompute": "none"})
+    assert starved is not None and starved.speedup == pytest.approx(1.0), "the loader is what holds it up"
+
+
+def test_a_change_that_does_not_fit_or_divide_has_no_price() -> None:
+    assert priced().price({"layout.micro_batch": 3}) is None
+    assert priced("model.name=llama-2-7b", "layout.zero=3", "layout.recompute=full").price(
+        {"layout.zero": 0, "layout.recompute": "none"}) is None  # fmt: skip
+
+
+def test_exchanges_are_carried_over_in_their_predicted_proportion() -> None:
+    whole = priced("layout.tp=8", "layout.dp=1", comm_exposed_s=0.5)
+    found = whole.price({"layout.tp": 1, "layout.dp": 8})
+    assert found is not None and found.speedup > 1.3
+
+
+def test_without_a_plan_for_training_there_is_nothing_to_price() -> None:
+    assert pricing_of(reading_of(), NOWHERE) is None
+
+
+def test_workers_are_as_many_as_the_step_needs() -> None:
+    from armillary.diagnosis.inner_rules import data_starvation
+
+    made = reading_of(plan_of(), data_wait_s=0.75)
+    finding = data_starvation(made, made.plan)
+    assert finding is not None
+    (lever,) = levers_for(finding, made, NOWHERE)
+    assert lever.change == {"data.workers": 5} and lever.speedup == pytest.approx(4.0)
+    more = reading_of(plan_of("data.workers=2"), data_wait_s=0.75)
+    (lever,) = levers_for(finding, more, NOWHERE)
+    assert lever.change == {"data.workers": 10} and lever.title == "loader workers 2 → 10"

@@ -1,0 +1,141 @@
+"""Rules of the training loop, each with figures that fire it and figures that do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from armillary.diagnosis.diagnose import diagnose
+from armillary.diagnosis.training_rules import (
+    bubble,
+    checkpoint_stall,
+    expert_imbalance,
+    exposed_communication,
+    memory_pressure,
+    needless_offload,
+    needless_recompute,
+    spread,
+    straggler,
+    validation_stall,
+)
+from armillary.spec import catalogue
+from tests.diagnosis.trained import NOWHERE, plan_of, reading_of
+
+
+def test_exchanges_that_nothing_hides() -> None:
+    made = reading_of(plan_of("layout.tp=8", "layout.dp=1"), comm_exposed_s=0.4)
+    found = exposed_communication(made, made.plan)
+    assert found is not None and found.share == pytest.approx(0.4) and found.evidence[0].against == "plan"
+    assert exposed_communication(reading_of(comm_exposed_s=0.03), None) is None
+    verdict = diagnose(made, NOWHERE)
+    assert (verdict.loop, verdict.cause) == ("training", "exposed_communication")
+    assert verdict.levers[0].change["layout.tp"] == 1 and verdict.levers[0].speedup > 1.2
+
+
+def test_one_slow_rank_is_the_cause_of_the_others_waiting() -> None:
+    made = reading_of(comm_exposed_s=0.45, rank_spread_s=0.4, slowest_rank=3.0)
+    found = straggler(made, None)
+    assert found is not None and found.share == pytest.approx(0.4) and "rank 3" in found.says
+    assert exposed_communication(made, None) is None, "what is left of the waiting is little"
+
+
+def test_ranks_that_take_turns_are_a_busy_machine() -> None:
+    made = reading_of(rank_spread_s=0.3, slowest_rank=lambda step: float(step % 2))
+    assert spread(made) is None and straggler(made, None) is None
+    small = reading_of(rank_spread_s=0.03, slowest_rank=1.0)
+    assert spread(small) is not None and straggler(small, None) is None
+    assert straggler(reading_of(), None) is None
+
+
+def test_a_main_rank_that_is_late_itself() -> None:
+    made = reading_of(rank_spread_s=0.4, slowest_rank=0.0, comm_exposed_s=0.02)
+    found = straggler(made, None)
+    assert found is not None and "rank 0" in found.says
+
+
+def test_stages_are_not_alike() -> None:
+    made = reading_of(plan_of("layout.pp=2", "layout.dp=4"), rank_spread_s=0.2, slowest_rank=1.0)
+    assert straggler(made, made.plan) is None
+
+
+def test_too_few_micro_batches_leave_stages_idle() -> None:
+    plan = plan_of("layout.pp=4", "layout.dp=2", "layout.micro_batch=8", "train.batch_tokens=65536")
+    made = reading_of(plan, bubble_s=0.4)
+    found = bubble(made, plan)
+    assert found is not None and found.share == pytest.approx(0.4) and "2 micro-batches" in found.says
+    assert bubble(reading_of(plan, bubble_s=0.02), plan) is None
+    verdict = diagnose(made, NOWHERE)
+    assert verdict.cause == "bubble" and verdict.levers[0].speedup > 1.1
+
+
+def test_recompute_with_memory_to_spare() -> None:
+    made = reading_of(plan_of("layout.recompute=full"))
+    found = needless_recompute(made, made.plan)
+    assert found is not None and 0.1 < found.share < 0.4
+    verdict = diagnose(made, NOWHERE)
+    assert verdict.cause == "needless_recompute" and verdict.levers[0].change == {"layout.recompute": "none"}
+    assert 1.1 < verdict.levers[0].speedup < 1.5 and verdict.levers[0].risk.startswith("+")
+    assert needless_recompute(made, plan_of()) is None
+
+
+def test_recompute_that_is_needed_is_no_finding() -> None:
+    plan = plan_of("model.name=llama-2-7b", "layout.recompute=full", "layout.zero=3", "layout.micro_batch=8",
+                   "train.batch_tokens=262144", "train.sequence=4096")  # fmt: skip
+    made = reading_of(plan)
+    assert needless_recompute(made, plan) is not None
+    verdict = diagnose(made, NOWHERE)
+    assert verdict.cause != "needless_recompute", "the lever does not fit, so it was not needless"
+
+
+def test_offload_with_memory_to_spare() -> None:
+    made = reading_of(plan_of("layout.offload=optimizer"), offload_s=0.3, offloaded_bytes=8e9)
+    found = needless_offload(made, made.plan)
+    assert found is not None and found.share == pytest.approx(0.3)
+    verdict = diagnose(made, NOWHERE)
+    assert verdict.cause == "needless_offload" and verdict.levers[0].change == {"layout.offload": "none"}
+    assert needless_offload(made, plan_of()) is None
+
+
+def test_a_device_that_is_full() -> None:
+    plan = plan_of("layout.micro_batch=16", "train.batch_tokens=262144")
+    room = plan.cluster.chip.memory_bytes
+    assert room is not None
+    made = reading_of(plan, memory_peak_bytes=0.97 * room)
+    found = memory_pressure(made, plan)
+    assert found is not None and found.evidence[0].expected == room
+    verdict = diagnose(made, NOWHERE)
+    assert verdict.cause == "memory_pressure" and verdict.levers[0].of == "memory_peak_bytes"
+    assert memory_pressure(reading_of(plan, memory_peak_bytes=0.5 * room), plan) is None
+
+
+def test_experts_that_get_everything() -> None:
+    moe = catalogue.model("mixtral-8x7b").config
+    plan = replace(plan_of(), model=moe)
+    made = reading_of(plan, expert_load_max_over_mean=3.8, expert_tail_fraction=0.7)
+    found = expert_imbalance(made, plan)
+    assert found is not None and found.share > 0.7
+    assert expert_imbalance(reading_of(plan, expert_load_max_over_mean=1.6, expert_tail_fraction=0.0), plan) is None
+    begins = reading_of(plan, expert_load_max_over_mean=lambda step: 3.8 if step < 8 else 1.3)
+    assert expert_imbalance(begins, plan) is None, "routers begin uneven"
+    assert expert_imbalance(reading_of(), None) is None
+
+
+def test_checkpoints_too_often() -> None:
+    plan = plan_of("train.save_every=2")
+    made = reading_of(plan, checkpoint_stall_s=lambda step: 1.0 if (step + 1) % 2 == 0 else None)
+    found = checkpoint_stall(made, plan)
+    assert found is not None and found.share == pytest.approx(1 / 3)
+    lever = diagnose(made, NOWHERE).levers[0]
+    assert lever.change == {"train.save_every": 100} and lever.speedup == pytest.approx(1.5 / 1.01, rel=0.01)
+    assert checkpoint_stall(reading_of(plan, checkpoint_stall_s=0.01), plan) is None
+    assert checkpoint_stall(made, None) is None
+
+
+def test_validation_too_often() -> None:
+    plan = plan_of("train.eval_every=4")
+    made = reading_of(plan, validation_s=lambda step: 2.0 if (step + 1) % 4 == 0 else None)
+    found = validation_stall(made, plan)
+    assert found is not None and found.share == pytest.approx(1 / 3)
+    assert "train.eval_every" in diagnose(made, NOWHERE).levers[0].change
+    assert validation_stall(reading_of(plan), plan) is None

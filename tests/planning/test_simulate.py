@@ -1,0 +1,160 @@
+"""The simulator decides what the engine decides, and knows what steps cost from their records."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.model.transformer import build
+from armillary.planning.arrivals import Arrival, Prompts, drawn, recorded
+from armillary.planning.replica import Replica
+from armillary.planning.served_gauges import served_gauges
+from armillary.planning.simulate import Simulated, System, simulate
+from armillary.planning.step_cost import StepCost, fit_step_cost, planned_step_cost
+from armillary.serving.engine.engine import Engine
+from armillary.serving.engine.make import make_engine
+from armillary.serving.engine.params import SamplingParams
+from armillary.serving.engine.request import Request
+from armillary.serving.engine.settings import Settings
+from armillary.spec import catalogue
+from armillary.spec.service import Serve, Traffic
+from tests.model.test_attend import small
+
+COST = StepCost(base_s=0.005, prefill_s=2e-5, decode_s=1e-4, context_s=1e-8)
+DECIDED = ("prefill_tokens", "decode_tokens", "context_tokens", "prefill_pairs", "running", "waiting",
+           "kv_used_fraction", "preemptions_total", "prefix_hits_total", "prefix_evicted_total", "tokens_out_total")
+"""what a decision shows in its record"""  # fmt: skip
+
+
+def asked() -> list[Request]:
+    """Prompts that share beginnings, and answers that may stop early."""
+    dice, made = Random(5), []
+    texts = [[dice.randrange(1, 60) for _ in range(40)] for _ in range(3)]
+    for i in range(14):
+        prompt = texts[i % 3][: dice.randint(10, 40)] + [dice.randrange(1, 60) for _ in range(dice.randint(2, 20))]
+        params = SamplingParams(max_tokens=dice.randint(4, 30), seed=i, temperature=1.0)
+        made.append(Request(id=str(i), prompt=prompt, params=params))
+    return made
+
+
+def engine_run(serve: Serve) -> tuple[Engine, list[dict[str, Any]], list[dict[str, Any]]]:
+    """A real model answers; its engine, its step records, its request records."""
+    steps: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
+
+    def record(gauges: dict[str, Any], *, step: int | None = None, request: str | None = None) -> None:
+        (steps if request is None else requests).append(gauges)
+
+    model = build(small(vocab=64, context=256), dtype=torch.float32, device="cpu", seed=1)
+    engine, _ = make_engine(model, None, serve, record=record, seed=0, eos_ids=(7,))
+    engine.generate(asked())
+    return engine, steps, requests
+
+
+@pytest.mark.parametrize("serve", [
+    Serve(max_running=4, kv_bytes=10**6), Serve(max_running=8, kv_bytes=10**6, prefix_cache=False, overlap=False),
+    Serve(max_running=6, max_tokens_per_step=24, kv_bytes=10**6), Serve(max_running=8, kv_bytes=60_000),
+    Serve(max_running=8, kv_bytes=10**6, batching="static"),
+])  # fmt: skip
+def test_the_same_requests_are_decided_alike(serve: Serve) -> None:
+    engine, steps, requests = engine_run(serve)
+    cache = engine.scheduler.cache
+    system = System(settings=engine.scheduler.settings, num_blocks=cache.num_blocks, block_tokens=cache.block_tokens,
+                    groups=cache.groups, prefix=serve.prefix_cache, overlap=serve.overlap)  # fmt: skip
+    again = simulate([replace(one, at_s=0.0) for one in recorded(requests)], system, COST)
+    assert _decided(again.steps) == _decided(steps)
+    assert any(one["waiting"] for one in steps)
+    for name in ("tokens_out", "cached_tokens"):
+        measured = {one["request_number"]: one[name] for one in requests}
+        assert {one["request_number"]: one[name] for one in again.requests} == measured
+
+
+def _decided(steps: Any) -> list[list[float]]:
+    return [[one[name] for name in DECIDED] for one in steps]
+
+
+def test_time_passes_as_steps_cost() -> None:
+    system = System(settings=Settings(max_model_len=512, vocab=100, max_running=4), num_blocks=200)
+    one = [Arrival(number=1, at_s=1.0, tokens_in=32, tokens_out=5, limit=5)]
+    cost = StepCost(base_s=0.01, prefill_s=0.001, decode_s=0.002)
+    for overlap, late in ((False, 0.0), (True, 0.012)):  # with overlap a host that is busy all along takes tokens later
+        found = simulate(one, replace(system, overlap=overlap), cost)
+        assert found.gauges["ttft_p50_s"] == pytest.approx(0.01 + 32 * 0.001 + late)
+        assert found.gauges["tpot_p50_s"] == pytest.approx(0.012, rel=0.3)
+    waits = simulate(one, system, replace(cost, waits=True))
+    assert waits.gauges["ttft_p50_s"] == pytest.approx(0.042) and waits.gauges["tpot_p50_s"] == pytest.approx(0.012)
+
+
+def test_replicas_share_the_requests_out() -> None:
+    system = System(settings=Settings(max_model_len=512, vocab=100, max_running=4), num_blocks=400)
+    many = drawn(Traffic(requests_per_s=50.0, tokens_in=64, tokens_out=32, duration_s=4.0))
+    one, two = simulate(many, system, COST), simulate(many, system, COST, replicas=2)
+    assert one.gauges["requests_total"] == two.gauges["requests_total"] == len(many) == 200
+    assert two.gauges["queue_p50_s"] < one.gauges["queue_p50_s"] / 1.5
+    assert two.gauges["tokens_out_total"] == one.gauges["tokens_out_total"]
+
+
+def test_what_cannot_be_served_is_counted() -> None:
+    system = System(settings=Settings(max_model_len=64, vocab=100), num_blocks=100)
+    found = simulate([Arrival(number=1, at_s=0.0, tokens_in=100, tokens_out=5, limit=5)], system, COST)
+    assert found == Simulated(gauges={}, steps=[], requests=[], refused=1)
+
+
+def test_prompts_share_what_they_shared() -> None:
+    """Also where the one that is repeated repeats another, and goes on into an answer, and was not recorded."""
+    first = Arrival(number=1, at_s=0, tokens_in=20, tokens_out=12, limit=12)
+    second = Arrival(number=2, at_s=1, tokens_in=40, tokens_out=4, limit=4, repeated=32, repeats=1)
+    third = Arrival(number=3, at_s=2, tokens_in=40, tokens_out=4, limit=4, repeated=36, repeats=2)
+    stranger = Arrival(number=9, at_s=2, tokens_in=20, tokens_out=4, limit=4, repeated=16, repeats=5)
+    prompts = Prompts([first, second, third, stranger])
+    assert prompts.of(second) == [1] * 32 + [2] * 8
+    assert prompts.of(third) == [1] * 32 + [2] * 4 + [3] * 4
+    assert prompts.of(stranger) == [5] * 16 + [9] * 4
+
+
+def test_an_engine_that_was_started_again_counts_anew() -> None:
+    def one(number: int, at: float) -> dict[str, Any]:
+        return {"request_number": number, "arrived_s": at, "tokens_in": 4, "tokens_out": 2, "e2e_s": 1.0}
+
+    found = recorded([one(1, 10.0), one(2, 11.0), one(1, 20.0), one(2, 21.5)])
+    assert [(made.number, made.at_s) for made in found] == [(1, 0.0), (2, 1.5)]
+
+
+@settings(max_examples=10, deadline=None)
+@given(base=st.floats(1e-3, 2e-2), prefill=st.floats(2e-5, 5e-4), extra=st.floats(0, 2e-3), seed=st.integers(0, 99))
+def test_the_cost_of_steps_is_found_among_noise(base: float, prefill: float, extra: float, seed: int) -> None:
+    planted, dice = StepCost(base_s=base, prefill_s=prefill, decode_s=prefill + extra), Random(seed)
+    steps = []
+    for _ in range(300):
+        one = {"prefill_tokens": dice.choice([0, 0, 16, 64, 300]), "decode_tokens": dice.randint(0, 16)}
+        one["context_tokens"], one["prefill_pairs"] = 50 * one["decode_tokens"], 20 * one["prefill_tokens"]
+        stalls = 8.0 if dice.random() < 0.02 else 1.0
+        steps.append(one | {"engine_step_s": planted.of(one) * dice.uniform(0.9, 1.1) * stalls})
+    found = fit_step_cost(steps)
+    assert found is not None and found.error < 0.3
+    for prefill_tokens, decodes in ((0, 1), (0, 16), (300, 8), (500, 0), (0, 32)):
+        step = {"prefill_tokens": prefill_tokens, "decode_tokens": decodes, "context_tokens": 50 * decodes,
+                "prefill_pairs": 20 * prefill_tokens}  # fmt: skip
+        assert found.of(step) == pytest.approx(planted.of(step), rel=0.35)
+
+
+def test_few_steps_are_not_enough_and_the_planner_stands_in() -> None:
+    steps = [{"engine_step_s": 0.01, "decode_tokens": 4, "prefill_tokens": 0, "context_tokens": 400}] * 5
+    assert fit_step_cost(steps) is None
+    replica = Replica(config=catalogue.model("qwen3-0.6b").config, cluster=catalogue.cluster("h200"))
+    planned, scaled = planned_step_cost(replica), planned_step_cost(replica, steps=steps)
+    assert planned.seconds(0, 32, 32 * 512) == pytest.approx(replica.decode(32, 512).total_s, rel=0.25)
+    assert scaled.of(steps[0]) == pytest.approx(0.01) and "planner" in scaled.basis
+
+
+def test_percentiles_of_gaps_count_tokens_not_steps() -> None:
+    steps = [{"engine_step_s": 0.01, "decode_tokens": 1}] * 50 + [{"engine_step_s": 0.03, "decode_tokens": 9}] * 50
+    assert served_gauges(steps, [])["itl_p50_s"] == 0.03
+    requests = [{"arrived_s": float(i), "e2e_s": 1.0, "tokens_out": 10, "tokens_in": 3} for i in range(10)]
+    assert served_gauges([], requests)["tokens_out_per_s"] == pytest.approx(10.0)

@@ -1,0 +1,48 @@
+"""docs/tour.md: every command is one there is, and those that need no run are run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+from armillary.cli.demo.walk import RECIPE
+from armillary.cli.main import command
+from tests.conftest import Ran
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "docs" / "tour.md").read_text()
+LINES = re.findall(r"^(?:armillary) (.*)$", TEXT, re.MULTILINE)
+ALONE = [line for line in LINES if line.split()[0] in ("plan", "hardware", "models", "runs")]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_it_can_be_typed(line: str) -> None:
+    """Verbs, sub-verbs and options exist."""
+    words, found = shlex.split(line.replace("$", "")), command()
+    context = click.Context(found, info_name="armillary")
+    while isinstance(found, click.Group):
+        name, found, words = found.resolve_command(context, found.parse_args(context, words) or words)
+        assert found is not None, line
+        context = click.Context(found, info_name=name, parent=context)
+    found.parse_args(context, words)
+
+
+@pytest.mark.parametrize("line", ALONE)
+def test_what_needs_no_run_works(
+    line: str, cli: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(RECIPE.read_text())
+    ran = cli(*shlex.split(line))
+    assert ran.code == 0 and ran.out.strip(), ran.err
+
+
+def test_links_and_files_are_there() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        assert (ROOT / "docs" / target).exists(), target
+    assert f"cp {RECIPE.relative_to(ROOT)} mine.toml" in TEXT
