@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -23,13 +24,15 @@ ALONE = [line for line in LINES if line.split()[0] in ("plan", "hardware", "mode
 @pytest.mark.parametrize("line", LINES)
 def test_it_can_be_typed(line: str) -> None:
     """Verbs, sub-verbs and options exist."""
-    words, found = shlex.split(line.replace("$", "")), command()
-    context = click.Context(found, info_name="armillary")
-    while isinstance(found, click.Group):
-        name, found, words = found.resolve_command(context, found.parse_args(context, words) or words)
-        assert found is not None, line
-        context = click.Context(found, info_name=name, parent=context)
-    found.parse_args(context, words)
+    words = shlex.split(line.replace("$", ""))
+    found: Any = command()
+    name, above = "armillary", None
+    while True:
+        context = found.make_context(name, words, parent=above)
+        if not isinstance(found, click.Group):
+            return
+        name, found, words = found.resolve_command(context, [*context._protected_args, *context.args])
+        above = context
 
 
 @pytest.mark.parametrize("line", ALONE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from armillary.diagnosis.compare import Comparison
 from armillary.diagnosis.diagnosis import Diagnosis
@@ -10,6 +11,9 @@ from armillary.diagnosis.predicted import Predicted, predicted_of
 from armillary.diagnosis.reading import Reading
 from armillary.profiling.profile import Profile
 from armillary.serving.load.run import LoadReport
+from armillary.spec.params import kv_bytes_per_token
+from armillary.spec.plan import Plan
+from armillary.spec.service import Traffic
 from armillary.store.gauges import Record
 
 
@@ -45,6 +49,8 @@ class Circle:
     """one step of it against the measured ceilings"""
     serving: Reading | None = None
     """the server"""
+    server_peak_bytes: float | None = None
+    """most memory that the server's engine had; none where the system does not say"""
     load: LoadReport | None = None
     """what its clients saw"""
     load_after: LoadReport | None = None
@@ -63,7 +69,8 @@ class Circle:
         if self.training is not None:
             rows += predicted_of(self.training, "training", _of_run(self.records))
         if self.serving is not None:
-            rows += predicted_of(self.serving, "serving", _of_clients(self.load) if self.load else {})
+            seen = _of_server(self.serving, self.server_peak_bytes) | (_of_clients(self.load) if self.load else {})
+            rows += predicted_of(self.serving, "serving", seen)
         return rows + tuple(
             Predicted(of=f"lever: {one.title}", gauge=one.of, predicted=one.predicted, measured=one.obtained,
                       is_speedup=True)
@@ -77,6 +84,34 @@ def _of_run(records: tuple[Record, ...]) -> dict[str, float]:
     if len(timed) < 2:
         return {}
     return {"run_s": float(timed[-1]["time"]) - float(timed[0]["time"]) + float(timed[0].get("step_s", 0.0))}
+
+
+def _of_server(reading: Reading, peak: float | None) -> dict[str, float]:
+    """What one server was: its memory apart, and the requests that its cache would have held."""
+    plan, tokens = reading.plan, reading.get("kv_capacity_tokens")
+    if plan is None or plan.serve is None:
+        return {}
+    found = {"replicas": 1.0, "devices": float(plan.layout.tp)}
+    files = list(Path(plan.weights).glob("*.safetensors")) if plan.weights else []
+    if files:
+        found["memory_weights_bytes"] = float(sum(path.stat().st_size for path in files)) / plan.layout.tp
+    if tokens:
+        wide = 4 if plan.layout.precision == "fp32" else 2
+        found["memory_kv_bytes"] = tokens * kv_bytes_per_token(plan.model, wide) / plan.layout.tp
+        found["concurrency"] = float(tokens // _blocks_of_a_request(plan))
+    if peak is not None and files and tokens:
+        held = found["memory_weights_bytes"] + found["memory_kv_bytes"]
+        found |= {"memory_peak_bytes": peak, "memory_other_bytes": max(0.0, peak - held)}
+    return found
+
+
+def _blocks_of_a_request(plan: Plan) -> int:
+    """Tokens of the whole blocks that a request of the recipe's traffic takes."""
+    assert plan.serve is not None
+    traffic, block = plan.recipe.get("traffic") or {}, plan.serve.block_tokens
+    usual = Traffic()
+    length = int(traffic.get("tokens_in", usual.tokens_in)) + int(traffic.get("tokens_out", usual.tokens_out))
+    return -(-length // block) * block
 
 
 def _of_clients(report: LoadReport) -> dict[str, float]:

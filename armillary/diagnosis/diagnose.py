@@ -23,7 +23,7 @@ from armillary.diagnosis.diagnosis import WORTH, Diagnosis
 from armillary.diagnosis.finding import Finding, Lever
 from armillary.diagnosis.inner_rules import Rule
 from armillary.diagnosis.parts import parts_of
-from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.reading import Kind, Reading
 from armillary.profiling.profile import BUDGET
 from armillary.store.home import Home
 
@@ -31,6 +31,8 @@ STANDS_BY_LEVER = ("needless_recompute", "needless_offload", "precision")
 """causes that are none where no lever acts on them: it was needed after all"""
 GENERAL = ("compute", "memory_bandwidth")
 """causes that only say what the time is: any other that explains a lever goes before"""
+GENERAL_WORTH = 1.3
+"""predicted speed-up from which kernels that are merely the time are said to limit a training run"""
 PRICED_SHARE = (*GENERAL, "launch_overhead", *STANDS_BY_LEVER)
 """causes whose share is what their best lever would take away, where that is more than was seen"""
 LOOPS = {"inner": "inner loop", "training": "training loop", "product": "product loop"}
@@ -49,8 +51,8 @@ def diagnose(reading: Reading, home: Home) -> Diagnosis:
     levered = [replace(one, levers=one.levers or _levers(one, reading, home)) for one in found]
     priced = [_priced(finding) for finding in _each_once(levered)]
     kept = [finding for finding in priced if finding.cause not in STANDS_BY_LEVER or is_worth(finding)]
-    kept.sort(key=lambda finding: (not is_worth(finding), -finding.share))
-    limiting = kept[0] if kept and is_worth(kept[0]) else None
+    kept.sort(key=lambda finding: (not is_worth(finding, reading.kind), -finding.share))
+    limiting = kept[0] if kept and is_worth(kept[0], reading.kind) else None
     levers = _ranked(kept, limiting)
     gain = max((lever.speedup for lever in levers), default=1.0) - 1
     return Diagnosis(
@@ -61,9 +63,11 @@ def diagnose(reading: Reading, home: Home) -> Diagnosis:
     )  # fmt: skip
 
 
-def is_worth(finding: Finding) -> bool:
-    """Whether any lever against it buys something."""
-    return any(lever.speedup > WORTH for lever in finding.levers)
+def is_worth(finding: Finding, kind: Kind = "training") -> bool:
+    """Whether any lever against it buys something; a run that merely computes is held back by its kernels only where
+    that is a good deal, and otherwise is told what is left."""
+    enough = GENERAL_WORTH if finding.cause in GENERAL and kind == "training" else WORTH
+    return any(lever.speedup > enough for lever in finding.levers)
 
 
 def _priced(finding: Finding) -> Finding:

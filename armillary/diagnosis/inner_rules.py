@@ -112,10 +112,17 @@ def _kernels(reading: Reading, *, bound: str) -> Finding | None:
                 if (value := reading.get(f"{name}_fraction"))]  # fmt: skip
     if reached is not None:
         evidence.append(Evidence(gauge="roof_fraction", value=reached, expected=1.0, against="measured ceiling"))
-    at = f" at {reached:.0%} of the measured roof" if reached is not None else ""
+    at = f" at {reached:.0%} of the {_roof(reading)} roof" if reached is not None else ""
+    if (reading.get("unjudged_fraction") or 0.0) > busy / 2:
+        at = f": kernels take {busy:.0%} of the time, and most of them cannot be judged"
     cause, says = ("compute", "compute-bound") if bound == "compute" else ("memory_bandwidth", "memory-bound")
     return Finding(loop="inner", cause=cause, rule=cause, share=0.0,  # type: ignore[arg-type]
                    evidence=tuple(evidence), says=says + at)  # fmt: skip
+
+
+def _roof(reading: Reading) -> str:
+    source = reading.profile.roof.source if reading.profile else "measured"
+    return "catalogue's" if source == "catalogue" else "measured"
 
 
 def _bound(reading: Reading) -> str:

@@ -34,6 +34,8 @@ SLOWER = 1.1
 """times the beginning's step from which a run has become slow"""
 FEWEST_STEPS = 9
 """lines that make a trend"""
+LONG_S = 120.0
+"""a run shorter than that says nothing about heat or leaks"""
 FULL = 0.95
 """share of a device's memory beyond which the allocator has to search, and a longer batch fails"""
 LATE = 0.2
@@ -76,7 +78,7 @@ def rhythm(reading: Reading, plan: Plan | None) -> Finding | None:
 def slowing_down(reading: Reading, plan: Plan | None) -> Finding | None:
     """Steps become longer and longer."""
     timed = _timed(reading)
-    if len(timed) < FEWEST_STEPS:
+    if len(timed) < FEWEST_STEPS or (_run_s(reading) or 0.0) < LONG_S:
         return None
     third = len(timed) // 3
     first, middle, last = (median(seconds for _, seconds in part) for part in

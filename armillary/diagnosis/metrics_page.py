@@ -90,6 +90,8 @@ def reading_of_page(text: str, *, source: str, earlier: str | None = None, secon
         notes = (*notes, f"looked at twice, {seconds:.0f} s apart")
     else:
         notes = (*notes, "one look at the page: means are since the server started; a URL is looked at twice")
+    if not values.get("requests_total") and not values.get("running"):
+        notes = (*notes, "no request has been answered yet: there is nothing to judge")
     settings, more = _settings(page, server, values)
     return Reading(source=source, kind="serving", by=server.name, settings=settings, values=values | more, notes=notes)
 

@@ -23,6 +23,8 @@ QUEUES = 0.1
 """share of a request's time in the queue: below, requests hardly wait"""
 FIRST = 0.5
 """share of the time to first token in the queue that is felt though answers are long"""
+LONG_QUEUE = 0.5
+"""requests that wait over those that run, beyond what comes between two steps"""
 FULL = 0.9
 """share of the KV cache from which the next request does not fit: schedulers keep a little free"""
 ROOM = 0.8
@@ -152,11 +154,13 @@ def cache_misses(reading: Reading, plan: Plan | None) -> Finding | None:
 
 def _queued(load: Load) -> float:
     """Share of the latency that limits: of the whole request, or of the first token where only that is felt and there
-    is more of a queue than what came since the last step."""
+    is more of a queue than what came since the last step. Means may be of a long history: a queue that is there now
+    counts by Little's law, W / (R + W)."""
     whole = load.queue_s / load.e2e_s if load.e2e_s > 0 else 0.0
     first = load.queue_s / load.ttft_s if load.ttft_s > 0 else 0.0
     felt = first >= FIRST and load.waiting >= QUEUES * load.running
-    return first if felt and whole < QUEUES else whole
+    now = load.waiting / (load.running + load.waiting) if load.waiting >= LONG_QUEUE * load.running else 0.0
+    return max(now, first if felt and whole < QUEUES else whole)
 
 
 def _waits(load: Load) -> bool:

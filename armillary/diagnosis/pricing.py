@@ -84,6 +84,12 @@ class Pricing:
         """Memory in use at the fullest moment, as predicted."""
         return float(self.now.memory.total[0])
 
+    @property
+    def may_compile(self) -> bool:
+        """Whether blocks are torch's operators one by one, and not compiled yet."""
+        job = self.plan.train
+        return job is not None and not job.compile and self.now.case.software.plain_layers
+
     # --- the planner
 
     def _predict(self, recipe: Recipe) -> Prediction:
@@ -157,8 +163,8 @@ def worked(found: Prediction) -> float:
 
 
 def _carried(measured: float, now: float, then: float) -> float:
-    """A measured part, changed in the predicted proportion; what was not predicted to be there comes as predicted."""
-    return measured * float(then / now) if now > 0 and measured > 0 else float(then)
+    """A measured part, changed in the predicted proportion; where none was predicted, what will be is added."""
+    return measured * float(then / now) if now > 0 else measured + float(then)
 
 
 def _text(value: Any) -> str:

@@ -79,8 +79,11 @@ def _fuse(finding: Finding, reading: Reading) -> Iterator[Lever]:
 
 
 def _passes(profile: Profile) -> list[Row]:
+    """By their kind where no roof says that memory holds them up; what a compiler has fused is left out."""
     rows = profile.kernels or tuple(row for row in profile.operators if row.device_s)
-    return [row for row in rows if row.work in _PASSES and row.bound == "memory"]
+    fused = ("triton_", "Memcpy", "Memset")
+    return [row for row in rows if row.work in _PASSES and row.bound in ("memory", "unknown")
+            and not row.name.startswith(fused)]  # fmt: skip
 
 
 def _overlap(finding: Finding, reading: Reading) -> Iterator[Lever]:

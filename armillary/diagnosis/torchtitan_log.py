@@ -1,7 +1,7 @@
 """torchtitan's log as a Reading: the metrics line of every few steps, and what it said of its settings before.
 
-The line is 'step: 10  loss: 5.1  grad_norm: 2.3  memory: 26.1GiB(32.9%)  tps: 3,113  tflops: 149.2  mfu: 15.1%'; tps is
-tokens a second of one device, memory what the allocator has reserved at most.
+The line is 'step: 10  loss: 5.1  grad_norm: 2.3  memory: 26.1GiB(32.9%)  tps: 3,113  tflops: 149.2  mfu: 15.1%'; tps
+(wps before 2025) is tokens a second of one device, memory what the allocator has reserved at most.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from armillary.store.gauges import Record
 _STEP = re.compile(r"\bstep:\s*(\d+)\s+loss:\s*(\S+)(.*)")
 _FIELDS = {
     "grad_norm": re.compile(r"grad_norm:\s*([\d.eE+-]+)"),
-    "tokens_per_s_per_device": re.compile(r"\btps:\s*([\d,.]+)"),
+    "tokens_per_s_per_device": re.compile(r"\b[tw]ps:\s*([\d,.]+)"),
     "flops_per_s": re.compile(r"\btflops:\s*([\d,.]+)"),
     "mfu": re.compile(r"\bmfu:\s*([\d.]+)%"),
 }
@@ -40,7 +40,7 @@ _SETTINGS = {
 
 
 def is_torchtitan(lines: Sequence[str]) -> bool:
-    return any((found := _STEP.search(line)) and ("tps:" in found[3] or "[titan]" in line) for line in lines)
+    return any((found := _STEP.search(line)) and ("ps:" in found[3] or "[titan]" in line) for line in lines)
 
 
 def read_torchtitan(lines: Sequence[str], source: str) -> Reading:
@@ -56,7 +56,7 @@ def _settings(lines: Sequence[str]) -> dict[str, str]:
     """The last word on each."""
     found: dict[str, str] = {}
     for line in lines:
-        if "step:" in line and "tps:" in line:
+        if _STEP.search(line):
             continue
         found |= {name: match[1].strip() for name, pattern in _SETTINGS.items() if (match := pattern.search(line))}
     return found

@@ -8,6 +8,7 @@ from math import ceil
 from armillary.diagnosis.finding import Cause, Finding, Lever
 from armillary.diagnosis.pricing import Priced, Pricing, pricing_of
 from armillary.diagnosis.reading import Reading
+from armillary.planning.compute import EAGER_PASSES
 from armillary.profiling.amdahl import speedup
 from armillary.store.home import Home
 
@@ -92,12 +93,20 @@ def _off_the_host(finding: Finding, reading: Reading, pricing: Pricing | None) -
                 basis=AMDAHL)  # fmt: skip
 
 
-def _launching(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
-    yield from _micro_batches(finding, reading, pricing)
-
-
 def _computing(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
     yield from _micro_batches(finding, reading, pricing)
+    yield from _compiled(finding, reading, pricing)
+
+
+def _compiled(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    """Joined passes move the bytes they must, where torch's operators one by one move them several times. Blocks that
+    are kernels of our own have little left to join."""
+    passes = reading.get("fusible_fraction")
+    if pricing is None or pricing.parts is None or passes is None or not pricing.may_compile:
+        return
+    saved = pricing.parts.work * passes * (1 - 1 / EAGER_PASSES)
+    yield from _lever(pricing.priced({"train.compile": True}, step=pricing.parts.step - saved), "compile the blocks",
+                      risk="the first step takes a minute or more", basis=AMDAHL)  # fmt: skip
 
 
 # --- training loop
@@ -234,7 +243,7 @@ def _rounded(wanted: float, least: int) -> int:
 
 
 _AGAINST: dict[Cause, _Levers] = {
-    "data_starvation": _workers, "launch_overhead": _launching, "sync": _off_the_host, "precision": _narrower,
+    "data_starvation": _workers, "launch_overhead": _computing, "sync": _off_the_host, "precision": _narrower,
     "compute": _computing, "memory_bandwidth": _computing, "exposed_communication": _talk_less,
     "bubble": _fill_the_pipe, "straggler": _replace_rank, "needless_recompute": _keep_activations,
     "needless_offload": _keep_here, "memory_pressure": _make_room, "expert_imbalance": _balance,

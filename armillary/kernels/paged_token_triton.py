@@ -42,12 +42,14 @@ def attend_tokens(
     programs = rows * kv_heads * splits
     partial = torch.empty(programs * m * size, dtype=torch.float32, device=qkv.device)
     peaks = torch.empty(programs * 2 * m, dtype=torch.float32, device=qkv.device)
-    tables, early = batch.tables_BP, can_start_early(qkv.device)
+    tables = batch.tables_BP if batch.tables_BP.stride(1) == 1 else batch.tables_BP.contiguous()
+    cos_TR, sin_TR, slots_T, lengths_B = (x.contiguous() for x in (cos_TR, sin_TR, slots_T, batch.lengths_B))  # type: ignore[union-attr]
+    early = can_start_early(qkv.device)
     normed = heads.norm == "rms"
     q_weight, k_weight = (heads.q_weight, heads.k_weight) if normed else (qkv, qkv)
     with on(qkv):
         attend[(programs,)](
-            qkv, cos_TR, sin_TR, q_weight, k_weight, slots_T, tables, batch.lengths_B, cache, partial, peaks,
+            qkv, cos_TR, sin_TR, q_weight, k_weight, slots_T, tables, lengths_B, cache, partial, peaks,
             options.scale, heads.eps, qkv.stride(0), *cache.stride()[:4], tables.stride(0),
             HEADS=kv_heads, GROUP=group, R=size // 2, PAGE=cache.shape[3], SPLITS=splits, NORM=normed,
             PLUS_ONE=heads.plus_one, M=m, N=64 if size <= 128 else 32, EARLY=early, num_warps=4, **early_launch(early),

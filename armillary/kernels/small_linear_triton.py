@@ -66,8 +66,8 @@ def _launched(
     x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool
 ) -> Tensor:
     tokens, (outputs, inputs) = x.numel() // x.shape[-1], weight.shape
-    vector = vector_plan(outputs, inputs) if tokens == 1 else None
-    if vector is not None and (vector.early or norm is None):  # what a norm precedes starts early in any case
+    vector = vector_plan(outputs, inputs, x.element_size()) if tokens == 1 else None
+    if vector is not None:
         return run_vector(x, weight, norm, residual, eps, gated, vector)
     return run_tiles(x, weight, norm, residual, eps, gated, plan(tokens, outputs, inputs, x.element_size()))
 

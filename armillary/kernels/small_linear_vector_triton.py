@@ -1,7 +1,8 @@
 """A matrix times one vector in Triton: rows of the weight go straight into registers, a program a few rows.
 
 For a single token tensor cores would multiply mostly zeros, and what they need of shared memory limits how much is on
-its way. Many small programs a multiprocessor keep more loads in flight, and no sum is left for a second kernel.
+its way. A program's first loads, all of them where rows are short, are on their way before it waits for the kernel
+ahead, which never writes weights; a norm is part of the sum, so that no kernel of its own stands before it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from armillary.kernels.launch import can_start_early, ceil_div, early_launch, on, power_of_two
-from armillary.kernels.launch_triton import fetch
-from armillary.kernels.small_linear_norm_triton import normed
 
-_AT_ONCE = 132 * 8
-"""programs that the chip they were measured on runs at a time"""
+_LEAST_ROWS = 4 * 132
+"""of a weight that fills the chip without splitting the inner dim"""
+_WHOLE_BYTES = 8192
+"""of a row that is loaded at once"""
 
 
 class VectorTiles(NamedTuple):
@@ -30,73 +31,106 @@ class VectorTiles(NamedTuple):
     """of the inner dim in a step"""
     warps: int
     """of a program"""
-    early: bool
+    early: bool = True
     """start before the kernel ahead has ended, where the chip can"""
 
 
-def vector_plan(outputs: int, inputs: int) -> VectorTiles | None:
-    """Sizes as measured on an H200, where rows are enough to fill the chip without splitting the inner dim. An early
-    start pays where all programs run at once, and costs where they follow each other: what comes next takes their
-    place."""
-    if outputs < 2 * _AT_ONCE:
+def vector_plan(outputs: int, inputs: int, itemsize: int = 2) -> VectorTiles | None:
+    """Sizes as measured on an H200 (benchmarks/) in a chain of layers: whole rows at once where they are short."""
+    if outputs < _LEAST_ROWS:
         return None
-    rows, depth = 4 if outputs <= 4 * _AT_ONCE else 2, max(64, min(1024, power_of_two(inputs)))
-    return VectorTiles(rows=rows, depth=depth, warps=max(1, depth // 256), early=rows == 4)
+    whole = max(64, power_of_two(inputs))
+    if whole * itemsize <= _WHOLE_BYTES:
+        return VectorTiles(rows=2, depth=whole, warps=max(1, whole * itemsize // 1024))
+    return VectorTiles(rows=4, depth=2048 // itemsize, warps=4)
 
 
 def run_vector(
     x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, tiles: VectorTiles
 ) -> Tensor:
     """One token, cut as `tiles` says."""
-    flat, weight = x.reshape(1, x.shape[-1]).contiguous(), weight.contiguous()
+    flat, weight = x.reshape(-1).contiguous(), weight.contiguous()
     N, K = weight.shape
     out = x.new_empty(N // 2 if gated else N)
-    residual = None if residual is None else residual.contiguous()
-    early = can_start_early(x.device) and (tiles.early or norm is not None)
+    norm, residual = (None if each is None else each.contiguous() for each in (norm, residual))
+    early = can_start_early(x.device) and tiles.early
     with on(x):
-        if norm is not None:
-            flat = normed(flat, norm.contiguous(), eps, early)
         vector_kernel[(ceil_div(N, tiles.rows),)](
-            flat, weight, residual, out, N, K, EARLY=early, HAS_RESIDUAL=residual is not None, GATED=gated,
-            EVEN=K % tiles.depth == 0, ROWS=tiles.rows, DEPTH=tiles.depth, num_warps=tiles.warps,
-            **early_launch(early),
+            flat, weight, norm, residual, out, N, K, eps, EARLY=early, HAS_NORM=norm is not None,
+            HAS_RESIDUAL=residual is not None, GATED=gated, EVEN=K % tiles.depth == 0, ONCE=tiles.depth >= K,
+            ROWS=tiles.rows, DEPTH=tiles.depth, num_warps=tiles.warps, **early_launch(early),
         )  # fmt: skip
     return out.view(*x.shape[:-1], len(out))
 
 
 @triton.jit
+def _weights(w_row, k, K, EVEN: tl.constexpr):
+    """A step of all rows of a program, read once."""
+    if EVEN:
+        return tl.load(w_row + k[None, :], eviction_policy="evict_first")
+    else:
+        return tl.load(w_row + k[None, :], mask=k[None, :] < K, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _vector(pointer, k, K, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointer + k)
+    else:
+        return tl.load(pointer + k, mask=k < K, other=0.0)
+
+
+@triton.jit
+def _added(sums, squares, w, x, norm, HAS_NORM: tl.constexpr):
+    """Products and squares of one more step."""
+    wide = x.to(tl.float32)
+    if HAS_NORM:
+        squares += wide * wide
+        wide = wide * norm.to(tl.float32)
+    return sums + w.to(tl.float32) * wide[None, :], squares
+
+
+@triton.jit
 def vector_kernel(
-    x_ptr, w_ptr, residual_ptr, out_ptr, N, K, EARLY: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    x_ptr, w_ptr, norm_ptr, residual_ptr, out_ptr, N, K, eps, EARLY: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of the weight times x; GATED: rows alternate between gate and up."""
-    first = tl.program_id(0) * ROWS
-    row = tl.minimum(first + tl.arange(0, ROWS), N - 1).to(tl.int64)  # rows beyond the last are never stored
-    depth = tl.arange(0, DEPTH)
-    w_row = w_ptr + row[:, None] * K
+    """ROWS of the weight times x; GATED: rows alternate between gate and up. Each step's loads begin a step ahead."""
     if EARLY:
         gdc_launch_dependents()
-        line: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth  # 128 bytes
-        fetch(w_row + tl.minimum(tl.arange(0, DEPTH // line) * line, K - 1)[None, :])
-        gdc_wait()
-    sums = tl.zeros([ROWS, DEPTH], tl.float32)
-    for begin in range(0, K, DEPTH):
-        k = begin + depth
-        if EVEN:
-            w = tl.load(w_row + k[None, :], eviction_policy="evict_first")
-            x = tl.load(x_ptr + k)
-        else:
-            w = tl.load(w_row + k[None, :], mask=k[None, :] < K, other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_ptr + k, mask=k < K, other=0.0)
-        sums += w.to(tl.float32) * x.to(tl.float32)[None, :]
-    total = tl.sum(sums, 1)
+    first = tl.program_id(0) * ROWS
+    row = tl.minimum(first + tl.arange(0, ROWS), N - 1).to(tl.int64)  # rows beyond the last are never stored
+    k = tl.arange(0, DEPTH)
+    w_row = w_ptr + row[:, None] * K
     rows: tl.constexpr = ROWS // 2 if GATED else ROWS
     width = N
-    if GATED:  # plain torch rounds the product before the activation; so does this
+    if GATED:
         width, first = N // 2, first // 2
+    at = first + tl.arange(0, rows)
+    w = _weights(w_row, k, K, EVEN)
+    norm = _vector(norm_ptr, k, K, EVEN) if HAS_NORM else 0.0
+    if EARLY:
+        gdc_wait()
+    x = _vector(x_ptr, k, K, EVEN)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + at, mask=at < width, other=0.0)
+    sums, squares = tl.zeros([ROWS, DEPTH], tl.float32), tl.zeros([DEPTH], tl.float32)
+    if not ONCE:
+        for begin in range(DEPTH, K, DEPTH):
+            k = begin + tl.arange(0, DEPTH)
+            next_w, next_x = _weights(w_row, k, K, EVEN), _vector(x_ptr, k, K, EVEN)
+            sums, squares = _added(sums, squares, w, x, norm, HAS_NORM)
+            w, x = next_w, next_x
+            if HAS_NORM:
+                norm = _vector(norm_ptr, k, K, EVEN)
+    sums, squares = _added(sums, squares, w, x, norm, HAS_NORM)
+    total = tl.sum(sums, 1)
+    if HAS_NORM:
+        total = total * tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    if GATED:  # plain torch rounds the product before the activation; so does this
         gate, up = tl.split(tl.reshape(total.to(out_ptr.dtype.element_ty).to(tl.float32), [rows, 2]))
         total = gate * tl.sigmoid(gate) * up
-    at = first + tl.arange(0, rows)
     if HAS_RESIDUAL:
-        total += tl.load(residual_ptr + at, mask=at < width, other=0.0).to(tl.float32)
+        total += residual.to(tl.float32)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < width)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from armillary.kernels.uncompiled import uncompiled
 from armillary.model.moe_capacity import drop_beyond
 from armillary.spec.model import MoE
 
@@ -67,7 +68,7 @@ class Counts:
         self.size = 2 * num_experts + 3
 
 
-@torch.compiler.disable  # counts are kept beside the graph
+@uncompiled  # counts are kept beside the graph
 def watched(
     out_BTH: Tensor, logits_ME: Tensor, probability_ME: Tensor, chosen_Mk: Tensor, kept_Mk: Tensor, balance: Balance
 ) -> Tensor:

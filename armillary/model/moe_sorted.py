@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.grouped_linear import grouped_linear
+from armillary.kernels.uncompiled import uncompiled
 from armillary.model.moe import Beside, Experts, Grouped
 
 # M tokens, k choices of each, P = M·k copies, E experts, H hidden
@@ -75,7 +76,7 @@ class SortedDispatch:
         """`drops` where choices may name no expert."""
         self.grouped, self.drops = grouped, drops
 
-    @torch.compiler.disable  # kernels of its own, which no compiler makes better
+    @uncompiled  # kernels of its own, which no compiler makes better
     def __call__(
         self, experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, beside: Beside
     ) -> tuple[Tensor, Tensor | None]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from armillary.errors import BadLayout
+from armillary.kernels.uncompiled import uncompiled
 from armillary.model.attend import Attend, How
 from armillary.model.rope import inverse_frequencies
 from armillary.model.transformer import Transformer
@@ -44,7 +45,7 @@ class Context:
         cuts = x_BT.chunk(2 * self.size, dim=1)
         return torch.cat([cuts[piece] for piece in pieces(self.rank, self.size)], dim=1)
 
-    @torch.compiler.disable
+    @uncompiled
     def whole(self, x_BT: Tensor) -> Tensor:
         """Whole rows, from every rank's tokens of them: what `cut` undoes."""
         of_ranks = [torch.empty_like(x_BT) for _ in range(self.size)]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from armillary.kernels.uncompiled import uncompiled
 from armillary.model.moe import Beside, Experts, Grouped
 from armillary.model.moe_sorted import collect, inverted, permuted, sorted_rows
 from armillary.parallel.collectives import Group, timed
@@ -25,7 +26,7 @@ class ExchangedDispatch:
     def __init__(self, group: Group, grouped: Grouped) -> None:
         self.group, self.grouped = group, grouped
 
-    @torch.compiler.disable  # how many rows arrive differs from step to step: a compiler would begin anew
+    @uncompiled  # how many rows arrive differs from step to step: a compiler would begin anew
     def __call__(
         self, experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, beside: Beside
     ) -> tuple[Tensor, Tensor | None]:

@@ -47,6 +47,7 @@ _INNER: _Rows = (
     ("idle_fraction", "fraction", "step budget: device idle for another known reason"),
     ("unknown_fraction", "fraction", "step budget: what could not be attributed"),
     ("host_stall_fraction", "fraction", "share of a step in which the host held the device up for over a millisecond"),
+    ("fusible_fraction", "fraction", "share of a step in passes over memory that a compiler would join"),
     ("short_kernels_fraction", "fraction", "share of a step in kernels too short for any roof"),
     ("data_wait_s", "s", "time the step waited for its batch"),
     ("data_wait_fraction", "fraction", "data wait over step time"),

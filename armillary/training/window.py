@@ -33,6 +33,8 @@ T = TypeVar("T")
 NO_ROOF = Roof(device="not asked")
 CHEAPEST = 0.25
 """share of the operators' calls, the cheapest, whose cost is taken for what any call costs"""
+PASSES = ("elementwise", "norm", "copy")
+"""classes of work that only pass over memory, and that compilers join"""
 STANDING = ("host_fraction", "sync_fraction", "launch_gap_fraction")
 """shares in which a rank that waits for others may be seen: its main thread stands in Python or in a call"""
 LONG_S = 1e-3
@@ -90,22 +92,35 @@ def shares(judged: Judged, spent: Budget) -> dict[str, float]:
     return found | roofed | {
         "kernels": float(sum(row.calls for row in working)),
         "short_kernels_fraction": _short_s(working, spent) / spent.wall_s,
+        "fusible_fraction": _passes_s(working, spent) / spent.wall_s,
         "host_stall_fraction": _stalled_s(spent) / spent.wall_s,
     }
 
 
-def _short_s(working: list[Row], spent: Budget) -> float:
-    """Time that follows the number of kernels rather than their work: on a GPU kernels too short for any roof; on a
-    processor what its cheapest operators cost, of every operator."""
-    if spent.device >= 0:
-        return sum(row.seconds for row in working if row.bound == "overhead")
-    each = sorted((row.seconds / row.calls, row.calls) for row in working)
+def _call_s(working: list[Row]) -> float:
+    """What any call costs a processor, whatever its work: that of its cheapest operators."""
     before, total = 0, sum(row.calls for row in working)
-    for seconds, calls in each:
+    for seconds, calls in sorted((row.seconds / row.calls, row.calls) for row in working):
         before += calls
         if before >= CHEAPEST * total:
-            return sum(min(row.seconds, row.calls * seconds) for row in working)
+            return seconds
     return 0.0
+
+
+def _short_s(working: list[Row], spent: Budget) -> float:
+    """Time that follows the number of kernels rather than their work: on a GPU kernels too short for any roof; on a
+    processor what any call costs, of every operator."""
+    if spent.device >= 0:
+        return sum(row.seconds for row in working if row.bound == "overhead")
+    each = _call_s(working)
+    return sum(min(row.seconds, row.calls * each) for row in working)
+
+
+def _passes_s(working: list[Row], spent: Budget) -> float:
+    """Time of passes over memory that could be one, beyond what their calls cost."""
+    each = 0.0 if spent.device >= 0 else _call_s(working)
+    mine = [row for row in working if row.work in PASSES and row.bound != "overhead"]
+    return sum(max(0.0, row.seconds - row.calls * each) for row in mine)
 
 
 def _stalled_s(spent: Budget) -> float:

@@ -1,4 +1,4 @@
-"""Judge: make the run of a problem, diagnose it as `armillary diagnose` does, and hold the verdict against the truth."""
+"""Judge: make a problem's run, diagnose it as `armillary diagnose` does, and hold what is said against the truth."""
 
 from __future__ import annotations
 

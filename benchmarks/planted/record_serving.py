@@ -20,13 +20,15 @@ from typing import Any
 
 import torch
 
+from armillary.model.transformer import Transformer
+from armillary.serving.engine.make import make_engine
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
 from armillary.store.runs import Run
 from benchmarks.lever_case import LeverCase, pull
 from benchmarks.planted.problem import Wish
-from benchmarks.planted.record import keep, measured_home
-from benchmarks.planted.serve_small import Arrival, serve_recipe, serving_recipe, warm
+from benchmarks.planted.record import keep
+from benchmarks.planted.serve_small import Arrival, drive, model_of, serve_recipe, serving_recipe
 from benchmarks.planted.traffic import at_once, at_rate, mixed, sharing
 
 SHAPE = {"num_layers": 28, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 3072, "vocab": 32_768,
@@ -39,6 +41,8 @@ class Place:
 
     def __init__(self, device: str, *, tiny: bool) -> None:
         self.device, self.tiny = device, tiny
+        self._model: Transformer | None = None
+        self._warm: set[bool] = set()
 
     def case(
         self, name: str, key: str, arrivals: Sequence[Arrival], serve: Mapping[str, Any],
@@ -51,13 +55,23 @@ class Place:
                                             **serve}}  # fmt: skip
 
         def run(recipe: Recipe, home: Home) -> Run:
-            warm(recipe, device=self.device)
-            made = serve_recipe(recipe, home, arrivals, device=self.device)
+            self._model = self._model or model_of(recipe, 0, self.device)
+            self._warmed(recipe)
+            made = serve_recipe(recipe, home, arrivals, device=self.device, model=self._model)
             if self.device == "cuda":
                 torch.cuda.empty_cache()
             return made
 
         return LeverCase(name=name, key=key, recipe=serving_recipe(Wish(), tables), run=run)
+
+    def _warmed(self, recipe: Recipe) -> None:
+        """What a process does only once: compile kernels and choose tilings, with graphs and without."""
+        if recipe.serve.graphs in self._warm:
+            return
+        self._warm.add(recipe.serve.graphs)
+        assert self._model is not None, "the model is made first"
+        engine, _ = make_engine(self._model, None, recipe.serve, seed=0)
+        drive(engine, at_once(mixed(8, tokens_in=(64, 500), tokens_out=(4, 8), seed=9, name="warm")))
 
     @property
     def scale(self) -> float:
@@ -88,7 +102,8 @@ def chunk_size(at: Place) -> LeverCase:
 
 def rows(at: Place) -> LeverCase:
     """Four requests at a time."""
-    requests = mixed(64, tokens_in=(64, 128), tokens_out=(int(96 * at.scale), int(128 * at.scale)), seed=0)
+    requests = mixed(int(64 * at.scale), tokens_in=(64, 128), tokens_out=(int(96 * at.scale), int(128 * at.scale)),
+                     seed=0)  # fmt: skip
     return at.case("rows", "serve.max_running", at_once(requests), {"max_running": 4})
 
 
@@ -108,13 +123,13 @@ def main() -> None:
     asked.folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="armillary-levers-") as folder:
-        home, at = measured_home(folder, asked.device), Place(asked.device, tiny=asked.tiny)
+        home, at = Home.at(folder), Place(asked.device, tiny=asked.tiny)
         for name in asked.only:
             if time.monotonic() - begin > asked.limit:
                 print(f"{name} left out", flush=True)
                 continue
             try:
-                found = pull(CASES[name](at), home, where="H200")
+                found = pull(CASES[name](at), home, where="H200" if asked.device == "cuda" else asked.device)
                 found.write(asked.folder / f"lever-serving-{name}.json")
                 said = {key: round(value, 3) if isinstance(value, float) else value
                         for key, value in asdict(found).items()}  # fmt: skip

@@ -61,10 +61,11 @@ def serve_small(
 
 
 def serve_recipe(
-    recipe: Recipe, home: Home, arrivals: Sequence[Arrival], *, seed: int = 0, device: str = "cpu"
+    recipe: Recipe, home: Home, arrivals: Sequence[Arrival], *, seed: int = 0, device: str = "cpu",
+    model: Transformer | None = None,
 ) -> Run:  # fmt: skip
-    """As `serve_small`, of a whole recipe."""
-    model = model_of(recipe, seed, device)
+    """As `serve_small`, of a whole recipe; a `model` of its shape that is there already need not be made again."""
+    model = model or model_of(recipe, seed, device)
     plan = Plan(created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), recipe=to_dict(recipe),
                 model=model.config, cluster=recipe.cluster(here()), layout=recipe.layout,
                 serve=recipe.serve)  # fmt: skip

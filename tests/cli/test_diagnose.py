@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from armillary.cli.main import main
 from armillary.diagnosis.diagnosis import read_diagnosis
 from armillary.spec.recipe import load_recipe
 from armillary.store.home import Home
 from tests.diagnosis.trained import plan_of, run_of
 
+Cli = Callable[..., Any]
 
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    home = Home.at(tmp_path)
+
+@pytest.fixture(autouse=True)
+def two_runs(home: Home) -> None:
     run_of(home, plan_of(), name="quiet-otter", data_wait_s=0.5)
     run_of(home, plan_of("data.workers=3"), name="bold-heron", step_s=0.55)
-    return home
 
 
-def cli(home: Home, *words: str) -> str:
-    ran = CliRunner().invoke(main, ["diagnose", *words, "--home", str(home.work)], catch_exceptions=False)
-    assert ran.exit_code == 0, ran.output
-    return ran.output
-
-
-def test_the_verdict_in_words(home: Home) -> None:
-    said = cli(home, "quiet-otter")
+def test_the_verdict_in_words(cli: Cli, home: Home) -> None:
+    said = cli("diagnose", "quiet-otter").out
     assert said.startswith("inner loop limits this run · every step waits 500 ms of 1 s for its batch")
     assert "  evidence    data wait 50%" in said
     assert "loader workers 0 → 3" in said and "predicted 2.00 ×" in said and "--set data.workers=3" in said
@@ -38,24 +31,26 @@ def test_the_verdict_in_words(home: Home) -> None:
     assert read_diagnosis(next(home.runs.glob("*quiet-otter"))).cause == "data_starvation"
 
 
-def test_the_verdict_for_programs(home: Home) -> None:
-    answer = json.loads(cli(home, "quiet-otter", "--json"))
+def test_the_verdict_for_programs(cli: Cli) -> None:
+    answer = cli("diagnose", "quiet-otter", "--json").json
     assert (answer["loop"], answer["cause"]) == ("inner", "data_starvation")
     assert answer["levers"][0]["change"] == {"data.workers": 3}
-    assert cli(home, "quiet-otter", "--quiet") == "inner data_starvation\n"
-    assert cli(home, "bold-heron", "--quiet") == "healthy\n"
+    assert cli("diagnose", "quiet-otter", "--quiet").out == "inner data_starvation\n"
+    assert cli("diagnose", "bold-heron", "--quiet").out == "healthy\n"
 
 
-def test_a_lever_is_applied_and_held_to_its_word(home: Home, tmp_path: Path) -> None:
-    said = cli(home, "quiet-otter", "--apply", "1", "--to", str(tmp_path / "next.toml"))
+def test_a_lever_is_applied_and_held_to_its_word(cli: Cli, tmp_path: Path) -> None:
+    said = cli("diagnose", "quiet-otter", "--apply", "1", "--to", str(tmp_path / "next.toml")).out
     assert "predicted 2.00 ×" in said and "armillary diagnose compare quiet-otter" in said
     assert load_recipe(tmp_path / "next.toml").data.workers == 3
-    said = cli(home, "compare", "quiet-otter", "bold-heron")
+    said = cli("diagnose", "compare", "quiet-otter", "bold-heron").out
     assert "step 1 s → 550 ms   obtained 1.82 ×   predicted 2.00 ×   (track record: 1 lever, median error 9%)" in said
     assert "changed: data.workers=3" in said
-    said = cli(home, "--track-record")
+    said = cli("diagnose", "--track-record").out
     assert "loader workers 0 → 3" in said and "1 lever, median error 9%" in said
-    assert json.loads(cli(home, "--track-record", "--json"))["levers"][0]["obtained"] == pytest.approx(1 / 0.55)
+    kept = cli("diagnose", "--track-record", "--json").json
+    assert kept["levers"][0]["obtained"] == pytest.approx(1 / 0.55)
+    assert kept["median_error"] == pytest.approx(1 - 1 / 1.1)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +60,6 @@ def test_a_lever_is_applied_and_held_to_its_word(home: Home, tmp_path: Path) -> 
      (["quiet-otter", "--apply", "9"], "no lever 9; levers are 1 to"),
      (["quiet-otter", "--to", "x.toml"], "--to x.toml says where a changed recipe goes; add --apply N")],
 )  # fmt: skip
-def test_bad_input_is_one_line(home: Home, words: list[str], line: str) -> None:
-    ran = CliRunner().invoke(main, ["diagnose", *words, "--home", str(home.work)])
-    assert ran.exit_code == 2 and line in ran.output and "Traceback" not in ran.output
+def test_bad_input_is_one_line(cli: Cli, words: list[str], line: str) -> None:
+    ran = cli("diagnose", *words)
+    assert ran.code == 2 and line in ran.err and "Traceback" not in ran.err

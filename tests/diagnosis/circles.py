@@ -40,7 +40,7 @@ def made_load(ttft_s: float) -> LoadReport:
 
 def made_plan(**changes: Any) -> Plan:
     cluster = replace(catalogue.cluster("h100"), name="here")
-    return Plan(created="2026-11-15T09:30:00Z", model=catalogue.model("armillary-5m"), cluster=cluster,
+    return Plan(created="2026-11-15T09:30:00Z", model=catalogue.model("armillary-5m").config, cluster=cluster,
                 layout=Layout(dp=1), **changes)  # fmt: skip
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from armillary.diagnosis.diagnosis import Diagnosis
     from armillary.profiling.profile import Profile
 
-PROFILED = 3
+PROFILED = 2
 """steps under the profiler"""
 
 
@@ -46,7 +46,8 @@ def _profile(walk: Walk) -> Profile:
     from armillary.profiling.words import budget_line
 
     with recipe_step(Output("silent"), walk.home, str(RECIPE), walk.overrides, None) as step:
-        found = profile(step, steps=PROFILED, home=walk.home, memory=False, stacks=False, source=RECIPE.name)
+        found = profile(step, steps=PROFILED, warmup=1, home=walk.home, memory=False, stacks=False,
+                        source=RECIPE.name)  # fmt: skip
     walk.out.say(f"{budget_line(found)} (one process)")
     return found
 

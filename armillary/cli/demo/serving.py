@@ -9,7 +9,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
@@ -42,25 +42,24 @@ class Service:
 
 
 def serve_and_load(walk: Walk, trained: Run) -> Service:
-    """The server as the recipe sets it."""
-    with walk.stage("serve", f"armillary serve {trained.name}, in a process of its own") as say:
-        before = {run.id for run in list_runs(walk.home)}
-        recipe = trained.folder / "demo.toml"  # with what was overridden: the serve verb reads [serve] alone
-        write_text(recipe, to_toml(walk.recipe) if walk.overrides else RECIPE.read_text())
-        with server(walk.home, trained, recipe, show=walk.out) as url:
-            text = ask(url, PROMPT)
-            walk.out.say(f"» {PROMPT}{text}")
+    """The server as the recipe sets it, and what its clients see."""
+    before = {run.id for run in list_runs(walk.home)}
+    with ExitStack() as until_loaded:
+        with walk.stage("serve", f"armillary serve {trained.name}, in a process of its own") as say:
+            recipe = trained.folder / "demo.toml"  # with what was overridden: the serve verb reads [serve] alone
+            write_text(recipe, to_toml(walk.recipe) if walk.overrides else RECIPE.read_text())
+            url, pid = until_loaded.enter_context(server(walk.home, trained, recipe, show=walk.out))
+            walk.out.say(f"» {PROMPT}{ask(url, PROMPT)}")
             say("answers OpenAI's clients")
-            report = _load(walk, url)
-        run = _new_run(walk.home, before)
-        walk.keep(load=report)
-        return Service(run=run, report=report)
+        report = _load(walk, url)
+        walk.keep(load=report, server_peak_bytes=peak_memory(pid))
+    return Service(run=_new_run(walk.home, before), report=report)
 
 
 def serve_changed(walk: Walk, trained: Run, recipe: Path) -> Service:
     """The same with a lever pulled, under the same requests."""
     before = {run.id for run in list_runs(walk.home)}
-    with server(walk.home, trained, recipe, show=Output("silent")) as url:
+    with server(walk.home, trained, recipe, show=Output("silent")) as (url, _):
         report = load(walk, url)
     walk.keep(load_after=report)
     return Service(run=_new_run(walk.home, before), report=report)
@@ -106,8 +105,8 @@ def load(walk: Walk, url: str) -> LoadReport:
 
 
 @contextmanager
-def server(home: Home, trained: Run, recipe: Path, *, show: Output) -> Iterator[str]:
-    """`armillary serve RUN` until the block ends; gives its address once it is ready."""
+def server(home: Home, trained: Run, recipe: Path, *, show: Output) -> Iterator[tuple[str, int]]:
+    """`armillary serve RUN` until the block ends; gives its address and its process once it is ready."""
     place = ["--home", str(home.work)] if home.work == home.cache else []
     words = ["serve", str(trained.folder), "--port", "0", "--recipe", str(recipe), *place]
     process = subprocess.Popen([sys.executable, "-u", "-m", "armillary", *words], cwd=home.work, text=True,
@@ -116,7 +115,7 @@ def server(home: Home, trained: Run, recipe: Path, *, show: Output) -> Iterator[
     reader = threading.Thread(target=_pass_on, args=(process, lines), daemon=True)
     reader.start()
     try:
-        yield _wait_until_ready(process, lines, show)
+        yield _wait_until_ready(process, lines, show), process.pid
     finally:
         _end(process)
         reader.join(STOP_S)
@@ -155,6 +154,16 @@ def _end(process: subprocess.Popen[str]) -> None:
             return
         except subprocess.TimeoutExpired:
             continue
+
+
+def peak_memory(pid: int) -> float | None:
+    """Most memory that the largest of a process and its children had; none where the system does not say."""
+    found = []
+    with suppress(OSError):  # one may end meanwhile
+        for of in (pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())):
+            status = Path(f"/proc/{of}/status").read_text()
+            found += [float(size) * 1024 for size in re.findall(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)]
+    return max(found, default=None)
 
 
 def ask(url: str, prompt: str, tokens: int = 32) -> str:

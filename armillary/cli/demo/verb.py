@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from armillary.diagnosis.circle import Circle
 
 
+SHOWN = ("step_s", "tokens_per_s", "memory_peak_bytes", "checkpoint_bytes", "ttft_p50_s", "itl_p50_s",
+         "tokens_out_per_s", "kv_capacity_tokens")  # fmt: skip
+"""predictions that the terminal shows; the page has all"""
+
+
 @verb
 @set_option
 @click.option("--page", type=click.Path(path_type=Path, dir_okay=False), default=Path("armillary-demo.html"),
@@ -51,10 +56,13 @@ def _report(walk: Walk, path: Path) -> None:
     from armillary.store.atomic import write_text
 
     with walk.stage("report", "every figure that was predicted, beside what was measured") as say:
-        rows = [one.cells() for one in walk.circle.predicted]
-        if rows:
-            walk.out.table("", HEADS, rows)
-        say(f"{len(rows)} predictions checked")
+        rows = walk.circle.predicted
+        shown = [one.cells() for one in rows if one.is_speedup or one.gauge in SHOWN]
+        if shown:
+            walk.out.table("", HEADS, shown)
+        checked = f"{sum(one.measured is not None for one in rows)} of {len(rows)} predictions were measured"
+        walk.out.say(f"{checked}; the report has all of them")
+        say(checked)
     write_text(path.absolute(), page(walk.circle))
     whole = seconds_text(sum(stage.seconds for stage in walk.circle.stages))
     walk.out.say(f"once round the circle in {whole} · report: {path_text(path.absolute())}")

@@ -73,6 +73,7 @@ class EngineProcess:
         self._tasks: list[asyncio.Task[None]] = []
         self._first: asyncio.Future[Started] | None = None
         self._failures = 0
+        self._at_first = True
 
     # --- for the server
 
@@ -182,7 +183,7 @@ class EngineProcess:
         code = await self._ranks.end()
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         if self.started is None:
-            if self._first is not None and not self._first.done():
+            if self._first is not None and not self._first.done() and not self._another_port():
                 text = f"the engine ended while it was loading ({how}); see the lines above"
                 self._first.set_exception(BadInput(text))
             return
@@ -193,6 +194,12 @@ class EngineProcess:
         self._say(f"the engine ended ({how}); {len(self._sent)} requests failed; starting it again")
         self._fail_all("the engine failed while it worked on this request; try again")
         await asyncio.sleep(_BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)])
+
+    def _another_port(self) -> bool:
+        """Whether to start once more: several ranks meet at a port that was free when they were started, and may have
+        been taken since."""
+        first, self._at_first = self._at_first, False
+        return first and self._ranks.count > 1
 
     async def _watch(self) -> None:
         """Ends an engine that hangs, and one that has lost a rank."""
@@ -228,10 +235,10 @@ class EngineProcess:
                 self._say(f"the engine is back after {dict(message.phases)['in all']:.1f} s")
         elif isinstance(message, Failed):
             why = message.message if message.by_user else f"the engine cannot start ({message.message}); report this"
-            if self._first is not None and not self._first.done():
-                self._first.set_exception(ArmillaryError(why))
-            else:
+            if self._first is None or self._first.done() or (not message.by_user and self._ranks.count > 1):
                 self._say(why)
+            else:
+                self._first.set_exception(ArmillaryError(why))
 
     def _refusal(self, message: Refused) -> Problem:
         if not message.busy:

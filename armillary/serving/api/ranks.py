@@ -20,7 +20,7 @@ class Ranks:
     """Running processes; the first one is talked to, the others follow it."""
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        self.count = count
         self._processes: list[subprocess.Popen[bytes]] = []
         self._socks: list[socket.socket] = []
         """of those that follow: open as long as they are wanted"""
@@ -37,10 +37,10 @@ class Ranks:
 
     async def start(self, orders: Orders) -> asyncio.StreamReader:
         """Start them; where the first one's messages come from."""
-        port = _free_port() if self._count > 1 else 0
+        port = _free_port() if self.count > 1 else 0
         begin = frame(replace(orders, asked_at=time.time()))
         first = self._spawn(0, port)
-        for rank in range(1, self._count):
+        for rank in range(1, self.count):
             sock = self._spawn(rank, port)
             sock.sendall(begin)
             self._socks.append(sock)
@@ -65,8 +65,8 @@ class Ranks:
         found["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             found.pop(key, None)
-        if self._count > 1:
-            found |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._count),
+        if self.count > 1:
+            found |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.count),
                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
         return found
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from armillary.kernels.paged_attention import PagedBatch
 from armillary.kernels.paged_token import plain
@@ -79,6 +79,8 @@ class Forward:
         """adds up what each rank has of a product's result"""
         self.into_cache = whole_norm(kernels.qkv_cache, model.config) if kernels.norms_apart else kernels.qkv_cache
         self.head: Product = model.head
+        self.one_head = _plain_head(model) if kernels.small is not None and model.norm is not None else None
+        """the head's weight, where a single token's norm and logits can be one product"""
 
     def last(self, inputs: Inputs) -> Tensor:
         """[B, H]: the last token of each sequence, before the last norm. Where most tokens are others, the last layer
@@ -113,7 +115,10 @@ class Forward:
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """[B, V]"""
-        norm = self.model.norm
+        norm, small = self.model.norm, self.kernels.small
+        if self.one_head is not None and small is not None and len(hidden_BH) == 1 and self.head == self.model.head:
+            assert norm is not None
+            return small(hidden_BH, self.one_head, norm.weight, None, norm.eps)  # type: ignore[no-any-return]
         return self.head(hidden_BH if norm is None else self._norm(norm, hidden_BH))
 
     def _turns(self, angles_T: Tensor) -> dict[bool, tuple[Tensor | None, Tensor | None]]:
@@ -186,6 +191,16 @@ class Forward:
             x = x if added is None else x + added
             return self._after(norm, x), x
         return self.kernels.add_norm(added, x, norm.weight, norm.bias, norm.eps, norm.kind, norm.plus_one)  # type: ignore[no-any-return]
+
+
+def _plain_head(model: Transformer) -> Tensor | None:
+    """The weight, where logits are nothing but a product with it."""
+    config, output = model.config, model.output
+    if config.logit_scale != 1.0 or config.logit_softcap is not None or model.embedding is None:
+        return None
+    if output is None:
+        return model.embedding.weight
+    return output.weight if isinstance(output, nn.Linear) and output.bias is None else None
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:

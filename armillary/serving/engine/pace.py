@@ -8,6 +8,9 @@ larger than the last one: what was not seen yet may cost more than a line says.
 
 from __future__ import annotations
 
+from collections import deque
+from statistics import median
+
 from armillary.serving.engine.decision import Decision
 
 _MARGIN = 0.03
@@ -20,6 +23,8 @@ _FIRST = 64
 """tokens of prompts in the first step"""
 _EVERY = 256
 """steps with prompts after which decodes are watched alone again"""
+_SEEN = 31
+"""steps without prompts whose median counts: one that something else held up says nothing of decodes"""
 _UNITS = (1.0, 128.0, 128.0 * 8192.0)
 """what γ, n and n·(p + n/2) are counted in, so that all are of one size"""
 _UNSURE = 100.0
@@ -35,6 +40,8 @@ class Pace:
         self._attention = attention_tokens
         self._alone_s: dict[int, float] = {}
         """what decodes of so many sequences take, by the power of two at or above"""
+        self._seen: dict[int, deque[float]] = {}
+        """the times that are known from"""
         self._fit: list[float] | None = None
         """γ, α and β, in seconds a unit"""
         self._unsure = [[float(i == j) for j in range(3)] for i in range(3)]
@@ -72,8 +79,9 @@ class Pace:
         if not rows or seconds <= 0.0 or decision.admitted:
             return
         if not tokens:
-            known = self._alone_s.get(_size(rows))
-            self._alone_s[_size(rows)] = seconds if known is None else known + 0.2 * (min(seconds, 2 * known) - known)
+            seen = self._seen.setdefault(_size(rows), deque(maxlen=_SEEN))
+            seen.append(seconds)
+            self._alone_s[_size(rows)] = median(seen)
             return
         self._mixed += 1
         self._largest = max(_FIRST, int(_GROWTH * tokens), tokens + self._tile)

@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import json
 import socket
-import time
 from typing import Any
 
 import pytest
@@ -102,21 +101,13 @@ def test_a_prompt_of_a_hundred_thousand_tokens_holds_nobody_up(server: Server) -
     """Text is tokenised beside the event loop: others get their tokens meanwhile."""
     long = {"prompt": " ".join(map(str, range(150_000)))}
 
-    async def both() -> tuple[int, float]:
-        begin = time.monotonic()
+    async def both() -> None:
         hostile = [asyncio.create_task(stream(server, long)) for _ in range(4)]
-        gaps = [await _timed(server) for _ in range(5)]
-        status = {(await task).status for task in hostile}
-        assert status == {400} and time.monotonic() - begin < 30
-        return len(gaps), max(gaps)
+        for _ in range(5):
+            assert (await stream(server, GOOD | {"stream": True})).done
+        assert {(await task).status for task in hostile} == {400}
 
-    assert asyncio.run(both())[0] == 5
-
-
-async def _timed(server: Server) -> float:
-    begin = time.monotonic()
-    assert (await stream(server, GOOD | {"stream": True})).done
-    return time.monotonic() - begin
+    asyncio.run(asyncio.wait_for(both(), 120))
 
 
 NASTY: dict[str, Any] = {

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +160,8 @@ def test_whole_answers_are_waited_for_once() -> None:
 def test_messages_come_through_whole_even_where_nobody_reads_for_a_while() -> None:
     ours, theirs = socket.socketpair()
     outlet, sent = Outlet(theirs), [Turn(keys=[i] * 3000, tokens=[i] * 3000) for i in range(200)]
-    begin = time.monotonic()
     for turn in sent:
-        outlet.send(turn)  # the buffer is full long before the end, and this does not wait
-    assert time.monotonic() - begin < 5
+        outlet.send(turn)  # the buffer is full long before the end: if this waited, it would wait for ever
 
     async def receive() -> list[Turn]:
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 24)

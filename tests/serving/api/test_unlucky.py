@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from armillary.errors import BadInput
 from armillary.serving.api import engine_process
-from armillary.serving.api.channel import Orders, Refused, Started, Turn, frame
+from armillary.serving.api.channel import Failed, Orders, Refused, Started, Turn, frame
 from armillary.serving.api.completions import complete
 from armillary.serving.api.engine_process import EngineProcess
 from armillary.serving.api.lines import to_whom_it_concerns
@@ -29,7 +30,7 @@ STARTED = Started(max_model_len=8, vocab=8, kv_tokens=8, kv_text="", phases=[("i
 class FewProcesses:
     """Stands in for the engine's processes: the first is lost, the second cannot be started, the third stays."""
 
-    alive = True
+    alive, count = True, 1
 
     def __init__(self) -> None:
         self.starts = 0
@@ -112,6 +113,42 @@ def test_a_message_that_cannot_be_understood_fails_what_waits_and_the_engine_beg
 
     assert asyncio.run(live()) == 2
     assert any("report this" in line for line in said) and "Traceback" in capfd.readouterr().err
+
+
+class Unlucky(Steady):
+    """Two ranks: the port at which they were to meet is taken, as often as `times` says."""
+
+    count = 2
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    async def start(self, orders: Orders) -> asyncio.StreamReader:
+        reader = await super().start(orders)
+        if self.starts <= self.times:
+            reader = asyncio.StreamReader()
+            reader.feed_data(frame(Failed(message="DistNetworkError: address in use", by_user=False)))
+            reader.feed_eof()
+        return reader
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ranks_that_cannot_meet_are_started_once_more(tmp_path: Path, times: int) -> None:
+    async def live() -> int:
+        engine, ranks = engine_of(tmp_path, lambda text: None), Unlucky(times)
+        engine._ranks = ranks  # type: ignore[assignment]
+        try:
+            await asyncio.wait_for(engine.start(), 20)
+        finally:
+            await engine.stop()
+        return ranks.starts
+
+    if times == 1:
+        assert asyncio.run(live()) == 2
+    else:
+        with pytest.raises(BadInput, match="ended while it was loading"):
+            asyncio.run(live())
 
 
 def test_a_refusal_says_whether_to_ask_again(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 import tests.kernels.interpreter  # noqa: F401
 from armillary.kernels import gated_triton, logprobs_triton, norm_triton, qkv_cache_triton, sampling_triton
 from armillary.kernels.paged_attention_triton import paged_attention
+from armillary.kernels.paged_token_triton import attend_tokens
 from armillary.kernels.small_linear_triton import small_linear
 from armillary.model.transformer import build
 from armillary.serving.engine.engine_kernels import EngineKernels
@@ -30,9 +31,13 @@ TRITON = EngineKernels(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("kernels", [TRITON, replace(TRITON, small=small_linear)], ids=["wide", "small"])
+@pytest.mark.parametrize(
+    "kernels",
+    [TRITON, replace(TRITON, small=small_linear), replace(TRITON, small=small_linear, tokens=attend_tokens)],
+    ids=["wide", "small", "tokens"],
+)
 def test_answers_are_those_of_the_slow_twin(kernels: EngineKernels) -> None:
-    config = small(head_dim=16, hidden=32, ffn=64, qk_norm="head")
+    config = small(head_dim=32, hidden=32, ffn=64, qk_norm="head")
     weights = build(config, dtype=torch.float32, device="cpu", seed=3)
 
     def padded(*args: Any, **named: Any) -> FastExecutor:

@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("aiohttp", reason="load tests need the extra http")
 
 from armillary.errors import BadInput, NotFound
-from armillary.serving.load import spread
 from armillary.serving.load.drive import Job
 from armillary.serving.load.page import page
 from armillary.serving.load.probe import probe
@@ -161,7 +160,7 @@ def test_a_sending_process_that_dies_is_one_line(when: str, monkeypatch: pytest.
     def start(command: list[str], **pipes: Any) -> Any:
         return begun([sys.executable, "-c", dies.format(says)], **pipes)
 
-    monkeypatch.setattr(spread.subprocess, "Popen", start)
+    monkeypatch.setattr("armillary.serving.load.spread.subprocess.Popen", start)
     with pytest.raises(BadInput, match=r"killed by signal 9.*try fewer load\.processes"):
         drive_all(job(), 2)
 

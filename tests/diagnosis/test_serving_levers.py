@@ -1,0 +1,100 @@
+"""Levers of a server are priced by playing its requests again: what is predicted is what is then obtained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from armillary.diagnosis.diagnose import diagnose
+from armillary.diagnosis.product_rules import RULES
+from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.serving_levers import levers_for
+from armillary.planning.arrivals import Arrival
+from armillary.planning.step_cost import StepCost
+from armillary.store.home import Home
+from tests.diagnosis.served import requests, served
+
+FLAT = StepCost(base_s=0.004, prefill_s=2e-4, decode_s=1.2e-3)
+"""a step costs its tokens, so that more rows buy little"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home.at(tmp_path)
+
+
+def long_among_answers() -> list[Arrival]:
+    long = [replace(one, number=100 + one.number) for one in requests(12, rate=2.0, tokens_in=1500, tokens_out=4)]
+    return sorted([*requests(8, tokens_in=32, tokens_out=200), *long], key=lambda one: one.at_s)
+
+
+CASES: dict[str, tuple[Sequence[Arrival], dict[str, Any], str]] = {
+    "rows": (requests(40), {"max_running": 2}, "serve.max_running"),
+    "batching": (requests(60), {"batching": "static", "max_running": 8}, "serve.batching"),
+    "cache": (requests(60, shared=512, tokens_in=16, tokens_out=8), {"prefix_cache": False}, "serve.prefix_cache"),
+    "first token": (requests(40, rate=5.0, shared=512, tokens_in=16, tokens_out=8), {"prefix_cache": False},
+                    "serve.prefix_cache"),
+    "blocks": (requests(40, tokens_out=128), {"kv_tokens": 768, "max_model_len": 512}, "serve.kv_bytes"),
+    "chunks": (long_among_answers(), {"max_tokens_per_step": 8192}, "serve.prefill_tokens"),
+    "budget": (requests(24, tokens_in=500, tokens_out=8), {"max_tokens_per_step": 32}, "serve.max_tokens_per_step"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_predicted_is_obtained(name: str, home: Home) -> None:
+    arrivals, given, key = CASES[name]
+    before = served(arrivals, **given)
+    found = diagnose(before, home)
+    lever = found.levers[0]
+    assert key in lever.change and lever.speedup > 1.1 and lever.sets.startswith(f"--set {key}=")
+    changed = {name.removeprefix("serve."): value for name, value in lever.change.items()}
+    if "kv_bytes" in changed:
+        changed = {"kv_tokens": round(768 * changed.pop("kv_bytes") / _kv_bytes(before))}
+    after = served(arrivals, **{**given, **changed})
+    now, then = before.get(lever.of), after.get(lever.of)
+    assert now is not None and then is not None
+    obtained = then / now if lever.of.endswith("_per_s") else now / then
+    assert abs(obtained - lever.speedup) <= max(0.03, 0.3 * (lever.speedup - 1))
+
+
+def _kv_bytes(reading: Reading) -> float:
+    from armillary.diagnosis.replay import Replay
+    from armillary.diagnosis.service import Service
+
+    service = Service(reading, reading.plan)
+    assert reading.plan is not None and service.cost is not None
+    return Replay(service, reading.plan.model, service.cost).kv_bytes
+
+
+def test_as_many_servers_as_make_the_queue_go(home: Home) -> None:
+    bears = served(requests(80), cost=FLAT).values["requests_per_s"]
+    found = diagnose(served(requests(160, rate=1.7 * bears), cost=FLAT), home)
+    assert (found.loop, found.cause) == ("product", "too_few_replicas")
+    assert found.levers[0].change == {"layout.dp": 2} and "2 × the devices" in found.levers[0].risk
+
+
+@pytest.mark.parametrize("load", [0.4, 0.8])
+def test_a_server_that_keeps_up_has_nothing_to_gain(load: float, home: Home) -> None:
+    bears = served(requests(80)).values["requests_per_s"]
+    found = diagnose(served(requests(120, rate=load * bears)), home)
+    assert found.is_healthy and "nothing to gain beyond" in found.headline
+
+
+def test_launches_are_priced_by_what_the_device_needs(home: Home) -> None:
+    launching = StepCost(base_s=0.008, prefill_s=1e-6, decode_s=1e-6)
+    eager = served(requests(40), chip="h200", graphs=False, cost=launching, max_running=64)
+    found = diagnose(eager, home)
+    assert found.cause == "launch_overhead" and found.levers[0].change == {"serve.graphs": True}
+    assert found.levers[0].speedup > 3
+
+
+def test_without_a_plan_or_requests_nothing_is_priced(home: Home) -> None:
+    reading = served(requests(40), max_running=2)
+    (finding, *_) = [found for rule in RULES if (found := rule(reading, reading.plan)) is not None]
+    assert levers_for(finding, reading, home)
+    assert levers_for(finding, replace(reading, plan=None), home) == ()
+    assert levers_for(finding, replace(reading, requests=()), home) == ()
