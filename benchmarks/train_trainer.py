@@ -38,7 +38,7 @@ def trainer_step(
     recipe = Recipe(
         model=ModelTable(name="tinyllama-1.1b", overrides={key: SMALL[key] for key in SMALL if key != "vocab"}),
         layout=Layout(micro_batch=rows, precision="bf16"), data=Data(source=str(text), held_out=0.0),
-        train=TrainJob(sequence=SEQUENCE, batch_tokens=rows * SEQUENCE),
+        train=TrainJob(sequence=SEQUENCE, batch_tokens=rows * SEQUENCE, profile_every=0),
     )  # fmt: skip
     seconds: list[float] = []
     begun, steps = start(recipe, home, starting_point(recipe, home)), count()

@@ -28,7 +28,7 @@ micro_batch = 4
 [train]
 sequence = 64
 batch_tokens = 512
-steps = 60
+steps = 30
 """
 
 
@@ -43,7 +43,7 @@ def look_up() -> None:
 def train_and_generate(folder: Path) -> None:
     home = armillary.Home.at(folder)
     recipe = folder / "recipe.toml"
-    recipe.write_text(RECIPE.format(source=Path(armillary.__file__).parent))
+    recipe.write_text(RECIPE.format(source=Path(armillary.__file__).parent / "spec"))
     done = armillary.train(recipe, home=home, watch=lambda report: None)
     print(f"run {done.run.name}: loss {done.loss:.2f} after {done.steps} steps")
     for made in armillary.generate(done.export, ["def ", "class "], Sampling(max_tokens=16), home=home):

@@ -36,14 +36,24 @@ class Ran:
         return json.loads(self.out)
 
 
+LONG = ("training/test_verb.py", "training/test_kernels.py", "test_recipes_and_examples.py", "model/test_agreement.py",
+        "training/test_balance.py", "training/test_checkpoint.py")  # fmt: skip
+"""files that take long by themselves"""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Two workers (`make test`) share the tests out by file, so that fixtures are made once; all tests on ranks are one
-    worker's, with one pool, and come first, because they are the longest that cannot be shared out."""
-    items.sort(key=lambda item: not _on_ranks(item))
+    worker's, with one pool, and come first, because they are the longest that cannot be shared out. Long files come
+    next: at the end of the run one worker would wait for the other's."""
+    items.sort(key=lambda item: (not _on_ranks(item), not _file(item).endswith(LONG)))
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            item.add_marker(pytest.mark.xdist_group("ranks" if _on_ranks(item) else item.nodeid.partition("::")[0]))
+            item.add_marker(pytest.mark.xdist_group("ranks" if _on_ranks(item) else _file(item)))
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 def _on_ranks(item: pytest.Item) -> bool:

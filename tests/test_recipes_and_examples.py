@@ -44,7 +44,11 @@ def test_every_example_is_tried() -> None:
     assert found == set(EXAMPLES)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+SLOW = {"ddp_scaling"}
+"""starts seven processes, each of which imports torch"""
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in EXAMPLES])
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     arguments, printed = EXAMPLES[name]
     line = [sys.executable, ROOT / "examples" / f"{name}.py", *arguments]

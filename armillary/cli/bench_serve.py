@@ -19,20 +19,20 @@ from armillary.units import bandwidth_text, seconds_text
 if TYPE_CHECKING:
     from armillary.serving.bench import ServeBench
 
-_BATCHES = 4
-"""a quarter of the requests runs at a time: with all of them together, ways of batching would not differ"""
+_BATCHES = 6
+"""a sixth of the requests runs at a time: with all of them together, ways of batching would not differ"""
 
 
 @verb
 @click.argument("model", shell_complete=complete.models)
 @click.option("--mode", "modes", multiple=True, help="none, static, dynamic, continuous; often.  [default: all]")
-@click.option("--requests", default=32, show_default=True, help="Requests of a run.")
-@click.option("--tokens-in", default=128, show_default=True, help="Longest prompt.")
-@click.option("--tokens-out", default=64, show_default=True, help="Longest answer.")
+@click.option("--requests", default=48, show_default=True, help="Requests of a run.")
+@click.option("--tokens-in", default=64, show_default=True, help="Longest prompt.")
+@click.option("--tokens-out", default=96, show_default=True, help="Longest answer.")
 @click.option("--dtype", help="fp32, bf16 or fp16.  [default: as stored]")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--weights", type=click.Choice(["auto", "int8", "fp8"]), default="auto", help="Round the weights.")
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write a page of bars (HTML) there.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write bars there: .html or .svg.")
 def serve(
     out: Output, home: Home, model: str, modes: tuple[str, ...], requests: int, tokens_in: int, tokens_out: int,
     dtype: str | None, device: str | None, weights: str, plot: Path | None,
@@ -47,7 +47,8 @@ def serve(
     if tokens_in + tokens_out > loaded.config.context:
         raise BadInput(f"{tokens_in} + {tokens_out} tokens exceed the context of {source}; ask for at most "
                        f"{loaded.config.context} together")  # fmt: skip
-    from armillary.serving.bench import MODES, bench_page, bench_serve
+    from armillary.serving.bench import MODES, bench_serve
+    from armillary.serving.bench_plot import bench_page, picture
     from armillary.spec.service import Serve
     from armillary.store.atomic import write_text
 
@@ -59,7 +60,7 @@ def serve(
         modes=modes or MODES, requests=requests, tokens_in=tokens_in, tokens_out=tokens_out,
     )  # fmt: skip
     if plot is not None:
-        write_text(plot, bench_page(found))
+        write_text(plot, picture(found) if plot.suffix == ".svg" else bench_page(found))
     _show(out, found)
     rows = [asdict(mode) | {"tokens_per_s": mode.tokens_per_s} for mode in found.modes]
     quiet = [f"{mode.name}\t{mode.tokens_per_s:.1f}" for mode in found.modes]
@@ -75,13 +76,10 @@ def _opened(out: Output, home: Home, model: str, dtype: str | None, device: str 
 
 
 def _show(out: Output, found: ServeBench) -> None:
+    from armillary.serving.bench_plot import COLUMNS, cells, workload
+
     one, rate = found.single, found.single_tokens_per_s
     out.say(f"{found.model} on {found.device}, {found.dtype}")
     out.say(f"single stream: {one.tokens_in} in {seconds_text(one.ttft_p50_s)}, then {rate:,.1f} tokens/s = "
             f"{bandwidth_text(found.single_bytes_per_s)}")  # fmt: skip
-    columns = ["batching", "tokens/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "steps", "a decision"]
-    out.table(f"the same requests, all there at once, {found.together} together at most", columns, [
-        [mode.name, f"{mode.tokens_per_s:,.0f}", seconds_text(mode.ttft_p50_s), seconds_text(mode.ttft_p99_s),
-         seconds_text(mode.itl_p50_s), seconds_text(mode.itl_p99_s), mode.steps, seconds_text(mode.schedule_s)]
-        for mode in found.modes
-    ])  # fmt: skip
+    out.table(workload(found), list(COLUMNS), list(map(cells, found.modes)))

@@ -124,7 +124,7 @@ def begin(
     pick_device(device)
     made = plan_of(begun)
     planned = made.plan()
-    notes = (*begun.plan.notes, *planned.notes)
+    notes = tuple(dict.fromkeys((*begun.plan.notes, *planned.notes)))
     begun = replace(begun, plan=replace(begun.plan, predicted=planned.predicted, notes=notes))
     say_start(out, begun, made)
     for note in begun.plan.notes:

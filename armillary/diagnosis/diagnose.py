@@ -35,6 +35,8 @@ GENERAL_WORTH = 1.3
 """predicted speed-up from which kernels that are merely the time are said to limit a training run"""
 PRICED_SHARE = (*GENERAL, "launch_overhead", *STANDS_BY_LEVER)
 """causes whose share is what their best lever would take away, where that is more than was seen"""
+NEARLY = 0.2
+"""how far parts that were recorded whole may be from 1: each is a median over several recorded steps"""
 LOOPS = {"inner": "inner loop", "training": "training loop", "product": "product loop"}
 
 
@@ -115,6 +117,9 @@ def budget_of(reading: Reading) -> dict[str, float]:
     """Where the time went, as shares of all of it; empty where nothing was recorded."""
     parts = parts_of(reading)
     inside = {part: share for part in BUDGET if (share := reading.get(f"{part}_fraction")) is not None}
+    whole = sum(inside.values())
+    if abs(whole - 1) < NEARLY:
+        inside = {part: share / whole for part, share in inside.items()}
     if parts is None:
         return inside
     stood = parts.share(parts.step - parts.data_wait)

@@ -20,7 +20,7 @@ STARVED = 0.04
 """share of the time spent waiting for batches that a loader which reads ahead never comes to"""
 LATE_LAUNCHES = 0.08
 """share of launch gaps and kernels too short for any roof: runs whose operators are of a fair size stay below"""
-HELD_UP = 0.1
+HELD_UP = 0.08
 """share in which Python alone held the device up: logging and the learning rate take a tenth of that"""
 WIDE = ("fp32", "tf32")
 """precisions that leave the chip's fastest units idle"""
@@ -128,8 +128,12 @@ def _roof(reading: Reading) -> str:
 def _bound(reading: Reading) -> str:
     """What most kernel time is under: by the rows of a profile, else by the arithmetic intensity of the step."""
     rows = (reading.profile.kernels or reading.profile.operators) if reading.profile else ()
+    passes = ("elementwise", "norm", "softmax", "copy", "embedding", "optimizer")
+    unknown = [row for row in rows if row.bound == "unknown"]
     memory = sum(row.seconds for row in rows if row.bound == "memory")
     products = sum(row.seconds for row in rows if row.bound == "compute")
+    memory += sum(row.seconds for row in unknown if row.work in passes)
+    products += sum(row.seconds for row in unknown if row.work in ("gemm", "conv", "attention"))
     return "memory" if memory > products else "compute"
 
 

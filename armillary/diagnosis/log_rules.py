@@ -1,4 +1,4 @@
-"""Rules for what other people's logs and traces alone can tell; each brings its levers, in the writer's own words.
+"""Rules for what other people's logs alone can tell; each brings its levers, in the writer's own words.
 
 They are silent on runs of ours, which say the same things more exactly.
 """
@@ -11,11 +11,10 @@ from math import ceil
 from statistics import mean, median
 
 from armillary.diagnosis.finding import Cause, Evidence, Finding, Lever
-from armillary.diagnosis.inner_rules import computing
-from armillary.diagnosis.inner_rules import launch_overhead as launch_rule
 from armillary.diagnosis.reading import Reading
 from armillary.diagnosis.settings_rules import RULES as SETTINGS_RULES
 from armillary.diagnosis.their_levers import without
+from armillary.diagnosis.trace_rules import RULES as TRACE_RULES
 from armillary.profiling.amdahl import speedup
 from armillary.spec.plan import Plan
 from armillary.units import seconds_text
@@ -38,8 +37,6 @@ LONG_S = 120.0
 """a run shorter than that says nothing about heat or leaks"""
 FULL = 0.95
 """share of a device's memory beyond which the allocator has to search, and a longer batch fails"""
-LATE = 0.2
-"""share of the device's time lost between launches: runs with operators of a fair size stay well below"""
 
 
 def saving(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -112,20 +109,6 @@ def nearly_full(reading: Reading, plan: Plan | None) -> Finding | None:
     return Finding(loop="training", cause="memory_pressure", rule="nearly_full", share=max(0.0, lost), levers=(lever,),
                    evidence=(Evidence(gauge="memory_used_fraction", value=used, expected=FULL, against="full"),),
                    says=f"{used:.0%} of the device's memory is taken{again}: a longer batch ends the run")  # fmt: skip
-
-
-def late_launches(reading: Reading, plan: Plan | None) -> Finding | None:
-    """A trace in which Python between launches, a little each time, leaves the device idle."""
-    if not _theirs(reading) or reading.profile is None or launch_rule(reading, plan) is not None:
-        return None
-    gaps, host = reading.get("launch_gap_fraction") or 0.0, reading.get("host_fraction") or 0.0
-    share = computing(reading) * (gaps + max(0.0, host - (reading.get("host_stall_fraction") or 0.0)))
-    if share < LATE:
-        return None
-    evidence = tuple(Evidence(gauge=name, value=value) for name in ("launch_gap_fraction", "host_fraction", "kernels")
-                     if (value := reading.get(name)) is not None)  # fmt: skip
-    return Finding(loop="inner", cause="launch_overhead", rule="late_launches", share=share, evidence=evidence,
-                   says=f"the device waits {share:.0%} of the time for Python to come to the next launch")  # fmt: skip
 
 
 # --- what the rules share
@@ -219,4 +202,4 @@ def _stalled(reading: Reading, cause: Cause, share: float, period: int | None, s
                    levers=tuple(sorted(levers, key=lambda lever: -lever.speedup)))  # fmt: skip
 
 
-RULES: tuple[Rule, ...] = (saving, validating, rhythm, slowing_down, nearly_full, late_launches, *SETTINGS_RULES)
+RULES: tuple[Rule, ...] = (saving, validating, rhythm, slowing_down, nearly_full, *SETTINGS_RULES, *TRACE_RULES)

@@ -83,6 +83,7 @@ def reading_of_page(text: str, *, source: str, earlier: str | None = None, secon
     totals = dict(_totals(page, server))
     values |= totals | _fractions(totals)
     values |= _distributions(page, before, server)
+    values |= _derived(page, server, values)
     if before:
         gained = {name: total - before_total for name, before_total in _totals(before, server).items()
                   if (total := totals.get(name)) is not None}  # fmt: skip
@@ -145,6 +146,19 @@ def _values(page: Page, server: Server) -> Iterator[tuple[str, float]]:
 def _totals(page: Page, server: Server) -> Mapping[str, float]:
     found = {gauge: page.total(name) for gauge, names in server.totals.items() if (name := _first(page, names))}
     return {gauge: total for gauge, total in found.items() if total is not None}
+
+
+def _derived(page: Page, server: Server, values: Mapping[str, float]) -> dict[str, float]:
+    """What a page leaves out and its other figures tell: requests answered, and the lengths of a mean request."""
+    found: dict[str, float] = {}
+    ended = next((one for name in server.histograms.get("e2e_s", ()) if (one := page.histogram(name))), None)
+    requests = values.get("requests_total") or (ended.count if ended is not None else 0.0)
+    if requests and "requests_total" not in values:
+        found["requests_total"] = requests
+    for total, each in (("tokens_in_total", "tokens_in"), ("tokens_out_total", "tokens_out")):
+        if requests and each not in values and total in values:
+            found[each] = values[total] / requests
+    return found
 
 
 def _fractions(totals: Mapping[str, float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from armillary.diagnosis.log_lines import plain_lines
@@ -37,12 +38,18 @@ def read_log(path: Path) -> Reading:
     except OSError as error:
         raise BadData(f"{path} cannot be read ({error.strerror}); give {READS}") from None
     if (state := _state(text)) is not None:
-        return read_trainer_state(state, str(path))
+        return _noted(read_trainer_state(state, str(path)))
     lines = plain_lines(text)
     for is_it, read in _READERS:
         if is_it(lines):
-            return read(lines, str(path))
+            return _noted(read(lines, str(path)))
     raise BadData(f"{path} holds no line that is known here; give {READS}")
+
+
+def _noted(reading: Reading) -> Reading:
+    """With what a log cannot tell."""
+    told = "a log says when steps were slow, not why: a trace of some steps says more (torch.profiler)"
+    return replace(reading, notes=(*reading.notes, told))
 
 
 def _state(text: str) -> dict[str, object] | None:

@@ -23,6 +23,8 @@ from armillary.serving.load.run import LoadReport
 from armillary.units import seconds_text
 
 _LEVERS = 6
+_LATENCIES = (("Time to first token", "TTFT", "ttft"), ("Inter-token latency", "ITL", "itl"),
+              ("End to end", "end to end", "e2e"))  # fmt: skip
 
 
 def page(circle: Circle) -> str:
@@ -90,12 +92,11 @@ def _latency(circle: Circle) -> str:
     reports = [(name, one) for name, one in (("as set", circle.load), ("lever pulled", circle.load_after)) if one]
     if not reports:
         return ""
-    rows = [
-        (f"{title} {percent}", [_percentile(one, name, percent) for _, one in reports])
-        for title, name in (("TTFT", "ttft"), ("ITL", "itl")) for percent in ("p50", "p90", "p99")
-    ]  # fmt: skip
-    plots = bar_plot(rows[:3], [name for name, _ in reports], label="Time to first token", text=seconds_text)
-    plots += bar_plot(rows[3:], [name for name, _ in reports], label="Inter-token latency", text=seconds_text)
+    plots = ""
+    for label, short, name in _LATENCIES:
+        rows = [(f"{short} {percent}", [_percentile(one, name, percent) for _, one in reports])
+                for percent in ("p50", "p90", "p99")]  # fmt: skip
+        plots += bar_plot(rows, [name for name, _ in reports], label=label, text=seconds_text)
     rates = "; ".join(f"{name}: {_rates(one)}" for name, one in reports)
     return section("Latency under load", f"{plots}<div class='note'>{escape(rates)}</div>")
 

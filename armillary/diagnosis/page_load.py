@@ -22,8 +22,8 @@ class Load:
     """requests in the queue"""
     queue_s: float
     """a request's time before it is scheduled"""
-    prefill_s: float
-    """from there to its first token"""
+    prefill_s: float | None
+    """from there to its first token; none where the page does not tell it from waiting"""
     decode_s: float
     """from there to its last"""
     gap_s: float
@@ -45,19 +45,21 @@ class Load:
 
     @property
     def e2e_s(self) -> float:
-        return self.queue_s + self.prefill_s + self.decode_s
+        return self.ttft_s + self.decode_s
 
     @property
     def ttft_s(self) -> float:
-        return self.queue_s + self.prefill_s
+        return self.queue_s + (self.prefill_s or 0.0)
 
     @property
     def prompt_token_s(self) -> float:
         """What one more token in a step costs: at most the prefill's time beyond a step of decodes, over its tokens,
-        and at most what all the engine's time gives each of its tokens."""
+        and at most what all the engine's time gives each of its tokens; that, where no prefill was timed."""
         tokens = self.computed + self.tokens_out + self.again
         most = self.engine_s / tokens if tokens > 0 else 0.0
-        return min(most, max(0.0, self.prefill_s - self.usual_gap_s) / self.computed) if self.computed > 0 else 0.0
+        if self.prefill_s is None or self.computed <= 0:
+            return most
+        return min(most, max(0.0, self.prefill_s - self.usual_gap_s) / self.computed)
 
     @property
     def again(self) -> float:
@@ -71,8 +73,8 @@ class Load:
 
     @property
     def engine_s(self) -> float:
-        """Time of the engine that a request takes up: its steps, shared with those that run beside it."""
-        return self.tokens_out * self.gap_s / max(1.0, self.running)
+        """Time of the engine that a request takes up: all it is in the batch, shared with those beside it."""
+        return ((self.prefill_s or 0.0) + self.decode_s) / max(1.0, self.running)
 
     @property
     def again_share(self) -> float:
@@ -122,15 +124,17 @@ def load_of(reading: Reading) -> Load | None:
     )  # fmt: skip
 
 
-def _times(reading: Reading, gap: float, out: float) -> tuple[float, float, float]:
-    """Queue, prefill and decode of a mean request; what is missing follows from what is there."""
-    queue, ttft, e2e = (reading.get(name) for name in ("queue_s", "ttft_s", "e2e_s"))
-    decode = reading.get("decode_s")
+def _times(reading: Reading, gap: float, out: float) -> tuple[float, float | None, float]:
+    """Queue, prefill and decode of a mean request; a queue that is there and was not timed has its share of the whole
+    by Little's law, W / (R + W), and then nobody knows the prefill."""
+    queue, ttft, e2e, prefill, decode = (reading.get(name) for name in
+                                         ("queue_s", "ttft_s", "e2e_s", "prefill_s", "decode_s"))  # fmt: skip
     if decode is None:
         decode = e2e - ttft if e2e is not None and ttft is not None and e2e > ttft else gap * max(0.0, out - 1)
-    queue = queue if queue is not None else 0.0
-    prefill = reading.get("prefill_s")
-    if prefill is None:
-        first = ttft if ttft is not None else (e2e or decode) - decode
-        prefill = max(0.0, first - queue)
-    return queue, prefill, decode
+    first = ttft if ttft is not None else max(0.0, (e2e or decode) - decode)
+    if queue is not None:
+        return queue, prefill if prefill is not None else max(0.0, first - queue), decode
+    running, waiting = reading.get("running") or 0.0, reading.get("waiting") or 0.0
+    if waiting <= 0:
+        return 0.0, prefill if prefill is not None else first, decode
+    return min(first, (first + decode) * waiting / (running + waiting)), prefill, decode

@@ -173,8 +173,8 @@ def _queue_text(load: Load) -> str:
 
 def _batch(load: Load, used: float) -> int:
     """All that are in the house, as far as the KV cache goes."""
-    wanted, fits = load.running + load.waiting, load.running * FULL / max(0.01, used)
-    return max(1, int(min(_power_of_two(2 * wanted - 1), fits)))
+    wanted, fits = load.running + load.waiting, int(load.running * FULL / max(0.01, used))
+    return max(1, min(_power_of_two(2 * wanted - 1), fits // 8 * 8 if fits > 8 else fits))
 
 
 def _number(text: str | None) -> float | None:
@@ -193,18 +193,18 @@ def _more_kv(reading: Reading, load: Load) -> Iterator[Lever]:
     """A cache that holds more: half the bytes a token, or more of the device; else a replica more."""
     enough = load.waiting <= load.running  # else those who wait fill the new room too, and are thrown out as now
     again = 1 / (1 - load.again_share) if enough else 1.0
-    wide = "8" not in reading.settings.get("cache_dtype", reading.settings.get("kv_dtype", ""))
+    wide, gain = "8" not in reading.settings.get("cache_dtype", reading.settings.get("kv_dtype", "")), 0.0
     if wide:
         gain = load.gain(min(2 * load.running, load.running + load.waiting)) * again
         yield _change(reading, "serve.kv_dtype", "fp8", "KV cache in 8 bits: twice the tokens", gain,
                       risk="answers may differ a little")  # fmt: skip
     share = _number(reading.settings.get("gpu_memory_utilization"))
     if share is not None and share < MOST_MEMORY:
-        gain = load.gain(load.running * MOST_MEMORY / share)
-        yield Lever(title=f"more of the device for the cache: {share:g} → {MOST_MEMORY:g}", speedup=gain,
+        yield Lever(title=f"more of the device for the cache: {share:g} → {MOST_MEMORY:g}",
+                    speedup=load.gain(load.running * MOST_MEMORY / share),
                     action=f"--gpu-memory-utilization {MOST_MEMORY:g}", of="tokens_out_per_s",
                     basis=f"at least: {LITTLE}", risk="less to spare for long prompts")  # fmt: skip
-    if not wide:
+    if not wide or gain <= WORTH:
         yield from _replicas(reading, load, again=again)
 
 

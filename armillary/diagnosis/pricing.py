@@ -124,7 +124,9 @@ class Pricing:
 
     def _changed(self, parts: Parts, then: Prediction) -> Parts:
         now = self.now
-        work = parts.work * self._work_ratio(then)
+        again = min(self.again_s, parts.work)
+        work = (parts.work - again) * self._work_ratio(then)
+        work += _carried(again, now.time.recompute[0], then.time.recompute[0]) if again else 0.0
         exposed = _carried(parts.comm_exposed, now.time.exposed[0], then.time.exposed[0])
         idle = _carried(parts.bubble, now.time.bubble[0], then.time.bubble[0])
         busy = work + exposed + idle
@@ -133,12 +135,19 @@ class Pricing:
                      validation=parts.validation, between=parts.between)  # fmt: skip
 
     def _work_ratio(self, then: Prediction) -> float:
-        """Of what is neither waiting nor idling: launches by their number, the rest by its predicted time."""
-        now, fixed = self.now, self.fixed
+        """Of what is neither waiting nor idling: launches by their number, the rest by its predicted time. Activations
+        made again are apart where they were measured."""
+        now, fixed, apart = self.now, self.fixed, self.again_s > 0
         if fixed is None:
-            before, after = (float(one.time.compute[0] + one.time.overhead[0]) for one in (now, then))
+            before, after = (worked(one, apart) + float(one.time.launch[0] + one.time.other[0]) for one in (now, then))
             return after / before
-        return fixed * launches(then) / launches(now) + (1 - fixed) * worked(then) / worked(now)
+        fewer, less = launches(then, apart) / launches(now, apart), worked(then, apart) / worked(now, apart)
+        return fixed * fewer + (1 - fixed) * less
+
+    @property
+    def again_s(self) -> float:
+        """Seconds of a step that make activations again, where that was measured."""
+        return self.reading.get("recompute_s") or 0.0
 
     @cached_property
     def fixed(self) -> float | None:
@@ -149,17 +158,20 @@ class Pricing:
         return min(1.0, gaps + (self.reading.get("short_kernels_fraction") or 0.0))
 
 
-def launches(found: Prediction) -> float:
-    """Kernels of a step, as the planner counts them: forward, what is made again, and backward of every micro-batch."""
+def launches(found: Prediction, apart: bool = False) -> float:
+    """Kernels of a step, as the planner counts them: forward, what is made again unless that is `apart`, and backward
+    of every micro-batch."""
     time, layer = found.time, found.time.layer
-    again = float(time.recompute[0] > 0) / float(found.layouts.recompute_every[0])
+    again = 0.0 if apart else float(time.recompute[0] > 0) / float(found.layouts.recompute_every[0])
     a_layer = float(layer.kernels_forward[0]) * (1 + again) + float(layer.kernels_backward[0])
     return float(time.micro_batches[0]) * a_layer
 
 
-def worked(found: Prediction) -> float:
-    """Seconds of a step in which the device computes."""
-    return float(found.time.compute[0] + found.time.optimizer[0] + found.time.offload[0])
+def worked(found: Prediction, apart: bool = False) -> float:
+    """Seconds of a step in which the device computes, what is made again left out where it is `apart`."""
+    time = found.time
+    whole = float(time.compute[0] + time.optimizer[0] + time.offload[0])
+    return whole - float(time.recompute[0]) if apart else whole
 
 
 def _carried(measured: float, now: float, then: float) -> float:

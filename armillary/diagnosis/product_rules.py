@@ -48,8 +48,8 @@ Rule = Callable[[Reading, Plan | None], Finding | None]
 def static_batching(reading: Reading, plan: Plan | None) -> Finding | None:
     """Requests wait for a batch to end, or to be put together, while rows are free."""
     here = Service(reading, plan)
-    if here.serve.batching == "continuous" or here.queued_share < WAITS:
-        return None
+    if here.serve.batching == "continuous" or max(here.queued_share, here.queue_share) < WAITS:
+        return None  # where a window is waited for, there are no steps
     share = _with_queue(here, here.share_saved(min(here.serve.max_running, max(here.wanted, here.decoding))))
     if share < GAINS:
         return None
@@ -106,7 +106,7 @@ def prefix_cache_off(reading: Reading, plan: Plan | None) -> Finding | None:
 def prefix_cache_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
     """Prompts begin alike, but what was kept had to make room before it was asked for again."""
     here = Service(reading, plan)
-    evicted, ended = reading.get("prefix_evicted_total") or 0.0, reading.get("requests_total") or 0.0
+    evicted, ended = here.total("prefix_evicted_total"), here.total("requests_total")
     if not here.serve.prefix_cache or evicted < EVICTED * max(1.0, ended):
         return None  # what came twice at once was not there to be found
     if (here.door == "blocks" and here.doors["blocks"] >= WAITS) or _put_back(here):
@@ -140,11 +140,14 @@ def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
 def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
     """Prompts wait for their turn in steps whose budget for them is so small that each mostly costs its base."""
     here = Service(reading, plan)
-    if here.door != "budget" or here.doors["budget"] < WAITS or here.cost is None or _in_vain(here) >= GAINS:
+    late = "ttft_p99_s" in here.missed and here.filled_share >= CROWDED  # nobody waits, but all go in slowly
+    kept_out = here.door == "budget" and here.doors["budget"] >= WAITS
+    if not (kept_out or late) or here.cost is None or _in_vain(here) >= GAINS:
         return None
     tokens = _mean(reading, "prefill_tokens")
     alone = [one for one in reading.steps if one.get("prefill_tokens") and not one.get("decode_tokens")]
-    saved = max(here.share_saved(min(here.wanted, here.rows)), len(alone) * here.cost.base_s / 2 / here.busy_s)
+    saved = max(here.share_saved(min(here.wanted, here.rows)), len(alone) * here.cost.base_s / 2 / here.busy_s,
+                _prompt_of_ttft(here) * here.filled_share if late else 0.0)  # fmt: skip
     if saved < GAINS:
         return None
     return Finding(
@@ -162,7 +165,7 @@ def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
     left where nothing else helps."""
     here = Service(reading, plan)
     crowded = here.queued_share >= CROWDED and here.queue_share >= CROWDED
-    refused = (reading.get("rejected_total") or 0.0) > GAINS * max(1.0, reading.get("requests_total") or 0.0)
+    refused = here.total("rejected_total") > GAINS * max(1.0, here.total("requests_total"))
     if not (crowded or refused) or (here.batch_job and not here.missed):
         return None
     deeper = [found.share for rule in DEEPER if (found := rule(reading, plan)) is not None]
@@ -222,22 +225,21 @@ def _with_queue(here: Service, saved: float) -> float:
 
 def _put_back(here: Service) -> bool:
     """Whether preemption is what happens, and not bad luck now and then."""
-    put_back = here.reading.get("preemptions_total") or 0.0
-    again = here.reading.get("recomputed_total") or 0.0
-    done = (here.reading.get("tokens_in_total") or 0.0) + (here.reading.get("tokens_out_total") or 0.0)
-    ended = here.reading.get("requests_total") or len(here.reading.requests)
+    put_back, again = here.total("preemptions_total"), here.total("recomputed_total")
+    done = here.total("tokens_in_total") + here.total("tokens_out_total")
+    ended = here.total("requests_total") or len(here.reading.requests)
     return bool(put_back) and (put_back > PUT_BACK * max(1.0, ended) or again > COMPUTED_AGAIN * max(1.0, done))
 
 
 def _blocks_lacking(here: Service, cause: str) -> Finding | None:
     reading, cost = here.reading, here.cost
-    again = reading.get("recomputed_total") or 0.0
-    in_vain = again * cost.prefill_s / here.busy_s if cost is not None and here.busy_s else 0.0
+    again = here.total("recomputed_total")
+    in_vain = again * cost.prefill_s / here.whole_s if cost is not None and here.whole_s else 0.0
     saved = min(0.99, here.share_saved(min(here.wanted, here.serve.max_running)) + in_vain)
     share = _with_queue(here, saved)
     if share < GAINS:
         return None
-    put_back = reading.get("preemptions_total") or 0.0
+    put_back = here.total("preemptions_total")
     how = (f"{put_back:.0f} times a running request was put back, {again:,.0f} tokens computed again" if put_back else
            f"{here.decoding:.0f} of {here.serve.max_running} rows decode while {here.wanted:.0f} requests are there")
     return Finding(
@@ -253,7 +255,7 @@ def _in_vain(here: Service) -> float:
 
 
 def _misses(here: Service, rule: str, why: str) -> Finding | None:
-    reading, asked = here.reading, here.reading.get("tokens_in_total") or here.computed
+    asked = here.total("tokens_in_total") or here.computed
     if here.not_found < IN_VAIN * max(1.0, asked):
         return None
     saved = _in_vain(here)
@@ -265,9 +267,9 @@ def _misses(here: Service, rule: str, why: str) -> Finding | None:
         loop="product", cause="cache_misses", rule=rule, share=share,
         says=f"{here.not_found / max(1.0, asked):.0%} of prompt tokens were there before and are computed again: {why}",
         evidence=(
-            Evidence(gauge="prefix_hits_total", value=reading.get("prefix_hits_total") or 0.0, expected=here.repeated,
+            Evidence(gauge="prefix_hits_total", value=here.total("prefix_hits_total"), expected=here.repeated,
                      against="prompt tokens that came before"),
-            Evidence(gauge="prefix_evicted_total", value=reading.get("prefix_evicted_total") or 0.0),
+            Evidence(gauge="prefix_evicted_total", value=here.total("prefix_evicted_total")),
             Evidence(gauge="tokens_in_total", value=asked)),
     )  # fmt: skip
 

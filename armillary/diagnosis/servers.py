@@ -1,6 +1,6 @@
 """What servers call their gauges on a metrics page, and what their flags are called: facts, a table a server.
 
-vLLM: vllm/v1/metrics/loggers.py of 0.6 to 0.11, older names last; SGLang: its production metrics page; Text Generation
+vLLM: vllm/v1/metrics/loggers.py, names of engines before it last; SGLang: its production metrics page; Text Generation
 Inference: its metrics page; ours: the gauge's name with armillary_ before it.
 """
 
@@ -58,7 +58,7 @@ _VLLM = Server(
         "itl_s": ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
         "tpot_s": ("vllm:request_time_per_output_token_seconds",),
         "e2e_s": ("vllm:e2e_request_latency_seconds",),
-        "queue_s": ("vllm:request_queue_time_seconds",),
+        "queue_s": ("vllm:request_queue_time_seconds", "vllm:time_in_queue_requests"),
         "prefill_s": ("vllm:request_prefill_time_seconds",),
         "decode_s": ("vllm:request_decode_time_seconds",),
         "tokens_in": ("vllm:request_prompt_tokens",),

@@ -23,6 +23,8 @@ AT_ONCE = 0.05
 """of the run's time: where all requests came within it, it is a batch job, and its queue is its own"""
 _SPENT = 0.5
 """of a budget: parts of prompts end at blocks and tiles of queries, and late tokens count for more than one"""
+_BEGINNING = 4
+"""steps: records that begin there are of a whole run"""
 _HELD = 0.5
 """of the KV cache: below it blocks cannot be what is lacking, whatever admission keeps in reserve"""
 
@@ -114,13 +116,17 @@ class Service:
             return "rows" if step["running"] >= self.rows else "batch"
         if step["running"] >= self.rows:
             return "rows"
+        if self._is_full(step) or self.serve.prefill_slowdown is not None:
+            return "budget"
+        return "blocks" if float(step.get("kv_used_fraction", 1.0)) >= _HELD else "unknown"
+
+    def _is_full(self, step: Record) -> bool:
+        """Whether a step took as much of prompts as it may."""
         prompts, decodes = float(step.get("prefill_tokens", 0)), float(step.get("decode_tokens", 0))
         limit = self.serve.max_tokens_per_step - decodes
         if decodes and self.serve.prefill_tokens is not None:
             limit = min(limit, self.serve.prefill_tokens)
-        if prompts >= _SPENT * limit or self.serve.prefill_slowdown is not None:
-            return "budget"
-        return "blocks" if float(step.get("kv_used_fraction", 1.0)) >= _HELD else "unknown"
+        return prompts >= _SPENT * limit
 
     @property
     def rows(self) -> int:
@@ -171,15 +177,30 @@ class Service:
 
     # --- prompts
 
+    def total(self, gauge: str) -> float:
+        """What a counter grew by over the records that there are: a server's older ones may have been cut off."""
+        steps = [one for one in self.reading.steps if gauge in one]
+        last = self.reading.get(gauge) or 0.0
+        if len(steps) < 2 or steps[0].get("step", 0) <= _BEGINNING:
+            return last
+        return max(0.0, last - float(steps[0][gauge]))
+
     @cached_property
     def repeated(self) -> float:
         """Prompt tokens that an earlier request began with too."""
-        return self.reading.get("prefix_repeated_total") or 0.0
+        return self.total("prefix_repeated_total")
 
     @cached_property
     def not_found(self) -> float:
         """Of these, tokens that were computed all the same; a prompt's last block always is."""
-        return max(0.0, self.repeated - (self.reading.get("prefix_hits_total") or 0.0))
+        return max(0.0, self.repeated - self.total("prefix_hits_total"))
+
+    @cached_property
+    def whole_s(self) -> float:
+        """Time in all steps, where only some were recorded: these and those drew the same tokens a second."""
+        drawn = sum(float(one.get("decode_tokens", 0)) for one in self.reading.steps)
+        ended = self.total("requests_total")
+        return self.busy_s * max(1.0, (self.total("tokens_out_total") - ended) / drawn) if drawn else self.busy_s
 
     @cached_property
     def prompt_share(self) -> float:
@@ -197,8 +218,15 @@ class Service:
 
     @cached_property
     def computed(self) -> float:
-        """Prompt tokens that were computed."""
-        return sum(float(one.get("prefill_tokens", 0)) for one in self.reading.steps)
+        """Prompt tokens that were computed, in steps that were recorded or not."""
+        seen = sum(float(one.get("prefill_tokens", 0)) for one in self.reading.steps)
+        return max(seen, self.total("tokens_in_total") - self.total("prefix_hits_total"))
+
+    @cached_property
+    def filled_share(self) -> float:
+        """Of the time in steps, those that took as much of prompts as they may."""
+        full = [one for one in self.reading.steps if one.get("prefill_tokens") and self._is_full(one)]
+        return sum(map(_seconds, full)) / self.busy_s if self.busy_s else 0.0
 
 
 def _seconds(step: Record) -> float:

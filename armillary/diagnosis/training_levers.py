@@ -146,8 +146,10 @@ def _fill_the_pipe(finding: Finding, reading: Reading, pricing: Pricing | None) 
     if layout.interleave == 1:
         change = {"layout.schedule": "interleaved", "layout.interleave": 2}
         yield from _lever(pricing.price(change), "two chunks of layers a stage")
-    change = {"layout.pp": 1, "layout.dp": layout.dp * layout.pp, "layout.schedule": "1f1b", "layout.interleave": 1}
-    yield from _lever(pricing.price(change), f"pp {layout.pp} → 1, dp {layout.dp} → {change['layout.dp']}")
+    flat: dict[str, object] = {"layout.pp": 1, "layout.dp": layout.dp * layout.pp}
+    flat |= {"layout.schedule": "1f1b"} if layout.schedule != "1f1b" else {}
+    flat |= {"layout.interleave": 1} if layout.interleave > 1 else {}
+    yield from _lever(pricing.price(flat), f"pp {layout.pp} → 1, dp {layout.dp} → {flat['layout.dp']}")
 
 
 def _replace_rank(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:

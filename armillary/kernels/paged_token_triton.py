@@ -23,8 +23,10 @@ from armillary.kernels.qkv_cache import QkvOptions
 
 # M query heads of a KV head, padded; N keys of a tile; D head dim, R = D / 2 dims that turn with R others
 
-_PROGRAMS, _MOST_SPLITS = 256, 32
+_PROGRAMS, _MOST_SPLITS = 128, 32
 """of the first launch, at most; those that share a sequence and KV head, at most"""
+_KEYS, _WARPS = 64, 4
+"""of a tile, of a program"""
 
 
 def attend_tokens(
@@ -52,7 +54,8 @@ def attend_tokens(
             qkv, cos_TR, sin_TR, q_weight, k_weight, slots_T, tables, lengths_B, cache, partial, peaks,
             options.scale, heads.eps, qkv.stride(0), *cache.stride()[:4], tables.stride(0),
             HEADS=kv_heads, GROUP=group, R=size // 2, PAGE=cache.shape[3], SPLITS=splits, NORM=normed,
-            PLUS_ONE=heads.plus_one, M=m, N=64 if size <= 128 else 32, EARLY=early, num_warps=4, **early_launch(early),
+            PLUS_ONE=heads.plus_one, M=m, N=_KEYS if size <= 128 else 32, EARLY=early, num_warps=_WARPS,
+            **early_launch(early),
         )  # fmt: skip
         join[(rows * kv_heads * group,)](
             partial, peaks, out, GROUP=group, D=size, SPLITS=splits, M=m, EARLY=early, num_warps=4,
@@ -83,16 +86,22 @@ def _tile(cache, table, tile, stop, past, page_stride, kv_stride, slot_stride, R
 
 
 @triton.jit
-def _turned(first, second, weight, cos, sin, eps, R: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr):
+def _halves(weight, R: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr):
+    """The norm's weights for dims that turn with each other."""
+    if NORM:
+        half, more = tl.arange(0, R)[None, :], 1.0 if PLUS_ONE else 0.0
+        return tl.load(weight + half).to(tl.float32) + more, tl.load(weight + R + half).to(tl.float32) + more
+    else:
+        return 1.0, 1.0
+
+
+@triton.jit
+def _turned(first, second, weights, cos, sin, eps, R: tl.constexpr, NORM: tl.constexpr):
     """Rows [., R] twice after norm and rotation, in fp32."""
     first, second = first.to(tl.float32), second.to(tl.float32)
     if NORM:
         inverse = tl.rsqrt(tl.sum(first * first + second * second, 1) / (2 * R) + eps)[:, None]
-        half = tl.arange(0, R)
-        a, b = tl.load(weight + half).to(tl.float32)[None, :], tl.load(weight + R + half).to(tl.float32)[None, :]
-        if PLUS_ONE:
-            a, b = a + 1.0, b + 1.0
-        first, second = first * inverse * a, second * inverse * b
+        first, second = first * inverse * weights[0], second * inverse * weights[1]
     return first * cos - second * sin, second * cos + first * sin
 
 
@@ -135,17 +144,18 @@ def attend(
     c = tl.load(cos + b * R + half, cache_modifier=".cg").to(tl.float32)[None, :]
     s = tl.load(sin + b * R + half, cache_modifier=".cg").to(tl.float32)[None, :]
     slot = tl.load(slots + b, cache_modifier=".cg").to(tl.int64)
+    q_weights, k_weights = _halves(q_weight, R, NORM, PLUS_ONE), _halves(k_weight, R, NORM, PLUS_ONE)
     if EARLY:
         gdc_wait()
     row = qkv + b * qkv_stride + head * ((GROUP + 2) * D)
     q_at = row + member[:, None] * D + half[None, :]
     own_at = row + GROUP * D + half[None, :]
     used = (member < GROUP)[:, None]
+    own_value = tl.load(row + (GROUP + 1) * D + dim)
     q_first, q_second = tl.load(q_at, mask=used, other=0.0), tl.load(q_at + R, mask=used, other=0.0)
     own_first, own_second = tl.load(own_at), tl.load(own_at + R)
-    own_value = tl.load(row + (GROUP + 1) * D + dim)
-    q_first, q_second = _turned(q_first, q_second, q_weight, c, s, eps, R, NORM, PLUS_ONE)
-    own_first, own_second = _turned(own_first, own_second, k_weight, c, s, eps, R, NORM, PLUS_ONE)
+    q_first, q_second = _turned(q_first, q_second, q_weights, c, s, eps, R, NORM)
+    own_first, own_second = _turned(own_first, own_second, k_weights, c, s, eps, R, NORM)
     kind = qkv.dtype.element_ty
     q_first, q_second = q_first.to(kind), q_second.to(kind)
     own_first, own_second = own_first.to(kind), own_second.to(kind)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from armillary.kernels.sampling_weights import factor_of, least_of, mass_of, scores_of, share_of, weights_of
 
@@ -124,9 +125,12 @@ def draw(
     logits, repetition, presence, frequency, counts, prompt, rows, allowed,
     temperature, top_k, top_p, min_p, seeds, steps, row_tops, masses, arrived, found, found_at, out,
     V: tl.constexpr, WORDS: tl.constexpr, PENALTIES: tl.constexpr, ROWS: tl.constexpr, ALLOWED: tl.constexpr,
-    BLOCK: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (row). `found` has CAPACITY candidates of each row, then room for all its weights."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     b = tl.program_id(0)
     top = tl.load(row_tops + b)
     if (tl.load(temperature + b) <= 0) | (top != top):  # answered already

@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from armillary.kernels.launch import ceil_div, is_bare, on, power_of_two
+from armillary.kernels.launch import can_start_early, ceil_div, early_launch, is_bare, on, power_of_two
 from armillary.kernels.sampling import Draws, Penalties
 from armillary.kernels.sampling_draw import draw
 from armillary.kernels.sampling_weights import factor_of, least_of, mass_of, scores_of, weights_of
@@ -35,9 +36,12 @@ _REACH: tl.constexpr = tl.constexpr(40.0)
 def _maxima(
     logits, repetition, presence, frequency, counts, prompt, rows, allowed, tops, bests, group_tops,
     V: tl.constexpr, WORDS: tl.constexpr, PENALTIES: tl.constexpr, ROWS: tl.constexpr, ALLOWED: tl.constexpr,
-    BLOCK: tl.constexpr, PIECES: tl.constexpr, IN_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, IN_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (row, piece): the largest score (NaN where there is one), its first token, the largest of each group."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     b, piece = tl.program_id(0), tl.program_id(1)
     source = (logits, repetition, presence, frequency, counts, prompt, rows, allowed)
     token = piece * BLOCK + tl.arange(0, BLOCK)
@@ -53,12 +57,15 @@ def _maxima(
 
 @triton.jit
 def _rows(
-    temperature, tops, bests, group_tops, row_tops, bounds, arrived, out,
+    temperature, top_k, top_p, tops, bests, group_tops, row_tops, bounds, arrived, out,
     PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
-    LARGEST: tl.constexpr, BISECTIONS: tl.constexpr,
+    LARGEST: tl.constexpr, BISECTIONS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): its largest score, the answer where that is all it takes, and a score that LARGEST groups reach
-    or that is close below it: so many tokens reach it too."""
+    """Program (row): its largest score, the answer where that is all it takes, and, for a row that has filters, a score
+    that LARGEST groups reach or that is close below it: so many tokens reach it too."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     b = tl.program_id(0)
     piece, group = tl.arange(0, PIECES_PAD), tl.arange(0, GROUPS_PAD)
     each = tl.load(tops + b * PIECES + piece, mask=piece < PIECES, other=float("-inf"))
@@ -70,6 +77,9 @@ def _rows(
     tl.store(row_tops + b, tl.where(broken, float("nan"), top))
     tl.store(out + b, tl.where(broken, -1, first).to(tl.int64))
     tl.store(arrived + b, 0)
+    filtered = (tl.load(top_k + b) > 0) | (tl.load(top_p + b).to(tl.float32) < 1.0)
+    if (filtered == 0) | (tl.load(temperature + b) <= 0):
+        return
     high = tl.where(top == float("inf"), tl.max(tl.where(groups == top, float("-inf"), groups), 0), top)
     reach = _REACH * tl.maximum(tl.load(temperature + b).to(tl.float32), 0.0)
     low = tl.maximum(tl.min(tl.where(groups == float("-inf"), high, groups), 0), high - reach)
@@ -86,9 +96,12 @@ def _collect(
     logits, repetition, presence, frequency, counts, prompt, rows, allowed,
     temperature, top_k, top_p, min_p, row_tops, bounds, masses, arrived, found, found_at,
     V: tl.constexpr, WORDS: tl.constexpr, PENALTIES: tl.constexpr, ROWS: tl.constexpr, ALLOWED: tl.constexpr,
-    BLOCK: tl.constexpr, PIECES: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (row, piece): the mass of a piece after min-p, and its tokens that may be among the likeliest."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     b, piece = tl.program_id(0), tl.program_id(1)
     top = tl.load(row_tops + b)
     if (tl.load(temperature + b) <= 0) | (top != top):
@@ -158,17 +171,19 @@ def _launched(
     optional = (repetition, presence, frequency, counts, in_prompt, rows, allowed)
     source = [logits, *(logits if x is None else x.contiguous() for x in optional)]
     how = [x.contiguous() for x in (temperature, top_k, top_p, min_p, seeds, steps)]
+    early = can_start_early(logits.device)
     shape = {
         "V": vocab, "WORDS": 0 if allowed is None else allowed.shape[1], "PENALTIES": counts is not None,
         "ROWS": rows is not None, "ALLOWED": allowed is not None, "BLOCK": _BLOCK, "PIECES": pieces,
-        "num_warps": _WARPS, "enable_fp_fusion": False,
+        "num_warps": _WARPS, "enable_fp_fusion": False, "EARLY": early, **early_launch(early),
     }  # fmt: skip
     padded = {"PIECES_PAD": power_of_two(pieces)}
     with on(logits):
         _maxima[(batch, pieces)](*source, tops, bests, group_tops, IN_BLOCK=in_block, **shape)
         _rows[(batch,)](
-            how[0], tops, bests, group_tops, row_tops, bounds, arrived, out, PIECES=pieces, GROUPS=groups,
-            GROUPS_PAD=power_of_two(groups), LARGEST=_LARGEST, BISECTIONS=_BISECTIONS, **padded,
+            *how[:3], tops, bests, group_tops, row_tops, bounds, arrived, out, PIECES=pieces, GROUPS=groups,
+            GROUPS_PAD=power_of_two(groups), LARGEST=_LARGEST, BISECTIONS=_BISECTIONS, EARLY=early, **padded,
+            **early_launch(early),
         )  # fmt: skip
         _collect[(batch, pieces)](
             *source, *how[:4], row_tops, bounds, masses, arrived, found, found_at, CAPACITY=_CAPACITY, **shape

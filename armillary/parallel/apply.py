@@ -31,7 +31,6 @@ from armillary.parallel.pipeline import make_pipeline
 from armillary.parallel.pipeline_stage import Chunk, Held
 from armillary.parallel.recompute import recompute, recomputed
 from armillary.parallel.replicate import Replicas, sum_partial
-from armillary.parallel.schedule import refuse_split
 from armillary.parallel.tensor import cut_by_tensor, refuse_uneven
 from armillary.parallel.weights import whole
 from armillary.spec.layout import Layout
@@ -45,9 +44,8 @@ def apply(
     model: Transformer, layout: Layout, mesh: Mesh, *, loss: LossSum | None = None, compile: bool = False
 ) -> Sharded:
     """Spread a model, on meta or with weights, over the mesh. `loss` is used where the vocabulary is not cut."""
-    check_layout(layout, model.config, num_devices=mesh.world.size, by_trainer=True)
+    check_layout(layout, model.config, num_devices=mesh.world.size, by_trainer=True, compiled=compile)
     assert (layout.pp > 1) == isinstance(model, Held), "stages are held by pipeline_stage.hold"
-    refuse_split(layout, compile=compile)
     tp = cut_tokens = None
     if layout.tp > 1:
         cut_tokens = layout.sequence_parallel

@@ -1,5 +1,5 @@
-"""The orders in which a pipeline's stages take micro-batches, those of torch.distributed.pipelining, and what they
-cannot run; how long each lets a stage stand idle is in planning.bubble.
+"""The orders in which a pipeline's stages take micro-batches, those of torch.distributed.pipelining; how long each
+lets a stage stand idle is in planning.bubble, and what they cannot run in spec.layout_rules.
 
 GPipe (Huang et al., arXiv 1811.06965), 1F1B (Narayanan et al., arXiv 1806.03377), interleaved 1F1B (arXiv 2104.04473),
 zero-bubble ZB-H1 (Qi et al., arXiv 2401.10241).
@@ -19,9 +19,6 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
-from armillary.errors import BadLayout
-from armillary.spec.layout import Layout
-
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _SEVERAL = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
 
@@ -37,10 +34,3 @@ def make_schedule(
         (stage,) = stages
         return _SINGLE[name](stage, **settings)
     return _SEVERAL[name](stages, **settings)
-
-
-def refuse_split(layout: Layout, *, compile: bool) -> None:
-    """torch splits a backward pass along the graph of eager operators, and runs both halves through it."""
-    if compile and layout.pp > 1 and layout.schedule == "zero_bubble":
-        raise BadLayout("zero-bubble stages cannot be compiled; try --set layout.schedule=1f1b, or "
-                        "--set train.compile=false")  # fmt: skip

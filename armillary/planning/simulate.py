@@ -126,6 +126,8 @@ class _Run:
         self._device = _Device(cost)
         self.scheduler = system.scheduler()
         self._loop = Loop(self.scheduler, self._device, overlap=system.overlap, clock=self._device.clock)
+        self._open: dict[int, dict[str, float]] = {}
+        """records of steps whose tokens are not back"""
         self._last: dict[Answer, float] = {}
         """when each answer got its last token"""
 
@@ -160,16 +162,24 @@ class _Run:
             last[seq] = now
             if before is not None and now - before > seq.largest_gap_s:
                 seq.largest_gap_s = now - before
-        if not decision.empty:
-            made = step_gauges(self.scheduler, decision, len(outcome.finished))
-            self.steps.append(made | {"engine_step_s": 0.0})
-        if self.steps:
-            self.steps[-1]["engine_step_s"] += now - begin
+        self._record(decision, now - begin, len(outcome.finished))
         for seq in (*decision.ended, *outcome.finished):
             last.pop(seq, None)
             self.requests.append(request_gauges(seq))
         if decision.empty and not outcome.sequences and not self.scheduler.roster.running:
             self._nap()
+
+    def _record(self, decision: Decision, seconds: float, left: int) -> None:
+        """As the engine does it: a turn's own part is of the step it launched, its wait of the one it waited for."""
+        loop = self._loop
+        if not decision.empty:
+            made = step_gauges(self.scheduler, decision, left)
+            self.steps.append(made | {"engine_step_s": seconds - loop.wait_s, "engine_wait_s": 0.0})
+            self._open[decision.number] = self.steps[-1]
+        for number in loop.taken:
+            if (one := self._open.pop(number, None)) is not None:
+                one["engine_step_s"] += loop.wait_s
+                one["engine_wait_s"] = loop.wait_s
 
     def _nap(self) -> None:
         """Nobody can start now: until a window closes, a deadline passes or another request comes."""

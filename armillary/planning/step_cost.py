@@ -1,10 +1,12 @@
 """What an engine step takes, fitted to the steps of a run: a line in its tokens, its keys and its pairs.
 
-    seconds = base + prefill·b + decode·(b + c) + context·d + pairs·e,   all of them at least 0
+    seconds = base + mixed·m + tokens·b + decodes·c + context·d + pairs·e,   all of them at least 0
 
-A decode goes through the same products as a prompt's token, so it costs no less. Robust least squares: relative errors
-count, and steps far off the line (a cold start, another process) count less (Huber, 1964). Where steps are too alike to
-tell numbers apart, the base is taken first. With few steps the planner's roofline stands in, scaled to those there are.
+`mixed` is 1 where a step has both prompts and decodes, whose attention is computed apart; a decode goes through the
+same products as a prompt's token, so it costs no less. Robust least squares: relative errors count, and steps far off
+the line (a cold start, another process) count less (Huber, 1964). Steps may be too alike to tell numbers apart: the
+noisier they are, the more evenly what they take is shared out (ridge regression; Hoerl and Kennard, 1970), base and
+tokens first. With few steps the planner's roofline stands in, scaled to those there are.
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ PARTS = ("prefill_tokens", "decode_tokens", "context_tokens", "prefill_pairs")
 LEAST_STEPS = 12
 """fewer say too little about five numbers"""
 _ROUNDS = 8
-_WORTH = 0.02
-"""of the squares: a further number must save more, or it fits the noise and says nonsense of larger steps"""
-_RIDGE = 1e-12
+_DEAR = np.array([1.0, 3.0, 1.0, 4.0, 4.0, 2.0])
+"""how little is believed of each number's share of a step before steps are seen: base, mixed, tokens, decodes, context,
+pairs. On a CPU as on a GPU steps cost a base and their tokens first, then the rest"""
+_MOST_RIDGE, _NOISY = 0.01, 0.1
+"""how much that counts, and the scatter of steps from which on it counts in full: what scatters less is believed"""
+_EVEN = 1e-12
 """of the squares: where columns are the same, so that there is an answer"""
 _STALL = 3.0
 """times what its kind takes: a step that took longer waited for something else"""
@@ -45,6 +50,8 @@ class StepCost:
 
     base_s: float
     """whatever is in it"""
+    mixed_s: float = 0.0
+    """more, where prompts and decodes are in it"""
     prefill_s: float = 0.0
     """a prompt token"""
     decode_s: float = 0.0
@@ -64,7 +71,8 @@ class StepCost:
 
     def seconds(self, prefill: float, decode: float, context: float = 0.0, pairs: float = 0.0) -> float:
         """Of a step with so many tokens of prompts and decodes."""
-        return (self.base_s + prefill * self.prefill_s + decode * self.decode_s + context * self.context_s
+        both = self.mixed_s if prefill and decode else 0.0
+        return (self.base_s + both + prefill * self.prefill_s + decode * self.decode_s + context * self.context_s
                 + pairs * self.pair_s)  # fmt: skip
 
     def of(self, step: Mapping[str, Any]) -> float:
@@ -78,17 +86,17 @@ def fit_step_cost(steps: Sequence[Mapping[str, Any]]) -> StepCost | None:
     known = known[_WARM_UP:] if len(known) >= LEAST_STEPS + _WARM_UP else known
     if len(known) < LEAST_STEPS:
         return None
-    parts = np.array([[1.0, *(float(one.get(name, 0.0)) for name in PARTS)] for one in known])
-    parts[:, 1] += parts[:, 2]  # all tokens, and of these the decodes
-    taken = np.array([float(one["engine_step_s"]) for one in known])
-    found = _robust(parts, taken)
+    parts, taken = _columns(known), np.array([float(one["engine_step_s"]) for one in known])
+    freely = _robust(parts, taken, 0.0)
+    scatter = float(np.median(np.abs(parts @ freely - taken) / taken))
+    found = _robust(parts, taken, _MOST_RIDGE * min(1.0, scatter / _NOISY) ** 4)
     error = float(np.median(np.abs(parts @ found - taken) / taken))
     found *= _mean_ratio(parts @ found, taken)
     waited = sum(float(one.get("engine_wait_s", 0.0)) for one in known)
     return StepCost(
-        base_s=float(found[0]), prefill_s=float(found[1]), decode_s=float(found[1] + found[2]),
-        context_s=float(found[3]),
-        pair_s=float(found[4]), waits=waited > 0.5 * float(taken.sum()), error=error, steps=len(known),
+        base_s=float(found[0]), mixed_s=float(found[1]), prefill_s=float(found[2]),
+        decode_s=float(found[2] + found[3]), context_s=float(found[4]), pair_s=float(found[5]),
+        waits=waited > 0.5 * float(taken.sum()), error=error, steps=len(known),
         basis=f"fitted to {len(known)} steps, ± {error:.0%} each",
     )  # fmt: skip
 
@@ -100,13 +108,23 @@ def _mean_ratio(predicted: Array, taken: Array) -> float:
     return float(np.minimum(taken, _STALL * np.maximum(predicted, 1e-12)).sum()) / whole if whole else 1.0
 
 
-def _robust(parts: Array, taken: Array) -> Array:
+def _columns(steps: Sequence[Mapping[str, Any]]) -> Array:
+    """What each step is made of: 1, mixed, tokens, decodes, context, pairs."""
+    prompts, decodes, context, pairs = (np.array([float(one.get(name, 0.0)) for one in steps]) for name in PARTS)
+    mixed = np.where((prompts > 0) & (decodes > 0), 1.0, 0.0)
+    return np.stack([np.ones(len(steps)), mixed, prompts + decodes, decodes, context, pairs], axis=1)
+
+
+def _robust(parts: Array, taken: Array, ridge: float) -> Array:
     """Non-negative least squares of relative errors, far ones counting less with every round."""
     weights, usual = np.ones(len(taken)), float(np.median(taken))
+    size = np.concatenate([[1.0, 1.0], parts[:, 2:].mean(axis=0)])  # what is there once counts as if always
+    believed = np.diag(_DEAR * size / usual) * np.sqrt(ridge * len(taken))
     found = np.zeros(parts.shape[1])
     for _ in range(_ROUNDS):
         scale = np.sqrt(weights) / np.sqrt(taken * usual)  # between absolute and relative: long steps count, not alone
-        before, found = found, _non_negative(parts * scale[:, None], taken * scale)
+        rows = np.vstack([parts * scale[:, None], believed])
+        before, found = found, _non_negative(rows, np.concatenate([taken * scale, np.zeros(len(believed))]))
         errors = np.abs(parts @ found - taken) / np.sqrt(taken * usual)
         spread = 1.4826 * float(np.median(errors)) or 1e-12
         weights = np.minimum(1.0, _FAR * spread / np.maximum(errors, 1e-15))
@@ -123,15 +141,15 @@ def _non_negative(rows: Array, wanted: Array) -> Array:
     products, sums = rows.T @ rows, rows.T @ wanted
     whole = float(wanted @ wanted)
     best, least = np.zeros(count), whole
-    for chosen in ((0, *kept) for much in range(count) for kept in combinations(range(1, count), much)):
-        mine = products[np.ix_(chosen, chosen)] + _RIDGE * whole * np.eye(len(chosen))
+    others = [i for i in range(1, count) if products[i, i] > 0]
+    for chosen in ((0, *kept) for much in range(len(others) + 1) for kept in combinations(others, much)):
+        mine = products[np.ix_(chosen, chosen)] + _EVEN * np.diag(products.diagonal()[list(chosen)])
         found = np.linalg.solve(mine, sums[list(chosen)])
         if (found < 0).any():
             continue
         left = whole - 2 * float(found @ sums[list(chosen)]) + float(found @ mine @ found)
-        squares = max(left, 0.0) * (1 + _WORTH * len(chosen))
-        if squares < least * (1 - 1e-9):
-            best, least = np.zeros(count), squares
+        if left < least - 1e-9 * whole:
+            best, least = np.zeros(count), left
             best[list(chosen)] = found
     return best / size
 

@@ -14,6 +14,7 @@ from armillary.planning.prediction import Prediction
 from armillary.planning.question import Question
 from armillary.planning.storage import checkpoint_bytes
 from armillary.spec import catalogue
+from armillary.spec.fp8 import fp8_rule
 from armillary.spec.hardware import Cluster
 from armillary.spec.layout_rules import check_layout
 from armillary.spec.placement import experts_apart
@@ -82,6 +83,8 @@ class TrainingPlan:
 
     def notes(self) -> tuple[str, ...]:
         said = list(self.question.notes)
+        if self.found.layout().precision == "fp8":
+            said.append(fp8_rule(self.question.model, self.found.layout(), self.question.recipe.train))
         used, there = self.found.layout().num_devices, self.question.case.cluster.num_devices
         if used < there:
             said.append(f"{there - used} of {there} devices stay idle: the layout uses {used}")
@@ -101,7 +104,7 @@ def training_plan(question: Question, found: Prediction) -> TrainingPlan:
     fits = bool(found.fits[0])
     remedy = "" if fits else remedy_text(case, found.layout(), found.precision())
     check_layout(found.layout(), question.model, num_devices=case.cluster.num_devices, sequence=recipe.train.sequence,
-                 batch_tokens=recipe.train.batch_tokens, by_trainer=True)  # fmt: skip
+                 batch_tokens=recipe.train.batch_tokens, by_trainer=True, compiled=recipe.train.compile)  # fmt: skip
     return TrainingPlan(question=question, found=found, goodput=goodput, cost=cost, price_source=source, remedy=remedy)
 
 

@@ -30,7 +30,7 @@ from armillary.units import bytes_text, seconds_text
 _TOP = 25
 _SEEN = 5e-4
 """share of a step from which a part is shown"""
-_OTHERS = tuple(f"var(--{name})" for name in ("one", "two", "three", "four"))
+_OTHERS = tuple(f"var(--{name})" for name in ("one", "three", "four", "two"))
 
 
 def write_page(profile: Profile, path: Path, comparison: Comparison | None = None) -> Path:

@@ -62,6 +62,22 @@ def serve_all(engine: Engine, requests: Iterable[Request], *, name: str = "", li
     return watch.served(name, time.monotonic() - begin)
 
 
+def serve_bursts(engine: Engine, requests: Items[Request], size: int, *, name: str = "") -> Served:
+    """Serve `requests` in bursts of `size`, each after the answers to the one before: the first of a burst is a turn of
+    the engine ahead of the others."""
+    watch = Watch(engine)
+    begin = time.monotonic()
+    for at in range(0, len(requests), size):
+        first, *others = requests[at : at + size]
+        watch.submit(first)
+        watch.step()
+        for request in others:
+            watch.submit(request)
+        while engine.busy:
+            watch.step()
+    return watch.served(name, time.monotonic() - begin)
+
+
 class Watch:
     """An engine, and what came out of it since `clear`."""
 

@@ -27,6 +27,8 @@ class Case:
     by_trainer: bool = False
     """our trainer runs it: experts lie over dp × cp only, a step has whole rounds of micro-batches, and selective
     recomputation goes with neither activations elsewhere nor backward passes in halves"""
+    compiled: bool = False
+    """blocks go through a compiler (train.compile), which backward passes in halves do not"""
 
     def filled(self, layout: Layout) -> Layout:
         """With the dp that uses all devices asked for, where some does."""

@@ -36,11 +36,12 @@ class Problem(NamedTuple):
 def check_layout(
     layout: Layout, model: ModelConfig, *, num_devices: int | None = None, fills: int | None = None,
     sequence: int | None = None, batch_tokens: int | None = None, for_training: bool = True, by_trainer: bool = False,
+    compiled: bool = False,
 ) -> None:  # fmt: skip
     """Raise BadLayout, with the nearest layout that does, if the layout does not divide the model, the devices or the
     batch. Fewer devices than there are is allowed: the rest stays idle; but not fewer than `fills`, where given."""
     case = Case(model=model, num_devices=num_devices, fills=fills, sequence=sequence, batch_tokens=batch_tokens,
-                for_training=for_training, by_trainer=by_trainer)  # fmt: skip
+                for_training=for_training, by_trainer=by_trainer, compiled=compiled)  # fmt: skip
     if num_devices is not None and num_devices < 1:
         raise BadLayout(f"{num_devices} devices cannot run anything; give at least one, like --on h100x8")
     for text in _texts(layout, case):
@@ -226,6 +227,17 @@ def _halves_say(layout: Layout, case: Case) -> str:
     return "zero-bubble stages cannot recompute selectively; try --set layout.recompute=full or none"
 
 
+def _compiled_hold(layout: Layout, case: Case) -> bool:
+    """torch splits a backward pass along the graph of eager operators."""
+    split = layout.pp > 1 and layout.schedule == "zero_bubble"
+    return not (case.by_trainer and case.compiled and split)
+
+
+def _compiled_say(layout: Layout, case: Case) -> str:
+    other = "interleaved" if layout.interleave > 1 else "1f1b"
+    return f"zero-bubble stages cannot be compiled; try --set layout.schedule={other} (or train.compile=false)"
+
+
 # --- devices
 
 
@@ -287,6 +299,7 @@ _RULES: dict[str, _Rule] = {
     "shard": (_shard_holds, _shard_says),
     "kept": (_kept_hold, _kept_say),
     "halves": (_halves_hold, _halves_say),
+    "compiled": (_compiled_hold, _compiled_say),
     "fill": (_fill_holds, _fill_says),
     "devices": (_devices_hold, _devices_say),
     "tokens": (tokens_hold, tokens_say),

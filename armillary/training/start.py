@@ -33,7 +33,7 @@ from armillary.training.data.survey import Progress
 from armillary.training.loop import agreement, train
 from armillary.training.recorder import Watch
 from armillary.training.resume import check_same, unfinished_run
-from armillary.training.supported import notes_of, refuse_unsupported
+from armillary.training.supported import notes_of
 from armillary.training.trackers import check_trackers
 from armillary.training.until import Until
 
@@ -104,7 +104,6 @@ def start(
         raise BadRecipe(f"{source.name} has weights, so its shape cannot be overridden; leave {keys} out, or take only "
                         "its shape with --set train.from_scratch=true")  # fmt: skip
     _check_model(recipe, config, fills)
-    refuse_unsupported(recipe)
     if until is not None:
         until.check(recipe.train, held_out=may_hold_out(recipe.data))
     check_trackers(recipe.train.track)
@@ -113,7 +112,7 @@ def start(
     there = max(cluster.num_devices, room if cluster.chip.kind == "cpu" else 0)
     check_layout(
         recipe.layout, config, num_devices=there, fills=fills, sequence=job.sequence, batch_tokens=job.batch_tokens,
-        by_trainer=True,
+        by_trainer=True, compiled=job.compile,
     )  # fmt: skip
     data = plan_data(
         recipe.data, home, vocab=recipe.data.vocab or config.vocab, tokenizer=_tokenizer(recipe, source)
@@ -142,7 +141,7 @@ def _check_model(recipe: Recipe, config: ModelConfig, fills: int | None) -> None
     # tp first: a layout that could never divide the model is a plainer message than "one device only"
     job = recipe.train
     batch: dict[str, Any] = {"sequence": job.sequence, "batch_tokens": job.batch_tokens} if fills else {}
-    check_layout(recipe.layout, config, fills=fills, by_trainer=True, **batch)
+    check_layout(recipe.layout, config, fills=fills, by_trainer=True, compiled=job.compile, **batch)
 
 
 def _tokenizer(recipe: Recipe, source: ModelSource) -> Path | None:

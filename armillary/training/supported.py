@@ -1,21 +1,14 @@
-"""What the trainer can do today beyond the rules of a layout (`spec.layout_rules`); the rest is refused before anything
-starts, with what to set instead."""
+"""What a person is told of a recipe before training starts: what a rule settled, and what is not done."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from armillary.parallel.schedule import refuse_split
 from armillary.spec.fp8 import fp8_rule
 from armillary.spec.layout import Layout
 from armillary.spec.lora import frozen_experts
 from armillary.spec.model import ModelConfig
-from armillary.spec.recipe import Recipe
 from armillary.spec.train_job import TrainJob
-
-
-def refuse_unsupported(recipe: Recipe) -> None:
-    refuse_split(recipe.layout, compile=recipe.train.compile)
 
 
 def notes_of(config: ModelConfig, layout: Layout, job: TrainJob) -> Iterator[str]:

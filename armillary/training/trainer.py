@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from armillary.parallel.pipeline import Passing, Pipeline, Rows
 from armillary.parallel.world import World
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
+from armillary.training.again import Again
 from armillary.training.agreement import Agreement, attempt
 from armillary.training.balance import Routers
 from armillary.training.data.loader import DeviceBatch, to_device
 from armillary.training.feed import Feed, Fetched, Stop
+from armillary.training.looks import Looks
 from armillary.training.measure import WINDOW, memory_gauges
 from armillary.training.memory import NoMeter, make_meter
 from armillary.training.model_start import open_text, start_model
@@ -38,20 +41,11 @@ from armillary.training.reading import Mark, Read, Reading
 from armillary.training.scaler import LossScaler, refuse_tiny_scale
 from armillary.training.speed import Speed
 from armillary.training.waits import Waits
-from armillary.training.window import recorded, roof_here, set_apart, unrecorded
+from armillary.training.window import roof_here, set_apart
 
 Meanwhile = Callable[[], None]
 MEASURED_STEP = 1
 """of those this process takes: the first whose optimiser states are there from its beginning"""
-
-
-FIRST_LOOKS = (7, 9, 11)
-"""of those this process takes: recorded when everything is warm, however seldom others are; one alone would be ruled by
-whatever else the machine did in that moment"""
-
-
-LOOKED_S = 4.0
-"""seconds that analysing the first looks may take: after that one more is not worth them"""
 
 
 def _never() -> bool:
@@ -102,12 +96,14 @@ class Trainer:
         if world.size > 1:
             self.waits.watch(self.model)
             self.sharded.tell(self.waits)
-        self.pace, self.roof = Pace(), roof_here(self.device, home)
+        self.pace = Pace()
+        again = Again(self.model, self.device) if self.layout.recompute != "none" and not self.job.compile else None
+        self.looks = Looks(self.job.profile_every if world.is_main else 0, roof_here(self.device, home), again)
         self.val_loss: float | None = None
         self.validation_s = 0.0
         self.tokens = self.skipped = self.taken = 0
         self.feed = Feed(self.text.train, plan, self.mesh, self.ranks, self.waits)
-        self._meter, self._looked_s = NoMeter(), 0.0
+        self._meter = NoMeter()
 
     # --- one step
 
@@ -122,11 +118,10 @@ class Trainer:
             return None
         fetched_s = time.perf_counter() - begin
         others = spread(self.feed.each_s)
-        plain = not self._is_recorded(step)
+        plain = self.taken == MEASURED_STEP or not self.looks.due(step, self.taken)
         with self._measuring() as meter:
-            look, began = unrecorded if plain else recorded, time.perf_counter()
-            (measured, seconds), split = look(lambda: self._timed(now, stop, meanwhile), self.roof, self.pace.plain_s)
-        self._looked_s += time.perf_counter() - began - seconds if not plain else 0.0
+            work = partial(self._timed, now, stop, meanwhile)
+            (measured, seconds), split = (work(), {}) if plain else self.looks.at(work, self.pace.plain_s)
         _, nonsense = attempt(lambda: self._refuse_nonsense(step, measured))
         if nonsense is not None:  # all ranks read the same sums, so all are here
             self.ranks.raise_first(nonsense)
@@ -284,12 +279,6 @@ class Trainer:
         else:
             self._meter = NoMeter()
         return self._meter.step()
-
-    def _is_recorded(self, step: int) -> bool:
-        every = self.job.profile_every
-        early = self.taken in FIRST_LOOKS and self._looked_s < LOOKED_S
-        due = every and ((step + 1) % every == 0 or early)
-        return bool(due) and self.world.is_main and self.taken != MEASURED_STEP
 
     def _refuse_nonsense(self, step: int, measured: dict[str, float]) -> None:
         """A loss that is no number ends the run; under fp16 the scaler has skipped the step."""

@@ -61,11 +61,6 @@ def recorded(
     return made, split(judged, spent) | shares(judged, spent)
 
 
-def unrecorded(step: Callable[[], T], roof: Roof = NO_ROOF, plain_s: float | None = None) -> tuple[T, dict[str, float]]:
-    """The same without looking."""
-    return step(), {}
-
-
 def roof_here(device: torch.device, home: Home | None) -> Roof:
     """The ceilings of this rank's device; threads of a processor have their part of what all of its cores reach."""
     if device.type != "cpu":

@@ -19,14 +19,14 @@ _FULL = 0.85
 
 def one_rank(wish: Wish, home: Home) -> Path:
     """A model whose products are the time, in bf16, in one micro-batch."""
-    return train_small(wish, home, model=model_of(_WIDE * wish.size), train={"steps": 16})
+    return train_small(wish, home, model=model_of(_WIDE * wish.size), train={"batch_tokens": 2048, "steps": 14})
 
 
 def two_ranks(wish: Wish, home: Home) -> Path:
     """The same over two ranks, with enough work between exchanges."""
     return train_small(
         wish, home, model=model_of(2 * wish.size), layout={"dp": 2, "micro_batch": 16},
-        train={"batch_tokens": 16_384, "steps": 12},
+        train={"batch_tokens": 8192, "steps": 12},
     )  # fmt: skip
 
 

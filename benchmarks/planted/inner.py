@@ -15,7 +15,7 @@ _WIDE = 3
 
 def slow_loader(wish: Wish, home: Home) -> Path:
     """A batch takes the store longer than a step takes to use it."""
-    takes = (1 + wish.severity) * step_s(wish, home)
+    takes = (1 + 2 * wish.severity) * step_s(wish, home)
     return train_small(wish, home, fault=Fault(kind="slow source", amount=takes))
 
 

@@ -6,20 +6,21 @@ With several ranks they are started by the command line's launcher; a fault goes
 from __future__ import annotations
 
 import email
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
-from armillary.cli.launch import launch
+from armillary.cli import launch as launching
+from armillary.cli.launch import Launched
 from armillary.cli.output import Output
 from armillary.cli.train import begin, run_training
-from armillary.profiling.system import usable_cores
 from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.store.runs import Run
-from armillary.training.start import Start
 from benchmarks.planted.faults import Fault, planted
 from benchmarks.planted.problem import Wish
 
@@ -44,7 +45,7 @@ def recipe_of(wish: Wish, tables: Mapping[str, Mapping[str, Any]]) -> Recipe:
         "data": {"source": str(Path(email.__file__).parent), "held_out": 0.1, "seed": wish.seed},
         "layout": {"precision": "bf16", "micro_batch": 16},
         "train": {"sequence": 128, "batch_tokens": 4096, "steps": 16, "eval_every": 0, "eval_batches": 2,
-                  "profile_every": 10, "seed": wish.seed},
+                  "seed": wish.seed},
     }  # fmt: skip
     return recipe_from_dict({name: base.get(name, {}) | dict(tables.get(name, {})) for name in base | dict(tables)})
 
@@ -67,22 +68,16 @@ def step_s(wish: Wish, home: Home, **tables: Mapping[str, Any]) -> float:
 def train_recipe(recipe: Recipe, home: Home, *, fault: Fault | None = None, device: str | None = "cpu") -> Run:
     """Plan and train a recipe from its beginning."""
     begun = begin(_SILENT, home, recipe, device=device, devices=recipe.layout.num_devices)
-    if recipe.layout.num_devices > 1:
-        return _launched(begun, home, fault, device)
-    with planted(fault):
+    with planted(fault), mock.patch.object(launching, "launch", partial(_launch, launching.launch, fault)):
         done = run_training(_SILENT, begun, text="", overrides=(), device=device, name=free_name(home))
     return Run(folder=home.runs / done["run"])
 
 
-def _launched(begun: Start, home: Home, fault: Fault | None, device: str | None) -> Run:
-    begun.prepare()
-    run, count = begun.create_run(name=free_name(home)), begun.plan.layout.num_devices
-    orders = {"run": str(run.folder), "mode": "silent", "device": device, "until": "",
-              "home": {"work": str(home.work), "cache": str(home.cache)},
-              "fault": None if fault is None else [fault.kind, fault.amount]}  # fmt: skip
-    launch("benchmarks.planted.rank", orders, num_ranks=count, logs=run.folder / "logs",
-           threads=max(1, usable_cores() // count))  # fmt: skip
-    return run
+def _launch(launch: Callable[..., Launched], fault: Fault | None, program: str, orders: Mapping[str, Any],
+            **settings: Any) -> Launched:  # fmt: skip
+    """Ranks that put the fault into themselves, in place of the command line's own."""
+    told = None if fault is None else [fault.kind, fault.amount]
+    return launch("benchmarks.planted.rank", {**orders, "fault": told}, **settings)
 
 
 def free_name(home: Home) -> str:

@@ -57,19 +57,15 @@ def expert_collapse(wish: Wish, home: Home) -> Path:
 
 def many_checkpoints(wish: Wish, home: Home) -> Path:
     """Everything is saved after every step, and steps are short."""
-    job = {"save_every": max(1, round(1 / wish.severity)), "batch_tokens": _rows(2048 / wish.severity)}
-    return train_small(wish, home, layout={"micro_batch": 4}, train=job)
+    rows = max(2, round(8 / wish.severity))
+    job = {"save_every": max(1, round(1 / wish.severity)), "batch_tokens": 128 * rows}
+    return train_small(wish, home, layout={"micro_batch": rows}, train=job)
 
 
 def many_validations(wish: Wish, home: Home) -> Path:
     """Held-out text is read again every few steps."""
     job = {"eval_every": max(1, round(2 / wish.severity)), "eval_batches": 4}
     return train_small(wish, home, data={"held_out": 0.25}, train=job)
-
-
-def _rows(tokens: float) -> int:
-    """The nearest number of tokens that micro-batches of 4 rows of 128 divide."""
-    return 512 * max(1, round(tokens / 512))
 
 
 PROBLEMS = (

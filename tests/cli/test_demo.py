@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from armillary.cli.demo.ceilings import is_known, roofs_text
-from armillary.cli.demo.walk import RECIPE, STAGES
+from armillary.cli.demo.walk import RECIPE, STAGES, fitting
 from armillary.diagnosis.diagnosis import WORTH, Diagnosis
 from armillary.profiling.device_name import device_name
 from armillary.spec.fields import build
@@ -132,6 +132,11 @@ def test_the_recipe_says_what_it_leaves_on_the_table() -> None:
     recipe, text = load_recipe(RECIPE), RECIPE.read_text()
     assert recipe.layout.recompute == "full" and recipe.serve.max_running == 2
     assert text.count("a lever left on the table") == 2
+
+
+def test_one_device_is_one_rank_unless_somebody_says_otherwise() -> None:
+    assert fitting(["train.steps=5"], 1) == ("train.steps=5", "layout.dp=1")
+    assert fitting(["layout.tp=2"], 1) == ("layout.tp=2",) and fitting([], 2) == ()
 
 
 def test_ceilings_of_today_are_not_measured_twice() -> None:

@@ -52,9 +52,8 @@ def served(
     system = System(settings=settings_for(MODEL, given), num_blocks=kv_tokens // 16 * len(groups), groups=groups,
                     prefix=given.prefix_cache, overlap=given.overlap)  # fmt: skip
     found, dice = simulate(arrivals, system, cost), Random(1)
-    steps = tuple({**one, "step": i, "engine_step_s": one["engine_step_s"] * dice.uniform(1 - noise, 1 + noise),
-                   "engine_wait_s": 0.9 * one["engine_step_s"] if cost.waits else 0.0}
-                  for i, one in enumerate(found.steps))  # fmt: skip
+    steps = tuple({**one, "step": i, "engine_step_s": one["engine_step_s"] * dice.uniform(1 - noise, 1 + noise)}
+                  for i, one in enumerate(found.steps))
     cluster = catalogue.cluster(chip) if chip else CORES
     recipe = {"model": {"name": MODEL.name}, "serve": to_plain(given), "objective": objective or {}}
     plan = Plan(created="2026-11-15T09:30:00Z", recipe=recipe, model=MODEL, cluster=cluster, layout=Layout(),

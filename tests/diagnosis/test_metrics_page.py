@@ -55,6 +55,26 @@ def test_a_recorded_page_of_vllm() -> None:
     assert reading.values["prefix_hit_fraction"] == 0 and "requests_per_s" not in reading.values
 
 
+def test_a_real_page_of_vllm() -> None:
+    """One user with long prompts, most of them found in the prefix cache; tokens are drafted."""
+    reading = read_metrics(str(DATA / "vllm_2026_one_user.prom"))
+    values = reading.values
+    assert values["prefix_hit_fraction"] == pytest.approx(0.882, abs=1e-3) and values["requests_total"] == 26
+    assert values["queue_s"] < 1e-3 and values["prefill_s"] == pytest.approx(15.65, abs=0.01)
+    assert values["itl_p50_s"] == pytest.approx(0.0832, abs=1e-4) and values["ttft_p50_s"] < 2.5
+    assert values["kv_capacity_tokens"] == 1428520, "what it says itself goes before blocks times their size"
+
+
+def test_names_of_the_engine_before_v1() -> None:
+    text = KV_FULL.read_text().replace('engine="0",', "").replace("kv_cache_usage_perc", "gpu_cache_usage_perc")
+    later = ("prefix_cache_", "iteration_tokens")
+    old = "\n".join(line for line in text.splitlines() if not any(word in line for word in later))
+    reading = reading_of_page(old + '\nvllm:num_requests_swapped{model_name="m"} 0.0\n', source="x")
+    now = reading_of_page(KV_FULL.read_text(), source="x")
+    shared = ("running", "waiting", "kv_used_fraction", "ttft_p99_s", "itl_p99_s", "e2e_s", "queue_s", "tokens_out")
+    assert {name: reading.values[name] for name in shared} == {name: now.values[name] for name in shared}
+
+
 def test_names_of_other_versions_are_read_alike() -> None:
     text = KV_FULL.read_text()
     older = text.replace("kv_cache_usage_perc", "gpu_cache_usage_perc").replace("vllm:prefix_", "vllm:gpu_prefix_")
@@ -109,7 +129,7 @@ sglang:cache_hit_rate{model_name="m",tp_rank="0"} 0.25
 sglang:generation_tokens_total{model_name="m"} 20000.0
 sglang:prompt_tokens_total{model_name="m"} 50000.0
 sglang:num_requests_total{model_name="m"} 100.0
-sglang:time_to_first_token_seconds_sum{model_name="m"} 900.0
+sglang:time_to_first_token_seconds_sum{model_name="m"} 855.0
 sglang:time_to_first_token_seconds_bucket{le="10.0",model_name="m"} 60.0
 sglang:time_to_first_token_seconds_bucket{le="20.0",model_name="m"} 100.0
 sglang:time_to_first_token_seconds_bucket{le="+Inf",model_name="m"} 100.0

@@ -26,6 +26,13 @@ def test_launches_follow_their_number_and_work_its_predicted_time() -> None:
     assert busy is not None and 1.0 < busy.speedup < 1.15
 
 
+def test_what_was_measured_to_be_made_again_is_what_goes() -> None:
+    whole = priced("layout.recompute=full", recompute_s=0.2)
+    none, some = whole.price({"layout.recompute": "none"}), whole.price({"layout.recompute": "selective"})
+    assert none is not None and none.speedup == pytest.approx(1.25, rel=0.01)
+    assert some is not None and 1.0 < some.speedup < none.speedup
+
+
 def test_waiting_for_data_stays_unless_the_step_gets_longer() -> None:
     starved = priced("layout.recompute=full", data_wait_s=0.5).price({"layout.recompute": "none"})
     assert starved is not None and starved.speedup == pytest.approx(1.0), "the loader is what holds it up"

@@ -32,6 +32,26 @@ def test_batches_that_are_begun_together(batching: Any, rate: float | None) -> N
     assert cause(served(requests(60, rate=rate), batching=batching, max_running=8)) == "static_batching"
 
 
+def test_a_window_that_is_waited_for_is_no_better() -> None:
+    waited = served(requests(30, rate=2.0, tokens_out=8), batching="dynamic", batch_window_s=0.5)
+    assert cause(waited) == "static_batching"
+
+
+def test_prompts_that_go_in_slowly_though_nobody_waits() -> None:
+    slow = requests(30, rate=2.0, tokens_in=600, tokens_out=64)
+    given: dict[str, Any] = {"prefill_tokens": 16, "objective": {"ttft_p99_s": 0.25}}
+    assert cause(served(slow, **given)) == "queueing"
+    assert cause(served(slow, **{**given, "prefill_tokens": 128})) is None
+
+
+def test_records_of_some_steps_of_a_long_run_say_the_same() -> None:
+    """As a server writes them: older ones cut off, every third step."""
+    whole = served(requests(120, rate=6.0, shared=512, tokens_in=16, tokens_out=8), prefix_cache=False)
+    some = replace(whole, steps=whole.steps[len(whole.steps) // 2 :: 3], requests=whole.requests[60:])
+    assert cause(whole) == cause(some) == "cache_misses"
+    assert found(some)[0].share == pytest.approx(found(whole)[0].share, rel=0.25)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_few_rows_while_many_wait(rows: int) -> None:
     first, *_ = found(served(requests(40), max_running=rows))
@@ -40,7 +60,7 @@ def test_few_rows_while_many_wait(rows: int) -> None:
 
 def test_few_rows_are_enough_where_a_row_costs_as_much_as_a_step() -> None:
     slow = StepCost(base_s=1e-4, prefill_s=1e-4, decode_s=5e-3)
-    assert cause(served(requests(40), max_running=4, cost=slow)) is None
+    assert cause(served(requests(40), max_running=4, cost=slow, noise=0.02)) is None
 
 
 @pytest.mark.parametrize("tokens", [512, 768, 1024])

@@ -52,7 +52,7 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
 
 
 @needs_interpreter
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(call=calls())
 def test_the_kernel_agrees(call: tuple[Any, ...]) -> None:
     right_q, right_cache = qkv_cache(*wide(call))

@@ -75,7 +75,7 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
 
 
 @needs_interpreter
-@settings(max_examples=9, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(call=calls())
 def test_kernels_draw_the_tokens_of_plain_torch(call: tuple[Any, ...]) -> None:
     assert fast()(*call).tolist() == sample(*call).tolist()

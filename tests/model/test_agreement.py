@@ -13,7 +13,9 @@ from armillary.model.transformer import Transformer
 from armillary.model.weights import load_model, save_model
 from tests.model.families import FAMILIES, random_model, transformers
 
-CASES = [(family, seed) for family in FAMILIES for seed in range(6)]
+CASES = [
+    pytest.param(family, seed, marks=[pytest.mark.slow] * (seed > 3)) for family in FAMILIES for seed in range(6)
+]
 TOLERANCE = 1e-5
 
 

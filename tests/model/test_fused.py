@@ -22,13 +22,16 @@ from tests.model.test_attend import randomised, small
 
 pytestmark = needs_interpreter
 
+ONE = small(num_layers=1)
 FIT = {
     "llama": small(),
     "window": small(attention_pattern=["sliding", "full"], window=5),
-    "gemma's norms and gelu": small(norm_plus_one=True, activation="gelu_tanh"),
-    "layer norm with bias, plain mlp": small(norm="layer", norm_bias=True, gated=False, activation="relu2"),
-    "interleaved, part of a head": small(rope={"interleaved": True, "fraction": 0.5}),
-    "softcap": small(attention_softcap=2.0),
+    "gemma's norms and gelu": small(num_layers=1, norm_plus_one=True, activation="gelu_tanh"),
+    "layer norm with bias, plain mlp": small(
+        num_layers=1, norm="layer", norm_bias=True, gated=False, activation="relu2"
+    ),
+    "interleaved, part of a head": small(num_layers=1, rope={"interleaved": True, "fraction": 0.5}),
+    "softcap": small(num_layers=1, attention_softcap=2.0),
 }
 UNFIT = {
     "qk norm": small(qk_norm="head"),
@@ -91,25 +94,25 @@ def test_other_blocks_keep_their_layers(name: str) -> None:
 
 
 def test_a_product_may_add_the_residual_itself() -> None:
-    hidden, grads = run(model_of(small()))
-    fused_hidden, fused_grads = run(model_of(small(), Fused(products=Tuned({}))))
+    hidden, grads = run(model_of(ONE))
+    fused_hidden, fused_grads = run(model_of(ONE, Fused(products=Tuned({}))))
     assert Tuned.adds and far(fused_hidden, hidden) < 1e-5
     assert max(far(fused_grads[key], grads[key]) for key in grads) < 1e-5
 
 
 def test_gradients_can_be_summed_where_they_are_made() -> None:
-    _, once = run(model_of(small()))
-    _, twice = run(model_of(small(), Fused(accumulate=True)), times=2)
+    _, once = run(model_of(ONE))
+    _, twice = run(model_of(ONE, Fused(accumulate=True)), times=2)
     assert max(far(twice[key], 2 * once[key]) for key in once) < 1e-5
 
 
 def test_half_weights_are_as_near_to_fp32_as_autocast_is() -> None:
-    hidden, grads = run(model_of(small()))
+    hidden, grads = run(model_of(ONE))
     halves = HalfWeights(torch.bfloat16)
-    half_hidden, half_grads = run(model_of(small(), Fused(halves=halves)))
+    half_hidden, half_grads = run(model_of(ONE, Fused(halves=halves)))
     with torch.autocast("cpu", torch.bfloat16):
-        cast_hidden, cast_grads = run(model_of(small()))
-    assert half_hidden.dtype == torch.bfloat16 and len(halves.copies) == 4 * 2
+        cast_hidden, cast_grads = run(model_of(ONE))
+    assert half_hidden.dtype == torch.bfloat16 and len(halves.copies) == 4
     assert far(half_hidden, hidden) < max(2e-2, 2 * far(cast_hidden, hidden))
     for key in grads:
         assert half_grads[key].dtype == torch.float32
@@ -117,7 +120,7 @@ def test_half_weights_are_as_near_to_fp32_as_autocast_is() -> None:
 
 
 def test_a_wrapped_layer_is_noticed_when_it_is_called() -> None:
-    model = model_of(small(), Fused())
+    model = model_of(ONE, Fused())
     block = model.blocks["0"]
     handle = block.attention.qkv.register_forward_hook(lambda module, args, out: out * 2)
     assert not fused_block.fits(block)
@@ -132,15 +135,15 @@ def test_a_wrapped_layer_is_noticed_when_it_is_called() -> None:
 
 
 def test_a_frozen_weight_gets_no_gradient() -> None:
-    model = model_of(small(), Fused())
+    model = model_of(ONE, Fused())
     model.blocks["0"].mlp.up.weight.requires_grad_(False)
     _, grads = run(model)
     assert "blocks.0.mlp.up.weight" not in grads and "blocks.0.mlp.down.weight" in grads
 
 
 def test_a_fused_block_can_be_recomputed_whole() -> None:
-    _, expected = run(model_of(small()))
-    model = model_of(small(), Fused())
+    _, expected = run(model_of(ONE))
+    model = model_of(ONE, Fused())
     for block in model.blocks.values():
         forward = block.forward
         block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
@@ -164,5 +167,5 @@ def test_half_weights_follow_their_parameter() -> None:
 def test_plain_attention_on_fused_blocks() -> None:
     tokens_BT, positions_BT = torch.randint(0, 50, (2, 9)), torch.arange(9).expand(2, -1)
     with torch.no_grad():
-        made = model_of(small(), Fused())(tokens_BT, positions_BT, plain)
-        assert far(made, model_of(small())(tokens_BT, positions_BT, plain)) < 1e-5
+        made = model_of(ONE, Fused())(tokens_BT, positions_BT, plain)
+        assert far(made, model_of(ONE)(tokens_BT, positions_BT, plain)) < 1e-5

@@ -22,9 +22,11 @@ from tests.model.test_attend import small
 from tests.model.test_fused import far, model_of, run
 
 FIT = {
-    "llama": small(),
-    "layer norm with bias, plain mlp": small(norm="layer", norm_bias=True, gated=False, activation="relu2"),
-    "gemma's norms and gelu": small(norm_plus_one=True, activation="gelu_tanh"),
+    "llama": small(num_layers=1),
+    "layer norm with bias, plain mlp": small(
+        num_layers=1, norm="layer", norm_bias=True, gated=False, activation="relu2"
+    ),
+    "gemma's norms and gelu": small(num_layers=1, norm_plus_one=True, activation="gelu_tanh"),
 }
 
 

@@ -15,10 +15,10 @@ from armillary.parallel.apply import apply
 from armillary.parallel.mesh import make_mesh
 from armillary.parallel.pipeline_busy import Pass
 from armillary.parallel.pipeline_stage import hold
-from armillary.parallel.schedule import refuse_split
 from armillary.parallel.weights import fill_from, materialise
 from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
+from armillary.spec.layout_rules import check_layout
 from armillary.spec.model import LayerKind, ModelConfig
 from armillary.training.loss import loss_sum
 from armillary.training.parity.case import Case, tiny
@@ -112,10 +112,12 @@ def test_stages_fill_from_a_folder_and_give_back_the_whole(ranks: Ranks, tmp_pat
 
 
 def test_what_cannot_be_split_is_refused_in_one_line() -> None:
-    split_pass = Layout(pp=2, schedule="zero_bubble")
-    with pytest.raises(BadLayout, match=r"cannot be compiled; try --set layout.schedule=1f1b"):
-        refuse_split(split_pass, compile=True)
-    refuse_split(Layout(pp=2, recompute="selective"), compile=True)
+    asked = {"by_trainer": True, "compiled": True}
+    for chunks, other in ((1, "1f1b"), (2, "interleaved")):
+        split_pass = Layout(pp=2, schedule="zero_bubble", interleave=chunks)
+        with pytest.raises(BadLayout, match=rf"cannot be compiled; try --set layout.schedule={other} \(or "):
+            check_layout(split_pass, deep(), **asked)
+    check_layout(Layout(pp=2, recompute="selective"), deep(), **asked)
 
 
 # --- bubbles

@@ -41,6 +41,7 @@ def start(*args: str) -> list[subprocess.Popen[str]]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow  # by default ranks of tests/training/test_verb.py meet
 def test_processes_meet_and_part() -> None:
     started = start()
     said = [process.communicate(timeout=100)[0] for process in started]

@@ -166,6 +166,7 @@ CASES = st.builds(
     Case, model=st.sampled_from([model(), model(kv_heads=16, ffn=1000), experts(), experts(12, heads=8, kv_heads=2)]),
     num_devices=st.none() | st.integers(1, 64), sequence=st.sampled_from([None, 512, 1000, 37]),
     batch_tokens=st.sampled_from([None, 37_000, 65_536, 512]), for_training=st.booleans(), by_trainer=st.booleans(),
+    compiled=st.booleans(),
 )  # fmt: skip
 
 
@@ -197,7 +198,8 @@ def test_a_refusal_names_the_first_problem_and_ends_with_a_layout_that_breaks_no
     layout: Layout, case: Case
 ) -> None:
     problems = list(layout_problems(layout, case))
-    arguments = {k: getattr(case, k) for k in ("num_devices", "sequence", "batch_tokens", "for_training", "by_trainer")}
+    keys = ("num_devices", "sequence", "batch_tokens", "for_training", "by_trainer", "compiled")
+    arguments = {k: getattr(case, k) for k in keys}
     if not problems:
         return check_layout(layout, case.model, **arguments)
     text = refusal(layout, case.model, **arguments)
@@ -214,7 +216,7 @@ def test_where_devices_are_given_a_refusal_ends_with_a_layout_that_uses_them_all
     layout: Layout, case: Case, fills: int
 ) -> None:
     case = replace(case, num_devices=None, fills=fills)
-    keys = ("fills", "sequence", "batch_tokens", "for_training", "by_trainer")
+    keys = ("fills", "sequence", "batch_tokens", "for_training", "by_trainer", "compiled")
     layout, arguments = case.filled(layout), {k: getattr(case, k) for k in keys}
     if next(layout_problems(layout, case), None) is None:
         return

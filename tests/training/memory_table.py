@@ -94,8 +94,9 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def every_case(model: str) -> Iterator[Case]:
-    for layout in LAYOUTS:
+def every_case(model: str, *, elsewhere: bool) -> Iterator[Case]:
+    """Those in which something waits elsewhere, or the others."""
+    for layout in (name for name, given in LAYOUTS.items() if ("offload" in given) == elsewhere):
         reached = LAYOUTS[layout].get("offload") not in ("activations", "both")
         for recompute in ("none", "selective", "full") if reached else ("none", "full"):
             yield Case(model, layout, recompute)
@@ -147,11 +148,10 @@ def table(found: Sequence[Row]) -> str:
 
 
 def page(text: str, found: Sequence[Row]) -> str:
-    """The page with these rows in place of those of the same models; `text` is the page as it is."""
-    mine = {row.case.model for row in found}
-    kept = [line for line in text.splitlines() if line.endswith("% |") and line.split(" | ")[0].strip("| ") not in mine]
+    """The page with these rows in place of those of the same cases; `text` is the page as it is."""
     heads, *new = _split(table(found))
-    lines = sorted([*kept, *new], key=lambda line: list(MODELS).index(line.split(" | ")[0].strip("| ")))
+    old = [line for line in text.splitlines() if line.endswith("% |")]
+    lines = sorted(({_case(line): line for line in [*old, *new]}).values(), key=_place)
     errors = [abs(float(line.split(" | ")[-1].strip("% |"))) for line in lines]
     return (
         "# Planned memory against a tracker\n\n"
@@ -161,6 +161,16 @@ def page(text: str, found: Sequence[Row]) -> str:
         f"{len(lines)} configurations, mean error {sum(errors) / len(errors):.1f} %, worst {max(errors):.1f} %; bar "
         f"{BAR:.0%}.\n\n" + "\n".join([heads, *lines]) + "\n"
     )
+
+
+def _case(line: str) -> tuple[str, ...]:
+    """Model, layout, recompute and format of a row."""
+    return tuple(cell.strip("| ") for cell in line.split(" | ")[:4])
+
+
+def _place(line: str) -> tuple[int, int]:
+    model, layout, *_ = _case(line)
+    return list(MODELS).index(model), list(LAYOUTS).index(layout)
 
 
 def _split(made: str) -> list[str]:

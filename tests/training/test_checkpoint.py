@@ -72,7 +72,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("whole")
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_run_cut_off_anywhere_goes_on_with_the_same_bits(data: st.DataObject, recipe: Make, whole: Path) -> None:
     home = Home.at(whole)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from armillary.errors import BadInput
 from armillary.profiling.profile import BUDGET, Roof
 from armillary.spec.train_job import TrainJob
+from armillary.training.again import Again
+from armillary.training.looks import FIRST, Looks
 from armillary.training.memory import CpuMeter, bytes_of
 from armillary.training.memory_watch import MemoryWatch
 from armillary.training.pace import Pace, spread
@@ -99,6 +102,38 @@ def test_a_recorded_step_is_a_budget_too() -> None:
     assert 0 < found["roof_fraction"] < 1 and found["useful_fraction"] > 0 and found["unjudged_fraction"] < 0.5
     _, blind = recorded(lambda: (a @ a).sum())
     assert "roof_fraction" not in blind and blind["useful_fraction"] == 0
+
+
+def test_what_is_made_again_is_timed() -> None:
+    layers = torch.nn.ModuleDict({str(i): torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for i in "01"})
+    model = torch.nn.Module()
+    model.blocks = layers
+    again, x = Again(model, torch.device("cpu")), torch.randn(32, 64, requires_grad=True)
+
+    def step(*, twice: bool) -> None:
+        with again.watched():
+            made = x
+            for block in layers.values():
+                made = checkpoint(block, made, use_reentrant=False) if twice else block(made)
+            made.sum().backward()
+
+    step(twice=False)
+    assert again.take() == 0.0
+    step(twice=True)
+    assert again.take() > 0 and again.take() == 0.0
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+def test_early_looks_end_when_they_become_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(100, Roof(device="x"))
+    assert [taken for taken in range(20) if looks.due(taken, taken)] == list(FIRST) and looks.due(99, 50)
+    monkeypatch.setattr("armillary.training.looks.recorded", lambda work, roof, plain_s: (work(), {"compute_s": 1.0}))
+    clock = iter([0.0, 2.5, 10.0, 12.6])
+    monkeypatch.setattr("armillary.training.looks.time.perf_counter", lambda: next(clock))
+    assert looks.at(lambda: ("made", 0.1), None) == (("made", 0.1), {"compute_s": 1.0}) and looks.due(9, 9)
+    looks.at(lambda: ("made", 0.1), None)
+    assert not looks.due(11, 11) and looks.due(199, 3)
+    assert not any(Looks(0, Roof(device="x")).due(step, step) for step in range(200))
 
 
 def test_waits_for_other_ranks_are_no_work_of_the_host() -> None:

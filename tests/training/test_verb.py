@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from armillary.errors import ArmillaryError, BadInput
+from armillary.profiling.profile import BUDGET
 from armillary.spec.gauges import GAUGES
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_toml
@@ -100,6 +101,9 @@ def test_two_ranks_from_plan_to_export(file: Callable[..., str], cli: Cli, home:
     recorded = [record for record in records if "compute_s" in record]
     assert [record["step"] for record in recorded] == [3, 7]
     assert all(record["source"][name] == "profiler window" for record in recorded for name in split)
+    assert all(sum(record[f"{part}_fraction"] for part in BUDGET) == pytest.approx(1.0) for record in recorded)
+    assert any(record.get("slowest_rank") in (0.0, 1.0) and record["rank_spread_s"] >= 0 for record in records)
+    assert all({"optimizer_s", "goodput_fraction"} <= set(record) for record in records)
     memory = {"memory_weights_bytes", "memory_optimizer_bytes", "memory_activations_bytes", "memory_loss_bytes"}
     assert [record["step"] for record in records if memory <= set(record)] == [1]
     assert records[1]["source"]["memory_activations_bytes"] == "tracker"

@@ -74,7 +74,7 @@ def _pull(walk: Walk, trained: Run, run: Run, found: Diagnosis) -> Comparison | 
     if number is None:
         walk.out.say(f"{run.name}: what would help is no key of the recipe; nothing is pulled")
         return None
-    path = write_lever(walk.out, walk.home, found, run, number, walk.home.work / f"{run.name}.lever{number}.toml")
+    path = write_lever(walk.out, walk.home, found, run, number, run.folder / f"lever{number}.toml")
     after = _measure_again(walk, trained, found.kind, path)
     done = compare(run, after, walk.home)
     say_comparison(walk.out, walk.home, done)

@@ -24,6 +24,7 @@ from armillary.spec.recipe import to_toml
 from armillary.store.atomic import write_text
 from armillary.store.home import Home
 from armillary.store.runs import Run, list_runs
+from armillary.units import seconds_text
 
 START_S, STOP_S = 90.0, 20.0
 """how long a server may take to come and to go"""
@@ -82,7 +83,8 @@ def _load(walk: Walk, url: str) -> LoadReport:
     with walk.stage("load", about) as say:
         report = load(walk, url)
         last = report.last
-        say(f"TTFT p99 {last.ttft.p99_s:.3g} s, ITL p99 {last.itl.p99_s:.3g} s, {last.tokens_out_per_s:,.0f} tokens/s")
+        times = f"TTFT p99 {seconds_text(last.ttft.p99_s)}, ITL p99 {seconds_text(last.itl.p99_s)}"
+        say(f"{times}, {last.tokens_out_per_s:,.0f} tokens/s, {last.slo_met_fraction:.0%} met every objective")
         return report
 
 
@@ -91,7 +93,7 @@ def load(walk: Walk, url: str) -> LoadReport:
     recipe = walk.recipe
     test = Test(traffic=recipe.traffic, load=recipe.load, objective=recipe.objective)
     report, _ = run_load(walk.out, url, test)
-    rows = [row for row in latency_rows(report) if row[0] in ("TTFT", "ITL")]
+    rows = [row for row in latency_rows(report) if row[0] in ("TTFT", "ITL", "end to end")]
     walk.out.table("", LATENCY_HEADS, rows)
     last = report.last
     if last.failed == last.requests:
@@ -168,7 +170,8 @@ def peak_memory(pid: int) -> float | None:
 
 def ask(url: str, prompt: str, tokens: int = 32) -> str:
     """One completion, as any client would ask for it."""
-    body = json.dumps({"prompt": prompt, "max_tokens": tokens, "temperature": 0.0}).encode()
+    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.7, "top_p": 0.9, "seed": 1}
+    body = json.dumps(asked).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return str(json.load(answer)["choices"][0]["text"])

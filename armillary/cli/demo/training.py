@@ -44,22 +44,32 @@ def train(walk: Walk, begun: Start) -> Run:
     with walk.stage("train", f"{job.steps:,} steps on {ranks}, interrupted once on the way") as say:
         before = begun.unfinished()
         name = before.name if before else new_name({run.name for run in list_runs(walk.home)})
-        stop = max(1, round(STOP_AT * job.steps))
-        with interrupted_at(walk, name, stop) as interruption:
-            outcome = run_training(walk.out, begun, text=RECIPE.read_text(), overrides=walk.overrides, name=name,
-                                   brief=True)  # fmt: skip
-        if not outcome["finished"]:
-            if not interruption.sent:
-                raise KeyboardInterrupt  # somebody else pressed it
-            walk.keep(stops=(int(outcome["steps"]),))
-            outcome = run_training(walk.out, begun, text=RECIPE.read_text(), overrides=walk.overrides, name=name,
-                                   brief=True)  # fmt: skip
-        if not outcome["finished"]:
-            raise KeyboardInterrupt
-        run = find_run(walk.home, name)
-        walk.keep(records=tuple(read_gauges(run.gauges)))
+        try:
+            outcome = _train_and_go_on(walk, begun, name, stop=max(1, round(STOP_AT * job.steps)))
+        finally:
+            _keep_records(walk, name)
         say(_outcome_text(outcome, walk.circle.stops))
-        return run
+        return find_run(walk.home, name)
+
+
+def _train_and_go_on(walk: Walk, begun: Start, name: str, *, stop: int) -> dict[str, Any]:
+    """How the run called `name` ended, interrupted after about `stop` steps on the way."""
+    settings: dict[str, Any] = {"text": RECIPE.read_text(), "overrides": walk.overrides, "name": name, "brief": True}
+    with interrupted_at(walk, name, stop) as interruption:
+        outcome = run_training(walk.out, begun, **settings)
+    if not outcome["finished"] and interruption.sent:
+        walk.keep(stops=(int(outcome["steps"]),))
+        outcome = run_training(walk.out, begun, **settings)
+    if not outcome["finished"]:
+        raise KeyboardInterrupt  # by somebody else
+    return outcome
+
+
+def _keep_records(walk: Walk, name: str) -> None:
+    """Every step so far, also of a run that was cut short."""
+    run = _run(walk, name)
+    if run is not None and run.gauges.is_file():
+        walk.keep(records=tuple(read_gauges(run.gauges)))
 
 
 def _outcome_text(outcome: dict[str, Any], stops: tuple[int, ...]) -> str:

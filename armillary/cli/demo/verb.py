@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ def demo(out: Output, home: Home, overrides: tuple[str, ...], page: Path) -> Non
     from armillary.cli.demo import ceilings, levers, serving, training
 
     walk = Walk(out, home, overrides)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the server, too
     try:
         ceilings.measure(walk)
         run = training.train(walk, training.plan(walk))
@@ -44,6 +46,8 @@ def demo(out: Output, home: Home, overrides: tuple[str, ...], page: Path) -> Non
     except KeyboardInterrupt:
         _report(walk, page)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
     _report(walk, page)
     out.say(f"\ntraining run {run.name} · server {service.run.name} · what to do with them: docs/tour.md")
     out.result(_answer(walk.circle, page) | {"run": run.id, "recipe": RECIPE.read_text()}, quiet=str(page))

@@ -11,6 +11,7 @@ from typing import Any
 
 from armillary.cli.output import Output
 from armillary.diagnosis.circle import Circle, Stage
+from armillary.profiling.machine import here
 from armillary.spec.recipe import Recipe, load_recipe
 from armillary.store.home import Home
 
@@ -22,7 +23,7 @@ class Walk:
     """One turn under way."""
 
     def __init__(self, out: Output, home: Home, overrides: Sequence[str]) -> None:
-        self.out, self.home, self.overrides = out, home, tuple(overrides)
+        self.out, self.home, self.overrides = out, home, fitting(overrides, here().num_devices)
         self.recipe: Recipe = load_recipe(RECIPE, self.overrides)
         now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
         self.circle = Circle(title=self.recipe.model.source, created=now)
@@ -42,3 +43,9 @@ class Walk:
     def keep(self, **found: Any) -> None:
         """Put what was found into the circle."""
         self.circle = replace(self.circle, **found)
+
+
+def fitting(overrides: Sequence[str], devices: int) -> tuple[str, ...]:
+    """What was overridden, and one rank where there is one device and nobody said how many."""
+    said = any(text.startswith("layout.") for text in overrides)
+    return tuple(overrides) if said or devices > 1 else (*overrides, "layout.dp=1")

@@ -15,11 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any, Protocol
 
 from armillary.errors import ArmillaryError, BadInput
 from armillary.serving.api.child import Child, answer_all
-from armillary.serving.engine.constraint import Structure
+from armillary.serving.engine.constraint import Constraint, Structure
 from armillary.serving.engine.intake import MakeConstraint
 
 _WALL = 20
@@ -27,6 +28,10 @@ _WALL = 20
 _MEMORY = 1 << 30
 """bytes that a trial may take beyond what the tokenizer has"""
 _FEWEST_WALL_S = 30.0
+_STEPS = 8
+"""tokens of an answer that a trial makes up"""
+_STEP_S = 0.1
+"""a structure that takes longer for one of them would hold up the answers of others at every step"""
 
 
 class TooLong(BadInput):
@@ -116,14 +121,34 @@ def _compile(compiler: Compiler, structure: Structure, cpu_s: float, pipe: int) 
         most = int(pages.read_text().split()[0]) * resource.getpagesize() + _MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     try:
-        compiler.maker(structure)().allowed()
-        told = "fits "
+        slow_s = _slowest(compiler.maker(structure)())
+        told = "fits " if slow_s <= _STEP_S else f"wrong the {structure.kind} takes too long to follow; make it simpler"
     except ArmillaryError as error:
         told = f"wrong {' '.join(str(error).split())}"
     except BaseException as error:
         told = f"wrong the structure cannot be used ({type(error).__name__}); make it simpler"
     os.write(pipe, told.encode()[:4000])
     os._exit(0)
+
+
+def _slowest(constraint: Constraint) -> float:
+    """The longest CPU time that one of the first tokens of an answer took: engines ask at every step."""
+    dice, slowest = Random(0), 0.0
+    for _ in range(_STEPS):
+        begin = time.process_time()
+        bits = int.from_bytes(constraint.allowed(), "little")
+        slowest = max(slowest, time.process_time() - begin)
+        if not bits or constraint.finished():
+            break
+        place = dice.randrange(bits.bit_length())
+        above = bits >> place << place
+        token = (above & -above or bits & -bits).bit_length() - 1
+        begin = time.process_time()
+        goes_on = constraint.advance(token)
+        slowest = max(slowest, time.process_time() - begin)
+        if not goes_on:
+            break
+    return slowest
 
 
 if __name__ == "__main__":

@@ -36,8 +36,12 @@ class DeviceSampler:
 
     def quick(self, logits_BV: Tensor, inputs: Inputs) -> Tensor:
         """Tokens [B], int64: temperature, top-k, top-p, min-p, seeds."""
-        rows_B = inputs.long("rows_B")
-        draws = self._draws(self.rows.floats_FR[:, rows_B], self.rows.ints_IR[:, rows_B], inputs)
+        found = inputs.found
+        if found is not None:
+            draws = self._draws(found.floats_FB, found.ints_IB, inputs, found.top_k_B)
+        else:
+            rows_B = inputs.long("rows_B")
+            draws = self._draws(self.rows.floats_FR[:, rows_B], self.rows.ints_IR[:, rows_B], inputs)
         return self._keep(self.kernels.sample(logits_BV, draws), inputs)
 
     def full(
@@ -61,12 +65,17 @@ class DeviceSampler:
         chosen_B, top_BN, ids_BN = self.kernels.logprobs(logits_BV, tokens_B, max(1, num_top))
         return TopLogprobs(chosen_B=chosen_B, top_BN=top_BN, ids_BN=ids_BN)
 
-    def _draws(self, floats: Tensor, ints: Tensor, inputs: Inputs) -> Draws:
-        return Draws(temperature_B=floats[0], min_p_B=floats[1], top_p_B=floats[2], top_k_B=ints[1].int(),
+    def _draws(self, floats: Tensor, ints: Tensor, inputs: Inputs, top_k_B: Tensor | None = None) -> Draws:
+        top_k_B = ints[1].int() if top_k_B is None else top_k_B
+        return Draws(temperature_B=floats[0], min_p_B=floats[1], top_p_B=floats[2], top_k_B=top_k_B,
                      seeds_B=ints[0], steps_B=inputs.long("lengths_B"))  # fmt: skip
 
     def _keep(self, tokens_B: Tensor, inputs: Inputs) -> Tensor:
         """Into the rows; what nobody drew goes to the null row."""
+        if self.kernels.put is not None:
+            rows_at, positions_at = (inputs.shape.parts()[name][0] for name in ("writes_B", "lengths_B"))
+            self.kernels.put(tokens_B, inputs.wide, rows_at, positions_at, self.rows.tokens_RT)
+            return tokens_B
         at = (inputs.long("writes_B"), inputs.long("lengths_B"))
         self.rows.tokens_RT.index_put_(at, tokens_B.clamp_min(0).int())
         return tokens_B

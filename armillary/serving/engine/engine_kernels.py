@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,10 @@ class EngineKernels:
     attention: Run = paged_attention
     tokens: Run | None = None
     """`qkv_cache` and `attention` in one for a few sequences with one new token each; none: one after the other"""
+    look_up: Run | None = None
+    """what a decoding step needs of its rows in one launch; none: a lookup each"""
+    put: Run | None = None
+    """drawn tokens into their rows, likewise"""
     sample: Run = sample
     logprobs: Run = logprobs
     small: Run | None = None
@@ -81,6 +86,7 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         activate=_first(ACTIVATE, ActivationCase(rows=batch, ffn=ffn, activation=config.activation,
                                                  gated=config.gated, **on)),
         qkv_cache=into_cache.run, norms_apart=apart, attention=attention.run,
+        **_lookups(),
         tokens=_tokens() if into_cache.version == attention.version == "triton" and not apart else None,
         capturable=(into_cache.version == attention.version == "triton"
                     and (config.moe is None or grouped is not None)),
@@ -97,6 +103,14 @@ def _grouped(config: ModelConfig, batch: int, on: dict[str, Any]) -> Run | None:
                        inputs=config.hidden, **on)  # fmt: skip
     chosen = choose(GROUPED_LINEAR, case, deterministic=True)
     return None if chosen.version == "eager" else chosen.run
+
+
+def _lookups() -> dict[str, Any]:
+    if importlib.util.find_spec("triton") is None:
+        return {}
+    from armillary.kernels.step_rows_triton import look_up, put
+
+    return {"look_up": look_up, "put": put}
 
 
 def _tokens() -> Run:

@@ -110,7 +110,7 @@ class FastExecutor:
 
     def _compute(self, shape: Shape, quick: bool, packed: Tensor) -> Tensor:
         """Tokens [B] where they are drawn the quick way, else logits [B, V]."""
-        inputs = inputs_of(shape, packed)
+        inputs = self.forward.inputs(shape, packed)
         logits_BV = self.forward.logits(self.forward.last(inputs))
         return self.sampler.quick(logits_BV, inputs) if quick else logits_BV
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,8 @@ class Inputs:
     """int32, the parts of the shape"""
     wide: Tensor
     """the same, int64"""
+    found: Any = None
+    """what was looked up of the rows in one launch (kernels/step_rows_triton.py); none: each where it is used"""
 
     def narrow(self, name: str) -> Tensor:
         at, size = self.shape.parts()[name]
@@ -94,14 +97,11 @@ class Forward:
 
     def hidden(self, inputs: Inputs, wanted: Tensor | None = None) -> Tensor:
         """[T, H], before the last norm; of the `wanted` tokens alone where they are given."""
-        rows, shape = self.rows, inputs.shape
-        tokens_T = rows.tokens_RT[inputs.long("rows_T"), inputs.long("positions_T")]
+        shape, (tokens_T, tables_GBP, turns) = inputs.shape, self._looked_up(inputs)
         x = self.model.embed(tokens_T, inputs.long("positions_T"))
-        tables_GBP = rows.tables_GRP[:, inputs.long("rows_B")]
         batches = [PagedBatch(tables_BP=tables_BP, starts=inputs.narrow("starts"), max_query=shape.max_query,
                               lengths_B=inputs.narrow("lengths_B")) for tables_BP in tables_GBP]  # fmt: skip
         slots_GT = inputs.long("slots_GT").view(shape.groups, -1)
-        turns = self._turns(inputs.long("angles_T"))
         small = self.kernels.small is not None and len(x) <= MOST_TOKENS
         added: Tensor | None = None
         for layer in self.layers:
@@ -112,6 +112,26 @@ class Forward:
             else:
                 x, added = self._layer(layer, x, added, *context)
         return x if added is None else x + added
+
+    def inputs(self, shape: Shape, packed: Tensor) -> Inputs:
+        """A step's numbers, and what they say of its rows."""
+        look, angles = self.kernels.look_up, self.angles
+        if look is None or not shape.decodes or angles is None or angles[True] is not angles[False]:
+            return inputs_of(shape, packed)
+        rows, parts = self.rows, shape.parts()
+        places = {name: parts[name][0] for name in ("rows_T", "positions_T", "angles_T", "rows_B")}
+        found = look(packed, places, shape.rows, rows.tokens_RT, rows.tables_GRP, angles[False], rows.floats_FR,
+                     rows.ints_IR)  # fmt: skip
+        return Inputs(shape=shape, packed=packed, wide=found.wide, found=found)
+
+    def _looked_up(self, inputs: Inputs) -> tuple[Tensor, Tensor, dict[bool, tuple[Tensor | None, Tensor | None]]]:
+        """(tokens, block tables, cos and sin)"""
+        rows, found = self.rows, inputs.found
+        if found is not None:
+            turn = (found.cos_BA, found.sin_BA)
+            return found.tokens_B, found.tables_GBP, {False: turn, True: turn}
+        tokens_T = rows.tokens_RT[inputs.long("rows_T"), inputs.long("positions_T")]
+        return tokens_T, rows.tables_GRP[:, inputs.long("rows_B")], self._turns(inputs.long("angles_T"))
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """[B, V]"""

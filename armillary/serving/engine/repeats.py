@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+from armillary.serving.engine.digest_map import DigestMap
 from armillary.serving.engine.sequence import Sequence
 
 _KEPT = 65_536
@@ -25,8 +26,9 @@ class Repeats:
 
     def __init__(self, kept: int = _KEPT) -> None:
         self._kept = kept
-        self._young: dict[bytes, int] = {}
-        self._old: dict[bytes, int] = {}
+        self._young, self._old = DigestMap(kept), DigestMap(kept)
+        self._new = 0
+        """entries made since the older half was forgotten"""
         self._ended: deque[Sequence] = deque(maxlen=_ENDED)
         self._count = 0
         self._alone = threading.Lock()
@@ -64,6 +66,9 @@ class Repeats:
 
     def _keep(self, seq: Sequence, num_known: int) -> None:
         seq.chain.extend(seq.tokens, num_known)
-        self._young.update(dict.fromkeys(seq.chain.digests[:_MOST_BLOCKS], seq.number))
-        if len(self._young) > self._kept:
-            self._young, self._old = {}, self._young
+        names = seq.chain.digests[:_MOST_BLOCKS]
+        for name in names:
+            self._young.part(name)[name] = seq.number
+        self._new += len(names)
+        if self._new > self._kept:
+            self._young, self._old, self._new = DigestMap(self._kept), self._young, 0

@@ -25,7 +25,8 @@ DEFINITIONS = {
                      "waiting (coordinated omission)",
     "percentile": "the smallest value that at least so many percent of all values do not exceed",
     "throughput": "tokens that arrived while it was measured, a second; requests completed in that time, a second",
-    "goodput": "requests a second that met every objective; a request's ITL is the 99th percentile of its own gaps",
+    "goodput": "requests a second that met every objective; a request's ITL is the 99th percentile of its own gaps, "
+               "and one without any text meets none for its first",
     "±": "95 % confidence interval over the repeats (Student's t); a percentile's is that of its mean over repeats",
     "sustained": "objectives hold at p99 counted from due times, nothing fails, and requests under way do not grow",
     "cost": "price of an hour over the tokens of an hour at this load; prompts and answers together, and answers alone",

@@ -172,6 +172,22 @@ def test_answers_are_counted_by_the_ends_their_clients_see(folder: Path) -> None
     assert 'armillary_requests_total{finish="tool_calls"} 1.0' in page and "armillary_tokens_in_count 2.0" in page
 
 
+def test_a_stop_text_that_is_complete_only_at_the_end_still_ends_the_answer(folder: Path) -> None:
+    """Half a character is held back until it is certain that no other half comes."""
+    made = api(folder)
+    half = next(token for token in range(320) if made.served.texts.token_text(token)[1] == (0xE6,))
+
+    def cut(message: Submit) -> None:
+        key = message.number << INDEX_BITS
+        made.served.engine._turn(Turn(keys=[key], tokens=[half], ends=[(key, "length", "", {})]))
+
+    acting(made, cut)
+    for stop, finish, text in ((["\ufffd"], "stop", ""), (["x"], "length", "\ufffd")):
+        body = json.dumps({"prompt": "def", "max_tokens": 1, "stop": stop}).encode()
+        _, answer, _ = call(made, "POST", "/v1/completions", body)
+        assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["text"]) == (finish, text)
+
+
 @pytest.mark.parametrize("wish, param", [
     ({"top_logprobs": 3}, "top_logprobs"), ({"top_logprobs": 3, "logprobs": False}, "top_logprobs"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +21,25 @@ from armillary.serving.engine.params import SamplingParams
 
 
 class Fits:
-    """A constraint that allows nothing."""
+    """A constraint that allows the tokens 1 and 12 three times, the last time after some work."""
+
+    def __init__(self, work_s: float = 0.0) -> None:
+        self.work_s = work_s
+        self.tokens: list[int] = []
 
     def allowed(self) -> bytes:
-        return b""
+        end = time.process_time() + (self.work_s if len(self.tokens) == 2 else 0.0)
+        while time.process_time() < end:
+            pass
+        return b"\x02\x10\x00"
+
+    def advance(self, token: int) -> bool:
+        assert token in (1, 12)
+        self.tokens.append(token)
+        return True
+
+    def finished(self) -> bool:
+        return len(self.tokens) == 3
 
 
 class Actor:
@@ -50,7 +66,7 @@ class Actor:
         if source == "broken":
             raise ValueError("the compiler's own")
         self.made.add(source)
-        return Fits()
+        return Fits(0.3 if source == "follow" else 0.0)
 
 
 def structure(source: str) -> Structure:
@@ -70,11 +86,11 @@ def test_a_structure_that_compiles_passes(trials: Trials) -> None:
 
 @pytest.mark.parametrize("source, words", [
     ("wrong", "cannot be read; correct it"), ("broken", "cannot be used"), ("loop", "takes too long to compile"),
-    ("memory", "make it simpler"), ("crash", "more than the compiler can take"),
+    ("follow", "takes too long to follow"), ("memory", "make it simpler"), ("crash", "more than the compiler can take"),
 ])  # fmt: skip
 def test_what_a_structure_does_to_the_compiler_ends_with_it(trials: Trials, source: str, words: str) -> None:
     with pytest.raises(BadInput, match=words) as found:
-        trials.run(structure(source), 0.2)
+        trials.run(structure(source), 0.2 if source == "loop" else 5.0)
     assert isinstance(found.value, TooLong) == (source == "loop")
     trials.run(structure("fits"), 5.0)  # the process is still there, and answers the right question
 

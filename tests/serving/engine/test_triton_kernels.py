@@ -15,6 +15,7 @@ from armillary.kernels import gated_triton, logprobs_triton, norm_triton, qkv_ca
 from armillary.kernels.paged_attention_triton import paged_attention
 from armillary.kernels.paged_token_triton import attend_tokens
 from armillary.kernels.small_linear_triton import small_linear
+from armillary.kernels.step_rows_triton import look_up, put
 from armillary.model.transformer import build
 from armillary.serving.engine.engine_kernels import EngineKernels
 from armillary.serving.engine.fast_executor import FastExecutor
@@ -33,7 +34,8 @@ TRITON = EngineKernels(
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
     "kernels",
-    [TRITON, replace(TRITON, small=small_linear), replace(TRITON, small=small_linear, tokens=attend_tokens)],
+    [TRITON, replace(TRITON, small=small_linear),
+     replace(TRITON, small=small_linear, tokens=attend_tokens, look_up=look_up, put=put)],
     ids=["wide", "small", "tokens"],
 )
 def test_answers_are_those_of_the_slow_twin(kernels: EngineKernels) -> None:

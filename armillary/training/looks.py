@@ -1,0 +1,50 @@
+"""Looks: which steps are recorded by the profiler, and what they told.
+
+Three early ones, when everything is warm, then one every so many steps: a single look would be ruled by whatever else
+the machine did in that moment, and a short run would have none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TypeVar
+
+from armillary.profiling.profile import Roof
+from armillary.training.again import Again
+from armillary.training.window import recorded
+
+T = TypeVar("T")
+Timed = tuple[T, float]
+"""something, and the seconds it took"""
+FIRST = (7, 9, 11)
+"""of the steps this process takes: those that are recorded however seldom others are"""
+FIRST_S = 4.0
+"""seconds that analysing the first ones may take: after that one more is not worth them"""
+
+
+class Looks:
+    """`due(step)`, then `at(work)` in place of calling it."""
+
+    def __init__(self, every: int, roof: Roof, again: Again | None = None) -> None:
+        """`every` so many steps one is recorded; 0: none at all. `again` sees what is recomputed."""
+        self._every, self._roof, self._again, self._spent_s = every, roof, again, 0.0
+
+    def due(self, step: int, taken: int) -> bool:
+        """Whether step `step`, before which this process took `taken`, is recorded."""
+        early = taken in FIRST and self._spent_s < FIRST_S
+        return bool(self._every) and ((step + 1) % self._every == 0 or early)
+
+    def at(self, work: Callable[[], Timed[T]], plain_s: float | None) -> tuple[Timed[T], dict[str, float]]:
+        """What `work` gives, and how its seconds were spent; `plain_s` is what it takes when nobody looks."""
+        begin = time.perf_counter()
+        with self._again.watched() if self._again is not None else nullcontext():
+            made, parts = recorded(work, self._roof, plain_s)
+        self._spent_s += time.perf_counter() - begin - made[1]
+        return made, parts | self._recomputed(made[1], plain_s)
+
+    def _recomputed(self, seconds: float, plain_s: float | None) -> dict[str, float]:
+        """As much of a plain step as of the recorded one."""
+        found = self._again.take() if self._again is not None else 0.0
+        return {"recompute_s": found / seconds * (plain_s or seconds)} if found else {}

@@ -1,0 +1,65 @@
+"""A server's records are bounded: steps sampled, old ones cut off, and the engine never waits for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from armillary.errors import BadData
+from armillary.serving.engine.recorder import Recorder
+from armillary.store.gauges import GaugeWriter, read_gauges
+
+
+def test_every_request_and_some_steps(tmp_path: Path) -> None:
+    path = tmp_path / "gauges.jsonl"
+    made = Recorder(GaugeWriter(path), whole=10)
+    made.every = 7
+    for step in range(1, 101):
+        made.record({"running": step}, step=step)
+        made.record({"tokens_out": 3}, request=str(step))
+    made.close()
+    records = list(read_gauges(path))
+    steps = [record["step"] for record in records if "step" in record]
+    assert steps[:10] == list(range(1, 11)) and steps[10:] == [step for step in range(11, 101) if not step % 7]
+    assert [record["request"] for record in records if "request" in record] == [str(step) for step in range(1, 101)]
+
+
+def test_a_quick_engine_is_sampled_more_thinly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("armillary.serving.engine.recorder.time.monotonic", lambda: now[0])
+    made = Recorder(GaugeWriter(tmp_path / "gauges.jsonl"), a_second=50)
+    for step in range(1, 2001):
+        now[0] += 0.001  # a thousand steps a second
+        made.record({"running": 1}, step=step)
+    assert made.every == 20
+    made.close()
+
+
+def test_the_file_is_cut_to_its_later_half_at_a_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "gauges.jsonl"
+    made = Recorder(GaugeWriter(path), most_bytes=4000)
+    for step in range(500):
+        made.record({"running": step}, request=str(step))
+    made.close()
+    records = list(read_gauges(path))
+    numbers = [int(record["request"]) for record in records]
+    assert path.stat().st_size <= 4200 and numbers == list(range(numbers[0], 500)) and len(numbers) > 20
+
+
+def test_a_disk_that_is_full_does_not_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gauges.jsonl"
+    writer, full = GaugeWriter(path), [True]
+    write = writer.write
+
+    def fails(*args: object, **named: object) -> None:
+        if full.pop() if full else False:
+            raise BadData("the disk is full; make room")
+        write(*args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(writer, "write", fails)
+    made = Recorder(writer)
+    made.record({"running": 1}, step=1)
+    made.record({"running": 2}, step=2)
+    made.close()
+    assert [record["step"] for record in read_gauges(path)] == [2]
