@@ -12,9 +12,11 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from armillary.profiling.machine import here
 from armillary.spec.recipe import Recipe
@@ -25,8 +27,8 @@ from benchmarks.planted.__main__ import measure_once
 from benchmarks.planted.faults import Fault
 from benchmarks.planted.problem import Wish
 from benchmarks.planted.recorded import FOLDER
-from benchmarks.planted.serve_small import serve_recipe, serving_recipe, warm
-from benchmarks.planted.traffic import at_once, mixed, sharing
+from benchmarks.planted.serve_small import Arrival, bearable, serve_recipe, serving_recipe, warm
+from benchmarks.planted.traffic import at_once, at_rate, mixed, sharing
 from benchmarks.planted.train_small import model_of, recipe_of, step_s, train_recipe
 
 PAGE = Path(__file__).parent / "levers.md"
@@ -37,47 +39,52 @@ _WISH = Wish()
 
 def batch_size(home: Home) -> LeverCase:
     """A narrow model, one short row at a time."""
-    tables = {"model": model_of(0.25), "layout": {"micro_batch": 1},
-              "train": {"sequence": 32, "batch_tokens": 512, "steps": 24}}  # fmt: skip
-    return LeverCase(name="batch size", key="layout.micro_batch", recipe=recipe_of(_WISH, tables), run=train_recipe)
+    job = {"sequence": 64, "batch_tokens": 512, "steps": 24}
+    return _trained("batch size", "layout.micro_batch", home, model=model_of(0.5), layout={"micro_batch": 1}, train=job)
 
 
 def recompute_off(home: Home) -> LeverCase:
     """Every layer's activations are made again."""
-    return LeverCase(name="recompute off", key="layout.recompute", run=train_recipe,
-                     recipe=recipe_of(_WISH, {"layout": {"recompute": "full"}, "train": {"steps": 24}}))  # fmt: skip
+    return _trained("recompute off", "layout.recompute", home, layout={"recompute": "full"})
 
 
 def loader_workers(home: Home) -> LeverCase:
     """A store that takes twice as long for a batch as a step does."""
-    slow = Fault(kind="slow source", amount=2 * step_s(_WISH, home))
-    return LeverCase(name="loader workers", key="data.workers", run=partial(train_recipe, fault=slow),
-                     recipe=recipe_of(_WISH, {"train": {"steps": 24}}))  # fmt: skip
+    return _trained("loader workers", "data.workers", home, Fault(kind="slow source", amount=2 * step_s(_WISH, home)))
 
 
 def compiled(home: Home) -> LeverCase:
-    """Blocks of many short operators between small products."""
-    tables = {"layout": {"micro_batch": 4}, "train": {"batch_tokens": 2048, "steps": 24}}
-    return LeverCase(name="compile", key="train.compile", run=train_recipe, recipe=recipe_of(_WISH, tables))
+    """Blocks whose norms, rotations and activations are operators of their own."""
+    return _trained("compile", "train.compile", home)
+
+
+def _trained(
+    name: str, key: str, home: Home, fault: Fault | None = None, **tables: Mapping[str, Any]
+) -> LeverCase:  # fmt: skip
+    job = {"batch_tokens": 2048, "steps": 20, **tables.get("train", {})}
+    recipe = recipe_of(_WISH, {**tables, "train": job}, home)
+    return LeverCase(name=name, key=key, recipe=recipe, run=partial(train_recipe, fault=fault))
 
 
 def prefix_cache(home: Home) -> LeverCase:
     """Equal beginnings, computed again for each request."""
     requests = sharing(48, prefixes=1, prefix_tokens=400, tokens_in=16, tokens_out=16, seed=0)
-    return _served("prefix cache", "serve.prefix_cache", {"prefix_cache": False}, requests)
+    return _served("prefix cache", "serve.prefix_cache", {"prefix_cache": False}, at_once(requests))
 
 
 def chunk_size(home: Home) -> LeverCase:
-    """Prompts go in by 32 tokens a step."""
-    requests = mixed(24, tokens_in=(384, 512), tokens_out=(8, 8), seed=0)
-    return _served("chunk size", "serve.max_tokens_per_step", {"max_tokens_per_step": 32, "prefill_tokens": None},
-                   requests)  # fmt: skip
+    """Long prompts go in whole among requests that are being answered, whose next tokens wait."""
+    chats = mixed(8, tokens_in=(16, 32), tokens_out=(200, 220), seed=0)
+    essays = mixed(10, tokens_in=(1200, 1300), tokens_out=(4, 8), seed=1, name="long")
+    lasts_s = len(chats) / bearable(serving_recipe(_WISH, {}), chats)
+    return _served("chunk size", "serve.prefill_tokens", {"prefill_tokens": None, "max_tokens_per_step": 8192},
+                   [*at_once(chats), *at_rate(essays, len(essays) / lasts_s, 0)])  # fmt: skip
 
 
-def _served(name: str, key: str, serve: dict[str, object], requests: list) -> LeverCase:  # type: ignore[type-arg]
+def _served(name: str, key: str, serve: dict[str, object], arrivals: Sequence[Arrival]) -> LeverCase:
     def run(recipe: Recipe, home: Home) -> Run:
         warm(recipe)
-        return serve_recipe(recipe, home, at_once(requests))
+        return serve_recipe(recipe, home, arrivals)
 
     return LeverCase(name=name, key=key, recipe=serving_recipe(_WISH, {"serve": serve}), run=run)
 

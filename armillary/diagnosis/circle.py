@@ -30,6 +30,18 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Served:
+    """A server under load, from its own side and from its clients'."""
+
+    reading: Reading
+    """what the engine wrote down, with its plan"""
+    load: LoadReport
+    """what the clients saw"""
+    peak_bytes: float | None = None
+    """most memory that the engine's process had; none where the system does not say"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Circle:
     """What one turn predicted, measured, found and changed; a turn that was cut short has less of it."""
 
@@ -47,13 +59,9 @@ class Circle:
     """the training run"""
     profile: Profile | None = None
     """one step of it against the measured ceilings"""
-    serving: Reading | None = None
-    """the server"""
-    server_peak_bytes: float | None = None
-    """most memory that the server's engine had; none where the system does not say"""
-    load: LoadReport | None = None
-    """what its clients saw"""
-    load_after: LoadReport | None = None
+    served: Served | None = None
+    """the server as the recipe sets it"""
+    served_after: Served | None = None
     """the same with a lever pulled"""
     diagnoses: tuple[Diagnosis, ...] = ()
     """of the training run and of the server"""
@@ -68,9 +76,9 @@ class Circle:
         rows: tuple[Predicted, ...] = ()
         if self.training is not None:
             rows += predicted_of(self.training, "training", _of_run(self.records))
-        if self.serving is not None:
-            seen = _of_server(self.serving, self.server_peak_bytes) | (_of_clients(self.load) if self.load else {})
-            rows += predicted_of(self.serving, "serving", seen)
+        for of, one in (("serving", self.served), ("serving, lever pulled", self.served_after)):
+            if one is not None:
+                rows += predicted_of(one.reading, of, _of_server(one.reading, one.peak_bytes) | _of_clients(one.load))
         return rows + tuple(
             Predicted(of=f"lever: {one.title}", gauge=one.of, predicted=one.predicted, measured=one.obtained,
                       is_speedup=True)

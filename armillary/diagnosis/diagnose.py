@@ -74,6 +74,9 @@ def is_worth(finding: Finding, kind: Kind = "training") -> bool:
 
 def _priced(finding: Finding) -> Finding:
     """With the share that its levers tell, where only they do."""
+    served = max((lever.speedup for lever in finding.levers if lever.of == "tokens_out_per_s"), default=0.0)
+    if served:  # a batch job played again: all its causes are measured by the same rate
+        return replace(finding, share=max(0.0, 1 - 1 / served))
     best = max((lever.speedup for lever in finding.levers if lever.of == "step_s"), default=1.0)
     share = max(finding.share, 1 - 1 / best) if finding.cause in PRICED_SHARE else finding.share
     return replace(finding, share=share)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from armillary.diagnosis.finding import Evidence, Finding
+from armillary.diagnosis.launching import launching
 from armillary.diagnosis.parts import Parts, parts_of
 from armillary.diagnosis.reading import Reading
 from armillary.spec.plan import Plan
@@ -22,6 +23,9 @@ LATE_LAUNCHES = 0.08
 """share of launch gaps and kernels too short for any roof: runs whose operators are of a fair size stay below"""
 HELD_UP = 0.08
 """share in which Python alone held the device up: logging and the learning rate take a tenth of that"""
+ASKS = 0.06
+"""share of synchronisations from which launches that come late are their doing: a host that asks the device for numbers
+cannot run ahead of it"""
 WIDE = ("fp32", "tf32")
 """precisions that leave the chip's fastest units idle"""
 
@@ -47,17 +51,13 @@ def _starved(share: float, parts: Parts | None) -> Finding:
 
 def launch_overhead(reading: Reading, plan: Plan | None) -> Finding | None:
     """The device, or the processor, is kept busy by many small operations rather than by their work."""
-    gaps, short = reading.get("launch_gap_fraction"), reading.get("short_kernels_fraction") or 0.0
-    if gaps is None:
-        return None
-    share = computing(reading) * min(1.0, gaps + short)
-    if share < LATE_LAUNCHES:
+    found = launching(reading, plan)
+    share = computing(reading) * (found or 0.0)
+    if found is None or share < LATE_LAUNCHES or _asks(reading) >= ASKS:
         return None
     count = reading.get("kernels")
-    found = {"launch_gap_fraction": gaps, "short_kernels_fraction": short}
-    evidence = [Evidence(gauge=gauge, value=value) for gauge, value in found.items()]
-    if count:
-        evidence.append(Evidence(gauge="kernels", value=count))
+    gauges = ("launch_gap_fraction", "short_kernels_fraction", "kernels")
+    evidence = [Evidence(gauge=name, value=value) for name in gauges if (value := reading.get(name)) is not None]
     many = f"{count:,.0f} kernels a step, most too short to be worth a launch" if count else "kernels come too late"
     return Finding(loop="inner", cause="launch_overhead", rule="launch_overhead", share=share, evidence=tuple(evidence),
                    says=f"{share:.0%} of the time goes into launching: {many}")  # fmt: skip
@@ -65,9 +65,11 @@ def launch_overhead(reading: Reading, plan: Plan | None) -> Finding | None:
 
 def sync(reading: Reading, plan: Plan | None) -> Finding | None:
     """Python's own work, or waiting for the device in the middle of a step, holds everything up."""
-    inside = max(reading.get("host_stall_fraction") or 0.0, reading.get("sync_fraction") or 0.0)
+    inside = max(reading.get("host_stall_fraction") or 0.0, _asks(reading))
     if reading.get("host_stall_fraction") is None:
         inside += reading.get("host_fraction") or 0.0
+    if _asks(reading) >= ASKS:
+        inside += reading.get("launch_gap_fraction") or 0.0
     parts, share = parts_of(reading), computing(reading) * inside
     between = parts.share(parts.between) if parts else 0.0
     if share + between < HELD_UP:
@@ -79,6 +81,11 @@ def sync(reading: Reading, plan: Plan | None) -> Finding | None:
     where = "between steps" if between > share else "inside the step"
     return Finding(loop="inner", cause="sync", rule="sync", share=share + between, evidence=tuple(evidence),
                    says=f"the host holds the device up for {share + between:.0%} of the time, {where}")  # fmt: skip
+
+
+def _asks(reading: Reading) -> float:
+    """Share of a step in which the host waits for the device, or copies."""
+    return reading.get("sync_fraction") or 0.0
 
 
 def precision(reading: Reading, plan: Plan | None) -> Finding | None:

@@ -89,7 +89,8 @@ def _roofline(profile: Profile | None) -> str:
 
 
 def _latency(circle: Circle) -> str:
-    reports = [(name, one) for name, one in (("as set", circle.load), ("lever pulled", circle.load_after)) if one]
+    servers = (("as set", circle.served), ("lever pulled", circle.served_after))
+    reports = [(name, one.load) for name, one in servers if one]
     if not reports:
         return ""
     plots = ""

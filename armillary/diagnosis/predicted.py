@@ -90,9 +90,21 @@ def _derived(reading: Reading) -> dict[str, float]:
     if reading.kind == "training" and peak is not None and parts["memory_weights_bytes"] is not None:
         found = {name: value or 0.0 for name, value in parts.items()}
         found["memory_other_bytes"] = max(0.0, peak - sum(found.values()))
+    found |= _counted(reading)
     step, planned = reading.get("step_s"), reading.predicted("step_s")
     for name in ("mfu", "hfu"):
         share = reading.predicted(name)
         if reading.get(name) is None and share and step and planned:
             found[name] = share * planned / step
     return found
+
+
+def _counted(reading: Reading) -> dict[str, float]:
+    """Tokens and micro-batches of a step, from how the count of tokens grew."""
+    grown = [(float(one["step"]), float(one["tokens_total"])) for one in reading.steps if "tokens_total" in one]
+    plan = reading.plan
+    if len(grown) < 2 or plan is None or plan.train is None or grown[-1][0] <= grown[0][0]:
+        return {}
+    tokens = (grown[-1][1] - grown[0][1]) / (grown[-1][0] - grown[0][0])
+    rows = plan.train.sequence * plan.layout.micro_batch * plan.layout.dp
+    return {"batch_tokens": tokens, "micro_batches": tokens / rows}

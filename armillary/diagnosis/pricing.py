@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from armillary.diagnosis.launching import launching
 from armillary.diagnosis.parts import Parts, parts_of
 from armillary.diagnosis.reading import Reading
 from armillary.errors import ArmillaryError
@@ -141,8 +142,8 @@ class Pricing:
         if fixed is None:
             before, after = (worked(one, apart) + float(one.time.launch[0] + one.time.other[0]) for one in (now, then))
             return after / before
-        fewer, less = launches(then, apart) / launches(now, apart), worked(then, apart) / worked(now, apart)
-        return fixed * fewer + (1 - fixed) * less
+        fewer = launches(then, apart) / launches(now, apart)
+        return fixed * fewer + (1 - fixed) * without_calls(then, apart) / without_calls(now, apart)
 
     @property
     def again_s(self) -> float:
@@ -152,10 +153,7 @@ class Pricing:
     @cached_property
     def fixed(self) -> float | None:
         """Share of a recorded step that follows the number of launches; None where none was recorded."""
-        gaps = self.reading.get("launch_gap_fraction")
-        if gaps is None:
-            return None
-        return min(1.0, gaps + (self.reading.get("short_kernels_fraction") or 0.0))
+        return launching(self.reading, self.plan)
 
 
 def launches(found: Prediction, apart: bool = False) -> float:
@@ -172,6 +170,12 @@ def worked(found: Prediction, apart: bool = False) -> float:
     time = found.time
     whole = float(time.compute[0] + time.optimizer[0] + time.offload[0])
     return whole - float(time.recompute[0]) if apart else whole
+
+
+def without_calls(found: Prediction, apart: bool = False) -> float:
+    """The same without what the planner adds for every kernel, which counts as launching."""
+    whole, layers = worked(found, apart), float(found.time.stages.mean[0])
+    return max(0.1 * whole, whole - launches(found, apart) * layers * found.case.curves.kernel_s)
 
 
 def _carried(measured: float, now: float, then: float) -> float:

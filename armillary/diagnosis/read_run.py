@@ -7,6 +7,7 @@ take.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from armillary.diagnosis.reading import Kind, Reading
@@ -22,8 +23,11 @@ WARM_UP = 3
 """steps at the beginning that compile, choose and fill caches"""
 FEWEST = 4
 """steps that must remain"""
+DISTURBED = 0.15
+"""share of a step that the main thread waits for a core, from which that is worth saying"""
 _TIMES = ("step_s", "data_wait_s", "data_wait_fraction", "tokens_per_s", "tokens_per_s_per_device", "mfu",
-          "between_steps_s", "optimizer_s", "rank_spread_s", "slowest_rank", "comm_exposed_s", "bubble_s")  # fmt: skip
+          "between_steps_s", "optimizer_s", "rank_spread_s", "slowest_rank", "comm_exposed_s", "bubble_s",
+          "host_cpu_s", "host_queue_s")  # fmt: skip
 """what a recording falsifies in the step it records"""
 
 
@@ -67,7 +71,12 @@ def _training(records: Sequence[Record], source: str, plan: Plan | None) -> Read
     notes = (f"{skipped} steps of warm-up were left out",) if skipped else ()
     if sum("step_s" in record for record in kept) < FEWEST:
         notes = (*notes, "few steps were measured: a longer run says more")
-    return Reading(source=source, kind="training", steps=tuple(found), values=_last(records), plan=plan, notes=notes)
+    reading = Reading(source=source, kind="training", steps=tuple(found), values=_last(records), plan=plan)
+    queued, step = reading.get("host_queue_s"), reading.get("step_s")
+    if queued and step and queued > DISTURBED * step:
+        notes = (*notes, f"the main thread waited for a core {queued / step:.0%} of the time: something else runs on "
+                 "this machine, and shares are rough")  # fmt: skip
+    return replace(reading, notes=notes)
 
 
 def _cleaned(record: Record) -> Record:

@@ -1,12 +1,14 @@
 """What an engine step takes, fitted to the steps of a run: a line in its tokens, its keys and its pairs.
 
-    seconds = base + mixed·m + tokens·b + decodes·c + context·d + pairs·e,   all of them at least 0
+    seconds = base + prompts·p + mixed·m + tokens·b + decodes·c + context·d + pairs·e,   all of them at least 0
 
-`mixed` is 1 where a step has both prompts and decodes, whose attention is computed apart; a decode goes through the
-same products as a prompt's token, so it costs no less. Robust least squares: relative errors count, and steps far off
-the line (a cold start, another process) count less (Huber, 1964). Steps may be too alike to tell numbers apart: the
-noisier they are, the more evenly what they take is shared out (ridge regression; Hoerl and Kennard, 1970), base and
-tokens first. With few steps the planner's roofline stands in, scaled to those there are.
+`prompts` is 1 where a step has any (their kernels are launched one by one), `mixed` where it has both prompts and
+decodes, whose attention is computed apart; a decode goes through the same products as a prompt's token, so it costs no
+less. Where the host waits for a device, its own part of a step and the waiting are fitted apart. Robust least squares:
+relative errors count, and steps far off the line (a cold start, another process) count less (Huber, 1964). Steps may be
+too alike to tell numbers apart: the noisier they are, the more evenly what they take is shared out (ridge regression;
+Hoerl and Kennard, 1970), base and tokens first. With few steps the planner's roofline stands in, scaled to those there
+are.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ PARTS = ("prefill_tokens", "decode_tokens", "context_tokens", "prefill_pairs")
 LEAST_STEPS = 12
 """fewer say too little about five numbers"""
 _ROUNDS = 8
-_DEAR = np.array([1.0, 3.0, 1.0, 4.0, 4.0, 2.0])
-"""how little is believed of each number's share of a step before steps are seen: base, mixed, tokens, decodes, context,
-pairs. On a CPU as on a GPU steps cost a base and their tokens first, then the rest"""
+_DEAR = np.array([1.0, 6.0, 3.0, 1.0, 4.0, 4.0, 2.0])
+"""how little is believed of each number's share of a step before steps are seen: base, prompts, mixed, tokens, decodes,
+context, pairs. On a CPU as on a GPU steps cost a base and their tokens first, then the rest"""
+_HOST_DEAR = np.array([1.0, 1.0, 4.0, 4.0, 4.0, 8.0, 8.0])
+"""the same of the host's part: it launches kernels, whose number hardly depends on tokens"""
 _MOST_RIDGE, _NOISY = 0.01, 0.1
 """how much that counts, and the scatter of steps from which on it counts in full: what scatters less is believed"""
 _EVEN = 1e-12
@@ -50,6 +54,8 @@ class StepCost:
 
     base_s: float
     """whatever is in it"""
+    prompt_s: float = 0.0
+    """more, where prompts are in it"""
     mixed_s: float = 0.0
     """more, where prompts and decodes are in it"""
     prefill_s: float = 0.0
@@ -71,8 +77,8 @@ class StepCost:
 
     def seconds(self, prefill: float, decode: float, context: float = 0.0, pairs: float = 0.0) -> float:
         """Of a step with so many tokens of prompts and decodes."""
-        both = self.mixed_s if prefill and decode else 0.0
-        return (self.base_s + both + prefill * self.prefill_s + decode * self.decode_s + context * self.context_s
+        more = (self.prompt_s if prefill else 0.0) + (self.mixed_s if prefill and decode else 0.0)
+        return (self.base_s + more + prefill * self.prefill_s + decode * self.decode_s + context * self.context_s
                 + pairs * self.pair_s)  # fmt: skip
 
     def of(self, step: Mapping[str, Any]) -> float:
@@ -87,16 +93,18 @@ def fit_step_cost(steps: Sequence[Mapping[str, Any]]) -> StepCost | None:
     if len(known) < LEAST_STEPS:
         return None
     parts, taken = _columns(known), np.array([float(one["engine_step_s"]) for one in known])
-    freely = _robust(parts, taken, 0.0)
-    scatter = float(np.median(np.abs(parts @ freely - taken) / taken))
-    found = _robust(parts, taken, _MOST_RIDGE * min(1.0, scatter / _NOISY) ** 4)
+    waited = np.array([float(one.get("engine_wait_s", 0.0)) for one in known])
+    waits = float(waited.sum()) > 0.5 * float(taken.sum())
+    if waits:
+        found = _fitted(parts, waited, taken, _DEAR) + _fitted(parts, taken - waited, taken, _HOST_DEAR)
+    else:
+        found = _fitted(parts, taken, taken, _DEAR)
     error = float(np.median(np.abs(parts @ found - taken) / taken))
     found *= _mean_ratio(parts @ found, taken)
-    waited = sum(float(one.get("engine_wait_s", 0.0)) for one in known)
     return StepCost(
-        base_s=float(found[0]), mixed_s=float(found[1]), prefill_s=float(found[2]),
-        decode_s=float(found[2] + found[3]), context_s=float(found[4]), pair_s=float(found[5]),
-        waits=waited > 0.5 * float(taken.sum()), error=error, steps=len(known),
+        base_s=float(found[0]), prompt_s=float(found[1]), mixed_s=float(found[2]), prefill_s=float(found[3]),
+        decode_s=float(found[3] + found[4]), context_s=float(found[5]), pair_s=float(found[6]), waits=waits,
+        error=error, steps=len(known),
         basis=f"fitted to {len(known)} steps, ± {error:.0%} each",
     )  # fmt: skip
 
@@ -109,27 +117,43 @@ def _mean_ratio(predicted: Array, taken: Array) -> float:
 
 
 def _columns(steps: Sequence[Mapping[str, Any]]) -> Array:
-    """What each step is made of: 1, mixed, tokens, decodes, context, pairs."""
-    prompts, decodes, context, pairs = (np.array([float(one.get(name, 0.0)) for one in steps]) for name in PARTS)
-    mixed = np.where((prompts > 0) & (decodes > 0), 1.0, 0.0)
-    return np.stack([np.ones(len(steps)), mixed, prompts + decodes, decodes, context, pairs], axis=1)
+    """What each step is made of: 1, prompts, mixed, tokens, decodes, context, pairs."""
+    tokens, decodes, context, pairs = (np.array([float(one.get(name, 0.0)) for one in steps]) for name in PARTS)
+    prompts = np.where(tokens > 0, 1.0, 0.0)
+    mixed = np.where(decodes > 0, prompts, 0.0)
+    return np.stack([np.ones(len(steps)), prompts, mixed, tokens + decodes, decodes, context, pairs], axis=1)
 
 
-def _robust(parts: Array, taken: Array, ridge: float) -> Array:
-    """Non-negative least squares of relative errors, far ones counting less with every round."""
+def _fitted(parts: Array, wanted: Array, taken: Array, dear: Array) -> Array:
+    """Numbers for `wanted`, a part of what steps took or all of it; believed in the more the more they scatter."""
+    freely = _robust(parts, wanted, taken, dear, 0.0)
+    scatter = float(np.median(np.abs(parts @ freely - wanted) / taken))
+    return _robust(parts, wanted, taken, dear, _MOST_RIDGE * min(1.0, scatter / _NOISY) ** 4)
+
+
+def _robust(parts: Array, wanted: Array, taken: Array, dear: Array, ridge: float) -> Array:
+    """Non-negative least squares of errors relative to the step, far ones counting less with every round."""
     weights, usual = np.ones(len(taken)), float(np.median(taken))
-    size = np.concatenate([[1.0, 1.0], parts[:, 2:].mean(axis=0)])  # what is there once counts as if always
-    believed = np.diag(_DEAR * size / usual) * np.sqrt(ridge * len(taken))
+    size = np.concatenate([[1.0, 1.0, 1.0], parts[:, 3:].mean(axis=0)])  # what is there once counts as if always
+    believed = np.diag(dear * size / usual) * np.sqrt(ridge * len(taken))
+    kinds = parts[:, 1] if dear is _HOST_DEAR else np.zeros(len(taken))  # few steps with prompts are no outliers
     found = np.zeros(parts.shape[1])
     for _ in range(_ROUNDS):
         scale = np.sqrt(weights) / np.sqrt(taken * usual)  # between absolute and relative: long steps count, not alone
         rows = np.vstack([parts * scale[:, None], believed])
-        before, found = found, _non_negative(rows, np.concatenate([taken * scale, np.zeros(len(believed))]))
-        errors = np.abs(parts @ found - taken) / np.sqrt(taken * usual)
-        spread = 1.4826 * float(np.median(errors)) or 1e-12
-        weights = np.minimum(1.0, _FAR * spread / np.maximum(errors, 1e-15))
+        before, found = found, _non_negative(rows, np.concatenate([wanted * scale, np.zeros(len(believed))]))
+        errors = np.abs(parts @ found - wanted) / np.sqrt(taken * usual)
+        weights = np.minimum(1.0, _FAR * _spread(errors, kinds) / np.maximum(errors, 1e-15))
         if np.allclose(before, found, rtol=1e-6, atol=0.0):
             break
+    return found
+
+
+def _spread(errors: Array, kinds: Array) -> Array:
+    """The usual error of each step's kind, as a deviation of normal errors."""
+    found = np.empty(len(errors))
+    for kind in np.unique(kinds):
+        found[kinds == kind] = 1.4826 * float(np.median(errors[kinds == kind])) or 1e-12
     return found
 
 

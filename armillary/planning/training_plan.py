@@ -24,6 +24,8 @@ from armillary.units import bytes_text
 
 UNKNOWN_STORAGE_BYTES_PER_S = 1e9
 """what a node writes where its storage is not known"""
+KEPT_BYTES = 4.0
+"""of a weight in our checkpoints: the fp32 one, and not what it is rounded to"""
 _DOLLARS = ("step_usd", "run_usd", "million_trained_tokens_usd")
 
 
@@ -64,7 +66,7 @@ class TrainingPlan:
         recipe = self.question.recipe
         predicted = self.found.gauges() | {
             "goodput_fraction": self.goodput.goodput_fraction,
-            "checkpoint_bytes": checkpoint_bytes(self.question.model),
+            "checkpoint_bytes": checkpoint_bytes(self.question.model, weight_bytes=KEPT_BYTES),
             "run_s": self.run_s,
         }
         if self.cost is not None:

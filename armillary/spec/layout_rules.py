@@ -22,6 +22,14 @@ from armillary.spec.layout import Layout
 from armillary.spec.layout_case import Case
 from armillary.spec.model import ModelConfig
 from armillary.spec.nearest_layout import completed
+from armillary.spec.trainer_rules import (
+    compiled_holds,
+    compiled_says,
+    halves_hold,
+    halves_say,
+    kept_holds,
+    kept_says,
+)
 
 
 class Problem(NamedTuple):
@@ -204,40 +212,6 @@ def _shard_says(layout: Layout, case: Case) -> str:
     return f"shard={layout.shard} does not divide dp={layout.dp}; try --set layout.shard={near}"
 
 
-# --- what the trainer cannot run together
-
-
-def _kept_hold(layout: Layout, case: Case) -> bool:
-    away = layout.offload in ("activations", "both")
-    return not (case.by_trainer and layout.recompute == "selective" and away)
-
-
-def _kept_say(layout: Layout, case: Case) -> str:
-    return (f"offload={layout.offload} cannot reach what selective recompute keeps; "
-            "try --set layout.recompute=full or none")  # fmt: skip
-
-
-def _halves_hold(layout: Layout, case: Case) -> bool:
-    """A backward pass in two halves goes along the graph of plain operators."""
-    split = layout.pp > 1 and layout.schedule == "zero_bubble"
-    return not (case.by_trainer and layout.recompute == "selective" and split)
-
-
-def _halves_say(layout: Layout, case: Case) -> str:
-    return "zero-bubble stages cannot recompute selectively; try --set layout.recompute=full or none"
-
-
-def _compiled_hold(layout: Layout, case: Case) -> bool:
-    """torch splits a backward pass along the graph of eager operators."""
-    split = layout.pp > 1 and layout.schedule == "zero_bubble"
-    return not (case.by_trainer and case.compiled and split)
-
-
-def _compiled_say(layout: Layout, case: Case) -> str:
-    other = "interleaved" if layout.interleave > 1 else "1f1b"
-    return f"zero-bubble stages cannot be compiled; try --set layout.schedule={other} (or train.compile=false)"
-
-
 # --- devices
 
 
@@ -297,9 +271,9 @@ _RULES: dict[str, _Rule] = {
     "cp": (_cp_holds, _cp_says),
     "ep": (_ep_holds, _ep_says),
     "shard": (_shard_holds, _shard_says),
-    "kept": (_kept_hold, _kept_say),
-    "halves": (_halves_hold, _halves_say),
-    "compiled": (_compiled_hold, _compiled_say),
+    "kept": (kept_holds, kept_says),
+    "halves": (halves_hold, halves_say),
+    "compiled": (compiled_holds, compiled_says),
     "fill": (_fill_holds, _fill_says),
     "devices": (_devices_hold, _devices_say),
     "tokens": (tokens_hold, tokens_say),

@@ -25,7 +25,8 @@ from armillary.training.host_adamw import HostAdamW
 from armillary.training.offloading import widen
 from armillary.training.optim import states_by_name, weights_by_name
 from armillary.training.random_state import seed
-from armillary.training.trainer import StepReport, Trainer
+from armillary.training.step_report import StepReport
+from armillary.training.trainer import Trainer
 from armillary.training.until import Until
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from pathlib import Path
 from statistics import median
 
+QUEUE = Path("/proc/thread-self/schedstat")
+"""Linux: nanoseconds that a thread ran, nanoseconds that it waited for a core, turns"""
 _REMEMBERED = 5
 """plain steps that a recorded one is held against"""
 
@@ -42,6 +45,14 @@ class Pace:
     def gauges(self, tail_s: float = 0.0) -> dict[str, float]:
         """`tail_s`: how long a device still worked on the step before, which hides as much of the loop."""
         return {} if self._between is None else {"between_steps_s": max(0.0, self._between - tail_s)}
+
+
+def queued_s() -> float:
+    """Seconds that this thread was ready to run while another one ran; always 0 where the system does not say."""
+    try:
+        return int(QUEUE.read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def spread(each: tuple[float, ...]) -> dict[str, float]:

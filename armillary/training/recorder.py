@@ -14,8 +14,9 @@ from armillary.errors import ArmillaryError
 from armillary.store.gauges import GaugeWriter
 from armillary.store.runs import Run
 from armillary.training.measure import source_of
+from armillary.training.step_report import StepReport
 from armillary.training.trackers import Trackers
-from armillary.training.trainer import StepReport, Trainer
+from armillary.training.trainer import Trainer
 
 Watch = Callable[[StepReport], None]
 Say = Callable[[str], None]

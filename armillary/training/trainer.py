@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,14 @@ from armillary.training.memory import NoMeter, make_meter
 from armillary.training.model_start import open_text, start_model
 from armillary.training.offloading import Offloaded, optimizer_of
 from armillary.training.optim import learning_rate, set_learning_rate, update
-from armillary.training.pace import Pace, spread
+from armillary.training.pace import Pace, queued_s, spread
 from armillary.training.precision import HALF, autocast
 from armillary.training.reading import Mark, Read, Reading
 from armillary.training.scaler import LossScaler, refuse_tiny_scale
 from armillary.training.speed import Speed
+from armillary.training.step_report import StepReport
 from armillary.training.waits import Waits
-from armillary.training.window import roof_here, set_apart
+from armillary.training.window import roof_here, set_apart, undisturbed
 
 Meanwhile = Callable[[], None]
 MEASURED_STEP = 1
@@ -54,16 +55,6 @@ def _never() -> bool:
 
 def _nothing() -> None:
     pass
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What one step measured; the keys of `gauges` are gauge names."""
-
-    step: int
-    gauges: dict[str, float]
-    sources: dict[str, str] = field(default_factory=dict)
-    """how gauges were measured that are not measured in the usual way"""
 
 
 class Trainer:
@@ -132,7 +123,7 @@ class Trainer:
         gauges |= self.offloaded.gauges() | others | self.pace.gauges(self.reading.tail_s)
         plain = plain and meter.source == NoMeter.source
         self.feed.own_s = fetched_s + seconds - waited - idle.get("bubble_s", 0.0) if plain else 0.0
-        split = set_apart(split, idle.get("bubble_s", 0.0), waited)
+        split = undisturbed(set_apart(split, idle.get("bubble_s", 0.0), waited), measured["host_queue_s"] / seconds)
         sources = dict.fromkeys(meter.sizes(), meter.source) | dict.fromkeys(split, WINDOW)
         sources |= dict.fromkeys([*idle, *([] if split else ["comm_exposed_s"])], self.waits.source)
         self.pace.leave(seconds, plain=plain)
@@ -147,8 +138,9 @@ class Trainer:
         return {"bubble_s": max(0.0, whole - computing)}
 
     def _timed(self, now: Fetched, stop: Stop, meanwhile: Meanwhile) -> tuple[dict[str, float], float]:
-        begin = time.perf_counter()
+        begin, ran, queued = time.perf_counter(), time.thread_time(), queued_s()
         measured = self._advance(now, stop, meanwhile)
+        measured |= {"host_cpu_s": time.thread_time() - ran, "host_queue_s": queued_s() - queued}
         return measured, time.perf_counter() - begin + self.reading.tail_s
 
     def _advance(self, now: Fetched, stop: Stop, meanwhile: Meanwhile) -> dict[str, float]:

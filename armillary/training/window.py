@@ -150,6 +150,14 @@ def set_apart(parts: dict[str, float], bubble: float, waited: float = 0.0) -> di
     return _moved(shares, "comm_exposed_fraction", waited / whole - shares["comm_exposed_fraction"], STANDING)
 
 
+def undisturbed(parts: dict[str, float], queued: float) -> dict[str, float]:
+    """The parts without stalls that were none of the program's doing: its main thread was ready for the share `queued`
+    of the step while others had the cores."""
+    if "host_stall_fraction" not in parts:
+        return parts
+    return parts | {"host_stall_fraction": max(0.0, parts["host_stall_fraction"] - queued)}
+
+
 def _moved(shares: dict[str, float], to: str, share: float, where: tuple[str, ...]) -> dict[str, float]:
     """Shares with `share` of the step counted as `to`, taken from the others in their order, as far as there is any."""
     left, made = max(0.0, share), dict(shares)

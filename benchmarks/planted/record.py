@@ -60,7 +60,7 @@ class Recording:
             "train": {"sequence": sequence, "batch_tokens": rows * sequence, "steps": steps, "eval_every": 0,
                       "profile_every": 10, **more.pop("train", {})},
         }  # fmt: skip
-        return recipe_of(Wish(), tables)
+        return recipe_of(Wish(), tables, self.home)
 
     def run(self, recipe: Recipe, home: Home, *, fault: Fault | None = None) -> Run:
         """Trained without what a recording does not need."""

@@ -56,7 +56,7 @@ class Place:
 
         def run(recipe: Recipe, home: Home) -> Run:
             self._model = self._model or model_of(recipe, 0, self.device)
-            self._warmed(recipe)
+            self._warmed(recipe, arrivals)
             made = serve_recipe(recipe, home, arrivals, device=self.device, model=self._model)
             if self.device == "cuda":
                 torch.cuda.empty_cache()
@@ -64,14 +64,14 @@ class Place:
 
         return LeverCase(name=name, key=key, recipe=serving_recipe(Wish(), tables), run=run)
 
-    def _warmed(self, recipe: Recipe) -> None:
-        """What a process does only once: compile kernels and choose tilings, with graphs and without."""
+    def _warmed(self, recipe: Recipe, arrivals: Sequence[Arrival]) -> None:
+        """What a process does only once for each shape: compile kernels and choose tilings, with graphs and without."""
         if recipe.serve.graphs in self._warm:
             return
         self._warm.add(recipe.serve.graphs)
         assert self._model is not None, "the model is made first"
         engine, _ = make_engine(self._model, None, recipe.serve, seed=0)
-        drive(engine, at_once(mixed(8, tokens_in=(64, 500), tokens_out=(4, 8), seed=9, name="warm")))
+        drive(engine, arrivals)
 
     @property
     def scale(self) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 from armillary.store.home import Home
 from benchmarks.planted.faults import Fault
 from benchmarks.planted.problem import ACTION, Problem, Wish
-from benchmarks.planted.train_small import model_of, train_small
+from benchmarks.planted.train_small import LIBRARY, model_of, train_small
 
 _EXPERTS = 8
 
@@ -65,7 +65,7 @@ def many_checkpoints(wish: Wish, home: Home) -> Path:
 def many_validations(wish: Wish, home: Home) -> Path:
     """Held-out text is read again every few steps."""
     job = {"eval_every": max(1, round(2 / wish.severity)), "eval_batches": 4}
-    return train_small(wish, home, data={"held_out": 0.25}, train=job)
+    return train_small(wish, home, data={"source": str(LIBRARY), "held_out": 0.25}, train=job)
 
 
 PROBLEMS = (

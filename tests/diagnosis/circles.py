@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import exp
 from typing import Any
 
-from armillary.diagnosis.circle import Circle, Stage
+from armillary.diagnosis.circle import Circle, Served, Stage
 from armillary.diagnosis.compare import Comparison
 from armillary.diagnosis.diagnosis import Diagnosis
 from armillary.diagnosis.finding import Evidence, Finding, Lever
@@ -48,6 +48,7 @@ def made_circle(**changes: Any) -> Circle:
     """A whole turn: 200 steps stopped after 80, a server before and after its lever."""
     records = tuple(
         {"time": 0.2 * i + (9.0 if i > 80 else 0.0), "step": i, "step_s": 0.2, "loss": 4.5 + 4 * exp(-i / 40),
+         "tokens_total": 65_536.0 * (i + 1),
          **({"val_loss": 4.6 + 4 * exp(-i / 40)} if (i + 1) % 50 == 0 else {})}
         for i in range(200)
     )  # fmt: skip
@@ -55,7 +56,7 @@ def made_circle(**changes: Any) -> Circle:
         source="run quiet-otter", kind="training", steps=records, values={"memory_peak_bytes": 9.1e8},
         plan=made_plan(train=TrainJob(steps=200), predicted={
             "step_s": 0.19, "memory_peak_bytes": 9.4e8, "bubble_s": 0.0, "model_flops_per_token": 2.5e7, "run_s": 38.0,
-            "tokens_per_s": 10_800.0, "mfu": 0.066}),
+            "tokens_per_s": 10_800.0, "mfu": 0.066, "batch_tokens": 65_536.0, "micro_batches": 64.0}),
     )  # fmt: skip
     serving = Reading(source="run calm-finch", kind="serving",
                       plan=made_plan(serve=Serve(), predicted={"ttft_p50_s": 0.05, "kv_capacity_tokens": 31_250.0}))
@@ -72,8 +73,9 @@ def made_circle(**changes: Any) -> Circle:
         "title": "armillary-5m on 2 × core", "created": "2026-11-15 20:00 UTC",
         "stages": (Stage(name="measure", seconds=14.0, said="bf16 310 GFLOP/s · memory 21 GB/s"),
                    Stage(name="train", seconds=61.0, said="200 steps, interrupted after 80 and resumed")),
-        "records": records, "stops": (80,), "training": training, "profile": made_profile(), "serving": serving,
-        "load": made_load(0.9), "load_after": made_load(0.12),
+        "records": records, "stops": (80,), "training": training, "profile": made_profile(),
+        "served": Served(reading=serving, load=made_load(0.9)),
+        "served_after": Served(reading=serving, load=made_load(0.12), peak_bytes=5e8),
         "diagnoses": (
             Diagnosis(source="run quiet-otter", kind="training", created="2026-11-15T20:00:00Z", loop="training",
                       cause="needless_recompute", headline="training loop limits this run · recomputing", gain=0.22,

@@ -14,6 +14,7 @@ from armillary.diagnosis.inner_rules import (
     precision,
     sync,
 )
+from armillary.diagnosis.launching import launching
 from armillary.diagnosis.reading import Reading
 from armillary.profiling.profile import Profile, Roof, Row
 from tests.diagnosis.trained import BUSY, NOWHERE, plan_of, reading_of
@@ -42,6 +43,22 @@ def test_many_short_kernels_are_launch_overhead() -> None:
     assert found is not None and found.share == pytest.approx(0.6) and "4,000 kernels" in found.says
     assert launch_overhead(reading_of(), None) is None
     assert launch_overhead(Reading(source="x", kind="training"), None) is None, "nothing was recorded"
+
+
+def test_on_a_processor_operators_are_counted_and_not_what_else_ran() -> None:
+    plan = plan_of("hardware.on=cpux2", "layout.dp=1")
+    made = reading_of(plan, kernels=20_000.0, host_cpu_s=0.2)
+    assert launching(made, plan) == pytest.approx(0.6) and launching(made, None) == pytest.approx(0.05)
+    found = launch_overhead(made, plan)
+    assert found is not None and found.share == pytest.approx(0.6)
+    assert launch_overhead(reading_of(plan, kernels=2000.0, host_cpu_s=0.9), plan) is None
+
+
+def test_launches_that_come_late_after_waiting_are_the_waits_fault() -> None:
+    made = reading_of(window=BUSY | {"sync": 0.1, "launch_gap": 0.35, "host_stall": 0.04})
+    assert launch_overhead(made, None) is None
+    found = sync(made, None)
+    assert found is not None and found.share == pytest.approx(0.45)
 
 
 @pytest.mark.parametrize(("window", "between"), [({"host": 0.3, "host_stall": 0.3}, 0.0), ({"sync": 0.3}, 0.0),

@@ -36,12 +36,13 @@ def test_every_prediction_is_there() -> None:
     circle = made_circle()
     text = page(circle)
     rows = circle.predicted
-    assert len(rows) == 7 + 2 + 2
+    assert len(rows) == 9 + 2 + 2 + 2
     for one in rows:
         assert all(f">{cell}<" in text for cell in one.cells()), one
     cells = {one.cells()[1]: one.cells()[2:] for one in rows}
     assert cells["step_s"] == ["190 ms", "200 ms", "−5.0 %"]
     assert cells["bubble_s"][1] == "not measured" and cells["model_flops_per_token"][1] == "a count by definition"
+    assert cells["batch_tokens"] == ["65,536", "65,536", "exact"] and cells["micro_batches"][2] == "exact"
     assert cells["run_s"][1] == "49 s"  # the pause while it was interrupted counts
     assert cells["mfu"] == ["6.6 %", "6.27 %", "+5.3 %"]  # of the peak that the plan divided by
     assert cells["speed-up of step_s"] == ["1.22 ×", "1.21 ×", "+0.8 %"]
@@ -52,8 +53,8 @@ def test_every_prediction_is_there() -> None:
     "found",
     [
         Circle(title="x", created="now"),
-        made_circle(profile=None, load_after=None, pulled=()),
-        made_circle(diagnoses=(), pulled=(), serving=None, load=None, load_after=None),
+        made_circle(profile=None, served_after=None, pulled=()),
+        made_circle(diagnoses=(), pulled=(), served=None, served_after=None),
         made_circle(training=None, records=(), stops=()),
     ],
 )

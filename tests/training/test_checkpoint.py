@@ -32,7 +32,8 @@ from armillary.training.loop import train
 from armillary.training.random_state import seed
 from armillary.training.seal import faults
 from armillary.training.start import Start, start, starting_point
-from armillary.training.trainer import StepReport, Trainer
+from armillary.training.step_report import StepReport
+from armillary.training.trainer import Trainer
 
 Make = Callable[..., Recipe]
 STEPS = 8

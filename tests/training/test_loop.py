@@ -25,7 +25,8 @@ from armillary.store.runs import find_run
 from armillary.store.source import resolve_model
 from armillary.training.loop import train
 from armillary.training.start import Start, start, starting_point, train_recipe
-from armillary.training.trainer import StepReport, Trainer
+from armillary.training.step_report import StepReport
+from armillary.training.trainer import Trainer
 from tests.model.families import transformers
 
 Make = Callable[..., Recipe]

@@ -30,7 +30,7 @@ from armillary.store.home import Home
 from armillary.training.lora import add_lora, base_dtype, is_adapter, merged, peft_tensors, save_adapter
 from armillary.training.optim import make_optimizer
 from armillary.training.start import start, starting_point, train_recipe
-from armillary.training.trainer import StepReport
+from armillary.training.step_report import StepReport
 from tests.model.families import random_model
 
 TINY = catalogue.model("armillary-2m").config

@@ -25,7 +25,8 @@ from armillary.training.agreement import AgreedError, Agreement
 from armillary.training.checkpoint import saved_steps
 from armillary.training.loop import train
 from armillary.training.start import Start, start, starting_point
-from armillary.training.trainer import StepReport, Trainer
+from armillary.training.step_report import StepReport
+from armillary.training.trainer import Trainer
 from tests.ranks import Ranks
 
 Make = Callable[..., Recipe]

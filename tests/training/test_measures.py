@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -13,10 +15,10 @@ from armillary.training.again import Again
 from armillary.training.looks import FIRST, Looks
 from armillary.training.memory import CpuMeter, bytes_of
 from armillary.training.memory_watch import MemoryWatch
-from armillary.training.pace import Pace, spread
+from armillary.training.pace import Pace, queued_s, spread
 from armillary.training.until import Until
 from armillary.training.waits import Waits, covered
-from armillary.training.window import recorded, set_apart
+from armillary.training.window import recorded, set_apart, undisturbed
 
 
 def test_storages_are_counted_from_birth_to_end() -> None:
@@ -122,6 +124,17 @@ def test_what_is_made_again_is_timed() -> None:
     step(twice=True)
     assert again.take() > 0 and again.take() == 0.0
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+def test_time_in_which_others_had_the_cores_is_no_stall(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parts = {"host_fraction": 0.5, "host_stall_fraction": 0.45}
+    assert undisturbed(parts, 0.4)["host_stall_fraction"] == pytest.approx(0.05)
+    assert undisturbed(parts, 0.9)["host_stall_fraction"] == 0.0 and undisturbed({}, 0.9) == {}
+    (tmp_path / "schedstat").write_text("1000 2500000000 7\n")
+    monkeypatch.setattr("armillary.training.pace.QUEUE", tmp_path / "schedstat")
+    assert queued_s() == 2.5
+    monkeypatch.setattr("armillary.training.pace.QUEUE", tmp_path / "none")
+    assert queued_s() == 0.0
 
 
 def test_early_looks_end_when_they_become_dear(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from armillary.training.host_states import slices_of
 from armillary.training.loop import train
 from armillary.training.offloading import narrow, widen
 from armillary.training.parity.case import tiny
-from armillary.training.trainer import StepReport
+from armillary.training.step_report import StepReport
 from tests.training.test_checkpoint import begin, losses
 
 Make = Callable[..., Recipe]

@@ -13,7 +13,7 @@ from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.training.loop import train
 from armillary.training.start import start, starting_point
-from armillary.training.trainer import StepReport
+from armillary.training.step_report import StepReport
 from tests.training.test_checkpoint import Cut
 from tests.training.test_checkpoint import losses as written
 from tests.training.test_loop import losses

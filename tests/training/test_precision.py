@@ -12,7 +12,8 @@ from armillary.errors import ArmillaryError
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
 from armillary.training.scaler import LossScaler
-from armillary.training.trainer import StepReport, Trainer
+from armillary.training.step_report import StepReport
+from armillary.training.trainer import Trainer
 from tests.ranks import Ranks
 from tests.training.test_loop import alone, begin, losses
 

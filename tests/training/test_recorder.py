@@ -15,7 +15,7 @@ from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
 from armillary.training.recorder import Recorder
-from armillary.training.trainer import StepReport
+from armillary.training.step_report import StepReport
 
 
 def recorder(run: Run, device: str, seen: list[int]) -> Recorder:

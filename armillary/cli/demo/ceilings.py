@@ -11,7 +11,8 @@ from armillary.store.peaks import Peaks, load_peaks, save_peaks
 from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
 
 LIMITS_S = {"gemm": 7.0, "bandwidth": 15.0, "attention": 4.0, "launch": 3.0}
-"""sections of `bench ceilings` that plans and rooflines rest on, the weightiest first, and how long each may take on a busy machine"""
+"""sections of `bench ceilings` that plans and rooflines rest on, the weightiest first, and how long each may take where
+the machine is busy"""
 
 
 def measure(walk: Walk) -> None:

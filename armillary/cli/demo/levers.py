@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from armillary.cli.demo.serving import Service, serve_changed
+from armillary.cli.demo.serving import serve_changed
 from armillary.cli.demo.training import train_changed
 from armillary.cli.demo.walk import RECIPE, Walk
 from armillary.store.runs import Run
@@ -19,7 +19,7 @@ PROFILED = 2
 """steps under the profiler"""
 
 
-def diagnose(walk: Walk, trained: Run, service: Service) -> None:
+def diagnose(walk: Walk, trained: Run, service: Run) -> None:
     """Which loop limits each of them, and what each lever would buy; kept before anything is pulled."""
     from armillary.cli.diagnose import keep
     from armillary.cli.diagnose import say as say_verdict
@@ -27,10 +27,10 @@ def diagnose(walk: Walk, trained: Run, service: Service) -> None:
     from armillary.diagnosis.read_run import read_run
 
     with walk.stage("diagnose", "which loop limits the training run, and which the server") as say:
-        walk.keep(profile=_profile(walk), training=read_run(trained, walk.home),
-                  serving=read_run(service.run, walk.home))  # fmt: skip
-        for run, reading in ((trained, walk.circle.training), (service.run, walk.circle.serving)):
-            assert reading is not None
+        assert walk.circle.served is not None, "it was served before"
+        training, serving = read_run(trained, walk.home), walk.circle.served.reading
+        walk.keep(profile=_profile(walk), training=training)
+        for run, reading in ((trained, training), (service, serving)):
             found = judge(reading, walk.home)
             keep(run, found)
             say_verdict(walk.out, found, run.name)
@@ -52,10 +52,10 @@ def _profile(walk: Walk) -> Profile:
     return found
 
 
-def pull(walk: Walk, trained: Run, service: Service) -> None:
+def pull(walk: Walk, trained: Run, service: Run) -> None:
     """The first lever of whatever has one worth pulling, and what it brought."""
     with walk.stage("lever", "apply the first lever, measure again, hold it against the prediction") as say:
-        for run, found in zip((trained, service.run), walk.circle.diagnoses, strict=True):
+        for run, found in zip((trained, service), walk.circle.diagnoses, strict=True):
             if found.is_healthy:
                 walk.out.say(f"{run.name}: {found.headline}; nothing is pulled")
                 continue
@@ -83,6 +83,6 @@ def _pull(walk: Walk, trained: Run, run: Run, found: Diagnosis) -> Comparison | 
 
 def _measure_again(walk: Walk, trained: Run, kind: str, recipe: Path) -> Run:
     if kind == "serving":
-        return serve_changed(walk, trained, recipe).run
+        return serve_changed(walk, trained, recipe)
     every = walk.recipe.train.eval_every
     return train_changed(walk, recipe, min(walk.recipe.train.steps, every or walk.recipe.train.steps))

@@ -10,16 +10,18 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
 
 from armillary.cli.demo.walk import RECIPE, Walk
 from armillary.cli.load import run_load
 from armillary.cli.output import Output
+from armillary.diagnosis.circle import Served
+from armillary.diagnosis.read_run import read_run
 from armillary.errors import ArmillaryError
 from armillary.serving.load.run import LoadReport, Test
 from armillary.serving.load.words import LATENCY_HEADS, errors_text, latency_rows
+from armillary.spec.plan import Plan
 from armillary.spec.recipe import to_toml
 from armillary.store.atomic import write_text
 from armillary.store.home import Home
@@ -32,38 +34,42 @@ PROMPT = "def read_lines(path):\n"
 _READY = re.compile(r"ready on (http://\S+)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Service:
-    """A server that was loaded, after it has gone."""
-
-    run: Run
-    """its folder: settings, plan, gauges"""
-    report: LoadReport
-    """what its clients saw"""
-
-
-def serve_and_load(walk: Walk, trained: Run) -> Service:
-    """The server as the recipe sets it, and what its clients see."""
+def serve_and_load(walk: Walk, trained: Run) -> Run:
+    """The server as the recipe sets it, and what its clients see; gives the server's run."""
     before = {run.id for run in list_runs(walk.home)}
     with ExitStack() as until_loaded:
         with walk.stage("serve", f"armillary serve {trained.name}, in a process of its own") as say:
             recipe = trained.folder / "demo.toml"  # with what was overridden: the serve verb reads [serve] alone
             write_text(recipe, to_toml(walk.recipe) if walk.overrides else RECIPE.read_text())
             url, pid = until_loaded.enter_context(server(walk.home, trained, recipe, show=walk.out))
+            run = _new_run(walk.home, before)
+            text = planned_text(run)
+            walk.out.say(text)
             walk.out.say(f"» {PROMPT}{ask(url, PROMPT)}")
-            say("answers OpenAI's clients")
+            say(f"answers OpenAI's clients; {text}")
         report = _load(walk, url)
-        walk.keep(load=report, server_peak_bytes=peak_memory(pid))
-    return Service(run=_new_run(walk.home, before), report=report)
+        peak = peak_memory(pid)
+    walk.keep(served=Served(reading=read_run(run, walk.home), load=report, peak_bytes=peak))
+    return run
 
 
-def serve_changed(walk: Walk, trained: Run, recipe: Path) -> Service:
+def serve_changed(walk: Walk, trained: Run, recipe: Path) -> Run:
     """The same with a lever pulled, under the same requests."""
     before = {run.id for run in list_runs(walk.home)}
-    with server(walk.home, trained, recipe, show=Output("silent")) as (url, _):
-        report = load(walk, url)
-    walk.keep(load_after=report)
-    return Service(run=_new_run(walk.home, before), report=report)
+    with server(walk.home, trained, recipe, show=Output("silent")) as (url, pid):
+        run = _new_run(walk.home, before)
+        walk.out.say(planned_text(run))
+        report, peak = load(walk, url), peak_memory(pid)
+    walk.keep(served_after=Served(reading=read_run(run, walk.home), load=report, peak_bytes=peak))
+    return run
+
+
+def planned_text(run: Run) -> str:
+    """What the planner says of the server and its traffic: times, or that it will not do."""
+    plan = Plan.from_json(run.plan.read_text(), str(run.plan))
+    names = {"ttft_p50_s": "TTFT p50", "itl_p50_s": "ITL p50", "e2e_p99_s": "end to end p99"}
+    told = [f"{name} {seconds_text(plan.predicted[gauge])}" for gauge, name in names.items() if gauge in plan.predicted]
+    return "planned: " + (", ".join(told) or "; ".join(plan.notes) or "nothing")
 
 
 def _new_run(home: Home, before: set[str]) -> Run:

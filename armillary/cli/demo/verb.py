@@ -49,7 +49,7 @@ def demo(out: Output, home: Home, overrides: tuple[str, ...], page: Path) -> Non
     finally:
         signal.signal(signal.SIGTERM, before)
     _report(walk, page)
-    out.say(f"\ntraining run {run.name} · server {service.run.name} · what to do with them: docs/tour.md")
+    out.say(f"\ntraining run {run.name} · server {service.name} · what to do with them: docs/tour.md")
     out.result(_answer(walk.circle, page) | {"run": run.id, "recipe": RECIPE.read_text()}, quiet=str(page))
 
 

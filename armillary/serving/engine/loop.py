@@ -45,6 +45,8 @@ class Loop:
         """what time it is; requests are submitted by the same one"""
         self.schedule_s = 0.0
         """what the last decision took"""
+        self.launch_s = 0.0
+        """what launching it took"""
         self.wait_s = 0.0
         """what the last step waited for the device"""
         self.taken: list[int] = []
@@ -55,8 +57,10 @@ class Loop:
         """Decide and launch a step, then take the tokens of the one before (of the same one without overlap)."""
         begin, self.wait_s, self.taken = self.clock(), 0.0, []
         decision = self.scheduler.schedule(begin)
-        self.schedule_s = self.clock() - begin
+        decided = self.clock()
+        self.schedule_s = decided - begin
         self._launched.append((decision, None if decision.empty else self.executor.launch(decision)))
+        self.launch_s = self.clock() - decided
         waits = self.overlap and not decision.empty and len(self._launched) == 1
         return decision, Outcome([], [], []) if waits else self._collect()
 

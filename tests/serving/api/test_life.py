@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from armillary.serving.api.connections import raise_file_limit
 from tests.serving.api.streams import Streamed, request_bytes, stream
 from tests.serving.api.tiny import Server, run_server
 
@@ -186,6 +187,23 @@ def test_on_sigterm_what_is_under_way_is_finished_and_the_exit_code_is_0(fragile
     assert fragile.process.wait(30) == 0, fragile.log.read_text()
     assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
     assert "Traceback" not in fragile.log.read_text() and "draining: 6 requests" in fragile.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_thousand_streams_at_once_lose_and_double_no_token(folder: Path) -> None:
+    raise_file_limit()
+    wishes = [{"prompt": f"def main{i}", "max_tokens": 20, "ignore_eos": True, "temperature": 0} for i in range(25)]
+
+    async def ask(server: Server) -> list[Streamed]:
+        return await asyncio.gather(*(stream(server, wishes[i % 25] | {"stream": True}, timeout_s=300)
+                                      for i in range(1000)))  # fmt: skip
+
+    with run_server(folder) as server:
+        alone = [server.post("/v1/completions", wish)[1]["choices"][0]["text"] for wish in wishes]
+        found = asyncio.run(ask(server))
+        assert all(one.done for one in found) and [one.text for one in found] == alone * 40
+        server.until(lambda: all_idle(server) and server.metric("tokens_out_total") == 1025 * 20)
+        assert server.metric("requests_total", '{finish="length"}') == 1025
 
 
 @pytest.mark.slow
