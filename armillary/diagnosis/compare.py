@@ -19,6 +19,11 @@ from armillary.store.home import Home
 from armillary.store.runs import Run
 
 STEP = "step_s"
+HARMLESS = frozenset({
+    "train.steps", "train.warmup_steps", "train.seed", "train.lr", "train.track", "train.log_every",
+    "train.profile_every", "data.seed", "data.verify",
+})  # fmt: skip
+"""keys that leave the time of a step as it is"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +56,13 @@ class Comparison:
 
 def compare(a: Run, b: Run, home: Home) -> Comparison:
     """What changed, what it brought, and what was predicted; a prediction's outcome is remembered."""
+    if a.id == b.id:
+        raise BadInput(f"run {a.name} cannot be compared with itself; name the run after the change")
     first, second = read_run(a, home), read_run(b, home)
     if first.kind != second.kind:
         raise BadInput(f"run {a.name} is {first.kind} and run {b.name} is {second.kind}; compare two of a kind")
     change = changes(a, b)
-    told = _told(a, change, home)
+    told = _told(a, change, home, before=b.state.started)
     of = told.of if told else STEP if first.kind == "training" else _latency(first, second)
     before, after = measured(first, of), measured(second, of)
     if not before or not after:
@@ -93,17 +100,16 @@ def _flat(run: Run) -> dict[str, Any]:
             for key, value in values.items()}  # fmt: skip
 
 
-def _told(a: Run, change: Mapping[str, Any], home: Home) -> Kept | None:
-    """What was predicted for this change: by the lever that was applied, else by the run's diagnosis."""
+def _told(a: Run, change: Mapping[str, Any], home: Home, *, before: float) -> Kept | None:
+    """What was predicted for this change before the other run began: by the lever that was applied, else by the run's
+    diagnosis."""
     kept = [one for one in read_record(home) if one.run == a.id and _matches(one.change, change)]
-    if kept:
-        return max(kept, key=lambda one: (len(one.change), one.predicted_at))
-    if not (a.folder / FILE).is_file():
-        return None
-    levers = [lever for lever in read_diagnosis(a.folder).levers if lever.change and _matches(lever.change, change)]
-    if not levers:
-        return None
-    return as_kept(a, max(levers, key=lambda lever: len(lever.change)), at=(a.folder / FILE).stat().st_mtime)
+    if (a.folder / FILE).is_file():
+        at = (a.folder / FILE).stat().st_mtime
+        levers = [lever for lever in read_diagnosis(a.folder).levers if _matches(lever.change, change)]
+        kept += [as_kept(a, lever, at=at) for lever in levers if not kept]
+    earlier = [one for one in kept if one.predicted_at <= before]
+    return max(earlier, key=lambda one: (len(one.change), one.predicted_at), default=None)
 
 
 def as_kept(run: Run, lever: Lever, *, recipe: str = "", at: float | None = None) -> Kept:
@@ -113,8 +119,9 @@ def as_kept(run: Run, lever: Lever, *, recipe: str = "", at: float | None = None
 
 
 def _matches(lever: Mapping[str, Any], change: Mapping[str, Any]) -> bool:
-    """Whether all of a lever's keys were changed as it says."""
-    return bool(lever) and all(str(change.get(key)) == str(value) for key, value in lever.items())
+    """Whether all of a lever's keys were changed as it says, and no other that matters."""
+    others = set(change) - set(lever) - HARMLESS
+    return bool(lever) and not others and all(str(change.get(key)) == str(value) for key, value in lever.items())
 
 
 def _latency(first: Reading, second: Reading) -> str:

@@ -87,3 +87,13 @@ def _steady(reading: Reading, gauge: str) -> float:
     if gauge in reading.values:
         return reading.values[gauge]
     return steady(reading.series(gauge))
+
+
+def recomputed(reading: Reading) -> float | None:
+    """Share of a step that makes activations again: within each step that has it, since steps of another moment may be
+    quicker or slower."""
+    parts = ("compute_s", "comm_exposed_s", "bubble_s", "overhead_s")
+    found = [(float(one["recompute_s"]), sum(float(one.get(name, 0.0)) for name in parts) or float(one.get("step_s", 0.0)))
+             for one in reading.steps if "recompute_s" in one]  # fmt: skip
+    shares = [min(1.0, seconds / whole) for seconds, whole in found if whole > 0]
+    return median(shares) if shares else None

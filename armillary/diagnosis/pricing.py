@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from armillary.diagnosis.launching import launching
-from armillary.diagnosis.parts import Parts, parts_of
+from armillary.diagnosis.parts import Parts, parts_of, recomputed
 from armillary.diagnosis.reading import Reading
 from armillary.errors import ArmillaryError
 from armillary.planning.layouts import of
@@ -148,7 +148,8 @@ class Pricing:
     @property
     def again_s(self) -> float:
         """Seconds of a step that make activations again, where that was measured."""
-        return self.reading.get("recompute_s") or 0.0
+        share = recomputed(self.reading)
+        return share * (self.parts.step - self.parts.data_wait) if share and self.parts is not None else 0.0
 
     @cached_property
     def fixed(self) -> float | None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from armillary.diagnosis.reading import Kind, Reading
-from armillary.errors import BadInput
+from armillary.errors import BadData, BadInput
 from armillary.planning.served_gauges import served_gauges
 from armillary.spec.gauges import GAUGES
 from armillary.spec.plan import Plan
@@ -48,10 +48,18 @@ def read_records(records: Sequence[Record], *, source: str, plan: Plan | None = 
     """Records of gauges.jsonl as one Reading."""
     if not records:
         raise BadInput(f"{source} has measured nothing yet; wait until it has taken some steps")
+    _check_numbers(records, source)
     kind = _kind(records, plan)
     if kind == "serving":
         return _serving(records, source, plan)
     return _training([record for record in records if "step" in record], source, plan)
+
+
+def _check_numbers(records: Sequence[Record], source: str) -> None:
+    for record in records:
+        wrong = next((name for name in record if name in GAUGES and not isinstance(record[name], int | float)), None)
+        if wrong is not None:
+            raise BadData(f"{source} has {wrong}={record[wrong]!r}, which is not a number; delete that line")
 
 
 def _kind(records: Sequence[Record], plan: Plan | None) -> Kind:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import median
 from typing import Literal
 
+from armillary.planning.step_cost import StepCost, fit_step_cost
 from armillary.profiling.profile import Profile
 from armillary.spec.plan import Plan
 from armillary.store.gauges import Record
@@ -53,6 +55,11 @@ class Reading:
         """Of every step, or else of every request, that has it."""
         of_steps = [float(one[gauge]) for one in self.steps if gauge in one]
         return of_steps or [float(one[gauge]) for one in self.requests if gauge in one]
+
+    @cached_property
+    def step_cost(self) -> StepCost | None:
+        """What an engine's steps took, as a line in their tokens; fitted once, however many rules ask."""
+        return fit_step_cost(self.steps)
 
     def predicted(self, gauge: str) -> float | None:
         """What the plan said."""

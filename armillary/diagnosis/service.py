@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 from armillary.diagnosis.reading import Reading
-from armillary.planning.step_cost import StepCost, fit_step_cost
+from armillary.planning.step_cost import StepCost
 from armillary.spec.plan import Plan
 from armillary.spec.service import Objective, Serve
 from armillary.store.gauges import Record
@@ -61,7 +61,7 @@ class Service:
     @cached_property
     def cost(self) -> StepCost | None:
         """What its steps took, as a line in their tokens."""
-        return fit_step_cost(self.reading.steps)
+        return self.reading.step_cost
 
     @cached_property
     def busy_s(self) -> float:
@@ -90,7 +90,7 @@ class Service:
     @cached_property
     def queued(self) -> Sequence[Record]:
         """Steps after which somebody still waited."""
-        return [one for one in self.reading.steps if one.get("waiting", 0) > 0]
+        return [one for one in self.reading.steps if one.get("waiting", 0) > 0 and "running" in one]
 
     @cached_property
     def queued_share(self) -> float:

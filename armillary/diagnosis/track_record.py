@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from armillary.errors import BadData
 from armillary.spec.fields import build, to_plain
 from armillary.store import strict_json
 from armillary.store.atomic import plain_errors, write_text
@@ -56,8 +57,17 @@ def read_record(home: Home) -> list[Kept]:
     path = path_of(home)
     if not path.is_file():
         return []
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
-    return [build(Kept, strict_json.loads(line), str(path)) for line in lines]
+    return [_parsed(line, path) for line in path.read_text().splitlines() if line.strip()]
+
+
+def _parsed(line: str, path: Path) -> Kept:
+    try:
+        values = strict_json.loads(line)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise BadData(f"{path} has a broken line: {line[:40]!r}; delete that line to read the rest")
+    return build(Kept, values, str(path))
 
 
 def remember(home: Home, kept: Kept) -> None:

@@ -54,6 +54,8 @@ def _workers(finding: Finding, reading: Reading, pricing: Pricing | None) -> Ite
     parts, now = pricing.parts, max(1, pricing.plan.data.workers)
     busy = max(1e-9, parts.step - parts.data_wait)
     count = min(MOST_WORKERS, max(2, now + 1, ceil(SPARE * now * parts.step / busy)))
+    if count <= pricing.plan.data.workers:
+        return
     wait = max(0.0, parts.step * now / count - busy)
     yield from _lever(pricing.priced({"data.workers": count}, data_wait=wait), f"loader workers "
                       f"{pricing.plan.data.workers} → {count}", basis=AMDAHL,
@@ -209,8 +211,9 @@ def _balance(finding: Finding, reading: Reading, pricing: Pricing | None) -> Ite
     if moe is not None and job is not None:
         weight = moe.aux_loss if job.balance_loss is None else job.balance_loss
         change = {"train.balance_loss": max(0.01, 10 * weight)} if weight < 0.1 else {"train.expert_capacity": EVEN}
-    yield Lever(title="balance the experts", change=change, speedup=max(1.0, heavy / EVEN),
-                of="expert_load_max_over_mean", basis="load measured against balanced",
+    least = min([EVEN, *reading.series("expert_load_max_over_mean")])
+    yield Lever(title="balance the experts", change=change, speedup=max(1.0, heavy / max(1.0, least)),
+                of="expert_load_max_over_mean", basis="the load that balanced routers come to, or this run's own best",
                 action="" if change else "raise the weight of the balance loss",
                 risk="the loss has one more term")  # fmt: skip
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import median
 
 from armillary.diagnosis.finding import Cause, Evidence, Finding
-from armillary.diagnosis.parts import Parts, parts_of
+from armillary.diagnosis.parts import Parts, parts_of, recomputed
 from armillary.diagnosis.reading import Reading
 from armillary.spec.plan import Plan
 from armillary.units import bytes_text, seconds_text
@@ -30,6 +30,8 @@ FULL = 0.95
 """share of a device's memory beyond which the allocator has to search, and a longer batch fails"""
 COLLAPSED = 0.5
 """how far the load of the busiest expert is from even (0) to all tokens on the fewest experts (1)"""
+QUALITY = 0.05
+"""share given to what costs quality or safety rather than time"""
 UNUSED = 0.25
 """share of experts that hardly see a token"""
 
@@ -97,7 +99,8 @@ class Late:
 def spread(reading: Reading) -> Late | None:
     """The rank that is slowest most often, and by how much on the whole: steps in which another one was count against
     it, as on a busy machine now one and now the other is late."""
-    found = [(int(one["slowest_rank"]), float(one["rank_spread_s"])) for one in reading.steps if "rank_spread_s" in one]
+    found = [(int(one["slowest_rank"]), float(one["rank_spread_s"])) for one in reading.steps
+             if "rank_spread_s" in one and "slowest_rank" in one]  # fmt: skip
     if not found:
         return None
     rank, times = Counter(rank for rank, _ in found).most_common(1)[0]
@@ -110,14 +113,14 @@ def needless_recompute(reading: Reading, plan: Plan | None) -> Finding | None:
     """Activations are made again; whether they would fit is for the lever to say."""
     if plan is None or plan.train is None or plan.layout.recompute == "none":
         return None
-    step = reading.get("step_s")
-    spent = reading.get("recompute_s")
-    if not step or spent is None:
-        spent, step = reading.predicted("recompute_s"), reading.predicted("step_s")
-    if not spent or not step:
+    step, share = reading.get("step_s") or reading.predicted("step_s") or 0.0, recomputed(reading)
+    if share is None:
+        share = (reading.predicted("recompute_s") or 0.0) / (reading.predicted("step_s") or 1.0)
+    if not share or not step:
         return None
+    spent = share * step
     evidence = [Evidence(gauge="recompute_s", value=spent), *_memory(reading, plan)]
-    return Finding(loop="training", cause="needless_recompute", rule="needless_recompute", share=min(1.0, spent / step),
+    return Finding(loop="training", cause="needless_recompute", rule="needless_recompute", share=share,
                    evidence=tuple(evidence), says=f"{seconds_text(spent)} of a step make activations again though "
                    "there is memory to keep them")  # fmt: skip
 
@@ -139,11 +142,11 @@ def needless_offload(reading: Reading, plan: Plan | None) -> Finding | None:
 
 def memory_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
     """The device is so full that a longer batch, or fragmentation, ends the run."""
-    used = reading.get("memory_reserved_bytes") or reading.get("memory_peak_bytes")
+    used = reading.get("memory_peak_bytes")  # allocators reserve what they can get
     room = plan.cluster.chip.memory_bytes if plan is not None else None
     if plan is None or not used or not room or plan.cluster.chip.kind == "cpu" or used / room < FULL:
         return None
-    return Finding(loop="training", cause="memory_pressure", rule="memory_pressure", share=1e-3,
+    return Finding(loop="training", cause="memory_pressure", rule="memory_pressure", share=QUALITY,
                    evidence=tuple(_memory(reading, plan)), says=f"{bytes_text(used)} of {bytes_text(room)} are taken: "
                    "the allocator has nothing to spare")  # fmt: skip
 
@@ -169,9 +172,15 @@ def expert_imbalance(reading: Reading, plan: Plan | None) -> Finding | None:
     if unused is not None:
         evidence.append(Evidence(gauge="expert_tail_fraction", value=unused, expected=0.0, against="even load"))
     return Finding(loop="training", cause="expert_imbalance", rule="expert_imbalance",
-                   share=max(1 - 1 / heavy, unused or 0.0), evidence=tuple(evidence),
+                   share=_waited_for_experts(heavy, plan), evidence=tuple(evidence),
                    says=f"the busiest expert gets {heavy:.1f} times the mean load, {unused or 0.0:.0%} of the experts "
                    "hardly any")  # fmt: skip
+
+
+def _waited_for_experts(heavy: float, plan: Plan | None) -> float:
+    """Of the time: ranks wait for the one with the busiest experts. On one rank it costs quality only: a share so small
+    that it limits where nothing costs time."""
+    return 0.5 * (1 - 1 / heavy) if plan is not None and plan.layout.ep > 1 else QUALITY
 
 
 def _late_median(reading: Reading, gauge: str) -> float | None:

@@ -21,10 +21,19 @@ def served_gauges(steps: Records, requests: Records) -> dict[str, float]:
     for base in ("ttft", "tpot", "e2e", "queue"):
         values = sorted(float(one[f"{base}_s"]) for one in requests if f"{base}_s" in one)
         found |= {f"{base}_p{percent}_s": _at(values, percent) for percent in PERCENTS if values}
-    gaps = sorted((float(one["engine_step_s"]), float(one["decode_tokens"])) for one in steps
-                  if one.get("decode_tokens") and "engine_step_s" in one)  # fmt: skip
+    gaps = _gaps(steps, requests)
     found |= {f"itl_p{percent}_s": _weighted(gaps, percent) for percent in PERCENTS if gaps}
     return found | _rates(requests) | _totals(steps)
+
+
+def _gaps(steps: Records, requests: Records) -> list[tuple[float, float]]:
+    """(gap, how many tokens had it), ordered: that of each step, and those of answers that were put back, which are
+    longer than any step."""
+    found = [(float(one["engine_step_s"]), float(one["decode_tokens"])) for one in steps
+             if one.get("decode_tokens") and "engine_step_s" in one]  # fmt: skip
+    longest = max((gap for gap, _ in found), default=float("inf"))
+    found += [(float(one["itl_max_s"]), 1.0) for one in requests if one.get("itl_max_s", 0.0) > 1.5 * longest]
+    return sorted(found)
 
 
 def _at(ordered: Sequence[float], percent: float) -> float:

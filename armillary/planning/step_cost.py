@@ -30,6 +30,8 @@ PARTS = ("prefill_tokens", "decode_tokens", "context_tokens", "prefill_pairs")
 """gauges of a step that its time is made of, besides the base"""
 LEAST_STEPS = 12
 """fewer say too little about five numbers"""
+_MOST_STEPS = 4000
+"""more say no more"""
 _ROUNDS = 8
 _DEAR = np.array([1.0, 6.0, 3.0, 1.0, 4.0, 4.0, 2.0])
 """how little is believed of each number's share of a step before steps are seen: base, prompts, mixed, tokens, decodes,
@@ -92,6 +94,7 @@ def fit_step_cost(steps: Sequence[Mapping[str, Any]]) -> StepCost | None:
     known = known[_WARM_UP:] if len(known) >= LEAST_STEPS + _WARM_UP else known
     if len(known) < LEAST_STEPS:
         return None
+    known = known[:: -(-len(known) // _MOST_STEPS)]
     parts, taken = _columns(known), np.array([float(one["engine_step_s"]) for one in known])
     waited = np.array([float(one.get("engine_wait_s", 0.0)) for one in known])
     waits = float(waited.sum()) > 0.5 * float(taken.sum())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,28 +22,35 @@ class Again:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         blocks = getattr(model, "blocks", None)
-        self._parts = [part for block in (blocks.values() if blocks is not None else ()) for part in block.children()]
+        self._blocks = list(blocks.values()) if blocks is not None else []
         self._waits = Waits(device)
-        self._open: dict[int, Any] = {}
+        self._spans: dict[tuple[int, int], list[Any]] = {}
+        """(block, backward pass) -> mark before its first part, mark after its last"""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for part in self._parts:
-                stack.callback(part.register_forward_pre_hook(self._begin).remove)
-                stack.callback(part.register_forward_hook(self._end, always_call=True).remove)  # it may stop half-way
+            for number, block in enumerate(self._blocks):
+                for part in block.children():
+                    stack.callback(part.register_forward_pre_hook(partial(self._begin, number)).remove)
+                    end = part.register_forward_hook(partial(self._end, number), always_call=True)  # it may stop early
+                    stack.callback(end.remove)
             yield
 
     def take(self) -> float:
         """Seconds, once the device is done."""
-        self._open.clear()
+        for begin, end in self._spans.values():
+            self._waits.add_span(begin, end)
+        self._spans.clear()
         return self._waits.take()
 
-    def _begin(self, part: nn.Module, args: Any) -> None:
-        if torch._C._current_graph_task_id() >= 0:
-            self._open[id(part)] = self._waits.mark()
+    def _begin(self, block: int, part: nn.Module, args: Any) -> None:
+        task = torch._C._current_graph_task_id()
+        if task >= 0 and (block, task) not in self._spans:
+            mark = self._waits.mark()
+            self._spans[block, task] = [mark, mark]
 
-    def _end(self, part: nn.Module, args: Any, made: Any) -> None:
-        begin = self._open.pop(id(part), None)
-        if begin is not None:
-            self._waits.until_now(begin)
+    def _end(self, block: int, part: nn.Module, args: Any, made: Any) -> None:
+        span = self._spans.get((block, torch._C._current_graph_task_id()))
+        if span is not None:
+            span[1] = self._waits.mark()

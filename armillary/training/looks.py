@@ -42,9 +42,5 @@ class Looks:
         with self._again.watched() if self._again is not None else nullcontext():
             made, parts = recorded(work, self._roof, plain_s)
         self._spent_s += time.perf_counter() - begin - made[1]
-        return made, parts | self._recomputed(made[1], plain_s)
-
-    def _recomputed(self, seconds: float, plain_s: float | None) -> dict[str, float]:
-        """As much of a plain step as of the recorded one."""
         found = self._again.take() if self._again is not None else 0.0
-        return {"recompute_s": found / seconds * (plain_s or seconds)} if found else {}
+        return made, parts | ({"recompute_s": found} if found else {})

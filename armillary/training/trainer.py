@@ -123,7 +123,8 @@ class Trainer:
         gauges |= self.offloaded.gauges() | others | self.pace.gauges(self.reading.tail_s)
         plain = plain and meter.source == NoMeter.source
         self.feed.own_s = fetched_s + seconds - waited - idle.get("bubble_s", 0.0) if plain else 0.0
-        split = undisturbed(set_apart(split, idle.get("bubble_s", 0.0), waited), measured["host_queue_s"] / seconds)
+        split = set_apart(split, idle.get("bubble_s", 0.0), waited)
+        split = undisturbed(split, seconds, measured["host_cpu_s"], measured["host_queue_s"])
         sources = dict.fromkeys(meter.sizes(), meter.source) | dict.fromkeys(split, WINDOW)
         sources |= dict.fromkeys([*idle, *([] if split else ["comm_exposed_s"])], self.waits.source)
         self.pace.leave(seconds, plain=plain)

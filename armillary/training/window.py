@@ -150,12 +150,16 @@ def set_apart(parts: dict[str, float], bubble: float, waited: float = 0.0) -> di
     return _moved(shares, "comm_exposed_fraction", waited / whole - shares["comm_exposed_fraction"], STANDING)
 
 
-def undisturbed(parts: dict[str, float], queued: float) -> dict[str, float]:
-    """The parts without stalls that were none of the program's doing: its main thread was ready for the share `queued`
-    of the step while others had the cores."""
-    if "host_stall_fraction" not in parts:
+def undisturbed(parts: dict[str, float], seconds: float, ran_s: float, queued_s: float) -> dict[str, float]:
+    """The parts without stalls that were none of the program's doing: for `queued_s` its main thread was ready and
+    others had the cores, in Python as often as it is in Python. What it neither ran nor queued it did stand still."""
+    if "host_stall_fraction" not in parts or seconds <= 0:
         return parts
-    return parts | {"host_stall_fraction": max(0.0, parts["host_stall_fraction"] - queued)}
+    others = sum(parts[f"{part}_fraction"] for part in ("comm_exposed", "idle"))
+    stood = 1 - (ran_s + queued_s) / seconds - others
+    python = sum(parts[f"{part}_fraction"] for part in ("launch_gap", "host"))
+    stall = parts["host_stall_fraction"]
+    return parts | {"host_stall_fraction": max(0.0, stall - python * queued_s / seconds, min(stall, stood))}
 
 
 def _moved(shares: dict[str, float], to: str, share: float, where: tuple[str, ...]) -> dict[str, float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from armillary.spec.params import kv_bytes_per_token
 from armillary.store.home import Home
-from benchmarks.planted.problem import Problem, Wish
+from benchmarks.planted.problem import ACTION, Problem, Wish
 from benchmarks.planted.serve_small import bearable, serve_small, serving_recipe
 from benchmarks.planted.traffic import asked, at_once, at_rate, mixed, sharing
 
@@ -102,7 +102,7 @@ PROBLEMS = (
     Problem(name="static-batches", says="batches begun and ended together", make=static_batches, loop="product",
             causes=("static_batching",), levers=("serve.batching",)),
     Problem(name="too-much-traffic", says="more than one replica bears", make=too_much_traffic, loop="product",
-            causes=("too_few_replicas",), levers=("layout.dp",)),
+            causes=("too_few_replicas",), levers=(ACTION,)),
     Problem(name="small-chunks", says="prompts by few tokens a step", make=small_chunks, loop="product",
             causes=("queueing", "batch_too_small"), levers=("serve.max_tokens_per_step", "serve.prefill_tokens")),
 )  # fmt: skip

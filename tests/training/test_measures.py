@@ -127,9 +127,12 @@ def test_what_is_made_again_is_timed() -> None:
 
 
 def test_time_in_which_others_had_the_cores_is_no_stall(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    parts = {"host_fraction": 0.5, "host_stall_fraction": 0.45}
-    assert undisturbed(parts, 0.4)["host_stall_fraction"] == pytest.approx(0.05)
-    assert undisturbed(parts, 0.9)["host_stall_fraction"] == 0.0 and undisturbed({}, 0.9) == {}
+    parts = {"host_fraction": 0.45, "host_stall_fraction": 0.4, "launch_gap_fraction": 0.05,
+             "comm_exposed_fraction": 0.0, "idle_fraction": 0.0}  # fmt: skip
+    assert undisturbed(parts, 1.0, 0.3, 0.7)["host_stall_fraction"] == pytest.approx(0.05), "Python as others let it"
+    assert undisturbed(parts, 1.0, 1.0, 0.0) == parts, "Python that really ran"
+    assert undisturbed(parts, 1.0, 0.05, 0.7)["host_stall_fraction"] == pytest.approx(0.25), "it slept"
+    assert undisturbed({}, 1.0, 0.3, 0.7) == {}
     (tmp_path / "schedstat").write_text("1000 2500000000 7\n")
     monkeypatch.setattr("armillary.training.pace.QUEUE", tmp_path / "schedstat")
     assert queued_s() == 2.5

@@ -21,8 +21,10 @@ from armillary.serving.engine.intake import MakeConstraint
 
 _TRY_S = (0.5, 5.0)
 """seconds of CPU time that a structure may take: the first time, and once nobody else waits for their first"""
-_MOST = 64
+_MOST = 256
 """requests that may wait for this"""
+_SHORT = 4_096
+"""characters: of those that had as many tries, the ones shorter by so much go first"""
 
 
 class Busy(ArmillaryError):
@@ -50,7 +52,8 @@ class Compiling:
     ) -> None:  # fmt: skip
         self._structures, self._trials = structures, trials
         self._submit, self._refuse = submit, refuse
-        self._queue: queue.PriorityQueue[tuple[int, int, Submit]] = queue.PriorityQueue()
+        self._queue: queue.PriorityQueue[tuple[int, int, int, Submit]] = queue.PriorityQueue()
+        """by tries, length and arrival"""
         self._order = count()
         self._waiting: set[int] = set()
         """requests that are not with the engine yet; those that were given up meanwhile are taken out"""
@@ -69,7 +72,7 @@ class Compiling:
                 self._waiting.add(message.number)
         if not room:
             return self._refuse(message, Busy("too many structures wait to be compiled; try again later"))
-        self._queue.put((0, next(self._order), message))
+        self._queue.put((0, len(message.params.structure.source) // _SHORT, next(self._order), message))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="compile", daemon=True)
             self._thread.start()
@@ -84,7 +87,7 @@ class Compiling:
         while True:
             self._next(*self._queue.get())
 
-    def _next(self, tries: int, place: int, message: Submit) -> None:
+    def _next(self, tries: int, length: int, place: int, message: Submit) -> None:
         """Try one: it goes to the engine, is refused, or waits for its second try."""
         if message.number not in self._waiting:
             return
@@ -92,7 +95,7 @@ class Compiling:
             self._compile(message, _TRY_S[tries])
         except TooLong as error:
             if tries + 1 < len(_TRY_S):
-                self._queue.put((tries + 1, place, message))
+                self._queue.put((tries + 1, length, place, message))
             else:
                 self._end(message, error)
         except ArmillaryError as error:

@@ -148,6 +148,15 @@ def test_slow_ones_wait_until_new_ones_had_their_turn_and_endless_ones_are_refus
     assert [source for source, _ in desk.clock.seen] == ["99", "3", "0.1", "98", "0.2", "99", "3", "98"]
 
 
+def test_short_ones_go_before_long_ones() -> None:
+    desk = Desk()
+    for number, source in enumerate(["0.1", "0.1" + "0" * 50_000, "0.1" + "0" * 10_000, "0.2"]):
+        desk.ask(number, source)
+    for _ in range(4):
+        desk.clock.gate.put(None)
+    assert [number for number, _ in desk.ends(4)] in ([0, 3, 2, 1], [3, 0, 2, 1])
+
+
 def test_one_that_is_known_does_not_wait() -> None:
     desk = Desk()
     desk.compiling._structures.maker(structure("0.1"))()
