@@ -74,8 +74,8 @@ def prefix_cache(home: Home) -> LeverCase:
 
 def chunk_size(home: Home) -> LeverCase:
     """Long prompts go in whole among requests that are being answered, whose next tokens wait."""
-    chats = mixed(8, tokens_in=(16, 32), tokens_out=(200, 220), seed=0)
-    essays = mixed(10, tokens_in=(1200, 1300), tokens_out=(4, 8), seed=1, name="long")
+    chats = mixed(8, tokens_in=(16, 32), tokens_out=(380, 400), seed=0)
+    essays = mixed(30, tokens_in=(1200, 1300), tokens_out=(4, 8), seed=1, name="long")
     lasts_s = len(chats) / bearable(serving_recipe(_WISH, {}), chats)
     return _served("chunk size", "serve.prefill_tokens", {"prefill_tokens": None, "max_tokens_per_step": 8192},
                    [*at_once(chats), *at_rate(essays, len(essays) / lasts_s, 0)])  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from armillary.diagnosis.compare import Comparison
     from armillary.diagnosis.diagnosis import Diagnosis
     from armillary.diagnosis.finding import Lever
+    from armillary.diagnosis.reading import Reading
+    from armillary.diagnosis.track_record import TrackRecord
     from armillary.store.runs import Run
 
 SHOWN_LEVERS = 5
@@ -51,18 +55,19 @@ def look(out: Output, home: Home, target: str, number: int | None, to: Path | No
     TARGET is a run, a server's URL, a trace, gauges.jsonl, or a log of someone else's training.
     """
     from armillary.diagnosis.diagnose import diagnose as judge
+    from armillary.diagnosis.keep import keep
     from armillary.diagnosis.open_reading import open_reading
 
     if to is not None and number is None:
         raise BadInput(f"--to {to} says where a changed recipe goes; add --apply N")
     reading = open_reading(target, home)
     found = judge(reading, home)
-    run = _run_of(target, home)
-    if run is not None:
-        keep(run, found)
+    run = _run_of(target, reading, home)
+    if run is not None and not _is_url(target):  # a server's page is a moment of its run
+        keep(run, found, home)
     if number is None:
-        say(out, found, target)
-        out.result(found, quiet=f"{found.loop or 'healthy'} {found.cause or ''}".strip())
+        say(out, found, target, applies=run is not None)
+        out.result(found, quiet=_in_a_word(found))
         return
     _apply(out, home, found, run, number, to)
 
@@ -82,47 +87,62 @@ def compare(out: Output, home: Home, a: str, b: str) -> None:
 
 def say_comparison(out: Output, home: Home, found: Comparison) -> None:
     """Predicted and obtained, in two lines."""
-    from armillary.diagnosis.track_record import read_record, summary
-    from armillary.units import seconds_text
+    from armillary.diagnosis.words import value_text
 
-    text = (lambda value: f"{value:,.4g}") if found.of.endswith("_per_s") else seconds_text
     name = "step" if found.of == "step_s" else found.of
-    told = f"   predicted {found.predicted:.2f} ×" if found.predicted else "   nobody predicted this change"
+    told = f"predicted {found.predicted:.2f} ×" if found.predicted else "nobody predicted this change"
     changed = ", ".join(f"{key}={value}" for key, value in found.change.items()) or "no key of the recipe"
-    out.say(f"{name} {text(found.before)} → {text(found.after)}   obtained {found.obtained:.2f} ×{told}   "
-            f"(track record: {summary(read_record(home))})")  # fmt: skip
+    out.say(f"{name} {value_text(found.of, found.before)} → {value_text(found.of, found.after)}   obtained "
+            f"{found.obtained:.2f} ×   {'nothing is booked' if found.notes else told}   "
+            f"(track record: {_record(out, home).summary})")  # fmt: skip
     out.say(f"changed: {changed}")
+    for note in found.notes:
+        out.say(f"note: {note}")
+
+
+def _record(out: Output, home: Home) -> TrackRecord:
+    """The track record; lines that are broken are said."""
+    from armillary.diagnosis.track_record import read_record
+
+    record = read_record(home)
+    for note in record.notes:
+        out.warn(note)
+    return record
 
 
 @diagnose.verb
 def track_record(out: Output, home: Home) -> None:
     """Every lever that was applied or compared: predicted, obtained, and the median error."""
-    from armillary.diagnosis.track_record import read_record, summary
-
-    record = read_record(home)
-    if record:
+    record = _record(out, home)
+    if record.levers:
         rows = [[one.run, one.title, one.of, f"{one.predicted:.2f} ×",
                  f"{one.obtained:.2f} ×" if one.obtained is not None else None,
-                 f"{one.error:.0%}" if one.error is not None else None] for one in record]  # fmt: skip
+                 f"{one.error:.0%}" if one.error is not None else None] for one in record.levers]  # fmt: skip
         out.table("", ["run", "lever", "of", "predicted", "obtained", "error"], rows)
-    out.say(f"track record: {summary(record)}")
-    errors = sorted(one.error for one in record if one.error is not None)
-    median = errors[len(errors) // 2] if errors else None
-    out.result({"levers": record, "median_error": median}, quiet=summary(record))
+    out.say(f"track record: {record.summary}")
+    out.result({"levers": record.levers, "median_error": record.median_error}, quiet=record.summary)
 
 
 # --- the verdict
 
 
-def say(out: Output, found: Diagnosis, target: str) -> None:
-    """The verdict as people read it."""
+def _in_a_word(found: Diagnosis) -> str:
+    return f"{found.loop} {found.cause}" if found.loop else "healthy" if found.judged else "cannot be judged"
+
+
+def say(out: Output, found: Diagnosis, target: str, *, applies: bool = True) -> None:
+    """The verdict as people read it; `applies`: there is a recipe that levers can change."""
+    from armillary.diagnosis.diagnosis import WORTH
+
     out.say(found.headline)
     for name, text in [*_evidence(found), *_others(found), *_levers(found)]:
         out.say(f"  {name:<11} {text}")
     for note in found.notes:
         out.say(f"  {'note':<11} {note}")
-    worth = next((i for i, lever in enumerate(found.levers, 1) if lever.change and not found.is_healthy), None)
-    if worth is not None:
+    if found.loop and not found.findings[0].levers:
+        out.say(f"  {'lever':<11} no change of the recipe is known that acts on this")
+    worth = next((i for i, lever in enumerate(found.levers, 1) if lever.change and lever.speedup > WORTH), None)
+    if worth is not None and found.loop and applies:
         out.say(f"apply: armillary diagnose {target} --apply {worth}")
 
 
@@ -158,48 +178,60 @@ def lever_text(lever: Lever, width: int = 0) -> str:
     return f"{lever.title:<{width}}   {gain}   risk {lever.risk}   {lever.sets or lever.action}"
 
 
-# --- what is kept
+# --- levers applied
 
 
-def _run_of(target: str, home: Home) -> Run | None:
+def _is_url(target: str) -> bool:
+    return target.startswith(("http://", "https://"))
+
+
+def _run_of(target: str, reading: Reading, home: Home) -> Run | None:
+    """The run that was pointed at: itself, its gauges.jsonl, or the page of the server that writes it."""
     from armillary.errors import NotFound
-    from armillary.store.runs import find_run
+    from armillary.store.runs import Run, find_run, is_run_folder, list_runs
 
-    if target.startswith(("http://", "https://")) or Path(target).expanduser().is_file():
-        return None
+    path = Path(target).expanduser()
+    if _is_url(target):
+        return next((run for run in list_runs(home) if run.id == reading.settings.get("run")), None)
+    if path.is_file():
+        inside = path.name == "gauges.jsonl" and is_run_folder(path.parent)
+        return Run(folder=path.parent.absolute()) if inside else None
     try:
         return find_run(home, target)
     except NotFound:
         return None
 
 
-def keep(run: Run, found: Diagnosis) -> None:
-    """In the run's folder, so that what was predicted stands before a lever is pulled."""
-    from armillary.diagnosis.diagnosis import FILE
-    from armillary.store.atomic import write_text
-
-    write_text(run.folder / FILE, found.to_json())
-
-
 def _apply(out: Output, home: Home, found: Diagnosis, run: Run | None, number: int, to: Path | None) -> None:
+    from armillary.cli.next_command import MODEL, next_command, place
+
     if run is None:
         raise BadInput(f"--apply changes the recipe of a run, and {found.source} is none; change it by hand")
-    path = write_lever(out, home, found, run, number, to)
-    verb = "train" if found.kind == "training" else "serve"
-    out.say(f"next: armillary {verb} {path_text(path)}, then armillary diagnose compare {run.name} NEW_RUN")
-    out.result({"recipe": str(path), "lever": found.lever(number)}, quiet=str(path))
+    path, lever = write_lever(out, home, found, run, number, to), found.lever(number)
+    command = next_command(run, lever, found.kind, path, home)
+    if f" {MODEL} " in command:
+        out.say(f"{MODEL} is the folder with the weights: the run names none that is there")
+    out.say(f"next: {command}")
+    when = "   (after the same requests)" if found.kind == "serving" else ""
+    out.say(f"then: {shlex.join(['armillary', 'diagnose', 'compare', run.name, 'NEW_RUN', *place(home)])}{when}")
+    out.result({"recipe": str(path), "lever": lever, "command": command}, quiet=str(path))
 
 
 def write_lever(out: Output, home: Home, found: Diagnosis, run: Run, number: int, to: Path | None = None) -> Path:
     """The recipe with lever `number` pulled, as a file; its prediction goes into the track record."""
     from armillary.diagnosis.apply import changed_recipe
-    from armillary.diagnosis.compare import as_kept
-    from armillary.diagnosis.track_record import remember
+    from armillary.diagnosis.compare import as_kept, measured
+    from armillary.diagnosis.read_run import read_run
+    from armillary.diagnosis.track_record import promise
     from armillary.store.atomic import write_text
 
     lever = found.lever(number)
     path = (to or Path(f"{run.name}.lever{number}.toml")).absolute()
-    write_text(path, changed_recipe(run, lever))
-    remember(home, as_kept(run, lever, recipe=str(path)))
+    write_text(path, changed_recipe(run, lever, found.kind))
+    value = measured(read_run(run, home), lever.of)
+    kept = as_kept(run, lever, at=time.time(), value=value, recipe=str(path))
+    stands = promise(home, kept).predicted
     out.say(f"{lever.title}: predicted {lever.speedup:.2f} ×, written to {path_text(path)}")
+    if f"{stands:.2f}" != f"{lever.speedup:.2f}":
+        out.say(f"{stands:.2f} × was predicted before: that is what it will be held to")
     return path

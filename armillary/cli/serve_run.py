@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from armillary.errors import ArmillaryError
@@ -61,9 +62,13 @@ def _predicted(home: Home, source: ModelSource, recipe: Recipe) -> tuple[dict[st
 
 
 def _precision(source: ModelSource, dtype: str | None) -> Precision:
-    """Number format of the weights: as asked for, else as config.json names it."""
+    """Number format of the weights: as asked for, else as they are stored."""
+    return next((known for known in _DTYPES.values() if known == dtype), stored_precision(source.folder))
+
+
+def stored_precision(folder: Path | None) -> Precision:
+    """As config.json names it."""
     from armillary.store.hf_folder import read_config
 
-    raw = read_config(source.folder) if source.folder is not None else {}
-    stored = _DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype") or ""), "bf16")
-    return next((known for known in _DTYPES.values() if known == dtype), stored)
+    raw = read_config(folder) if folder is not None else {}
+    return _DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype") or ""), "bf16")

@@ -9,27 +9,41 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from armillary.diagnosis.finding import Lever
+from armillary.diagnosis.reading import Kind
 from armillary.errors import BadInput
 from armillary.spec.recipe import Recipe, recipe_from_dict, to_toml
 from armillary.store.runs import Run
 
+SERVED = ("serve.", "layout.tp", "layout.precision")
+"""keys that `armillary serve` follows: its table of the recipe, and two flags"""
 
-def changed_recipe(run: Run, lever: Lever) -> str:
+
+def changed_recipe(run: Run, lever: Lever, kind: Kind = "training") -> str:
     """The recipe of `run` with the lever's change, as TOML."""
-    if not lever.change:
-        raise BadInput(f"'{lever.title}' changes no key of the recipe; {lever.action or 'do it by hand'}")
+    _refuse(lever, kind)
     wanted = recipe_from_dict(run.recipe, overrides_of(lever.change))
     given = run.folder / "recipe.toml"
     if given.is_file():
         text = given.read_text()
         for override in [*run.overrides, *overrides_of(lever.change)]:
             text = with_key(text, *override.split("=", 1))
-        if _reads_as(text, wanted):
+        if _reads_as(text, wanted, kind):
             return text
     return to_toml(wanted)
+
+
+def _refuse(lever: Lever, kind: Kind) -> None:
+    """A change that no recipe makes would be a file that changes nothing."""
+    if not lever.change:
+        raise BadInput(f"'{lever.title}' changes no key of the recipe; {lever.action or 'do it by hand'}")
+    unread = [key for key in lever.change if kind == "serving" and not key.startswith(SERVED)]
+    if unread:
+        raise BadInput(f"'{lever.title}' changes {', '.join(unread)}, which armillary serve does not read; "
+                       f"{lever.action or 'do it by hand'}")  # fmt: skip
 
 
 def overrides_of(change: Mapping[str, Any]) -> list[str]:
@@ -55,12 +69,16 @@ def with_key(text: str, key: str, value: str) -> str:
     return "\n".join([*lines[:end], written, *lines[end:]]) + "\n"
 
 
-def _reads_as(text: str, wanted: Recipe) -> bool:
-    """Whether the edited text is the recipe that is wanted; a key written in another way is not found by editing."""
+def _reads_as(text: str, wanted: Recipe, kind: Kind) -> bool:
+    """Whether the edited text is the recipe that is wanted; a key written in another way is not found by editing. Of a
+    server, model and layout are said on the command line, and nothing is trained."""
     try:
-        return recipe_from_dict(tomllib.loads(text)) == wanted
+        made = recipe_from_dict(tomllib.loads(text))
     except (BadInput, tomllib.TOMLDecodeError):
         return False
+    if kind == "serving":
+        made = replace(made, model=wanted.model, layout=wanted.layout, train=wanted.train, data=wanted.data)
+    return made == wanted
 
 
 def _plain(value: Any) -> str:

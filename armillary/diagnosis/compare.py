@@ -1,29 +1,30 @@
-"""Compare two runs: what a lever was predicted to buy, and what was obtained."""
+"""Compare two runs: what a lever was predicted to buy, and what was obtained.
+
+An outcome is booked only where it can be one: the lever is all that differs, and it was predicted before run b began.
+"""
 
 from __future__ import annotations
 
+import calendar
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from armillary.diagnosis.diagnosis import FILE, read_diagnosis
+from armillary.diagnosis.diagnosis import FILE, Diagnosis, read_diagnosis
+from armillary.diagnosis.differences import changes, other_conditions, other_keys
 from armillary.diagnosis.finding import Lever
 from armillary.diagnosis.parts import parts_of
 from armillary.diagnosis.read_run import read_run
-from armillary.diagnosis.reading import Reading
-from armillary.diagnosis.track_record import Kept, read_record, remember
+from armillary.diagnosis.reading import Kind, Reading
+from armillary.diagnosis.track_record import Kept, read_record, settle
 from armillary.errors import BadInput
-from armillary.spec.recipe import recipe_from_dict
 from armillary.store.home import Home
 from armillary.store.runs import Run
 
 STEP = "step_s"
-HARMLESS = frozenset({
-    "train.steps", "train.warmup_steps", "train.seed", "train.lr", "train.track", "train.log_every",
-    "train.profile_every", "data.seed", "data.verify",
-})  # fmt: skip
-"""keys that leave the time of a step as it is"""
+SHOWN_KEYS = 6
+"""keys named in a sentence"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +44,13 @@ class Comparison:
     obtained: float
     """speed-up: above 1 is better"""
     predicted: float | None = None
-    """speed-up as it was predicted before; none where nobody predicted this change"""
+    """speed-up as it was predicted before; none where nobody predicted just this change"""
     title: str = ""
     """the lever"""
     change: Mapping[str, Any]
     """keys of the recipe that differ, as they are in b"""
+    notes: tuple[str, ...] = ()
+    """why a lever that was pulled is not credited with this"""
 
     @property
     def error(self) -> float | None:
@@ -55,24 +58,30 @@ class Comparison:
 
 
 def compare(a: Run, b: Run, home: Home) -> Comparison:
-    """What changed, what it brought, and what was predicted; a prediction's outcome is remembered."""
-    if a.id == b.id:
-        raise BadInput(f"run {a.name} cannot be compared with itself; name the run after the change")
+    """What changed, what it brought, and what was predicted; the outcome of a prediction goes into the record."""
+    if a.folder.resolve() == b.folder.resolve():
+        raise BadInput(f"run {a.name} cannot be compared with itself; name the run with the lever pulled second")
     first, second = read_run(a, home), read_run(b, home)
     if first.kind != second.kind:
         raise BadInput(f"run {a.name} is {first.kind} and run {b.name} is {second.kind}; compare two of a kind")
-    change = changes(a, b)
-    told = _told(a, change, home, before=b.state.started)
+    told, notes = _told(a, b, home, first.kind)
+    if told is not None:
+        notes += [f"{one}, so {told.title} is not held to its {told.predicted:.2f} ×"
+                  for one in other_conditions(first, second)]  # fmt: skip
+    found = _measured_both(a, b, first, second, told)
+    if told is None or notes:
+        return replace(found, notes=tuple(notes))
+    settle(home, replace(told, obtained=found.obtained, by=b.id))
+    return replace(found, predicted=told.predicted, title=told.title)
+
+
+def _measured_both(a: Run, b: Run, first: Reading, second: Reading, told: Kept | None) -> Comparison:
     of = told.of if told else STEP if first.kind == "training" else _latency(first, second)
     before, after = measured(first, of), measured(second, of)
     if not before or not after:
         raise BadInput(f"{of} was not measured in both runs; compare runs that took some steps")
     obtained = after / before if is_rate(of) else before / after
-    found = Comparison(a=a.id, b=b.id, of=of, before=before, after=after, obtained=obtained, change=change,
-                       predicted=told.predicted if told else None, title=told.title if told else "")  # fmt: skip
-    if told is not None:
-        remember(home, replace(told, obtained=obtained, by=b.id))
-    return found
+    return Comparison(a=a.id, b=b.id, of=of, before=before, after=after, obtained=obtained, change=changes(a, b))
 
 
 def measured(reading: Reading, of: str) -> float | None:
@@ -86,47 +95,54 @@ def is_rate(gauge: str) -> bool:
     return gauge.endswith("_per_s")
 
 
-def changes(a: Run, b: Run) -> dict[str, Any]:
-    """Keys whose values differ, defaults filled in, with b's value."""
-    before, after = (_flat(run) for run in (a, b))
-    return {key: value for key, value in after.items() if before.get(key) != value}
-
-
-def _flat(run: Run) -> dict[str, Any]:
-    from armillary.spec.fields import to_plain
-
-    recipe = to_plain(recipe_from_dict(run.recipe))
-    return {f"{table}.{key}": value for table, values in recipe.items() if isinstance(values, dict)
-            for key, value in values.items()}  # fmt: skip
-
-
-def _told(a: Run, change: Mapping[str, Any], home: Home, *, before: float) -> Kept | None:
-    """What was predicted for this change before the other run began: by the lever that was applied, else by the run's
-    diagnosis."""
-    kept = [one for one in read_record(home) if one.run == a.id and _matches(one.change, change)]
-    if (a.folder / FILE).is_file():
-        at = (a.folder / FILE).stat().st_mtime
-        levers = [lever for lever in read_diagnosis(a.folder).levers if _matches(lever.change, change)]
-        kept += [as_kept(a, lever, at=at) for lever in levers if not kept]
-    earlier = [one for one in kept if one.predicted_at <= before]
-    return max(earlier, key=lambda one: (len(one.change), one.predicted_at), default=None)
-
-
-def as_kept(run: Run, lever: Lever, *, recipe: str = "", at: float | None = None) -> Kept:
-    """A lever as a prediction to be remembered."""
-    return Kept(run=run.id, title=lever.title, change=dict(lever.change), of=lever.of, predicted=lever.speedup,
-                predicted_at=time.time() if at is None else at, recipe=recipe)  # fmt: skip
-
-
-def _matches(lever: Mapping[str, Any], change: Mapping[str, Any]) -> bool:
-    """Whether all of a lever's keys were changed as it says, and no other that matters."""
-    others = set(change) - set(lever) - HARMLESS
-    return bool(lever) and not others and all(str(change.get(key)) == str(value) for key, value in lever.items())
-
-
 def _latency(first: Reading, second: Reading) -> str:
     """What to hold two servers against where nobody predicted anything."""
     both = [name for name in ("tokens_out_per_s", "e2e_p50_s", "ttft_p50_s") if first.get(name) and second.get(name)]
     if not both:
         raise BadInput("the two runs have no figure in common; compare runs that answered requests")
     return both[0]
+
+
+# --- what was predicted
+
+
+def predictions(run: Run, home: Home) -> list[Kept]:
+    """Of this run's levers: first those that were applied, in the order they were, then those of its diagnosis."""
+    kept = sorted((one for one in read_record(home).lines if one.run == run.id), key=lambda one: one.predicted_at)
+    if not (run.folder / FILE).is_file():
+        return kept
+    found = read_diagnosis(run.folder)
+    return kept + [as_kept(run, lever, at=made_at(found)) for lever in found.levers if lever.change]
+
+
+def as_kept(run: Run, lever: Lever, *, at: float, value: float | None = None, recipe: str = "") -> Kept:
+    """A lever as a prediction; `value` is what its gauge is now."""
+    expected = None if value is None else value * lever.speedup if is_rate(lever.of) else value / lever.speedup
+    return Kept(run=run.id, title=lever.title, change=dict(lever.change), of=lever.of, value=value,
+                predicted=lever.speedup, expected=expected, predicted_at=at, recipe=recipe)  # fmt: skip
+
+
+def made_at(found: Diagnosis) -> float:
+    """Unix seconds at which a diagnosis was there: the end of the second it names."""
+    try:
+        return calendar.timegm(time.strptime(found.created, "%Y-%m-%dT%H:%M:%SZ")) + 1.0
+    except ValueError:
+        return float("inf")
+
+
+def _told(a: Run, b: Run, home: Home, kind: Kind) -> tuple[Kept | None, list[str]]:
+    """The first prediction of what differs between the runs, and what speaks against holding it to its word."""
+    pulled = [(one, others) for one in predictions(a, home)
+              if (others := other_keys(a, b, one.change, kind)) is not None]  # fmt: skip
+    if not pulled:
+        return None, []
+    began = b.state.started
+    one, others = min(pulled, key=lambda pair: (len(pair[1]), pair[0].predicted_at > began))
+    said = f"{one.title} was predicted to bring {one.predicted:.2f} ×"
+    notes = [f"{said}, but more differs than that: {_names(others)}"] if others else []
+    return one, notes + ([f"{said} only after run {b.name} had begun"] if one.predicted_at > began else [])
+
+
+def _names(keys: Sequence[str]) -> str:
+    more = len(keys) - SHOWN_KEYS
+    return ", ".join(keys[:SHOWN_KEYS]) + (f" and {more} more" if more > 0 else "")

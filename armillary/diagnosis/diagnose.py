@@ -31,6 +31,10 @@ STANDS_BY_LEVER = ("needless_recompute", "needless_offload", "precision")
 """causes that are none where no lever acts on them: it was needed after all"""
 GENERAL = ("compute", "memory_bandwidth")
 """causes that only say what the time is: any other that explains a lever goes before"""
+HEAVY = 0.25
+"""share from which a cause is named though no lever is known against it"""
+FEWEST = 4
+"""steps or requests that must have been timed before a run is called healthy"""
 GENERAL_WORTH = 1.3
 """predicted speed-up from which kernels that are merely the time are said to limit a training run"""
 PRICED_SHARE = (*GENERAL, "launch_overhead", *STANDS_BY_LEVER)
@@ -51,18 +55,50 @@ def diagnose(reading: Reading, home: Home) -> Diagnosis:
     """The verdict on one reading."""
     found = [finding for rule in rules_for(reading) if (finding := rule(reading, reading.plan)) is not None]
     levered = [replace(one, levers=one.levers or _levers(one, reading, home)) for one in found]
-    priced = [_priced(finding) for finding in _each_once(levered)]
+    priced = serving_levers.settled([_priced(finding, reading) for finding in _each_once(levered)])
     kept = [finding for finding in priced if finding.cause not in STANDS_BY_LEVER or is_worth(finding)]
-    kept.sort(key=lambda finding: (not is_worth(finding, reading.kind), -finding.share))
-    limiting = kept[0] if kept and is_worth(kept[0], reading.kind) else None
+    kept.sort(key=lambda finding: _order(finding, reading.kind))
+    limiting = kept[0] if kept and limits(kept[0], reading.kind) else None
     levers = _ranked(kept, limiting)
-    gain = max((lever.speedup for lever in levers), default=1.0) - 1
+    gain = _gain(levers, limiting)
+    judged = limiting is not None or is_enough(reading)
     return Diagnosis(
         source=reading.source, kind=reading.kind, created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         loop=limiting.loop if limiting else None, cause=limiting.cause if limiting else None,
-        headline=_headline(limiting, kept, gain), gain=max(0.0, gain), budget=budget_of(reading),
-        findings=tuple(kept), levers=levers, notes=reading.notes,
+        headline=_headline(limiting, kept, gain) if judged else f"cannot be judged: {_lacks(reading)}", judged=judged,
+        gain=gain, budget=budget_of(reading), findings=tuple(kept), levers=levers, notes=reading.notes,
     )  # fmt: skip
+
+
+def limits(finding: Finding, kind: Kind) -> bool:
+    """Whether a cause may name the loop: a lever acts on it, or it costs so much that it must be said all the same."""
+    heavy = finding.share >= HEAVY and finding.cause not in (*GENERAL, *STANDS_BY_LEVER)
+    return heavy or is_worth(finding, kind)
+
+
+def _order(finding: Finding, kind: Kind) -> tuple[bool, bool, float]:
+    """What limits first. Causes of a server overlap, and the one that a lever acts on is told before the others."""
+    unpriced = kind == "serving" and not is_worth(finding, kind)
+    return not limits(finding, kind), unpriced, -finding.share
+
+
+def is_enough(reading: Reading) -> bool:
+    """Whether there is anything to judge: steps or requests that were timed, a page with traffic, a recorded budget."""
+    timed = len(reading.series("step_s")) or len(reading.series("engine_step_s")) or len(reading.requests)
+    told = any(name in reading.values for name in ("useful_fraction", "step_s", "e2e_s", "ttft_s", "e2e_p50_s"))
+    return timed >= FEWEST or told
+
+
+def _lacks(reading: Reading) -> str:
+    what = "requests" if reading.kind == "serving" else "steps"
+    return f"{reading.source} has measured too few {what}; let it run on"
+
+
+def _gain(levers: tuple[Lever, ...], limiting: Finding | None) -> float:
+    """What the best lever adds to the gauge that limits, or to the speed where none does."""
+    of = limiting.levers[0].of if limiting and limiting.levers else "step_s"
+    same = [lever.speedup for lever in levers if lever.of == of] or [lever.speedup for lever in levers]
+    return max(0.0, max(same, default=1.0) - 1)
 
 
 def is_worth(finding: Finding, kind: Kind = "training") -> bool:
@@ -72,10 +108,10 @@ def is_worth(finding: Finding, kind: Kind = "training") -> bool:
     return any(lever.speedup > enough for lever in finding.levers)
 
 
-def _priced(finding: Finding) -> Finding:
+def _priced(finding: Finding, reading: Reading) -> Finding:
     """With the share that its levers tell, where only they do."""
     served = max((lever.speedup for lever in finding.levers if lever.of == "tokens_out_per_s"), default=0.0)
-    if served:  # a batch job played again: all its causes are measured by the same rate
+    if served and reading.steps:  # a batch job played again: all its causes are measured by the same rate
         return replace(finding, share=max(0.0, 1 - 1 / served))
     best = max((lever.speedup for lever in finding.levers if lever.of == "step_s"), default=1.0)
     share = max(finding.share, 1 - 1 / best) if finding.cause in PRICED_SHARE else finding.share
@@ -92,7 +128,7 @@ def _each_once(findings: list[Finding]) -> list[Finding]:
 
 
 def _levers(finding: Finding, reading: Reading, home: Home) -> tuple[Lever, ...]:
-    if reading.plan is None and reading.by != "armillary":
+    if reading.plan is None and reading.kind != "serving":
         return their_levers.levers_for(finding, reading)
     price = serving_levers.levers_for if reading.kind == "serving" else training_levers.levers_for
     return price(finding, reading, home)
@@ -100,8 +136,10 @@ def _levers(finding: Finding, reading: Reading, home: Home) -> tuple[Lever, ...]
 
 def _ranked(findings: list[Finding], limiting: Finding | None) -> tuple[Lever, ...]:
     """The best lever of what limits first, then all others by what they buy; each once."""
-    first = limiting.levers[0] if limiting else None
-    rest = sorted((lever for one in findings for lever in one.levers), key=lambda lever: -lever.speedup)
+    first = limiting.levers[0] if limiting and limiting.levers else None
+    of = first.of if first else "step_s"
+    rest = [lever for one in findings for lever in one.levers]
+    rest.sort(key=lambda lever: (lever.of != of, -lever.speedup))
     seen: dict[str, Lever] = {}
     for lever in ([first] if first else []) + rest:
         seen.setdefault(lever.sets or lever.title, lever)

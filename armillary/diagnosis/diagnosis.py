@@ -45,9 +45,12 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
     """what could not be read or judged"""
 
+    judged: bool = True
+    """whether enough was measured to say anything"""
+
     @property
     def is_healthy(self) -> bool:
-        return self.loop is None
+        return self.judged and self.loop is None
 
     def lever(self, number: int) -> Lever:
         """By the number it is shown with, from 1."""

@@ -10,6 +10,8 @@ from armillary.units import seconds_text
 
 STRETCHED = 4.0
 """times the usual gap: steps with prompts in them are always longer, but a well chosen budget keeps them below it"""
+CHOSEN = 2.0
+"""times that, where parts of prompts have a size that somebody chose: it is for an objective to say that it is too much"""
 NOTICED_S = 0.02
 """a gap: nobody reads or speaks faster than fifty tokens a second"""
 SOMETIMES = 0.01
@@ -26,7 +28,9 @@ def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
     usual, worst = reading.get("itl_p50_s"), reading.get("itl_p99_s")
     if usual is None or worst is None or here.cost is None:
         return None
-    limit = here.objective.itl_p99_s or (None if here.batch_job else max(STRETCHED * _alone_s(here), NOTICED_S))
+    chosen = here.serve.prefill_tokens is not None or here.serve.prefill_slowdown is not None
+    times = STRETCHED * (CHOSEN if chosen else 1.0)
+    limit = here.objective.itl_p99_s or (None if here.batch_job else max(times * _alone_s(here), NOTICED_S))
     if limit is None or worst <= limit or here.stretched(limit) < SOMETIMES:
         return None
     alone = min(worst, _alone_s(here))
@@ -36,7 +40,7 @@ def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
         says=f"one gap in a hundred between tokens is {seconds_text(worst)} or more, {worst / alone:.0f} times a step "
              f"without prompts: up to {_largest(here):,.0f} prompt tokens go into a step beside decodes", evidence=(
             Evidence(gauge="itl_p99_s", value=worst, expected=limit,
-                     against="objective" if here.objective.itl_p99_s else f"{STRETCHED:g} × a step without prompts"),
+                     against="objective" if here.objective.itl_p99_s else f"{times:g} × a step without prompts"),
             Evidence(gauge="itl_p50_s", value=usual),
             Evidence(gauge="prefill_tokens", value=_largest(here), expected=float(here.serve.max_tokens_per_step),
                      against="budget of a step")),

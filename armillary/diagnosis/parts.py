@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from armillary.diagnosis.reading import Reading
+from armillary.store.gauges import Record
 
 HIGH = 0.9
 """percentile to which higher values are lowered"""
@@ -92,8 +93,12 @@ def _steady(reading: Reading, gauge: str) -> float:
 def recomputed(reading: Reading) -> float | None:
     """Share of a step that makes activations again: within each step that has it, since steps of another moment may be
     quicker or slower."""
-    parts = ("compute_s", "comm_exposed_s", "bubble_s", "overhead_s")
-    found = [(float(one["recompute_s"]), sum(float(one.get(name, 0.0)) for name in parts) or float(one.get("step_s", 0.0)))
-             for one in reading.steps if "recompute_s" in one]  # fmt: skip
+    found = [(float(one["recompute_s"]), _length(one)) for one in reading.steps if "recompute_s" in one]
     shares = [min(1.0, seconds / whole) for seconds, whole in found if whole > 0]
     return median(shares) if shares else None
+
+
+def _length(record: Record) -> float:
+    """Seconds of one step: of a recorded one, its parts."""
+    parts = sum(float(record.get(name, 0.0)) for name in ("compute_s", "comm_exposed_s", "bubble_s", "overhead_s"))
+    return parts if "compute_s" in record else float(record.get("step_s", 0.0))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from armillary.diagnosis.apply import overrides_of
 from armillary.diagnosis.launching import launching
 from armillary.diagnosis.parts import Parts, parts_of, recomputed
 from armillary.diagnosis.reading import Reading
@@ -100,7 +101,7 @@ class Pricing:
     def _then(self, change: Mapping[str, Any]) -> Prediction | None:
         """The changed recipe as predicted; None where it is refused."""
         try:
-            recipe = recipe_from_dict(self.plan.recipe, [f"{key}={_text(value)}" for key, value in change.items()])
+            recipe = recipe_from_dict(self.plan.recipe, overrides_of(change))
             job = recipe.train
             check_layout(recipe.layout, self.plan.model, num_devices=self._devices, sequence=job.sequence,
                          batch_tokens=job.batch_tokens, by_trainer=True)  # fmt: skip
@@ -142,8 +143,18 @@ class Pricing:
         if fixed is None:
             before, after = (worked(one, apart) + float(one.time.launch[0] + one.time.other[0]) for one in (now, then))
             return after / before
+        if now.precision() != then.precision() and self.reading.get("fusible_fraction") is not None:
+            return self._narrower_ratio(then, fixed)
         fewer = launches(then, apart) / launches(now, apart)
         return fixed * fewer + (1 - fixed) * without_calls(then, apart) / without_calls(now, apart)
+
+    def _narrower_ratio(self, then: Prediction, fixed: float) -> float:
+        """Another number format: measured passes over memory by the predicted time of such passes, the rest by that of
+        products and attention; launches stay."""
+        passes = min(1 - fixed, self.reading.get("fusible_fraction") or 0.0)
+        moved = _of(then, "memory", "optimizer") / _of(self.now, "memory", "optimizer")
+        multiplied = _of(then, "gemm", "attention") / _of(self.now, "gemm", "attention")
+        return fixed + passes * moved + (1 - fixed - passes) * multiplied
 
     @property
     def again_s(self) -> float:
@@ -179,15 +190,13 @@ def without_calls(found: Prediction, apart: bool = False) -> float:
     return max(0.1 * whole, whole - launches(found, apart) * layers * found.case.curves.kernel_s)
 
 
+def _of(found: Prediction, *names: str) -> float:
+    return float(sum(getattr(found.time, name)[0] for name in names))
+
+
 def _carried(measured: float, now: float, then: float) -> float:
     """A measured part, changed in the predicted proportion; where none was predicted, what will be is added."""
     return measured * float(then / now) if now > 0 else measured + float(then)
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def pricing_of(reading: Reading, home: Home) -> Pricing | None:

@@ -37,7 +37,8 @@ def static_batching(reading: Reading, plan: Plan | None) -> Finding | None:
     here = Service(reading, plan)
     if here.serve.batching == "continuous" or max(here.queued_share, here.queue_share) < WAITS:
         return None  # where a window is waited for, there are no steps
-    share = with_queue(here, here.share_saved(min(here.serve.max_running, max(here.wanted, here.decoding))))
+    saved = here.share_saved(min(here.serve.max_running, max(here.wanted, here.decoding)))
+    share = saved if here.batch_job else max(saved, here.queue_share)  # it makes the queue, however many come
     if share < GAINS:
         return None
     return Finding(
@@ -103,7 +104,7 @@ def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
     deeper = [found.share for rule in DEEPER if (found := rule(reading, plan)) is not None]
     share = max(here.queue_share, CROWDED if refused else 0.0)
     return Finding(
-        loop="product", cause="too_few_replicas", rule="too_few_replicas", share=min([share, *_behind(deeper)]),
+        loop="product", cause="too_few_replicas", rule="too_few_replicas", share=min([share, *_behind(deeper, share)]),
         says=f"requests come faster than one server answers them: they spend {here.queue_share:.0%} of their time "
              "waiting", evidence=(
             queue(here), waiting(here),
@@ -111,9 +112,9 @@ def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
     )  # fmt: skip
 
 
-def _behind(shares: list[float]) -> list[float]:
-    """Just below those that explain the queue."""
-    return [0.95 * share for share in shares if share >= EXPLAINS]
+def _behind(shares: list[float], queue_share: float) -> list[float]:
+    """Just below those that explain the whole queue."""
+    return [0.95 * share for share in shares if share >= max(EXPLAINS, queue_share)]
 
 
 def _rows_that_fit(here: Service) -> float:

@@ -17,8 +17,9 @@ GAINS = 0.05
 
 
 def with_queue(here: Service, saved: float) -> float:
-    """The share of a cause that saves so much of the steps' time: where that is a good part, the queue goes with it."""
-    return saved if here.batch_job or saved < EXPLAINS else max(saved, here.queue_share)
+    """The share of a cause that saves so much of the steps' time: where that is a good part, and as much as was too
+    much, the queue goes with it."""
+    return saved if here.batch_job or saved < max(EXPLAINS, here.excess) else max(saved, here.queue_share)
 
 
 def prompt_of_ttft(here: Service) -> float:

@@ -85,6 +85,16 @@ class Service:
         over = max(float(one["arrived_s"]) + float(one["e2e_s"]) for one in timed)
         return max(came) - min(came) <= AT_ONCE * (over - min(came))
 
+    @cached_property
+    def excess(self) -> float:
+        """Share of the work that is too much: requests came in this much less time than it took to answer them."""
+        timed = [one for one in self.reading.requests if "arrived_s" in one and "e2e_s" in one]
+        came = [float(one["arrived_s"]) for one in timed]
+        if len(came) < 2:
+            return 0.0
+        over = max(float(one["arrived_s"]) + float(one["e2e_s"]) for one in timed)
+        return max(0.0, 1 - (max(came) - min(came)) / (over - min(came))) if over > min(came) else 0.0
+
     # --- the queue
 
     @cached_property

@@ -29,6 +29,8 @@ NEARLY = 0.97
 """of the best gain: a smaller change that buys as much is the better one"""
 HARM = {"ttft_p50_s": 1.5, "e2e_p50_s": 1.15, "tokens_out_per_s": 1.15}
 """times that others may lose by a change of gaps: prompts that go in by parts end later themselves"""
+CLEARS = 0.5
+"""of what more servers would gain: a lever that gains as much has dealt with the queue"""
 QUEUE = 0.1
 """of a request's time: less waiting than that need not go"""
 HOST_S = 5e-4
@@ -66,6 +68,24 @@ def limiting_gauge(finding: Finding, service: Service) -> str:
     if service.batch_job:
         return "tokens_out_per_s"
     return "ttft_p50_s" if finding.cause == "cache_misses" and service.queue_share < 0.5 else "e2e_p50_s"
+
+
+def settled(findings: list[Finding]) -> list[Finding]:
+    """Findings with their levers: a cause whose lever leaves most of the queue that more servers would clear does not
+    own it, and what is left are too few servers."""
+    crowd = next((one for one in findings if one.cause == "too_few_replicas" and one.levers), None)
+    if crowd is None:
+        return findings
+    whole = crowd.levers[0]
+    gains = {one.rule: max((lever.speedup for lever in one.levers if lever.of == whole.of), default=0.0)
+             for one in findings if one is not crowd}  # fmt: skip
+    weak = {rule: gain for rule, gain in gains.items() if gain and gain - 1 < CLEARS * (whole.speedup - 1)}
+    if not weak:
+        return findings
+    shares = {rule: max(0.0, 1 - 1 / gain) for rule, gain in weak.items()}
+    if len(weak) == sum(gain > 0 for gain in gains.values()):
+        shares[crowd.rule] = 1 - 1 / whole.speedup
+    return [replace(one, share=shares.get(one.rule, one.share)) for one in findings]
 
 
 # --- by rule

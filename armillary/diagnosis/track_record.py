@@ -1,21 +1,23 @@
 """The track record: what was predicted of levers and what came of them, kept in the store, so that honesty shows.
 
-One JSON line a comparison; the same two runs compared again replace the line before.
+One JSON line a prediction or an outcome. Lines are only ever added: the first prediction of a lever is the one that
+counts, and of two runs that are compared again the last outcome.
 """
 
 from __future__ import annotations
 
-import os
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from armillary.errors import BadData
+from armillary.errors import BadData, BadInput
 from armillary.spec.fields import build, to_plain
 from armillary.store import strict_json
-from armillary.store.atomic import plain_errors, write_text
+from armillary.store.atomic import plain_errors
 from armillary.store.home import Home
 
 
@@ -31,8 +33,12 @@ class Kept:
     """key of the recipe -> value"""
     of: str = "step_s"
     """the gauge that the speed-ups are about"""
+    value: float | None = None
+    """that gauge in the run that was diagnosed"""
     predicted: float
     """speed-up, before"""
+    expected: float | None = None
+    """the gauge as predicted with the lever pulled"""
     predicted_at: float
     """unix seconds of the prediction"""
     obtained: float | None = None
@@ -47,45 +53,105 @@ class Kept:
         """|obtained / predicted − 1|."""
         return abs(self.obtained / self.predicted - 1) if self.obtained is not None else None
 
+    @property
+    def lever(self) -> tuple[str, str, str]:
+        """What makes two lines be about the same prediction."""
+        return self.run, json.dumps(to_plain(self.change), sort_keys=True), self.of
+
+    @property
+    def is_sound(self) -> bool:
+        figures = [self.predicted] if self.obtained is None else [self.predicted, self.obtained]
+        return all(math.isfinite(figure) and figure > 0 for figure in figures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackRecord:
+    """Every line that could be read."""
+
+    lines: tuple[Kept, ...] = ()
+    """as they were written, oldest first"""
+    notes: tuple[str, ...] = ()
+    """what could not be read"""
+
+    @property
+    def levers(self) -> tuple[Kept, ...]:
+        """Each pair of runs once, as last compared, and each prediction that waits for its outcome."""
+        done = {line.lever for line in self.lines if line.by}
+        found: dict[tuple[str, ...], Kept] = {}
+        for line in self.lines:
+            if line.by:
+                found[(*line.lever, line.by)] = line
+            elif line.lever not in done:
+                found.setdefault(line.lever, line)
+        return tuple(found.values())
+
+    @property
+    def median_error(self) -> float | None:
+        errors = [one.error for one in self.levers if one.error is not None]
+        return median(errors) if errors else None
+
+    @property
+    def summary(self) -> str:
+        """'15 levers, median error 8 %'."""
+        count = sum(one.error is not None for one in self.levers)
+        if self.median_error is None:
+            return "no lever was measured yet"
+        return f"{count} lever{'s' if count > 1 else ''}, median error {self.median_error:.0%}"
+
 
 def path_of(home: Home) -> Path:
     return home.work / "track-record.jsonl"
 
 
-def read_record(home: Home) -> list[Kept]:
-    """Every line, oldest first."""
+def read_record(home: Home) -> TrackRecord:
+    """Every line; a broken one is left out with a note."""
     path = path_of(home)
     if not path.is_file():
-        return []
-    return [_parsed(line, path) for line in path.read_text().splitlines() if line.strip()]
-
-
-def _parsed(line: str, path: Path) -> Kept:
+        return TrackRecord()
     try:
-        values = strict_json.loads(line)
-    except ValueError:
-        values = None
-    if not isinstance(values, dict):
-        raise BadData(f"{path} has a broken line: {line[:40]!r}; delete that line to read the rest")
-    return build(Kept, values, str(path))
+        texts = path.read_bytes().splitlines()
+    except OSError as error:
+        raise BadData(f"{path} cannot be read ({error.strerror}); check who may read it") from None
+    found = {number: _parse(text, path) for number, text in enumerate(texts, 1) if text.strip()}
+    return TrackRecord(
+        lines=tuple(line for line in found.values() if line is not None),
+        notes=tuple(f"line {number} of {path} is broken and left out; delete it"
+                    for number, line in found.items() if line is None),
+    )  # fmt: skip
 
 
-def remember(home: Home, kept: Kept) -> None:
-    """Add a line; one about the same run, change and outcome gives way."""
-    same = (kept.run, dict(kept.change), kept.title, kept.by)
-    others = [one for one in read_record(home) if (one.run, dict(one.change), one.title, one.by) != same]
-    if kept.by:  # what was only predicted has come true
-        others = [one for one in others if one.by or (one.run, dict(one.change)) != (kept.run, dict(kept.change))]
-    path = path_of(home)
+def _parse(text: bytes, path: Path) -> Kept | None:
+    try:
+        values = strict_json.loads(text)
+        line = build(Kept, values, str(path)) if isinstance(values, dict) else None
+    except (ValueError, RecursionError, BadInput):
+        return None
+    return line if line is not None and line.is_sound else None
+
+
+def promise(home: Home, kept: Kept) -> Kept:
+    """Write a prediction down, unless the same lever was predicted before; gives the one that counts."""
+    before = next((line for line in read_record(home).lines if line.lever == kept.lever), None)
+    if before is None:
+        _append(path_of(home), kept)
+    return before or kept
+
+
+def settle(home: Home, kept: Kept) -> None:
+    """Write an outcome down; the same once more adds nothing."""
+    assert kept.by and kept.obtained is not None, "an outcome names its run and what it brought"
+    pair = (kept.lever, kept.by)
+    last = next((line for line in reversed(read_record(home).lines) if (line.lever, line.by) == pair), None)
+    if last is None or last.obtained != kept.obtained:
+        _append(path_of(home), kept)
+
+
+def _append(path: Path, kept: Kept) -> None:
+    line = strict_json.dumps(to_plain(kept)).encode() + b"\n"
     with plain_errors(path):
-        os.makedirs(path.parent, exist_ok=True)
-    write_text(path, "".join(strict_json.dumps(to_plain(one)) + "\n" for one in [*others, kept]))
-
-
-def summary(record: list[Kept]) -> str:
-    """'15 levers, median error 8 %'."""
-    errors = [one.error for one in record if one.error is not None]
-    if not errors:
-        return "no lever was measured yet"
-    count = f"{len(errors)} lever" + ("s" if len(errors) > 1 else "")
-    return f"{count}, median error {median(errors):.0%}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab+") as file:
+            end = file.seek(0, 2)
+            file.seek(max(0, end - 1))
+            torn = end > 0 and file.read(1) != b"\n"  # a writer was killed: its line stays broken, ours does not
+            file.write(b"\n" + line if torn else line)

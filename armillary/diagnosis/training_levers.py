@@ -58,7 +58,7 @@ def _workers(finding: Finding, reading: Reading, pricing: Pricing | None) -> Ite
         return
     wait = max(0.0, parts.step * now / count - busy)
     yield from _lever(pricing.priced({"data.workers": count}, data_wait=wait), f"loader workers "
-                      f"{pricing.plan.data.workers} → {count}", basis=AMDAHL,
+                      f"{pricing.plan.data.workers} → {count}", basis=f"at most, with cores to spare: {AMDAHL}",
                       risk="a core and a copy of the reader each")  # fmt: skip
 
 

@@ -21,12 +21,12 @@ from armillary.kernels.paged_token import attend_tokens as reference
 from armillary.kernels.paged_token import plain
 from armillary.kernels.qkv_cache import QkvOptions
 
-# M query heads of a KV head, padded; N keys of a tile; D head dim, R = D / 2 dims that turn with R others
+# M query heads of a KV head, padded; N keys of a tile; D head dim, the first half of which turns with the second
 
-_PROGRAMS, _MOST_SPLITS = 128, 32
-"""of the first launch, at most; those that share a sequence and KV head, at most"""
-_KEYS, _WARPS = 64, 4
-"""of a tile, of a program"""
+_MOST_SPLITS = 32
+"""programs that share a sequence and KV head, at most"""
+_SHORT = 4096
+"""tokens of a table up to which a program has few tiles: one alone on its multiprocessor is quickest then"""
 
 
 def attend_tokens(
@@ -39,7 +39,8 @@ def attend_tokens(
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
     rows, kv_heads, size = len(qkv), cache.shape[2], cache.shape[4]
     group = qkv.shape[1] // (kv_heads * size) - 2
-    splits, m = num_splits(rows * kv_heads), max(16, power_of_two(group))
+    tokens = batch.tables_BP.shape[1] * cache.shape[3]
+    (splits, keys), m = tiling(rows * kv_heads, size * cache.element_size(), tokens), max(16, power_of_two(group))
     out = qkv.new_empty(rows, kv_heads * group * size)
     programs = rows * kv_heads * splits
     partial = torch.empty(programs * m * size, dtype=torch.float32, device=qkv.device)
@@ -53,9 +54,8 @@ def attend_tokens(
         attend[(programs,)](
             qkv, cos_TR, sin_TR, q_weight, k_weight, slots_T, tables, lengths_B, cache, partial, peaks,
             options.scale, heads.eps, qkv.stride(0), *cache.stride()[:4], tables.stride(0),
-            HEADS=kv_heads, GROUP=group, R=size // 2, PAGE=cache.shape[3], SPLITS=splits, NORM=normed,
-            PLUS_ONE=heads.plus_one, M=m, N=_KEYS if size <= 128 else 32, EARLY=early, num_warps=_WARPS,
-            **early_launch(early),
+            HEADS=kv_heads, GROUP=group, D=size, PAGE=cache.shape[3], SPLITS=splits, NORM=normed,
+            PLUS_ONE=heads.plus_one, M=m, N=keys, EARLY=early, num_warps=4, **early_launch(early),
         )  # fmt: skip
         join[(rows * kv_heads * group,)](
             partial, peaks, out, GROUP=group, D=size, SPLITS=splits, M=m, EARLY=early, num_warps=4,
@@ -64,52 +64,52 @@ def attend_tokens(
     return out
 
 
-def num_splits(pairs: int) -> int:
-    """Programs that share a sequence and KV head, a power of two: so many that all of them are about _PROGRAMS."""
-    return max(1, min(_MOST_SPLITS, power_of_two(_PROGRAMS // pairs + 1) // 2))
+def tiling(pairs: int, key_bytes: int, tokens: int) -> tuple[int, int]:
+    """Programs that share a sequence and KV head, a power of two, and keys of a tile: on an H200 128 programs and tiles
+    of 8 KB where tables are short, twice as many and twice as large for more loads on their way elsewhere."""
+    more = 1 if tokens <= _SHORT else 2
+    splits = max(1, min(_MOST_SPLITS, power_of_two(128 * more // pairs + 1) // 2))
+    return splits, max(16, min(64, 8192 * more // key_bytes))
 
 
 @triton.jit
-def _tile(cache, table, tile, stop, past, page_stride, kv_stride, slot_stride, R: tl.constexpr, PAGE: tl.constexpr,
+def _tile(cache, table, tile, stop, past, page_stride, kv_stride, slot_stride, D: tl.constexpr, PAGE: tl.constexpr,
           N: tl.constexpr):  # fmt: skip
-    """Keys of a tile as the halves that turn with each other, values, and which are there. Past L1: each is read once,
-    and may have been written since this kernel began."""
+    """Keys and values of a tile, and which are there. Past L1: each is read once, and may have been written since this
+    kernel began."""
     key = tile * N + tl.arange(0, N)
     there = (key < past) & (tile < stop)
     page = tl.load(table + key // PAGE, mask=there, other=0, cache_modifier=".cg").to(tl.int64)
-    rows = cache + (page * page_stride + (key % PAGE) * slot_stride)[:, None]
-    half, dim = tl.arange(0, R)[None, :], tl.arange(0, 2 * R)[None, :]
-    first = tl.load(rows + half, mask=there[:, None], other=0.0, cache_modifier=".cg")
-    second = tl.load(rows + R + half, mask=there[:, None], other=0.0, cache_modifier=".cg")
-    values = tl.load(rows + kv_stride + dim, mask=there[:, None], other=0.0, cache_modifier=".cg")
-    return first, second, values, there
+    rows = cache + (page * page_stride + (key % PAGE) * slot_stride)[:, None] + tl.arange(0, D)[None, :]
+    keys = tl.load(rows, mask=there[:, None], other=0.0, cache_modifier=".cg")
+    return keys, tl.load(rows + kv_stride, mask=there[:, None], other=0.0, cache_modifier=".cg"), there
 
 
 @triton.jit
-def _halves(weight, R: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr):
-    """The norm's weights for dims that turn with each other."""
+def _weights(weight, dim, other, NORM: tl.constexpr, PLUS_ONE: tl.constexpr):
+    """The norm's, for dims and for those they turn with."""
     if NORM:
-        half, more = tl.arange(0, R)[None, :], 1.0 if PLUS_ONE else 0.0
-        return tl.load(weight + half).to(tl.float32) + more, tl.load(weight + R + half).to(tl.float32) + more
+        more = 1.0 if PLUS_ONE else 0.0
+        first, second = tl.load(weight + dim).to(tl.float32) + more, tl.load(weight + other).to(tl.float32) + more
+        return first[None, :], second[None, :]
     else:
         return 1.0, 1.0
 
 
 @triton.jit
-def _turned(first, second, weights, cos, sin, eps, R: tl.constexpr, NORM: tl.constexpr):
-    """Rows [., R] twice after norm and rotation, in fp32."""
-    first, second = first.to(tl.float32), second.to(tl.float32)
+def _turned(x, turned, weights, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Rows [., D], given what each dim turns with too, after norm and rotation."""
+    wide, turned = x.to(tl.float32), turned.to(tl.float32)
     if NORM:
-        inverse = tl.rsqrt(tl.sum(first * first + second * second, 1) / (2 * R) + eps)[:, None]
-        first, second = first * inverse * weights[0], second * inverse * weights[1]
-    return first * cos - second * sin, second * cos + first * sin
+        inverse = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
+        wide, turned = wide * inverse * weights[0], turned * inverse * weights[1]
+    return (wide * cos + turned * sin).to(x.dtype)
 
 
 @triton.jit
-def _more(top, total, sums, q_first, q_second, k_first, k_second, values, there, factor):
+def _more(top, total, sums, q, keys, values, there, factor):
     """(largest score, sum of weights, weighted values) with one more tile."""
-    scores = tl.dot(q_first, tl.trans(k_first), input_precision="tf32x3")
-    scores = tl.dot(q_second, tl.trans(k_second), scores, input_precision="tf32x3")
+    scores = tl.dot(q, tl.trans(keys), input_precision="tf32x3")
     scores = tl.where(there[None, :], scores * factor, float("-inf"))
     high = tl.maximum(top, tl.max(scores, 1))
     safe = tl.where(high == float("-inf"), 0.0, high)
@@ -122,59 +122,56 @@ def _more(top, total, sums, q_first, q_second, k_first, k_second, values, there,
 def attend(
     qkv, cos, sin, q_weight, k_weight, slots, tables, lengths, cache, partial, peaks,
     scale, eps, qkv_stride, page_stride, kv_stride, head_stride, slot_stride, table_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
     NORM: tl.constexpr, PLUS_ONE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, KV head, split): some tiles of the past. Split 0 has the new token too, the last one, which
     has least to do, writes it."""
     if EARLY:
         gdc_launch_dependents()
-    D: tl.constexpr = 2 * R
+    R: tl.constexpr = D // 2
     split, head = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS % HEADS
     b = (tl.program_id(0) // (SPLITS * HEADS)).to(tl.int64)
-    half, dim, member = tl.arange(0, R), tl.arange(0, D), tl.arange(0, M)
+    dim, member = tl.arange(0, D), tl.arange(0, M)
+    other = (dim + R) % D
     length = tl.load(lengths + b, cache_modifier=".cg")
     past = tl.maximum(length - 1, 0)
     tiles = (past + N - 1) // N
     per = (tiles + SPLITS - 1) // SPLITS
     begin, stop = split * per, tl.minimum((split + 1) * per, tiles)
     table, of_head = tables + b * table_stride, cache + head.to(tl.int64) * head_stride
-    k_first, k_second, values, there = _tile(of_head, table, begin, stop, past, page_stride, kv_stride, slot_stride, R,
-                                             PAGE, N)  # fmt: skip
-    c = tl.load(cos + b * R + half, cache_modifier=".cg").to(tl.float32)[None, :]
-    s = tl.load(sin + b * R + half, cache_modifier=".cg").to(tl.float32)[None, :]
+    keys, values, there = _tile(of_head, table, begin, stop, past, page_stride, kv_stride, slot_stride, D, PAGE, N)
+    c = tl.load(cos + b * R + dim % R, cache_modifier=".cg").to(tl.float32)[None, :]
+    s = tl.load(sin + b * R + dim % R, cache_modifier=".cg").to(tl.float32)
+    s = tl.where(dim < R, -s, s)[None, :]
     slot = tl.load(slots + b, cache_modifier=".cg").to(tl.int64)
-    q_weights, k_weights = _halves(q_weight, R, NORM, PLUS_ONE), _halves(k_weight, R, NORM, PLUS_ONE)
+    q_weights = _weights(q_weight, dim, other, NORM, PLUS_ONE)
+    k_weights = _weights(k_weight, dim, other, NORM, PLUS_ONE)
+    used = (member < GROUP)[:, None]
     if EARLY:
         gdc_wait()
     row = qkv + b * qkv_stride + head * ((GROUP + 2) * D)
-    q_at = row + member[:, None] * D + half[None, :]
-    own_at = row + GROUP * D + half[None, :]
-    used = (member < GROUP)[:, None]
-    own_value = tl.load(row + (GROUP + 1) * D + dim)
-    q_first, q_second = tl.load(q_at, mask=used, other=0.0), tl.load(q_at + R, mask=used, other=0.0)
-    own_first, own_second = tl.load(own_at), tl.load(own_at + R)
-    q_first, q_second = _turned(q_first, q_second, q_weights, c, s, eps, R, NORM)
-    own_first, own_second = _turned(own_first, own_second, k_weights, c, s, eps, R, NORM)
-    kind = qkv.dtype.element_ty
-    q_first, q_second = q_first.to(kind), q_second.to(kind)
-    own_first, own_second = own_first.to(kind), own_second.to(kind)
+    rows, own = row + member[:, None] * D, row + GROUP * D
+    q = tl.load(rows + dim[None, :], mask=used, other=0.0)
+    q_turned = tl.load(rows + other[None, :], mask=used, other=0.0)
+    key, key_turned = tl.load(own + dim[None, :]), tl.load(own + other[None, :])
+    value = tl.load(own + D + dim)
+    q = _turned(q, q_turned, q_weights, c, s, eps, D, NORM)
+    key = _turned(key, key_turned, k_weights, c, s, eps, D, NORM)
     if (split == SPLITS - 1) & (slot >= 0):
         place = of_head + slot // PAGE * page_stride + slot % PAGE * slot_stride
-        tl.store(place + half[None, :], own_first)
-        tl.store(place + R + half[None, :], own_second)
-        tl.store(place + kv_stride + dim, own_value)
+        tl.store(place + dim[None, :], key)
+        tl.store(place + kv_stride + dim, value)
     factor = scale * 1.4426950408889634
-    own = tl.sum(q_first.to(tl.float32) * own_first.to(tl.float32)
-                 + q_second.to(tl.float32) * own_second.to(tl.float32), 1) * factor  # fmt: skip
-    top = tl.where((split == 0) & (length > 0), own, float("-inf"))
+    top = tl.full([M], float("-inf"), tl.float32)
+    if (split == 0) & (length > 0):
+        top = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * factor
     weight = tl.where(top > float("-inf"), 1.0, tl.where(top == top, 0.0, top))
-    total, sums = weight, weight[:, None] * own_value.to(tl.float32)[None, :]
-    top, total, sums = _more(top, total, sums, q_first, q_second, k_first, k_second, values, there, factor)
+    total, sums = weight, weight[:, None] * value.to(tl.float32)[None, :]
+    top, total, sums = _more(top, total, sums, q, keys, values, there, factor)
     for tile in range(begin + 1, stop):
-        k_first, k_second, values, there = _tile(of_head, table, tile, stop, past, page_stride, kv_stride, slot_stride,
-                                                 R, PAGE, N)  # fmt: skip
-        top, total, sums = _more(top, total, sums, q_first, q_second, k_first, k_second, values, there, factor)
+        keys, values, there = _tile(of_head, table, tile, stop, past, page_stride, kv_stride, slot_stride, D, PAGE, N)
+        top, total, sums = _more(top, total, sums, q, keys, values, there, factor)
     at = tl.program_id(0) * M + member
     tl.store(peaks + at * 2, top)
     tl.store(peaks + at * 2 + 1, total)

@@ -188,9 +188,16 @@ def _error(want: Tensor, got: Tensor) -> float:
     return float((want - got).abs().max()) / scale if want.numel() else 0.0
 
 
+def load_program(path: Path) -> torch.export.ExportedProgram:
+    """An exported program from its file; torch 2.11 warns of its own read-only buffers, which nobody writes to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.export.load(str(path))
+
+
 def _reader(path: Path, form: Form) -> Any:
     if form == "pt2":
-        module = torch.export.load(str(path)).module()
+        module = load_program(path).module()
         return lambda batch: [leaf for leaf in pytree.tree_leaves(module(*batch)) if isinstance(leaf, Tensor)]
     try:
         import onnxruntime

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 from armillary.errors import BadInput
@@ -92,6 +93,7 @@ class _Device:
         self.lengths: dict[str, int] = {}
         """tokens of the answers to each request"""
         self._cost = cost
+        self._dice = Random(0)  # the same luck for every setting that is tried
         self._free_at = 0.0
 
     def clock(self) -> float:
@@ -100,6 +102,7 @@ class _Device:
     def launch(self, decision: Decision) -> tuple[Decision, float]:
         keys = sum(decision.positions) + len(decision.positions)
         taken = self._cost.seconds(decision.num_prefill_tokens, len(decision.decodes), keys, decision.num_prefill_pairs)
+        taken *= self._dice.choice(self._cost.scatter) if self._cost.scatter else 1.0
         self._free_at = max(self.now, self._free_at) + taken
         if not self._cost.waits:
             self.now = self._free_at

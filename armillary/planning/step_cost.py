@@ -14,7 +14,7 @@ are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ PARTS = ("prefill_tokens", "decode_tokens", "context_tokens", "prefill_pairs")
 """gauges of a step that its time is made of, besides the base"""
 LEAST_STEPS = 12
 """fewer say too little about five numbers"""
+_QUANTILES = (np.arange(200) + 0.5) / 200
 _MOST_STEPS = 4000
 """more say no more"""
 _ROUNDS = 8
@@ -70,6 +71,8 @@ class StepCost:
     """a pair of a prompt's query and key"""
     waits: bool = False
     """the device works beside the host, which waits for it; else the host is busy all along"""
+    scatter: tuple[float, ...] = field(default=(), repr=False)
+    """what steps took over what the line says, a sample of them around 1: percentiles of gaps depend on it"""
     error: float = 0.0
     """median of |predicted − taken| over taken, of single steps"""
     steps: int = 0
@@ -104,10 +107,11 @@ def fit_step_cost(steps: Sequence[Mapping[str, Any]]) -> StepCost | None:
         found = _fitted(parts, taken, taken, _DEAR)
     error = float(np.median(np.abs(parts @ found - taken) / taken))
     found *= _mean_ratio(parts @ found, taken)
+    ratios = np.clip(taken / np.maximum(parts @ found, 1e-12), 1 / _STALL, _STALL)
     return StepCost(
         base_s=float(found[0]), prompt_s=float(found[1]), mixed_s=float(found[2]), prefill_s=float(found[3]),
         decode_s=float(found[3] + found[4]), context_s=float(found[5]), pair_s=float(found[6]), waits=waits,
-        error=error, steps=len(known),
+        error=error, steps=len(known), scatter=tuple(map(float, np.quantile(ratios, _QUANTILES) / ratios.mean())),
         basis=f"fitted to {len(known)} steps, ± {error:.0%} each",
     )  # fmt: skip
 

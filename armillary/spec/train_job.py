@@ -118,7 +118,8 @@ class TrainJob:
     save_every: int = 0
     """steps between checkpoints; 0: only at the end and when it is stopped"""
     profile_every: int = 100
-    """steps between short recordings that split a step into compute, communication and overhead; 0: none"""
+    """steps between short recordings that split a step into compute, communication and overhead, beside three of the
+    first twelve; 0: none"""
     log_every: int = 1
     """steps between records in gauges.jsonl"""
     compile: bool = False

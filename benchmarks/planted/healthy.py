@@ -16,6 +16,8 @@ _LOAD = 0.4
 _FULL = 0.85
 """the engine is always busy, and keeps up"""
 
+_ROWS = 64
+
 
 def one_rank(wish: Wish, home: Home) -> Path:
     """A model whose products are the time, in bf16, in one micro-batch."""
@@ -42,8 +44,9 @@ def full_load(wish: Wish, home: Home) -> Path:
 
 def _served(wish: Wish, home: Home, load: float, count: int) -> Path:
     requests = mixed(count, tokens_in=(32, 96), tokens_out=(24, 48), seed=wish.seed)
-    rate = bearable(serving_recipe(wish, {}), requests[:48]) * load
-    return serve_small(wish, home, at_rate(requests, rate, wish.seed))
+    wide = {"serve": {"max_running": _ROWS}}
+    rate = bearable(serving_recipe(wish, wide), requests) * load
+    return serve_small(wish, home, at_rate(requests, rate, wish.seed), **wide)
 
 
 PROBLEMS = (

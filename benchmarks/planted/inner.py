@@ -15,8 +15,9 @@ _WIDE = 3
 
 def slow_loader(wish: Wish, home: Home) -> Path:
     """A batch takes the store longer than a step takes to use it."""
-    takes = (1 + 2 * wish.severity) * step_s(wish, home)
-    return train_small(wish, home, fault=Fault(kind="slow source", amount=takes))
+    job = {"batch_tokens": 2048, "steps": 14}
+    takes = (1 + 2 * wish.severity) * step_s(wish, home, train=job)
+    return train_small(wish, home, train=job, fault=Fault(kind="slow source", amount=takes))
 
 
 def tiny_operators(wish: Wish, home: Home) -> Path:

@@ -46,7 +46,8 @@ class Verdict:
             return {"healthy": self.found.is_healthy}
         loop = self.found.loop == problem.loop
         cause = loop and self.found.cause in problem.causes
-        return {"loop": loop, "cause": cause, "lever": bool(set(self.changes) & set(problem.levers))}
+        lever = cause and bool(set(self.changes) & set(problem.levers))
+        return {"loop": loop, "cause": cause, "lever": lever}
 
 
 def judged(problem: Problem, wish: Wish, home: Home) -> Verdict:

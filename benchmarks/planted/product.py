@@ -12,12 +12,16 @@ from benchmarks.planted.traffic import asked, at_once, at_rate, mixed, sharing
 
 _KV_DTYPE_BYTES = 2
 _LONGEST = 512
+_ROWS = 16
+"""requests that run together where nothing else is said (serve_small)"""
+_MANY_ROWS = 64
+"""as many as help on a small machine: what waits then waits for a second one"""
 
 
 def small_kv_cache(wish: Wish, home: Home) -> Path:
     """Blocks for a few of the requests that could run together, each of which goes on growing."""
     asked_for = mixed(40, tokens_in=(32, 64), tokens_out=(128, 192), seed=wish.seed)
-    room = max(_LONGEST, round(16 * 208 / (1 + 3 * wish.severity)))
+    room = max(_LONGEST, round(_ROWS * 208 / (1 + 3 * wish.severity)))
     return serve_small(wish, home, at_once(asked_for), serve={"kv_bytes": _kv_bytes(wish, room), **_short()})
 
 
@@ -42,12 +46,10 @@ def no_prefix_cache(wish: Wish, home: Home) -> Path:
 
 
 def small_prefix_cache(wish: Wish, home: Home) -> Path:
-    """More beginnings than the cache has room for: each is gone when it comes again."""
-    each, prefixes = 256, max(4, round(12 * wish.severity))
-    requests = sharing(5 * prefixes, prefixes=prefixes, prefix_tokens=each, tokens_in=16, tokens_out=8, seed=wish.seed)
-    return serve_small(
-        wish, home, at_once(requests), serve={"max_running": 4, "kv_bytes": _kv_bytes(wish, 5 * 300), **_short()}
-    )
+    """More beginnings than the cache has room for beside what runs: each is gone when it comes again."""
+    prefixes, room = max(_ROWS + 6, round(36 * wish.severity)), (_ROWS + 2) * 290
+    requests = sharing(3 * prefixes, prefixes=prefixes, prefix_tokens=256, tokens_in=16, tokens_out=8, seed=wish.seed)
+    return serve_small(wish, home, at_once(requests), serve={"kv_bytes": _kv_bytes(wish, room), **_short()})
 
 
 def small_batch(wish: Wish, home: Home) -> Path:
@@ -64,10 +66,10 @@ def static_batches(wish: Wish, home: Home) -> Path:
 
 def too_much_traffic(wish: Wish, home: Home) -> Path:
     """Well set, but more comes than one engine bears."""
-    requests = mixed(160, tokens_in=(32, 96), tokens_out=(24, 48), seed=wish.seed)
-    recipe = serving_recipe(wish, {})
-    rate = bearable(recipe, requests[:48]) * (1 + wish.severity)
-    return serve_small(wish, home, at_rate(requests, rate, wish.seed))
+    requests = mixed(240, tokens_in=(32, 96), tokens_out=(24, 48), seed=wish.seed)
+    wide = {"serve": {"max_running": _MANY_ROWS}}
+    rate = bearable(serving_recipe(wish, wide), requests[:_MANY_ROWS]) * (1 + 2 * wish.severity)
+    return serve_small(wish, home, at_rate(requests, rate, wish.seed), **wide)
 
 
 def small_chunks(wish: Wish, home: Home) -> Path:

@@ -37,3 +37,5 @@ _ALL = (
     _problem("gpu-graphs", "an engine on a GPU, well set", None),
 )  # fmt: skip
 PROBLEMS = tuple(problem for problem in _ALL if (FOLDER / problem.name).is_dir())
+MISSING = tuple(problem.name for problem in _ALL if problem not in PROBLEMS)
+"""cases that nobody has recorded yet"""

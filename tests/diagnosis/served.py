@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -18,6 +19,9 @@ from armillary.spec.hardware import Chip, Cluster
 from armillary.spec.layout import Layout
 from armillary.spec.plan import Plan
 from armillary.spec.service import Serve
+from armillary.store.gauges import KEYS, GaugeWriter, Record
+from armillary.store.home import Home
+from armillary.store.runs import Run, create_run
 
 COST = StepCost(base_s=0.008, prefill_s=1.0e-4, decode_s=2.0e-4, context_s=2.0e-7, pair_s=1.0e-8)
 """about a small model on two cores"""
@@ -60,3 +64,25 @@ def served(
                 serve=given)  # fmt: skip
     return Reading(source="a test", kind="serving", steps=steps, requests=tuple(found.requests), values=found.gauges,
                    plan=plan)  # fmt: skip
+
+
+def served_run(home: Home, reading: Reading, *, name: str, **model: str) -> Run:
+    """A reading as the run folder that a server leaves; `model` replaces its [model] table."""
+    assert reading.plan is not None
+    recipe = dict(reading.plan.recipe) | ({"model": model} if model else {})
+    run = create_run(home, recipe, plan=to_plain(replace(reading.plan, recipe=recipe)), name=name)
+    write_served(run, reading)
+    return run
+
+
+def write_served(run: Run, reading: Reading) -> None:
+    """What was measured, into the gauges of a run that is there."""
+    with GaugeWriter(run.gauges) as writer:
+        for one in reading.steps:
+            writer.write(_gauges(one), step=one["step"])
+        for number, one in enumerate(reading.requests):
+            writer.write(_gauges(one), request=str(number))
+
+
+def _gauges(record: Record) -> Record:
+    return {name: value for name, value in record.items() if name not in KEYS}

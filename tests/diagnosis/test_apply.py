@@ -61,3 +61,20 @@ def test_what_no_key_does_cannot_be_written(tmp_path: Path) -> None:
     run = create_run(Home.at(tmp_path), {"model": {"name": "armillary-5m"}})
     with pytest.raises(BadInput, match="'look' changes no key of the recipe; replace the machine"):
         changed_recipe(run, Lever(title="look", action="replace the machine", speedup=1.3))
+
+
+def test_of_a_server_the_text_stays_though_model_and_layout_came_by_flags(tmp_path: Path) -> None:
+    text = '[model]\nname = "armillary-5m"\n\n[train]\nsteps = 9\n\n[serve]\nmax_running = 2   # too few\n'
+    served = {"model": {"path": "/somewhere"}, "layout": {"tp": 2}, "serve": {"max_running": 2}}
+    run = create_run(Home.at(tmp_path), served, text=text)
+    made = changed_recipe(run, lever(serve__max_running=8), "serving")
+    assert made == text.replace("max_running = 2 ", "max_running = 8 ")
+    run = create_run(Home.at(tmp_path), served | {"serve": {"max_running": 2, "weights": "fp8"}}, text=text)
+    (tmp_path / "new.toml").write_text(changed_recipe(run, lever(serve__max_running=8), "serving"))
+    assert load_recipe(tmp_path / "new.toml").serve.weights == "fp8", "by a flag, so the text alone is not enough"
+
+
+def test_what_a_server_does_not_read_is_not_written(tmp_path: Path) -> None:
+    run = create_run(Home.at(tmp_path), {"model": {"path": "/somewhere"}})
+    with pytest.raises(BadInput, match=r"'x' changes layout.dp, which armillary serve does not read; do it by hand"):
+        changed_recipe(run, lever(layout__dp=2, serve__max_running=8), "serving")

@@ -55,3 +55,23 @@ def test_a_diagnosis_is_the_same_as_json() -> None:
         Diagnosis.from_json("{}")
     with pytest.raises(BadInput, match=r"no lever 9; levers are 1 to \d"):
         verdict.lever(9)
+
+
+def test_a_heavy_cause_is_named_without_a_lever() -> None:
+    plan = plan_of("data.workers=16")
+    verdict = diagnose(reading_of(plan, data_wait_s=0.7), NOWHERE)
+    assert verdict.cause == "data_starvation" and not verdict.findings[0].levers and not verdict.is_healthy
+    alone = diagnose(reading_of(bubble_s=0.5), NOWHERE)
+    assert alone.cause == "bubble" and alone.loop == "training"
+
+
+def test_quality_gives_way_to_time_and_is_named_where_nothing_costs_time() -> None:
+    experts = {"expert_load_max_over_mean": 6.0, "expert_tail_fraction": 0.7}
+    assert diagnose(reading_of(plan_of(), data_wait_s=0.7, **experts), NOWHERE).cause == "data_starvation"
+    alone = diagnose(reading_of(plan_of("layout.micro_batch=8"), **experts), NOWHERE)
+    assert alone.cause == "expert_imbalance" and alone.levers[0].of == "expert_load_max_over_mean"
+
+
+def test_too_little_cannot_be_judged() -> None:
+    few = diagnose(Reading(source="run x", kind="training", steps=({"step": 1},)), NOWHERE)
+    assert not few.judged and not few.is_healthy and few.headline.startswith("cannot be judged: run x has measured")

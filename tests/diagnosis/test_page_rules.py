@@ -95,7 +95,7 @@ def test_a_queue_that_is_there_now_counts_whatever_the_history() -> None:
 def test_an_idle_server_is_not_judged(home: Home) -> None:
     idle = next(pages(Case(clients=0), 0.0))
     found = diagnose(reading_of_page(idle, source="x"), home)
-    assert found.is_healthy and any("nothing to judge" in note for note in found.notes)
+    assert not found.judged and any("nothing to judge" in note for note in found.notes)
 
 
 def test_bursts_are_told_from_a_queue() -> None:

@@ -33,6 +33,13 @@ def test_what_was_measured_to_be_made_again_is_what_goes() -> None:
     assert some is not None and 1.0 < some.speedup < none.speedup
 
 
+def test_a_narrower_format_quickens_what_it_multiplies() -> None:
+    busy = BUSY | {"useful": 0.5, "inefficiency": 0.4, "launch_gap": 0.1}
+    most = priced("layout.precision=fp32", window=busy | {"fusible": 0.0}).price({"layout.precision": "bf16"})
+    some = priced("layout.precision=fp32", window=busy | {"fusible": 0.6}).price({"layout.precision": "bf16"})
+    assert most is not None and some is not None and 1.2 < some.speedup < most.speedup
+
+
 def test_waiting_for_data_stays_unless_the_step_gets_longer() -> None:
     starved = priced("layout.recompute=full", data_wait_s=0.5).price({"layout.recompute": "none"})
     assert starved is not None and starved.speedup == pytest.approx(1.0), "the loader is what holds it up"

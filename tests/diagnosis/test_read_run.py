@@ -56,3 +56,8 @@ def test_an_engine_s_records_are_served() -> None:
     made = read_records([step, request], source="x")
     assert made.kind == "serving" and len(made.steps) == len(made.requests) == 1
     assert made.get("ttft_p50_s") == 0.2 and made.get("preemptions_total") == 3
+
+
+def test_what_is_no_number_is_named() -> None:
+    with pytest.raises(BadInput, match="has step_s='abc', which is not a number; delete that line"):
+        read_records([{"time": 1.0, "step": 0, "step_s": "abc"}], source="x")

@@ -99,3 +99,18 @@ def test_without_a_plan_or_requests_nothing_is_priced(home: Home) -> None:
     assert levers_for(finding, reading, home)
     assert levers_for(finding, replace(reading, plan=None), home) == ()
     assert levers_for(finding, replace(reading, requests=()), home) == ()
+
+
+@pytest.mark.parametrize("times", [1.3, 2.0])
+def test_a_lever_that_leaves_the_queue_does_not_own_it(times: float, home: Home) -> None:
+    """More rows would help a little where a step still has a base to share; the queue would stay."""
+    some = StepCost(base_s=0.010, prefill_s=2e-4, decode_s=1.4e-3)
+    bears = served(requests(80), cost=some, max_running=16).values["requests_per_s"]
+    found = diagnose(served(requests(160, rate=times * bears), cost=some, max_running=16), home)
+    assert found.cause == "too_few_replicas" and "batch_too_small" in {one.cause for one in found.findings}
+
+
+def test_a_lever_that_clears_the_queue_owns_it(home: Home) -> None:
+    bears = served(requests(80), max_running=4).values["requests_per_s"]
+    found = diagnose(served(requests(160, rate=1.3 * bears), max_running=4), home)
+    assert found.cause == "batch_too_small" and found.levers[0].speedup > 1.5

@@ -114,7 +114,10 @@ def test_experts_that_get_everything() -> None:
     plan = replace(plan_of(), model=moe)
     made = reading_of(plan, expert_load_max_over_mean=3.8, expert_tail_fraction=0.7)
     found = expert_imbalance(made, plan)
-    assert found is not None and found.share > 0.7
+    assert found is not None and found.share < 0.1, "on one rank it costs quality, not time"
+    over = replace(plan, layout=replace(plan.layout, ep=8))
+    apart = expert_imbalance(reading_of(over, expert_load_max_over_mean=3.8), over)
+    assert apart is not None and apart.share > 0.3
     assert expert_imbalance(reading_of(plan, expert_load_max_over_mean=1.6, expert_tail_fraction=0.0), plan) is None
     begins = reading_of(plan, expert_load_max_over_mean=lambda step: 3.8 if step < 8 else 1.3)
     assert expert_imbalance(begins, plan) is None, "routers begin uneven"

@@ -21,9 +21,9 @@ PROFILED = 2
 
 def diagnose(walk: Walk, trained: Run, service: Run) -> None:
     """Which loop limits each of them, and what each lever would buy; kept before anything is pulled."""
-    from armillary.cli.diagnose import keep
     from armillary.cli.diagnose import say as say_verdict
     from armillary.diagnosis.diagnose import diagnose as judge
+    from armillary.diagnosis.keep import keep
     from armillary.diagnosis.read_run import read_run
 
     with walk.stage("diagnose", "which loop limits the training run, and which the server") as say:
@@ -32,7 +32,7 @@ def diagnose(walk: Walk, trained: Run, service: Run) -> None:
         walk.keep(profile=_profile(walk), training=training)
         for run, reading in ((trained, training), (service, serving)):
             found = judge(reading, walk.home)
-            keep(run, found)
+            keep(run, found, walk.home)
             say_verdict(walk.out, found, run.name)
             walk.keep(diagnoses=(*walk.circle.diagnoses, found))
             say(found.headline)
@@ -62,7 +62,7 @@ def pull(walk: Walk, trained: Run, service: Run) -> None:
             done = _pull(walk, trained, run, found)
             if done is not None:
                 walk.keep(pulled=(*walk.circle.pulled, done))
-                say(f"{done.title}: obtained {done.obtained:.2f} ×")
+                say(f"{done.title or '; '.join(done.notes)}: obtained {done.obtained:.2f} ×")
 
 
 def _pull(walk: Walk, trained: Run, run: Run, found: Diagnosis) -> Comparison | None:

@@ -107,17 +107,15 @@ class GraphSteps(Steps):
 
 
 def row_sizes(most: int) -> list[int]:
-    """Batches that decodes are padded to. Products of up to 16 rows cost the same, and more rows may cost less: on an
-    H200 96 rows of an 8B model take longer than 128, and 192 or 224 than 208 or 240 (benchmarks/engine_h200.md). The
-    cost of attention does not depend on padding at all."""
-    sizes = [1, 2, 4, 8, 16, 32, 48, 64, 128, 144, 160, 176, 208, 240, *range(256, most + 32, 32)]
+    """Batches that decodes are padded to. Products of up to 16 rows cost the same, those of many cost what padding they
+    have; the cost of attention does not depend on padding at all."""
+    sizes = [1, 2, 4, 8, 16, 32, 48, *range(64, 256, 16), *range(256, most + 32, 32)]
     return sorted({min(size, most) for size in sizes})
 
 
 def token_sizes(most: int) -> list[int]:
-    """Token counts that mixed steps are padded to: products cost what padding they have, so that it is kept small,
-    but for sizes that cost more than the next."""
-    sizes, size = [64, 128, 160, 192, 256, 288, *range(320, 512, 64)], 512
+    """Token counts that mixed steps are padded to: products cost what padding they have, so that it is kept small."""
+    sizes, size = [64, 96, *range(128, 320, 32), *range(320, 512, 64)], 512
     while size < most:
         sizes += [size * quarters // 4 for quarters in (4, 5, 6, 7)]
         size *= 2

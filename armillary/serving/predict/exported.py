@@ -10,13 +10,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from armillary.errors import BadModel
+from armillary.model.export import load_program
 from armillary.serving.predict.schema import Field, Schema, Shape, leading
 from armillary.serving.predict.torch_run import TorchModel, device_of, dtype_name
 from armillary.spec.predict import Predict
 
 
 def open_model(file: Path, settings: Predict) -> TorchModel:
-    program = torch.export.load(str(file))
+    program = load_program(file)
     schema = schema_of(program)
     device = device_of(settings)
     if device.type != "cpu":

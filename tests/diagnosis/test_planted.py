@@ -1,0 +1,62 @@
+"""Planted problems: real small runs, diagnosed; the quickest here, all of them with -m slow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from armillary.errors import NotFound
+from armillary.store.home import Home
+from benchmarks.planted import recorded
+from benchmarks.planted.catalogue import PROBLEMS, chosen
+from benchmarks.planted.judge import counts, holds, judged
+from benchmarks.planted.problem import Problem, Wish
+from benchmarks.planted.table import row, summary
+
+QUICK = ("no-prefix-cache", "small-batch", "many-checkpoints")
+LIVE = tuple(problem for problem in PROBLEMS if not problem.recorded and problem.name not in QUICK)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home.at(tmp_path)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_planted_problem_is_named(name: str, home: Home) -> None:
+    (problem,) = chosen([name])
+    verdict = judged(problem, Wish(), home)
+    assert all(verdict.right.values()), row(verdict)
+
+
+@pytest.mark.parametrize("problem", recorded.PROBLEMS, ids=lambda problem: problem.name)
+def test_a_recorded_problem_is_named(problem: Problem, home: Home) -> None:
+    verdict = judged(problem, Wish(), home)
+    assert all(verdict.right.values()), row(verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", LIVE, ids=lambda problem: problem.name)
+def test_every_planted_problem_is_named(problem: Problem, home: Home) -> None:
+    verdict = judged(problem, Wish(), home)
+    assert all(verdict.right.values()), row(verdict)
+
+
+def test_a_wrong_verdict_is_counted_as_wrong(home: Home) -> None:
+    (short,) = chosen(["gpu-short-kernels"])
+    taken_for = Problem(name="else", says="", make=short.make, loop="training", causes=("bubble",), levers=("a.b",))
+    verdicts = [judged(short, Wish(), home), judged(taken_for, Wish(), home)]
+    assert counts(verdicts) == {"loop": (1, 2), "cause": (1, 2), "lever": (1, 2)}
+    assert not holds(verdicts) and holds(verdicts[:1])
+    assert summary(verdicts)[0] == "right loop 1 of 2 (needed 2)"
+    assert row(verdicts[1])[-1] == "no: loop, cause, lever"
+
+
+def test_there_are_enough_problems_and_names_are_checked() -> None:
+    ill = [problem for problem in PROBLEMS if not problem.healthy]
+    assert len(ill) >= 18 and sum(not problem.recorded for problem in ill) >= 12
+    assert sum(problem.healthy for problem in PROBLEMS) >= 4
+    assert {problem.loop for problem in ill} == {"inner", "training", "product"}
+    with pytest.raises(NotFound, match="did you mean slow-loader"):
+        chosen(["slow-loder"])
