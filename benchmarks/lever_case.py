@@ -86,11 +86,14 @@ def pull(case: LeverCase, home: Home, *, where: str) -> Pulled:
     keep(before, found, home)
     number = number_of(found, case.key)
     path = write_lever(Output("silent"), home, found, before, number, home.work / f"{before.name}.toml")
-    rounds = [_round(case, load_recipe(path), before, home)]
+    lever, changed = found.lever(number), load_recipe(path)
+    after = case.run(changed, home)
+    compare(before, after, home)
+    rounds = [_round(lever.of, before, after, case.run(case.recipe, home), home)]
     while abs(rounds[-1].drift - 1) > STEADY and len(rounds) < ROUNDS:
-        rounds.append(_round(case, load_recipe(path), case.run(case.recipe, home), home))
+        three = (case.run(recipe, home) for recipe in (case.recipe, changed, case.recipe))
+        rounds.append(_round(lever.of, *three, home))
     best = min(rounds, key=lambda one: abs(one.drift - 1))
-    lever = found.lever(number)
     return Pulled(name=case.name, change=lever.sets, of=lever.of, predicted=lever.speedup, obtained=best.obtained,
                   drift=best.drift, where=where)  # fmt: skip
 
@@ -103,14 +106,12 @@ class _Round:
     drift: float
 
 
-def _round(case: LeverCase, changed: Recipe, before: Run, home: Home) -> _Round:
-    """The lever pulled once, held against the mean of the runs before and after it."""
-    compared = compare(before, case.run(changed, home), home)
-    again = measured(read_run(case.run(case.recipe, home), home), compared.of)
-    assert again is not None
-    first = (compared.before + again) / 2
-    obtained = compared.after / first if is_rate(compared.of) else first / compared.after
-    return _Round(obtained=obtained, drift=again / compared.before)
+def _round(of: str, before: Run, after: Run, again: Run, home: Home) -> _Round:
+    """The run with the lever held against the mean of those before and after it."""
+    first, then, last = (measured(read_run(run, home), of) for run in (before, after, again))
+    assert first and then and last, f"{of} was measured"
+    usual = (first + last) / 2
+    return _Round(obtained=then / usual if is_rate(of) else usual / then, drift=last / first)
 
 
 def number_of(found: Diagnosis, key: str) -> int:

@@ -11,7 +11,7 @@ from armillary.units import seconds_text
 STRETCHED = 4.0
 """times the usual gap: steps with prompts in them are always longer, but a well chosen budget keeps them below it"""
 CHOSEN = 2.0
-"""times that, where parts of prompts have a size that somebody chose: it is for an objective to say that it is too much"""
+"""times that, where somebody chose how much of prompts a step takes: an objective must say that it is too much"""
 NOTICED_S = 0.02
 """a gap: nobody reads or speaks faster than fifty tokens a second"""
 SOMETIMES = 0.01

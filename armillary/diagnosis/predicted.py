@@ -91,6 +91,8 @@ def _derived(reading: Reading) -> dict[str, float]:
         found = {name: value or 0.0 for name, value in parts.items()}
         found["memory_other_bytes"] = max(0.0, peak - sum(found.values()))
     found |= _counted(reading)
+    if reading.plan is not None and reading.plan.train is not None and reading.plan.layout.pp == 1:
+        found["bubble_s"] = 0.0  # there is no pipeline to stand still
     step, planned = reading.get("step_s"), reading.predicted("step_s")
     for name in ("mfu", "hfu"):
         share = reading.predicted(name)

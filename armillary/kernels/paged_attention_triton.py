@@ -34,8 +34,6 @@ _COMBINE_ROWS = 16
 """rows of a tile of queries that a program adds up at a time, where keys were split"""
 _SPLIT_KEYS = 512
 """keys that a program of the kernel for prompts gets at least, where keys are split"""
-_SOON_ROWS = 0
-"""sequences up to which the kernel behind is set up at once"""
 _COMBINE_ELEMENTS = 4096
 """numbers that a program of the second launch adds up at a time: few enough that the next kernel fits beside it"""
 
@@ -166,8 +164,8 @@ def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
     decode[(workers,)](
         *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0], pointers[2].shape[1],
         pointers[1].shape[0], *strides, **shape, M=tiling.m, N=tiling.n, EARLY=early, PAIRS=_in_pairs(*pointers[:2]),
-        AHEAD=tiling.ahead if pointers[1].numel() and pointers[2].numel() else 0, SOON=num_rows <= _SOON_ROWS,
-        num_warps=tiling.warps, num_stages=tiling.stages, **early_launch(early),
+        AHEAD=tiling.ahead if pointers[1].numel() and pointers[2].numel() else 0, num_warps=tiling.warps,
+        num_stages=tiling.stages, **early_launch(early),
     )  # fmt: skip
     rows = shape["GROUP"] * tiling.queries
     at_once, parts = combine_tiling(num_rows * shape["HEADS"], workers, rows, width)

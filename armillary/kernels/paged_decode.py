@@ -139,7 +139,7 @@ def decode(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, PAIRS: tl.constexpr,
-    AHEAD: tl.constexpr, SOON: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """q, out [T, HEADS·GROUP, D]. A worker leaves at most two partial results, of the first and the last (sequence,
     head) it works on; `shared` tells of one that begins here. To keep the loop free of searches every sequence has a
@@ -149,8 +149,6 @@ def decode(
     dim, m_row = tl.arange(0, D_PAD), tl.arange(0, M)
     query, member = m_row // GROUP, m_row % GROUP
     if EARLY:
-        if SOON:  # few sequences leave room beside them: what comes next may read its weights meanwhile
-            gdc_launch_dependents()
         if AHEAD > 0:
             _fetch_keys(cache, tables, starts, lengths, num_rows, table_pages, num_pages, worker, num_workers,
                         page_stride, kv_stride, head_stride, slot_stride, table_stride, N, WINDOW, QUERIES, ROWS,

@@ -27,8 +27,8 @@ HOST_BYTES_PER_S = 100e9
 DISK_BYTES = 24.0
 """of a file read and written for a parameter"""
 MAPPED_BYTES_PER_S = 6.3e9
-"""of a mapped file, even one that the system keeps in memory: its pages come and go one by one (16 cores beside an
-H200: 6.3 GB/s of 27.8 GB, 7.1 of 9.7)"""
+"""of a mapped file at most, also where memory could hold it: taken from one machine (16 cores beside an H200, other
+processes running: 6.3 GB/s of 27.8 GB a step, 7.1 of 9.7)"""
 LINK_SHARE, UNKNOWN_LINK = 0.8, 12e9
 """of a link's peak that copies reach; bytes/s where nothing is known"""
 STAGING = 2 * (1 << 25) * 4.0

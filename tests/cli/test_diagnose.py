@@ -102,7 +102,8 @@ def stored_model(folder: Path) -> Path:
     """As much of a Hugging Face folder as is looked at before weights are read: fp32, and one file of weights."""
     folder.mkdir()
     shape = {"model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64,
-             "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 2048, "dtype": "float32"}  # fmt: skip
+             "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 2048,
+             "dtype": "float32"}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(shape))
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return folder

@@ -41,7 +41,8 @@ def test_every_prediction_is_there() -> None:
         assert all(f">{cell}<" in text for cell in one.cells()), one
     cells = {one.cells()[1]: one.cells()[2:] for one in rows}
     assert cells["step_s"] == ["190 ms", "200 ms", "−5.0 %"]
-    assert cells["bubble_s"][1] == "not measured" and cells["model_flops_per_token"][1] == "a count by definition"
+    assert cells["tokens_per_s"][1] == "not measured" and cells["model_flops_per_token"][1] == "a count by definition"
+    assert cells["bubble_s"][1] == "0 s"  # without a pipeline
     assert cells["batch_tokens"] == ["65,536", "65,536", "exact"] and cells["micro_batches"][2] == "exact"
     assert cells["run_s"][1] == "49 s"  # the pause while it was interrupted counts
     assert cells["mfu"] == ["6.6 %", "6.27 %", "+5.3 %"]  # of the peak that the plan divided by

@@ -58,7 +58,7 @@ def both(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @needs_interpreter
 @pytest.mark.parametrize(
     ("lengths", "kv_heads", "group", "norm"),
-    [([1], 2, 2, "none"), ([70], 2, 4, "rms"), ([300, 17], 4, 3, "rms"), ([2, 2100], 1, 8, "none")],
+    [([1, 70], 2, 3, "rms"), ([2, 2100], 1, 8, "none")],
 )
 def test_it_is_the_two_ops_one_after_the_other(lengths: list[int], kv_heads: int, group: int, norm: str) -> None:
     mine, right, cache, cache_right = both(case(lengths, kv_heads, group, norm=norm))
@@ -68,7 +68,7 @@ def test_it_is_the_two_ops_one_after_the_other(lengths: list[int], kv_heads: int
 
 @needs_interpreter
 def test_padding_writes_nothing_and_is_no_nan() -> None:
-    mine, right, cache, cache_right = both(case([33, 0, 5], norm="none"))
+    mine, right, cache, cache_right = both(case([33, 0, 5], kv_heads=1, norm="none"))
     torch.testing.assert_close(mine[[0, 2]], right[[0, 2]], rtol=1e-5, atol=1e-5)
     assert mine[1].isfinite().all()
     torch.testing.assert_close(cache, cache_right, rtol=1e-5, atol=1e-5, equal_nan=True)
