@@ -62,6 +62,8 @@ class Pulled:
     """the first run made again over the first time: what the machine itself changed by"""
     where: str
     """device"""
+    rounds: int = 1
+    """how often it was pulled until the machine was steady; the steadiest counts"""
 
     @property
     def allowed(self) -> float:
@@ -95,7 +97,7 @@ def pull(case: LeverCase, home: Home, *, where: str) -> Pulled:
         rounds.append(_round(lever.of, *three, home))
     best = min(rounds, key=lambda one: abs(one.drift - 1))
     return Pulled(name=case.name, change=lever.sets, of=lever.of, predicted=lever.speedup, obtained=best.obtained,
-                  drift=best.drift, where=where)  # fmt: skip
+                  drift=best.drift, where=where, rounds=len(rounds))  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,10 +99,10 @@ CASES = {"batch-size": batch_size, "recompute": recompute_off, "workers": loader
 def line(one: Pulled) -> list[str]:
     return [one.name, one.where, one.change, one.of, f"{one.predicted:.2f} ×", f"{one.obtained:.2f} ×",
             f"{abs(one.obtained - one.predicted):.2f}", f"{one.allowed:.2f}", "yes" if one.within else "no",
-            f"{one.drift:.2f}"]  # fmt: skip
+            f"{one.drift:.2f}", str(one.rounds)]  # fmt: skip
 
 
-COLUMNS = ("lever", "on", "change", "of", "predicted", "obtained", "off by", "allowed", "within", "drift")
+COLUMNS = ("lever", "on", "change", "of", "predicted", "obtained", "off by", "allowed", "within", "drift", "rounds")
 
 
 def holds(rows: list[Pulled]) -> bool:
@@ -116,7 +116,8 @@ def as_page(rows: list[Pulled]) -> str:
     lines = ["# Levers: predicted and obtained", "",
              f"`python -m benchmarks.levers --write`, {time.strftime('%Y-%m-%d', time.gmtime())}, {here().text()}. The "
              "prediction is written down before the lever is pulled; allowed is max(0.03, 0.3 × (predicted − 1)). "
-             "Drift: the first run made again over the first time.", "",
+             "Drift: the first run made again over the first time; where that is off by more than 5 % the lever is "
+             "pulled again, and the steadiest round counts.", "",
              f"{good} of {len(rows)} within; {sum(one.obtained >= WORTH for one in rows)} obtained at least "
              f"{WORTH} ×.", "",
              "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]  # fmt: skip

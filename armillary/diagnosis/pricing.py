@@ -158,9 +158,13 @@ class Pricing:
 
     @property
     def again_s(self) -> float:
-        """Seconds of a step that make activations again, where that was measured."""
+        """Seconds of a step that make activations again, where that was measured. The span of the blocks is the least,
+        as what keeps track of every tensor is outside of it: where the planner expects more, half-way to that."""
         share = recomputed(self.reading)
-        return share * (self.parts.step - self.parts.data_wait) if share and self.parts is not None else 0.0
+        if not share or self.parts is None:
+            return 0.0
+        planned = float(self.now.time.recompute[0]) / max(1e-12, float(self.now.time.compute[0]))
+        return (share + max(0.0, planned - share) / 2) * (self.parts.step - self.parts.data_wait)
 
     @cached_property
     def fixed(self) -> float | None:
