@@ -93,8 +93,8 @@ def pull(case: LeverCase, home: Home, *, where: str) -> Pulled:
     compare(before, after, home)
     rounds = [_round(lever.of, before, after, case.run(case.recipe, home), home)]
     while abs(rounds[-1].drift - 1) > STEADY and len(rounds) < ROUNDS:
-        three = (case.run(recipe, home) for recipe in (case.recipe, changed, case.recipe))
-        rounds.append(_round(lever.of, *three, home))
+        first, then, last = (case.run(recipe, home) for recipe in (case.recipe, changed, case.recipe))
+        rounds.append(_round(lever.of, first, then, last, home))
     best = min(rounds, key=lambda one: abs(one.drift - 1))
     return Pulled(name=case.name, change=lever.sets, of=lever.of, predicted=lever.speedup, obtained=best.obtained,
                   drift=best.drift, where=where, rounds=len(rounds))  # fmt: skip
