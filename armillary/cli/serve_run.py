@@ -44,8 +44,10 @@ def serve_plan(
 
 
 def _predicted(home: Home, source: ModelSource, recipe: Recipe) -> tuple[dict[str, float], tuple[str, ...]]:
-    """One replica at the recipe's traffic; nothing where the planner says that this cannot be."""
+    """One replica at the recipe's traffic, which its scheduler plays; nothing where the planner says that this cannot
+    be."""
     from armillary.planning.load import load
+    from armillary.planning.planned_service import planned_service
     from armillary.planning.serving_choices import from_layout
     from armillary.planning.serving_plan import serving_request
     from armillary.profiling.machine import here
@@ -54,9 +56,10 @@ def _predicted(home: Home, source: ModelSource, recipe: Recipe) -> tuple[dict[st
         request = serving_request(recipe, source.config, recipe.cluster(here()), home)
         found = from_layout(replace(request, objective=type(request.objective)()), recipe.layout).capacity
         now = load(found.server, recipe.traffic.requests_per_s) if found is not None else None
-        if found is None or now is None:
+        if found is None:
             return {}, ("one server does not bear this traffic",)
-        return replace(found, replicas=1, actual=now).predicted(), ()
+        said = replace(found, replicas=1, actual=now or found.actual).predicted()
+        return said | planned_service(found.server, said["kv_capacity_tokens"]), ()
     except ArmillaryError as error:
         return {}, (f"nothing is predicted: {error}",)
 

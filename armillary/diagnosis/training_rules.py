@@ -18,11 +18,11 @@ EXPOSED = 0.08
 """share of the time in exchanges that nothing hides, from which a layout is worth another look"""
 IDLE_STAGES = 0.08
 """share of pipeline idle time that a few more micro-batches would not bring below"""
-STRAGGLES = 0.08
+STRAGGLES = 0.1
 """share by which one and the same rank is later than the others: machines of one kind differ by less"""
 STAGES_DIFFER = 0.3
 """with pipeline stages, whose work is not equal: the same against the stage's own work"""
-SAME_RANK = 0.6
+SAME_RANK = 0.75
 """share of the steps in which the slowest rank is the same one; chance gives 1 / ranks"""
 STALLS = 0.04
 """share of the time in checkpoints or validations, where a few hundredths are usual"""
@@ -32,6 +32,9 @@ COLLAPSED = 0.5
 """how far the load of the busiest expert is from even (0) to all tokens on the fewest experts (1)"""
 QUALITY = 0.05
 """share given to what costs quality or safety rather than time"""
+WASTED = 0.2
+"""share given to a router that has collapsed: weights were paid for that no token uses, which a few hundredths of a
+step's time do not outweigh, and a fifth does"""
 UNUSED = 0.25
 """share of experts that hardly see a token"""
 
@@ -178,9 +181,8 @@ def expert_imbalance(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def _waited_for_experts(heavy: float, plan: Plan | None) -> float:
-    """Of the time: ranks wait for the one with the busiest experts. On one rank it costs quality only: a share so small
-    that it limits where nothing costs time."""
-    return 0.5 * (1 - 1 / heavy) if plan is not None and plan.layout.ep > 1 else QUALITY
+    """Of the time: ranks wait for the one with the busiest experts. On one rank it costs quality only."""
+    return max(WASTED, 0.5 * (1 - 1 / heavy)) if plan is not None and plan.layout.ep > 1 else WASTED
 
 
 def _late_median(reading: Reading, gauge: str) -> float | None:

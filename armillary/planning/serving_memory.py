@@ -23,6 +23,8 @@ USABLE = 0.9
 """share of device memory an engine fills; the rest is left to the allocator and its neighbours"""
 FRAMEWORK_BYTES = 1.5e9
 """CUDA context, libraries, captured graphs, communication buffers"""
+CPU_FRAMEWORK_BYTES = 0.43e9
+"""torch and the tokenizer of an engine's process on a CPU, as seen on Linux"""
 SCALES = {"int4": 4 / 32, "fp4": 1 / 16, "int8": 0.0, "fp8": 0.0}
 """bytes of scales a weight: 4-bit integers in groups of 32 with scale and zero, 4-bit floats in groups of 16"""
 
@@ -73,7 +75,8 @@ def working_bytes(replica: Replica, serve: Serve) -> float:
     mine, tokens = replica.forward.mine, serve.max_tokens_per_step
     widest = max(mine.ffn, mine.moe.ffn * mine.moe.top_k if mine.moe else 0)
     row = 4 * mine.hidden + 3 * widest + (mine.heads + 2 * mine.kv_heads) * mine.head_dim
-    return tokens * row * size_of("bf16") + serve.max_running * mine.vocab * size_of("fp32") + FRAMEWORK_BYTES
+    own = CPU_FRAMEWORK_BYTES if replica.cluster.chip.kind == "cpu" else FRAMEWORK_BYTES
+    return tokens * row * size_of("bf16") + serve.max_running * mine.vocab * size_of("fp32") + own
 
 
 def sequence_bytes(replica: Replica, tokens: int, block_tokens: int = 16) -> float:
