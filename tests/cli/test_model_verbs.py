@@ -172,13 +172,3 @@ def test_convert_makes_weights_for_a_shape(cli: Cli, tmp_path: Path) -> None:
     assert ran.code == 0
     assert len(list((tmp_path / "m").glob("*.safetensors"))) > 1
     assert cli("models", str(tmp_path / "m"), "--json").json["parameters"] == ran.json["parameters"]
-
-
-def test_demo_end_to_end(cli: Cli, text: Path) -> None:
-    """The real demo, on less text and for fewer steps."""
-    small = ["train.steps=4", "model.num_layers=1", "model.vocab=300", f"data.source={text}", "train.sequence=32",
-             "train.batch_tokens=256", "data.held_out=0.1"]  # fmt: skip
-    sets = [word for change in small for word in ("--set", change)]
-    ran = cli("demo", *sets, "--max-tokens", "3")
-    assert ran.code == 0, ran.err
-    assert "» def read_lines(path):" in ran.out and "finished after 4 steps" in ran.out

@@ -66,7 +66,7 @@ def test_calls_of_a_step_are_what_the_engine_makes(layers: int, rows: int, tmp_p
     for tokens in (4, 12):
         llm = LLM(folder, Serve(block_tokens=4, kv_bytes=100_000), device="cpu")
         with Calls() as calls:
-            llm.generate([[5, 6, 7]] * rows, SamplingParams(max_tokens=tokens, temperature=0.8))
+            llm.generate([[5, 6, 7]] * rows, SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.8))
         made[tokens] = calls.count
         llm.close()
     planned = Replica(config=config, cluster=catalogue.cluster("cpu")).decode(rows, 8).host_s / CALL_S
