@@ -20,7 +20,7 @@ _PARTS = ("ttft", "itl", "tpot", "e2e", "queue")
 
 
 def planned_service(server: Server, kv_tokens: float) -> dict[str, float]:
-    """Percentiles of one server under its traffic; `kv_tokens` is what its cache holds."""
+    """Percentiles and rates of one server under its traffic; `kv_tokens` is what its cache holds."""
     traffic, config = server.traffic, server.replica.config
     context = max(1, traffic.tokens_in + traffic.tokens_out // 2)
     cost = planned_step_cost(server.replica, context=context)
@@ -29,7 +29,8 @@ def planned_service(server: Server, kv_tokens: float) -> dict[str, float]:
                     num_blocks=max(1, int(kv_tokens) // sizes.block_tokens * len(sizes.groups)),
                     prefix=server.serve.prefix_cache, overlap=server.serve.overlap)  # fmt: skip
     found = simulate(_requests(traffic), system, cost).gauges
-    return {name: value for name, value in found.items() if name.startswith(_PARTS) and name.endswith(("50_s", "99_s"))}
+    wanted = [f"{part}_p{percent}_s" for part in _PARTS for percent in (50, 99)]
+    return {name: found[name] for name in (*wanted, "tokens_out_per_s", "requests_per_s") if name in found}
 
 
 def _requests(traffic: Traffic) -> tuple[Arrival, ...]:
