@@ -8,10 +8,8 @@ models so that a CPU can try the script.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,6 +27,7 @@ from armillary.store.runs import Run
 from armillary.training import checkpoint, course
 from benchmarks.planted.faults import Fault
 from benchmarks.planted.problem import Wish
+from benchmarks.planted.record_cases import asked_for, record_each
 from benchmarks.planted.serve_small import serve_recipe, serving_recipe, warm
 from benchmarks.planted.traffic import at_once, mixed
 from benchmarks.planted.train_small import recipe_of, train_recipe
@@ -157,30 +156,20 @@ def measured_home(folder: str, device: str) -> Home:
     return home
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planted.record", description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no case is begun")
-    asked = parser.parse_args()
-    begin = time.monotonic()
+def main() -> int:
+    asked, begin = asked_for("record", CASES), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="armillary-record-") as folder:
         at = Recording(measured_home(folder, asked.device), asked.device, tiny=asked.tiny)
         print(f"ceilings [{time.monotonic() - begin:.0f} s]", flush=True)
-        for name in asked.only:
-            if time.monotonic() - begin > asked.limit:
-                print(f"{name} left out", flush=True)
-                continue
-            try:
-                keep(CASES[name](at), asked.folder / name, at.home)
-                print(f"{name} [{time.monotonic() - begin:.0f} s]", flush=True)
-            except Exception:
-                traceback.print_exc()
+
+        def record(name: str) -> str:
+            keep(CASES[name](at), asked.folder / name, at.home)
             if asked.device == "cuda":
                 torch.cuda.empty_cache()
+            return name
+
+        return record_each(asked.only, record, limit=asked.limit, begin=begin)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

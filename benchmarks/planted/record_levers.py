@@ -5,15 +5,13 @@ python -m benchmarks.planted.record_levers FOLDER [--only NAME …] [--device cu
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 from benchmarks.lever_case import LeverCase, pull
 from benchmarks.planted.record import NARROW, Recording, measured_home
+from benchmarks.planted.record_cases import asked_for, record_each
 
 
 def batch_size(at: Recording) -> LeverCase:
@@ -39,29 +37,19 @@ CASES: dict[str, Callable[[Recording], LeverCase]] = {
 }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planted.record_levers")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no case is begun")
-    asked = parser.parse_args()
-    begin = time.monotonic()
+def main() -> int:
+    asked, begin = asked_for("record_levers", CASES), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="armillary-levers-") as folder:
         at = Recording(measured_home(folder, asked.device), asked.device, tiny=asked.tiny)
-        for name in asked.only:
-            if time.monotonic() - begin > asked.limit:
-                print(f"{name} left out", flush=True)
-                continue
-            try:
-                found = pull(CASES[name](at), at.home, where="H200")
-                found.write(asked.folder / f"lever-{name}.json")
-                print(f"{name} {found.change} predicted {found.predicted:.3f} obtained {found.obtained:.3f} within "
-                      f"{found.within} [{time.monotonic() - begin:.0f} s]", flush=True)  # fmt: skip
-            except Exception:
-                traceback.print_exc()
+
+        def record(name: str) -> str:
+            found = pull(CASES[name](at), at.home, where="H200")
+            found.write(asked.folder / f"lever-{name}.json")
+            return (f"{name} {found.change} predicted {found.predicted:.3f} obtained {found.obtained:.3f} within "
+                    f"{found.within}")  # fmt: skip
+
+        return record_each(asked.only, record, limit=asked.limit, begin=begin)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

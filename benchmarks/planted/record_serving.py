@@ -8,11 +8,9 @@ without graphs are kept, so that its diagnosis can be made anywhere.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +26,7 @@ from armillary.store.runs import Run
 from benchmarks.lever_case import LeverCase, pull
 from benchmarks.planted.problem import Wish
 from benchmarks.planted.record import keep
+from benchmarks.planted.record_cases import asked_for, record_each
 from benchmarks.planted.serve_small import Arrival, drive, model_of, serve_recipe, serving_recipe
 from benchmarks.planted.traffic import at_once, at_rate, mixed, sharing
 
@@ -112,35 +111,30 @@ CASES: dict[str, Callable[[Place], LeverCase]] = {
 }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planted.record_serving")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no case is begun")
-    asked = parser.parse_args()
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
+def main() -> int:
+    asked, begin = asked_for("record_serving", CASES), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="armillary-levers-") as folder:
         home, at = Home.at(folder), Place(asked.device, tiny=asked.tiny)
-        for name in asked.only:
-            if time.monotonic() - begin > asked.limit:
-                print(f"{name} left out", flush=True)
-                continue
+
+        def record(name: str) -> str:
             try:
                 found = pull(CASES[name](at), home, where="H200" if asked.device == "cuda" else asked.device)
-                found.write(asked.folder / f"lever-serving-{name}.json")
-                said = {key: round(value, 3) if isinstance(value, float) else value
-                        for key, value in asdict(found).items()}  # fmt: skip
-                print(json.dumps(said | {"within": found.within, "at_s": round(time.monotonic() - begin)}), flush=True)
-            except Exception:
-                traceback.print_exc()
-            for number, run in enumerate(sorted((home.runs).iterdir())):
-                if (run / "gauges.jsonl").is_file():
-                    keep(Run(folder=run), asked.folder / f"{name}-{number}", home)
-                    run.rename(run.with_name(f".{run.name}"))
+            finally:
+                _keep_runs(home, asked.folder / name)
+            found.write(asked.folder / f"lever-serving-{name}.json")
+            said = {key: round(value, 3) if isinstance(value, float) else value for key, value in asdict(found).items()}
+            return json.dumps(said | {"within": found.within})
+
+        return record_each(asked.only, record, limit=asked.limit, begin=begin)
+
+
+def _keep_runs(home: Home, folder: Path) -> None:
+    """Of the case that ended, also where it failed; then out of the next one's sight."""
+    for number, run in enumerate(sorted(home.runs.iterdir()) if home.runs.is_dir() else []):
+        if (run / "gauges.jsonl").is_file():
+            keep(Run(folder=run), folder.with_name(f"{folder.name}-{number}"), home)
+            run.rename(run.with_name(f".{run.name}"))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
