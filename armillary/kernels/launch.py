@@ -56,6 +56,17 @@ def can_start_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for kernels that run beside those of the usual stream."""
+    return torch.cuda.Stream(device)
+
+
+def at_most(registers: int | None) -> dict[str, Any]:
+    """The launch option that leaves a multiprocessor's other registers to programs of other kernels."""
+    return {} if registers is None or torch.version.hip else {"maxnreg": registers}
+
+
 def early_launch(early: bool) -> dict[str, Any]:
     """The launch option for it; such a kernel waits (`gdc_wait`) before it reads what the one ahead writes."""
     return {"launch_pdl": True} if early else {}

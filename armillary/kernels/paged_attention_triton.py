@@ -1,17 +1,19 @@
 """Paged attention on a GPU: two launches for rows of few queries, a third one where prompts are in the batch.
 
-The launches depend on shapes and on `max_query` only, never on what is on the device, so a CUDA graph that holds them
-serves any lengths.
+Rows of few queries wait for memory, prompts for arithmetic: where chunks of prompts are short, both run at once, in
+programs that fit a multiprocessor together. The launches depend on shapes and on `max_query` only, never on what is on
+the device, so a CUDA graph that holds them serves any lengths.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from armillary.kernels.launch import (
+    at_most,
     can_start_early,
     ceil_div,
     early_launch,
@@ -19,6 +21,7 @@ from armillary.kernels.launch import (
     num_programs,
     on,
     power_of_two,
+    side_stream,
 )
 from armillary.kernels.needs import interpreted
 from armillary.kernels.paged_attention import PagedBatch, PagedOptions
@@ -58,6 +61,12 @@ class Tiling:
     """start before the kernel ahead has ended, where the chip can"""
     ahead: int = 0
     """tiles that are fetched into L2 before that"""
+    registers: int | None = None
+    """of a thread, where programs of two kernels are to fit a multiprocessor"""
+
+
+_PROMPT_REGISTERS, _DECODE_REGISTERS = 192, 128
+"""of a thread: eight warps of the one kernel and four of the other have all of a multiprocessor's 65,536"""
 
 
 def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
@@ -102,9 +111,10 @@ def _launched(
         "HAS_SCALES": scales is not None, "PRECISION": "tf32x3",  # for fp32: three products that keep its precision
     }  # fmt: skip
     with on(q):
-        _launch_split(pointers, strides, shape, split, scale, softcap, num_rows)
-        if max_query > split.queries:
-            _launch_prefill(pointers, strides, shape, cache.dtype, scale, softcap, num_rows)
+        if max_query <= split.queries:
+            _launch_split(pointers, strides, shape, split, scale, softcap, num_rows)
+        else:
+            _launch_both(pointers, strides, shape, split, scale, softcap, num_rows)
     return out
 
 
@@ -154,6 +164,26 @@ def prefill_splits(programs: int, slots: int) -> int:
     return 8 if programs < slots else 4
 
 
+def _launch_both(pointers, strides, shape, split, scale, softcap, num_rows):
+    q, cache, *_ = pointers
+    prompts = prefill_tiling(shape["GROUP"], shape["D"], cache.dtype)
+    tiles, slots = q.shape[0] // (prompts.m // shape["GROUP"]), num_programs(q, prompts.workers)
+    parts = prefill_splits(tiles * shape["HEADS"], slots)
+    at_once = parts > 1 and q.is_cuda and cache.dtype.itemsize == 2 and shape["D_PAD"] <= 128
+    numbers = (scale, softcap, num_rows)
+    if not at_once:
+        _launch_split(pointers, strides, shape, split, *numbers)
+        _launch_prefill(pointers, strides, shape, prompts, parts, *numbers)
+        return
+    split = replace(split, workers=1, early=False, registers=_DECODE_REGISTERS)
+    here, aside = torch.cuda.current_stream(q.device), side_stream(q.device)
+    aside.wait_stream(here)
+    with torch.cuda.stream(aside):
+        _launch_split(pointers, strides, shape, split, *numbers)
+    _launch_prefill(pointers, strides, shape, replace(prompts, registers=_PROMPT_REGISTERS), parts, *numbers)
+    here.wait_stream(aside)
+
+
 def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
     q, *_, sinks, _, scales, out = pointers
     workers, width = num_programs(q, tiling.workers), shape["D_PAD"]
@@ -165,7 +195,7 @@ def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
         *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0], pointers[2].shape[1],
         pointers[1].shape[0], *strides, **shape, M=tiling.m, N=tiling.n, EARLY=early, PAIRS=_in_pairs(*pointers[:2]),
         AHEAD=tiling.ahead if pointers[1].numel() and pointers[2].numel() else 0, num_warps=tiling.warps,
-        num_stages=tiling.stages, **early_launch(early),
+        num_stages=tiling.stages, **at_most(tiling.registers), **early_launch(early),
     )  # fmt: skip
     rows = shape["GROUP"] * tiling.queries
     at_once, parts = combine_tiling(num_rows * shape["HEADS"], workers, rows, width)
@@ -183,20 +213,17 @@ def _in_pairs(q: Tensor, cache: Tensor) -> bool:
     return fits and aligned and not interpreted()
 
 
-def _launch_prefill(pointers, strides, shape, dtype, scale, softcap, num_rows):
+def _launch_prefill(pointers, strides, shape, tiling, splits, scale, softcap, num_rows):
     q, _, _, starts, lengths, sinks, _, scales, out = pointers
-    tiling = prefill_tiling(shape["GROUP"], shape["D"], dtype)
-    tiles, heads = q.shape[0] // (tiling.m // shape["GROUP"]), shape["HEADS"]
     slots = num_programs(q, tiling.workers)
-    splits = prefill_splits(tiles * heads, slots)
-    most = (tiles + num_rows) * heads
+    most = (q.shape[0] // (tiling.m // shape["GROUP"]) + num_rows) * shape["HEADS"]
     programs = most * splits if splits > 1 else 0
     partial = torch.empty(programs * tiling.m * shape["D_PAD"], dtype=torch.float32, device=q.device)
     peaks = torch.empty(programs * 2 * tiling.m, dtype=torch.float32, device=q.device)
     parts = {"M": tiling.m, "N": tiling.n, "SPLITS": splits, "LEAST": max(1, _SPLIT_KEYS // tiling.n), "SLOTS": slots}
     prefill[(slots if splits > 1 else most,)](
         *pointers, partial, peaks, scale, softcap, num_rows, *strides, **shape, **parts, num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        num_stages=tiling.stages, **at_most(tiling.registers),
     )  # fmt: skip
     if splits > 1:
         names = ("WINDOW", "QUERIES", "ROWS", "HEADS", "GROUP", "D", "D_PAD", "HAS_SINKS", "HAS_SCALES")

@@ -50,20 +50,28 @@ class Budget:
     """see `chunk_cost`"""
     free: float = FREE
     least: int = 1
-    """tokens of the first part, whatever they cost: fewer would cost as much"""
+    """tokens of a part: fewer cost as much. The first one gets so many, whatever they cost; what is left behind it is
+    not begun with fewer, unless a prompt ends with them"""
+    _begun: bool = False
 
     @property
     def spent(self) -> bool:
         return self.tokens < 1 or self.most < 1
 
     def size(self, left: int, past: int, block_tokens: int, tile: int) -> int:
-        """Tokens of a prompt's next part."""
+        """Tokens of a prompt's next part; none, and nothing for others either, where too few are left."""
         count = chunk_size(left, past, self.tokens, block_tokens, self.attention_tokens, tile, self.free)
         if count > self.most:
             count = chunk_size(left, past, float(self.most), block_tokens, None, tile)
-        return max(min(count, int(self.tokens)), min(left, self.least, self.most))
+        count, least = min(count, int(self.tokens)), min(left, self.least)
+        if not self._begun:
+            return max(count, min(least, self.most))
+        if count < least:
+            self.tokens = 0.0
+            return 0
+        return count
 
     def pay(self, count: int, past: int) -> None:
         self.tokens -= chunk_cost(count, past, self.attention_tokens, self.free)
         self.most -= count
-        self.least = 1
+        self._begun = True

@@ -3,7 +3,9 @@
 Nobody says how quick a device is: steps are watched. What decodes take is seen in steps without prompts, one of which
 is put in now and then; what prompts add is taken to be γ + α·n + β·n·(p + n/2) seconds for n tokens after p others, and
 these three are fitted to the steps so far, late ones counting most (recursive least squares). A step is never much
-larger than the last one: what was not seen yet may cost more than a line says.
+larger than the last one: what was not seen yet may cost more than a line says. Products do not cost what a line says
+either, but jump from one padded size to the next: where parts of a size were seen, what they took counts, and of the
+line only what attention has added since.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from statistics import median
 
 from armillary.serving.engine.decision import Decision
 
-_MARGIN = 0.06
+_MARGIN = 0.04
 """of the time that is not planned with: steps of one kind differ by so much"""
 _FORGET = 0.96
 """weight of a step at the next one"""
@@ -27,6 +29,10 @@ _SEEN = 31
 """steps without prompts whose median counts: one that something else held up says nothing of decodes"""
 _UNITS = (1.0, 128.0, 128.0 * 8192.0)
 """what γ, n and n·(p + n/2) are counted in, so that all are of one size"""
+_LAST = 3
+"""steps of a size that count, of which the quickest: one that was held up says nothing of the size"""
+_LATE = 384
+"""steps with prompts after which a size is tried again as if it had not been seen"""
 _UNSURE = 100.0
 """how little is known of the fit, at most"""
 
@@ -46,6 +52,10 @@ class Pace:
         """γ, α and β, in seconds a unit"""
         self._unsure = [[float(i == j) for j in range(3)] for i in range(3)]
         """how little is known of them"""
+        self._sizes: dict[tuple[int, int], deque[tuple[float, float, int]]] = {}
+        """of steps with one part of a prompt, by decodes and tokens: seconds, pairs, and which step it was"""
+        self._steps = 0
+        """with prompts"""
         self._largest = _FIRST
         self._mixed = 0
         """steps with prompts since decodes were seen alone"""
@@ -64,8 +74,29 @@ class Pace:
             self._fit = [0.0, first, first * _UNITS[2] / _UNITS[1] / self._attention if self._attention else 0.0]
         least = (-alone, alone / 3000 * _UNITS[1], 0.0)
         start_s, token_s, pair_s = (max(x, low) / unit for x, low, unit in zip(self._fit, least, _UNITS, strict=True))
-        budget = (alone * (self.slowdown * (1 - _MARGIN) - 1) - start_s) / token_s
+        budget = (self._limit(alone) - alone - start_s) / token_s
         return max(1.0, budget), token_s / pair_s if pair_s else None
+
+    def size(self, rows: int, count: int, past: int, most: int) -> int:
+        """Tokens of a part after `past` others, near the `count` that the line allows: tiles less while that size was
+        seen to take too long, or more while it was seen not to, up to `most`."""
+        limit = self._limit(self._alone_s.get(_size(rows), 0.0))
+        while count > self._tile and self._expected(rows, count, past) > limit:
+            count -= self._tile
+        while count + self._tile <= most and 0.0 < self._expected(rows, count + self._tile, past) <= limit:
+            count += self._tile
+        return count
+
+    def _limit(self, alone_s: float) -> float:
+        return alone_s * self.slowdown * (1 - _MARGIN)
+
+    def _expected(self, rows: int, count: int, past: int) -> float:
+        """Seconds of a step with such a part as it was seen; 0 where it was not, or long ago."""
+        seen = [x for x in self._sizes.get((_size(rows), count), ()) if x[2] > self._steps - _LATE]
+        if not seen or self._fit is None:
+            return 0.0
+        pair_s, pairs = max(0.0, self._fit[2]) / _UNITS[2], _pairs(count, past)
+        return min(seconds + pair_s * (pairs - then) for seconds, then, _ in seen)
 
     @property
     def most(self) -> int:
@@ -84,11 +115,15 @@ class Pace:
             self._alone_s[_size(rows)] = median(seen)
             return
         self._mixed += 1
+        self._steps += 1
         self._largest = max(_FIRST, int(_GROWTH * tokens), tokens + self._tile)
         alone = self._alone_s.get(_size(rows))
         if alone is not None and self._fit is not None:
-            pairs = sum(chunk.size * (chunk.start + chunk.size / 2) for chunk in decision.chunks)
+            pairs = sum(_pairs(chunk.size, chunk.start) for chunk in decision.chunks)
             self._learn([1.0, tokens / _UNITS[1], pairs / _UNITS[2]], seconds - alone)
+            if len(decision.chunks) == 1:
+                seen = self._sizes.setdefault((_size(rows), tokens), deque(maxlen=_LAST))
+                seen.append((seconds, pairs, self._steps))
 
     def _learn(self, parts: list[float], seconds: float) -> None:
         """One more equation γ + α·n + β·pairs = seconds; one that is far off was something else's doing."""
@@ -103,6 +138,11 @@ class Pace:
                 for i, row in enumerate(self._unsure)]  # fmt: skip
         most = max(kept[i][i] for i in range(3))
         self._unsure = kept if most < _UNSURE else [[x * _UNSURE / most for x in row] for row in kept]
+
+
+def _pairs(count: int, past: int) -> float:
+    """Queries times the keys they see, of `count` tokens after `past` others."""
+    return count * (past + count / 2)
 
 
 def _size(rows: int) -> int:

@@ -193,6 +193,10 @@ class Scheduler:
         settings, start = self.settings, seq.computed
         left = min(seq.due - start, settings.max_chunk or seq.due)
         count = budget.size(left, start, self.cache.block_tokens, settings.query_tile)
+        if not count:
+            return
+        if self.pace is not None and decision.decodes and not decision.chunks and count < left:
+            count = self.pace.size(len(decision.decodes), count, start, min(left - 1, budget.most))
         count = fitting(self.roster, decision, seq, count)
         if not count:
             self._stalled = True
