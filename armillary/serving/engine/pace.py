@@ -15,7 +15,7 @@ from statistics import median
 
 from armillary.serving.engine.decision import Decision
 
-_MARGIN = 0.04
+_MARGIN = 0.05
 """of the time that is not planned with: steps of one kind differ by so much"""
 _FORGET = 0.96
 """weight of a step at the next one"""
@@ -122,8 +122,8 @@ class Pace:
             pairs = sum(_pairs(chunk.size, chunk.start) for chunk in decision.chunks)
             self._learn([1.0, tokens / _UNITS[1], pairs / _UNITS[2]], seconds - alone)
             if len(decision.chunks) == 1:
-                seen = self._sizes.setdefault((_size(rows), tokens), deque(maxlen=_LAST))
-                seen.append((seconds, pairs, self._steps))
+                like = self._sizes.setdefault((_size(rows), tokens), deque(maxlen=_LAST))
+                like.append((seconds, pairs, self._steps))
 
     def _learn(self, parts: list[float], seconds: float) -> None:
         """One more equation γ + α·n + β·pairs = seconds; one that is far off was something else's doing."""

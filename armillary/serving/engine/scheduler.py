@@ -196,7 +196,9 @@ class Scheduler:
         if not count:
             return
         if self.pace is not None and decision.decodes and not decision.chunks and count < left:
-            count = self.pace.size(len(decision.decodes), count, start, min(left - 1, budget.most))
+            count, wanted = self.pace.size(len(decision.decodes), count, start, min(left - 1, budget.most)), count
+            if count < wanted:
+                budget.tokens = 0.0  # a second part would take what the first was denied
         count = fitting(self.roster, decision, seq, count)
         if not count:
             self._stalled = True

@@ -86,8 +86,8 @@ def test_what_a_size_took_counts_more_than_a_line() -> None:
     """An H200's steps with 32 streams: 2 ms more from 193 tokens on. A line through both sides tries the wrong sizes
     again and again."""
     device = Device(6e-3, 8e-6, 1.2e-9, noise=0.006, jump=192)
-    found, rate = paced(device, 2.0, prompts=3, length=32_000)
-    assert sorted(found)[int(0.985 * len(found))] <= 2.0 and sorted(found)[len(found) // 2] > 1.8
+    found, _ = paced(device, 2.0, prompts=3, length=32_000)
+    assert sorted(found)[int(0.985 * len(found))] <= 2.0 and sorted(found)[len(found) // 2] > 1.75
 
 
 def test_crumbs_are_not_begun() -> None:
