@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any, Self
 
 GRACE_S = 2.0
+MANY_GROUPS = 16
+"""process groups of a rank, each with threads of its own, after which all are given up for a new one"""
 _SPAWN = get_context("spawn")
 
 
@@ -85,7 +87,10 @@ class Ranks:
         """`function(*args)` on `world` ranks at once."""
         assert "<locals>" not in function.__qualname__, f"{function.__qualname__} must stand at the top of a module"
         self._join(world, timeout_s)
-        return self._call(world, ("call", function.__module__, function.__qualname__, args), timeout_s)
+        answers = self._call(world, ("call", function.__module__, function.__qualname__, args), timeout_s)
+        if self._call(world, ("groups",), timeout_s)[0] > MANY_GROUPS:
+            self._world = 0
+        return answers
 
     def _join(self, world: int, timeout_s: float) -> None:
         """A default process group of this size; the last one is kept where it fits."""
@@ -174,7 +179,8 @@ def _one_thread() -> None:
 
 
 def _answer(message: tuple[Any, ...]) -> bytes:
-    actions: dict[str, Callable[..., Any]] = {"join": _join_group, "call": _call_function}
+    actions: dict[str, Callable[..., Any]] = {"join": _join_group, "call": _call_function,
+                                              "groups": _num_groups}  # fmt: skip
     try:
         return pickle.dumps((True, actions[message[0]](*message[1:])))
     except BaseException:
@@ -189,6 +195,13 @@ def _join_group(file: str, world: int, rank: int) -> None:
         _forget_meshes()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     dist.init_process_group("gloo", store=dist.FileStore(file, world), rank=rank, world_size=world)
+
+
+def _num_groups(rank: int) -> int:
+    """How many process groups meshes have left behind."""
+    from torch.distributed import distributed_c10d
+
+    return len(distributed_c10d._world.pg_map)
 
 
 def _forget_meshes() -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 RANKS, MOST_RANKS = 2, 16
 PAGE = "parallel_agreement.md"
+_A_LAUNCH = 6
+"""strategies of a launch: process groups of each stay to its end, with threads of their own"""
 
 
 def parity(
@@ -115,16 +117,26 @@ def layout_in(orders: dict[str, Any]) -> Layout | None:
 
 
 def _launched(out: Output, home: Home, orders: dict[str, Any]) -> list[Row]:
+    """All strategies, a few in each launch."""
+    names, world = orders["strategies"], orders["world"]
+    out.say(f"{len(names)} strateg{'ies' if len(names) > 1 else 'y'} on {world} ranks against one process, "
+            f"{' and '.join(orders['formats'])}")  # fmt: skip
+    rows: list[Row] = []
+    while len(rows) < len(names):
+        some = names[len(rows) : len(rows) + _A_LAUNCH]
+        rows += _launched_some(out, home, {**orders, "strategies": some, "done": len(rows), "total": len(names)})
+    return rows
+
+
+def _launched_some(out: Output, home: Home, orders: dict[str, Any]) -> list[Row]:
     from armillary.cli.launch import launch
     from armillary.profiling.system import usable_cores
     from armillary.training.parity.matrix import Row
 
-    count, world = len(orders["strategies"]), orders["world"]
-    out.say(f"{count} strateg{'ies' if count > 1 else 'y'} on {world} ranks against one process, "
-            f"{' and '.join(orders['formats'])}")  # fmt: skip
-    told = {**orders, "mode": out.mode}
-    ended = launch("armillary.cli.parity_rank", told, num_ranks=world, logs=home.cache / "parity",
-                   threads=max(1, usable_cores() // world), then="run it again")  # fmt: skip
+    world = orders["world"]
+    threads = max(1, usable_cores() // world)
+    ended = launch("armillary.cli.parity_rank", {**orders, "mode": out.mode}, num_ranks=world,
+                   logs=home.cache / "parity", threads=threads, then="run it again")  # fmt: skip
     if not ended.outcome:
         raise KeyboardInterrupt
     return [

@@ -16,7 +16,8 @@ def measure_rows(orders: dict[str, Any], out: Output) -> dict[str, Any]:
     from armillary.training.parity.matrix import cases_of, cases_of_layout, measure
 
     layout, world, formats, rows = layout_in(orders), orders["world"], orders["formats"], []
-    with join_world("cpu"), out.progress("parity", total=len(orders["strategies"]), unit="row") as bar:
+    with join_world("cpu"), out.progress("parity", total=orders["total"], unit="row") as bar:
+        bar.update(orders["done"])
         for name in orders["strategies"]:
             given = cases_of(name, world, formats) if layout is None else cases_of_layout(
                 layout, formats, experts=orders["experts"]
