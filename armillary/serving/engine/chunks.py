@@ -50,8 +50,10 @@ class Budget:
     """see `chunk_cost`"""
     free: float = FREE
     least: int = 1
-    """tokens of a part: fewer cost as much. The first one gets so many, whatever they cost; what is left behind it is
-    not begun with fewer, unless a prompt ends with them"""
+    """tokens of the first part, whatever they cost: fewer would cost as much"""
+    one: bool = False
+    """whether what is left behind the first part goes only to prompts that end with it: a second one that goes on
+    costs tiles and padding of its own, and does not get anybody an answer sooner"""
     _begun: bool = False
 
     @property
@@ -59,14 +61,14 @@ class Budget:
         return self.tokens < 1 or self.most < 1
 
     def size(self, left: int, past: int, block_tokens: int, tile: int) -> int:
-        """Tokens of a prompt's next part; none, and nothing for others either, where too few are left."""
+        """Tokens of a prompt's next part; none, and nothing for others either, where it would not end."""
         count = chunk_size(left, past, self.tokens, block_tokens, self.attention_tokens, tile, self.free)
         if count > self.most:
             count = chunk_size(left, past, float(self.most), block_tokens, None, tile)
-        count, least = min(count, int(self.tokens)), min(left, self.least)
+        count = min(count, int(self.tokens))
         if not self._begun:
-            return max(count, min(least, self.most))
-        if count < least:
+            return max(count, min(left, self.least, self.most))
+        if self.one and count < left:
             self.tokens = 0.0
             return 0
         return count

@@ -108,15 +108,16 @@ class GraphSteps(Steps):
 
 def row_sizes(most: int) -> list[int]:
     """Batches that decodes are padded to. Products of up to 16 rows cost the same, those of many cost what padding they
-    have; the cost of attention does not depend on padding at all."""
-    sizes = [1, 2, 4, 8, 16, 32, 48, *range(64, 256, 16), *range(256, most + 32, 32)]
+    have; the cost of attention does not depend on padding at all. On an H200 an 8B model's step of 220 rows takes
+    13.4 ms as 224, 13.2 as 240 and 13.1 as 256."""
+    sizes = [1, 2, 4, 8, 16, 32, 48, *range(64, 224, 16), *range(256, most + 32, 32)]
     return sorted({min(size, most) for size in sizes})
 
 
 def token_sizes(most: int) -> list[int]:
-    """Token counts that mixed steps are padded to: products cost what padding they have, so that it is kept small. On
-    an H200 an 8B model's take longer at 192 and 224 tokens than at 208 and 256."""
-    sizes, size = [64, 96, 128, 160, 208, 256, *range(320, 512, 64)], 512
+    """Token counts that mixed steps are padded to: products cost what padding they have, so that it is kept small; 224
+    and 288 tokens took an H200 as long as 256 and 320."""
+    sizes, size = [64, 96, 128, 160, *range(192, 512, 64)], 512
     while size < most:
         sizes += [size * quarters // 4 for quarters in (4, 5, 6, 7)]
         size *= 2

@@ -52,13 +52,15 @@ class LLM:
         group = None if world is None or world.size == 1 else whole_world(world)
         if group is not None:
             refuse_uncuttable(source.config, group.size)
+        serve = serve or Serve()
+        dtype = dtype or (None if serve.dtype == "auto" else serve.dtype)
         loaded = load_model(source.folder, dtype=dtype, device=world.device if world else pick_device(device))
         if phase is not None:
             phase("weights", time.monotonic() - begin)
         has_text = (source.folder / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer.load(source.folder) if has_text else None
         self.engine, self.plan = make_engine(
-            loaded, self.tokenizer, serve or Serve(), record=record, phase=phase, group=group, owns_model=True,
+            loaded, self.tokenizer, serve, record=record, phase=phase, group=group, owns_model=True,
             eos_ids=() if has_text else eos_ids_of(source.folder),
             peaks=load_peaks(home or Home.default(), name_of(next(loaded.parameters()).device)),
         )  # fmt: skip

@@ -15,7 +15,7 @@ from statistics import median
 
 from armillary.serving.engine.decision import Decision
 
-_MARGIN = 0.05
+_MARGIN = 0.035
 """of the time that is not planned with: steps of one kind differ by so much"""
 _FORGET = 0.96
 """weight of a step at the next one"""

@@ -129,7 +129,7 @@ class Scheduler:
             return Budget(tokens=left, most=left, attention_tokens=settings.attention_tokens)
         tokens, attention_tokens = self.pace.allowance(decodes)
         return Budget(tokens=min(left, tokens), most=min(left, self.pace.most), attention_tokens=attention_tokens,
-                      free=0.0, least=settings.query_tile)  # fmt: skip
+                      free=0.0, least=settings.query_tile, one=True)  # fmt: skip
 
     def _settle(self, decision: Decision, now: float) -> None:
         """What came before: names of computed blocks, forks that can start, blocks to give back, deadlines."""

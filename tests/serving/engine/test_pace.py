@@ -87,14 +87,14 @@ def test_what_a_size_took_counts_more_than_a_line() -> None:
     again and again."""
     device = Device(6e-3, 8e-6, 1.2e-9, noise=0.006, jump=192)
     found, _ = paced(device, 2.0, prompts=3, length=32_000)
-    assert sorted(found)[int(0.985 * len(found))] <= 2.0 and sorted(found)[len(found) // 2] > 1.75
+    assert sorted(found)[int(0.985 * len(found))] <= 2.03 and sorted(found)[len(found) // 2] > 1.75
 
 
-def test_crumbs_are_not_begun() -> None:
-    budget = Budget(tokens=70.0, most=500, attention_tokens=None, least=32)
-    assert budget.size(900, 0, 16, 32) == 64
-    budget.pay(64, 0)
-    assert budget.size(5, 0, 16, 32) == 5  # the end of a prompt is never a crumb
+def test_behind_the_first_part_prompts_are_not_begun_unless_they_end() -> None:
+    budget = Budget(tokens=170.0, most=500, attention_tokens=None, least=32, one=True)
+    assert budget.size(900, 0, 16, 32) == 160
+    budget.pay(160, 0)
+    assert budget.size(5, 0, 16, 32) == 5
     assert budget.size(900, 0, 16, 32) == 0 and budget.spent
     assert Budget(tokens=3.0, most=500, attention_tokens=None, least=32).size(900, 0, 16, 32) == 32  # someone begins
 
