@@ -1,7 +1,7 @@
 """One lever, pulled: a run, what is predicted for it, the run with the lever, and what it brought.
 
-The prediction is written down (diagnosis.json and the track record) before the changed recipe is run. The first run is
-made again afterwards, so that a machine that got slower or quicker meanwhile does not pass for the lever.
+The prediction is written down (diagnosis.json and the track record) before the changed recipe is run. Runs with and
+without the lever take turns, so that a machine that gets slower or quicker meanwhile does not pass for the lever.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 from armillary.cli.diagnose import write_lever
 from armillary.cli.output import Output
@@ -25,9 +26,8 @@ from armillary.store.runs import Run
 
 ALLOWED, SHARE = 0.03, 0.3
 """how far what is obtained may be from what was predicted: this much, or this share of the predicted gain"""
-STEADY, ROUNDS = 0.05, 3
-"""where the machine itself changed by more than this meanwhile, the lever is pulled again, so often at most; the
-steadiest round counts, whatever it shows"""
+FEWEST, MOST, STEADY = 2, 3, 0.05
+"""how often the lever is pulled: until what it brought lies so close together, between so and so often"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +58,14 @@ class Pulled:
     """speed-up, written down before"""
     obtained: float
     """speed-up, measured"""
-    drift: float
-    """the first run made again over the first time: what the machine itself changed by"""
     where: str
     """device"""
     rounds: int = 1
-    """how often it was pulled until the machine was steady; the steadiest counts"""
+    """how often it was pulled; the median counts"""
+    spread: float = 0.0
+    """the best of these less the worst, as a share of the median"""
+    drift: float = 1.0
+    """the last run without the lever over the first: what the machine itself changed by"""
 
     @property
     def allowed(self) -> float:
@@ -73,6 +75,11 @@ class Pulled:
     def within(self) -> bool:
         return abs(self.obtained - self.predicted) <= self.allowed
 
+    def text(self) -> str:
+        """One line."""
+        said = {key: round(value, 3) if isinstance(value, float) else value for key, value in asdict(self).items()}
+        return json.dumps(said | {"within": self.within})
+
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
@@ -81,39 +88,41 @@ class Pulled:
         return Pulled(**json.loads(path.read_text()))
 
 
-def pull(case: LeverCase, home: Home, *, where: str) -> Pulled:
-    """Run, predict, change, run, and run again as at first."""
+def pull(case: LeverCase, home: Home, *, where: str, most: int = MOST) -> Pulled:
+    """Run, predict, then by turns with the change and without; at most so often."""
     before = case.run(case.recipe, home)
     found = diagnose(read_run(before, home), home)
     keep(before, found, home)
     number = number_of(found, case.key)
     path = write_lever(Output("silent"), home, found, before, number, home.work / f"{before.name}.toml")
     lever, changed = found.lever(number), load_recipe(path)
-    after = case.run(changed, home)
-    compare(before, after, home)
-    rounds = [_round(lever.of, before, after, case.run(case.recipe, home), home)]
-    while abs(rounds[-1].drift - 1) > STEADY and len(rounds) < ROUNDS:
-        first, then, last = (case.run(recipe, home) for recipe in (case.recipe, changed, case.recipe))
-        rounds.append(_round(lever.of, first, then, last, home))
-    best = min(rounds, key=lambda one: abs(one.drift - 1))
-    return Pulled(name=case.name, change=lever.sets, of=lever.of, predicted=lever.speedup, obtained=best.obtained,
-                  drift=best.drift, where=where, rounds=len(rounds))  # fmt: skip
+    without, gains = [before], list[float]()
+    while len(gains) < min(FEWEST, most) or (_spread(gains) > STEADY and len(gains) < most):
+        after = case.run(changed, home)
+        if not gains:
+            compare(before, after, home)
+        without.append(case.run(case.recipe, home))
+        gains.append(_gain(lever.of, without[-2], after, without[-1], home))
+    first, last = (_figure(lever.of, run, home) for run in (without[0], without[-1]))
+    return Pulled(name=case.name, change=lever.sets, of=lever.of, predicted=lever.speedup, obtained=median(gains),
+                  where=where, rounds=len(gains), spread=_spread(gains), drift=last / first)  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Round:
-    """Before, after, and before again."""
-
-    obtained: float
-    drift: float
+def _spread(gains: list[float]) -> float:
+    return (max(gains) - min(gains)) / median(gains)
 
 
-def _round(of: str, before: Run, after: Run, again: Run, home: Home) -> _Round:
+def _gain(of: str, before: Run, after: Run, again: Run, home: Home) -> float:
     """The run with the lever held against the mean of those before and after it."""
-    first, then, last = (measured(read_run(run, home), of) for run in (before, after, again))
-    assert first and then and last, f"{of} was measured"
+    first, then, last = (_figure(of, run, home) for run in (before, after, again))
     usual = (first + last) / 2
-    return _Round(obtained=then / usual if is_rate(of) else usual / then, drift=last / first)
+    return then / usual if is_rate(of) else usual / then
+
+
+def _figure(of: str, run: Run, home: Home) -> float:
+    found = measured(read_run(run, home), of)
+    assert found, f"{of} was measured"
+    return found
 
 
 def number_of(found: Diagnosis, key: str) -> int:

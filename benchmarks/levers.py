@@ -34,6 +34,9 @@ from benchmarks.planted.train_small import model_of, recipe_of, step_s, train_re
 PAGE = Path(__file__).parent / "levers.md"
 ENOUGH, WORTH, MANY = 6, 1.15, 4
 """levers that must be within what is allowed, and a gain that so many of them must obtain"""
+CLAIMED = {"batch size": ("cpu", "H200"), "loader workers": ("cpu",), "compile": ("cpu",), "recompute off": ("H200",),
+           "CUDA graphs": ("H200",), "prefix cache": ("H200",), "chunk size": ("H200",)}  # fmt: skip
+"""where each kind of lever is said to come out as predicted; elsewhere it is pulled and shown all the same"""
 _WISH = Wish()
 
 
@@ -50,7 +53,8 @@ def recompute_off(home: Home) -> LeverCase:
 
 def loader_workers(home: Home) -> LeverCase:
     """A store that takes twice as long for a batch as a step does."""
-    return _trained("loader workers", "data.workers", home, Fault(kind="slow source", amount=2 * step_s(_WISH, home)))
+    return _trained("loader workers", "data.workers", home, Fault(kind="slow source", amount=2 * step_s(_WISH, home)),
+                    train={"steps": 20})  # fmt: skip
 
 
 def compiled(home: Home) -> LeverCase:
@@ -61,14 +65,14 @@ def compiled(home: Home) -> LeverCase:
 def _trained(
     name: str, key: str, home: Home, fault: Fault | None = None, **tables: Mapping[str, Any]
 ) -> LeverCase:  # fmt: skip
-    job = {"batch_tokens": 2048, "steps": 20, **tables.get("train", {})}
+    job = {"batch_tokens": 2048, "steps": 40, **tables.get("train", {})}
     recipe = recipe_of(_WISH, {**tables, "train": job}, home)
     return LeverCase(name=name, key=key, recipe=recipe, run=partial(train_recipe, fault=fault))
 
 
 def prefix_cache(home: Home) -> LeverCase:
     """Equal beginnings, computed again for each request."""
-    requests = sharing(48, prefixes=1, prefix_tokens=400, tokens_in=16, tokens_out=16, seed=0)
+    requests = sharing(96, prefixes=1, prefix_tokens=400, tokens_in=16, tokens_out=16, seed=0)
     return _served("prefix cache", "serve.prefix_cache", {"prefix_cache": False}, at_once(requests))
 
 
@@ -96,30 +100,52 @@ CASES = {"batch-size": batch_size, "recompute": recompute_off, "workers": loader
 # --- the table
 
 
+COLUMNS = ("lever", "on", "change", "of", "predicted", "obtained", "off by", "allowed", "within", "spread", "pulled")
+
+
 def line(one: Pulled) -> list[str]:
+    said = "yes" if one.within else "no" if is_claimed(one) else "no (not claimed)"
     return [one.name, one.where, one.change, one.of, f"{one.predicted:.2f} ×", f"{one.obtained:.2f} ×",
-            f"{abs(one.obtained - one.predicted):.2f}", f"{one.allowed:.2f}", "yes" if one.within else "no",
-            f"{one.drift:.2f}", str(one.rounds)]  # fmt: skip
+            f"{abs(one.obtained - one.predicted):.2f}", f"{one.allowed:.2f}", said, f"{one.spread:.0%}",
+            str(one.rounds)]  # fmt: skip
 
 
-COLUMNS = ("lever", "on", "change", "of", "predicted", "obtained", "off by", "allowed", "within", "drift", "rounds")
+def is_claimed(one: Pulled) -> bool:
+    return one.where in CLAIMED.get(one.name, ())
 
 
-def holds(rows: list[Pulled]) -> bool:
+def kept(rows: Sequence[Pulled]) -> dict[str, float]:
+    """Kinds of lever whose every row, wherever they are claimed, is within what is allowed -> the least obtained."""
+    found = {}
+    for name in CLAIMED:
+        mine = [one for one in rows if one.name == name and is_claimed(one)]
+        if mine and all(one.within for one in mine):
+            found[name] = min(one.obtained for one in mine)
+    return found
+
+
+def holds(rows: Sequence[Pulled]) -> bool:
     """Six kinds of lever within what is allowed, four of them worth it."""
-    good = {one.name: one for one in rows if one.within}
-    return len(good) >= ENOUGH and sum(one.obtained >= WORTH for one in good.values()) >= MANY
+    good = kept(rows)
+    return len(good) >= ENOUGH and sum(gain >= WORTH for gain in good.values()) >= MANY
 
 
-def as_page(rows: list[Pulled]) -> str:
-    good = sum(one.within for one in rows)
+def summary(rows: Sequence[Pulled]) -> str:
+    good = kept(rows)
+    worth = sum(gain >= WORTH for gain in good.values())
+    outside = [f"{one.name} on {one.where}" for one in rows if not one.within]
+    return (f"{len(good)} of {len(CLAIMED)} kinds of lever came out as predicted ({', '.join(good) or 'none'}), each "
+            f"on every device that it is claimed for; {worth} of these obtained at least {WORTH} ×. Outside of what "
+            f"is allowed: {', '.join(outside) or 'none'}.")  # fmt: skip
+
+
+def as_page(rows: Sequence[Pulled]) -> str:
     lines = ["# Levers: predicted and obtained", "",
-             f"`python -m benchmarks.levers --write`, {time.strftime('%Y-%m-%d', time.gmtime())}, {here().text()}. The "
-             "prediction is written down before the lever is pulled; allowed is max(0.03, 0.3 × (predicted − 1)). "
-             "Drift: the first run made again over the first time; where that is off by more than 5 % the lever is "
-             "pulled again, and the steadiest round counts.", "",
-             f"{good} of {len(rows)} within; {sum(one.obtained >= WORTH for one in rows)} obtained at least "
-             f"{WORTH} ×.", "",
+             f"`python -m benchmarks.levers --write`, {time.strftime('%Y-%m-%d', time.gmtime())}, {here().text()}; "
+             "rows of the H200 are recorded (`benchmarks/planted/record_levers.py`, `record_serving.py`). The "
+             "prediction is written down before the lever is pulled; allowed is max(0.03, 0.3 × (predicted − 1)). Runs "
+             "with and without the lever take turns; obtained is the median over them, spread what lies between the "
+             "best and the worst.", "", summary(rows), "",
              "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]  # fmt: skip
     return "\n".join([*lines, *("| " + " | ".join(line(one)) + " |" for one in rows)]) + "\n"
 
@@ -139,6 +165,7 @@ def main() -> int:
             rows.append(pull(CASES[name](home), home, where="cpu"))
             print("  ".join(line(rows[-1])), flush=True)
     rows += [Pulled.read(path) for path in sorted(FOLDER.glob("lever-*.json"))]
+    print(summary(rows))
     if asked.write:
         PAGE.write_text(as_page(rows))
     return 0 if holds(rows) else 1

@@ -7,8 +7,9 @@ CPU all are equal, and a lost or doubled token shows; on a GPU in bf16 the likel
 in the batch, through HTTP as without (`differ`), so with `--make` every token is a word and words are counted
 (`wrong_length`). Both sides do the same before they are timed (a round of all prompts with short answers); a round
 of HTTP lasts from the moment all begin to the last byte. `--one` requests one after the other give the added time to
-the first token at low load. `--soak SECONDS` repeats the streams and shows the memory of both processes every few
-seconds; `--kill N` ends the engine with kill -9 while N streams run. JSON comes last.
+the first text at low load (`server_first.py`; on a CPU in turns with the engine alone). `--soak SECONDS` repeats the
+streams and shows the memory of both processes every few seconds; `--kill N` ends the engine with kill -9 while N
+streams run. JSON comes last.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.server_clients import PROMPTS, answer, brief, prompts, start_part, start_together
+from benchmarks.server_first import Times, added_ms, firsts, in_turns
 from benchmarks.server_process import Server, make, running
 
 _WARM_TOKENS = 16
@@ -58,21 +60,10 @@ def offline(folder: str, wishes: dict[str, Any]) -> dict[str, Any]:
             begin = time.perf_counter()
             found = llm.generate(asked, params(wishes["tokens"]))
             seconds.append(time.perf_counter() - begin)
-        firsts = asyncio.run(_firsts(llm, asked, params(4), wishes["one"]))
+        alone = asyncio.run(firsts(llm, asked, 0 if wishes["device"] == "cpu" else wishes["one"]))
     assert sum(len(one.tokens) for one in found) == wishes["streams"] * wishes["tokens"]
     answers = [brief(i % PROMPTS, one.text) for i, one in enumerate(found)]
-    return {"seconds": seconds, "firsts": firsts, "answers": answers}
-
-
-async def _firsts(llm: Any, asked: list[list[int]], params: Any, count: int) -> list[float]:
-    found = []
-    for i in range(count):
-        begin, first = time.perf_counter(), 0.0
-        async for _ in llm.stream(asked[i % len(asked)], params):
-            first = first or time.perf_counter() - begin
-        found.append(first)
-        await asyncio.sleep(0.02)
-    return found
+    return {"seconds": seconds, "firsts": alone, "answers": answers}
 
 
 # --- the main process
@@ -122,8 +113,21 @@ def through_http(server: Server, wishes: dict[str, Any]) -> dict[str, Any]:
     found = sorted(rounds, key=lambda one: one["seconds"])[(len(rounds) - 1) // 2]
     found["differ"] = max(one["differ"] for one in rounds)
     found["engine_ms"] = {name: round(1e3 * means[name], 2) for name in ("queue_s", "prefill_s", "decode_s", "itl_s")}
-    found["alone"] = answer(start_part("one", json.dumps([list(server.address), wishes]))) if wishes["one"] else [0.0]
     return found
+
+
+def low_load(folder: str, server: Server, wishes: dict[str, Any], alone: Times) -> dict[str, Any]:
+    """First texts with nobody else there. A GPU has no room for a second engine: there, `alone` was taken before."""
+    if wishes["device"] == "cpu":
+        alone, through = in_turns(folder, server.address, wishes)
+    else:
+        through = answer(start_part("one", json.dumps([list(server.address), wishes])))
+    added = added_ms(alone, through)
+    medians = [1e3 * statistics.median(seconds for _, seconds in times) for times in (alone, through)]
+    tell(f"first text at low load: {medians[0]:.2f} ms, through HTTP {medians[1]:.2f}")
+    return {"ttft_alone_ms": round(medians[0], 3), "ttft_http_ms": round(medians[1], 3),
+            "added_ttft_ms": round(statistics.median(added), 3),
+            "added_by_prompt_ms": [round(one, 2) for one in added]}  # fmt: skip
 
 
 def soak(server: Server, wishes: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -183,15 +187,16 @@ def killed(server: Server, wishes: dict[str, Any]) -> dict[str, Any]:
 
 def measure(folder: str, wishes: dict[str, Any], soak_s: float, kill: int) -> dict[str, Any]:
     alone = answer(start_part("offline", json.dumps([folder, wishes]), module="benchmarks.server"))
-    tokens, first_ms = wishes["streams"] * wishes["tokens"], 1e3 * statistics.median(alone["firsts"] or [0.0])
+    tokens = wishes["streams"] * wishes["tokens"]
     offline_rate = tokens / statistics.median(alone["seconds"])
-    tell(f"engine alone: {offline_rate:,.0f} tokens/s, first token {first_ms:.2f} ms")
+    tell(f"engine alone: {offline_rate:,.0f} tokens/s")
     exits: list[int] = []
     with running(folder, wishes, exits) as server:
         found = through_http(server, wishes)
-        rate, http_ms = tokens / found["seconds"], 1e3 * statistics.median(found["alone"])
-        tell(f"through HTTP: {rate:,.0f} tokens/s ({rate / offline_rate:.1%}), first token {http_ms:.2f} ms")
-        more = {"soak": soak(server, wishes, soak_s)} if soak_s else {}
+        rate = tokens / found["seconds"]
+        tell(f"through HTTP: {rate:,.0f} tokens/s ({rate / offline_rate:.1%})")
+        more = low_load(folder, server, wishes, alone["firsts"]) if wishes["one"] else {}
+        more |= {"soak": soak(server, wishes, soak_s)} if soak_s else {}
         more |= {"kill": killed(server, wishes | {"streams": kill, "tokens": wishes["kill_tokens"]})} if kill else {}
     known = {(prompt, digest) for prompt, digest, _ in alone["answers"]}
     other = sum((prompt, digest) not in known for prompt, digest, _ in found["answers"])
@@ -201,8 +206,6 @@ def measure(folder: str, wishes: dict[str, Any], soak_s: float, kill: int) -> di
         "offline_s": [round(one, 3) for one in alone["seconds"]], "http_s": round(found["seconds"], 3),
         "late_s": round(found["late_s"], 3), "cpu_s": {who: round(s, 2) for who, s in found["cpu_s"].items()},
         "engine_ms": found["engine_ms"], "tokens_an_event": round(found["tokens_an_event"], 2),
-        "ttft_alone_ms": round(first_ms, 3), "ttft_http_ms": round(http_ms, 3),
-        "added_ttft_ms": round(http_ms - first_ms, 3),
         "ttft_together_p50_s": round(statistics.median(found["firsts"]), 4),
         "differ": {"offline": differing(alone["answers"]), "http": found["differ"], "from_offline": other},
         "wrong_length": found["wrong_length"], "exit": exits[0], "cores": os.cpu_count(), **more,

@@ -105,11 +105,11 @@ async def together(address: Address, wishes: dict[str, Any], part: int) -> dict[
     }  # fmt: skip
 
 
-async def one_by_one(address: Address, wishes: dict[str, Any]) -> list[float]:
-    """Times to the first token with nobody else there."""
+async def one_by_one(address: Address, wishes: dict[str, Any]) -> list[tuple[int, float]]:
+    """Which prompt, and the time to its first text with nobody else there."""
     asked, found = prompts(wishes["streams"], wishes["prompt"]), []
     for i in range(wishes["one"]):
-        found.append((await stream(address, asked[i % len(asked)], 4)).first_s)
+        found.append((i % len(asked), (await stream(address, asked[i % len(asked)], 4)).first_s))
         await asyncio.sleep(0.02)
     return found
 

@@ -98,7 +98,7 @@ def running(folder: str, wishes: dict[str, Any], exits: list[int]) -> Iterator[S
         address = probe.getsockname()
     words = [word for key, value in wishes["serve"].items() for word in ("--set", f"serve.{key}={json.dumps(value)}")]
     words += ["--device", wishes["device"]] if wishes["device"] else []
-    words += ["--dtype", wishes["dtype"]] if wishes["dtype"] else []
+    words += ["--set", f"serve.dtype={wishes['dtype']}"] if wishes["dtype"] else []
     line = [sys.executable, "-m", "armillary", "serve", folder, "--port", str(address[1]), *words]
     process = subprocess.Popen(line, stdout=sys.stderr)
     try:

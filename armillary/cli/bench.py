@@ -32,7 +32,7 @@ bench.add_command(serve)
 @device_option
 @quick_option
 @click.option("--only", multiple=True, metavar="SECTION",
-              help="bandwidth, gemm, attention, fma, launch, host_copy, disk; often.")  # fmt: skip
+              help="bandwidth, gemm, attention, passes, fma, launch, host_copy, disk; often.")  # fmt: skip
 @click.option("--folder", type=click.Path(path_type=Path), help="Whose disk is measured.  [default: this folder]")
 @click.option("--show", is_flag=True, help="Print what is stored, measure nothing.")
 def ceilings(
@@ -175,7 +175,7 @@ def _quiet(peaks: Peaks) -> list[str]:
     for kind in peaks.points:
         if kind in ("gemm", "fma"):
             lines += [f"{kind} {name} {best:.4g}" for name, best in bests(peaks, kind)]
-        elif kind in ("copy", "read", "write", "triad", "disk", "host_copy"):
+        elif kind in ("copy", "read", "write", "triad", "passes", "disk", "host_copy"):
             lines += [f"{kind} {best:.4g}" for _, best in bests(peaks, kind)]
         elif kind == "collective":
             lines += [f"{p['op']} {p['world']} {p['alpha_s']:.4g} {p['bytes_per_s']:.4g}" for p in peaks.points[kind]]

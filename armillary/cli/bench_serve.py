@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,7 +17,12 @@ from armillary.store.home import Home
 from armillary.units import bandwidth_text, seconds_text
 
 if TYPE_CHECKING:
-    from armillary.serving.bench import ServeBench
+    from armillary.model.transformer import Transformer
+    from armillary.serving.bench import Notes, ServeBench
+    from armillary.spec.recipe import Recipe
+    from armillary.store.peaks import Peaks
+    from armillary.store.runs import Run
+    from armillary.store.source import ModelSource
 
 _BATCHES = 6
 """a sixth of the requests runs at a time: with all of them together, ways of batching would not differ"""
@@ -39,40 +44,73 @@ def serve(
 ) -> None:  # fmt: skip
     """Serve random requests with MODEL: a single stream, then every batching mode on the same requests.
 
-    A shape that has no weights gets random ones.
+    A shape that has no weights gets random ones. A run folder holds what was recorded of continuous batching (of the
+    last mode, where that is not among them), for armillary diagnose.
     """
     if min(requests, tokens_in, tokens_out) < 1:
         raise BadInput("requests and tokens must be at least 1; give larger numbers")
     source, loaded = _opened(out, home, model, dtype, device)
     if tokens_in + tokens_out > loaded.config.context:
-        raise BadInput(f"{tokens_in} + {tokens_out} tokens exceed the context of {source}; ask for at most "
+        raise BadInput(f"{tokens_in} + {tokens_out} tokens exceed the context of {source.name}; ask for at most "
                        f"{loaded.config.context} together")  # fmt: skip
+    from armillary.cli.serve_run import recorded
     from armillary.serving.bench import MODES, bench_serve
     from armillary.serving.bench_plot import bench_page, picture
-    from armillary.spec.service import Serve
     from armillary.store.atomic import write_text
 
     unknown_modes = [mode for mode in modes if mode not in MODES]
     if unknown_modes:
         raise BadInput(f"no batching mode '{unknown_modes[0]}'; use one of {', '.join(MODES)}")
-    found = bench_serve(
-        loaded, Serve(weights=weights, max_running=-(-requests // _BATCHES)),  # type: ignore[arg-type]
-        modes=modes or MODES, requests=requests, tokens_in=tokens_in, tokens_out=tokens_out,
-    )  # fmt: skip
+    chosen = modes or MODES
+    kept: dict[str, Notes] = {}
+    shown = "continuous" if "continuous" in chosen else chosen[-1]
+    asked = _asked(loaded, shown, weights, together=-(-requests // _BATCHES), longest=tokens_in + tokens_out)
+    with recorded(home, source, asked, say=out.say) as run:
+        found = bench_serve(loaded, asked.serve, modes=chosen, requests=requests, tokens_in=tokens_in,
+                            tokens_out=tokens_out, keep=kept.__setitem__, peaks=_peaks(home, loaded))  # fmt: skip
+        if run is not None:
+            _write(run, kept[shown])
     if plot is not None:
         write_text(plot, picture(found) if plot.suffix == ".svg" else bench_page(found))
     _show(out, found)
     rows = [asdict(mode) | {"tokens_per_s": mode.tokens_per_s} for mode in found.modes]
     quiet = [f"{mode.name}\t{mode.tokens_per_s:.1f}" for mode in found.modes]
-    out.result(asdict(found) | {"modes": rows}, quiet=quiet)
+    out.result(asdict(found) | {"modes": rows, "run": run.name if run is not None else None}, quiet=quiet)
 
 
-def _opened(out: Output, home: Home, model: str, dtype: str | None, device: str | None):  # type: ignore[no-untyped-def]
+def _opened(
+    out: Output, home: Home, model: str, dtype: str | None, device: str | None
+) -> tuple[ModelSource, Transformer]:  # fmt: skip
     from armillary.cli.find_model import find_model
 
     random = find_model(out, home, model, need_weights=False).folder is None
-    source, loaded = open_model(out, home, model, random_weights=random, dtype=dtype, device=device)
-    return source.name, loaded
+    return open_model(out, home, model, random_weights=random, dtype=dtype, device=device)
+
+
+def _asked(loaded: Transformer, mode: str, weights: str, *, together: int, longest: int) -> Recipe:
+    """What is run, as a recipe would say it."""
+    from armillary.cli.serve_run import DTYPES
+    from armillary.spec.recipe import recipe_from_dict
+
+    dtype = DTYPES.get(str(next(loaded.parameters()).dtype).removeprefix("torch."), "auto")
+    keys: dict[str, Any] = {"weights": weights, "dtype": dtype, "max_running": together, "max_model_len": longest,
+                            "batching": mode}  # fmt: skip
+    return recipe_from_dict({"model": {"name": loaded.config.name}, "serve": keys})
+
+
+def _peaks(home: Home, loaded: Transformer) -> Peaks | None:
+    from armillary.profiling.ceilings import name_of
+    from armillary.store.peaks import load_peaks
+
+    return load_peaks(home, name_of(next(loaded.parameters()).device))
+
+
+def _write(run: Run, notes: Notes) -> None:
+    from armillary.store.gauges import GaugeWriter
+
+    with GaugeWriter(run.gauges) as writer:
+        for at, gauges, step, request in notes.kept:
+            writer.write(gauges, step=step, request=request, now=at)
 
 
 def _show(out: Output, found: ServeBench) -> None:

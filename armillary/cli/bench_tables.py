@@ -117,6 +117,11 @@ def _attention(out: Output, peaks: Peaks, chip: Chip | None) -> None:
     out.table("causal attention, without rests", ["shape", "dtype", "pass", "measured", "of catalogue"], rows)
 
 
+def _passes(out: Output, peaks: Peaks, chip: Chip | None) -> None:
+    rows = [[p["dtype"], bandwidth_text(p["bytes_per_s"]), _spread(p)] for p in peaks.points["passes"]]
+    out.table("norm, activation and loss as plain operators", ["dtype", "moved", "spread"], rows)
+
+
 def _fma(out: Output, peaks: Peaks, chip: Chip | None) -> None:
     rows = [[dtype, flops_per_s_text(best), _percent(_share(best, chip.peak(dtype) if chip else None))]
             for dtype, best in bests(peaks, "fma")]  # fmt: skip
@@ -178,6 +183,7 @@ _TABLES: tuple[tuple[tuple[str, ...], Callable[[Output, Peaks, Chip | None], Non
     (("cache",), _cache),
     (("gemm",), _gemm),
     (("attention",), _attention),
+    (("passes",), _passes),
     (("fma",), _fma),
     (("launch",), _launch),
     (("host_copy",), _host_copy),

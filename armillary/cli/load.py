@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from armillary.cli.output import Output, path_text
-from armillary.cli.verb import set_option, verb
+from armillary.cli.verb import moved, set_option, verb
 from armillary.errors import BadInput
 from armillary.store.home import Home
 
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 @click.option("--rate", type=float, metavar="R", help="Open loop: requests a second.")
 @click.option("--clients", type=int, metavar="N", help="Closed loop: N clients that wait for their answers.")
 @click.option("--duration", type=float, metavar="S", help="Seconds that are measured, after the warm-up.")
-@click.option("--trace", metavar="FILE", help="Replay an Azure (CSV) or Mooncake (JSONL) trace.")
 @click.option("--search", is_flag=True, help="Search the highest rate that is sustained.")
-@click.option("--price", type=float, metavar="USD", help="Of an hour of all that serves; for cost a million tokens.")
 @click.option("--page", type=click.Path(path_type=Path, dir_okay=False), help="Write a report with plots there (HTML).")
 @click.option("--key", default="", help="API key.")
 @set_option
+@moved("--trace", "try --set load.trace=FILE")
+@moved("--price", "try --set cost.usd_per_device_hour=2.5")
 def load(
     out: Output, home: Home, url: str, recipe: Path | None, rate: float | None, clients: int | None,
-    duration: float | None, trace: str | None, search: bool, price: float | None, page: Path | None, key: str,
-    overrides: tuple[str, ...],
+    duration: float | None, search: bool, page: Path | None, key: str, overrides: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Send requests to the OpenAI-compatible server at URL and report TTFT, ITL, TPOT, throughput and goodput.
 
     Lengths, bursts, ramps, repeats and objectives are keys of a recipe: --set traffic.tokens_in=128, --set
-    traffic.arrival=gamma, --set load.ramp_to=20, --set load.repeats=5, --set objective.ttft_p99_s=0.5.
+    traffic.arrival=gamma, --set load.ramp_to=20, --set load.repeats=5, --set objective.ttft_p99_s=0.5. So are a trace
+    to replay (Azure's CSV, Mooncake's JSONL), --set load.trace=conv.csv, and the price of what serves, for the cost of
+    a million tokens: --set cost.usd_per_device_hour=2.5.
     """
-    flags = {"traffic.requests_per_s": rate, "load.concurrency": clients, "traffic.duration_s": duration,
-             "load.trace": trace}  # fmt: skip
+    flags = {"traffic.requests_per_s": rate, "load.concurrency": clients, "traffic.duration_s": duration}
     asked = _recipe(recipe, [*overrides, *(f"{name}={value}" for name, value in flags.items() if value is not None)])
-    hour = _price(asked, price, given=recipe is not None)
+    hour = _price(asked, given=recipe is not None)
     _more_files()
     report, found = run_load(out, url, _test(asked, search), key=key, search=search)
     if page is not None:
@@ -71,16 +71,12 @@ def _test(recipe: Recipe, search: bool) -> Test:
     from armillary.serving.load.run import Test
 
     if search and (recipe.load.concurrency or recipe.load.trace or recipe.load.ramp_to):
-        raise BadInput("--search varies the rate of an open loop; leave --clients, --trace and load.ramp_to out")
+        raise BadInput("--search varies the rate of an open loop; leave --clients, load.trace and load.ramp_to out")
     return Test(traffic=recipe.traffic, load=recipe.load, objective=recipe.objective)
 
 
-def _price(recipe: Recipe, price: float | None, *, given: bool) -> float | None:
-    """Dollars an hour of all that serves: the flag, or the recipe's devices at the recipe's price."""
-    if price is not None:
-        if price < 0:
-            raise BadInput(f"a price of {price:g} is below 0; give dollars an hour, like --price 2.5")
-        return price
+def _price(recipe: Recipe, *, given: bool) -> float | None:
+    """Dollars an hour of all that serves: the recipe's devices at their price; where it names none, one device."""
     if recipe.hardware.is_here:
         return recipe.cost.usd_per_device_hour
     if not given and recipe.cost.usd_per_device_hour is None:

@@ -50,4 +50,5 @@ def _flags(asked: Recipe) -> list[str]:
     there = folder if asked.model.path and (folder / "config.json").is_file() else None
     cut = ["--tp", str(layout.tp)] if layout.tp > 1 else []
     as_stored = there is None or layout.precision == stored_precision(there)
-    return cut if as_stored or layout.precision not in ("fp32", "bf16", "fp16") else [*cut, "--dtype", layout.precision]
+    said = as_stored or layout.precision not in ("fp32", "bf16", "fp16") or layout.precision == asked.serve.dtype
+    return cut if said else [*cut, "--set", f"serve.dtype={layout.precision}"]

@@ -44,11 +44,15 @@ plan = PlanGroup("plan", help="Predict memory, step time, cost and layout before
 @plan.verb
 @question_options
 @FOR
-def predict(out: Output, home: Home, purpose: str, **asked: Any) -> None:
+@click.option("--from", "run", metavar="RUN", help="Instead of a recipe: a run's, with its diagnosis' lever pulled.")
+def predict(out: Output, home: Home, purpose: str, run: str | None, **asked: Any) -> None:
     """Memory, step time, throughput and cost of a recipe, or of a model on some devices.
 
     Without a recipe the best layout is searched for; --on any ranks the catalogue's nodes, as `plan search` does.
+    --from RUN plans what its diagnosis asks for: the run's recipe with the first lever pulled.
     """
+    if run is not None:
+        purpose = _take_run(out, home, run, asked)
     if _any_node(asked):
         _search(out, home, asked, purpose, ANY_SHOWN)
         return
@@ -61,9 +65,21 @@ def predict(out: Output, home: Home, purpose: str, **asked: Any) -> None:
     question, found, how = _priced(out, home, asked)
     made = training_plan(question, found)
     say_training(out, made, how)
-    _say_next(out, asked)
+    if run is None:
+        _say_next(out, asked)
     answer = {"for": "train", "fits": made.fits, "remedy": made.remedy or None, "plan": made.plan()}
     out.result(answer, quiet=f"{float(found.time.total[0]):.6g}")
+
+
+def _take_run(out: Output, home: Home, run: str, asked: dict[str, Any]) -> str:
+    """Ask about the run's recipe; gives what it is for."""
+    from armillary.cli.plan_from import from_run
+
+    if asked["recipe"] or asked["model"]:
+        raise BadInput(f"--from {run} brings its own recipe; leave the other out, and change it with --set")
+    changed = from_run(out, home, run)
+    asked |= {"recipe": changed.recipe, "overrides": (*changed.overrides, *asked["overrides"])}
+    return changed.purpose
 
 
 def _say_next(out: Output, asked: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -42,10 +42,10 @@ def question_options(function: Function) -> Function:
 
 
 def read_recipe(
-    recipe: Path | None, model: str | None, on: str | None, sequence: str | None, batch_tokens: str | None,
-    overrides: tuple[str, ...],
+    recipe: Path | Mapping[str, Any] | None, model: str | None, on: str | None, sequence: str | None,
+    batch_tokens: str | None, overrides: tuple[str, ...],
 ) -> Recipe:  # fmt: skip
-    """The recipe file with the flags over it, or a recipe made of the flags."""
+    """The recipe (a file, or the tables of a run) with the flags over it, or a recipe made of the flags."""
     from armillary.spec.recipe import load_recipe, recipe_from_dict
 
     if (recipe is None) == (model is None):
@@ -54,7 +54,8 @@ def read_recipe(
     flags += [f"train.sequence={parse_count(sequence)}"] if sequence else []
     flags += [f"train.batch_tokens={parse_count(batch_tokens)}"] if batch_tokens else []
     if recipe is not None:
-        return load_recipe(recipe, (*overrides, *flags))
+        changes = (*overrides, *flags)
+        return load_recipe(recipe, changes) if isinstance(recipe, Path) else recipe_from_dict(recipe, changes)
     if not on and not any(text.startswith("hardware.") for text in overrides):
         raise BadInput(f"--model {model} needs --on, like --on h100x8, or --on here")
     key = "path" if Path(model or "").exists() else "name"
@@ -69,8 +70,8 @@ def _first(sequence: str | None, batch_tokens: str | None) -> dict[str, Any]:
 
 
 def ask(
-    out: Output, home: Home, *, recipe: Path | None, model: str | None, on: str | None, sequence: str | None,
-    batch_tokens: str | None, lora: str | None, overrides: tuple[str, ...],
+    out: Output, home: Home, *, recipe: Path | Mapping[str, Any] | None, model: str | None, on: str | None,
+    sequence: str | None, batch_tokens: str | None, lora: str | None, overrides: tuple[str, ...],
 ) -> Question:  # fmt: skip
     """The question with model and devices found; what the flags leave out is derived and noted."""
     from armillary.planning.question import question

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,36 @@ from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
 from armillary.store.source import ModelSource
 
-_DTYPES: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+Say = Callable[[str], None]
+DTYPES: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@contextmanager
+def recorded(home: Home, source: ModelSource, asked: Recipe, *, say: Say, **more: Any) -> Iterator[Run | None]:
+    """A run folder for as long as something is served, with what `begin_run` needs; one that cannot be written is no
+    reason not to serve."""
+    if not asked.model.path and source.folder is not None:
+        asked = replace(asked, model=replace(asked.model, name="", path=str(source.folder)))
+    try:
+        made = begin_run(home, source, asked, **more)
+    except (ArmillaryError, OSError) as error:
+        say(f"nothing is recorded: {error}")
+        yield None
+        return
+    say(f"run {made.name}: armillary diagnose {made.name} says what holds it back")
+    try:
+        yield made
+    except BaseException as error:
+        made.update(state="failed", error=" ".join(str(error).split()))
+        raise
+    made.update(state="finished")
 
 
 def begin_run(
-    home: Home, source: ModelSource, recipe: Recipe, *, text: str, overrides: tuple[str, ...], tp: int,
-    dtype: str | None,
-) -> Run:  # fmt: skip
+    home: Home, source: ModelSource, recipe: Recipe, *, text: str = "", overrides: tuple[str, ...] = (), tp: int = 1
+) -> Run:
     """A folder for what this server measures; ArmillaryError where it cannot be written."""
-    layout = replace(recipe.layout, tp=tp, precision=_precision(source, dtype))
+    layout = replace(recipe.layout, tp=tp, precision=_precision(source, recipe.serve.dtype))
     recipe = replace(recipe, layout=layout)
     tables = {name: table for name, table in to_dict(recipe).items() if name not in ("train", "data")}
     plan = serve_plan(home, source, recipe, layout, tables)
@@ -64,9 +87,9 @@ def _predicted(home: Home, source: ModelSource, recipe: Recipe) -> tuple[dict[st
         return {}, (f"nothing is predicted: {error}",)
 
 
-def _precision(source: ModelSource, dtype: str | None) -> Precision:
+def _precision(source: ModelSource, dtype: str) -> Precision:
     """Number format of the weights: as asked for, else as they are stored."""
-    return next((known for known in _DTYPES.values() if known == dtype), stored_precision(source.folder))
+    return next((known for known in DTYPES.values() if known == dtype), stored_precision(source.folder))
 
 
 def stored_precision(folder: Path | None) -> Precision:
@@ -74,4 +97,4 @@ def stored_precision(folder: Path | None) -> Precision:
     from armillary.store.hf_folder import read_config
 
     raw = read_config(folder) if folder is not None else {}
-    return _DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype") or ""), "bf16")
+    return DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype") or ""), "bf16")

@@ -21,9 +21,9 @@ from armillary.diagnosis import (
 )
 from armillary.diagnosis.diagnosis import WORTH, Diagnosis
 from armillary.diagnosis.finding import Finding, Lever
-from armillary.diagnosis.inner_rules import Rule
 from armillary.diagnosis.parts import parts_of
 from armillary.diagnosis.reading import Kind, Reading
+from armillary.diagnosis.rule import Rule
 from armillary.profiling.profile import BUDGET
 from armillary.store.home import Home
 

@@ -6,16 +6,13 @@ the whole, so that they can be held against waiting for data and for other ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from armillary.diagnosis.finding import Evidence, Finding
 from armillary.diagnosis.launching import launching
 from armillary.diagnosis.parts import Parts, parts_of
 from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.rule import Rule
 from armillary.spec.plan import Plan
 from armillary.units import seconds_text
-
-Rule = Callable[[Reading, Plan | None], Finding | None]
 
 STARVED = 0.04
 """share of the time spent waiting for batches that a loader which reads ahead never comes to"""

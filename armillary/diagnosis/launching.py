@@ -8,11 +8,9 @@ operators are counted, and held against the time that the main thread really ran
 from __future__ import annotations
 
 from armillary.diagnosis.reading import Reading
+from armillary.planning.overhead import CALL_S
 from armillary.spec.plan import Plan
 
-CALL_S = 6e-6
-"""what an operator of an eager training step costs a processor whatever its size: Python, autograd and dispatch. Steps
-of the same tokens in 1 to 16 micro-batches differed by 5.4 to 6.7 µs for each operator more"""
 MOST = 0.95
 """share that may be launching: some of it is always work"""
 

@@ -5,13 +5,14 @@ They are silent on runs of ours, which say the same things more exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
 from statistics import mean, median
 
 from armillary.diagnosis.finding import Cause, Evidence, Finding, Lever
 from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.rule import CALM, FULL, STALLS, Rule
 from armillary.diagnosis.settings_rules import RULES as SETTINGS_RULES
 from armillary.diagnosis.their_levers import without
 from armillary.diagnosis.trace_rules import RULES as TRACE_RULES
@@ -19,12 +20,6 @@ from armillary.profiling.amdahl import speedup
 from armillary.spec.plan import Plan
 from armillary.units import seconds_text
 
-Rule = Callable[[Reading, Plan | None], Finding | None]
-
-STALLS = 0.04
-"""share of the time in checkpoints or validations, where a few hundredths are usual"""
-CALM = 0.01
-"""share they are brought down to"""
 SPIKE = 1.5
 """times the usual from which a line is a spike: noise of shared machines stays below"""
 FEWEST_SPIKES = 3
@@ -35,8 +30,6 @@ FEWEST_STEPS = 9
 """lines that make a trend"""
 LONG_S = 120.0
 """a run shorter than that says nothing about heat or leaks"""
-FULL = 0.95
-"""share of a device's memory beyond which the allocator has to search, and a longer batch fails"""
 
 
 def saving(reading: Reading, plan: Plan | None) -> Finding | None:

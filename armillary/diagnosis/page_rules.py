@@ -5,18 +5,17 @@ With no step or request to replay, gains are Little's law over the page's means:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import ceil
 
 from armillary.diagnosis.finding import Cause, Evidence, Finding, Lever
 from armillary.diagnosis.page_load import Load, load_of
 from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.rule import Rule
 from armillary.diagnosis.servers import SERVERS
 from armillary.profiling.amdahl import speedup
 from armillary.spec.plan import Plan
 from armillary.units import seconds_text
-
-Rule = Callable[[Reading, Plan | None], Finding | None]
 
 LITTLE = "Little's law over the page's means"
 QUEUES = 0.1

@@ -81,6 +81,16 @@ class Pricing:
         values["step"] = seconds.get("step", max(1e-9, self.parts.step - lost))
         return Priced(change=change, speedup=self.parts.whole / Parts(**values).whole, memory_bytes=0.0)
 
+    def joined(self, change: Mapping[str, Any]) -> Priced | None:
+        """A change that only joins a processor's passes over memory: those that were measured by the predicted time of
+        such passes, calls by the predicted time of calls; products and all else stay."""
+        then, passes = self._then(change), self.reading.get("fusible_fraction")
+        if then is None or self.parts is None or passes is None:
+            return None
+        saved = passes * (1 - _of(then, "memory") / _of(self.now, "memory"))
+        saved += (self.fixed or 0.0) * (1 - _of(then, "launch") / _of(self.now, "launch"))
+        return self.priced(change, step=self.parts.step - self.parts.work * saved)
+
     @property
     def held_bytes(self) -> float:
         """Memory in use at the fullest moment, as predicted."""
@@ -158,13 +168,10 @@ class Pricing:
 
     @property
     def again_s(self) -> float:
-        """Seconds of a step that make activations again, where that was measured. The span of the blocks is the least,
-        as what keeps track of every tensor is outside of it: where the planner expects more, half-way to that."""
+        """Seconds of a step that make activations again, where that was measured: its share of the steps in which it
+        was, applied to a step as long as they usually are."""
         share = recomputed(self.reading)
-        if not share or self.parts is None:
-            return 0.0
-        planned = float(self.now.time.recompute[0]) / max(1e-12, float(self.now.time.compute[0]))
-        return (share + max(0.0, planned - share) / 2) * (self.parts.step - self.parts.data_wait)
+        return share * self.parts.step if share and self.parts is not None else 0.0
 
     @cached_property
     def fixed(self) -> float | None:

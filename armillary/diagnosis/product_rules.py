@@ -7,8 +7,6 @@ are there too few of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from armillary.diagnosis.cache_rules import in_vain, kv_pressure, preemption, prefix_cache_off, prefix_cache_too_small
 from armillary.diagnosis.engine_rules import deciding_alone, graphs_off, prefill_interference
 from armillary.diagnosis.finding import Evidence, Finding
@@ -25,11 +23,9 @@ from armillary.diagnosis.queue_evidence import (
     with_queue,
 )
 from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.rule import Rule
 from armillary.diagnosis.service import Service
 from armillary.spec.plan import Plan
-
-Rule = Callable[[Reading, Plan | None], Finding | None]
-
 
 
 def static_batching(reading: Reading, plan: Plan | None) -> Finding | None:

@@ -224,7 +224,8 @@ class Service:
     def _prompt_s(step: Record, cost: StepCost) -> float:
         tokens, pairs = float(step.get("prefill_tokens", 0)), float(step.get("prefill_pairs", 0))
         alone = cost.base_s if tokens and not step.get("decode_tokens") else 0.0
-        return alone + tokens * cost.prefill_s + pairs * cost.pair_s
+        rows = float(step.get("prefill_rows", 0))
+        return alone + tokens * cost.prefill_s + pairs * cost.pair_s + rows * cost.row_s
 
     @cached_property
     def computed(self) -> float:

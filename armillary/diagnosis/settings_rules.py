@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from statistics import median
 
 from armillary.diagnosis.finding import Evidence, Finding, Lever
 from armillary.diagnosis.log_lines import number
 from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.rule import IDLE_STAGES, Rule
 from armillary.errors import BadInput
 from armillary.planning.efficiency import curves
 from armillary.profiling.amdahl import speedup
@@ -15,10 +15,6 @@ from armillary.profiling.gpus import Gpu
 from armillary.profiling.machine import chip_of
 from armillary.spec.plan import Plan
 
-Rule = Callable[[Reading, Plan | None], Finding | None]
-
-IDLE_STAGES = 0.08
-"""share of pipeline idle time that a few more micro-batches would not bring below"""
 USUAL = 0.5
 """share of the speed of the chip's largest products that well-set dense runs keep: 35 to 50 % MFU where products reach
 65 to 75 % (benchmarks/planning_accuracy.md has them)"""

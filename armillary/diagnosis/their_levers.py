@@ -38,11 +38,16 @@ def without(share: float) -> float:
     return speedup(min(MOST, max(0.0, share)), inf)
 
 
-def _workers(finding: Finding, reading: Reading) -> Iterator[Lever]:
+def workers(step_s: float, busy_s: float, now: int = 1) -> int:
+    """Processes that make a batch in the time for which a step computes, where `now` of them take a whole step."""
+    return min(MOST_WORKERS, max(2, ceil(SPARE * now * step_s / max(0.05 * step_s, busy_s))))
+
+
+def read_ahead(finding: Finding, reading: Reading) -> Iterator[Lever]:
     """Enough processes to make a batch while a step computes."""
-    count = min(MOST_WORKERS, max(2, ceil(SPARE / max(0.05, 1 - finding.share))))
-    yield Lever(title="read ahead in loader processes", action=f"DataLoader(…, num_workers={count})",
-                speedup=without(finding.share), basis=AT_MOST, risk="a core and a copy of the reader each")  # fmt: skip
+    yield Lever(title="read ahead in loader processes", action=f"DataLoader(…, num_workers="
+                f"{workers(1.0, 1 - finding.share)})", speedup=without(finding.share), basis=AT_MOST,
+                risk="a core and a copy of the reader each")  # fmt: skip
 
 
 def _launches(finding: Finding, reading: Reading) -> Iterator[Lever]:
@@ -92,6 +97,6 @@ def _overlap(finding: Finding, reading: Reading) -> Iterator[Lever]:
 
 
 _AGAINST: dict[Cause, _Levers] = {
-    "data_starvation": _workers, "launch_overhead": _launches, "sync": _host, "memory_bandwidth": _fuse,
+    "data_starvation": read_ahead, "launch_overhead": _launches, "sync": _host, "memory_bandwidth": _fuse,
     "compute": _fuse, "exposed_communication": _overlap,
 }  # fmt: skip

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from armillary.diagnosis.finding import Evidence, Finding, Lever
 from armillary.diagnosis.inner_rules import computing, launch_overhead
 from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.rule import Rule
 from armillary.profiling.amdahl import speedup
 from armillary.spec.plan import Plan
-
-Rule = Callable[[Reading, Plan | None], Finding | None]
 
 LATE = 0.2
 """share of the device's time lost between launches: runs with operators of a fair size stay well below"""

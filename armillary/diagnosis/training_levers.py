@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import ceil
 
 from armillary.diagnosis.finding import Cause, Finding, Lever
 from armillary.diagnosis.pricing import Priced, Pricing, pricing_of
 from armillary.diagnosis.reading import Reading
-from armillary.planning.compute import EAGER_PASSES
+from armillary.diagnosis.rule import CALM
+from armillary.diagnosis.their_levers import MOST_WORKERS, read_ahead, workers
 from armillary.profiling.amdahl import speedup
 from armillary.store.home import Home
+from armillary.units import bytes_text
 
 PLANNER = "planner, on the measured parts of a step"
 AMDAHL = "Amdahl over the measured parts of a step"
-CALM = 0.01
-"""share of the time that checkpoints or validations are brought down to"""
-MOST_WORKERS = 16
-SPARE = 1.25
-"""loader workers beyond what the step needs, since they are not equally quick"""
+PIECES = 8
+"""times more pieces in which gradients are sent: each then finds more of the backward pass to hide behind"""
+LARGER_BATCH = 0.15
+"""share of exposed exchanges from which another batch is offered: it changes what is learnt, not only how fast"""
 FREED = 0.06
 """share of what is held that a change must free to be of use to a device that is full"""
 EVEN = 1.3
@@ -46,14 +46,11 @@ def _lever(priced: Priced | None, title: str, *, risk: str = "", basis: str = PL
 def _workers(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
     """Workers share the reading; a loader that reads ahead and still is late takes as long as a step for a batch."""
     if pricing is None or pricing.parts is None or pricing.plan.data is None:
-        count = min(MOST_WORKERS, max(2, ceil(SPARE / max(0.05, 1 - finding.share))))
-        yield Lever(title="read ahead in loader processes", action=f"DataLoader(…, num_workers={count})",
-                    speedup=speedup(min(0.99, finding.share), float("inf")), basis=AMDAHL,
-                    risk="a core and a copy of the reader each")  # fmt: skip
+        yield from read_ahead(finding, reading)
         return
     parts, now = pricing.parts, max(1, pricing.plan.data.workers)
     busy = max(1e-9, parts.step - parts.data_wait)
-    count = min(MOST_WORKERS, max(2, now + 1, ceil(SPARE * now * parts.step / busy)))
+    count = max(workers(parts.step, busy, now), min(MOST_WORKERS, now + 1))
     if count <= pricing.plan.data.workers:
         return
     wait = max(0.0, parts.step * now / count - busy)
@@ -101,14 +98,10 @@ def _computing(finding: Finding, reading: Reading, pricing: Pricing | None) -> I
 
 
 def _compiled(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
-    """Joined passes move the bytes they must, where torch's operators one by one move them several times. Blocks that
-    are kernels of our own have little left to join."""
-    passes = reading.get("fusible_fraction")
-    if pricing is None or pricing.parts is None or passes is None or not pricing.may_compile:
-        return
-    saved = pricing.parts.work * passes * (1 - 1 / EAGER_PASSES)
-    yield from _lever(pricing.priced({"train.compile": True}, step=pricing.parts.step - saved), "compile the blocks",
-                      risk="the first step takes a minute or more", basis=AMDAHL)  # fmt: skip
+    """Blocks that are kernels of our own have little left to join."""
+    if pricing is not None and pricing.may_compile:
+        yield from _lever(pricing.joined({"train.compile": True}), "compile the blocks",
+                          risk="the first step takes a minute or more")  # fmt: skip
 
 
 # --- training loop
@@ -130,8 +123,25 @@ def _talk_less(finding: Finding, reading: Reading, pricing: Pricing | None) -> I
         yield from _lever(pricing.price(change), f"cp {layout.cp} → 1, dp {layout.dp} → {change['layout.dp']}")
     if layout.ep > 1:
         yield from _lever(pricing.price({"layout.ep": 1}), f"ep {layout.ep} → 1")
-    if layout.zero == 3:
+    if layout.zero >= 2:
         yield from _micro_batches(finding, reading, pricing)
+    if layout.dp > 1:
+        yield from _sum_gradients(finding, pricing)
+
+
+def _sum_gradients(finding: Finding, pricing: Pricing) -> Iterator[Lever]:
+    """Copies sum their gradients once a step: in pieces beside the backward pass, or after twice the tokens."""
+    layout, job = pricing.plan.layout, pricing.plan.train
+    assert job is not None
+    bucket, tokens = layout.bucket_bytes // PIECES, 2 * job.batch_tokens
+    if layout.zero == 0 and bucket:
+        yield from _lever(pricing.price({"layout.bucket_bytes": bucket}),
+                          f"gradients in pieces of {bytes_text(layout.bucket_bytes)} → {bytes_text(bucket)}")
+    priced = pricing.price({"train.batch_tokens": tokens}) if finding.share >= LARGER_BATCH else None
+    if priced is not None:
+        yield Lever(title=f"sum gradients after {job.batch_tokens:,} → {tokens:,} tokens", change=priced.change,
+                    speedup=2 * priced.speedup, of="tokens_per_s", basis=PLANNER,
+                    risk="half as many updates from the same tokens: look at the learning rate")  # fmt: skip
 
 
 def _fill_the_pipe(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:

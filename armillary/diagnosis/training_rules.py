@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from statistics import median
 
 from armillary.diagnosis.finding import Cause, Evidence, Finding
+from armillary.diagnosis.lateness import late_rank
 from armillary.diagnosis.parts import Parts, parts_of, recomputed
 from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.rule import FULL, IDLE_STAGES, STALLS, Rule
 from armillary.spec.plan import Plan
 from armillary.units import bytes_text, seconds_text
 
-Rule = Callable[[Reading, Plan | None], Finding | None]
-
 EXPOSED = 0.08
 """share of the time in exchanges that nothing hides, from which a layout is worth another look"""
-IDLE_STAGES = 0.08
-"""share of pipeline idle time that a few more micro-batches would not bring below"""
 STRAGGLES = 0.1
 """share by which one and the same rank is later than the others: machines of one kind differ by less"""
 STAGES_DIFFER = 0.3
-"""with pipeline stages, whose work is not equal: the same against the stage's own work"""
-SAME_RANK = 0.75
-"""share of the steps in which the slowest rank is the same one; chance gives 1 / ranks"""
-STALLS = 0.04
-"""share of the time in checkpoints or validations, where a few hundredths are usual"""
-FULL = 0.95
-"""share of a device's memory beyond which the allocator has to search, and a longer batch fails"""
+"""the same of pipeline stages, against a stage's own work: FLOPs tell how long they take only so well"""
 COLLAPSED = 0.5
 """how far the load of the busiest expert is from even (0) to all tokens on the fewest experts (1)"""
 QUALITY = 0.05
@@ -45,7 +35,7 @@ def exposed_communication(reading: Reading, plan: Plan | None) -> Finding | None
     if parts is None:
         share = reading.get("comm_exposed_fraction") or 0.0
         return _exposed(share, None, reading) if share >= EXPOSED else None
-    late = spread(reading)
+    late = late_rank(reading, plan)
     waiting = parts.comm_exposed - (late.seconds if late is not None and late.rank != 0 else 0.0)
     share = parts.share(waiting)
     return _exposed(share, parts, reading) if share >= EXPOSED else None
@@ -63,9 +53,12 @@ def _exposed(share: float, parts: Parts | None, reading: Reading) -> Finding:
 def bubble(reading: Reading, plan: Plan | None) -> Finding | None:
     """Pipeline stages stand idle while the pipeline fills and drains."""
     parts = parts_of(reading)
-    if parts is None or parts.share(parts.bubble) < IDLE_STAGES:
+    if parts is None:
         return None
-    share, expected = parts.share(parts.bubble), reading.predicted("bubble_s")
+    late = straggler(reading, plan)  # whose stage the others wait for: that is no bubble
+    share, expected = parts.share(parts.bubble) - (late.share if late else 0.0), reading.predicted("bubble_s")
+    if share < IDLE_STAGES:
+        return None
     evidence = [Evidence(gauge="bubble_s", value=parts.bubble, expected=expected, against="plan" if expected else "")]
     count = reading.predicted("micro_batches")
     if count:
@@ -77,14 +70,13 @@ def bubble(reading: Reading, plan: Plan | None) -> Finding | None:
 
 def straggler(reading: Reading, plan: Plan | None) -> Finding | None:
     """One and the same rank is late, and all others wait for it."""
-    parts, late = parts_of(reading), spread(reading)
+    parts, late = parts_of(reading), late_rank(reading, plan)
     if parts is None or late is None:
         return None
-    share = parts.share(late.seconds)
-    least = STAGES_DIFFER if plan is not None and plan.layout.pp > 1 else STRAGGLES
-    if share < least:
+    share, usual = parts.share(late.seconds), _usual_spread(parts, plan)
+    if late.seconds < usual:
         return None
-    evidence = (Evidence(gauge="rank_spread_s", value=late.seconds, expected=STRAGGLES * parts.step,
+    evidence = (Evidence(gauge="rank_spread_s", value=late.seconds, expected=usual,
                          against="most that equal machines differ by"),
                 Evidence(gauge="slowest_rank", value=float(late.rank)))  # fmt: skip
     return Finding(loop="training", cause="straggler", rule="straggler", share=share, evidence=evidence,
@@ -92,24 +84,9 @@ def straggler(reading: Reading, plan: Plan | None) -> Finding | None:
                    f"{late.often:.0%} of the steps; all wait for it")  # fmt: skip
 
 
-class Late:
-    """One rank that is later than the others."""
-
-    def __init__(self, rank: int, seconds: float, often: float) -> None:
-        self.rank, self.seconds, self.often = rank, seconds, often
-
-
-def spread(reading: Reading) -> Late | None:
-    """The rank that is slowest most often, and by how much on the whole: steps in which another one was count against
-    it, as on a busy machine now one and now the other is late."""
-    found = [(int(one["slowest_rank"]), float(one["rank_spread_s"])) for one in reading.steps
-             if "rank_spread_s" in one and "slowest_rank" in one]  # fmt: skip
-    if not found:
-        return None
-    rank, times = Counter(rank for rank, _ in found).most_common(1)[0]
-    often = times / len(found)
-    net = median(seconds if slow == rank else -seconds for slow, seconds in found)
-    return Late(rank, net, often) if often >= SAME_RANK and net > 0 else None
+def _usual_spread(parts: Parts, plan: Plan | None) -> float:
+    """Seconds by which ranks may differ: of a whole step, or of a stage's own work where pipeline stages differ."""
+    return STAGES_DIFFER * parts.work if plan is not None and plan.layout.pp > 1 else STRAGGLES * parts.whole
 
 
 def needless_recompute(reading: Reading, plan: Plan | None) -> Finding | None:

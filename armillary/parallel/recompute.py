@@ -44,15 +44,16 @@ def _recomputes_itself(block: Any) -> bool:
 
 @cache
 def _recomputing(kind: type[nn.Module], how: str, random: bool) -> type[nn.Module]:
-    """One subclass a kind of block: compiled code is shared between layers."""
+    """One subclass a kind of block: compiled code is shared between layers. Whoever times it sets a block's `watched`,
+    which is called in place of `plain`, both times."""
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
     if how == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
 
     def forward(block: Any, *args: Any) -> Any:
-        return checkpoint(kind.forward, block, *args, **settings)
+        return checkpoint(block.watched or kind.forward, block, *args, **settings)
 
-    return type(f"Recomputed{kind.__name__}", (kind,), {"forward": forward})
+    return type(f"Recomputed{kind.__name__}", (kind,), {"forward": forward, "plain": kind.forward, "watched": None})
 
 
 def keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -5,7 +5,7 @@ Layouts come beside it as arrays, so that one case serves a plan, a table row an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -101,9 +101,10 @@ class TrainCase:
 
     @cached_property
     def curves(self) -> Curves:
-        return curves(
+        found = curves(
             self.cluster.chip, self.measured, kernel=self.software.attention_kernel, share=self.measured_share
         )
+        return replace(found, kernel_s=0.0) if self.software.plain_layers else found  # calls are counted apart
 
     @cached_property
     def network(self) -> Network:

@@ -137,15 +137,23 @@ def data_parallel(
     and 2), or before every use (zero 3), where the backward's window is shared by both."""
     gather, scatter = _gather_s(case, layouts, mine), _scatter_s(case, layouts, mine)
     third, share = layouts.zero == 3, 1 - 1 / np.maximum(mine.layers, 1)  # the first and the last piece have no window
+    sent = np.where(layouts.zero > 0, share, 1 - 1 / _buckets(case, layouts, mine))
     overlap = 1.0 if case.software.dp_overlap else 0.0
     ahead = _shows(gather, share, windows.forward * overlap)
     late = np.maximum(0.0, gather - windows.backward * overlap)
     left = np.where(third, np.maximum(windows.backward * overlap - gather, 0.0), windows.backward * overlap)
-    grads = _shows(scatter, share, left)
+    grads = _shows(scatter, sent, left)
     rounds = np.where(layouts.zero >= 2, micro_batches, 1.0)
     total = np.select([third, layouts.zero > 0], [2 * gather * micro_batches, gather], 0.0)
     exposed = np.select([third, layouts.zero > 0], [(ahead + late) * micro_batches, ahead], 0.0)
     return Exchange(total=scatter * rounds, exposed=grads * rounds), Exchange(total=total, exposed=exposed)
+
+
+def _buckets(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
+    """Pieces in which whole gradients are sent, a layer each at most: a small model's all travel in one, at the end."""
+    size = mine.total * _trained_share(case, layouts, mine) * case.software.grad_bytes
+    pieces: Array = np.clip(np.ceil(size / layouts.bucket_bytes), 1.0, np.maximum(mine.layers, 1.0))
+    return pieces
 
 
 def _shows(seconds: Array, share: Array, window: Array) -> Array:

@@ -13,10 +13,11 @@ import numpy as np
 
 from armillary.planning.case import TrainCase
 from armillary.planning.cuts import cut_of, product, share
-from armillary.planning.layouts import PRECISIONS, Array, Ints, Layouts, distinct
+from armillary.planning.layouts import PRECISIONS, Array, Bools, Ints, Layouts, distinct
 from armillary.planning.narrow import SIZES, casts, precision_of
 from armillary.spec.model import LayerKind
 from armillary.spec.ops import Op
+from armillary.spec.plain_passes import moved
 from armillary.spec.sublayers import Batch, Piece, attention_shape
 from armillary.spec.workload import embedding_pieces, head_pieces, layer_pieces, make_batch
 
@@ -101,10 +102,23 @@ def adapter_work(case: TrainCase, layouts: Layouts) -> Work:
 
 
 def ends_work(case: TrainCase, layouts: Layouts) -> tuple[Work, Work]:
-    """(embedding, output projection with loss)."""
+    """(embedding, output projection with loss); only the layers between them are compiled."""
+    case = replace(case, compiled=False) if case.compiled else case
     first = _by_batch(case, layouts, lambda batch: embedding_pieces(case.model, batch), None)
     last = _by_batch(case, layouts, lambda batch: head_pieces(case.model, batch, loss=True), None)
+    if case.software.plain_layers and case.loss_chunk:
+        last = _made_again(last, layouts.micro_batch * case.sequence / layouts.cp > case.loss_chunk)
     return first, last.scaled(1.0 + case.extra_heads)
+
+
+def _made_again(head: Work, chunked: Bools) -> Work:
+    """Logits in chunks are not kept: the backward pass makes them again."""
+    return replace(
+        head,
+        gemm_backward=head.gemm_backward + head.gemm_forward * chunked,
+        memory_backward=head.memory_backward + head.memory_forward * chunked,
+        kernels_backward=head.kernels_backward + head.kernels_forward * chunked,
+    )
 
 
 def _by_batch(case: TrainCase, layouts: Layouts, make, kind: LayerKind | None) -> Work:  # type: ignore[no-untyped-def]
@@ -126,14 +140,17 @@ def _pieces_work(
     case: TrainCase, pieces: Sequence[Piece], layouts: Layouts, batch: Batch, kind: LayerKind | None
 ) -> Work:
     work = nothing(len(layouts))
+    plain = case.software.plain_layers and not (case.compiled and kind is not None)  # the ends are not compiled
     for piece in pieces:
         if piece.forward.kind == "matmul":
             work = work.plus(_matmul(case, piece, layouts))
         elif piece.forward.kind == "attention":
             assert kind is not None
             work = work.plus(_attention(case, piece, layouts, batch, kind))
-        else:
+        elif not plain:
             work = work.plus(_memory(case, piece, layouts))
+        if plain:
+            work = work.plus(_operators(case, piece, layouts))
     return work
 
 
@@ -155,15 +172,12 @@ def _matmul(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
     cast = casts(case, op.name, layouts, precision, mine)
     launches = mine.groups if apart else np.ones(len(layouts))
     slower = software.experts * APART if apart else 1.0
-    zero = np.zeros(len(layouts))
-    return Work(
+    return replace(
+        nothing(len(layouts)),
         gemm_forward=forward * software.gemm * slower,
         gemm_backward=(dx + dw) * software.gemm * slower,
-        attention_forward=zero,
-        attention_backward=zero,
         memory_forward=case.curves.pass_s(cast.forward) * software.memory * slower,
         memory_backward=case.curves.pass_s(cast.backward) * software.memory * slower,
-        again_selective=zero,
         kernels_forward=launches * (1 + cast.kernels_forward),
         kernels_backward=launches * (2 + cast.kernels_backward),
         tp_products=(forward + dx + dw) * software.gemm * (cut_of(op.name) in ("column", "row")),
@@ -205,17 +219,13 @@ def _attention(case: TrainCase, piece: Piece, layouts: Layouts, batch: Batch, ki
         forward = piece.forward.flops * mine / rate + curves.pass_s(piece.forward.bytes * mine)
         backward = back.flops * mine / rate + curves.pass_s(back.bytes * mine)
         again, kernels = forward, 4.0
-    return Work(
-        gemm_forward=zero,
-        gemm_backward=zero,
+    return replace(
+        nothing(len(layouts)),
         attention_forward=forward * software.attention,
         attention_backward=backward * software.attention,
-        memory_forward=zero,
-        memory_backward=zero,
         again_selective=again * software.attention,
         kernels_forward=zero + kernels,
         kernels_backward=zero + kernels,
-        tp_products=zero,
     )
 
 
@@ -231,23 +241,43 @@ def _memory(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
     times = software.memory * (software.experts * APART if cut == "experts" and not software.fused_experts else 1.0)
     forward = _pass(case, piece.forward, mine) * times
     backward = sum((_pass(case, op, mine) for op in piece.backward), np.zeros(len(layouts))) * times
-    cheap = piece.forward.kind in ("norm", "elementwise") and case.flash
     zero = np.zeros(len(layouts))
-    return Work(
-        gemm_forward=zero,
-        gemm_backward=zero,
-        attention_forward=zero,
-        attention_backward=zero,
+    return replace(
+        nothing(len(layouts)),
         memory_forward=forward,
         memory_backward=backward,
-        again_selective=forward * cheap,
+        again_selective=forward * _is_cheap(case, piece),
         kernels_forward=zero + 1,
         kernels_backward=zero + len(piece.backward),
-        tp_products=zero,
     )
+
+
+def _is_cheap(case: TrainCase, piece: Piece) -> bool:
+    """What selective recomputation makes again rather than keep."""
+    return piece.forward.kind in ("norm", "elementwise") and case.flash
 
 
 def _pass(case: TrainCase, op: Op, mine: Array) -> Array:
     software = case.software
-    passes = 1.0 if software.whole_blocks else PASSES if software.fused_layers else EAGER_PASSES
+    fused = software.fused_layers or case.compiled
+    passes = 1.0 if software.whole_blocks else PASSES if fused else EAGER_PASSES
     return case.curves.pass_s(op.bytes * mine * passes)
+
+
+def _operators(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
+    """The operators that torch runs for a piece beside its products and attention."""
+    found = moved(case.model, piece.forward)
+    mine = share(cut_of(piece.forward.name), layouts)
+    if piece.forward.kind == "matmul":
+        mine = mine * layouts.cp  # weights are whole on every rank of a ring
+    forward, backward = (moves * mine / case.curves.plain_bytes_per_s * case.software.memory
+                         for moves in (found.forward, found.backward))  # fmt: skip
+    calls = np.ones(len(layouts))
+    return replace(
+        nothing(len(layouts)),
+        memory_forward=forward,
+        memory_backward=backward,
+        again_selective=forward * _is_cheap(case, piece),
+        kernels_forward=calls * found.calls_forward,
+        kernels_backward=calls * found.calls_backward,
+    )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from armillary.errors import BadInput
+from armillary.planning.attention_curve import AttentionCurve, measured_attention
 from armillary.planning.layouts import PRECISIONS, Array, Ints
 from armillary.spec.hardware import Chip
 
@@ -59,8 +60,12 @@ class Curves:
     """FLOP/s of fused attention, long sequences, head dim 128"""
     attention_backward: float
     """the same of its backward"""
+    attention_at: Mapping[bool, AttentionCurve | None]
+    """backward or not -> what was measured at several lengths"""
     bytes_per_s: float
     """of long passes over device memory"""
+    plain_bytes_per_s: float
+    """of torch's operators one by one, where they were measured; else as of long passes"""
     kernel_s: float
     """cost of a kernel beside its work"""
     launch_s: float
@@ -82,10 +87,13 @@ class Curves:
         return flops
 
     def attention_flops(self, keys: Array | float, head_dim: float, *, backward: bool) -> Array:
-        """reached · s/(s + s½) · the head dim's share against 128."""
+        """reached · s/(s + s½) · the head dim's share against 128; between lengths that were measured, by these."""
+        keys = np.asarray(keys, dtype=float)
+        known = self.attention_at.get(backward)
+        if known is not None:
+            return known.flops(keys, head_dim)
         best = self.attention_backward if backward else self.attention_forward
         dim = head_dim / (head_dim + HEAD_DIM) * (128 + HEAD_DIM) / 128
-        keys = np.asarray(keys, dtype=float)
         flops: Array = best * min(dim, 1.05) * keys / (keys + SEQUENCE)
         return flops
 
@@ -119,7 +127,9 @@ def curves(
         num_sms=chip.num_sms or 100,
         attention_forward=by_precision["bf16"] * table[kernel]["forward"],
         attention_backward=by_precision["bf16"] * table[kernel]["backward"],
+        attention_at={},
         bytes_per_s=(chip.memory_bytes_per_s or 0.0) * table["memory"],
+        plain_bytes_per_s=(chip.memory_bytes_per_s or 0.0) * table["memory"],
         kernel_s=table["kernel_s"],
         launch_s=table["launch_s"],
     )
@@ -136,6 +146,7 @@ def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves
             reached[name] = best * share
         if sustained:
             held[name] = sustained * share
+    copied = (measured.best_copy() or 0.0) * share or curves.bytes_per_s
     launches = [float(point["seconds"]) for point in measured.points.get("launch", ()) if not point.get("graph")]
     return replace(
         curves,
@@ -144,7 +155,9 @@ def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves
         held=held,
         attention_forward=_attention(curves, measured, share, backward=False) or curves.attention_forward,
         attention_backward=_attention(curves, measured, share, backward=True) or curves.attention_backward,
-        bytes_per_s=(measured.best_copy() or 0.0) * share or curves.bytes_per_s,
+        attention_at={backward: measured_attention(measured, share, backward=backward) for backward in (False, True)},
+        bytes_per_s=copied,
+        plain_bytes_per_s=(measured.best("passes", "bytes_per_s") or 0.0) * share or copied,
         launch_s=min(launches, default=curves.launch_s),
     )
 

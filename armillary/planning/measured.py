@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from armillary.store import strict_json
 from armillary.store.home import Home
 
 if TYPE_CHECKING:  # the store's locks and sockets are slow to import, and most plans have nothing measured
-    from armillary.store.peaks import Peaks
+    from armillary.store.peaks import Peaks, Point
 
 
 def measured_peaks(home: Home, chip: Chip, device: str = "") -> Peaks | None:
@@ -22,6 +23,37 @@ def measured_peaks(home: Home, chip: Chip, device: str = "") -> Peaks | None:
     from armillary.store.peaks import load_peaks
 
     return next((found for name in names if (found := _useful(load_peaks(home, name))) is not None), None)
+
+
+def processor_peaks(home: Home, chip: Chip, cores: int, processes: int) -> tuple[Peaks | None, float]:
+    """(ceilings, what one of `processes` has of them): measured for as many threads as one of them has, or else an
+    equal share of what all cores reach together."""
+    from armillary.profiling.device_name import device_name
+
+    whole, share = measured_peaks(home, chip, device_name("cpu")), 1 / max(processes, 1)
+    if whole is None or processes < 2:
+        return whole, share
+    from armillary.store.peaks import load_peaks
+
+    own = load_peaks(home, device_name("cpu", threads=max(1, cores // processes)))
+    return (of_a_rank(own, whole, share), 1.0) if own is not None else (whole, share)
+
+
+def of_a_rank(own: Peaks, whole: Peaks, share: float) -> Peaks:
+    """What one of several processes on a processor reaches: its share of what all cores reach together, and more where
+    its threads did more alone, but for copies: memory is what the others use as well."""
+    points = {kind: tuple(_shared(point, share) for point in found) for kind, found in whole.points.items()
+              if kind in _RATES}  # fmt: skip
+    alone = {kind: (*points.get(kind, ()), *own.points.get(kind, ())) for kind in ("gemm", "attention", "passes")}
+    return replace(own, points={**whole.points, **points, **alone})
+
+
+_RATES = ("gemm", "attention", "passes", "copy")
+"""kinds that cores have a part of; what starting an operation or an exchange takes is not shared out"""
+
+
+def _shared(point: Point, share: float) -> Point:
+    return {name: value * share if name in ("flops", "bytes_per_s") else value for name, value in point.items()}
 
 
 def _devices(paths: list[Path]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from armillary.errors import BadInput
 from armillary.planning.adapters import lora_of
 from armillary.planning.case import Lora, TrainCase, read_lora
-from armillary.planning.measured import measured_peaks
+from armillary.planning.measured import measured_peaks, processor_peaks
 from armillary.planning.software import OURS, OURS_BY_LAYER, OURS_ON_CPU, Software, runs_whole
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Tier
@@ -89,11 +89,8 @@ def _processor(
     cluster: Cluster, processes: int, home: Home
 ) -> tuple[Cluster, Peaks | None, float, tuple[str, ...]]:
     """A processor's cores work together for one process; several processes share them evenly."""
-    from armillary.profiling.device_name import device_name
-
-    cores = cluster.num_devices
-    measured = measured_peaks(home, cluster.chip, device_name("cpu"))
-    chip = cluster.chip
+    cores, chip = cluster.num_devices, cluster.chip
+    measured, share = processor_peaks(home, chip, cores, processes)
     notes: tuple[str, ...] = ()
     if measured is None:
         chip = _like_the_catalogue(chip, cores)
@@ -102,10 +99,15 @@ def _processor(
     scaled = {dtype: flops / max(processes, 1) for dtype, flops in chip.flops.items()}
     bandwidth = chip.memory_bytes_per_s / max(processes, 1) if chip.memory_bytes_per_s else None
     part = replace(chip, memory_bytes=memory, flops=scaled, memory_bytes_per_s=bandwidth,
-                   title=f"{cores} × {cluster.chip.title}")  # fmt: skip
+                   title=_share_title(cluster.chip.title, cores / max(processes, 1)))  # fmt: skip
     link = cluster.tiers[0].link if cluster.tiers else catalogue.link("pcie4-x16")
     tiers = (Tier(link=link, count=processes),) if processes > 1 else ()
-    return Cluster(name="here", chip=part, tiers=tiers), measured, 1 / max(processes, 1), notes
+    return Cluster(name="here", chip=part, tiers=tiers), measured, share, notes
+
+
+def _share_title(core: str, cores: float) -> str:
+    """'2 × core of …': what one process has; half a core where processes are more than cores."""
+    return core if cores == 1 else f"{cores:.3g} × {core}"
 
 
 def _like_the_catalogue(chip: Chip, cores: int) -> Chip:

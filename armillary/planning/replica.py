@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from armillary.planning.efficiency import Curves, curves
 from armillary.planning.engines import Rates, physics
 from armillary.planning.forward import EXPERT_PRODUCTS, Formats, Forward, Group, Split
+from armillary.planning.overhead import CALL_S
 from armillary.spec.attention_ops import AttentionShape
 from armillary.spec.hardware import Cluster, Tier
 from armillary.spec.layer_ops import wire_factor
@@ -42,8 +43,6 @@ EXPERT_TILE = 64
 """rows that an expert's last thread block computes in vain, on average; of a few rows, as many again"""
 SHARED_HEAD_DIM = 128
 """head dim for which every engine has decode kernels that read a KV head once for its whole group of query heads"""
-CALL_S = 5.5e-6
-"""what a call of torch costs a processor beside its work: decode steps of 644 and 1,178 calls took 3.3 and 7.1 ms"""
 CALLS = {"step": 235, "row": 90, "layer": 61, "layer and row": 22}
 """calls of torch in a step of our engine on a CPU, drawing tokens included; a test counts them"""
 _SLOW_LINK = (5e9, 20e-6)

@@ -102,8 +102,9 @@ OURS_BY_LAYER = replace(OURS, whole_blocks=False)
 """where blocks run layer by layer: the same kernels, and sums and casts between them"""
 OURS_ON_CPU = replace(
     OURS, fused_layers=False, fused_loss=False, whole_blocks=False, narrow_alone=False, plain_layers=True,
-    fused_experts=False,
+    fused_experts=False, dp_overlap=False, pp_overlap=False,
 )
+"""on a processor: plain operators, and the cores that would compute beside an exchange are the ones that carry it"""
 
 
 def runs_whole(model: ModelConfig) -> bool:

@@ -1,14 +1,14 @@
 """What an engine step takes, fitted to the steps of a run: a line in its tokens, its keys and its pairs.
 
-    seconds = base + prompts·p + mixed·m + tokens·b + decodes·c + context·d + pairs·e,   all of them at least 0
+    seconds = base + prompts·p + mixed·m + tokens·b + decodes·c + context·d + pairs·e + rows·r,   all at least 0
 
 `prompts` is 1 where a step has any (their kernels are launched one by one), `mixed` where it has both prompts and
-decodes, whose attention is computed apart; a decode goes through the same products as a prompt's token, so it costs no
-less. Where the host waits for a device, its own part of a step and the waiting are fitted apart. Robust least squares:
-relative errors count, and steps far off the line (a cold start, another process) count less (Huber, 1964). Steps may be
-too alike to tell numbers apart: the noisier they are, the more evenly what they take is shared out (ridge regression;
-Hoerl and Kennard, 1970), base and tokens first. With few steps the planner's roofline stands in, scaled to those there
-are.
+decodes, whose attention is computed apart; `rows` are prompts, for each of which a processor calls its operators; a
+decode goes through the same products as a prompt's token, so it costs no less. Where the host waits for a device, its
+own part of a step and the waiting are fitted apart. Robust least squares: relative errors count, and steps far off the
+line (a cold start, another process) count less (Huber, 1964). Steps may be too alike to tell numbers apart: the noisier
+they are, the more evenly what they take is shared out (ridge regression; Hoerl and Kennard, 1970), base and tokens
+first. With few steps the planner's roofline stands in, scaled to those there are.
 """
 
 from __future__ import annotations
@@ -17,30 +17,46 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from armillary.planning.step_scatter import Scatter, scatter_of
 
 if TYPE_CHECKING:
     from armillary.planning.replica import Replica
 
 Array = Any
 """of numpy's numbers"""
-PARTS = ("prefill_tokens", "decode_tokens", "context_tokens", "prefill_pairs")
+PARTS = ("prefill_tokens", "decode_tokens", "context_tokens", "prefill_pairs", "prefill_rows")
 """gauges of a step that its time is made of, besides the base"""
 LEAST_STEPS = 12
 """fewer say too little about five numbers"""
-_QUANTILES = (np.arange(200) + 0.5) / 200
 _MOST_STEPS = 4000
 """more say no more"""
 _ROUNDS = 8
-_DEAR = np.array([1.0, 6.0, 3.0, 1.0, 4.0, 4.0, 2.0])
-"""how little is believed of each number's share of a step before steps are seen: base, prompts, mixed, tokens, decodes,
-context, pairs. On a CPU as on a GPU steps cost a base and their tokens first, then the rest"""
-_HOST_DEAR = np.array([1.0, 1.0, 4.0, 4.0, 4.0, 8.0, 8.0])
-"""the same of the host's part: it launches kernels, whose number hardly depends on tokens"""
 _MOST_RIDGE, _NOISY = 0.01, 0.1
-"""how much that counts, and the scatter of steps from which on it counts in full: what scatters less is believed"""
+"""how much what is believed before steps are seen counts, and the scatter of steps from which on it counts in full"""
+
+
+class _Belief(NamedTuple):
+    """What is believed of a step's numbers before steps are seen."""
+
+    dear: Array
+    """how little of each one's share: base, prompts, mixed, tokens, decodes, context, pairs, rows"""
+    power: int
+    """of the scatter by which it counts the less: what scatters less is believed"""
+    by_kind: bool = False
+    """errors of steps with prompts and without are held against their own kind's: the few are no outliers"""
+
+
+_DEVICE = _Belief(np.array([1.0, 6.0, 3.0, 1.0, 4.0, 4.0, 2.0, 4.0]), 4)
+"""a device's steps cost a base and their tokens first, then the rest"""
+_HOST = _Belief(np.array([1.0, 1.0, 4.0, 4.0, 4.0, 8.0, 8.0, 4.0]), 4, by_kind=True)
+"""the host beside it launches kernels, whose number hardly depends on tokens"""
+_ALONE = _Belief(np.array([1.0, 12.0, 12.0, 1.0, 4.0, 4.0, 2.0, 2.0]), 2)
+"""a host that is busy all along, as a processor is, calls operators for every row and multiplies every token; that a
+step has prompts at all costs nothing beside, though in a run whose steps are all alike it would look so"""
 _EVEN = 1e-12
 """of the squares: where columns are the same, so that there is an answer"""
 _STALL = 3.0
@@ -69,10 +85,12 @@ class StepCost:
     """a key that a decode reads"""
     pair_s: float = 0.0
     """a pair of a prompt's query and key"""
+    row_s: float = 0.0
+    """a prompt, however few of its tokens"""
     waits: bool = False
     """the device works beside the host, which waits for it; else the host is busy all along"""
-    scatter: tuple[float, ...] = field(default=(), repr=False)
-    """what steps took over what the line says, a sample of them around 1: percentiles of gaps depend on it"""
+    scatter: Scatter = field(default_factory=Scatter, repr=False)
+    """what steps took over what the line says, by their kind: percentiles of gaps depend on it"""
     error: float = 0.0
     """median of |predicted − taken| over taken, of single steps"""
     steps: int = 0
@@ -80,11 +98,13 @@ class StepCost:
     basis: str = "given"
     """where it comes from"""
 
-    def seconds(self, prefill: float, decode: float, context: float = 0.0, pairs: float = 0.0) -> float:
+    def seconds(
+        self, prefill: float, decode: float, context: float = 0.0, pairs: float = 0.0, rows: float = 0.0
+    ) -> float:
         """Of a step with so many tokens of prompts and decodes."""
         more = (self.prompt_s if prefill else 0.0) + (self.mixed_s if prefill and decode else 0.0)
         return (self.base_s + more + prefill * self.prefill_s + decode * self.decode_s + context * self.context_s
-                + pairs * self.pair_s)  # fmt: skip
+                + pairs * self.pair_s + rows * self.row_s)  # fmt: skip
 
     def of(self, step: Mapping[str, Any]) -> float:
         """Of a recorded step."""
@@ -102,16 +122,17 @@ def fit_step_cost(steps: Sequence[Mapping[str, Any]]) -> StepCost | None:
     waited = np.array([float(one.get("engine_wait_s", 0.0)) for one in known])
     waits = float(waited.sum()) > 0.5 * float(taken.sum())
     if waits:
-        found = _fitted(parts, waited, taken, _DEAR) + _fitted(parts, taken - waited, taken, _HOST_DEAR)
+        found = _fitted(parts, waited, taken, _DEVICE) + _fitted(parts, taken - waited, taken, _HOST)
     else:
-        found = _fitted(parts, taken, taken, _DEAR)
+        found = _fitted(parts, taken, taken, _ALONE)
     error = float(np.median(np.abs(parts @ found - taken) / taken))
     found *= _mean_ratio(parts @ found, taken)
     ratios = np.clip(taken / np.maximum(parts @ found, 1e-12), 1 / _STALL, _STALL)
     return StepCost(
         base_s=float(found[0]), prompt_s=float(found[1]), mixed_s=float(found[2]), prefill_s=float(found[3]),
-        decode_s=float(found[3] + found[4]), context_s=float(found[5]), pair_s=float(found[6]), waits=waits,
-        error=error, steps=len(known), scatter=tuple(map(float, np.quantile(ratios, _QUANTILES) / ratios.mean())),
+        decode_s=float(found[3] + found[4]), context_s=float(found[5]), pair_s=float(found[6]), row_s=float(found[7]),
+        waits=waits, error=error, steps=len(known),
+        scatter=scatter_of(zip(map(bool, parts[:, 1]), parts @ found, ratios, strict=True)),
         basis=f"fitted to {len(known)} steps, ± {error:.0%} each",
     )  # fmt: skip
 
@@ -124,26 +145,27 @@ def _mean_ratio(predicted: Array, taken: Array) -> float:
 
 
 def _columns(steps: Sequence[Mapping[str, Any]]) -> Array:
-    """What each step is made of: 1, prompts, mixed, tokens, decodes, context, pairs."""
-    tokens, decodes, context, pairs = (np.array([float(one.get(name, 0.0)) for one in steps]) for name in PARTS)
+    """What each step is made of: 1, prompts, mixed, tokens, decodes, context, pairs, rows."""
+    tokens, decodes, context, pairs, rows = (np.array([float(one.get(name, 0.0)) for one in steps]) for name in PARTS)
     prompts = np.where(tokens > 0, 1.0, 0.0)
     mixed = np.where(decodes > 0, prompts, 0.0)
-    return np.stack([np.ones(len(steps)), prompts, mixed, tokens + decodes, decodes, context, pairs], axis=1)
+    return np.stack([np.ones(len(steps)), prompts, mixed, tokens + decodes, decodes, context, pairs, rows],
+                    axis=1)  # fmt: skip
 
 
-def _fitted(parts: Array, wanted: Array, taken: Array, dear: Array) -> Array:
+def _fitted(parts: Array, wanted: Array, taken: Array, belief: _Belief) -> Array:
     """Numbers for `wanted`, a part of what steps took or all of it; believed in the more the more they scatter."""
-    freely = _robust(parts, wanted, taken, dear, 0.0)
+    freely = _robust(parts, wanted, taken, belief, 0.0)
     scatter = float(np.median(np.abs(parts @ freely - wanted) / taken))
-    return _robust(parts, wanted, taken, dear, _MOST_RIDGE * min(1.0, scatter / _NOISY) ** 4)
+    return _robust(parts, wanted, taken, belief, _MOST_RIDGE * min(1.0, scatter / _NOISY) ** belief.power)
 
 
-def _robust(parts: Array, wanted: Array, taken: Array, dear: Array, ridge: float) -> Array:
+def _robust(parts: Array, wanted: Array, taken: Array, belief: _Belief, ridge: float) -> Array:
     """Non-negative least squares of errors relative to the step, far ones counting less with every round."""
     weights, usual = np.ones(len(taken)), float(np.median(taken))
     size = np.concatenate([[1.0, 1.0, 1.0], parts[:, 3:].mean(axis=0)])  # what is there once counts as if always
-    believed = np.diag(dear * size / usual) * np.sqrt(ridge * len(taken))
-    kinds = parts[:, 1] if dear is _HOST_DEAR else np.zeros(len(taken))  # few steps with prompts are no outliers
+    believed = np.diag(belief.dear * size / usual) * np.sqrt(ridge * len(taken))
+    kinds = parts[:, 1] if belief.by_kind else np.zeros(len(taken))
     found = np.zeros(parts.shape[1])
     for _ in range(_ROUNDS):
         scale = np.sqrt(weights) / np.sqrt(taken * usual)  # between absolute and relative: long steps count, not alone

@@ -1,6 +1,7 @@
 """Fused causal attention, forward and backward: far from the rate of plain products, so a ceiling of its own.
 
-Pairs that the mask leaves out are not counted. It is timed without rests, as training runs it.
+Pairs that the mask leaves out are not counted. It is timed without rests, as training runs it. A processor is measured
+at several lengths: short sequences reach a tenth of what long ones do, which no other ceiling tells.
 """
 
 from __future__ import annotations
@@ -17,38 +18,44 @@ from armillary.profiling.settings import Settings
 from armillary.spec.attention_ops import AttentionShape, attention, attention_backward, self_spans
 
 _KEYS, _HEADS, _HEAD_DIM, _ROWS = 4096, 16, 128, 8
+_ON_CPU = ((128, 8, 64), (512, 2, 64), (2048, 1, 64), (128, 8, 32), (128, 8, 128))
+"""(keys, rows, head dim): a thousand tokens or two"""
+_CPU_HEADS = 4
 _SECONDS = 0.5
 _BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def cases(settings: Settings) -> list[dict[str, Any]]:
-    """Both passes, on a GPU."""
-    if not settings.on_cuda:
-        return []
-    half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    shape = {"keys": _KEYS, "heads": _HEADS, "head_dim": _HEAD_DIM, "dtype": half}
-    return [shape | {"backward": backward} for backward in (False, True)]
+    """Both passes, at one length on a GPU."""
+    if settings.on_cuda:
+        half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+        shapes = [{"keys": _KEYS, "heads": _HEADS, "head_dim": _HEAD_DIM, "dtype": half}]
+    else:
+        shapes = [{"keys": keys, "heads": _CPU_HEADS, "head_dim": dim, "dtype": "bf16", "rows": rows}
+                  for keys, rows, dim in _ON_CPU]  # fmt: skip
+    return [shape | {"backward": backward} for shape in shapes for backward in (False, True)]
 
 
 def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
     """FLOP/s of one pass, by torch's first backend that has it."""
     for case in chosen:
         timing = settings.time(_call(case, settings.device), budget_s=settings.budget_s if settings.quick else _SECONDS)
-        flops = counted_flops(case["keys"], case["heads"], case["head_dim"], backward=case["backward"])
+        flops = counted_flops(case["keys"], case["heads"], case["head_dim"], backward=case["backward"],
+                              rows=case.get("rows"))  # fmt: skip
         yield "attention", settings.point(case, timing, {"flops": flops / timing.seconds})
 
 
-def counted_flops(keys: int, heads: int, head_dim: int, *, backward: bool) -> float:
+def counted_flops(keys: int, heads: int, head_dim: int, *, backward: bool, rows: int | None = None) -> float:
     """As spec counts them."""
     shape = AttentionShape(heads=heads, kv_heads=heads, qk_dim=head_dim, v_dim=head_dim)
-    spans = self_spans([keys] * _ROWS)
+    spans = self_spans([keys] * (rows or _ROWS))
     op = (attention_backward if backward else attention)("attention", shape, spans, dtype="bf16", flash=True)
     return float(op.flops)
 
 
 def _call(case: dict[str, Any], device: torch.device) -> Call:
     dtype = torch.bfloat16 if case["dtype"] == "bf16" else torch.float16
-    size = (_ROWS, case["heads"], case["keys"], case["head_dim"])
+    size = (case.get("rows", _ROWS), case["heads"], case["keys"], case["head_dim"])
     q, k, v, dy = (torch.randn(size, device=device, dtype=dtype) for _ in range(4))
     if not case["backward"]:
         return lambda: _attend(q, k, v)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from armillary.errors import unknown
-from armillary.profiling import attention, bandwidth, disk, fma, gemm, host_copy, launch
+from armillary.profiling import attention, bandwidth, disk, fma, gemm, host_copy, launch, passes
 from armillary.profiling.device_name import device_name
 from armillary.profiling.others import Others
 from armillary.profiling.settings import Settings, clocks_of, settings_for
@@ -41,6 +41,7 @@ SECTIONS = {
     "bandwidth": Section(cases=bandwidth.cases, measure=bandwidth.measure),
     "gemm": Section(cases=gemm.cases, measure=gemm.measure),
     "attention": Section(cases=attention.cases, measure=attention.measure),
+    "passes": Section(cases=passes.cases, measure=passes.measure),
     "fma": Section(cases=fma.cases, measure=fma.measure),
     "launch": Section(cases=launch.cases, measure=launch.measure),
     "host_copy": Section(cases=host_copy.cases, measure=host_copy.measure),

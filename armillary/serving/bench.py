@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from armillary.model.transformer import Transformer
 from armillary.serving.engine.make import make_engine
 from armillary.serving.measure import Served, decode_bytes, serve_all, serve_bursts
 from armillary.serving.workload import fixed, ragged
 from armillary.spec.service import Serve
+from armillary.store.peaks import Peaks
 
 MODES = ("none", "static", "dynamic", "continuous")
 _BURST = 3
@@ -44,16 +47,28 @@ class ServeBench:
         return (self.single.tokens_out - 1) / max(1e-9, self.single.seconds - self.single.ttft_p50_s)
 
 
+@dataclass(kw_only=True)
+class Notes:
+    """What an engine recorded, in memory: no file is written while the clock runs."""
+
+    kept: list[tuple[float, Mapping[str, Any], int | None, str | None]] = field(default_factory=list)
+    """unix seconds, gauges, and the step or the request they are of"""
+
+    def record(self, gauges: Mapping[str, Any], *, step: int | None = None, request: str | None = None) -> None:
+        self.kept.append((time.time(), gauges, step, request))
+
+
 def bench_serve(
     model: Transformer, serve: Serve, *, modes: Items[str] = MODES, requests: int = 32, tokens_in: int = 128,
     tokens_out: int = 64, watch: Callable[[str], None] = lambda name: None,
+    keep: Callable[[str, Notes], None] | None = None, peaks: Peaks | None = None,
 ) -> ServeBench:  # fmt: skip
     """A single stream, then the same ragged requests once for each batching mode.
 
     They come in bursts, thrice as many as run together, the first of each a moment ahead, as from a program that asks
     several things and goes on when it has all answers. So the modes differ by what they are, not by chance: one that
     takes what is there runs the first alone; one that waits a little fills its batches; one that lets others in as
-    answers end has no batch whose longest answer all wait for.
+    answers end has no batch whose longest answer all wait for. `keep` gets what was recorded of each mode.
     """
     config, weight = model.config, next(model.parameters())
     longest = min(config.context, serve.max_model_len or tokens_in + tokens_out)
@@ -63,10 +78,14 @@ def bench_serve(
     found = []
     for mode in modes:
         watch(f"batching {mode}")
-        engine, _ = make_engine(model, None, replace(serve, batching=mode), seed=0)  # type: ignore[arg-type]
+        notes, setting = Notes(), replace(serve, batching=mode)  # type: ignore[arg-type]
+        engine, _ = make_engine(model, None, setting, seed=0, record=notes.record if keep else None, peaks=peaks)
         serve_all(engine, fixed(serve.max_running, tokens_in=tokens_in, tokens_out=4, vocab=config.vocab, name="warm"))
+        notes.kept.clear()
         load = ragged(requests, most_in=tokens_in, most_out=tokens_out, vocab=config.vocab)
         found.append(serve_bursts(engine, load, _BURST * serve.max_running, name=mode))
+        if keep is not None:
+            keep(mode, notes)
     made = ServeBench(
         model=config.name, device=weight.device.type, dtype=str(weight.dtype).removeprefix("torch."), single=single,
         single_bytes_per_s=0.0, together=serve.max_running, burst=_BURST * serve.max_running, modes=tuple(found),

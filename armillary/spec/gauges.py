@@ -165,6 +165,7 @@ _PRODUCT: _Rows = (
     ("engine_wait_s", "s", "part of it spent waiting for the device"),
     ("engine_roof_fraction", "fraction", "time the roofline of that step needs over time taken"),
     ("prefill_tokens", "tokens", "prompt tokens computed in one engine step"),
+    ("prefill_rows", "requests", "prompts that these are of"),
     ("decode_tokens", "tokens", "tokens generated in one engine step"),
     ("context_tokens", "tokens", "keys that the decodes of one engine step read"),
     ("prefill_pairs", "pairs", "pairs of query and key in the prompts of one engine step"),

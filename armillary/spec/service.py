@@ -21,6 +21,8 @@ class Serve:
     """size of the KV cache on a device; none: what is left when weights and working memory are in"""
     kv_dtype: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
     """number format of the KV cache; auto: that of the activations"""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """number format in which weights are loaded and computed with; auto: as stored"""
     weights: Literal["auto", "int8", "fp8"] = "auto"
     """number format of the layers' weights; auto: as loaded; rounded when they are loaded: int8 on a CPU, fp8 on a
     GPU"""
@@ -48,7 +50,7 @@ class Serve:
     batch_window_s: float = 0.05
     """dynamic batching: how long the first of a batch waits for others"""
     overlap: bool = True
-    """decide the next step while one runs"""
+    """decide the next step while one runs, where there is a GPU"""
     graphs: bool = True
     """steps as CUDA graphs, where there is a GPU; captured when the engine starts"""
     check_every: int = 0
@@ -65,6 +67,14 @@ class Serve:
     """server: an engine that is silent for so long is not ready"""
     hung_s: float | None = 120.0
     """server: an engine that is silent for so long is ended and started again; none: never"""
+    name: str = ""
+    """server: what clients call the model; empty: its own name"""
+    api_key_file: str = ""
+    """server: file with one API key a line; empty: anybody may ask"""
+    tools: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
+    """server: how tool calls are written; auto: as the chat template says"""
+    otlp: str = ""
+    """server: OpenTelemetry collector that gets a trace of every request; empty: none"""
 
     def __post_init__(self) -> None:
         at_least(self, "serve", 1, "max_model_len", "kv_bytes", "block_tokens", "max_tokens_per_step", "max_running")

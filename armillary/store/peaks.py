@@ -32,6 +32,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "triad": ("bytes", "bytes_per_s"),
     "cache": ("op", "bytes", "bytes_per_s"),
     "attention": ("keys", "head_dim", "dtype", "backward", "flops"),
+    "passes": ("dtype", "tokens", "bytes_per_s"),
     "fma": ("dtype", "flops"),
     "collective": ("op", "world", "alpha_s", "bytes_per_s"),
     "collective_time": ("op", "world", "bytes", "seconds"),

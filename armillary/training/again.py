@@ -1,56 +1,52 @@
-"""Again: how long a recorded step spends on activations that its backward pass makes a second time.
+"""Again: how long a step spends on activations that its backward pass makes a second time.
 
-Parts of a block that are called while gradients flow are called for that. Hooks are there for the recorded step only;
-blocks that are compiled, or kernels of our own, have no parts to be seen.
+A recomputing block calls what it is told to: here, itself between two marks once gradients flow. Blocks stay what they
+are, hand-written passes too; passes that make their own norms again are not seen, nor is what a compiler took apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from armillary.training.waits import Waits
 
+T = TypeVar("T")
+
 
 class Again:
-    """`with again.watched(): step()`, then `take()`."""
+    """`at(step)` in place of calling it, then `take()`."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        blocks = getattr(model, "blocks", None)
-        self._blocks = list(blocks.values()) if blocks is not None else []
+    def __init__(self, model: nn.Module, device: torch.device, *, seen: bool = True) -> None:
+        """`seen`: whether blocks may be told what to call; compiled ones would be compiled anew."""
+        blocks = getattr(model, "blocks", None) if seen else None
+        self._blocks: list[Any] = [] if blocks is None else [one for one in blocks.values() if hasattr(one, "watched")]
         self._waits = Waits(device)
-        self._spans: dict[tuple[int, int], list[Any]] = {}
-        """(block, backward pass) -> mark before its first part, mark after its last"""
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for number, block in enumerate(self._blocks):
-                for part in block.children():
-                    stack.callback(part.register_forward_pre_hook(partial(self._begin, number)).remove)
-                    end = part.register_forward_hook(partial(self._end, number), always_call=True)  # it may stop early
-                    stack.callback(end.remove)
-            yield
+    def at(self, step: Callable[[], T]) -> T:
+        """What `step` gives."""
+        for block in self._blocks:
+            block.watched = partial(self._timed, type(block).plain)
+        try:
+            return step()
+        finally:
+            for block in self._blocks:
+                del block.watched
 
-    def take(self) -> float:
-        """Seconds, once the device is done."""
-        for begin, end in self._spans.values():
-            self._waits.add_span(begin, end)
-        self._spans.clear()
-        return self._waits.take()
+    def take(self) -> dict[str, float]:
+        """recompute_s of the step before, once the device has done it; nothing where nothing was made again."""
+        seconds = self._waits.take()
+        return {"recompute_s": seconds} if seconds else {}
 
-    def _begin(self, block: int, part: nn.Module, args: Any) -> None:
-        task = torch._C._current_graph_task_id()
-        if task >= 0 and (block, task) not in self._spans:
-            mark = self._waits.mark()
-            self._spans[block, task] = [mark, mark]
-
-    def _end(self, block: int, part: nn.Module, args: Any, made: Any) -> None:
-        span = self._spans.get((block, torch._C._current_graph_task_id()))
-        if span is not None:
-            span[1] = self._waits.mark()
+    def _timed(self, run: Any, *args: Any) -> Any:
+        if torch._C._current_graph_task_id() < 0:  # the first time
+            return run(*args)
+        begin = self._waits.mark()
+        try:
+            return run(*args)
+        finally:  # it ends early, once all that is needed is there
+            self._waits.until_now(begin)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TypeVar
 
 from armillary.profiling.profile import Roof
-from armillary.training.again import Again
 from armillary.training.window import recorded
 
 T = TypeVar("T")
@@ -27,9 +25,9 @@ FIRST_S = 4.0
 class Looks:
     """`due(step)`, then `at(work)` in place of calling it."""
 
-    def __init__(self, every: int, roof: Roof, again: Again | None = None) -> None:
-        """`every` so many steps one is recorded; 0: none at all. `again` sees what is recomputed."""
-        self._every, self._roof, self._again, self._spent_s = every, roof, again, 0.0
+    def __init__(self, every: int, roof: Roof) -> None:
+        """`every` so many steps one is recorded; 0: none at all."""
+        self._every, self._roof, self._spent_s = every, roof, 0.0
 
     def due(self, step: int, taken: int) -> bool:
         """Whether step `step`, before which this process took `taken`, is recorded."""
@@ -39,8 +37,6 @@ class Looks:
     def at(self, work: Callable[[], Timed[T]], plain_s: float | None) -> tuple[Timed[T], dict[str, float]]:
         """What `work` gives, and how its seconds were spent; `plain_s` is what it takes when nobody looks."""
         begin = time.perf_counter()
-        with self._again.watched() if self._again is not None else nullcontext():
-            made, parts = recorded(work, self._roof, plain_s)
+        made, parts = recorded(work, self._roof, plain_s)
         self._spent_s += time.perf_counter() - begin - made[1]
-        found = self._again.take() if self._again is not None else 0.0
-        return made, parts | ({"recompute_s": found} if found else {})
+        return made, parts

@@ -88,8 +88,8 @@ class Trainer:
             self.waits.watch(self.model)
             self.sharded.tell(self.waits)
         self.pace = Pace()
-        again = Again(self.model, self.device) if self.layout.recompute != "none" and not self.job.compile else None
-        self.looks = Looks(self.job.profile_every if world.is_main else 0, roof_here(self.device, home), again)
+        self.again = Again(self.model, self.device, seen=not self.job.compile)
+        self.looks = Looks(self.job.profile_every if world.is_main else 0, roof_here(self.device, home))
         self.val_loss: float | None = None
         self.validation_s = 0.0
         self.tokens = self.skipped = self.taken = 0
@@ -112,7 +112,7 @@ class Trainer:
         plain = self.taken == MEASURED_STEP or not self.looks.due(step, self.taken)
         with self._measuring() as meter:
             work = partial(self._timed, now, stop, meanwhile)
-            (measured, seconds), split = (work(), {}) if plain else self.looks.at(work, self.pace.plain_s)
+            (measured, seconds), split = (self.again.at(work), {}) if plain else self.looks.at(work, self.pace.plain_s)
         _, nonsense = attempt(lambda: self._refuse_nonsense(step, measured))
         if nonsense is not None:  # all ranks read the same sums, so all are here
             self.ranks.raise_first(nonsense)
@@ -121,12 +121,13 @@ class Trainer:
         gauges = measured | self._counted() | self._memory(meter) | {"comm_exposed_s": (waited := self.waits.take())}
         gauges |= self.speed.gauges(fetched_s + seconds, now.wait_s) | (idle := self._idle())
         gauges |= self.offloaded.gauges() | others | self.pace.gauges(self.reading.tail_s)
+        gauges |= (twice := self.again.take())
         plain = plain and meter.source == NoMeter.source
         self.feed.own_s = fetched_s + seconds - waited - idle.get("bubble_s", 0.0) if plain else 0.0
         split = set_apart(split, idle.get("bubble_s", 0.0), waited)
         split = undisturbed(split, seconds, measured["host_cpu_s"], measured["host_queue_s"])
         sources = dict.fromkeys(meter.sizes(), meter.source) | dict.fromkeys(split, WINDOW)
-        sources |= dict.fromkeys([*idle, *([] if split else ["comm_exposed_s"])], self.waits.source)
+        sources |= dict.fromkeys([*idle, *twice, *([] if split else ["comm_exposed_s"])], self.waits.source)
         self.pace.leave(seconds, plain=plain)
         return StepReport(step=step, gauges=gauges | split, sources=sources)
 
@@ -192,9 +193,12 @@ class Trainer:
         rows, count = len(batch.row_targets), self.layout.micro_batch
         with self._meter.phase("backward"):
             total = pipeline.step(self._rows(batch), self._passing(max(1.0, targets)), num_micro_batches=rows // count)
+        begin = self.waits.mark()  # a stage that has done its part waits here for the others to drain
         self.sharded.finish_gradients()
         self.waits.after_backward()
-        return self.sharded.total(total)
+        loss = self.sharded.total(total)
+        self.waits.until_now(begin)
+        return loss
 
     def _rows(self, batch: DeviceBatch) -> Rows:
         """What stages read: this rank's tokens, and the documents of whole rows."""

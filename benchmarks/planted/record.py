@@ -146,6 +146,14 @@ def keep(run: Run, folder: Path, home: Home) -> None:
         (folder / name).write_text(text.replace(str(home.work), "home"))
 
 
+def keep_runs(home: Home, folder: Path) -> None:
+    """Of the case that ended, also where it failed; then out of the next one's sight."""
+    for number, run in enumerate(sorted(home.runs.iterdir()) if home.runs.is_dir() else []):
+        if not run.name.startswith(".") and (run / "gauges.jsonl").is_file():
+            keep(Run(folder=run), folder.with_name(f"{folder.name}-{number}"), home)
+            run.rename(run.with_name(f".{run.name}"))
+
+
 def measured_home(folder: str, device: str) -> Home:
     """A home of its own, with the ceilings of the GPU."""
     home = Home.at(folder)

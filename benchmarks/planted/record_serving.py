@@ -8,12 +8,9 @@ without graphs are kept, so that its diagnosis can be made anywhere.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +22,7 @@ from armillary.store.home import Home
 from armillary.store.runs import Run
 from benchmarks.lever_case import LeverCase, pull
 from benchmarks.planted.problem import Wish
-from benchmarks.planted.record import keep
+from benchmarks.planted.record import keep_runs
 from benchmarks.planted.record_cases import asked_for, record_each
 from benchmarks.planted.serve_small import Arrival, drive, model_of, serve_recipe, serving_recipe
 from benchmarks.planted.traffic import at_once, at_rate, mixed, sharing
@@ -120,20 +117,11 @@ def main() -> int:
             try:
                 found = pull(CASES[name](at), home, where="H200" if asked.device == "cuda" else asked.device)
             finally:
-                _keep_runs(home, asked.folder / name)
+                keep_runs(home, asked.folder / name)
             found.write(asked.folder / f"lever-serving-{name}.json")
-            said = {key: round(value, 3) if isinstance(value, float) else value for key, value in asdict(found).items()}
-            return json.dumps(said | {"within": found.within})
+            return found.text()
 
         return record_each(asked.only, record, limit=asked.limit, begin=begin)
-
-
-def _keep_runs(home: Home, folder: Path) -> None:
-    """Of the case that ended, also where it failed; then out of the next one's sight."""
-    for number, run in enumerate(sorted(home.runs.iterdir()) if home.runs.is_dir() else []):
-        if (run / "gauges.jsonl").is_file():
-            keep(Run(folder=run), folder.with_name(f"{folder.name}-{number}"), home)
-            run.rename(run.with_name(f".{run.name}"))
 
 
 if __name__ == "__main__":

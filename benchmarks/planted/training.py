@@ -70,9 +70,7 @@ def many_validations(wish: Wish, home: Home) -> Path:
 
 PROBLEMS = (
     Problem(name="few-micro-batches", says="pp=2 with too few micro-batches", make=few_micro_batches, loop="training",
-            causes=("bubble",),
-            levers=("layout.micro_batch", "train.batch_tokens", "layout.schedule", "layout.interleave", "layout.pp",
-                    "layout.dp")),
+            causes=("bubble",), levers=("layout.micro_batch", "layout.pp")),
     Problem(name="slow-link", says="tp=2 over a slow link", make=slow_link, loop="training",
             causes=("exposed_communication",), levers=("layout.tp", "layout.dp", "layout.pp")),
     Problem(name="slow-rank", says="one of two ranks is slow", make=slow_rank, loop="training",

@@ -201,3 +201,22 @@ def test_a_broken_line_of_the_track_record_stops_nothing(cli: Cli, home: Home, t
 def test_bad_input_is_one_line(cli: Cli, words: list[str], line: str) -> None:
     ran = cli("diagnose", *words)
     assert ran.code == 2 and line in ran.err and "Traceback" not in ran.err
+
+
+def test_a_plan_from_a_diagnosis(cli: Cli, home: Home) -> None:
+    """The circle's last arc: what a run's diagnosis asks for is planned, without a recipe to write."""
+    run_of(home, plan_of("layout.recompute=full"), name="warm-lynx")
+    assert "no diagnosis in" in cli("plan", "--from", "warm-lynx").err
+    cli("diagnose", "warm-lynx")
+    said = cli("plan", "--from", "warm-lynx").out
+    assert said.startswith("warm-lynx with lever 1 pulled: recompute full → none (--set layout.recompute=none)")
+    assert "recompute none" in said.splitlines()[3] and "armillary diagnose warm-lynx --apply 1" in said
+    answer = cli("plan", "--from", "warm-lynx", "--set", "layout.micro_batch=1", "--json").json
+    assert answer["plan"]["layout"]["recompute"] == "none" and answer["plan"]["layout"]["micro_batch"] == 1
+    assert "brings its own recipe" in cli("plan", "--model", "gpt2", "--from", "warm-lynx").err
+
+
+def test_a_plan_from_a_healthy_run_is_its_own(cli: Cli, home: Home) -> None:
+    after(home)
+    cli("diagnose", "bold-heron")
+    assert cli("plan", "--from", "bold-heron").out.startswith("bold-heron as it is: healthy")

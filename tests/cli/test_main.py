@@ -213,3 +213,21 @@ def test_a_group_of_verbs_offers_the_nearest(monkeypatch: pytest.MonkeyPatch, cl
 def main_help(ran: Any) -> str:
     assert ran.code == 0
     return str(ran.out)
+
+
+def flags(command: click.Command, context: click.Context, name: str = "armillary") -> dict[str, list[str]]:
+    """Every verb's own flags, hidden ones left out."""
+    if isinstance(command, click.Group):
+        inner = {name: command.get_command(context, name) for name in command.list_commands(context)}
+        found = [flags(one, context, f"{name} {verb}") for verb, one in inner.items() if one is not None]
+        return {verb: own for part in found for verb, own in part.items()}
+    shared = ("--home", "-q", "--json")
+    return {name: [option.opts[0] for option in command.params if isinstance(option, click.Option)
+                   and not option.hidden and option.opts[0] not in shared]}  # fmt: skip
+
+
+def test_no_verb_has_more_than_eight_flags() -> None:
+    command = entry.command()
+    found = flags(command, click.Context(command))
+    assert len(found) > len(VERBS) and "--port" in found["armillary serve"]
+    assert {verb: own for verb, own in found.items() if len(own) > 8} == {}

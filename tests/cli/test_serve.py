@@ -24,7 +24,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (["no-such-model"], "no model 'no-such-model'"),
     (["."], "no config.json"),
     (["gpt2", "--port", "99999"], "99999"),
-    (["gpt2", "--tools", "smoke"], "smoke"),
+    (["gpt2", "--set", "serve.tools=smoke"], "serve.tools=smoke is not known"),
+    (["gpt2", "--set", "serve.dtype=fp7"], "serve.dtype=fp7 is not known"),
+    (["gpt2", "--name", "x"], "--name is no more; try --set serve.name="),
+    (["gpt2", "--api-key-file", "x"], "--api-key-file is no more; try --set serve.api_key_file="),
     (["gpt2", "--set", "train.steps=3"], "is not of [serve]"),
     (["gpt2", "--set", "serve.max_runing=3"], "max_running"),
     (["gpt2", "--set", "serve.timeout_s=0"], "timeout_s"),
@@ -39,9 +42,9 @@ def test_what_is_wrong_is_one_line(cli: Cli, tmp_path: Path, monkeypatch: pytest
 
 def test_keys_are_read_from_a_file(cli: Cli, folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    assert "one API key a line" in cli("serve", str(folder), "--api-key-file", str(keys)).err
+    assert "one API key a line" in cli("serve", str(folder), "--set", f"serve.api_key_file={keys}").err
     keys.write_text("\n")
-    assert "holds no API key" in cli("serve", str(folder), "--api-key-file", str(keys)).err
+    assert "holds no API key" in cli("serve", str(folder), "--set", f"serve.api_key_file={keys}").err
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(cli: Cli, folder: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from armillary.diagnosis.diagnose import diagnose
+from armillary.diagnosis.lateness import late_rank, stage_flops
 from armillary.diagnosis.training_rules import (
     WASTED,
     bubble,
@@ -16,7 +17,6 @@ from armillary.diagnosis.training_rules import (
     memory_pressure,
     needless_offload,
     needless_recompute,
-    spread,
     straggler,
     validation_stall,
 )
@@ -34,6 +34,17 @@ def test_exchanges_that_nothing_hides() -> None:
     assert verdict.levers[0].change["layout.tp"] == 1 and verdict.levers[0].speedup > 1.2
 
 
+def test_copies_that_sum_gradients_too_often() -> None:
+    """Plain data parallelism has no axis to give up: it talks after more tokens, or in smaller pieces."""
+    made = reading_of(plan_of("train.batch_tokens=32768"), comm_exposed_s=0.4)
+    verdict = diagnose(made, NOWHERE)
+    assert (verdict.loop, verdict.cause) == ("training", "exposed_communication")
+    first = verdict.levers[0]
+    assert first.change == {"train.batch_tokens": 65536} and first.of == "tokens_per_s"
+    assert first.speedup == pytest.approx(2 / (2 * 0.6 + 0.4), rel=0.15), "work twice, gradients once"
+    assert any("layout.bucket_bytes" in lever.change for lever in verdict.levers)
+
+
 def test_one_slow_rank_is_the_cause_of_the_others_waiting() -> None:
     made = reading_of(comm_exposed_s=0.45, rank_spread_s=0.4, slowest_rank=3.0)
     found = straggler(made, None)
@@ -43,10 +54,20 @@ def test_one_slow_rank_is_the_cause_of_the_others_waiting() -> None:
 
 def test_ranks_that_take_turns_are_a_busy_machine() -> None:
     made = reading_of(rank_spread_s=0.3, slowest_rank=lambda step: float(step % 2))
-    assert spread(made) is None and straggler(made, None) is None
+    assert late_rank(made, None) is None and straggler(made, None) is None
     small = reading_of(rank_spread_s=0.03, slowest_rank=1.0)
-    assert spread(small) is not None and straggler(small, None) is None
+    assert late_rank(small, None) is not None and straggler(small, None) is None
     assert straggler(reading_of(), None) is None
+
+
+def test_a_rank_that_is_late_by_chance() -> None:
+    """The same rank in six of eight steps, now by much and now by little: two fair coins do that often."""
+    spreads = (0.4, 0.05, 0.5, 0.1, 0.6, 0.02, 0.3, 0.15)
+    made = reading_of(
+        count=8, rank_spread_s=lambda step: spreads[step], slowest_rank=lambda step: float(step not in (2, 6))
+    )
+    assert straggler(made, None) is None
+    assert straggler(reading_of(count=4, rank_spread_s=0.4, slowest_rank=1.0), None) is None, "too few to tell"
 
 
 def test_a_main_rank_that_is_late_itself() -> None:
@@ -58,6 +79,20 @@ def test_a_main_rank_that_is_late_itself() -> None:
 def test_stages_are_not_alike() -> None:
     made = reading_of(plan_of("layout.pp=2", "layout.dp=4"), rank_spread_s=0.2, slowest_rank=1.0)
     assert straggler(made, made.plan) is None
+
+
+def test_a_stage_with_more_to_do_is_not_late() -> None:
+    """Two layers and a head as large as three: the last stage takes longer, and only what is beyond that is a fault."""
+    plan = plan_of("layout.pp=2", "layout.dp=4", "model.num_layers=2", "model.vocab=100000")
+    first, last = stage_flops(plan)
+    assert last > 1.3 * first
+    more = 0.5 * (last / first - 1)
+    made = reading_of(plan, bubble_s=0.5, rank_spread_s=more, slowest_rank=4.0)
+    assert straggler(made, plan) is None and bubble(made, plan) is not None
+    slow = reading_of(plan, bubble_s=0.5, rank_spread_s=more + 0.4, slowest_rank=4.0)
+    found, idle = straggler(slow, plan), bubble(slow, plan)
+    assert found is not None and found.share == pytest.approx(0.4, abs=0.01)
+    assert idle is not None and idle.share == pytest.approx(0.1, abs=0.01), "what is left of the idle time"
 
 
 def test_too_few_micro_batches_leave_stages_idle() -> None:

@@ -12,8 +12,9 @@ from armillary.model.bpe import train_tokenizer
 from armillary.model.transformer import build
 from armillary.model.weights import save_model
 from armillary.planning.load import Server
+from armillary.planning.overhead import CALL_S
 from armillary.planning.planned_service import planned_service
-from armillary.planning.replica import CALL_S, Replica
+from armillary.planning.replica import Replica
 from armillary.serving.engine.llm import LLM
 from armillary.serving.engine.params import SamplingParams
 from armillary.spec import catalogue

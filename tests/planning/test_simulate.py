@@ -144,6 +144,24 @@ def test_the_cost_of_steps_is_found_among_noise(base: float, prefill: float, ext
         assert found.of(step) == pytest.approx(planted.of(step), rel=0.35)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_that_are_all_alike_still_tell_tokens_from_rows(seed: int) -> None:
+    """A processor whose steps nearly all hold 240 tokens of prompts and 8 decodes; what others would cost is asked."""
+    planted = StepCost(base_s=5.5e-3, prefill_s=2.4e-5, decode_s=2.2e-4, context_s=1e-7, pair_s=3e-8, row_s=7e-4)
+    dice, steps = Random(seed), []
+    for number in range(175):
+        rows = dice.choice((1, 3, 4)) if number < 160 else 0
+        tokens, decodes = (256 - 4 * dice.randrange(8) * (rows > 1), 8) if rows else (0, 1 + (number - 160) // 2)
+        one = {"prefill_tokens": tokens, "prefill_rows": rows, "decode_tokens": decodes,
+               "context_tokens": 424 * decodes, "prefill_pairs": 200 * tokens}  # fmt: skip
+        steps.append(one | {"engine_step_s": planted.of(one) * dice.lognormvariate(0.0, 0.03)})
+    found = fit_step_cost(steps)
+    assert found is not None and found.error < 0.05
+    full, prompts = {"decode_tokens": 16, "context_tokens": 6720}, {"prefill_tokens": 2000, "prefill_rows": 7}
+    assert found.of(full) == pytest.approx(planted.of(full), rel=0.15)
+    assert found.of(prompts) == pytest.approx(planted.of(prompts), rel=0.15)
+
+
 def test_few_steps_are_not_enough_and_the_planner_stands_in() -> None:
     steps = [{"engine_step_s": 0.01, "decode_tokens": 4, "prefill_tokens": 0, "context_tokens": 400}] * 5
     assert fit_step_cost(steps) is None

@@ -64,4 +64,6 @@ def test_bench_serve_on_the_command_line(cli: object, tmp_path: Path) -> None:
             "--device", "cpu", "--mode", "continuous", "--plot", str(tmp_path / "p.html"), "--json")  # fmt: skip
     ran: Ran = cli(*line)  # type: ignore[operator]
     assert ran.json["modes"][0]["tokens_per_s"] > 0 and "class='bar'" in (tmp_path / "p.html").read_text()
+    said = cli("diagnose", ran.json["run"], "--json").json  # type: ignore[operator]
+    assert said["kind"] == "serving", said
     assert "no batching mode" in cli("bench", "serve", "armillary-2m", "--mode", "x").err  # type: ignore[operator]

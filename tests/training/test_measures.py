@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from armillary.errors import BadInput
+from armillary.model.attend import plain
+from armillary.model.transformer import build
+from armillary.parallel.recompute import recompute
 from armillary.profiling.profile import BUDGET, Roof
 from armillary.spec.train_job import TrainJob
 from armillary.training.again import Again
@@ -16,6 +18,7 @@ from armillary.training.looks import FIRST, Looks
 from armillary.training.memory import CpuMeter, bytes_of
 from armillary.training.memory_watch import MemoryWatch
 from armillary.training.pace import Pace, queued_s, spread
+from armillary.training.parity.case import tiny
 from armillary.training.until import Until
 from armillary.training.waits import Waits, covered
 from armillary.training.window import recorded, set_apart, undisturbed
@@ -106,24 +109,18 @@ def test_a_recorded_step_is_a_budget_too() -> None:
     assert "roof_fraction" not in blind and blind["useful_fraction"] == 0
 
 
-def test_what_is_made_again_is_timed() -> None:
-    layers = torch.nn.ModuleDict({str(i): torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for i in "01"})
-    model = torch.nn.Module()
-    model.blocks = layers
-    again, x = Again(model, torch.device("cpu")), torch.randn(32, 64, requires_grad=True)
-
-    def step(*, twice: bool) -> None:
-        with again.watched():
-            made = x
-            for block in layers.values():
-                made = checkpoint(block, made, use_reentrant=False) if twice else block(made)
-            made.sum().backward()
-
-    step(twice=False)
-    assert again.take() == 0.0
-    step(twice=True)
-    assert again.take() > 0 and again.take() == 0.0
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+@pytest.mark.parametrize("kind", ["full", "none"])
+def test_what_is_made_again_is_timed(kind: str) -> None:
+    model, tokens = build(tiny(), dtype=torch.float32, device="cpu", seed=1), torch.arange(8)[None]
+    recompute(model, kind=kind)
+    again = Again(model, torch.device("cpu"))
+    hidden = again.at(lambda: model(tokens, tokens, plain))
+    assert again.take() == {}, "the first time is no repetition"
+    hidden.sum().backward()
+    found = again.take()
+    assert (found.get("recompute_s", 0.0) > 0) == (kind == "full")
+    model(tokens, tokens, plain).sum().backward()
+    assert again.take() == {}, "nobody looked"
 
 
 def test_time_in_which_others_had_the_cores_is_no_stall(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from armillary.cli.demo.walk import Walk
@@ -10,9 +12,12 @@ from armillary.cli.measuring import on_bar, pick
 from armillary.store.peaks import Peaks, load_peaks, save_peaks
 from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
 
-LIMITS_S = {"gemm": 7.0, "bandwidth": 15.0, "attention": 4.0, "launch": 3.0}
+LIMITS_S = {"gemm": 7.0, "bandwidth": 15.0, "attention": 4.0, "passes": 3.0, "launch": 3.0}
 """sections of `bench ceilings` that plans and rooflines rest on, the weightiest first, and how long each may take where
 the machine is busy"""
+
+ALONE = ("gemm", "attention", "passes")
+"""of them, what is measured again for the threads of one rank: cores share memory, and not the units that multiply"""
 
 
 def measure(walk: Walk) -> None:
@@ -37,26 +42,54 @@ def is_known(peaks: Peaks, ranks: int) -> bool:
 
 
 def _measured(walk: Walk, device: Any) -> Peaks:
-    from armillary.profiling.ceilings import measure_ceilings
+    from armillary.profiling.ceilings import measure_ceilings, name_of
     from armillary.profiling.collectives import QUICK_SIZES, measure_collectives
     from armillary.profiling.others import BUSY_CORES
 
     ranks, skipped, busy = walk.recipe.layout.num_devices, 0, 0.0
-    for section, limit in LIMITS_S.items():
-        with walk.out.progress(f"measuring {section}", unit="case") as bar:
+    for section, threads, limit in _sections(device, ranks):
+        with walk.out.progress(f"measuring {section}", unit="case") as bar, _computing_with(threads):
             found = measure_ceilings(device, quick=True, only=(section,), limit_s=limit, watch=on_bar(bar))
-        peaks, skipped = save_peaks(walk.home, found.peaks), skipped + found.skipped
+        skipped += found.skipped
         busy = max(busy, found.other_cores or 0.0) if device.type == "cpu" else 0.0
+        save_peaks(walk.home, found.peaks)
     if ranks > 1:
         with walk.out.progress("measuring all-reduce", unit="case") as bar:
             between = measure_collectives(device, worlds=(ranks,), ops=("all_reduce",), sizes=QUICK_SIZES,
                                           budget_s=0.05, watch=on_bar(bar))  # fmt: skip
-        peaks = save_peaks(walk.home, between.peaks)
+        save_peaks(walk.home, between.peaks)
     if busy > BUSY_CORES or skipped:
         note = f"other work kept {busy:.1f} cores busy while ceilings were measured: figures of times are rough"
         walk.out.warn(note)
         walk.keep(notes=(*walk.circle.notes, note))
+    peaks = load_peaks(walk.home, name_of(device))
+    assert peaks is not None, "they were saved"
     return peaks
+
+
+def _sections(device: Any, ranks: int) -> Iterator[tuple[str, int | None, float]]:
+    """(section, threads, limit): all of the device, then what a rank's part of a processor's cores does alone."""
+    import torch
+
+    for section, limit in LIMITS_S.items():
+        yield section, None, limit
+    mine = max(1, torch.get_num_threads() // ranks)
+    if device.type == "cpu" and mine < torch.get_num_threads():
+        for section in ALONE:
+            yield section, mine, LIMITS_S[section]
+
+
+@contextmanager
+def _computing_with(threads: int | None) -> Iterator[None]:
+    """So many threads of torch, none: as many as there are; as before afterwards."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def roofs_text(peaks: Peaks) -> str:

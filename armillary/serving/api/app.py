@@ -73,6 +73,18 @@ class Endpoint:
                           code="invalid_api_key")  # fmt: skip
 
 
+class Front:
+    """Finds the endpoint of a path and method that are written out; whatever else is asked goes through the router."""
+
+    def __init__(self, router: Starlette, endpoints: dict[tuple[str, str], Endpoint]) -> None:
+        self._router = router
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        found = self._endpoints.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        await (self._router if found is None else found)(scope, receive, send)
+
+
 class Api:
     """What can be asked of one served model."""
 
@@ -87,22 +99,20 @@ class Api:
         self._keys = [key.encode() for key in keys]
         self._bodies = Budget(_MOST_BODIES)
 
-    def app(self) -> Starlette:
+    def app(self) -> Front:
         """The routes; those that tell how the server is doing need no key."""
         posts = {"/v1/chat/completions": self._chat, "/v1/completions": self._complete, "/tokenize": self._tokenize,
                  "/detokenize": self._detokenize}  # fmt: skip
         gets = {"/v1/models": self._models, "/v1/models/{model:path}": self._model}
         opened = {"/": self._page, "/health": self._health, "/ready": self._ready, "/metrics": self._metrics,
                   "/openapi.json": self._openapi}  # fmt: skip
-        routes = [self._route(path, handler, "POST", self._keys) for path, handler in posts.items()]
-        routes += [self._route(path, handler, "GET", self._keys) for path, handler in gets.items()]
-        routes += [self._route(path, handler, "GET", []) for path, handler in opened.items()]
-        made = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
-        made.router.redirect_slashes = False
-        return made
-
-    def _route(self, path: str, handler: Handler, method: str, keys: list[bytes]) -> Route:
-        return Route(path, Endpoint(path, handler, self.metrics, keys), methods=[method])
+        made = {("POST", path): Endpoint(path, handler, self.metrics, self._keys) for path, handler in posts.items()}
+        made |= {("GET", path): Endpoint(path, handler, self.metrics, self._keys) for path, handler in gets.items()}
+        made |= {("GET", path): Endpoint(path, handler, self.metrics, []) for path, handler in opened.items()}
+        routes = [Route(path, endpoint, methods=[method]) for (method, path), endpoint in made.items()]
+        router = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+        router.router.redirect_slashes = False
+        return Front(router, made)
 
     # --- answers of the model
 

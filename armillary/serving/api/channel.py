@@ -38,8 +38,6 @@ class Orders:
     """how it is set up"""
     home: Home
     """where runs, releases and measured peaks are"""
-    dtype: str | None = None
-    """number format of the weights; none: as stored"""
     device: str | None = None
     """none: the best there is"""
     asked_at: float = 0.0

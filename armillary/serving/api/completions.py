@@ -17,7 +17,7 @@ from armillary.serving.api.texts import Texts
 from armillary.serving.api.wishes import structure_of, wish_of
 
 _DEFAULT_TOKENS = 16
-"""OpenAI's"""
+"""OpenAI's, where there is room for so many"""
 _MOST_TOGETHER = 1024
 
 
@@ -84,10 +84,9 @@ async def complete(served: Served, body: Completion, begin: float) -> tuple[Answ
     if (body.best_of or 1) > (body.n or 1):
         raise bad("best_of is not supported; ask for n answers and choose", "best_of")
     prompts, echoed = await _prompts(served, body)
-    wanted = body.max_tokens
-    wanted = _DEFAULT_TOKENS if wanted is None else max(1, wanted)
-    for prompt in prompts:
-        answer_room(len(prompt), wanted, served, "prompt")
+    asked = None if body.max_tokens is None else max(1, body.max_tokens)
+    rooms = [answer_room(len(prompt), asked, served, "prompt") for prompt in prompts]
+    wanted = min(_DEFAULT_TOKENS, *rooms) if asked is None else asked
     logprobs, echo = body.logprobs, bool(body.echo)
     wish = wish_of(
         body, max_tokens=wanted, most_s=served.serve.timeout_s, structure=structure_of(body.response_format),

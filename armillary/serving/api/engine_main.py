@@ -64,7 +64,7 @@ def run(orders: Orders, inbox: Iterator[Any], outlet: Outlet) -> None:
     phases = [("process", time.time() - orders.asked_at)]
     with join_world(orders.device, timeout_s=_WAIT_S) as world:
         record = _recorder(orders) if world.is_main else None
-        llm = LLM(orders.model, orders.serve, home=orders.home, dtype=orders.dtype, world=world,
+        llm = LLM(orders.model, orders.serve, home=orders.home, world=world,
                   record=record.record if record is not None else None,
                   phase=lambda name, seconds: phases.append((name, seconds)))  # fmt: skip
         phases.append(("in all", time.time() - orders.asked_at))

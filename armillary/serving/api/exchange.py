@@ -55,7 +55,8 @@ class Exchange:
         """The whole body; Problem where it is too large or too slow."""
         parts: list[bytes] = []
         try:
-            size = await asyncio.wait_for(self._read(limit, budget, parts), _BODY_S)
+            async with asyncio.timeout(_BODY_S):  # no task of its own: most bodies are there already
+                size = await self._read(limit, budget, parts)
         except TimeoutError:
             raise Problem(408, f"the body did not come within {_BODY_S:.0f} s; send it again") from None
         finally:

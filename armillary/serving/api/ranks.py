@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,8 @@ class Ranks:
         self._socks: list[socket.socket] = []
         """of those that follow: open as long as they are wanted"""
         self._writer: asyncio.StreamWriter | None = None
+        self._first: socket.socket | None = None
+        """what the writer writes to"""
 
     @property
     def alive(self) -> bool:
@@ -46,6 +49,7 @@ class Ranks:
             self._socks.append(sock)
         first.setblocking(False)
         reader, self._writer = await asyncio.open_connection(sock=first, limit=_MOST_BUFFERED)
+        self._first = first
         self._writer.write(begin)
         return reader
 
@@ -71,9 +75,16 @@ class Ranks:
         return found
 
     def send(self, message: Any) -> None:
-        """To the first one; nobody waits for it to read."""
-        if self._writer is not None:
-            self._writer.write(frame(message))
+        """To the first one; nobody waits for it to read. It goes out now, not when the event loop comes round: the
+        engine begins while the rest of the request is made ready."""
+        if self._writer is None or self._first is None:
+            return
+        data, sent = frame(message), 0
+        if not self._writer.transport.get_write_buffer_size():
+            with suppress(OSError):  # no room, or nobody there: the writer finds out
+                sent = self._first.send(data)
+        if sent < len(data):
+            self._writer.write(data[sent:])
 
     def kill(self) -> None:
         """End the first one: its socket tells those who listen."""
@@ -84,7 +95,7 @@ class Ranks:
         """End all, and wait until their memory is free; how the first one ended."""
         if self._writer is not None:
             self._writer.transport.abort()
-            self._writer = None
+            self._writer = self._first = None
         for sock in self._socks:
             sock.close()
         processes, self._processes, self._socks = self._processes, [], []

@@ -54,13 +54,12 @@ class Reply:
 
     async def send(self, body: Asked) -> None:
         """Wait for the answers and send them; a client that leaves gives them up."""
-        answering, exchange, timeout_s = self._answering, self._exchange, self._answering.wish.timeout_s
-        watcher = asyncio.create_task(exchange.gone())
-        watcher.add_done_callback(lambda task: None if task.cancelled() else answering.box.fail(ClientGone()))
+        answering, timeout_s, watcher = self._answering, self._answering.wish.timeout_s, None
         rest: str | None = "abort"
         try:
+            answering.send()  # before all else: the engine need not wait for what we do beside it
+            watcher = self._watch()
             async with asyncio.timeout(None if timeout_s is None else timeout_s + _GRACE_S):
-                answering.send()
                 await (self._stream(body.stream_options or StreamOptions()) if body.stream else self._all())
         except TimeoutError:
             rest = "deadline"
@@ -70,8 +69,15 @@ class Reply:
             raise
         finally:
             answering.close()
-            watcher.cancel()
+            if watcher is not None:
+                watcher.cancel()
             self._count(rest)
+
+    def _watch(self) -> asyncio.Task[None]:
+        """Ends the answers when the client has hung up."""
+        box, watcher = self._answering.box, asyncio.create_task(self._exchange.gone())
+        watcher.add_done_callback(lambda task: None if task.cancelled() else box.fail(ClientGone()))
+        return watcher
 
     def _count(self, rest: str | None) -> None:
         """Answers by their ends; of those that came to none, `rest` says what became of them."""

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from armillary.serving.api.app import Api
 
 
+_PRIVATE = ("api_key_file", "otlp")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Door:
     """Where the server is found, and who may enter."""
@@ -39,25 +42,19 @@ class Door:
     """address it listens on; 0.0.0.0: all"""
     port: int = 8000
     """0: any that is free"""
-    name: str | None = None
-    """what clients call the model; none: its own name"""
     keys: tuple[str, ...] = ()
     """API keys; none: anybody may ask"""
-    tools: str | None = None
-    """how tool calls are written; none: what the chat template says"""
-    otlp: str | None = None
-    """where traces are sent; none: nowhere"""
 
 
 def serve(source: ModelSource, orders: Orders, door: Door, *, ranks: int = 1, say: Say = print) -> None:
     """Serve until SIGTERM or SIGINT; ArmillaryError where the model or the port cannot be had."""
     _need_http()
     say, metrics = to_whom_it_concerns(say), Metrics()
-    served = _served(source, orders, door, ranks, metrics, say)
+    served = _served(source, orders, ranks, metrics, say)
     metrics.info = _info(served, orders)
     from armillary.serving.api.app import Api  # what it is made of has just been looked for
 
-    tracing = Tracing(door.otlp, served.name) if door.otlp else None
+    tracing = Tracing(orders.serve.otlp, served.name) if orders.serve.otlp else None
     app = Api(served, metrics, keys=door.keys, tracing=tracing)
     sock = bind(door.host, door.port)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -86,21 +83,23 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def _served(source: ModelSource, orders: Orders, door: Door, ranks: int, metrics: Metrics, say: Say) -> Served:
+def _served(source: ModelSource, orders: Orders, ranks: int, metrics: Metrics, say: Say) -> Served:
     assert source.folder is not None, "a model that is served has weights"
     texts = Texts(source.folder, eos_ids_of(source.folder))
-    tools = door.tools or family_of(texts.tokenizer.templates.values() if texts.tokenizer else ())
-    context = orders.serve.max_model_len or source.config.context
-    return Served(name=door.name or source.name, texts=texts, serve=orders.serve, context=context, tools=tools,
-                  created=int(time.time()),
+    family = family_of(texts.tokenizer.templates.values() if texts.tokenizer else ())
+    serve = orders.serve
+    return Served(name=serve.name or source.name, texts=texts, serve=serve, created=int(time.time()),
+                  context=serve.max_model_len or source.config.context,
+                  tools=family if serve.tools == "auto" else serve.tools,
                   engine=EngineProcess(orders, ranks=ranks, metrics=metrics, say=say))  # fmt: skip
 
 
 def _info(served: Served, orders: Orders) -> dict[str, str]:
-    """What the server was set to, as `--set serve.KEY=` takes it; the run whose gauges the engine writes."""
+    """What the server was set to, as `--set serve.KEY=` takes it; the run whose gauges the engine writes. Anybody may
+    read it, so where keys are kept and traces go is left out."""
     run = {"run": orders.gauges.parent.name} if orders.gauges is not None else {}
     values = {name: "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-              for name, value in asdict(orders.serve).items()}  # fmt: skip
+              for name, value in asdict(orders.serve).items() if name not in _PRIVATE}  # fmt: skip
     return {"model": served.name, **run, **values}
 
 

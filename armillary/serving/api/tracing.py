@@ -27,7 +27,7 @@ class Tracing:
         except ModuleNotFoundError:
             raise missing("opentelemetry", "sending traces", "otel") from None
         if not url.startswith(("http://", "https://")):
-            raise BadInput(f"--otlp {url} is no address; give one like http://127.0.0.1:4318/v1/traces")
+            raise BadInput(f"serve.otlp={url} is no address; give one like http://127.0.0.1:4318/v1/traces")
         self._provider = TracerProvider(resource=Resource({"service.name": "armillary"}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
         self._tracer = self._provider.get_tracer("armillary")

@@ -11,7 +11,7 @@ def step_gauges(scheduler: Scheduler, decision: Decision, left: int = 0) -> dict
     """The state after a step was decided, and totals so far; `left` have ended since, and were running then."""
     work = {"prefill_tokens": decision.num_prefill_tokens, "decode_tokens": len(decision.decodes),
             "context_tokens": sum(decision.positions) + len(decision.positions),
-            "prefill_pairs": decision.num_prefill_pairs}  # fmt: skip
+            "prefill_pairs": decision.num_prefill_pairs, "prefill_rows": len(decision.chunks)}  # fmt: skip
     return state_gauges(scheduler) | work | {"running": len(scheduler.roster.running) + left}
 
 

@@ -148,6 +148,23 @@ def test_the_servers_own_time_is_504_and_the_clients_408(folder: Path, monkeypat
         assert finishes(made) == {"deadline": 2} and made.metrics.inflight == 0
 
 
+@pytest.mark.parametrize(("tokens", "limits", "longest"), [
+    (10, {}, 16), (10, {"max_answer": 5}, 5), (297, {}, 3), (297, {"max_answer": 2}, 2)])  # fmt: skip
+def test_who_asks_for_no_length_gets_what_there_is_room_for(
+    folder: Path, tokens: int, limits: dict[str, int], longest: int
+) -> None:
+    """A completion without max_tokens has OpenAI's 16, and is no error where those are too many."""
+    seen: list[int | None] = []
+
+    def ends(message: Submit) -> None:
+        seen.append(message.params.max_tokens)
+        made.served.engine._turn(Turn(ends=[(message.number << INDEX_BITS, "length", "", {})]))
+
+    made = acting(api(folder, **limits), ends)
+    body = json.dumps({"prompt": [[5] * tokens, [6] * 4]}).encode()
+    assert call(made, "POST", "/v1/completions", body)[0] == 200 and seen == [longest] * 2
+
+
 def test_answers_are_counted_by_the_ends_their_clients_see(folder: Path) -> None:
     """A call of a tool is one to the server alone: to the engine it is text that stopped."""
     made = api(folder, max_model_len=300)

@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,21 @@ from armillary.errors import BadInput
 from armillary.model.tokenizer import Detokenizer, Tokenizer
 from armillary.serving.api.answer_text import AnswerText
 from armillary.serving.api.bodies import read
-from armillary.serving.api.channel import Outlet, Turn, messages, read_message
+from armillary.serving.api.channel import Orders, Outlet, Submit, Turn, messages, read_message
 from armillary.serving.api.logprob_text import CompletionLogprobs, chat_entry
 from armillary.serving.api.mailbox import End, Mailbox
 from armillary.serving.api.metrics import Histogram, Metrics
 from armillary.serving.api.openapi import document
 from armillary.serving.api.problem import Problem
+from armillary.serving.api.ranks import Ranks
 from armillary.serving.api.schemas import Asked, Chat, Completion
 from armillary.serving.api.serve import bind
 from armillary.serving.api.texts import Texts
 from armillary.serving.api.wishes import structure_of, wish_of
 from armillary.serving.engine.params import SamplingParams
 from armillary.spec.gauges import GAUGES
+from armillary.spec.service import Serve
+from armillary.store.home import Home
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +177,29 @@ def test_messages_come_through_whole_even_where_nobody_reads_for_a_while() -> No
         return found
 
     assert asyncio.run(receive()) == sent
+    theirs.close()
+
+
+def test_what_goes_to_an_engine_that_does_not_read_waits_in_its_order(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+
+    class Deaf(Ranks):
+        def _spawn(self, rank: int, port: int) -> socket.socket:
+            return ours
+
+    async def use() -> list[Any]:
+        ranks, wanted = Deaf(1), Submit(number=0, prompt=bytes(20_000), params=SamplingParams(), timeout_s=None)
+        await ranks.start(Orders(model="m", serve=Serve(), home=Home.at(tmp_path)))
+        for number in range(200):  # more than the kernel takes
+            ranks.send(replace(wanted, number=number))
+        found = await asyncio.wait_for(asyncio.to_thread(lambda: list(islice(messages(theirs), 201))), 20)
+        ranks.send(wanted)  # there is room again: at once
+        found += await asyncio.wait_for(asyncio.to_thread(lambda: list(islice(messages(theirs), 1))), 20)
+        await ranks.end()
+        return found
+
+    orders, *found = asyncio.run(use())
+    assert isinstance(orders, Orders) and [one.number for one in found] == [*range(200), 0]
     theirs.close()
 
 

@@ -87,7 +87,7 @@ def test_an_address_that_is_none_is_refused() -> None:
 @pytest.mark.slow
 def test_a_server_sends_traces(folder: Path, collector: tuple[str, list[Any]]) -> None:
     url, spans = collector
-    with run_server(folder, "--otlp", url) as server:
+    with run_server(folder, "--set", f"serve.otlp={url}") as server:
         assert server.post("/v1/completions", {"prompt": "def", "max_tokens": 3})[0] == 200
         assert server.post("/v1/completions", {"prompt": ""})[0] == 400
         server.process.terminate()

@@ -193,8 +193,9 @@ def test_the_verb_searches(cli: Callable[..., Any]) -> None:
 def tested(cli: Callable[..., Any], tmp_path: Path) -> tuple[Any, Fake, Path]:
     page = str(tmp_path / "r.html")
     with fake_server(first_s=(0.005,), gap_s=0.001) as fake:
-        ran = cli("load", fake.url, "--rate", "30", "--duration", "0.5", "--price", "2", "--page", page,
-                  "--set", "traffic.tokens_out=4", "--set", "objective.ttft_p99_s=9", "--json")  # fmt: skip
+        ran = cli("load", fake.url, "--rate", "30", "--duration", "0.5", "--page", page,
+                  "--set", "cost.usd_per_device_hour=2", "--set", "traffic.tokens_out=4",
+                  "--set", "objective.ttft_p99_s=9", "--json")  # fmt: skip
     return ran, fake, tmp_path / "r.html"
 
 
@@ -218,8 +219,10 @@ def test_the_verb_in_words(cli: Callable[..., Any]) -> None:
     [
         (("--search", "--clients", "3"), "--search varies the rate"),
         (("--rate", "0"), "traffic.requests_per_s=0.0 must be above 0"),
-        (("--clients", "3", "--trace", "x.csv"), "leave one out"),
-        (("--price", "-1"), "below 0"),
+        (("--clients", "3", "--set", "load.trace=x.csv"), "leave one out"),
+        (("--set", "cost.usd_per_device_hour=-1"), "must be at least 0"),
+        (("--price", "2"), "--price is no more; try --set cost.usd_per_device_hour="),
+        (("--trace", "x.csv"), "--trace is no more; try --set load.trace="),
     ],
 )
 def test_the_verb_refuses(cli: Callable[..., Any], flags: tuple[str, ...], words: str) -> None:

@@ -1,0 +1,55 @@
+"""Attention as a processor was measured to run it: by length and head dim, between the points that were tried.
+
+Short sequences and small heads reach a fraction of what long ones do, and how small a fraction differs by kernel; so
+where several lengths were measured, they replace the formula.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:  # the store's locks and sockets are slow to import
+    from armillary.store.peaks import Peaks
+
+Points = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCurve:
+    """One pass, forward or backward."""
+
+    lengths: Points
+    """(keys, FLOP/s) at the head dim that was tried most, shortest first"""
+    dims: Points
+    """(head dim, FLOP/s over those of that head dim), smallest first"""
+
+    def flops(self, keys: npt.NDArray[np.float64], head_dim: float) -> npt.NDArray[np.float64]:
+        """FLOP/s, on straight lines between points in logarithms; beyond the first and the last, theirs."""
+        return _between(self.lengths, keys) * _between(self.dims, np.asarray(head_dim))
+
+
+def measured_attention(measured: Peaks, share: float, *, backward: bool) -> AttentionCurve | None:
+    """None where not more than one length was measured."""
+    best: dict[tuple[float, float], float] = {}
+    for point in measured.points.get("attention", ()):
+        if bool(point["backward"]) == backward:
+            where = float(point["keys"]), float(point["head_dim"])
+            best[where] = max(best.get(where, 0.0), float(point["flops"]) * share)
+    if len({keys for keys, _ in best}) < 2:
+        return None
+    usual = Counter(dim for _, dim in best).most_common(1)[0][0]
+    lengths = tuple(sorted((keys, rate) for (keys, dim), rate in best.items() if dim == usual))
+    at = dict(lengths)
+    dims = tuple(sorted((dim, rate / at[keys]) for (keys, dim), rate in best.items() if keys == lengths[0][0]))
+    return AttentionCurve(lengths=lengths, dims=dims)
+
+
+def _between(points: Points, where: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    x, y = np.log(np.array(points).T)
+    found: npt.NDArray[np.float64] = np.exp(np.interp(np.log(where), x, y))
+    return found
