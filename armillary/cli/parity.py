@@ -122,9 +122,9 @@ def _launched(out: Output, home: Home, orders: dict[str, Any]) -> list[Row]:
     out.say(f"{len(names)} strateg{'ies' if len(names) > 1 else 'y'} on {world} ranks against one process, "
             f"{' and '.join(orders['formats'])}")  # fmt: skip
     rows: list[Row] = []
-    while len(rows) < len(names):
-        some = names[len(rows) : len(rows) + _A_LAUNCH]
-        rows += _launched_some(out, home, {**orders, "strategies": some, "done": len(rows), "total": len(names)})
+    for at in range(0, len(names), _A_LAUNCH):
+        some = {"strategies": names[at : at + _A_LAUNCH], "done": at, "total": len(names)}
+        rows += _launched_some(out, home, {**orders, **some})
     return rows
 
 
@@ -137,7 +137,7 @@ def _launched_some(out: Output, home: Home, orders: dict[str, Any]) -> list[Row]
     threads = max(1, usable_cores() // world)
     ended = launch("armillary.cli.parity_rank", {**orders, "mode": out.mode}, num_ranks=world,
                    logs=home.cache / "parity", threads=threads, then="run it again")  # fmt: skip
-    if not ended.outcome:
+    if ended.interrupted or not ended.outcome:
         raise KeyboardInterrupt
     return [
         Row(row["strategy"], row["world"], row["variants"],

@@ -60,11 +60,13 @@ def predict(out: Output, home: Home, purpose: str, run: str | None, **asked: Any
         _serve(out, home, asked, "predict")
         return
     from armillary.cli.plan_text import say_training
+    from armillary.planning.confidence import confidence
     from armillary.planning.training_plan import training_plan
 
     question, found, how = _priced(out, home, asked)
     made = training_plan(question, found)
-    say_training(out, made, how)
+    known = confidence(home, question.case.cluster.chip)
+    say_training(out, made, how, str(known) if known else "")
     if run is None:
         _say_next(out, asked)
     answer = {"for": "train", "fits": made.fits, "remedy": made.remedy or None, "plan": made.plan()}

@@ -27,8 +27,8 @@ GLUE = "\N{NO-BREAK SPACE}"
 """holds a figure to its name and unit where a line is wrapped; printed as a blank"""
 
 
-def say_training(out: Output, made: TrainingPlan, how: str) -> None:
-    """The plan as a page; `how` says where the layout is from."""
+def say_training(out: Output, made: TrainingPlan, how: str, confidence: str = "") -> None:
+    """The plan as a page; `how` says where the layout is from, `confidence` how far earlier plans were off."""
     found, question = made.found, made.question
     count = parameters(question.model)
     width = min(WIDTH, get_terminal_size((WIDTH, 0)).columns)
@@ -45,6 +45,7 @@ def say_training(out: Output, made: TrainingPlan, how: str) -> None:
         ("", _bar(step_parts(found))),
         ("throughput", throughput_text(found)),
         ("limit next", limit_text(found)),
+        *([("confidence", confidence)] if confidence else []),
     ]
     rows += training_rows(made.cost) if made.cost else [("cost", made.price_source)]
     rows += goodput_rows(made.goodput) if question.case.cluster.num_devices > 8 else []

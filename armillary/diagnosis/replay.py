@@ -74,8 +74,10 @@ class Replay:
         blocks = int(tokens) // kv.block_tokens * len(kv.groups)
         if serve.kv_bytes is not None and serve.kv_bytes != self.service.serve.kv_bytes:
             blocks = max(1, round(blocks * serve.kv_bytes / self.kv_bytes))
+        plan = self.service.plan
+        ahead = serve.decides_ahead("gpu" if plan is None else plan.cluster.chip.kind)
         return System(settings=settings_for(self.config, serve), num_blocks=blocks, block_tokens=kv.block_tokens,
-                      groups=kv.groups, prefix=serve.prefix_cache, overlap=serve.overlap)  # fmt: skip
+                      groups=kv.groups, prefix=serve.prefix_cache, overlap=ahead)  # fmt: skip
 
     def speedup(self, gauge: str, change: Mapping[str, Any], cost: StepCost | None = None) -> float | None:
         """Of a gauge, now over then (then over now for rates); None where it cannot be said."""

@@ -57,12 +57,12 @@ def can_start_early(device: torch.device) -> bool:
 
 
 @cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for kernels that run beside those of the usual stream."""
-    return torch.cuda.Stream(device)
+def side_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """One for kernels that run beside those of `stream`: of its own, so that what is captured there stays apart."""
+    return torch.cuda.Stream(stream.device)
 
 
-def at_most(registers: int | None) -> dict[str, Any]:
+def register_limit(registers: int | None) -> dict[str, Any]:
     """The launch option that leaves a multiprocessor's other registers to programs of other kernels."""
     return {} if registers is None or torch.version.hip else {"maxnreg": registers}
 

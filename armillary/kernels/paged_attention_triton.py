@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: two launches for rows of few queries, a third one where prompts are in the batch.
+"""Paged attention on a GPU: two launches for rows of few queries, one or two more where prompts are in the batch.
 
 Rows of few queries wait for memory, prompts for arithmetic: where chunks of prompts are short, both run at once, in
 programs that fit a multiprocessor together. The launches depend on shapes and on `max_query` only, never on what is on
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.launch import (
-    at_most,
     can_start_early,
     ceil_div,
     early_launch,
@@ -21,6 +20,7 @@ from armillary.kernels.launch import (
     num_programs,
     on,
     power_of_two,
+    register_limit,
     side_stream,
 )
 from armillary.kernels.needs import interpreted
@@ -164,24 +164,32 @@ def prefill_splits(programs: int, slots: int) -> int:
     return 8 if programs < slots else 4
 
 
+def fits_beside(split: Tiling, parts: int, width: int, dtype: torch.dtype) -> bool:
+    """Whether a program of each kernel fits a multiprocessor (of Hopper's size): short chunks, whose keys are split,
+    and as many registers as were found to do for 16 rows of heads of up to 128 numbers."""
+    return parts > 1 and split.m == 16 and width <= 128 and dtype.itemsize == 2
+
+
 def _launch_both(pointers, strides, shape, split, scale, softcap, num_rows):
     q, cache, *_ = pointers
     prompts = prefill_tiling(shape["GROUP"], shape["D"], cache.dtype)
     tiles, slots = q.shape[0] // (prompts.m // shape["GROUP"]), num_programs(q, prompts.workers)
     parts = prefill_splits(tiles * shape["HEADS"], slots)
-    at_once = parts > 1 and q.is_cuda and cache.dtype.itemsize == 2 and shape["D_PAD"] <= 128
     numbers = (scale, softcap, num_rows)
-    if not at_once:
+    if not (can_start_early(q.device) and fits_beside(split, parts, shape["D_PAD"], cache.dtype)):
         _launch_split(pointers, strides, shape, split, *numbers)
         _launch_prefill(pointers, strides, shape, prompts, parts, *numbers)
         return
     split = replace(split, workers=1, early=False, registers=_DECODE_REGISTERS)
-    here, aside = torch.cuda.current_stream(q.device), side_stream(q.device)
+    here = torch.cuda.current_stream(q.device)
+    aside = side_stream(here)
     aside.wait_stream(here)
-    with torch.cuda.stream(aside):
-        _launch_split(pointers, strides, shape, split, *numbers)
-    _launch_prefill(pointers, strides, shape, replace(prompts, registers=_PROMPT_REGISTERS), parts, *numbers)
-    here.wait_stream(aside)
+    try:
+        with torch.cuda.stream(aside):
+            _launch_split(pointers, strides, shape, split, *numbers)
+        _launch_prefill(pointers, strides, shape, replace(prompts, registers=_PROMPT_REGISTERS), parts, *numbers)
+    finally:
+        here.wait_stream(aside)
 
 
 def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
@@ -195,7 +203,7 @@ def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
         *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0], pointers[2].shape[1],
         pointers[1].shape[0], *strides, **shape, M=tiling.m, N=tiling.n, EARLY=early, PAIRS=_in_pairs(*pointers[:2]),
         AHEAD=tiling.ahead if pointers[1].numel() and pointers[2].numel() else 0, num_warps=tiling.warps,
-        num_stages=tiling.stages, **at_most(tiling.registers), **early_launch(early),
+        num_stages=tiling.stages, **register_limit(tiling.registers), **early_launch(early),
     )  # fmt: skip
     rows = shape["GROUP"] * tiling.queries
     at_once, parts = combine_tiling(num_rows * shape["HEADS"], workers, rows, width)
@@ -223,7 +231,7 @@ def _launch_prefill(pointers, strides, shape, tiling, splits, scale, softcap, nu
     parts = {"M": tiling.m, "N": tiling.n, "SPLITS": splits, "LEAST": max(1, _SPLIT_KEYS // tiling.n), "SLOTS": slots}
     prefill[(slots if splits > 1 else most,)](
         *pointers, partial, peaks, scale, softcap, num_rows, *strides, **shape, **parts, num_warps=tiling.warps,
-        num_stages=tiling.stages, **at_most(tiling.registers),
+        num_stages=tiling.stages, **register_limit(tiling.registers),
     )  # fmt: skip
     if splits > 1:
         names = ("WINDOW", "QUERIES", "ROWS", "HEADS", "GROUP", "D", "D_PAD", "HAS_SINKS", "HAS_SCALES")

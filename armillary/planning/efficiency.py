@@ -27,6 +27,8 @@ TILE = 128 * 256
 """outputs of one thread block of a large product (cuBLAS and CUTLASS on Ampere and later)"""
 HEAD_DIM, SEQUENCE = 24, 300
 """head dim and keys at which attention loses half its speed, against long ones (FlashAttention-2, figures 4 to 6)"""
+SLOWEST = 0.3
+"""of the rate of copies, the least that norms, activations and losses come to on a machine with nothing else to do"""
 FORMATS: Mapping[str, tuple[str, float]] = {
     "fp32": ("fp32", 4), "tf32": ("tf32", 4), "bf16": ("bf16", 2), "fp16": ("fp16", 2), "fp8": ("fp8", 1),
     "mxfp8": ("fp8", 1.03), "nvfp4": ("fp4", 0.56),
@@ -157,9 +159,15 @@ def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves
         attention_backward=_attention(curves, measured, share, backward=True) or curves.attention_backward,
         attention_at={backward: measured_attention(measured, share, backward=backward) for backward in (False, True)},
         bytes_per_s=copied,
-        plain_bytes_per_s=(measured.best("passes", "bytes_per_s") or 0.0) * share or copied,
+        plain_bytes_per_s=_plain_rate(measured, share, copied),
         launch_s=min(launches, default=curves.launch_s),
     )
+
+
+def _plain_rate(measured: Peaks, share: float, copied: float) -> float:
+    """What plain operators move; less than a part of what copies do was measured beside other work."""
+    best = measured.best("passes", "bytes_per_s")
+    return copied if best is None else max(best * share, copied * SLOWEST)
 
 
 def _attention(curves: Curves, measured: Peaks, share: float, *, backward: bool) -> float:

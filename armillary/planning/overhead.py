@@ -16,6 +16,9 @@ STEP_S = 5e-3
 """reading a batch, the learning rate, logging and a barrier, once a step"""
 STRAGGLE = 0.008
 """slowest of many nodes against their mean, a doubling of nodes: what synchronous steps lose at scale"""
+JITTER = 0.08
+"""the same of ranks on one processor, a doubling of ranks: no core is left for the threads of their exchanges, the
+loader and the system, so now one rank is late and now another (3 to 20 % of a step between two), and all wait"""
 GRAD_NORM_BYTES = 4
 """read again of every gradient for its norm"""
 CALL_S = 5.8e-6
@@ -42,7 +45,11 @@ def optimizer_s(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
 
 
 def straggle_s(case: TrainCase, layouts: Layouts, busy: Array) -> Array:
-    """Every exchange waits for the slowest node: share·log2(nodes) of the busy time."""
+    """Every exchange waits for the slowest node: share·log2(nodes) of the busy time; on a processor for the slowest
+    rank."""
+    if case.software.plain_layers:
+        late: Array = JITTER * np.log2(layouts.num_devices) * busy
+        return late
     per_node = case.cluster.node.num_chips if case.cluster.node else case.cluster.fast_domain
     nodes = np.maximum(layouts.num_devices / max(per_node, 1), 1.0)
     seconds: Array = STRAGGLE * np.log2(nodes) * busy

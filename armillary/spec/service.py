@@ -76,6 +76,11 @@ class Serve:
     otlp: str = ""
     """server: OpenTelemetry collector that gets a trace of every request; empty: none"""
 
+    def decides_ahead(self, device: str) -> bool:
+        """Whether the next step is decided while one runs on a device of this kind: on a CPU a step is over when its
+        launch returns."""
+        return self.overlap and device != "cpu"
+
     def __post_init__(self) -> None:
         at_least(self, "serve", 1, "max_model_len", "kv_bytes", "block_tokens", "max_tokens_per_step", "max_running")
         at_least(self, "serve", 1, "prefill_tokens", "max_answer", "max_body_bytes")

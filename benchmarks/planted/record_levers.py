@@ -41,7 +41,7 @@ def main() -> int:
 
         def record(name: str) -> str:
             try:
-                found = pull(CASES[name](at), at.home, where="H200" if asked.device == "cuda" else asked.device)
+                found = pull(CASES[name](at), at.home, where="H200" if asked.device == "cuda" else asked.device, most=2)
             finally:
                 keep_runs(at.home, asked.folder / name)
             found.write(asked.folder / f"lever-{name}.json")

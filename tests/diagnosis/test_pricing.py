@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from armillary.diagnosis.finding import Finding
 from armillary.diagnosis.pricing import Pricing, pricing_of
 from armillary.diagnosis.training_levers import levers_for
 from tests.diagnosis.trained import BUSY, NOWHERE, plan_of, reading_of
@@ -38,6 +39,22 @@ def test_a_narrower_format_quickens_what_it_multiplies() -> None:
     most = priced("layout.precision=fp32", window=busy | {"fusible": 0.0}).price({"layout.precision": "bf16"})
     some = priced("layout.precision=fp32", window=busy | {"fusible": 0.6}).price({"layout.precision": "bf16"})
     assert most is not None and some is not None and 1.2 < some.speedup < most.speedup
+
+
+def test_compiling_joins_passes_and_calls_and_leaves_products() -> None:
+    sets = ("hardware.on=cpu", "model.name=armillary-2m", "layout.dp=1", "train.sequence=128",
+            "train.batch_tokens=2048")  # fmt: skip
+    made = [priced(*sets, window=BUSY | {"fusible": share}, kernels=1584.0, host_cpu_s=0.2) for share in (0.0, 0.3)]
+    calls, both = (one.joined({"train.compile": True}) for one in made)
+    assert calls is not None and both is not None and all(one.may_compile for one in made)
+    assert 1.02 < calls.speedup < 1 / (1 - made[0].fixed), "calls are fewer, not none"  # type: ignore[operator]
+    assert 1.05 < both.speedup / calls.speedup < 1 / (1 - 0.3), "three tenths shrink, and do not go"
+    (lever, *_) = [one for one in levers_for(_busy(), made[1].reading, NOWHERE) if "train.compile" in one.change]
+    assert lever.speedup == pytest.approx(both.speedup)
+
+
+def _busy() -> Finding:
+    return Finding(loop="inner", cause="compute", rule="compute", share=0.0, evidence=(), says="kernels work")
 
 
 def test_waiting_for_data_stays_unless_the_step_gets_longer() -> None:

@@ -295,6 +295,34 @@ def test_one_graph_serves_any_lengths(most: int) -> None:
         assert torch.equal(out, fast()(*inputs))  # captured or not: the same bits
 
 
+@pytest.mark.parametrize(("group", "width", "dtype", "parts", "fits"), [
+    (4, 128, torch.bfloat16, 4, True), (8, 64, torch.float16, 8, True), (4, 128, torch.bfloat16, 1, False),
+    (4, 256, torch.bfloat16, 4, False), (71, 64, torch.bfloat16, 4, False), (4, 128, torch.float32, 4, False),
+    (4, 128, torch.float8_e4m3fn, 4, False),
+])  # fmt: skip
+def test_decodes_and_prompts_run_at_once_where_they_fit(
+    group: int, width: int, dtype: torch.dtype, parts: int, fits: bool
+) -> None:  # fmt: skip
+    from armillary.kernels.paged_attention_triton import fits_beside, split_tiling
+
+    assert fits_beside(split_tiling(group, 200, width, dtype), parts, width, dtype) is fits
+
+
+@pytest.mark.gpu
+def test_on_two_streams_memory_is_used_again_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eagerly, many calls whose tensors are let go at once: the same bits as one after the other."""
+    from armillary.kernels import paged_attention_triton as module
+
+    inputs = batch(Shape(queries=[40, 1, 1, 1, 1], lengths=[3000, 700, 800, 600, 5]), dtype=torch.bfloat16,
+                   device="cuda")  # fmt: skip
+    found = [fast()(*inputs) for _ in range(200)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(found[0], one) for one in found)
+    launched = []
+    monkeypatch.setattr(module, "side_stream", lambda stream: launched.append(stream) or stream)
+    assert torch.equal(found[0], fast()(*inputs)) and launched
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("queries", [1, 100])
 def test_a_cache_in_fp8_is_written_and_read(queries: int) -> None:

@@ -66,7 +66,7 @@ def test_the_same_requests_are_decided_alike(serve: Serve) -> None:
     engine, steps, requests = engine_run(serve)
     cache = engine.scheduler.cache
     system = System(settings=engine.scheduler.settings, num_blocks=cache.num_blocks, block_tokens=cache.block_tokens,
-                    groups=cache.groups, prefix=serve.prefix_cache, overlap=serve.overlap)  # fmt: skip
+                    groups=cache.groups, prefix=serve.prefix_cache, overlap=engine.loop.overlap)  # fmt: skip
     again = simulate([replace(one, at_s=0.0) for one in recorded(requests)], system, COST)
     assert _decided(again.steps) == _decided(steps)
     assert any(one["waiting"] for one in steps)

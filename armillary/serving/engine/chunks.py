@@ -61,17 +61,23 @@ class Budget:
         return self.tokens < 1 or self.most < 1
 
     def size(self, left: int, past: int, block_tokens: int, tile: int) -> int:
-        """Tokens of a prompt's next part; none, and nothing for others either, where it would not end."""
+        """Tokens of a prompt's next part; none behind the first one where `one` counts and it would not end."""
         count = chunk_size(left, past, self.tokens, block_tokens, self.attention_tokens, tile, self.free)
         if count > self.most:
             count = chunk_size(left, past, float(self.most), block_tokens, None, tile)
         count = min(count, int(self.tokens))
         if not self._begun:
             return max(count, min(left, self.least, self.most))
-        if self.one and count < left:
-            self.tokens = 0.0
-            return 0
-        return count
+        return 0 if self.one and count < left else count
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether the part to come is the one whose time is kept."""
+        return self.one and not self._begun
+
+    def close(self) -> None:
+        """Nobody gets anything more."""
+        self.tokens = 0.0
 
     def pay(self, count: int, past: int) -> None:
         self.tokens -= chunk_cost(count, past, self.attention_tokens, self.free)

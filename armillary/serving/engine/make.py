@@ -76,7 +76,7 @@ def make_engine(
     begin = time.monotonic()
     if warm and (graphs := executor.warm()):
         tell(f"{graphs} CUDA graphs", time.monotonic() - begin)
-    ahead = serve.overlap and _device_type(model) != "cpu"  # there a step is over when its launch returns
+    ahead = serve.decides_ahead(_device_type(model))
     loop = Loop(scheduler, executor if group is None else Leader(executor), overlap=ahead)
     texts = Answers(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
     roof = step_roof(model.config, peaks, _dtype_name(model))

@@ -33,6 +33,10 @@ _LAST = 3
 """steps of a size that count, of which the quickest: one that was held up says nothing of the size"""
 _LATE = 384
 """steps with prompts after which a size is tried again as if it had not been seen"""
+_HELD_UP = 2.0
+"""times the pace: a step that took longer was something else's doing (a graph captured, memory collected)"""
+_LONG = 8192
+"""tokens of a prompt that is new: to send more of them takes time of its own"""
 _UNSURE = 100.0
 """how little is known of the fit, at most"""
 
@@ -53,7 +57,8 @@ class Pace:
         self._unsure = [[float(i == j) for j in range(3)] for i in range(3)]
         """how little is known of them"""
         self._sizes: dict[tuple[int, int], deque[tuple[float, float, int]]] = {}
-        """of steps with one part of a prompt, by decodes and tokens: seconds, pairs, and which step it was"""
+        """of steps with one part of a prompt, by decodes (as above) and all tokens, which is what products are padded
+        by: seconds, pairs, and which step it was"""
         self._steps = 0
         """with prompts"""
         self._largest = _FIRST
@@ -81,21 +86,21 @@ class Pace:
         """Tokens of a part after `past` others, near the `count` that the line allows: tiles less while that size was
         seen to take too long, or more while it was seen not to, up to `most`."""
         limit = self._limit(self._alone_s.get(_size(rows), 0.0))
-        while count > self._tile and self._expected(rows, count, past) > limit:
+        while count >= 2 * self._tile and (self._expected(rows, count, past) or 0.0) > limit:
             count -= self._tile
-        while count + self._tile <= most and 0.0 < self._expected(rows, count + self._tile, past) <= limit:
+        while count + self._tile <= most and (self._expected(rows, count + self._tile, past) or limit + 1) <= limit:
             count += self._tile
         return count
 
     def _limit(self, alone_s: float) -> float:
         return alone_s * self.slowdown * (1 - _MARGIN)
 
-    def _expected(self, rows: int, count: int, past: int) -> float:
-        """Seconds of a step with such a part as it was seen; 0 where it was not, or long ago."""
-        seen = [x for x in self._sizes.get((_size(rows), count), ()) if x[2] > self._steps - _LATE]
+    def _expected(self, rows: int, count: int, past: int) -> float | None:
+        """Seconds of a step with such a part as it was seen; None where it was not, or long ago."""
+        seen = [x for x in self._sizes.get((_size(rows), rows + count), ()) if x[2] > self._steps - _LATE]
         if not seen or self._fit is None:
-            return 0.0
-        pair_s, pairs = max(0.0, self._fit[2]) / _UNITS[2], _pairs(count, past)
+            return None
+        pair_s, pairs = max(0.0, self._fit[2]) / _UNITS[2], count * (past + (count + 1) / 2)
         return min(seconds + pair_s * (pairs - then) for seconds, then, _ in seen)
 
     @property
@@ -107,7 +112,7 @@ class Pace:
         """A step that was decided at `begun` is over."""
         seconds, self._last_s = now - max(begun, self._last_s), now
         rows, tokens = len(decision.decodes), decision.num_prefill_tokens
-        if not rows or seconds <= 0.0 or decision.admitted:
+        if not rows or seconds <= 0.0 or any(seq.length > _LONG for seq in decision.admitted):
             return
         if not tokens:
             seen = self._seen.setdefault(_size(rows), deque(maxlen=_SEEN))
@@ -118,19 +123,20 @@ class Pace:
         self._steps += 1
         self._largest = max(_FIRST, int(_GROWTH * tokens), tokens + self._tile)
         alone = self._alone_s.get(_size(rows))
-        if alone is not None and self._fit is not None:
-            pairs = sum(_pairs(chunk.size, chunk.start) for chunk in decision.chunks)
-            self._learn([1.0, tokens / _UNITS[1], pairs / _UNITS[2]], seconds - alone)
-            if len(decision.chunks) == 1:
-                like = self._sizes.setdefault((_size(rows), tokens), deque(maxlen=_LAST))
-                like.append((seconds, pairs, self._steps))
+        if alone is None or self._fit is None or seconds > _HELD_UP * self.slowdown * alone:
+            return
+        pairs = decision.num_prefill_pairs
+        self._learn([1.0, tokens / _UNITS[1], pairs / _UNITS[2]], seconds - alone)
+        if len(decision.chunks) == 1:
+            like = self._sizes.setdefault((_size(rows), rows + tokens), deque(maxlen=_LAST))
+            like.append((seconds, pairs, self._steps))
 
     def _learn(self, parts: list[float], seconds: float) -> None:
-        """One more equation γ + α·n + β·pairs = seconds; one that is far off was something else's doing."""
+        """One more equation γ + α·n + β·pairs = seconds."""
         assert self._fit is not None
-        error = seconds - sum(value * part for value, part in zip(self._fit, parts, strict=True))
-        if error > 2 * seconds or seconds < 0.0:
+        if seconds < 0.0:
             return
+        error = seconds - sum(value * part for value, part in zip(self._fit, parts, strict=True))
         moved = [sum(x * part for x, part in zip(row, parts, strict=True)) for row in self._unsure]
         scale = _FORGET + sum(x * part for x, part in zip(moved, parts, strict=True))
         self._fit = [value + x / scale * error for value, x in zip(self._fit, moved, strict=True)]
@@ -138,11 +144,6 @@ class Pace:
                 for i, row in enumerate(self._unsure)]  # fmt: skip
         most = max(kept[i][i] for i in range(3))
         self._unsure = kept if most < _UNSURE else [[x * _UNSURE / most for x in row] for row in kept]
-
-
-def _pairs(count: int, past: int) -> float:
-    """Queries times the keys they see, of `count` tokens after `past` others."""
-    return count * (past + count / 2)
 
 
 def _size(rows: int) -> int:

@@ -43,7 +43,7 @@ class Scheduler:
         self.admission = Admission(settings, cache)
         self.upkeep = Upkeep(cache)
         slowdown = settings.prefill_slowdown
-        self.pace = Pace(slowdown, settings.attention_tokens, settings.query_tile) if slowdown is not None else None
+        self.pace = None if slowdown is None else Pace(slowdown, settings.attention_tokens, self._tile)
         self.totals = self.roster.totals
         self.under_way: deque[Decision] = deque()
         """decided, and their tokens not back"""
@@ -191,14 +191,13 @@ class Scheduler:
         if seq.matching:
             return  # this step's share of searching is used up
         settings, start = self.settings, seq.computed
-        left = min(seq.due - start, settings.max_chunk or seq.due)
-        count = budget.size(left, start, self.cache.block_tokens, settings.query_tile)
+        left = seq.due - start
+        count = self._paced(decision, budget, left, start, min(
+            budget.size(left, start, self.cache.block_tokens, settings.query_tile), settings.max_chunk or left
+        ))  # fmt: skip
         if not count:
+            budget.close()
             return
-        if self.pace is not None and decision.decodes and not decision.chunks and count < left:
-            count, wanted = self.pace.size(len(decision.decodes), count, start, min(left - 1, budget.most)), count
-            if count < wanted:
-                budget.tokens = 0.0  # a second part would take what the first was denied
         count = fitting(self.roster, decision, seq, count)
         if not count:
             self._stalled = True
@@ -220,6 +219,21 @@ class Scheduler:
             decision.chunks.append(Chunk(seq, seq.row, start, count, samples))
         self._fresh.append(seq)
         budget.pay(count, start)
+
+    def _paced(self, decision: Decision, budget: Budget, left: int, start: int, count: int) -> int:
+        """The same tokens, or those that were seen to keep the pace; what the first part is denied nobody else gets."""
+        if self.pace is None or not budget.is_paced or count >= left:
+            return count
+        allowed = self.pace.size(len(decision.decodes), count, start, min(left - 1, budget.most))
+        if allowed < count:
+            budget.close()
+        return allowed
+
+    @property
+    def _tile(self) -> int:
+        """Tokens by which parts of prompts grow."""
+        tile, block = self.settings.query_tile, self.cache.block_tokens
+        return tile if tile % block == 0 else block
 
     def _admit(self, decision: Decision, budget: Budget, now: float) -> None:
         """Start those who wait, in order, as long as rows, blocks and budget last."""

@@ -110,7 +110,7 @@ def test_log_probabilities_of_answers_and_prompts() -> None:
 def test_padding_writes_nothing_and_sizes_cover_everything() -> None:
     ints = null_step(Shape(8, 4, 2, False), 9)
     assert (ints == -1).sum() == 16 and (ints == 9).sum() == 16
-    assert row_sizes(256)[-1] == 256 and row_sizes(3) == [1, 2, 3] and row_sizes(300)[-1] == 300
+    assert row_sizes(3) == [1, 2, 3] and all(row_sizes(most)[-1] == most for most in range(1, 600))
     assert token_sizes(2048)[-1] == 2048 and token_sizes(40) == [40]
     for sizes in (row_sizes(512), token_sizes(5000)):
         assert all(b <= 2 * a for a, b in pairwise(sizes))

@@ -32,8 +32,11 @@ class Device:
         return exact * (1 + self.dice.gauss(0, self.noise))
 
 
-def paced(device: Device, slowdown: float, prompts: int = 2, length: int = 12_000) -> tuple[list[float], float]:
-    """Step times over those of decodes alone, and prompt tokens a second, with long prompts one after the other."""
+def paced(
+    device: Device, slowdown: float, prompts: int = 2, length: int = 12_000, held_up: int = -1
+) -> tuple[list[float], float]:  # fmt: skip
+    """Step times over those of decodes alone, and prompt tokens a second, with long prompts one after the other; step
+    `held_up` takes 80 ms longer."""
     pace, alone, now, found = Pace(slowdown, 10_000.0, 32), device.seconds(4, []), 0.0, []
     for _ in range(9):
         now += alone
@@ -46,7 +49,7 @@ def paced(device: Device, slowdown: float, prompts: int = 2, length: int = 12_00
             size = 0 if budget.spent else budget.size(length - past, past, 16, 32)
             if 0 < size < length - past:
                 size = pace.size(4, size, past, min(budget.most, length - past - 1))
-            took = device.seconds(4, [(past, size)] if size else [])
+            took = device.seconds(4, [(past, size)] if size else []) + 0.08 * (len(found) == held_up)
             now += took
             pace.took(decided([(past, size)] if size else []), now - took, now)
             found.append(took / alone)
@@ -57,9 +60,9 @@ def paced(device: Device, slowdown: float, prompts: int = 2, length: int = 12_00
 SEQUENCE = make_scheduler().submit(ask("a", [2], 1), 0.0)[0]
 
 
-def decided(chunks: list[tuple[int, int]]) -> Decision:
+def decided(chunks: list[tuple[int, int]], rows: int = 4) -> Decision:
     decision = Decision(1)
-    decision.decodes = [SEQUENCE] * 4
+    decision.decodes = [SEQUENCE] * rows
     decision.chunks = [Chunk(SEQUENCE, 0, start, size, False) for start, size in chunks]
     return decision
 
@@ -90,12 +93,50 @@ def test_what_a_size_took_counts_more_than_a_line() -> None:
     assert sorted(found)[int(0.985 * len(found))] <= 2.03 and sorted(found)[len(found) // 2] > 1.75
 
 
+@pytest.mark.parametrize("held_up", [5, 30, 60])
+def test_one_step_that_was_held_up_says_nothing(held_up: int) -> None:
+    device = Device(5e-3, 2e-5, 2e-10, noise=0.005)
+    usual, hindered = (paced(device, 2.0, length=32_000, held_up=at)[1] for at in (-1, held_up))
+    assert hindered > 0.9 * usual
+
+
+def test_sizes_are_known_by_all_tokens_of_a_step() -> None:
+    """40 streams and 216 tokens fill 256; with 41 the products are padded to the next size."""
+    pace = Pace(2.0, None, 8)
+    for rows in (40, 41):
+        for now in range(9):
+            pace.took(decided([], rows), 0.01 * now, 0.01 * (now + 1))
+    pace.allowance(40)
+    for rows, seconds in ((40, 0.015), (41, 0.025)):
+        pace._last_s = 0.0
+        pace.took(decided([(0, 216)], rows), 0.0, seconds)
+    assert pace.size(40, 216, 0, 216) == 216 and pace.size(41, 216, 0, 216) < 216
+
+
+def test_a_waiter_is_served_behind_a_long_prompt_where_it_ends() -> None:
+    """What the long prompt leaves over of a step goes to one that ends with it, and never begins another long one."""
+    device, now, parts = Device(5e-3, 2e-5, 2e-9), 0.0, []
+    scheduler = make_scheduler(num_blocks=600, max_model_len=4000, max_tokens_per_step=2048, block_tokens=16,
+                               query_tile=32, prefill_slowdown=2.0, check_every=1)  # fmt: skip
+    scheduler.submit(ask("stream", [2, 3, 4], 900), now)
+    for turn in range(60):
+        if turn == 5:
+            for name, length in (("long", 3000), ("also long", 3000), ("short", 4)):
+                scheduler.submit(ask(name, [2 + (j + length) % 40 for j in range(length)], 1), now)
+        decision = scheduler.schedule(now)
+        now += device.seconds(len(decision.decodes), [(chunk.start, chunk.size) for chunk in decision.chunks])
+        scheduler.update(decision, [3] * len(decision.sampling), now)
+        parts.append([(chunk.sequence.request.id, chunk.samples) for chunk in decision.chunks])
+    assert all(ends for step in parts for _, ends in step[1:]) and any(len(step) > 1 for step in parts)
+    assert "also long" in {step[0][0] for step in parts if step}
+
+
 def test_behind_the_first_part_prompts_are_not_begun_unless_they_end() -> None:
     budget = Budget(tokens=170.0, most=500, attention_tokens=None, least=32, one=True)
     assert budget.size(900, 0, 16, 32) == 160
     budget.pay(160, 0)
     assert budget.size(5, 0, 16, 32) == 5
-    assert budget.size(900, 0, 16, 32) == 0 and budget.spent
+    assert budget.size(900, 0, 16, 32) == 0
     assert Budget(tokens=3.0, most=500, attention_tokens=None, least=32).size(900, 0, 16, 32) == 32  # someone begins
 
 
