@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from armillary.planning.case import TrainCase
-from armillary.planning.compute import Work
 from armillary.planning.layouts import Array, Ints, Layouts
 from armillary.planning.narrow import NARROW
 from armillary.planning.weights import Held
+from armillary.planning.work import Work
 
 CONTENTION = 0.08
 """share of the chip that a hidden exchange keeps from the computation beside it (NCCL: 8 to 16 of 132 SMs; Calculon's

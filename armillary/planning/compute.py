@@ -7,7 +7,7 @@ size and number format, attention by head dim and length, the rest by the bytes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from armillary.planning.case import TrainCase
 from armillary.planning.cuts import cut_of, product, share
 from armillary.planning.layouts import PRECISIONS, Array, Bools, Ints, Layouts, distinct
 from armillary.planning.narrow import SIZES, casts, precision_of
+from armillary.planning.work import Work, nothing
 from armillary.spec.model import LayerKind
 from armillary.spec.ops import Op
 from armillary.spec.plain_passes import moved
@@ -28,50 +29,6 @@ PASSES, EAGER_PASSES = 1.6, 2.2
 and activation functions are not kernels of their own"""
 WIDE = np.array([name in ("fp32", "tf32") for name in PRECISIONS])
 """by code of precision: activations are 4 bytes"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """Seconds of one micro-batch on one device, by what they are spent on, and kernels launched."""
-
-    gemm_forward: Array
-    """matrix products of the forward pass"""
-    gemm_backward: Array
-    """of the backward pass: two a product"""
-    attention_forward: Array
-    """attention of the forward pass"""
-    attention_backward: Array
-    """of the backward pass"""
-    memory_forward: Array
-    """norms, activations, rotations, routing, casts: bound by memory"""
-    memory_backward: Array
-    """of the backward pass"""
-    again_selective: Array
-    """what selective recomputation repeats"""
-    kernels_forward: Array
-    """kernels launched"""
-    kernels_backward: Array
-    """kernels launched"""
-    tp_products: Array
-    """seconds of the products beside which tensor-parallel exchanges can run, both passes"""
-
-    @property
-    def forward(self) -> Array:
-        return self.gemm_forward + self.attention_forward + self.memory_forward
-
-    @property
-    def backward(self) -> Array:
-        return self.gemm_backward + self.attention_backward + self.memory_backward
-
-    def scaled(self, times: Array | float) -> Work:
-        return Work(**{field.name: getattr(self, field.name) * times for field in fields(self)})
-
-    def plus(self, other: Work) -> Work:
-        return Work(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
-
-
-def nothing(count: int) -> Work:
-    return Work(**{field.name: np.zeros(count) for field in fields(Work)})
 
 
 def layer_work(case: TrainCase, kind: LayerKind, layouts: Layouts) -> Work:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from armillary.planning.case import TrainCase
-from armillary.planning.compute import Work
 from armillary.planning.layouts import FULL, Array, Layouts
 from armillary.planning.narrow import weights_s
 from armillary.planning.offload import optimizer_out
 from armillary.planning.weights import Held
+from armillary.planning.work import Work
 from armillary.spec.layer_ops import adamw
 
 STEP_S = 5e-3

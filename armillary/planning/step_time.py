@@ -15,10 +15,11 @@ from armillary.planning import communication, offload, overhead
 from armillary.planning.bubble import bubble_s
 from armillary.planning.case import TrainCase
 from armillary.planning.communication import CONTENTION, Exchange, LayerExchanges
-from armillary.planning.compute import Work, ends_work, layer_work, nothing
+from armillary.planning.compute import ends_work, layer_work
 from armillary.planning.layouts import FULL, SELECTIVE, Array, Ints, Layouts, distinct, taken
 from armillary.planning.stages import Stages, split
 from armillary.planning.weights import Held, held
+from armillary.planning.work import Work, nothing
 
 _KEYS = ("micro_batch", "cp", "tp", "sequence_parallel", "ep", "precision", "fp8_scaling", "interleave")
 """fields that a layer's time depends on; layouts that agree in them share one calculation"""
