@@ -123,7 +123,7 @@ def start_part(*words: str, module: str = "benchmarks.server_clients") -> subpro
 
 def answer(process: subprocess.Popen[str]) -> Any:
     out, _ = process.communicate()
-    assert process.returncode == 0, f"a part failed: {process.args}"
+    assert process.returncode == 0, f"a part failed: {process.args!r}"
     return json.loads(out.splitlines()[-1])
 
 

@@ -35,8 +35,9 @@ HEAVY = 0.25
 """share from which a cause is named though no lever is known against it"""
 FEWEST = 4
 """steps or requests that must have been timed before a run is called healthy"""
-GENERAL_WORTH = 1.3
-"""predicted speed-up from which kernels that are merely the time are said to limit a training run"""
+GENERAL_WORTH = 1.4
+"""predicted speed-up from which kernels that are merely the time are said to limit a training run: compiling what runs
+operator by operator buys up to that on a processor, and a run that is well set otherwise is not ill for want of it"""
 PRICED_SHARE = (*GENERAL, "launch_overhead", *STANDS_BY_LEVER)
 """causes whose share is what their best lever would take away, where that is more than was seen"""
 NEARLY = 0.2

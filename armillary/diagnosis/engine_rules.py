@@ -20,6 +20,8 @@ FAR_BELOW = 0.35
 """of the roof: a GPU's step of kernels that do run reaches more, even at one row"""
 OVERHEAD = 0.15
 """of a step in which the device has nothing to do because the host decides"""
+KNOWN = 0.5
+"""of the prompt tokens computed: where more of them were there before, what they hold up is the cache's doing"""
 
 
 def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -32,6 +34,8 @@ def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
     times = STRETCHED * (CHOSEN if chosen else 1.0)
     limit = here.objective.itl_p99_s or (None if here.batch_job else max(times * _alone_s(here), NOTICED_S))
     if limit is None or worst <= limit or here.stretched(limit) < SOMETIMES:
+        return None
+    if here.not_found > KNOWN * here.computed:  # the deeper cause: such prompts need not be computed at all
         return None
     alone = min(worst, _alone_s(here))
     return Finding(

@@ -16,12 +16,12 @@ from armillary.diagnosis.reading import Reading
 from armillary.spec.plan import Plan
 from armillary.spec.stages import chunks_of, places, split
 
-SAME_RANK = 0.75
+SAME_RANK = 0.65
 """share of the steps in which the slowest rank is the same one; chance gives 1 / ranks"""
 FEWEST = 5
 """steps that must have been timed: of two ranks, chance makes the same one slowest in four of four one time in eight"""
-STANDS_OUT = 3.0
-"""standard errors of the median by which a rank must be late"""
+STANDS_OUT = 2.5
+"""standard errors of the median by which a rank must be late: chance comes to that once in a hundred runs"""
 MEDIAN_ERROR = 1.2533 * 1.4826
 """standard error of a median of n normal values over their median deviation / √n"""
 

@@ -14,7 +14,7 @@ from typing import Any
 from armillary.diagnosis.finding import Finding, Lever
 from armillary.diagnosis.reading import Reading
 from armillary.diagnosis.replay import Replay
-from armillary.diagnosis.service import Service
+from armillary.diagnosis.service import OBJECTIVES, Service
 from armillary.errors import ArmillaryError
 from armillary.planning.forward import Split
 from armillary.planning.replica import Replica
@@ -243,8 +243,17 @@ def _waits(replay: Replay, change: Change) -> bool:
 
 
 def _harms(replay: Replay, change: Change) -> bool:
-    """Whether others lose more than they should."""
-    return any((gain := replay.speedup(gauge, change)) is not None and gain * most < 1 for gauge, most in HARM.items())
+    """Whether others lose more than they should. Where gaps are longer than was asked for, times of which nothing was
+    asked may pay for them: only answers a second count, and what was asked for and is kept so far."""
+    service, then = replay.service, replay.simulated(change).gauges
+    asked = "itl_p99_s" in service.missed
+    limits = {gauge: most for gauge, most in HARM.items() if gauge.endswith("_per_s") or not asked}
+    kept = {name: limit for name in OBJECTIVES if (limit := getattr(service.objective, name)) is not None
+            and name not in service.missed}  # fmt: skip
+    if any(then.get(name, 0.0) > limit for name, limit in kept.items()):
+        return True
+    gains = {gauge: replay.speedup(gauge, change) for gauge in limits}
+    return any(gain is not None and gain * limits[gauge] < 1 for gauge, gain in gains.items())
 
 
 def _risk(replay: Replay, change: Change) -> str:

@@ -17,7 +17,7 @@ PLANNER = "planner, on the measured parts of a step"
 AMDAHL = "Amdahl over the measured parts of a step"
 PIECES = 8
 """times more pieces in which gradients are sent: each then finds more of the backward pass to hide behind"""
-LARGER_BATCH = 0.15
+LARGER_BATCH = 0.2
 """share of exposed exchanges from which another batch is offered: it changes what is learnt, not only how fast"""
 FREED = 0.06
 """share of what is held that a change must free to be of use to a device that is full"""

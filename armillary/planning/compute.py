@@ -97,7 +97,7 @@ def _pieces_work(
     case: TrainCase, pieces: Sequence[Piece], layouts: Layouts, batch: Batch, kind: LayerKind | None
 ) -> Work:
     work = nothing(len(layouts))
-    plain = case.software.plain_layers and not (case.compiled and kind is not None)  # the ends are not compiled
+    plain = case.software.plain_layers and not case.compiled
     for piece in pieces:
         if piece.forward.kind == "matmul":
             work = work.plus(_matmul(case, piece, layouts))

@@ -16,7 +16,7 @@ from armillary.planning.memory import FRAGMENTATION, context_bytes, memory
 from armillary.planning.moments import MOMENTS, logit_bytes
 from armillary.planning.narrow import precision_of, weights_s
 from armillary.planning.offload import link_rate
-from armillary.planning.overhead import GRAD_NORM_BYTES, STEP_S
+from armillary.planning.overhead import CALL_S, GRAD_NORM_BYTES, JITTER, RECORDED, STEP_S
 from armillary.planning.prediction import Prediction
 from armillary.planning.states import state_bytes
 from armillary.spec.layer_ops import adamw
@@ -114,8 +114,7 @@ def _compute(found: Prediction) -> list[Term]:
         _seconds("attention", "micro-batches · layers · FLOPs / reached(sequence, head dim)",
                  f"{m:g} · {mean:g} · at up to {flops_per_s_text(case.curves.attention_forward)} forward, "
                  f"{flops_per_s_text(case.curves.attention_backward)} backward", float(time.attention[0])),
-        _seconds("memory-bound operations", "micro-batches · layers · (bytes / bandwidth + a kernel's start)",
-                 f"{m:g} · {mean:g} · at {bytes_text(case.curves.bytes_per_s)}/s", float(time.memory[0])),
+        _passes(found),
         _seconds("recomputation", "micro-batches · layers · forward again (full) or what memory bounds (selective)",
                  f"{found.layout().recompute}, one layer in {found.layout().recompute_every}",
                  float(time.recompute[0])),
@@ -167,6 +166,39 @@ def _amount(found: Prediction, name: str) -> str:
     return sizes[name]
 
 
+def _passes(found: Prediction) -> Term:
+    """What memory bounds: fused passes, or torch's operators one by one."""
+    time, curves = found.time, found.case.curves
+    times = f"{float(time.micro_batches[0]):g} · {float(time.stages.mean[0]):g}"
+    if found.case.software.plain_layers:
+        return _seconds("memory-bound operations", "micro-batches · layers · bytes of torch's operators / their rate",
+                        f"{times} · at {bandwidth_text(curves.plain_bytes_per_s)}", float(time.memory[0]))  # fmt: skip
+    return _seconds("memory-bound operations", "micro-batches · layers · (bytes / bandwidth + a kernel's start)",
+                    f"{times} · at {bytes_text(curves.bytes_per_s)}/s", float(time.memory[0]))  # fmt: skip
+
+
+def _waits(found: Prediction) -> list[Term]:
+    """Launches and the slowest: of a device that its host runs ahead of, or of a processor that does both."""
+    time, layout, case = found.time, found.layout(), found.case
+    m, mean = float(time.micro_batches[0]), seconds_text(float(time.mean_turn[0]))
+    kernels = float((time.layer.kernels_forward + time.layer.kernels_backward)[0] * time.stages.mean[0])
+    launch, straggle = float(time.launch[0]), float(time.straggle[0])
+    if case.software.plain_layers:
+        return [
+            _seconds("calls", "operators, those made again and the ends too · calls each · a call",
+                     f"{launch / CALL_S / RECORDED:,.0f} · {RECORDED:g} · {seconds_text(CALL_S)}", launch),
+            _seconds("slowest rank", f"{JITTER:g} · log2(ranks) · busy time",
+                     f"{JITTER:g} · log2({layout.num_devices}) · {m:g} · {mean}", straggle),
+        ]  # fmt: skip
+    nodes = max(1.0, layout.num_devices / (case.cluster.node.num_chips if case.cluster.node else 1))
+    return [
+        _seconds("launches waited for", "micro-batches · max(0, kernels · launch − device time)",
+                 f"{m:g} · max(0, {kernels:,.0f} · {seconds_text(case.curves.launch_s)} − {mean})", launch),
+        _seconds("slowest node", "0.008 · log2(nodes) · busy time", f"0.008 · log2({nodes:g}) · {m:g} · {mean}",
+                 straggle),
+    ]  # fmt: skip
+
+
 def _rest(found: Prediction) -> list[Term]:
     time, layout = found.time, found.layout()
     case, curves = found.case, found.case.curves
@@ -176,8 +208,6 @@ def _rest(found: Prediction) -> list[Term]:
     sharers = layout.shard_size * layout.cp if layout.zero and not case.lora else 1
     each = adamw("optimizer", 1, weight_dtype="bf16").bytes + GRAD_NORM_BYTES
     rounded = weights_s(case, found.layouts.take(np.array([0])), time.held)
-    kernels = float((time.layer.kernels_forward + time.layer.kernels_backward)[0] * time.stages.mean[0])
-    nodes = max(1.0, layout.num_devices / (case.cluster.node.num_chips if case.cluster.node else 1))
     parts = [time.compute, time.exposed, time.bubble, time.overhead]
     return [
         _seconds("pipeline fill and drain", "(pp−1) · (forward + backward of a stage) / interleave",
@@ -188,10 +218,7 @@ def _rest(found: Prediction) -> list[Term]:
                  f"{count_text(updated)} / {sharers} · {each:g} B / {bandwidth_text(curves.bytes_per_s)}"
                  f" + {seconds_text(float(rounded[0]))}",
                  float(time.optimizer[0])),
-        _seconds("launches waited for", "micro-batches · max(0, kernels · launch − device time)",
-                 f"{m:g} · max(0, {kernels:,.0f} · {seconds_text(curves.launch_s)} − {mean})", float(time.launch[0])),
-        _seconds("slowest node", "0.008 · log2(nodes) · busy time", f"0.008 · log2({nodes:g}) · {m:g} · {mean}",
-                 float(time.straggle[0])),
+        *_waits(found),
         _seconds("waiting for data", "max(0, tokens of a rank / measured loader − busy time)", f"busy {m:g} · {mean}",
                  float(time.data[0])),
         _seconds("step, other", "reading, logging, a barrier", seconds_text(STEP_S), float(time.other[0])),

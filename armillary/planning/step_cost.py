@@ -54,7 +54,7 @@ _DEVICE = _Belief(np.array([1.0, 6.0, 3.0, 1.0, 4.0, 4.0, 2.0, 4.0]), 4)
 """a device's steps cost a base and their tokens first, then the rest"""
 _HOST = _Belief(np.array([1.0, 1.0, 4.0, 4.0, 4.0, 8.0, 8.0, 4.0]), 4, by_kind=True)
 """the host beside it launches kernels, whose number hardly depends on tokens"""
-_ALONE = _Belief(np.array([1.0, 12.0, 12.0, 1.0, 4.0, 4.0, 2.0, 2.0]), 2)
+_ALONE = _Belief(np.array([1.0, 12.0, 12.0, 1.0, 4.0, 6.0, 2.0, 2.0]), 3)
 """a host that is busy all along, as a processor is, calls operators for every row and multiplies every token; that a
 step has prompts at all costs nothing beside, though in a run whose steps are all alike it would look so"""
 _EVEN = 1e-12
@@ -163,7 +163,8 @@ def _fitted(parts: Array, wanted: Array, taken: Array, belief: _Belief) -> Array
 def _robust(parts: Array, wanted: Array, taken: Array, belief: _Belief, ridge: float) -> Array:
     """Non-negative least squares of errors relative to the step, far ones counting less with every round."""
     weights, usual = np.ones(len(taken)), float(np.median(taken))
-    size = np.concatenate([[1.0, 1.0, 1.0], parts[:, 3:].mean(axis=0)])  # what is there once counts as if always
+    size = np.concatenate([[1.0, 1.0, 1.0], parts[:, 3:].mean(axis=0)])
+    size[7] /= max(parts[:, 1].mean(), 1e-12)  # rows too: what is there in some steps counts as if always
     believed = np.diag(belief.dear * size / usual) * np.sqrt(ridge * len(taken))
     kinds = parts[:, 1] if belief.by_kind else np.zeros(len(taken))
     found = np.zeros(parts.shape[1])

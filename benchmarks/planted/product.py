@@ -106,5 +106,5 @@ PROBLEMS = (
     Problem(name="too-much-traffic", says="more than one replica bears", make=too_much_traffic, loop="product",
             causes=("too_few_replicas",), levers=(ACTION,)),
     Problem(name="small-chunks", says="prompts by few tokens a step", make=small_chunks, loop="product",
-            causes=("queueing", "batch_too_small"), levers=("serve.max_tokens_per_step", "serve.prefill_tokens")),
+            causes=("queueing",), levers=("serve.max_tokens_per_step", "serve.prefill_tokens")),
 )  # fmt: skip

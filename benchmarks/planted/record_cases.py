@@ -1,11 +1,16 @@
-"""Cases recorded one after the other: what is asked for, until time is up; a failed one is told and fails the whole."""
+"""Cases recorded one after the other: what is asked for, until time is up; a failed one is told and fails the whole.
+
+Two programs may record into one folder: both warm up at once, and then take turns, so that neither disturbs the other.
+"""
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -36,3 +41,24 @@ def record_each(names: Iterable[str], record: Callable[[str], str], *, limit: fl
             traceback.print_exc()
             failed = 1
     return failed
+
+
+@contextmanager
+def beside(folder: Path) -> Iterator[None]:
+    """Other programs may do so too; nobody is alone meanwhile."""
+    with _held(folder, fcntl.LOCK_SH):
+        yield
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """No other program that records into this folder does anything meanwhile."""
+    with _held(folder, fcntl.LOCK_EX):
+        yield
+
+
+@contextmanager
+def _held(folder: Path, how: int) -> Iterator[None]:
+    with (folder / ".turn").open("w") as file:
+        fcntl.flock(file, how)
+        yield

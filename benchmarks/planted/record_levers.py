@@ -10,13 +10,15 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
+from armillary.store.home import Home
 from benchmarks.lever_case import LeverCase, pull
 from benchmarks.planted.record import NARROW, Recording, keep_runs, measured_home
-from benchmarks.planted.record_cases import asked_for, record_each
+from benchmarks.planted.record_cases import alone, asked_for, beside, record_each
 
-WIDE = {"num_layers": 4, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14_336}
-"""layers of Llama 3 8B: products so large that the device is never short of work"""
+WIDE = {"num_layers": 4, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14_336, "vocab": 1024}
+"""layers of Llama 3 8B: products so large that the device is never short of work; few words, which are soon counted"""
 
 
 def batch_size(at: Recording) -> LeverCase:
@@ -27,7 +29,8 @@ def batch_size(at: Recording) -> LeverCase:
 
 def recompute_off(at: Recording) -> LeverCase:
     """Every layer's activations are made again, though there is memory to keep them."""
-    recipe = at.recipe(rows=8, micro_batch=8, model=WIDE, layout={"recompute": "full"})
+    recipe = at.recipe(rows=8, micro_batch=8, model=WIDE, layout={"recompute": "full"}, steps=20,
+                       train={"profile_every": 0})  # fmt: skip
     return LeverCase(name="recompute off", key="layout.recompute", recipe=recipe, run=at.run)
 
 
@@ -37,17 +40,30 @@ CASES: dict[str, Callable[[Recording], LeverCase]] = {"recompute": recompute_off
 def main() -> int:
     asked, begin = asked_for("record_levers", CASES), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="armillary-levers-") as folder:
-        at = Recording(measured_home(folder, asked.device), asked.device, tiny=asked.tiny)
+        profiled = asked.device == "cuda" and "batch-size" in asked.only
+        home = measured_home(folder, asked.device) if profiled else Home.at(folder)
+        at = Recording(home, asked.device, tiny=asked.tiny)
+        with beside(asked.folder):
+            for name in asked.only:
+                _warm(CASES[name](at), home)
+                print(f"{name} is warm [{time.monotonic() - begin:.0f} s]", flush=True)
 
         def record(name: str) -> str:
             try:
-                found = pull(CASES[name](at), at.home, where="H200" if asked.device == "cuda" else asked.device, most=2)
+                with alone(asked.folder):
+                    found = pull(CASES[name](at), home, where="H200" if asked.device == "cuda" else "cpu", most=2)
             finally:
-                keep_runs(at.home, asked.folder / name)
+                keep_runs(home, asked.folder / name)
             found.write(asked.folder / f"lever-{name}.json")
             return found.text()
 
         return record_each(asked.only, record, limit=asked.limit, begin=begin)
+
+
+def _warm(case: LeverCase, home: Home) -> None:
+    """A few steps, in a run that nobody looks at: text is prepared and kernels are compiled."""
+    run = case.run(replace(case.recipe, train=replace(case.recipe.train, steps=3)), home)
+    run.folder.rename(run.folder.with_name(f".{run.folder.name}"))
 
 
 if __name__ == "__main__":

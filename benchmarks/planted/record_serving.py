@@ -11,6 +11,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from armillary.store.runs import Run
 from benchmarks.lever_case import LeverCase, pull
 from benchmarks.planted.problem import Wish
 from benchmarks.planted.record import keep_runs
-from benchmarks.planted.record_cases import asked_for, record_each
+from benchmarks.planted.record_cases import alone, asked_for, beside, record_each
 from benchmarks.planted.serve_small import Arrival, drive, model_of, serve_recipe, serving_recipe
 from benchmarks.planted.traffic import at_once, at_rate, mixed, sharing
 
@@ -38,7 +39,8 @@ class Place:
     def __init__(self, device: str, *, tiny: bool) -> None:
         self.device, self.tiny = device, tiny
         self._model: Transformer | None = None
-        self._warm: set[bool] = set()
+        self._warm: set[tuple[bool, int | None]] = set()
+        self._arrivals: dict[str, Sequence[Arrival]] = {}
 
     def case(
         self, name: str, key: str, arrivals: Sequence[Arrival], serve: Mapping[str, Any],
@@ -51,23 +53,26 @@ class Place:
                                             **serve}}  # fmt: skip
 
         def run(recipe: Recipe, home: Home) -> Run:
-            self._model = self._model or model_of(recipe, 0, self.device)
-            self._warmed(recipe, arrivals)
-            made = serve_recipe(recipe, home, arrivals, device=self.device, model=self._model)
+            made = serve_recipe(recipe, home, arrivals, device=self.device, model=self._made(recipe))
             if self.device == "cuda":
                 torch.cuda.empty_cache()
             return made
 
+        self._arrivals[name] = arrivals
         return LeverCase(name=name, key=key, recipe=serving_recipe(Wish(), tables), run=run)
 
-    def _warmed(self, recipe: Recipe, arrivals: Sequence[Arrival]) -> None:
-        """What a process does only once for each shape: compile kernels and choose tilings, with graphs and without."""
-        if recipe.serve.graphs in self._warm:
-            return
-        self._warm.add(recipe.serve.graphs)
-        assert self._model is not None, "the model is made first"
-        engine, _ = make_engine(self._model, None, recipe.serve, seed=0)
-        drive(engine, arrivals)
+    def warm(self, case: LeverCase) -> None:
+        """What a process does only once for each shape: compile kernels and choose tilings, with prompts whole and in
+        parts, with graphs and without."""
+        now = case.recipe.serve
+        for serve in (now, replace(now, prefill_tokens=1024), replace(now, graphs=True)):
+            if (kind := (serve.graphs, serve.prefill_tokens)) not in self._warm:
+                self._warm.add(kind)
+                drive(make_engine(self._made(case.recipe), None, serve, seed=0)[0], self._arrivals[case.name])
+
+    def _made(self, recipe: Recipe) -> Transformer:
+        self._model = self._model or model_of(recipe, 0, self.device)
+        return self._model
 
     @property
     def scale(self) -> float:
@@ -112,10 +117,15 @@ def main() -> int:
     asked, begin = asked_for("record_serving", CASES), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="armillary-levers-") as folder:
         home, at = Home.at(folder), Place(asked.device, tiny=asked.tiny)
+        with beside(asked.folder):
+            for name in asked.only:
+                at.warm(CASES[name](at))
+                print(f"{name} is warm [{time.monotonic() - begin:.0f} s]", flush=True)
 
         def record(name: str) -> str:
             try:
-                found = pull(CASES[name](at), home, where="H200" if asked.device == "cuda" else asked.device, most=2)
+                with alone(asked.folder):
+                    found = pull(CASES[name](at), home, where="H200" if asked.device == "cuda" else "cpu", most=2)
             finally:
                 keep_runs(home, asked.folder / name)
             found.write(asked.folder / f"lever-serving-{name}.json")

@@ -34,9 +34,10 @@ _STEP = 32
 
 
 def model_of(size: float, **more: Any) -> dict[str, Any]:
-    """A small shape: 128 wide at size 1."""
+    """A small shape: 128 wide at size 1. KV heads are even, so that two tensor-parallel ranks share them."""
     heads = max(2, 2 * round(2 * size))
-    return {"name": "armillary-2m", "num_layers": 4, "hidden": _STEP * heads, "heads": heads, "kv_heads": heads // 2,
+    kv_heads = heads // 2 if heads % 4 == 0 else heads
+    return {"name": "armillary-2m", "num_layers": 4, "hidden": _STEP * heads, "heads": heads, "kv_heads": kv_heads,
             "head_dim": _STEP, "ffn": 3 * _STEP * heads, "vocab": 1024, "context": 1024} | more  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def served(
     given = Serve(**{"max_model_len": 2048, "max_running": 32, **serve})
     groups = layer_groups(MODEL)
     system = System(settings=settings_for(MODEL, given), num_blocks=kv_tokens // 16 * len(groups), groups=groups,
-                    prefix=given.prefix_cache, overlap=given.overlap)  # fmt: skip
+                    prefix=given.prefix_cache, overlap=given.overlap and bool(chip))  # none is decided ahead on cores
     found, dice = simulate(arrivals, system, cost), Random(1)
     steps = tuple({**one, "step": i, "engine_step_s": one["engine_step_s"] * dice.uniform(1 - noise, 1 + noise)}
                   for i, one in enumerate(found.steps))

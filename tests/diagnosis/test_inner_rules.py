@@ -16,6 +16,7 @@ from armillary.diagnosis.inner_rules import (
 )
 from armillary.diagnosis.launching import launching
 from armillary.diagnosis.reading import Reading
+from armillary.planning.overhead import CALL_S
 from armillary.profiling.profile import Profile, Roof, Row
 from tests.diagnosis.trained import BUSY, NOWHERE, plan_of, reading_of
 
@@ -48,9 +49,10 @@ def test_many_short_kernels_are_launch_overhead() -> None:
 def test_on_a_processor_operators_are_counted_and_not_what_else_ran() -> None:
     plan = plan_of("hardware.on=cpux2", "layout.dp=1")
     made = reading_of(plan, kernels=20_000.0, host_cpu_s=0.2)
-    assert launching(made, plan) == pytest.approx(0.6) and launching(made, None) == pytest.approx(0.05)
+    counted = 20_000 * CALL_S / 0.2
+    assert launching(made, plan) == pytest.approx(counted) and launching(made, None) == pytest.approx(0.05)
     found = launch_overhead(made, plan)
-    assert found is not None and found.share == pytest.approx(0.6)
+    assert found is not None and found.share == pytest.approx(counted)
     assert launch_overhead(reading_of(plan, kernels=2000.0, host_cpu_s=0.9), plan) is None
 
 

@@ -33,8 +33,9 @@ _LAST = 3
 """steps of a size that count, of which the quickest: one that was held up says nothing of the size"""
 _LATE = 384
 """steps with prompts after which a size is tried again as if it had not been seen"""
-_HELD_UP = 2.0
-"""times the pace: a step that took longer was something else's doing (a graph captured, memory collected)"""
+_HELD_UP, _IN_A_ROW = 2.0, 2
+"""times the pace: steps that took longer were something else's doing (a graph captured, memory collected), up to so
+many one after the other; more are what steps take here"""
 _LONG = 8192
 """tokens of a prompt that is new: to send more of them takes time of its own"""
 _UNSURE = 100.0
@@ -61,6 +62,8 @@ class Pace:
         by: seconds, pairs, and which step it was"""
         self._steps = 0
         """with prompts"""
+        self._held_up = 0
+        """steps one after the other that took far too long"""
         self._largest = _FIRST
         self._mixed = 0
         """steps with prompts since decodes were seen alone"""
@@ -123,7 +126,10 @@ class Pace:
         self._steps += 1
         self._largest = max(_FIRST, int(_GROWTH * tokens), tokens + self._tile)
         alone = self._alone_s.get(_size(rows))
-        if alone is None or self._fit is None or seconds > _HELD_UP * self.slowdown * alone:
+        if alone is None or self._fit is None:
+            return
+        self._held_up = self._held_up + 1 if seconds > _HELD_UP * self.slowdown * alone else 0
+        if 0 < self._held_up <= _IN_A_ROW:
             return
         pairs = decision.num_prefill_pairs
         self._learn([1.0, tokens / _UNITS[1], pairs / _UNITS[2]], seconds - alone)
