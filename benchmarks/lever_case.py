@@ -7,18 +7,20 @@ without the lever take turns, so that a machine that gets slower or quicker mean
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from armillary.cli.diagnose import write_lever
 from armillary.cli.output import Output
-from armillary.diagnosis.compare import compare, is_rate, measured
+from armillary.diagnosis.compare import STEP, compare, is_rate, measured
 from armillary.diagnosis.diagnose import diagnose
 from armillary.diagnosis.diagnosis import Diagnosis
 from armillary.diagnosis.keep import keep
+from armillary.diagnosis.parts import parts_of
 from armillary.diagnosis.read_run import read_run
+from armillary.diagnosis.reading import Reading
 from armillary.errors import NotFound
 from armillary.spec.recipe import Recipe, load_recipe
 from armillary.store.home import Home
@@ -28,6 +30,8 @@ ALLOWED, SHARE = 0.03, 0.3
 """how far what is obtained may be from what was predicted: this much, or this share of the predicted gain"""
 FEWEST, MOST, STEADY = 2, 3, 0.05
 """how often the lever is pulled: until what it brought lies so close together, between so and so often"""
+WAITS = 0.04
+"""share of a run's time from which on its steps wait for data"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +65,9 @@ class Pulled:
     where: str
     """device"""
     rounds: int = 1
-    """how often it was pulled; the median counts"""
+    """how often it was pulled"""
     spread: float = 0.0
-    """the best of these less the worst, as a share of the median"""
+    """what single pulls brought: the best less the worst, as a share of the median"""
     drift: float = 1.0
     """the last run without the lever over the first: what the machine itself changed by"""
 
@@ -96,33 +100,38 @@ def pull(case: LeverCase, home: Home, *, where: str, most: int = MOST) -> Pulled
     number = number_of(found, case.key)
     path = write_lever(Output("silent"), home, found, before, number, home.work / f"{before.name}.toml")
     lever, changed = found.lever(number), load_recipe(path)
-    without, gains = [before], list[float]()
+    off, on, gains = [read_run(before, home)], list[Reading](), list[float]()
     while len(gains) < min(FEWEST, most) or (_spread(gains) > STEADY and len(gains) < most):
         after = case.run(changed, home)
         if not gains:
             compare(before, after, home)
-        without.append(case.run(case.recipe, home))
-        gains.append(_gain(lever.of, without[-2], after, without[-1], home))
-    first, last = (_figure(lever.of, run, home) for run in (without[0], without[-1]))
-    return Pulled(name=case.name, change=lever.sets, of=lever.of, predicted=lever.speedup, obtained=median(gains),
-                  where=where, rounds=len(gains), spread=_spread(gains), drift=last / first)  # fmt: skip
+        on.append(read_run(after, home))
+        off.append(read_run(case.run(case.recipe, home), home))
+        gains.append(_gain(lever.of, off[-2:], on[-1:]))
+    drift = figure(lever.of, off[-1:]) / figure(lever.of, off[:1])
+    return Pulled(name=case.name, change=lever.sets, of=lever.of, predicted=lever.speedup, drift=drift, where=where,
+                  obtained=_gain(lever.of, off, on), rounds=len(gains), spread=_spread(gains))  # fmt: skip
 
 
 def _spread(gains: list[float]) -> float:
     return (max(gains) - min(gains)) / median(gains)
 
 
-def _gain(of: str, before: Run, after: Run, again: Run, home: Home) -> float:
-    """The run with the lever held against the mean of those before and after it."""
-    first, then, last = (_figure(of, run, home) for run in (before, after, again))
-    usual = (first + last) / 2
-    return then / usual if is_rate(of) else usual / then
+def _gain(of: str, off: Sequence[Reading], on: Sequence[Reading]) -> float:
+    waits = any(parts.share(parts.data_wait) > WAITS for run in (*off, *on) if (parts := parts_of(run)) is not None)
+    now, then = (figure(of, runs, waits=waits) for runs in (off, on))
+    return then / now if is_rate(of) else now / then
 
 
-def _figure(of: str, run: Run, home: Home) -> float:
-    found = measured(read_run(run, home), of)
-    assert found, f"{of} was measured"
-    return found
+def figure(of: str, runs: Sequence[Reading], *, waits: bool = False) -> float:
+    """Of several runs of one recipe. Whatever else a machine does only ever adds time: so the best of the runs counts,
+    and of steps that wait for nothing the quickest tenth of all of them; of waiting, which is what it is, the mean."""
+    each = [found for run in runs if (found := measured(run, of))]
+    assert len(each) == len(runs), f"{of} was measured"
+    if of != STEP:
+        return max(each) if is_rate(of) else min(each)
+    steps = sorted(seconds for run in runs for seconds in run.series(STEP))
+    return mean(each) if waits or not steps else steps[len(steps) // 10]
 
 
 def number_of(found: Diagnosis, key: str) -> int:

@@ -38,7 +38,7 @@ FEWEST = 4
 GENERAL_WORTH = 1.4
 """predicted speed-up from which kernels that are merely the time are said to limit a training run: compiling what runs
 operator by operator buys up to that on a processor, and a run that is well set otherwise is not ill for want of it"""
-PRICED_SHARE = (*GENERAL, "launch_overhead", *STANDS_BY_LEVER)
+PRICED_SHARE = (*GENERAL, *STANDS_BY_LEVER)
 """causes whose share is what their best lever would take away, where that is more than was seen"""
 NEARLY = 0.2
 """how far parts that were recorded whole may be from 1: each is a median over several recorded steps"""

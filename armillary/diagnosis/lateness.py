@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import median
 
-from armillary.diagnosis.parts import parts_of
+from armillary.diagnosis.parts import parts_of, steady
 from armillary.diagnosis.reading import Reading
 from armillary.spec.plan import Plan
 from armillary.spec.stages import chunks_of, places, split
@@ -52,6 +52,14 @@ def late_rank(reading: Reading, plan: Plan | None) -> Late | None:
         return None
     seconds = net - _given_more(reading, plan, rank)
     return Late(rank=rank, seconds=seconds, often=often) if seconds > 0 else None
+
+
+def waited_for_others(reading: Reading) -> float:
+    """Seconds a step that the main rank stood still because another one was late, whichever it was: no exchange takes
+    that long, and no layout makes it shorter."""
+    found = [float(one["rank_spread_s"]) if int(one["slowest_rank"]) != 0 else 0.0 for one in reading.steps
+             if "rank_spread_s" in one and "slowest_rank" in one]  # fmt: skip
+    return steady(found)
 
 
 def _error(values: list[float]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from armillary.diagnosis.finding import Cause, Evidence, Finding
-from armillary.diagnosis.lateness import late_rank
+from armillary.diagnosis.lateness import late_rank, waited_for_others
 from armillary.diagnosis.parts import Parts, parts_of, recomputed
 from armillary.diagnosis.reading import Reading
 from armillary.diagnosis.rule import FULL, IDLE_STAGES, STALLS, Rule
@@ -30,20 +30,18 @@ UNUSED = 0.25
 
 
 def exposed_communication(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Exchanges that no computation hides; waiting for one slow rank is that rank's fault."""
+    """Exchanges that no computation hides; waiting for a rank that is late is that rank's fault."""
     parts = parts_of(reading)
     if parts is None:
         share = reading.get("comm_exposed_fraction") or 0.0
-        return _exposed(share, None, reading) if share >= EXPOSED else None
-    late = late_rank(reading, plan)
-    waiting = parts.comm_exposed - (late.seconds if late is not None and late.rank != 0 else 0.0)
-    share = parts.share(waiting)
-    return _exposed(share, parts, reading) if share >= EXPOSED else None
+        return _exposed(share, share * (reading.get("step_s") or 0.0), reading) if share >= EXPOSED else None
+    talking = parts.comm_exposed - waited_for_others(reading)
+    share = parts.share(talking)
+    return _exposed(share, talking, reading) if share >= EXPOSED else None
 
 
-def _exposed(share: float, parts: Parts | None, reading: Reading) -> Finding:
+def _exposed(share: float, seconds: float, reading: Reading) -> Finding:
     expected = reading.predicted("comm_exposed_s")
-    seconds = parts.comm_exposed if parts else share * (reading.get("step_s") or 0.0)
     evidence = Evidence(gauge="comm_exposed_s", value=seconds, expected=expected, against="plan" if expected else "")
     return Finding(loop="training", cause="exposed_communication", rule="exposed_communication", share=share,
                    evidence=(evidence,), says=f"ranks talk for {seconds_text(seconds)} a step with nothing computing "

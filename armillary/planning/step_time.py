@@ -109,54 +109,84 @@ def _assemble(
     stages = split(case, layouts)
     mine = held(case, layouts, stages)
     m = np.maximum(case.batch_tokens / (case.sequence * layouts.micro_batch * layouts.dp), 1.0)
-    again = _again(layouts, layer)
-    forward, backward = layer.forward, layer.backward + again
-    # a stage's turn with one micro-batch: mean and slowest stage, exchanges inside layers included
-    per_layer = forward + backward + sent.exposed
-    ends_turn = ends.forward + ends.backward
-    mean = stages.mean * per_layer + ends_turn / layouts.pp
-    head = last.forward + last.backward
-    last_turn = stages.last(per_layer, head) * per_layer + head
-    slowest = np.where(layouts.pp == 1, mean, np.maximum(stages.fullest * per_layer, last_turn))
+    turn = _turn(layouts, stages, layer, sent, ends, last)
     whole = ends.scaled(1 / layouts.pp).plus(layer.scaled(stages.mean))
-    waits = overhead.launch_s(case, layouts, whole, mean)
-    # windows are wall time, since whatever holds a stage up hides exchanges too; backward takes twice the forward's
-    share = np.where(layouts.recompute == FULL, 3 / 4, 2 / 3)
-    windows = communication.Windows(forward=(slowest + waits) * (1 - share), backward=(slowest + waits) * share)
-    grads, gathers = communication.data_parallel(case, layouts, mine, windows, m)
-    wall = slowest + waits + (grads.exposed + gathers.exposed) / m
-    sends = communication.pipeline_sends(case, layouts, m, wall / layouts.interleave / 2)
-    busy = m * wall + sends.exposed
-    times = m * stages.mean
-    exchanges = {
-        "tp": _times(sent.tp, times), "cp": _times(sent.cp, times), "ep": _times(sent.ep, times),
-        "gradients": grads, "weights": gathers, "pp": sends,
-    }  # fmt: skip
+    waits = overhead.launch_s(case, layouts, whole, turn.mean)
+    exchanges, wall = _exchanges(case, layouts, sent, mine, turn.slowest + waits, m, stages)
     hidden = sum((one.hidden for one in exchanges.values()), np.zeros(len(layouts)))
-    turn = slowest - mean
+    share = _backward_share(layouts)
     return StepTime(
         micro_batches=m,
         gemm=m * (whole.gemm_forward + whole.gemm_backward),
         attention=m * (whole.attention_forward + whole.attention_backward),
         memory=m * (whole.memory_forward + whole.memory_backward),
-        recompute=m * stages.mean * again,
+        recompute=m * stages.mean * turn.again,
         contention=CONTENTION * hidden,
-        turn=slowest,
-        mean_turn=mean,
+        turn=turn.slowest,
+        mean_turn=turn.mean,
         exchanges=exchanges,
-        fill=bubble_s(layouts, slowest * forward / (forward + backward), slowest * backward / (forward + backward),
+        fill=bubble_s(layouts, turn.slowest * turn.forward, turn.slowest * (1 - turn.forward),
                       stages.fullest * layer.gemm_backward / 2),
-        imbalance=m * np.maximum(turn, 0.0),
+        imbalance=m * np.maximum(turn.slowest - turn.mean, 0.0),
         optimizer=overhead.optimizer_s(case, layouts, mine),
         launch=m * waits,
-        straggle=overhead.straggle_s(case, layouts, m * mean),
-        data=overhead.data_s(case, layouts, m, busy),
+        straggle=overhead.straggle_s(case, layouts, m * turn.mean),
+        data=overhead.data_s(case, layouts, m, m * wall + exchanges["pp"].exposed),
         other=np.full(len(layouts), overhead.STEP_S),
         offload=offload.offload_s(case, layouts, mine, m, wall * (1 - share), wall * share),
         layer=layer,
         held=mine,
         stages=stages,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Turn:
+    """A stage's turn with one micro-batch, exchanges inside layers included."""
+
+    mean: Array
+    """of the mean stage"""
+    slowest: Array
+    """of the slowest"""
+    again: Array
+    """what a layer's backward makes again"""
+    forward: Array
+    """of a layer's own time, the share of the forward pass"""
+
+
+def _turn(
+    layouts: Layouts, stages: Stages, layer: Work, sent: LayerExchanges, ends: Work, last: Work
+) -> _Turn:
+    again = _again(layouts, layer)
+    forward, backward = layer.forward, layer.backward + again
+    per_layer = forward + backward + sent.exposed
+    mean = stages.mean * per_layer + (ends.forward + ends.backward) / layouts.pp
+    head = last.forward + last.backward
+    last_turn = stages.last(per_layer, head) * per_layer + head
+    slowest = np.where(layouts.pp == 1, mean, np.maximum(stages.fullest * per_layer, last_turn))
+    return _Turn(mean=mean, slowest=slowest, again=again, forward=forward / (forward + backward))
+
+
+def _exchanges(
+    case: TrainCase, layouts: Layouts, sent: LayerExchanges, mine: Held, turn: Array, m: Array, stages: Stages
+) -> tuple[dict[str, Exchange], Array]:
+    """(every kind of exchange of a step, wall time of a micro-batch with what shows of them). Windows are wall time,
+    since whatever holds a stage up hides exchanges too."""
+    share = _backward_share(layouts)
+    windows = communication.Windows(forward=turn * (1 - share), backward=turn * share)
+    grads, gathers = communication.data_parallel(case, layouts, mine, windows, m)
+    wall = turn + (grads.exposed + gathers.exposed) / m
+    sends = communication.pipeline_sends(case, layouts, m, wall / layouts.interleave / 2)
+    times = m * stages.mean
+    return {
+        "tp": _times(sent.tp, times), "cp": _times(sent.cp, times), "ep": _times(sent.ep, times),
+        "gradients": grads, "weights": gathers, "pp": sends,
+    }, wall  # fmt: skip
+
+
+def _backward_share(layouts: Layouts) -> Array:
+    """Of a micro-batch's time: the backward pass takes twice the forward's, and makes the forward again where asked."""
+    return np.where(layouts.recompute == FULL, 3 / 4, 2 / 3)
 
 
 def _again(layouts: Layouts, layer: Work) -> Array:

@@ -12,10 +12,11 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def asked_for(program: str, cases: Iterable[str]) -> argparse.Namespace:
-    """folder, only, device, tiny and limit."""
+    """folder, only, device, tiny, limit and rounds."""
     names = list(cases)
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.planted.{program}")
     parser.add_argument("folder", type=Path)
@@ -23,6 +24,7 @@ def asked_for(program: str, cases: Iterable[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no case is begun")
+    parser.add_argument("--rounds", type=int, default=2, help="how often a lever is pulled at most")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
     return asked
@@ -46,19 +48,28 @@ def record_each(names: Iterable[str], record: Callable[[str], str], *, limit: fl
 @contextmanager
 def beside(folder: Path) -> Iterator[None]:
     """Other programs may do so too; nobody is alone meanwhile."""
-    with _held(folder, fcntl.LOCK_SH):
-        yield
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """No other program that records into this folder does anything meanwhile."""
-    with _held(folder, fcntl.LOCK_EX):
-        yield
-
-
-@contextmanager
-def _held(folder: Path, how: int) -> Iterator[None]:
     with (folder / ".turn").open("w") as file:
-        fcntl.flock(file, how)
+        fcntl.flock(file, fcntl.LOCK_SH)
         yield
+
+
+@contextmanager
+def alone(folder: Path, patience_s: float = 90.0) -> Iterator[None]:
+    """No other program that records into this folder does anything meanwhile, unless it takes too long over it."""
+    begin = time.monotonic()
+    with (folder / ".turn").open("w") as file:
+        while not _taken(file):
+            if time.monotonic() - begin > patience_s:
+                print("not alone", flush=True)
+                break
+            time.sleep(0.2)
+        yield
+    time.sleep(0.5)  # whoever waits is next
+
+
+def _taken(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -51,7 +51,8 @@ def main() -> int:
         def record(name: str) -> str:
             try:
                 with alone(asked.folder):
-                    found = pull(CASES[name](at), home, where="H200" if asked.device == "cuda" else "cpu", most=2)
+                    where = "H200" if asked.device == "cuda" else "cpu"
+                    found = pull(CASES[name](at), home, where=where, most=asked.rounds)
             finally:
                 keep_runs(home, asked.folder / name)
             found.write(asked.folder / f"lever-{name}.json")

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from armillary.cli.demo.ceilings import is_known, roofs_text
+from armillary.cli.demo.ceilings import ALONE, is_known, roofs_text, sections
 from armillary.cli.demo.walk import RECIPE, STAGES, fitting
 from armillary.diagnosis.diagnosis import WORTH, Diagnosis
 from armillary.profiling.device_name import device_name
@@ -145,6 +146,13 @@ def test_ceilings_of_today_are_not_measured_twice() -> None:
     assert not is_known(new_peaks("x"), 1)
     assert roofs_text(peaks) == "bf16 300 GFLOP/s · memory 20.0 GB/s · all-reduce of 2 ranks 100 µs and 1.00 GB/s"
     assert "catalogue" in roofs_text(new_peaks("x"))
+
+
+def test_what_a_rank_has_of_the_cores_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    cores, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [(name, threads) for name, threads, _ in sections(cores, 2)][-3:] == [(name, 2) for name in ALONE]
+    assert all(threads is None for device, ranks in ((cores, 1), (gpu, 2)) for _, threads, _ in sections(device, ranks))
 
 
 def _env() -> dict[str, str]:

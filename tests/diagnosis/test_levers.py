@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from armillary.store.home import Home
 from benchmarks import lever_case, levers
-from benchmarks.lever_case import LeverCase, Pulled, pull
+from benchmarks.lever_case import LeverCase, Pulled, figure, pull
 from benchmarks.levers import CLAIMED, as_page, holds, kept
+from tests.diagnosis.trained import reading_of
 
 ONE = Pulled(name="compile", change="--set a=1", of="step_s", predicted=1.5, obtained=1.4, where="cpu")
 ROWS = [replace(ONE, name=name, where=where) for name, places in CLAIMED.items() for where in places]
@@ -33,34 +34,44 @@ def test_a_kind_counts_only_where_all_its_rows_are_within() -> None:
 
 
 def test_runs_take_turns_until_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that gets slower all the time does not change what a lever is seen to bring."""
-    assert _pulled(monkeypatch, [1.0, 0.55, 1.2, 0.65, 1.4]).obtained == pytest.approx(2.0)
-    noisy = _pulled(monkeypatch, [1.0, 0.5, 1.0, 0.4, 1.0, 0.45, 1.0])
-    assert noisy.rounds == 3 and noisy.obtained == pytest.approx(1 / 0.45) and noisy.spread > lever_case.STEADY
+    """A machine that is slow at times does not change what a lever is seen to bring."""
+    assert _pulled(monkeypatch, [1.0, 0.5, 1.01, 0.5, 1.0]).rounds == lever_case.FEWEST
+    noisy = _pulled(monkeypatch, [1.0, 0.9, 1.8, 0.5, 1.0, 0.5, 1.0])
+    assert noisy.rounds == 3 and noisy.obtained == pytest.approx(2.0) and noisy.spread > lever_case.STEADY
+
+
+def test_waiting_counts_as_it_is() -> None:
+    quick, slow = reading_of(step_s=lambda step: 0.5 if step % 4 else 1.0), reading_of(step_s=2.0)
+    assert figure("step_s", [quick, slow]) == 0.5
+    assert figure("step_s", [reading_of(step_s=one) for one in (1.0, 2.0)], waits=True) == pytest.approx(1.5)
+    served = [replace(quick, values={"tokens_out_per_s": rate, "itl_p99_s": 1 / rate}) for rate in (5.0, 8.0)]
+    assert figure("tokens_out_per_s", served) == 8.0 and figure("itl_p99_s", served) == 0.125
 
 
 def _pulled(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> Pulled:
     """A lever pulled on runs that took so long, one after the other."""
-    taken: Iterator[float] = iter(seconds)
+    taken = iter(seconds)
     lever = type("L", (), {"sets": "--set a=1", "of": "step_s", "speedup": 2.0})()
     found = type("D", (), {"levers": (), "lever": lambda self, number: lever})()
-    for name, made in {"read_run": lambda run, home: run, "diagnose": lambda run, home: found, "keep": _nothing,
-                       "number_of": lambda found, key: 1, "write_lever": _nothing, "load_recipe": _nothing,
-                       "compare": _nothing, "measured": lambda run, of: run.seconds}.items():  # fmt: skip
+    for name, made in {"read_run": lambda run, home: reading_of(step_s=run.seconds), "keep": _nothing,
+                       "diagnose": lambda run, home: found, "number_of": lambda found, key: 1,
+                       "write_lever": _nothing, "load_recipe": _nothing, "compare": _nothing}.items():  # fmt: skip
         monkeypatch.setattr(lever_case, name, made)
-    run = type("R", (), {"name": "one"})
-    case = LeverCase(name="x", key="a", recipe=None, run=lambda recipe, home: _took(run(), next(taken)))  # type: ignore[arg-type]
-    home = type("H", (), {"work": Path()})()
-    return pull(case, home, where="cpu")
+    case = LeverCase(name="x", key="a", recipe=None, run=lambda recipe, home: _Took(next(taken)))  # type: ignore[arg-type, return-value]
+    return pull(case, Home.at("."), where="cpu")
+
+
+class _Took:
+    """A run that took so long."""
+
+    name = "one"
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
 
 
 def _nothing(*args: object) -> None:
     """In place of what writes files."""
-
-
-def _took(run: object, seconds: float) -> object:
-    run.seconds = seconds  # type: ignore[attr-defined]
-    return run
 
 
 def test_recorded_rows_are_of_kinds_that_are_claimed() -> None:

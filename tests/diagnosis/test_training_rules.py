@@ -60,6 +60,13 @@ def test_ranks_that_take_turns_are_a_busy_machine() -> None:
     assert straggler(reading_of(), None) is None
 
 
+def test_waiting_for_ranks_that_are_late_in_turn_is_no_exchange() -> None:
+    late = {"rank_spread_s": 0.6, "slowest_rank": lambda step: float(step % 2)}
+    assert exposed_communication(reading_of(comm_exposed_s=0.34, **late), None) is None
+    found = exposed_communication(reading_of(comm_exposed_s=0.5, **late), None)
+    assert found is not None and found.share == pytest.approx(0.2, abs=0.02), "the rest is"
+
+
 def test_a_rank_that_is_late_by_chance() -> None:
     """The same rank in six of eight steps, now by much and now by little: two fair coins do that often."""
     spreads = (0.4, 0.05, 0.5, 0.1, 0.6, 0.02, 0.3, 0.15)

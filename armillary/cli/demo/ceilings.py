@@ -47,7 +47,7 @@ def _measured(walk: Walk, device: Any) -> Peaks:
     from armillary.profiling.others import BUSY_CORES
 
     ranks, skipped, busy = walk.recipe.layout.num_devices, 0, 0.0
-    for section, threads, limit in _sections(device, ranks):
+    for section, threads, limit in sections(device, ranks):
         with walk.out.progress(f"measuring {section}", unit="case") as bar, _computing_with(threads):
             found = measure_ceilings(device, quick=True, only=(section,), limit_s=limit, watch=on_bar(bar))
         skipped += found.skipped
@@ -67,7 +67,7 @@ def _measured(walk: Walk, device: Any) -> Peaks:
     return peaks
 
 
-def _sections(device: Any, ranks: int) -> Iterator[tuple[str, int | None, float]]:
+def sections(device: Any, ranks: int) -> Iterator[tuple[str, int | None, float]]:
     """(section, threads, limit): all of the device, then what a rank's part of a processor's cores does alone."""
     import torch
 
