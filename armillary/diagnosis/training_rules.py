@@ -61,7 +61,7 @@ def bubble(reading: Reading, plan: Plan | None) -> Finding | None:
     count = reading.predicted("micro_batches")
     if count:
         evidence.append(Evidence(gauge="micro_batches", value=count))
-    few = f"; {count:.0f} micro-batches a step are few for {plan.layout.pp} stages" if plan and count else ""
+    few = f"; micro-batches a step: {count:.0f}, few for {plan.layout.pp} stages" if plan and count else ""
     return Finding(loop="training", cause="bubble", rule="bubble", share=share, evidence=tuple(evidence),
                    says=f"pipeline stages stand idle {share:.0%} of the time{few}")  # fmt: skip
 

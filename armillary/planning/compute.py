@@ -224,9 +224,10 @@ def _pass(case: TrainCase, op: Op, mine: Array) -> Array:
 def _operators(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
     """The operators that torch runs for a piece beside its products and attention."""
     found = moved(case.model, piece.forward)
-    mine = share(cut_of(piece.forward.name), layouts)
-    if piece.forward.kind == "matmul":
-        mine = mine * layouts.cp  # weights are whole on every rank of a ring
+    cut = cut_of(piece.forward.name)
+    mine = share(cut, layouts)
+    if piece.forward.kind == "matmul":  # weights are whole on every rank of a ring, experts apart by ep
+        mine = 1.0 / (layouts.ep * layouts.expert_tp) if cut == "experts" else mine * layouts.cp
     forward, backward = (moves * mine / case.curves.plain_bytes_per_s * case.software.memory
                          for moves in (found.forward, found.backward))  # fmt: skip
     calls = np.ones(len(layouts))

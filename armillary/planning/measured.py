@@ -26,16 +26,18 @@ def measured_peaks(home: Home, chip: Chip, device: str = "") -> Peaks | None:
 
 
 def processor_peaks(home: Home, chip: Chip, cores: int, processes: int) -> tuple[Peaks | None, float]:
-    """(ceilings, what one of `processes` has of them): measured for as many threads as one of them has, or else an
-    equal share of what all cores reach together."""
+    """(ceilings, what one of `processes` has of them): an equal share of what all cores reach together, and as much as
+    a rank's threads were measured to reach alone. One process has all threads, and reaches what a single one does: it
+    may not have, where the machine was busy when all of them were measured."""
     from armillary.profiling.device_name import device_name
 
     whole, share = measured_peaks(home, chip, device_name("cpu")), 1 / max(processes, 1)
-    if whole is None or processes < 2:
+    threads = max(1, cores // processes) if processes > 1 else 1
+    if whole is None or threads == cores:
         return whole, share
     from armillary.store.peaks import load_peaks
 
-    own = load_peaks(home, device_name("cpu", threads=max(1, cores // processes)))
+    own = load_peaks(home, device_name("cpu", threads=threads))
     return (of_a_rank(own, whole, share), 1.0) if own is not None else (whole, share)
 
 
@@ -45,7 +47,7 @@ def of_a_rank(own: Peaks, whole: Peaks, share: float) -> Peaks:
     points = {kind: tuple(_shared(point, share) for point in found) for kind, found in whole.points.items()
               if kind in _RATES}  # fmt: skip
     alone = {kind: (*points.get(kind, ()), *own.points.get(kind, ())) for kind in ("gemm", "attention", "passes")}
-    return replace(own, points={**whole.points, **points, **alone})
+    return replace(whole, points={**whole.points, **points, **alone})
 
 
 _RATES = ("gemm", "attention", "passes", "copy")

@@ -58,6 +58,15 @@ def test_ceilings_of_as_many_threads_as_a_rank_has(tmp_path: Any) -> None:
     assert found is not None and found.best_gemm("bf16") == 900e9 and share == 1.0
 
 
+def test_all_threads_reach_what_one_does(tmp_path: Any) -> None:
+    home, chip = Home.at(tmp_path), here().chip
+    save_peaks(home, peaks(device_name("cpu"), 800e9, 20e9, 1e9))
+    save_peaks(home, peaks(device_name("cpu", threads=1), 500e9, 15e9, 9e9))
+    found, share = processor_peaks(home, chip, here().num_devices, 1)
+    assert found is not None and share == 1.0 and found.best_copy() == 20e9 and found.best_gemm("bf16") == 800e9
+    assert found.best("passes", "bytes_per_s") == 9e9 or here().num_devices == 1, "others ran when all were measured"
+
+
 def test_attention_between_measured_lengths_and_head_dims() -> None:
     tried = [(128, 64, 10e9), (2048, 64, 160e9), (128, 32, 5e9)]
     points = [{"keys": keys, "head_dim": dim, "dtype": "bf16", "backward": True, "flops": rate}
