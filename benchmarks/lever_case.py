@@ -124,14 +124,12 @@ def _gain(of: str, off: Sequence[Reading], on: Sequence[Reading]) -> float:
 
 
 def figure(of: str, runs: Sequence[Reading], *, waits: bool = False) -> float:
-    """Of several runs of one recipe. Whatever else a machine does only ever adds time: so the best of the runs counts,
-    and of steps that wait for nothing the quickest tenth of all of them; of waiting, which is what it is, the mean."""
+    """Of several runs of one recipe: the mean, which turns make fair. Of steps that wait for nothing the quickest tenth
+    of all of them, since whatever else a machine does only ever adds time."""
     each = [found for run in runs if (found := measured(run, of))]
     assert len(each) == len(runs), f"{of} was measured"
-    if of != STEP:
-        return max(each) if is_rate(of) else min(each)
     steps = sorted(seconds for run in runs for seconds in run.series(STEP))
-    return mean(each) if waits or not steps else steps[len(steps) // 10]
+    return steps[len(steps) // 10] if of == STEP and steps and not waits else mean(each)
 
 
 def number_of(found: Diagnosis, key: str) -> int:

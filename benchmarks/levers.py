@@ -34,9 +34,12 @@ from benchmarks.planted.train_small import model_of, recipe_of, step_s, train_re
 PAGE = Path(__file__).parent / "levers.md"
 ENOUGH, WORTH, MANY = 6, 1.15, 4
 """levers that must be within what is allowed, and a gain that so many of them must obtain"""
-CLAIMED = {"batch size": ("cpu", "H200"), "loader workers": ("cpu",), "compile": ("cpu",), "recompute off": ("H200",),
-           "CUDA graphs": ("H200",), "prefix cache": ("H200",), "chunk size": ("H200",)}  # fmt: skip
-"""where each kind of lever is said to come out as predicted; elsewhere it is pulled and shown all the same"""
+CLAIMED = {"batch size": ("cpu", "H200"), "loader workers": ("cpu",), "compile": ("cpu",),
+           "recompute off": ("cpu", "H200"), "CUDA graphs": ("H200",), "prefix cache": ("cpu", "H200"),
+           "chunk size": ("H200",)}  # fmt: skip
+"""where each kind of lever is said to come out as predicted; elsewhere it is pulled and shown all the same: on a
+processor a part of a prompt that has a past is computed in another way than whole prompts, of which alone a run without
+chunks can tell the cost"""
 _WISH = Wish()
 
 
@@ -144,9 +147,9 @@ def as_page(rows: Sequence[Pulled]) -> str:
              f"`python -m benchmarks.levers --write`, {time.strftime('%Y-%m-%d', time.gmtime())}, {here().text()}; "
              "rows of the H200 are recorded (`benchmarks/planted/record_levers.py`, `record_serving.py`). The "
              "prediction is written down before the lever is pulled; allowed is max(0.03, 0.3 × (predicted − 1)). Runs "
-             "with and without the lever take turns. Whatever else a machine does only ever adds time: obtained is "
-             "from the best of the runs each way, and of steps that do not wait from the quickest tenth of all of "
-             "them; spread is what single turns differ by.", "", summary(rows), "",
+             "with and without the lever take turns; obtained is from their means, and of steps that wait for nothing "
+             "from the quickest tenth of all of them each way, since whatever else a machine does only ever adds "
+             "time; spread is what single turns differ by.", "", summary(rows), "",
              "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]  # fmt: skip
     return "\n".join([*lines, *("| " + " | ".join(line(one)) + " |" for one in rows)]) + "\n"
 

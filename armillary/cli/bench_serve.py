@@ -65,7 +65,7 @@ def serve(
     kept: dict[str, Notes] = {}
     shown = "continuous" if "continuous" in chosen else chosen[-1]
     asked = _asked(loaded, shown, weights, together=-(-requests // _BATCHES), longest=tokens_in + tokens_out)
-    with recorded(home, source, asked, say=out.say) as run:
+    with recorded(home, source, asked, device=device, say=out.say) as run:
         found = bench_serve(loaded, asked.serve, modes=chosen, requests=requests, tokens_in=tokens_in,
                             tokens_out=tokens_out, keep=kept.__setitem__, peaks=_peaks(home, loaded))  # fmt: skip
         if run is not None:

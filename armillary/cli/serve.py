@@ -63,7 +63,7 @@ def serve(
 
     door = Door(host=host, port=port, keys=_keys(asked.serve.api_key_file))
     with recorded(home, source, asked, text=recipe.read_text() if recipe else "", overrides=overrides, tp=tp,
-                  say=say) as folder:  # fmt: skip
+                  device=device, say=say) as folder:  # fmt: skip
         orders = Orders(model=str(source.folder), serve=asked.serve, home=home, device=device,
                         gauges=folder.gauges if folder else None)  # fmt: skip
         run(source, orders, door, ranks=tp, say=say)

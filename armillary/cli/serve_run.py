@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import ArmillaryError
+from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout, Precision
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_dict
@@ -43,40 +44,43 @@ def recorded(home: Home, source: ModelSource, asked: Recipe, *, say: Say, **more
 
 
 def begin_run(
-    home: Home, source: ModelSource, recipe: Recipe, *, text: str = "", overrides: tuple[str, ...] = (), tp: int = 1
-) -> Run:
+    home: Home, source: ModelSource, recipe: Recipe, *, text: str = "", overrides: tuple[str, ...] = (), tp: int = 1,
+    device: str | None = None,
+) -> Run:  # fmt: skip
     """A folder for what this server measures; ArmillaryError where it cannot be written."""
     layout = replace(recipe.layout, tp=tp, precision=_precision(source, recipe.serve.dtype))
     recipe = replace(recipe, layout=layout)
     tables = {name: table for name, table in to_dict(recipe).items() if name not in ("train", "data")}
-    plan = serve_plan(home, source, recipe, layout, tables)
+    plan = serve_plan(home, source, recipe, layout, tables, device)
     return create_run(home, tables, text=text, overrides=overrides, plan=plan, model=source.config.name)
 
 
 def serve_plan(
-    home: Home, source: ModelSource, recipe: Recipe, layout: Layout, tables: dict[str, Any]
-) -> Plan:  # fmt: skip
+    home: Home, source: ModelSource, recipe: Recipe, layout: Layout, tables: dict[str, Any], device: str | None = None
+) -> Plan:
     """The plan of a server, with what the planner can say of its traffic."""
     from armillary.profiling.machine import here
 
-    cluster = recipe.cluster(here())
-    predicted, notes = _predicted(home, source, recipe) if recipe.traffic != type(recipe.traffic)() else ({}, ())
+    cluster = recipe.cluster(here(device=device))
+    is_said = recipe.traffic != type(recipe.traffic)()
+    predicted, notes = _predicted(home, source, recipe, cluster) if is_said else ({}, ())
     return Plan(created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), recipe=tables, model=source.config,
                 cluster=cluster, layout=layout, serve=recipe.serve, weights=str(source.folder or ""),
                 predicted=predicted, notes=notes)  # fmt: skip
 
 
-def _predicted(home: Home, source: ModelSource, recipe: Recipe) -> tuple[dict[str, float], tuple[str, ...]]:
+def _predicted(
+    home: Home, source: ModelSource, recipe: Recipe, cluster: Cluster
+) -> tuple[dict[str, float], tuple[str, ...]]:
     """One replica at the recipe's traffic, which its scheduler plays; nothing where the planner says that this cannot
     be."""
     from armillary.planning.load import load
     from armillary.planning.planned_service import planned_service
     from armillary.planning.serving_choices import from_layout
     from armillary.planning.serving_plan import serving_request
-    from armillary.profiling.machine import here
 
     try:
-        request = serving_request(recipe, source.config, recipe.cluster(here()), home)
+        request = serving_request(recipe, source.config, cluster, home)
         found = from_layout(replace(request, objective=type(request.objective)()), recipe.layout).capacity
         now = load(found.server, recipe.traffic.requests_per_s) if found is not None else None
         if found is None:

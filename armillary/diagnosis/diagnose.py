@@ -22,7 +22,7 @@ from armillary.diagnosis import (
 from armillary.diagnosis.diagnosis import WORTH, Diagnosis
 from armillary.diagnosis.finding import Finding, Lever
 from armillary.diagnosis.parts import parts_of
-from armillary.diagnosis.reading import Kind, Reading
+from armillary.diagnosis.reading import Reading
 from armillary.diagnosis.rule import Rule
 from armillary.profiling.profile import BUDGET
 from armillary.store.home import Home
@@ -35,9 +35,10 @@ HEAVY = 0.25
 """share from which a cause is named though no lever is known against it"""
 FEWEST = 4
 """steps or requests that must have been timed before a run is called healthy"""
-GENERAL_WORTH = 1.4
-"""predicted speed-up from which kernels that are merely the time are said to limit a training run: compiling what runs
-operator by operator buys up to that on a processor, and a run that is well set otherwise is not ill for want of it"""
+GENERAL_WORTH = {"gpu": 1.3, "cpu": 1.4}
+"""predicted speed-up from which kernels that are merely the time are said to limit a training run. A processor runs
+operator by operator, so compiling is always worth something there: a run that is well set otherwise is told so, and is
+not ill for want of it"""
 PRICED_SHARE = (*GENERAL, *STANDS_BY_LEVER)
 """causes whose share is what their best lever would take away, where that is more than was seen"""
 NEARLY = 0.2
@@ -57,9 +58,9 @@ def diagnose(reading: Reading, home: Home) -> Diagnosis:
     found = [finding for rule in rules_for(reading) if (finding := rule(reading, reading.plan)) is not None]
     levered = [replace(one, levers=one.levers or _levers(one, reading, home)) for one in found]
     priced = serving_levers.settled([_priced(finding, reading) for finding in _each_once(levered)])
-    kept = [finding for finding in priced if finding.cause not in STANDS_BY_LEVER or is_worth(finding)]
-    kept.sort(key=lambda finding: _order(finding, reading.kind))
-    limiting = kept[0] if kept and limits(kept[0], reading.kind) else None
+    kept = [finding for finding in priced if finding.cause not in STANDS_BY_LEVER or is_worth(finding, reading)]
+    kept.sort(key=lambda finding: _order(finding, reading))
+    limiting = kept[0] if kept and limits(kept[0], reading) else None
     levers = _ranked(kept, limiting)
     gain = _gain(levers, limiting)
     judged = limiting is not None or is_enough(reading)
@@ -71,16 +72,16 @@ def diagnose(reading: Reading, home: Home) -> Diagnosis:
     )  # fmt: skip
 
 
-def limits(finding: Finding, kind: Kind) -> bool:
+def limits(finding: Finding, reading: Reading) -> bool:
     """Whether a cause may name the loop: a lever acts on it, or it costs so much that it must be said all the same."""
     heavy = finding.share >= HEAVY and finding.cause not in (*GENERAL, *STANDS_BY_LEVER)
-    return heavy or is_worth(finding, kind)
+    return heavy or is_worth(finding, reading)
 
 
-def _order(finding: Finding, kind: Kind) -> tuple[bool, bool, float]:
+def _order(finding: Finding, reading: Reading) -> tuple[bool, bool, float]:
     """What limits first. Causes of a server overlap, and the one that a lever acts on is told before the others."""
-    unpriced = kind == "serving" and not is_worth(finding, kind)
-    return not limits(finding, kind), unpriced, -finding.share
+    unpriced = reading.kind == "serving" and not is_worth(finding, reading)
+    return not limits(finding, reading), unpriced, -finding.share
 
 
 def is_enough(reading: Reading) -> bool:
@@ -102,10 +103,11 @@ def _gain(levers: tuple[Lever, ...], limiting: Finding | None) -> float:
     return max(0.0, max(same, default=1.0) - 1)
 
 
-def is_worth(finding: Finding, kind: Kind = "training") -> bool:
+def is_worth(finding: Finding, reading: Reading) -> bool:
     """Whether any lever against it buys something; a run that merely computes is held back by its kernels only where
     that is a good deal, and otherwise is told what is left."""
-    enough = GENERAL_WORTH if finding.cause in GENERAL and kind == "training" else WORTH
+    chip = "cpu" if reading.plan is not None and reading.plan.cluster.chip.kind == "cpu" else "gpu"
+    enough = GENERAL_WORTH[chip] if finding.cause in GENERAL and reading.kind == "training" else WORTH
     return any(lever.speedup > enough for lever in finding.levers)
 
 

@@ -25,6 +25,8 @@ SAME_STEP = tuple(f"train.{name}" for name in (
     "steps", "lr", "lr_base_batch", "min_lr", "warmup_steps", "schedule", "decay_fraction", "weight_decay", "betas",
     "eps", "seed", "profile_every"))  # fmt: skip
 """keys that leave the time of a step as it is; recorded steps are not timed"""
+TOLD = ("serve.dtype", "serve.name", "serve.tools", "serve.api_key_file", "serve.otlp")
+"""keys of a server that change no figure by themselves: what its number format came to stands in layout.precision"""
 ALIKE, STRAY = 0.15, 2
 """how far two loads may be apart, in share or in requests: arrivals are drawn at random, and somebody tries a server"""
 
@@ -43,7 +45,8 @@ def _walk(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def changes(a: Run, b: Run) -> dict[str, Any]:
     """Keys whose values differ, with b's value."""
-    return differing(flat(recipe_from_dict(a.recipe)), flat(recipe_from_dict(b.recipe)))
+    found = differing(flat(recipe_from_dict(a.recipe)), flat(recipe_from_dict(b.recipe)))
+    return {key: value for key, value in found.items() if key not in TOLD}
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +70,7 @@ def other_keys(a: Run, b: Run, lever: Mapping[str, Any], kind: Kind) -> tuple[st
 
 def matters(key: str, kind: Kind) -> bool:
     """Whether a key can change what is measured in a run of this kind."""
-    return key.partition(".")[0] not in UNREAD.get(kind, ()) and key not in SAME_STEP
+    return key.partition(".")[0] not in UNREAD.get(kind, ()) and key not in (*SAME_STEP, *TOLD)
 
 
 def other_conditions(a: Reading, b: Reading) -> list[str]:

@@ -11,7 +11,7 @@ from functools import cached_property
 from statistics import median
 from typing import Literal
 
-from armillary.planning.step_cost import StepCost, fit_step_cost
+from armillary.planning.step_cost import StepCost, fit_step_cost, least_queries
 from armillary.profiling.profile import Profile
 from armillary.spec.plan import Plan
 from armillary.store.gauges import Record
@@ -59,7 +59,7 @@ class Reading:
     @cached_property
     def step_cost(self) -> StepCost | None:
         """What an engine's steps took, as a line in their tokens; fitted once, however many rules ask."""
-        return fit_step_cost(self.steps)
+        return fit_step_cost(self.steps, least=least_queries(self.plan))
 
     def predicted(self, gauge: str) -> float | None:
         """What the plan said."""

@@ -35,7 +35,8 @@ def exposed_communication(reading: Reading, plan: Plan | None) -> Finding | None
     if parts is None:
         share = reading.get("comm_exposed_fraction") or 0.0
         return _exposed(share, share * (reading.get("step_s") or 0.0), reading) if share >= EXPOSED else None
-    talking = parts.comm_exposed - waited_for_others(reading)
+    late = max(0.0, waited_for_others(reading) - parts.bubble)  # a heavier stage is waited for in the bubble
+    talking = parts.comm_exposed - late
     share = parts.share(talking)
     return _exposed(share, talking, reading) if share >= EXPOSED else None
 

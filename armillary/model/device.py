@@ -41,4 +41,4 @@ def refuse_too_big(name: str, num_bytes: float, device: torch.device) -> None:
     free = free_bytes(device)
     if free is not None and num_bytes > free:
         need = f"{name} needs {bytes_text(num_bytes)} for its weights and {device} has {bytes_text(free)} free"
-        raise BadInput(f"{need}; try --dtype bf16, a smaller model or a larger machine")
+        raise BadInput(f"{need}; take bf16 (--dtype bf16, serve.dtype=bf16), a smaller model or a larger machine")

@@ -1,7 +1,7 @@
-"""Attention as a processor was measured to run it: by length and head dim, between the points that were tried.
+"""Attention as a device was measured to run it: by length and head dim, between the points that were tried.
 
 Short sequences and small heads reach a fraction of what long ones do, and how small a fraction differs by kernel; so
-where several lengths were measured, they replace the formula.
+where several lengths were measured, as `bench ceilings` does on processors, they replace the formula.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class AttentionCurve:
 
 
 def measured_attention(measured: Peaks, share: float, *, backward: bool) -> AttentionCurve | None:
-    """None where not more than one length was measured."""
+    """None where not more than one length was measured at any head dim."""
     best: dict[tuple[float, float], float] = {}
     for point in measured.points.get("attention", ()):
         if bool(point["backward"]) == backward:
             where = float(point["keys"]), float(point["head_dim"])
             best[where] = max(best.get(where, 0.0), float(point["flops"]) * share)
-    if len({keys for keys, _ in best}) < 2:
-        return None
-    usual = Counter(dim for _, dim in best).most_common(1)[0][0]
+    usual = Counter(dim for _, dim in best).most_common(1)[0][0] if best else 0.0
     lengths = tuple(sorted((keys, rate) for (keys, dim), rate in best.items() if dim == usual))
+    if len(lengths) < 2:
+        return None
     at = dict(lengths)
     dims = tuple(sorted((dim, rate / at[keys]) for (keys, dim), rate in best.items() if keys == lengths[0][0]))
     return AttentionCurve(lengths=lengths, dims=dims)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -13,8 +14,8 @@ from armillary.store.home import Home
 
 MOST = 20
 """runs that are looked at, the latest: older ones were planned by an older planner"""
-WARM_UP = 2
-"""steps that are left out"""
+STEPS, WARM_UP = 200, 2
+"""steps that are looked at, the first ones left out"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,26 +33,26 @@ class Confidence:
 
 
 def confidence(home: Home, chip: Chip) -> Confidence | None:
-    """Of the training runs of a home; None where none has measured a step on such a chip."""
+    """Of the latest training runs of a home; None where none has measured a step on such a chip."""
     if not home.runs.is_dir():
         return None
     from armillary.store.runs import list_runs  # the store's locks and sockets are slow to import
 
-    found = [_error(run.plan, run.gauges, chip) for run in list_runs(home)[:MOST]]
-    errors = tuple(error for error in found if error is not None)
+    found = (_error(run.plan, run.gauges, chip) for run in list_runs(home))
+    errors = tuple(islice((error for error in found if error is not None), MOST))
     return Confidence(errors=errors) if errors else None
 
 
 def _error(plan: Path, gauges: Path, chip: Chip) -> float | None:
-    from armillary.store.gauges import columns
+    """Planned over measured, less 1; None of a run that trained nothing, or on another chip."""
+    from armillary.store.gauges import read_gauges
 
     try:
         made = Plan.from_json(plan.read_text(), str(plan))
-        steps = columns(gauges, ["step_s"])["step_s"]
+        planned = made.predicted.get("step_s")
+        if made.train is None or made.cluster.chip.name != chip.name or not planned:
+            return None
+        steps = [float(record["step_s"]) for record in islice(read_gauges(gauges), STEPS) if record.get("step_s")]
     except (OSError, ArmillaryError):  # a run that was only begun, or of another version
         return None
-    times = [float(seconds) for seconds in steps[WARM_UP:] if seconds]
-    planned = made.predicted.get("step_s")
-    if made.train is None or made.cluster.chip.name != chip.name or not planned or not times:
-        return None
-    return planned / median(times) - 1
+    return planned / median(steps[WARM_UP:]) - 1 if len(steps) > WARM_UP else None

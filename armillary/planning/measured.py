@@ -38,24 +38,31 @@ def processor_peaks(home: Home, chip: Chip, cores: int, processes: int) -> tuple
     from armillary.store.peaks import load_peaks
 
     own = load_peaks(home, device_name("cpu", threads=threads))
-    return (of_a_rank(own, whole, share), 1.0) if own is not None else (whole, share)
+    turns = min(1.0, cores / max(1, processes * threads))  # more ranks than cores take turns on them
+    return (of_a_rank(own, whole, share, turns), 1.0) if own is not None else (whole, share)
 
 
-def of_a_rank(own: Peaks, whole: Peaks, share: float) -> Peaks:
+def of_a_rank(own: Peaks, whole: Peaks, share: float, turns: float = 1.0) -> Peaks:
     """What one of several processes on a processor reaches: its share of what all cores reach together, and more where
-    its threads did more alone, but for copies: memory is what the others use as well."""
-    points = {kind: tuple(_shared(point, share) for point in found) for kind, found in whole.points.items()
-              if kind in _RATES}  # fmt: skip
-    alone = {kind: (*points.get(kind, ()), *own.points.get(kind, ())) for kind in ("gemm", "attention", "passes")}
-    return replace(whole, points={**whole.points, **points, **alone})
+    its threads did more alone in their `turns` on the cores. But memory is what the others use as well: copies are a
+    share, and plain operators move no more than that."""
+    points = {kind: _shared(whole, kind, share) for kind in _RATES}
+    alone = {kind: _shared(own, kind, turns) for kind in ("gemm", "attention", "passes")}
+    most = (whole.best_copy() or 0.0) * share
+    alone["passes"] = tuple({**point, "bytes_per_s": min(point["bytes_per_s"], most)} for point in alone["passes"])
+    joined = {kind: (*found, *alone.get(kind, ())) for kind, found in points.items()}
+    return replace(whole, points={**whole.points, **{kind: found for kind, found in joined.items() if found}})
 
 
 _RATES = ("gemm", "attention", "passes", "copy")
 """kinds that cores have a part of; what starting an operation or an exchange takes is not shared out"""
 
 
-def _shared(point: Point, share: float) -> Point:
-    return {name: value * share if name in ("flops", "bytes_per_s") else value for name, value in point.items()}
+def _shared(peaks: Peaks, kind: str, share: float) -> tuple[Point, ...]:
+    """Points of a kind with this share of what they reached."""
+    rates = ("flops", "bytes_per_s")
+    return tuple({name: value * share if name in rates else value for name, value in point.items()}
+                 for point in peaks.points.get(kind, ()))  # fmt: skip
 
 
 def _devices(paths: list[Path]) -> list[str]:

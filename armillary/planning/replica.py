@@ -170,7 +170,8 @@ class Replica:
 
     @property
     def _kernel_s(self) -> float:
-        return self.curves.kernel_s * self.rates.fixed_time
+        """Of a GPU's kernel; a processor's calls are counted apart."""
+        return 0.0 if self.cluster.chip.kind == "cpu" else self.curves.kernel_s * self.rates.fixed_time
 
     def _product_s(self, op: Op) -> float:
         experts = op.name in EXPERT_PRODUCTS

@@ -115,8 +115,11 @@ def _gaps_limit(found: Capacity, objective: Objective) -> bool:
 
 
 def from_layout(request: Request, layout: Layout) -> Choice:
-    """The way a recipe's layout says: tp, pp, ep and precision; dp is what the traffic needs, not what is given."""
-    formats = serving_formats(layout.precision, request.cluster.chip, request.serve.kv_dtype)
+    """The way a recipe's layout says: tp, pp, ep and precision (serve.dtype goes before it); dp is what the traffic
+    needs, not what is given."""
+    asked = request.serve.dtype
+    precision = layout.precision if asked == "auto" else asked
+    formats = serving_formats(precision, request.cluster.chip, request.serve.kv_dtype)
     return choice(request, Split(tp=layout.tp, pp=layout.pp, ep=layout.ep), formats)
 
 

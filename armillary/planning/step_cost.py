@@ -25,11 +25,14 @@ from armillary.planning.step_scatter import Scatter, scatter_of
 
 if TYPE_CHECKING:
     from armillary.planning.replica import Replica
+    from armillary.spec.plan import Plan
 
 Array = Any
 """of numpy's numbers"""
 PARTS = ("prefill_tokens", "decode_tokens", "context_tokens", "prefill_pairs", "prefill_rows")
 """gauges of a step that its time is made of, besides the base"""
+QUERY_TILE = 64
+"""queries of a head that a thread block of prompt attention takes"""
 LEAST_STEPS = 12
 """fewer say too little about five numbers"""
 _MOST_STEPS = 4000
@@ -87,6 +90,8 @@ class StepCost:
     """a pair of a prompt's query and key"""
     row_s: float = 0.0
     """a prompt, however few of its tokens"""
+    least_queries: float = 0.0
+    """tokens of prompts that attention takes the time of, at least: the thread blocks of fewer leave a device idle"""
     waits: bool = False
     """the device works beside the host, which waits for it; else the host is busy all along"""
     scatter: Scatter = field(default_factory=Scatter, repr=False)
@@ -103,6 +108,7 @@ class StepCost:
     ) -> float:
         """Of a step with so many tokens of prompts and decodes."""
         more = (self.prompt_s if prefill else 0.0) + (self.mixed_s if prefill and decode else 0.0)
+        pairs *= max(1.0, self.least_queries / prefill) if prefill else 0.0
         return (self.base_s + more + prefill * self.prefill_s + decode * self.decode_s + context * self.context_s
                 + pairs * self.pair_s + rows * self.row_s)  # fmt: skip
 
@@ -111,14 +117,22 @@ class StepCost:
         return self.seconds(*(float(step.get(name, 0.0)) for name in PARTS))
 
 
-def fit_step_cost(steps: Sequence[Mapping[str, Any]]) -> StepCost | None:
-    """The line through a run's step records; none where there are too few of them."""
+def least_queries(plan: Plan | None) -> float:
+    """Tokens of prompts from which on every processor of a GPU has a tile of some head's queries; 0 on others."""
+    chip = plan.cluster.chip if plan is not None else None
+    if plan is None or chip is None or chip.kind != "gpu" or not chip.num_sms:
+        return 0.0
+    return chip.num_sms * QUERY_TILE / max(1, plan.model.heads // plan.layout.tp)
+
+
+def fit_step_cost(steps: Sequence[Mapping[str, Any]], *, least: float = 0.0) -> StepCost | None:
+    """The line through a run's step records; none where there are too few of them. `least` is `least_queries`."""
     known = [one for one in steps if "engine_step_s" in one and one["engine_step_s"] > 0 and "decode_tokens" in one]
     known = known[_WARM_UP:] if len(known) >= LEAST_STEPS + _WARM_UP else known
     if len(known) < LEAST_STEPS:
         return None
     known = known[:: -(-len(known) // _MOST_STEPS)]
-    parts, taken = _columns(known), np.array([float(one["engine_step_s"]) for one in known])
+    parts, taken = _columns(known, least), np.array([float(one["engine_step_s"]) for one in known])
     waited = np.array([float(one.get("engine_wait_s", 0.0)) for one in known])
     waits = float(waited.sum()) > 0.5 * float(taken.sum())
     if waits:
@@ -131,7 +145,7 @@ def fit_step_cost(steps: Sequence[Mapping[str, Any]]) -> StepCost | None:
     return StepCost(
         base_s=float(found[0]), prompt_s=float(found[1]), mixed_s=float(found[2]), prefill_s=float(found[3]),
         decode_s=float(found[3] + found[4]), context_s=float(found[5]), pair_s=float(found[6]), row_s=float(found[7]),
-        waits=waits, error=error, steps=len(known),
+        least_queries=least, waits=waits, error=error, steps=len(known),
         scatter=scatter_of(zip(map(bool, parts[:, 1]), parts @ found, ratios, strict=True)),
         basis=f"fitted to {len(known)} steps, ± {error:.0%} each",
     )  # fmt: skip
@@ -144,10 +158,11 @@ def _mean_ratio(predicted: Array, taken: Array) -> float:
     return float(np.minimum(taken, _STALL * np.maximum(predicted, 1e-12)).sum()) / whole if whole else 1.0
 
 
-def _columns(steps: Sequence[Mapping[str, Any]]) -> Array:
+def _columns(steps: Sequence[Mapping[str, Any]], least: float) -> Array:
     """What each step is made of: 1, prompts, mixed, tokens, decodes, context, pairs, rows."""
     tokens, decodes, context, pairs, rows = (np.array([float(one.get(name, 0.0)) for one in steps]) for name in PARTS)
     prompts = np.where(tokens > 0, 1.0, 0.0)
+    pairs = pairs * np.maximum(1.0, least / np.maximum(tokens, 1.0))
     mixed = np.where(decodes > 0, prompts, 0.0)
     return np.stack([np.ones(len(steps)), prompts, mixed, tokens + decodes, decodes, context, pairs, rows],
                     axis=1)  # fmt: skip

@@ -73,10 +73,10 @@ def machine(root: Path = Path("/")) -> Machine:
 # --- as a cluster
 
 
-def here(found: Machine | None = None) -> Cluster:
-    """This machine as a cluster: its GPUs, or else its CPU cores, each one a device."""
+def here(found: Machine | None = None, *, device: str | None = None) -> Cluster:
+    """This machine as a cluster: its GPUs, or else its CPU cores, each one a device; cores where `device` is cpu."""
     found = found or machine()
-    return _of_gpus(found) if found.gpus else _of_cores(found)
+    return _of_gpus(found) if found.gpus and device != "cpu" else _of_cores(found)
 
 
 def chip_of(gpu: Gpu) -> Chip:

@@ -95,7 +95,8 @@ def bench_serve(
 
 
 def _single(model: Transformer, serve: Serve, tokens_in: int, tokens_out: int) -> Served:
-    engine, _ = make_engine(model, None, replace(serve, max_running=1, prefix_cache=False), seed=0)
+    alone = replace(serve, max_running=1, prefix_cache=False, batching="continuous")
+    engine, _ = make_engine(model, None, alone, seed=0)
     vocab = model.config.vocab
     serve_all(engine, fixed(1, tokens_in=2, tokens_out=2, vocab=vocab, name="warm"))
     return serve_all(engine, fixed(1, tokens_in=tokens_in, tokens_out=tokens_out, vocab=vocab), name="single")

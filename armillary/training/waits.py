@@ -42,9 +42,6 @@ class Waits:
     def until_now(self, begin: Mark) -> None:
         self._pairs.append((begin, self.mark()))
 
-    def add_span(self, begin: Mark, end: Mark) -> None:
-        self._pairs.append((begin, end))
-
     def add(self, seconds: float) -> None:
         """A wait of the host, already measured; on a GPU it is hidden behind the step that is running."""
         self._host_s += 0.0 if self._on_gpu else seconds

@@ -127,7 +127,7 @@ def test_a_lever_of_a_server_is_applied_by_the_command_that_is_printed(
     ran = cli(*words)
     assert ran.code == 0, ran.err
     ((source, orders),) = started
-    assert source.folder == folder and orders.serve.max_running > 4 and orders.dtype == "bf16"
+    assert source.folder == folder and orders.serve.max_running > 4 and orders.serve.dtype == "bf16"
     (new,) = [run for run in list_runs(home) if run.name not in ("slow-server", "quiet-otter")]
     write_served(new, served(requests(40), max_running=orders.serve.max_running))
     cli("diagnose", new.name)

@@ -65,6 +65,9 @@ def test_waiting_for_ranks_that_are_late_in_turn_is_no_exchange() -> None:
     assert exposed_communication(reading_of(comm_exposed_s=0.34, **late), None) is None
     found = exposed_communication(reading_of(comm_exposed_s=0.5, **late), None)
     assert found is not None and found.share == pytest.approx(0.2, abs=0.02), "the rest is"
+    plan = plan_of("layout.pp=2", "layout.dp=4")
+    stages = reading_of(plan, comm_exposed_s=0.12, bubble_s=0.1, rank_spread_s=0.1, slowest_rank=4.0)
+    assert exposed_communication(stages, plan) is not None, "a heavier stage is waited for in the bubble"
 
 
 def test_a_rank_that_is_late_by_chance() -> None:

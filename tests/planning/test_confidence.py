@@ -25,6 +25,15 @@ def test_runs_of_such_a_chip_count(tmp_path: Path) -> None:
     assert confidence(home, catalogue.chip("a100-80gb-sxm")) is None, "another chip says nothing"
 
 
+def test_runs_of_servers_do_not_hide_those_that_trained(tmp_path: Path) -> None:
+    home, plan = Home.at(tmp_path), plan_of()
+    run_of(home, plan, name="trained")
+    for number in range(25):
+        run_of(home, replace(plan, train=None), name=f"served-{number}", count=1)
+    found = confidence(home, plan.cluster.chip)
+    assert found is not None and len(found.errors) == 1
+
+
 def test_a_broken_run_is_passed_over(tmp_path: Path) -> None:
     home, plan = Home.at(tmp_path), plan_of()
     run_of(home, plan, name="begun").plan.write_text("{")

@@ -45,6 +45,9 @@ def test_a_rank_has_its_share_and_more_where_its_threads_do_more_alone() -> None
     assert made.best_gemm("bf16") == 700e9, "units that multiply are a core's own"
     assert made.best_copy() == 10e9, "memory is everybody's, whatever one thread does alone"
     assert made.best("passes", "bytes_per_s") == 8e9, "measured on a busy machine: it cannot be less than its share"
+    quick = of_a_rank(peaks("y", 700e9, 15e9, 14e9), whole, 0.5)
+    assert quick.best("passes", "bytes_per_s") == 10e9, "what operators move is memory's too"
+    assert of_a_rank(own, whole, 0.25, 0.5).best_gemm("bf16") == 350e9, "two ranks a core take turns"
 
 
 def test_ceilings_of_as_many_threads_as_a_rank_has(tmp_path: Any) -> None:
@@ -68,6 +71,9 @@ def test_all_threads_reach_what_one_does(tmp_path: Any) -> None:
 
 
 def test_attention_between_measured_lengths_and_head_dims() -> None:
+    apart = [{"keys": keys, "head_dim": dim, "dtype": "bf16", "backward": True, "flops": 1e9}
+             for keys, dim in ((128, 64), (2048, 128))]  # fmt: skip
+    assert measured_attention(new_peaks("x").with_points("attention", apart), 1.0, backward=True) is None
     tried = [(128, 64, 10e9), (2048, 64, 160e9), (128, 32, 5e9)]
     points = [{"keys": keys, "head_dim": dim, "dtype": "bf16", "backward": True, "flops": rate}
               for keys, dim, rate in tried]  # fmt: skip

@@ -16,13 +16,15 @@ from armillary.planning.arrivals import Arrival, Prompts, drawn, recorded
 from armillary.planning.replica import Replica
 from armillary.planning.served_gauges import served_gauges
 from armillary.planning.simulate import Simulated, System, simulate
-from armillary.planning.step_cost import StepCost, fit_step_cost, planned_step_cost
+from armillary.planning.step_cost import StepCost, fit_step_cost, least_queries, planned_step_cost
 from armillary.serving.engine.engine import Engine
 from armillary.serving.engine.make import make_engine
 from armillary.serving.engine.params import SamplingParams
 from armillary.serving.engine.request import Request
 from armillary.serving.engine.settings import Settings
 from armillary.spec import catalogue
+from armillary.spec.layout import Layout
+from armillary.spec.plan import Plan
 from armillary.spec.service import Serve, Traffic
 from tests.model.test_attend import small
 
@@ -160,6 +162,15 @@ def test_steps_that_are_all_alike_still_tell_tokens_from_rows(seed: int) -> None
     full, prompts = {"decode_tokens": 16, "context_tokens": 6720}, {"prefill_tokens": 2000, "prefill_rows": 7}
     assert found.of(full) == pytest.approx(planted.of(full), rel=0.15)
     assert found.of(prompts) == pytest.approx(planted.of(prompts), rel=0.15)
+
+
+def test_few_queries_take_a_gpu_as_long_as_a_tile_for_each_of_its_processors() -> None:
+    cost = StepCost(base_s=0.0, pair_s=1e-9, least_queries=512.0)
+    assert cost.seconds(64, 0, pairs=64 * 1000) == pytest.approx(512 * 1000 * 1e-9)
+    assert cost.seconds(1024, 0, pairs=1024 * 1000) == pytest.approx(1024 * 1000 * 1e-9) and cost.seconds(0, 4) == 0.0
+    made = {chip: Plan(created="", recipe={}, model=catalogue.model("qwen3-0.6b").config, layout=Layout(),
+                       cluster=catalogue.cluster(chip)) for chip in ("h200", "cpu")}  # fmt: skip
+    assert least_queries(made["h200"]) == 132 * 64 / 16 and least_queries(made["cpu"]) == least_queries(None) == 0.0
 
 
 def test_few_steps_are_not_enough_and_the_planner_stands_in() -> None:
