@@ -70,6 +70,8 @@ class Pulled:
     """what single pulls brought: the best less the worst, as a share of the median"""
     drift: float = 1.0
     """the last run without the lever over the first: what the machine itself changed by"""
+    note: str = ""
+    """what a reader must know of how this figure came about"""
 
     @property
     def allowed(self) -> float:

@@ -37,9 +37,15 @@ ENOUGH, WORTH, MANY = 6, 1.15, 4
 CLAIMED = {"batch size": ("cpu", "H200"), "loader workers": ("cpu",), "compile": ("cpu",),
            "recompute off": ("cpu", "H200"), "CUDA graphs": ("H200",), "prefix cache": ("cpu", "H200"),
            "chunk size": ("H200",)}  # fmt: skip
-"""where each kind of lever is said to come out as predicted; elsewhere it is pulled and shown all the same: on a
-processor a part of a prompt that has a past is computed in another way than whole prompts, of which alone a run without
-chunks can tell the cost"""
+"""where each kind of lever is said to come out as predicted; elsewhere it is pulled and shown all the same"""
+REASONS = {
+    ("chunk size", "cpu"): "a part of a prompt that has a past is computed in another way there than a whole prompt, "
+    "and costs more; a run without chunks has shown none",
+    ("prefix cache", "H200"): "64 new tokens behind 4,096 cached ones leave most of the device idle, so that their "
+    "attention takes longer than its pairs of query and key; steps are priced by that since, and the same run would be "
+    "told 4.8 ×",
+}  # fmt: skip
+"""why some are outside of what is allowed, as far as that is known"""
 _WISH = Wish()
 
 
@@ -109,8 +115,8 @@ COLUMNS = ("lever", "on", "change", "of", "predicted", "obtained", "off by", "al
 def line(one: Pulled) -> list[str]:
     said = "yes" if one.within else "no" if is_claimed(one) else "no (not claimed)"
     return [one.name, one.where, one.change, one.of, f"{one.predicted:.2f} ×", f"{one.obtained:.2f} ×",
-            f"{abs(one.obtained - one.predicted):.2f}", f"{one.allowed:.2f}", said, f"{one.spread:.0%}",
-            str(one.rounds)]  # fmt: skip
+            f"{abs(one.obtained - one.predicted):.2f}", f"{one.allowed:.2f}", said,
+            f"{one.spread:.0%}" if one.rounds > 1 else "–", str(one.rounds)]  # fmt: skip
 
 
 def is_claimed(one: Pulled) -> bool:
@@ -151,7 +157,12 @@ def as_page(rows: Sequence[Pulled]) -> str:
              "from the quickest tenth of all of them each way, since whatever else a machine does only ever adds "
              "time; spread is what single turns differ by.", "", summary(rows), "",
              "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]  # fmt: skip
-    return "\n".join([*lines, *("| " + " | ".join(line(one)) + " |" for one in rows)]) + "\n"
+    why = [f"- {one.name} on {one.where}: {REASONS[one.name, one.where]}." for one in rows
+           if not one.within and (one.name, one.where) in REASONS]  # fmt: skip
+    notes = [f"- {one.name} on {one.where}: {one.note}" for one in rows if one.note]
+    table = ["| " + " | ".join(line(one)) + " |" for one in rows]
+    return "\n".join([*lines, *table, *(["", "Why some are outside:", "", *why] if why else []),
+                      *(["", "How some rows came about:", "", *notes] if notes else [])]) + "\n"  # fmt: skip
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ Operations too short for any roof follow the number of launches rather than the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from armillary.diagnosis.launching import launching
 from armillary.diagnosis.parts import Parts, parts_of, recomputed
 from armillary.diagnosis.reading import Reading
 from armillary.errors import ArmillaryError
-from armillary.planning.layouts import of
+from armillary.planning.layouts import Layouts, of
 from armillary.planning.prediction import Prediction, predict
 from armillary.planning.question import question
 from armillary.spec.layout_rules import check_layout
@@ -156,6 +156,8 @@ class Pricing:
         if now.precision() != then.precision() and self.reading.get("fusible_fraction") is not None:
             return self._narrower_ratio(then, fixed)
         fewer = launches(then, apart) / launches(now, apart)
+        if now.case.software.plain_layers and _same_but_rows(now.layouts, then.layouts):
+            return fixed * fewer + 1 - fixed  # the same work row after row: what small products lose is their calls
         return fixed * fewer + (1 - fixed) * without_calls(then, apart) / without_calls(now, apart)
 
     def _narrower_ratio(self, then: Prediction, fixed: float) -> float:
@@ -199,6 +201,12 @@ def without_calls(found: Prediction, apart: bool = False) -> float:
     """The same without what the planner adds for every kernel, which counts as launching."""
     whole, layers = worked(found, apart), float(found.time.stages.mean[0])
     return max(0.1 * whole, whole - launches(found, apart) * layers * found.case.curves.kernel_s)
+
+
+def _same_but_rows(now: Layouts, then: Layouts) -> bool:
+    """Whether nothing but the rows of a micro-batch differs."""
+    return all(bool((getattr(now, field.name) == getattr(then, field.name)).all()) for field in fields(now)
+               if field.name != "micro_batch")  # fmt: skip
 
 
 def _of(found: Prediction, *names: str) -> float:

@@ -21,9 +21,11 @@ JITTER = 0.08
 loader and the system, so now one rank is late and now another (3 to 20 % of a step between two), and all wait"""
 GRAD_NORM_BYTES = 4
 """read again of every gradient for its norm"""
-CALL_S = 5.8e-6
+CALL_S = 5.4e-6
 """what a call of torch costs a processor whatever its work: Python, autograd and dispatch. Training steps of the same
-tokens in 1 to 16 micro-batches differed by 5.4 to 6.7 µs for each operator more; decode steps took 5.1 to 6.0 a call"""
+tokens in 1 to 16 micro-batches differed by 4.9 to 6.7 µs for each operator more, as quick as the cores just were"""
+DECODE_CALL_S = 4.4e-6
+"""the same where nothing is kept for a backward pass: decode steps of 1 to 8 rows differed by 3.2 to 5.2 µs a call"""
 RECORDED = 2.8
 """calls of torch for each that moves something: views, and operators that call another (2.5 to 3.1 were recorded)"""
 GRAPH_LAUNCH_S = 1.1e-6

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from armillary.planning.efficiency import Curves, curves
 from armillary.planning.engines import Rates, physics
 from armillary.planning.forward import EXPERT_PRODUCTS, Formats, Forward, Group, Split
-from armillary.planning.overhead import CALL_S
+from armillary.planning.overhead import DECODE_CALL_S
 from armillary.spec.attention_ops import AttentionShape
 from armillary.spec.hardware import Cluster, Tier
 from armillary.spec.layer_ops import wire_factor
@@ -151,7 +151,7 @@ class Replica:
         """A decode step runs from a graph; others wait where launching takes longer than running. On a CPU the host is
         the device: calls come on top."""
         if self.cluster.chip.kind == "cpu":
-            return replace(time, host_s=calls * CALL_S + self.rates.step_s)
+            return replace(time, host_s=calls * DECODE_CALL_S + self.rates.step_s)
         launches = 0.0 if decoding or not self._kernel_s else kernels_s / self._kernel_s * self.rates.launch_s
         waiting = max(0.0, launches - time.total_s) + self.rates.step_s
         return replace(time, host_s=waiting)

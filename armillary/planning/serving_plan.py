@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from armillary.errors import ArmillaryError, BadInput
+from armillary.planning.measured import processor_peaks
 from armillary.planning.pools import Pools
 from armillary.planning.question import Question, question
 from armillary.planning.serving_choices import Choice, Request, choices, from_layout, pools
@@ -110,7 +111,7 @@ def serving_plan(
     """The recipe's layout where it says one (unless every way is asked for), else the cheapest way that meets the
     objectives; with the ceilings of this very device where they were measured."""
     made = question(recipe, config, cluster, home)
-    request = _request(made)
+    request = _request(made, cluster, home)
     if search or not _says_how(recipe.layout):
         tried = tuple(choices(request))
     else:
@@ -123,13 +124,15 @@ def serving_plan(
 
 def serving_request(recipe: Recipe, config: ModelConfig, cluster: Cluster, home: Home) -> Request:
     """What a recipe asks of serving, on devices as the planner sees them."""
-    return _request(question(recipe, config, cluster, home))
+    return _request(question(recipe, config, cluster, home), cluster, home)
 
 
-def _request(made: Question) -> Request:
-    recipe = made.recipe
+def _request(made: Question, cluster: Cluster, home: Home) -> Request:
+    recipe, measured = made.recipe, made.case.measured
+    if cluster.chip.kind == "cpu" and cluster.name == "here":  # a server is one process, however many ranks train
+        measured, _ = processor_peaks(home, cluster.chip, cluster.num_devices, 1)
     request = Request(config=made.model, cluster=made.case.cluster, serve=recipe.serve, traffic=recipe.traffic,
-                      objective=recipe.objective, cost=recipe.cost, measured=made.case.measured)  # fmt: skip
+                      objective=recipe.objective, cost=recipe.cost, measured=measured)  # fmt: skip
     _refuse_too_long(request)
     return request
 

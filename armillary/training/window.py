@@ -62,16 +62,18 @@ def recorded(
 
 
 def roof_here(device: torch.device, home: Home | None) -> Roof:
-    """The ceilings of this rank's device; threads of a processor have their part of what all of its cores reach."""
+    """The ceilings of this rank's device; threads of a processor have their part of what all of its cores reach, where
+    they were not measured by themselves."""
     if device.type != "cpu":
         return roof_for(device_name(device), home)
     threads, cores = torch.get_num_threads(), usable_cores()
     own = roof_for(device_name(device, threads=threads), home)
-    if own.source != "unknown" or threads >= cores:
+    if threads >= cores or (own.flops and own.bytes_per_s):
         return own
     whole, part = roof_for(device_name(device), home), threads / cores
-    flops = {dtype: peak * part for dtype, peak in whole.flops.items()}
-    return replace(whole, flops=flops, bytes_per_s=whole.bytes_per_s * part if whole.bytes_per_s else None)
+    flops = {dtype: peak * part for dtype, peak in whole.flops.items()} | dict(own.flops)
+    shared = whole.bytes_per_s * part if whole.bytes_per_s else None
+    return replace(whole, flops=flops, bytes_per_s=own.bytes_per_s or shared)
 
 
 def shares(judged: Judged, spent: Budget) -> dict[str, float]:
