@@ -65,6 +65,8 @@ class Tiling:
     """of a thread, where programs of two kernels are to fit a multiprocessor"""
 
 
+_AT_ONCE = 128
+"""tokens of a batch from which two streams are worth the fork and join"""
 _PROMPT_REGISTERS, _DECODE_REGISTERS = 192, 128
 """of a thread: eight warps of the one kernel and four of the other have all of a multiprocessor's 65,536"""
 
@@ -176,7 +178,8 @@ def _launch_both(pointers, strides, shape, split, scale, softcap, num_rows):
     tiles, slots = q.shape[0] // (prompts.m // shape["GROUP"]), num_programs(q, prompts.workers)
     parts = prefill_splits(tiles * shape["HEADS"], slots)
     numbers = (scale, softcap, num_rows)
-    if not (can_start_early(q.device) and fits_beside(split, parts, shape["D_PAD"], cache.dtype)):
+    at_once = q.shape[0] >= _AT_ONCE and can_start_early(q.device)
+    if not (at_once and fits_beside(split, parts, shape["D_PAD"], cache.dtype)):
         _launch_split(pointers, strides, shape, split, *numbers)
         _launch_prefill(pointers, strides, shape, prompts, parts, *numbers)
         return
