@@ -2,7 +2,7 @@
 
 On a GPU it is seen: the device stands idle until a launch comes, or runs kernels too short for any roof. On a processor
 every operator pays for its call, and shares of a recorded step swell with whatever else the machine does meanwhile; so
-operators are counted, and held against the time that the main thread really ran in the quickest steps.
+operators are counted, and held against the time that the main thread really ran.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ def launching(reading: Reading, plan: Plan | None) -> float | None:
     if gaps is None:
         return None
     seen = gaps + (reading.get("short_kernels_fraction") or 0.0)
-    calls, ran = reading.get("kernels"), _quickest(reading.series("host_cpu_s"))
+    calls, ran = reading.get("kernels"), reading.get("host_cpu_s")
     if plan is None or plan.cluster.chip.kind != "cpu" or not calls or not ran:
         return min(MOST, seen)
     return min(MOST, calls * CALL_S / ran)
-
-
-def _quickest(seconds: list[float]) -> float | None:
-    """The quickest tenth's longest: whatever else a machine does only ever adds time."""
-    return sorted(seconds)[len(seconds) // 10] if seconds else None
