@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from armillary.store.home import Home
-from benchmarks.lever_case import LeverCase, pull
-from benchmarks.planted.record import NARROW, Recording, keep_runs, measured_home
-from benchmarks.planted.record_cases import alone, asked_for, beside, record_each
+from benchmarks.lever_case import LeverCase
+from benchmarks.planted.record import NARROW, Recording, measured_home
+from benchmarks.planted.record_cases import asked_for
+from benchmarks.planted.record_pulls import record_pulls
 
 WIDE = {"num_layers": 4, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14_336, "vocab": 1024}
 """layers of Llama 3 8B: products so large that the device is never short of work; few words, which are soon counted"""
@@ -43,22 +44,8 @@ def main() -> int:
         profiled = asked.device == "cuda" and "batch-size" in asked.only
         home = measured_home(folder, asked.device) if profiled else Home.at(folder)
         at = Recording(home, asked.device, tiny=asked.tiny)
-        with beside(asked.folder):
-            for name in asked.only:
-                _warm(CASES[name](at), home)
-                print(f"{name} is warm [{time.monotonic() - begin:.0f} s]", flush=True)
-
-        def record(name: str) -> str:
-            try:
-                with alone(asked.folder):
-                    where = "H200" if asked.device == "cuda" else "cpu"
-                    found = pull(CASES[name](at), home, where=where, most=asked.rounds)
-            finally:
-                keep_runs(home, asked.folder / name)
-            found.write(asked.folder / f"lever-{name}.json")
-            return found.text()
-
-        return record_each(asked.only, record, limit=asked.limit, begin=begin)
+        return record_pulls(asked, lambda name: CASES[name](at), lambda case: _warm(case, home), home, begin=begin,
+                            prefix="lever")  # fmt: skip
 
 
 def _warm(case: LeverCase, home: Home) -> None:

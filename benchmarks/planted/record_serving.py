@@ -21,10 +21,10 @@ from armillary.serving.engine.make import make_engine
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
 from armillary.store.runs import Run
-from benchmarks.lever_case import LeverCase, pull
+from benchmarks.lever_case import LeverCase
 from benchmarks.planted.problem import Wish
-from benchmarks.planted.record import keep_runs
-from benchmarks.planted.record_cases import alone, asked_for, beside, record_each
+from benchmarks.planted.record_cases import asked_for
+from benchmarks.planted.record_pulls import record_pulls
 from benchmarks.planted.serve_small import Arrival, drive, model_of, serve_recipe, serving_recipe
 from benchmarks.planted.traffic import at_once, at_rate, mixed, sharing
 
@@ -117,22 +117,7 @@ def main() -> int:
     asked, begin = asked_for("record_serving", CASES), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="armillary-levers-") as folder:
         home, at = Home.at(folder), Place(asked.device, tiny=asked.tiny)
-        with beside(asked.folder):
-            for name in asked.only:
-                at.warm(CASES[name](at))
-                print(f"{name} is warm [{time.monotonic() - begin:.0f} s]", flush=True)
-
-        def record(name: str) -> str:
-            try:
-                with alone(asked.folder):
-                    where = "H200" if asked.device == "cuda" else "cpu"
-                    found = pull(CASES[name](at), home, where=where, most=asked.rounds)
-            finally:
-                keep_runs(home, asked.folder / name)
-            found.write(asked.folder / f"lever-serving-{name}.json")
-            return found.text()
-
-        return record_each(asked.only, record, limit=asked.limit, begin=begin)
+        return record_pulls(asked, lambda name: CASES[name](at), at.warm, home, begin=begin, prefix="lever-serving")
 
 
 if __name__ == "__main__":
