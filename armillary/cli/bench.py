@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ from armillary.store.peaks import Peaks, Point, load_peaks, new_peaks, peaks_pat
 from armillary.units import scaled, seconds_text
 
 if TYPE_CHECKING:
+    import torch
+
+    from armillary.cli.feeding import TrainingBatches
     from armillary.profiling.loader import Fed
 
 bench = VerbGroup("bench", help="Measure what this machine can reach, and keep it as peaks.")
@@ -114,30 +118,21 @@ def loader(
     DATA is a folder of prepared shards (armillary data prepare); without it the standard library is prepared.
     """
     target = pick(device)
-    from armillary.cli.feeding import PlainReads, TrainingBatches, through_loader
+    from armillary.cli.feeding import TrainingBatches
     from armillary.profiling.ceilings import about, name_of
-    from armillary.profiling.loader import Way, measure_loader
 
     if any(count < 0 for count in workers):
         raise BadInput("a loader cannot have fewer than no workers; use --workers 0 or more")
     folder = data or _prepared(out, home)
-    shape: dict[str, Any] = {"folder": folder.absolute(), "sequence": sequence, "batch": batch}
-    reading = TrainingBatches(**shape)
+    reading = TrainingBatches(folder=folder.absolute(), sequence=sequence, batch=batch)
     reading.open()  # refused now where too small
-    measured: dict[str, Any] = {"device": target, "budget_s": 0.5 if quick else 2.0}
-    there = target.type == "cuda"
     counts = workers or ((0, 1) if quick else (0, 1, 2))
-    ways = [Way(workers=count, pinned=there, to_device=there) for count in counts]
     with out.progress("measuring", unit="way") as bar:
-        plain = measure_loader(PlainReads(**shape), [Way()], **measured)
-        made = measure_loader(reading, [Way()], **measured)
-        others = measure_loader(reading, [way for way in ways if way.workers], **measured)
-        fed = measure_loader(reading, ways, **measured, watch=on_bar(bar), feed=through_loader)
-    paths = {"plain mmap": plain, "batches": made, "torch DataLoader": others, "loader": fed}
+        paths = _paths_fed(reading, counts, on_bar(bar), device=target, budget_s=0.5 if quick else 2.0)
     points = [_loader_point(path, one, sequence * batch) for path, found in paths.items() for one in found]
     peaks = new_peaks(name_of(target), about(target)).with_points("loader", points)
     save_peaks(home, peaks)
-    best = max(fed, key=lambda one: one.tokens_per_s)
+    best = max(paths["loader"], key=lambda one: one.tokens_per_s)
     show_peaks(out, peaks)
     speed = f"{scaled(best.tokens_per_s)} tok/s"
     out.say(f"\nbest: {best.way.text()}, {speed}; a trainer that is faster will wait for data")
@@ -211,6 +206,24 @@ def _prepared(out: Output, home: Home) -> Path:
         made = prepare(STDLIB, home.data / folder_name(STDLIB), progress=on_bytes(bar))
     say_prepared(out, made)
     return made.folder
+
+
+def _paths_fed(reading: TrainingBatches, workers: Sequence[int], watch: Any, *, device: torch.device, budget_s: float
+               ) -> dict[str, list[Fed]]:  # fmt: skip
+    """Files as plainly as they can be read; batches made in this process, by torch's workers, by training's loader."""
+    from armillary.cli.feeding import PlainReads, through_loader
+    from armillary.profiling.loader import Way, measure_loader
+
+    there = device.type == "cuda"
+    measured: dict[str, Any] = {"device": device, "budget_s": budget_s}
+    ways = [Way(workers=count, pinned=there, to_device=there) for count in workers]
+    plain = PlainReads(folder=reading.folder, sequence=reading.sequence, batch=reading.batch)
+    return {
+        "plain mmap": measure_loader(plain, [Way()], **measured),
+        "batches": measure_loader(reading, [Way()], **measured),
+        "torch DataLoader": measure_loader(reading, [way for way in ways if way.workers], **measured),
+        "loader": measure_loader(reading, ways, **measured, watch=watch, feed=through_loader),
+    }
 
 
 def _loader_point(path: str, fed: Fed, tokens: int) -> dict[str, Any]:

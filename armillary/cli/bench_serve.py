@@ -54,14 +54,9 @@ def serve(
         raise BadInput(f"{tokens_in} + {tokens_out} tokens exceed the context of {source.name}; ask for at most "
                        f"{loaded.config.context} together")  # fmt: skip
     from armillary.cli.serve_run import recorded
-    from armillary.serving.bench import MODES, bench_serve
-    from armillary.serving.bench_plot import bench_page, picture
-    from armillary.store.atomic import write_text
+    from armillary.serving.bench import bench_serve
 
-    unknown_modes = [mode for mode in modes if mode not in MODES]
-    if unknown_modes:
-        raise BadInput(f"no batching mode '{unknown_modes[0]}'; use one of {', '.join(MODES)}")
-    chosen = modes or MODES
+    chosen = _chosen(modes)
     kept: dict[str, Notes] = {}
     shown = "continuous" if "continuous" in chosen else chosen[-1]
     asked = _asked(loaded, shown, weights, together=-(-requests // _BATCHES), longest=tokens_in + tokens_out)
@@ -71,11 +66,18 @@ def serve(
         if run is not None:
             _write(run, kept[shown])
     if plot is not None:
-        write_text(plot, picture(found) if plot.suffix == ".svg" else bench_page(found))
-    _show(out, found)
-    rows = [asdict(mode) | {"tokens_per_s": mode.tokens_per_s} for mode in found.modes]
-    quiet = [f"{mode.name}\t{mode.tokens_per_s:.1f}" for mode in found.modes]
-    out.result(asdict(found) | {"modes": rows, "run": run.name if run is not None else None}, quiet=quiet)
+        _plot(plot, found)
+    _answer(out, found, run)
+
+
+def _chosen(modes: tuple[str, ...]) -> tuple[str, ...]:
+    """All where none is asked for."""
+    from armillary.serving.bench import MODES
+
+    unknown = [mode for mode in modes if mode not in MODES]
+    if unknown:
+        raise BadInput(f"no batching mode '{unknown[0]}'; use one of {', '.join(MODES)}")
+    return modes or tuple(MODES)
 
 
 def _opened(
@@ -111,6 +113,20 @@ def _write(run: Run, notes: Notes) -> None:
     with GaugeWriter(run.gauges) as writer:
         for at, gauges, step, request in notes.kept:
             writer.write(gauges, step=step, request=request, now=at)
+
+
+def _plot(path: Path, found: ServeBench) -> None:
+    from armillary.serving.bench_plot import bench_page, picture
+    from armillary.store.atomic import write_text
+
+    write_text(path, picture(found) if path.suffix == ".svg" else bench_page(found))
+
+
+def _answer(out: Output, found: ServeBench, run: Run | None) -> None:
+    _show(out, found)
+    rows = [asdict(mode) | {"tokens_per_s": mode.tokens_per_s} for mode in found.modes]
+    quiet = [f"{mode.name}\t{mode.tokens_per_s:.1f}" for mode in found.modes]
+    out.result(asdict(found) | {"modes": rows, "run": run.name if run is not None else None}, quiet=quiet)
 
 
 def _show(out: Output, found: ServeBench) -> None:

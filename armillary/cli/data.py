@@ -3,7 +3,7 @@ whole (verify)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,9 @@ from armillary.store.home import Home
 from armillary.units import bytes_text, count_text, parse_count, seconds_text
 
 if TYPE_CHECKING:
+    from armillary.training.data.about import About
     from armillary.training.data.cache import Cache
+    from armillary.training.data.index import Index
     from armillary.training.data.prepare import Prepared
     from armillary.training.data.shards import TokenShards
 
@@ -124,25 +126,30 @@ def inspect(out: Output, home: Home, folder: str, sequence: int, show: int) -> N
         raise BadInput(f"a sequence of {sequence} holds nothing; use --sequence 1024")
     opened = [TokenShards.open(folder, split, cache=_cache(home)) for split in SPLITS]
     found, packed = [about(shards) for shards in opened], fits(opened[0], sequence)
-    out.table(
-        folder,
-        ["split", "tokens", "documents", "median length", "longest", "shards", "size"],
-        [
-            [a.split, a.tokens, a.documents, a.median_length, a.longest, a.shards, bytes_text(a.num_bytes)]
-            for a in found
-        ],
-    )
+    _say_sizes(out, folder, found)
     out.table(
         f"rows of {sequence}",
         ["packing", "rows", "documents cut", "padding"],
         [[fit.packing, fit.rows, f"{fit.cut_fraction:.1%}", f"{fit.padding_fraction:.1%}"] for fit in packed],
     )
     index = opened[0].index
-    made = " · ".join(f"{name} {_shown(value)}" for name, value in index.made_from.items() if name != "files")
-    learnt = f" · {found[0].answers:,} training tokens are answers, the rest is not learnt" if found[0].answers else ""
-    out.say(f"vocabulary {index.vocab:,} ({index.dtype}){learnt}" + (f" · made from {made}" if made else ""))
+    _say_origin(out, index, found[0].answers)
     _show_documents(out, opened[0], show)
     out.result({"splits": found, "packing": packed, "vocab": index.vocab, "made_from": index.made_from}, quiet=folder)
+
+
+def _say_sizes(out: Output, folder: str, splits: Sequence[About]) -> None:
+    heads = ["split", "tokens", "documents", "median length", "longest", "shards", "size"]
+    rows = [[a.split, a.tokens, a.documents, a.median_length, a.longest, a.shards, bytes_text(a.num_bytes)]
+            for a in splits]  # fmt: skip
+    out.table(folder, heads, rows)
+
+
+def _say_origin(out: Output, index: Index, answers: int | None) -> None:
+    """Vocabulary, what of it is learnt, and what it was made from."""
+    made = " · ".join(f"{name} {_shown(value)}" for name, value in index.made_from.items() if name != "files")
+    learnt = f" · {answers:,} training tokens are answers, the rest is not learnt" if answers else ""
+    out.say(f"vocabulary {index.vocab:,} ({index.dtype}){learnt}" + (f" · made from {made}" if made else ""))
 
 
 def _shown(value: object) -> str:

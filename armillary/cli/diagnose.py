@@ -18,7 +18,7 @@ from armillary.store.home import Home
 if TYPE_CHECKING:
     from armillary.diagnosis.compare import Comparison
     from armillary.diagnosis.diagnosis import Diagnosis
-    from armillary.diagnosis.finding import Lever
+    from armillary.diagnosis.finding import Finding, Lever
     from armillary.diagnosis.reading import Reading
     from armillary.diagnosis.track_record import TrackRecord
     from armillary.store.runs import Run
@@ -160,7 +160,12 @@ def _evidence(found: Diagnosis) -> list[tuple[str, str]]:
 def _others(found: Diagnosis) -> list[tuple[str, str]]:
     """Further causes that cost something."""
     rest = found.findings[0 if found.is_healthy else 1 :]
-    return [("also", one.says) for one in rest if one.share >= 0.02 or one.cause == "memory_pressure"]
+    return [("also", one.says) for one in rest if one.share >= 0.02 or one.cause == "memory_pressure" or _is_open(one)]
+
+
+def _is_open(finding: Finding) -> bool:
+    """Whether trying is the only way to know what a lever buys."""
+    return any(lever.at_most is not None for lever in finding.levers)
 
 
 def _levers(found: Diagnosis) -> list[tuple[str, str]]:
@@ -172,8 +177,8 @@ def _levers(found: Diagnosis) -> list[tuple[str, str]]:
 def lever_text(lever: Lever, width: int = 0) -> str:
     from armillary.diagnosis.diagnosis import WORTH
 
-    gain = f"predicted {lever.speedup:.2f} ×" + (f" in {lever.of}" if lever.of != "step_s" else "")
-    if lever.speedup <= WORTH:
+    gain = f"predicted {lever.gain_text}" + (f" in {lever.of}" if lever.of != "step_s" else "")
+    if lever.speedup <= WORTH and lever.at_most is None:
         return f"{lever.title:<{width}}   {gain}   not worth it"
     return f"{lever.title:<{width}}   {gain}   risk {lever.risk}   {lever.sets or lever.action}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -58,9 +59,7 @@ def serve(
     from armillary.serving.api.serve import Door
     from armillary.serving.api.serve import serve as run
 
-    def say(text: str) -> None:
-        click.echo(text, err=out.mode != "human")
-
+    say = partial(click.echo, err=out.mode != "human")
     door = Door(host=host, port=port, keys=_keys(asked.serve.api_key_file))
     with recorded(home, source, asked, text=recipe.read_text() if recipe else "", overrides=overrides, tp=tp,
                   device=device, say=say) as folder:  # fmt: skip

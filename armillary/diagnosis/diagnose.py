@@ -24,6 +24,7 @@ from armillary.diagnosis.finding import Finding, Lever
 from armillary.diagnosis.parts import parts_of
 from armillary.diagnosis.reading import Reading
 from armillary.diagnosis.rule import Rule
+from armillary.diagnosis.service import Service
 from armillary.profiling.profile import BUDGET
 from armillary.store.home import Home
 
@@ -114,7 +115,7 @@ def is_worth(finding: Finding, reading: Reading) -> bool:
 def _priced(finding: Finding, reading: Reading) -> Finding:
     """With the share that its levers tell, where only they do."""
     served = max((lever.speedup for lever in finding.levers if lever.of == "tokens_out_per_s"), default=0.0)
-    if served and reading.steps:  # a batch job played again: all its causes are measured by the same rate
+    if served and Service(reading, reading.plan).batch_job:  # played again: all its causes are measured by one rate
         return replace(finding, share=max(0.0, 1 - 1 / served))
     best = max((lever.speedup for lever in finding.levers if lever.of == "step_s"), default=1.0)
     share = max(finding.share, 1 - 1 / best) if finding.cause in PRICED_SHARE else finding.share

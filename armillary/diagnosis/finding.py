@@ -46,12 +46,19 @@ class Lever:
     """what a person does where no key of the recipe does it"""
     speedup: float
     """predicted: time now over time then (throughput then over now, or the latency that limits now over then)"""
+    at_most: float | None = None
+    """what it would buy at most, where what was measured cannot tell; `speedup` is then what it buys at least"""
     of: str = "step_s"
     """the gauge that `speedup` is about"""
     risk: str = "none"
     """what it costs or endangers: '+ 0.6 GB', 'answers differ in the last bits' …"""
     basis: str = ""
     """how it was priced: 'planner', 'steps replayed by the scheduler', 'Amdahl over the step budget' …"""
+
+    @property
+    def gain_text(self) -> str:
+        """'1.31 ×', or '1.00 to 2.40 ×' where only the ends are known"""
+        return f"{self.speedup:.2f} ×" if self.at_most is None else f"{self.speedup:.2f} to {self.at_most:.2f} ×"
 
     @property
     def sets(self) -> str:

@@ -1,13 +1,15 @@
 """Late: one rank that needs longer for its own work than the others, step after step.
 
-Each rank's work is timed with its waiting left out. On a busy machine now one rank is late and now another, so a rank
-must be the slowest nearly always and by more than chance; a pipeline stage that was given more to do is not late.
+Each rank's work is timed with its waiting left out. On a busy machine now one rank is late and now another, often for
+seconds on end, so a rank must be the slowest nearly always, by more than chance, and in every part of the run; a
+pipeline stage that was given more to do is not late.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from math import sqrt
 from statistics import median
 
@@ -22,6 +24,11 @@ FEWEST = 5
 """steps that must have been timed: of two ranks, chance makes the same one slowest in four of four one time in eight"""
 STANDS_OUT = 2.5
 """standard errors of the median by which a rank must be late: chance comes to that once in a hundred runs"""
+STRETCHES = 4
+"""parts of the run, one after the other, in each of which it must be late: steps beside each other are held up by the
+same thing, so that many of them say little more than one"""
+LASTS = 0.25
+"""of how late it is on the whole, in each of them: less, and it was late only for a time"""
 MEDIAN_ERROR = 1.2533 * 1.4826
 """standard error of a median of n normal values over their median deviation / √n"""
 
@@ -48,7 +55,7 @@ def late_rank(reading: Reading, plan: Plan | None) -> Late | None:
     rank, times = Counter(rank for rank, _ in found).most_common(1)[0]
     behind = [seconds if slowest == rank else -seconds for slowest, seconds in found]
     often, net = times / len(found), median(behind)
-    if often < SAME_RANK or net <= STANDS_OUT * _error(behind):
+    if often < SAME_RANK or net <= STANDS_OUT * _error(behind) or not _lasts(behind, net):
         return None
     seconds = net - _given_more(reading, plan, rank)
     return Late(rank=rank, seconds=seconds, often=often) if seconds > 0 else None
@@ -66,6 +73,12 @@ def _error(values: list[float]) -> float:
     """Standard error of the median."""
     middle = median(values)
     return MEDIAN_ERROR * median(abs(value - middle) for value in values) / sqrt(len(values))
+
+
+def _lasts(behind: list[float], net: float) -> bool:
+    """Whether no part of the run was without it."""
+    ends = [part * len(behind) // STRETCHES for part in range(STRETCHES + 1)]
+    return all(median(behind[begin:end]) >= LASTS * net for begin, end in pairwise(ends))
 
 
 def _given_more(reading: Reading, plan: Plan | None, rank: int) -> float:

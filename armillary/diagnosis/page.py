@@ -125,8 +125,8 @@ def _diagnosis(found: Diagnosis, pulled: tuple[Comparison, ...]) -> str:
 
 def _lever_row(number: int, lever: Lever, pulled: tuple[Comparison, ...]) -> list[str]:
     done = next((one for one in pulled if one.title == lever.title and one.of == lever.of), None)
-    risk = f"risk {lever.risk} · " if lever.speedup > WORTH else "not worth it · "
-    told = Below(f"{lever.speedup:.2f} ×", "" if lever.of == "step_s" else f"in {lever.of}")
+    risk = f"risk {lever.risk} · " if lever.speedup > WORTH or lever.at_most is not None else "not worth it · "
+    told = Below(lever.gain_text, "" if lever.of == "step_s" else f"in {lever.of}")
     return [f"{number}", Below(lever.title, risk + (lever.sets or lever.action)), told,
             f"{done.obtained:.2f} ×" if done else "–"]  # fmt: skip
 

@@ -8,6 +8,7 @@ R + W requests are in the house, so by Little's law their time goes with 1 / thr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from armillary.diagnosis.reading import Reading
 
@@ -29,7 +30,7 @@ class Load:
     gap_s: float
     """between two tokens"""
     usual_gap_s: float
-    """the median of that: a step with few prompt tokens in it"""
+    """that of a step without prompts, where the page tells the two kinds apart; else the median"""
     computed: float
     """prompt tokens of a request that had to be computed"""
     tokens_in: float
@@ -42,6 +43,14 @@ class Load:
     """requests that came since the start, over those that were answered"""
     step_tokens: float = 0.0
     """tokens of a step, where the page says"""
+    step_prompts: float = 0.0
+    """prompt tokens among them, where the page says"""
+    parted: bool = False
+    """whether the page tells gaps of steps with prompts from those of steps without"""
+    full_step: float = inf
+    """tokens of its fullest steps, where the page says"""
+    over: bool = False
+    """whether all have left: means of that time stand for what runs and waits"""
 
     @property
     def e2e_s(self) -> float:
@@ -53,13 +62,21 @@ class Load:
 
     @property
     def prompt_token_s(self) -> float:
-        """What one more token in a step costs: at most the prefill's time beyond a step of decodes, over its tokens,
-        and at most what all the engine's time gives each of its tokens; that, where no prefill was timed."""
+        """What one more token in a step costs: what a mean step takes beyond one without prompts, over its prompt
+        tokens; where the page does not tell, at most the prefill's time beyond a step of decodes, over its tokens.
+        At most what all the engine's time gives each of its tokens; that, where no prefill was timed."""
         tokens = self.computed + self.tokens_out + self.again
         most = self.engine_s / tokens if tokens > 0 else 0.0
+        if self.parted and self.step_prompts > 0:
+            return min(most, max(0.0, self.mean_step_s - self.usual_gap_s) / self.step_prompts)
         if self.prefill_s is None or self.computed <= 0:
             return most
         return min(most, max(0.0, self.prefill_s - self.usual_gap_s) / self.computed)
+
+    @property
+    def mean_step_s(self) -> float:
+        """A request's time in the batch over its steps: one for its first token, and one for each gap after."""
+        return ((self.prefill_s or 0.0) + self.decode_s) / (1 + self.decode_s / self.gap_s)
 
     @property
     def again(self) -> float:
@@ -113,15 +130,25 @@ def load_of(reading: Reading) -> Load | None:
     queue, prefill, decode = _times(reading, gap, out)
     hit = reading.get("prefix_hit_fraction") or 0.0
     requests = reading.get("requests_total") or 0.0
-    came = requests + running + waiting
+    came = requests + reading.values.get("unanswered", running + waiting)
+    prompts, alone = reading.get("prefill_tokens") or 0.0, reading.values.get("decode_gap_s")
     return Load(
         running=max(1.0, running / replicas), waiting=waiting / replicas, queue_s=queue, prefill_s=prefill,
-        decode_s=decode, gap_s=gap, usual_gap_s=min(gap, reading.get("itl_p50_s") or gap), tokens_in=prompt,
+        decode_s=decode, gap_s=gap, usual_gap_s=min(gap, alone or reading.get("itl_p50_s") or gap), tokens_in=prompt,
         computed=prompt * (1 - hit), tokens_out=out,
-        preempted=(reading.get("preemptions_total") or 0.0) / requests if requests else 0.0,
+        preempted=_preempted(reading, requests),
         demand=came / requests if requests else 1.0,
-        step_tokens=(reading.get("prefill_tokens") or 0.0) + (reading.get("decode_tokens") or 0.0),
+        step_tokens=prompts + (reading.get("decode_tokens") or 0.0), step_prompts=prompts, parted=bool(alone),
+        full_step=reading.values.get("full_step_tokens", inf), over="unanswered" in reading.values,
     )  # fmt: skip
+
+
+def _preempted(reading: Reading, requests: float) -> float:
+    """Of what happened between two looks where that was seen, else since the start."""
+    lately = reading.values.get("preemptions_per_request")
+    if lately is not None:
+        return lately
+    return (reading.get("preemptions_total") or 0.0) / requests if requests else 0.0
 
 
 def _times(reading: Reading, gap: float, out: float) -> tuple[float, float | None, float]:

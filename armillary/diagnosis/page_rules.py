@@ -6,10 +6,13 @@ With no step or request to replay, gains are Little's law over the page's means:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil
 
+from armillary.diagnosis.diagnosis import WORTH
 from armillary.diagnosis.finding import Cause, Evidence, Finding, Lever
 from armillary.diagnosis.page_load import Load, load_of
+from armillary.diagnosis.prometheus import number_of
 from armillary.diagnosis.reading import Reading
 from armillary.diagnosis.rule import Rule
 from armillary.diagnosis.servers import SERVERS
@@ -18,6 +21,7 @@ from armillary.spec.plan import Plan
 from armillary.units import seconds_text
 
 LITTLE = "Little's law over the page's means"
+AT_MOST = f"at most: {LITTLE}, and a decode costs no more than a prompt's token"
 QUEUES = 0.1
 """share of a request's time in the queue: below, requests hardly wait"""
 FIRST = 0.5
@@ -38,20 +42,22 @@ PROMPTS = 0.3
 """share of the engine's time spent on prompts, from which not keeping them is worth a question"""
 MOST_MEMORY = 0.95
 """share of a device's memory that a server can be given; the rest is the driver's and the libraries'"""
+LEAST_CHUNK = 64
+"""tokens of a step below which nothing is gained: the weights are read for so many as quickly as for one"""
+KEEPS_UP = 2.0
+"""times the prompt tokens of a mean step that a step must have room for: prompts come in bursts"""
 MOST_REPLICAS = 8
 """replicas proposed at once: further ones are better asked for after a look at these"""
 MOSTLY = 0.5
 """share of the engine's time spent on prompts, from which it is they that requests wait for"""
 SUSTAINED = 1.2
 """requests that came over those answered, from which the queue is no burst: it has grown since the start"""
-WORTH = 1.05
-"""a lever that buys less does not speak for its cause"""
 
 
 def preemption(reading: Reading, plan: Plan | None) -> Finding | None:
     """Requests are started, thrown out for lack of KV memory, and computed again."""
     load, used = load_of(reading), reading.get("kv_used_fraction")
-    if load is None or load.preempted < OFTEN or (used is not None and used < ROOM):
+    if load is None or load.preempted < OFTEN or (used is not None and used < ROOM and not load.over):
         return None
     levers = tuple(_more_kv(reading, load))
     share = min(0.95, load.again_share + _queued(load) * (1 - load.again_share))
@@ -75,11 +81,13 @@ def batch_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
     load, used = load_of(reading), reading.get("kv_used_fraction")
     if load is None or used is None or used >= ROOM or not _waits(load) or load.waiting < 1:
         return None
+    if load.waiting < LONG_QUEUE * load.running:  # those wait for the prompts before them, or came at once
+        return None
     if load.prompts_share >= MOSTLY:  # requests are kept out by the prompts before them, not by a limit of the batch
         return None
     batch = _batch(load, used)
     lever = _change(reading, "serve.max_running", batch, f"batch of {load.running:.0f} → {batch} requests",
-                    load.gain(batch), risk="longer gaps between tokens")  # fmt: skip
+                    load.gain(batch), risk="longer gaps between tokens", basis=AT_MOST)  # fmt: skip
     if lever.speedup <= WORTH:
         return None
     return _finding("batch_too_small", _queued(load), f"{load.running:.0f} requests run while {load.waiting:.0f} wait, "
@@ -114,21 +122,20 @@ def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
 
 def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
     """Prompts that share a step with decodes make some gaps between tokens many times longer."""
-    load, usual, worst = load_of(reading), reading.get("itl_p50_s"), reading.get("itl_p99_s")
-    if load is None or not usual or not worst or worst < SPREAD * usual or load.preempted >= OFTEN:
+    load, worst = load_of(reading), reading.get("itl_p99_s")
+    if load is None or not reading.get("itl_p50_s") or not worst or load.preempted >= OFTEN:
         return None
-    if load.prompts_share < UNEVEN:
+    usual = load.usual_gap_s
+    if worst < SPREAD * usual or load.prompts_share < UNEVEN:
         return None
-    tokens = _power_of_two(max(load.running * 2, usual / load.prompt_token_s))
-    then = usual + tokens * load.prompt_token_s
-    lever = _change(reading, "serve.max_tokens_per_step", tokens, f"at most {tokens} tokens a step", worst / then,
-                    of="itl_p99_s", risk="long prompts take more steps",
-                    basis="a step's time is its decodes' and its prompt tokens', both from the page")  # fmt: skip
-    if lever.speedup <= WORTH:
+    levers = tuple(_smaller_chunks(reading, load, worst))
+    if not levers and load.prompts_share >= MOSTLY:  # steps are as full of prompts as they must be
+        levers = tuple(_replicas(reading, load))
+    if all(lever.speedup <= WORTH for lever in levers):
         return None
     return _finding("prefill_interference", load.prompts_share, f"one gap in a hundred between tokens is "
                     f"{worst / usual:.0f} times the usual {seconds_text(usual)}: prompts hold decodes up", reading,
-                    ("itl_p99_s", "itl_p50_s", "prefill_s"), (lever,))  # fmt: skip
+                    ("itl_p99_s", "itl_p50_s", "prefill_s"), levers)  # fmt: skip
 
 
 def cache_misses(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -138,12 +145,13 @@ def cache_misses(reading: Reading, plan: Plan | None) -> Finding | None:
     if load is None or not off or load.prompts_share < PROMPTS:
         return None
     asked, seen = reading.get("tokens_in_total"), reading.get("prefix_repeated_total")
-    told = asked is not None and seen is not None and asked > 0
-    share = load.prompts_share * seen / asked if told and asked and seen is not None else 0.0
+    told = seen / asked if asked and seen is not None else None
+    share = load.prompts_share * (told or 0.0)
+    most = None if told is not None else speedup(min(0.95, load.prompts_share), float("inf"))
     lever = _change(reading, "serve.prefix_cache", True, "keep the KV blocks of prompts that begin alike",
-                    speedup(min(0.95, share), float("inf")), risk="none",
+                    speedup(min(0.95, share), float("inf")), risk="none", at_most=most,
                     basis="Amdahl over the engine's time on prompts that repeat")  # fmt: skip
-    unknown = "" if told else "; how much of them repeats the page does not say, and trying costs nothing"
+    unknown = "" if most is None else "; how much of them repeats the page does not say, and trying costs nothing"
     return _finding("cache_misses", share, f"{load.prompts_share:.0%} of the engine's time computes prompts, and the "
                     f"prefix cache is off{unknown}", reading, ("tokens_in", "prefill_s"), (lever,))  # fmt: skip
 
@@ -176,16 +184,21 @@ def _batch(load: Load, used: float) -> int:
     return max(1, min(_power_of_two(2 * wanted - 1), fits // 8 * 8 if fits > 8 else fits))
 
 
-def _number(text: str | None) -> float | None:
-    try:
-        return float(text) if text is not None else None
-    except ValueError:
-        return None
-
-
 def _power_of_two(number: float) -> int:
     """The largest that is not above it."""
     return 1 << max(0, int(number).bit_length() - 1)
+
+
+def _smaller_chunks(reading: Reading, load: Load, worst: float) -> Iterator[Lever]:
+    """A step twice as long as one without prompts, or as long as lets prompts keep up; none where they hardly do."""
+    wanted = _power_of_two(max(LEAST_CHUNK, load.running * 2, load.usual_gap_s / load.prompt_token_s))
+    least = load.running + KEEPS_UP * load.step_prompts
+    tokens = wanted if wanted >= least else _power_of_two(2 * least - 1)
+    if tokens <= load.full_step / 2:
+        then = load.usual_gap_s + tokens * load.prompt_token_s
+        yield _change(reading, "serve.max_tokens_per_step", tokens, f"at most {tokens} tokens a step", worst / then,
+                      of="itl_p99_s", risk="long prompts take more steps",
+                      basis="a step's time is its decodes' and its prompt tokens', both from the page")  # fmt: skip
 
 
 def _more_kv(reading: Reading, load: Load) -> Iterator[Lever]:
@@ -197,7 +210,7 @@ def _more_kv(reading: Reading, load: Load) -> Iterator[Lever]:
         gain = load.gain(min(2 * load.running, load.running + load.waiting)) * again
         yield _change(reading, "serve.kv_dtype", "fp8", "KV cache in 8 bits: twice the tokens", gain,
                       risk="answers may differ a little")  # fmt: skip
-    share = _number(reading.settings.get("gpu_memory_utilization"))
+    share = number_of(reading.settings.get("gpu_memory_utilization"))
     if share is not None and share < MOST_MEMORY:
         yield Lever(title=f"more of the device for the cache: {share:g} → {MOST_MEMORY:g}",
                     speedup=load.gain(load.running * MOST_MEMORY / share),
@@ -215,7 +228,7 @@ def _replicas(reading: Reading, load: Load, again: float = 1.0) -> Iterator[Leve
         gain, basis = min(times, load.demand), "requests that came over requests answered"
     else:
         times = min(MOST_REPLICAS, max(2, ceil((load.running + load.waiting) / load.running)))
-        gain, basis = load.gain(load.running, times) * again, LITTLE
+        gain, basis = min(float(times), load.gain(load.running, times)) * again, LITTLE
     yield Lever(title=f"replicas {now} → {now * times}", action=_replica_text(reading, now * times), speedup=gain,
                 of="tokens_out_per_s", risk=f"{times} times the devices", basis=basis)  # fmt: skip
 
@@ -233,12 +246,11 @@ def _replica_text(reading: Reading, count: int) -> str:
 
 
 def _change(reading: Reading, key: str, value: object, title: str, gain: float, *, risk: str,
-            of: str = "tokens_out_per_s", basis: str = LITTLE) -> Lever:  # fmt: skip
+            of: str = "tokens_out_per_s", basis: str = LITTLE, at_most: float | None = None) -> Lever:  # fmt: skip
     """In the server's own words; ours are keys of the recipe."""
     flag = SERVERS[reading.by].flags.get(key)
-    if flag is None:
-        return Lever(title=title, change={key: value}, speedup=gain, of=of, risk=risk, basis=basis)
-    return Lever(title=title, action=flag.format(value=value), speedup=gain, of=of, risk=risk, basis=basis)
+    said = Lever(title=title, speedup=gain, at_most=at_most, of=of, risk=risk, basis=basis)
+    return replace(said, change={key: value}) if flag is None else replace(said, action=flag.format(value=value))
 
 
 def _finding(cause: Cause, share: float, says: str, reading: Reading, gauges: tuple[str, ...],

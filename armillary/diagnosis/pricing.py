@@ -7,7 +7,7 @@ Operations too short for any roof follow the number of launches rather than the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -90,6 +90,16 @@ class Pricing:
         saved = passes * (1 - _of(then, "memory") / _of(self.now, "memory"))
         saved += (self.fixed or 0.0) * (1 - _of(then, "launch") / _of(self.now, "launch"))
         return self.priced(change, step=self.parts.step - self.parts.work * saved)
+
+    def kept_here(self, change: Mapping[str, Any]) -> Priced | None:
+        """A change that offloads nothing: what was measured to stand still for it goes, what the optimiser takes on the
+        device comes; by the planner alone where nothing was measured."""
+        priced, spent, then = self.price(change), self.reading.get("offload_s"), self._then(change)
+        if priced is None or spent is None or then is None or self.parts is None:
+            return priced
+        updating = max(0.0, _of(then, "optimizer") - _of(self.now, "optimizer"))
+        measured = self.priced(change, step=max(0.1 * self.parts.step, self.parts.step - spent + updating))
+        return measured and replace(measured, memory_bytes=priced.memory_bytes)
 
     @property
     def held_bytes(self) -> float:

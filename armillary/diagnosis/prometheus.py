@@ -6,13 +6,15 @@ Only the text is read; no client library is needed. https://prometheus.io/docs/i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, isfinite, isnan
+from math import inf, isfinite, isnan, log, nan
 
 _INSIDE = r'(?:[^"}]|"(?:[^"\\]|\\.)*")*'
 _LINE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)\s*(?:\{(" + _INSIDE + r")\})?\s+(\S+)(?:\s+-?[\d.]+)?(?:\s+#.*)?$")
 _BRACED = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*,?\s*')
+_GROUP = 0.2
+"""share of all values that makes the lower group one: fewer are the steps before and after the others"""
 _ESCAPED = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 
 
@@ -22,6 +24,19 @@ class Sample:
 
     labels: Mapping[str, str]
     value: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One bucket of a histogram."""
+
+    low: float
+    high: float
+    count: float
+
+    @property
+    def middle(self) -> float:
+        return (self.low + self.high) / 2
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,31 @@ class Histogram:
                 return low if bound == inf else low + (bound - low) * (rank - below) / (count - below)
             low, below = (bound if isfinite(bound) else low), count
         return low
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Its buckets that hold anything, from the lowest; the last has no upper end and counts as its lower one."""
+        lows, belows = (0.0, *self.bounds), (0.0, *self.counts)
+        found = zip(lows, self.bounds, self.counts, belows, strict=False)
+        return tuple(Cell(low, high if isfinite(high) else low, count - below)
+                     for low, high, count, below in found if count > below)  # fmt: skip
+
+    def lower_group(self, apart: float) -> float | None:
+        """Mean of the lower group, where values fall into two whose middles are `apart` times apart; else None.
+
+        The split is Otsu's (1979): the variance between the groups, of logarithms, is largest. The sum is known
+        exactly, so the upper group by its buckets' middles leaves the lower, as far as its own buckets allow.
+        """
+        cells = self.cells
+        split = max(range(1, len(cells)), key=lambda at: _between(cells[:at], cells[at:]), default=0)
+        lower, upper = cells[:split], cells[split:]
+        count = sum(one.count for one in lower)
+        if count < _GROUP * self.count or not lower or _log_mean(upper) - _log_mean(lower) < log(apart):
+            return None
+        least, most = (sum(end * one.count for one, end in ends) / count
+                       for ends in ([(one, one.low) for one in lower], [(one, one.high) for one in lower]))  # fmt: skip
+        left = (self.sum - sum(one.middle * one.count for one in upper)) / count
+        return min(most, max(least, left))
 
     def since(self, earlier: Histogram) -> Histogram:
         """What was added after `earlier`."""
@@ -89,7 +129,7 @@ class Page:
         """All its series together; a summary or a lone sum and count has a mean and no percentiles."""
         counts: dict[float, float] = {}
         for one in self.find(f"{name}_bucket"):
-            bound = _number(one.labels.get("le", ""))
+            bound = number_of(one.labels.get("le", ""))
             if bound is not None:
                 counts[bound] = counts.get(bound, 0.0) + one.value
         total, count = self.total(f"{name}_sum"), self.total(f"{name}_count")
@@ -111,9 +151,20 @@ def parse_page(text: str) -> Page:
 def _samples(lines: Iterable[str]) -> Iterator[tuple[str, Sample]]:
     for line in lines:
         matched = None if line.startswith("#") else _LINE.match(line.strip())
-        value = _number(matched[3]) if matched else None
+        value = number_of(matched[3]) if matched else None
         if matched and value is not None:
             yield matched[1], Sample(_labels(matched[2] or ""), value)
+
+
+def _log_mean(cells: Sequence[Cell]) -> float:
+    count = sum(one.count for one in cells)
+    return sum(one.count * log(max(one.middle, 1e-12)) for one in cells) / count
+
+
+def _between(lower: Sequence[Cell], upper: Sequence[Cell]) -> float:
+    """Variance between two groups, up to a constant."""
+    weights = sum(one.count for one in lower) * sum(one.count for one in upper)
+    return weights * (_log_mean(upper) - _log_mean(lower)) ** 2
 
 
 def _labels(text: str) -> dict[str, str]:
@@ -121,9 +172,10 @@ def _labels(text: str) -> dict[str, str]:
             for name, value in _BRACED.findall(text)}  # fmt: skip
 
 
-def _number(text: str) -> float | None:
+def number_of(text: str | None) -> float | None:
+    """None where it is no number, or none at all."""
     try:
-        value = float(text)
+        value = float(text) if text is not None else nan
     except ValueError:
         return None
     return None if isnan(value) else value

@@ -26,9 +26,9 @@ FEWEST = 4
 DISTURBED = 0.15
 """share of a step that the main thread waits for a core, from which that is worth saying"""
 _TIMES = ("step_s", "data_wait_s", "data_wait_fraction", "tokens_per_s", "tokens_per_s_per_device", "mfu",
-          "between_steps_s", "optimizer_s", "rank_spread_s", "slowest_rank", "comm_exposed_s", "bubble_s",
-          "host_cpu_s", "host_queue_s")  # fmt: skip
-"""what a recording falsifies in the step it records"""
+          "between_steps_s", "optimizer_s", "comm_exposed_s", "bubble_s", "host_cpu_s", "host_queue_s")  # fmt: skip
+"""what a recording falsifies in the step it records; who was slowest is told of the step before, and only where that
+one was not recorded"""
 
 
 def read_run(run: Run, home: Home) -> Reading:
@@ -63,7 +63,7 @@ def _check_numbers(records: Sequence[Record], source: str) -> None:
 
 
 def _kind(records: Sequence[Record], plan: Plan | None) -> Kind:
-    if any("engine_step_s" in record or "request" in record for record in records):
+    if any("engine_step_s" in record or "request" in record or "rehearsed_s" in record for record in records):
         return "serving"
     return "serving" if plan is not None and plan.serve is not None and plan.train is None else "training"
 
@@ -117,5 +117,7 @@ def _is_total(name: str) -> bool:
 def _serving(records: Sequence[Record], source: str, plan: Plan | None) -> Reading:
     requests = tuple(record for record in records if "request" in record)
     steps = tuple(record for record in records if "engine_step_s" in record and "request" not in record)
+    rehearsed = tuple(record for record in records if "rehearsed_s" in record)
     values = _last(records) | served_gauges(steps, requests)
-    return Reading(source=source, kind="serving", steps=steps, requests=requests, values=values, plan=plan)
+    return Reading(source=source, kind="serving", steps=steps, requests=requests, rehearsed=rehearsed, values=values,
+                   plan=plan)  # fmt: skip

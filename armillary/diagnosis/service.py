@@ -225,7 +225,8 @@ class Service:
         tokens, pairs = float(step.get("prefill_tokens", 0)), float(step.get("prefill_pairs", 0))
         alone = cost.base_s if tokens and not step.get("decode_tokens") else 0.0
         rows = float(step.get("prefill_rows", 0))
-        return alone + tokens * cost.prefill_s + pairs * cost.pair_s + rows * cost.row_s
+        past = float(step.get("prefill_past", 0))
+        return alone + tokens * cost.prefill_s + pairs * cost.pair_s + rows * cost.row_s + past * cost.past_s
 
     @cached_property
     def computed(self) -> float:

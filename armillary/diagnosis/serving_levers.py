@@ -1,7 +1,8 @@
 """Levers of a server, priced by playing the run's own requests again with each change.
 
-What counts is the gauge that limits: an objective that is missed, the rate where all requests came at once, else the
-time that the cause stretches. Of changes of one key the smallest that buys nearly all is taken.
+What counts is the gauge that limits: an objective that is missed, the rate where all requests came at once or the queue
+grows without end, else the time that the cause stretches. Of changes of one key the smallest that buys nearly all is
+taken.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 from armillary.diagnosis.finding import Finding, Lever
 from armillary.diagnosis.reading import Reading
 from armillary.diagnosis.replay import Replay
-from armillary.diagnosis.service import OBJECTIVES, Service
+from armillary.diagnosis.service import Service
+from armillary.diagnosis.side_effects import Change, harms, risk_of, waits
 from armillary.errors import ArmillaryError
 from armillary.planning.forward import Split
 from armillary.planning.replica import Replica
@@ -23,16 +25,15 @@ from armillary.planning.step_cost import StepCost, planned_step_cost
 from armillary.spec.params import parameters
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
-from armillary.units import bytes_text, seconds_text
+from armillary.units import bytes_text
 
 NEARLY = 0.97
 """of the best gain: a smaller change that buys as much is the better one"""
-HARM = {"ttft_p50_s": 1.5, "e2e_p50_s": 1.15, "tokens_out_per_s": 1.15}
-"""times that others may lose by a change of gaps: prompts that go in by parts end later themselves"""
+OVERLOAD = 0.25
+"""of a request's time in the queue, and of the run's time after the last request came: a queue that grows as long as
+requests come. How long anybody waits in it says how long was measured; how many are answered a second does not"""
 CLEARS = 0.5
 """of what more servers would gain: a lever that gains as much has dealt with the queue"""
-QUEUE = 0.1
-"""of a request's time: less waiting than that need not go"""
 HOST_S = 5e-4
 """the host's part of a step in graphs where nobody measured it: 0.5 ms and 3.4 µs a row on an H200's host"""
 REPLAY_S = 2e-4
@@ -41,8 +42,6 @@ less what deciding and answers take of it"""
 _USABLE = 0.9
 """of a device's memory"""
 _SMALLEST_CHUNK = 16
-
-Change = dict[str, Any]
 
 
 def levers_for(finding: Finding, reading: Reading, home: Home) -> tuple[Lever, ...]:
@@ -63,11 +62,18 @@ def limiting_gauge(finding: Finding, service: Service) -> str:
     """What a lever against it has to better."""
     if finding.cause == "prefill_interference":
         return "itl_p99_s"
-    if service.missed:
-        return next(iter(service.missed))
-    if service.batch_job:
+    grows = is_overloaded(service)
+    missed = [name for name in service.missed if not (grows and name in ("ttft_p99_s", "e2e_p99_s"))]
+    if missed:
+        return missed[0]
+    if service.batch_job or grows:
         return "tokens_out_per_s"
     return "ttft_p50_s" if finding.cause == "cache_misses" and service.queue_share < 0.5 else "e2e_p50_s"
+
+
+def is_overloaded(service: Service) -> bool:
+    """Whether requests come so fast that the queue grows without end."""
+    return not service.batch_job and min(service.queue_share, service.excess) >= OVERLOAD
 
 
 def settled(findings: list[Finding]) -> list[Finding]:
@@ -133,7 +139,7 @@ def _smaller_chunks(finding: Finding, replay: Replay, home: Home) -> list[Lever]
     while size < largest:
         tried.append({"serve.prefill_tokens": size})
         size *= 2
-    kept = [change for change in tried if not _harms(replay, change)]
+    kept = [change for change in tried if not harms(replay, change)]
     return _one(finding, replay, kept[::-1],
                 lambda change: f"{change['serve.prefill_tokens']} prompt tokens a step beside decodes")  # fmt: skip
 
@@ -150,7 +156,7 @@ def _larger_steps(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
 def _more_replicas(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     """As many as are needed for the queue to go."""
     counts = [count for count in (2, 3, 4, 6, 8, 12, 16) if count < len(replay.arrivals)]
-    enough = next((count for count in counts if not _waits(replay, {"layout.dp": count})), counts[-1] if counts else 0)
+    enough = next((count for count in counts if not waits(replay, {"layout.dp": count})), counts[-1] if counts else 0)
     tried: list[Change] = [{"layout.dp": enough}] if enough else []
     found = _one(finding, replay, tried, lambda change: f"{change['layout.dp']} servers behind one address")
     return [replace(lever, change={}, action=f"start {enough} servers and deal requests out to them in turn",
@@ -213,19 +219,17 @@ def _overlap(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
 def _one(
     finding: Finding, replay: Replay, tried: Iterable[Change], title: Callable[[Mapping[str, Any]], str]
 ) -> list[Lever]:
-    """Of changes that go ever further the first that buys nearly as much as the best."""
-    gauge = limiting_gauge(finding, replay.service)
-    priced = []
-    for change in tried:
-        gain = _gain(replay, gauge, change)
-        if gain is not None:
-            priced.append((change, gain))
-    best = max((gain for _, gain in priced), default=0.0)
-    for change, gain in priced:
-        if gain - 1 >= NEARLY * (best - 1):
-            return [Lever(title=title(change), change=change, speedup=gain, of=gauge, risk=_risk(replay, change),
-                          basis=_basis(replay, gauge))]  # fmt: skip
-    return []
+    """Of changes that go ever further the first that buys nearly as much as the best: of the rate where a queue grows,
+    but any that ends it brings that, so there the first that makes requests nearly as quick as the best."""
+    service = replay.service
+    gauge = limiting_gauge(finding, service)
+    by = "e2e_p99_s" if is_overloaded(service) and gauge == "tokens_out_per_s" else gauge
+    tried = list(tried)
+    gains = [_gain(replay, by, change) or 0.0 for change in tried]
+    enough = [change for change, gain in zip(tried, gains, strict=True) if gain - 1 >= NEARLY * (max(gains) - 1)]
+    return [Lever(title=title(change), change=change, speedup=gain, of=gauge, risk=risk_of(replay, change),
+                  basis=_basis(replay, gauge))
+            for change in enough[:1] if (gain := _gain(replay, gauge, change)) is not None]  # fmt: skip
 
 
 def _gain(replay: Replay, gauge: str, change: Change) -> float | None:
@@ -233,40 +237,6 @@ def _gain(replay: Replay, gauge: str, change: Change) -> float | None:
         return replay.speedup(gauge, change)
     except ArmillaryError:  # settings that do not go together
         return None
-
-
-def _waits(replay: Replay, change: Change) -> bool:
-    """Whether requests still wait for a good part of their time, or an objective is still missed."""
-    gauges, objective = replay.simulated(change).gauges, replay.service.objective
-    late = any(gauges.get(name, 0.0) > getattr(objective, name) for name in replay.service.missed)
-    return late or gauges.get("queue_p50_s", 0.0) > QUEUE * gauges.get("e2e_p50_s", 0.0)
-
-
-def _harms(replay: Replay, change: Change) -> bool:
-    """Whether others lose more than they should. Where gaps are longer than was asked for, times of which nothing was
-    asked may pay for them: only answers a second count, and what was asked for and is kept so far."""
-    service, then = replay.service, replay.simulated(change).gauges
-    asked = "itl_p99_s" in service.missed
-    limits = {gauge: most for gauge, most in HARM.items() if gauge.endswith("_per_s") or not asked}
-    kept = {name: limit for name in OBJECTIVES if (limit := getattr(service.objective, name)) is not None
-            and name not in service.missed}  # fmt: skip
-    if any(then.get(name, 0.0) > limit for name, limit in kept.items()):
-        return True
-    gains = {gauge: replay.speedup(gauge, change) for gauge in limits}
-    return any(gain is not None and gain * limits[gauge] < 1 for gauge, gain in gains.items())
-
-
-def _risk(replay: Replay, change: Change) -> str:
-    """What it costs: memory, and times of others that get longer."""
-    said = []
-    if "serve.kv_bytes" in change:
-        said.append(f"+ {bytes_text(change['serve.kv_bytes'] - replay.kv_bytes)} of memory")
-    now, then = replay.simulated().gauges, replay.simulated(change).gauges
-    for name, what in (("ttft_p99_s", "TTFT p99"), ("itl_p99_s", "ITL p99")):
-        before, after = now.get(name), then.get(name)
-        if before and after and after > 1.05 * before:
-            said.append(f"{what} {seconds_text(before)} → {seconds_text(after)}")
-    return ", ".join(said) or "none"
 
 
 def _basis(replay: Replay, gauge: str) -> str:

@@ -183,7 +183,7 @@ def _keep_activations(finding: Finding, reading: Reading, pricing: Pricing | Non
 def _keep_here(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
     if pricing is not None:
         what = pricing.plan.layout.offload
-        yield from _lever(pricing.price({"layout.offload": "none"}), f"offload {what} → none")
+        yield from _lever(pricing.kept_here({"layout.offload": "none"}), f"offload {what} → none")
 
 
 def _make_room(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:

@@ -7,7 +7,7 @@ layers' activations are on the device at most, in the forward pass as in the bac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -71,8 +71,12 @@ class Activations:
     def copying(self) -> Iterator[None]:
         """Copies launched inside travel beside the computation, once what was launched is computed; on a CPU it stands
         still for them."""
-        with nullcontext() if self.device.type == "cuda" else self._timed(), self.lane.on(computed(self.device)):
+        with self.handling(), self.lane.on(computed(self.device)):
             yield
+
+    def handling(self) -> AbstractContextManager[None]:
+        """The host sees to what is kept: the computation of a GPU goes on meanwhile, that of a CPU stands still."""
+        return nullcontext() if self.device.type == "cuda" else self._timed()
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -120,6 +124,10 @@ class Kept:
     # --- forward
 
     def pack(self, stays: Staying, tensor: Tensor) -> Any:
+        with self._all.handling():
+            return self._packed(stays, tensor)
+
+    def _packed(self, stays: Staying, tensor: Tensor) -> Any:
         if not self._all.can_move(tensor) or tensor in stays:
             return tensor
         if self._stays:
@@ -153,12 +161,17 @@ class Kept:
         if isinstance(packed, Tensor):
             return packed
         kept, what, form = packed
-        kept.come()
-        if kept.before is not None:
-            kept.before.come()
-            kept.before = None
-        found = what if isinstance(what, Tensor) else kept.give(what)
-        return found if form is None else found.view(form[0]).as_strided(*form[1:])  # type: ignore[no-any-return]
+        with kept._all.handling():
+            return kept.unpacked(what, form)  # type: ignore[no-any-return]
+
+    def unpacked(self, what: Any, form: Any) -> Tensor:
+        """What was kept, and on its way what the layer before kept."""
+        self.come()
+        if self.before is not None:
+            self.before.come()
+            self.before = None
+        found = what if isinstance(what, Tensor) else self.give(what)
+        return found if form is None else found.view(form[0]).as_strided(*form[1:])
 
     def give(self, index: int) -> Tensor:
         if self._came is not None:

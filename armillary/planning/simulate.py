@@ -102,7 +102,7 @@ class _Device:
     def launch(self, decision: Decision) -> tuple[Decision, float]:
         keys = sum(decision.positions) + len(decision.positions)
         taken = self._cost.seconds(decision.num_prefill_tokens, len(decision.decodes), keys, decision.num_prefill_pairs,
-                                   len(decision.chunks))  # fmt: skip
+                                   len(decision.chunks), decision.num_past_tokens)  # fmt: skip
         like = self._cost.scatter.like(decision.num_prefill_tokens > 0, taken)
         taken *= self._dice.choice(like) if like else 1.0
         self._free_at = max(self.now, self._free_at) + taken

@@ -70,16 +70,18 @@ class GaugeWriter:
                 os.ftruncate(self._file, before)
                 raise
 
-    def keep_last(self, most_bytes: int) -> None:
-        """Cut the older half off once the file is larger than that; whoever reads it goes on from a whole line."""
+    def keep_last(self, most_bytes: int) -> bool:
+        """Cut the older half off once the file is larger than that, and say so; whoever reads it goes on from a whole
+        line."""
         with self._alone, plain_errors(self.path):
             size = os.fstat(self._file).st_size
             if size <= most_bytes:
-                return
+                return False
             start = _end_of_last_line(self._file, size - most_bytes // 2)
             kept = os.pread(self._file, size - start, start)
             os.ftruncate(self._file, 0)
             os.write(self._file, kept)
+        return True
 
     def close(self) -> None:
         """Let the file go; closing twice is fine."""

@@ -38,7 +38,9 @@ from armillary.training.optim import learning_rate, set_learning_rate, update
 from armillary.training.pace import Pace, queued_s, spread
 from armillary.training.precision import HALF, autocast
 from armillary.training.reading import Mark, Read, Reading
+from armillary.training.samples import Samples
 from armillary.training.scaler import LossScaler, refuse_tiny_scale
+from armillary.training.short_passes import ShortPasses, can_pass
 from armillary.training.speed import Speed
 from armillary.training.step_report import StepReport
 from armillary.training.waits import Waits
@@ -90,6 +92,7 @@ class Trainer:
         self.pace = Pace()
         self.again = Again(self.model, self.device, seen=not self.job.compile)
         self.looks = Looks(self.job.profile_every if world.is_main else 0, roof_here(self.device, home))
+        self.samples = self._samples()
         self.val_loss: float | None = None
         self.validation_s = 0.0
         self.tokens = self.skipped = self.taken = 0
@@ -128,6 +131,7 @@ class Trainer:
         split = undisturbed(split, seconds, measured["host_cpu_s"], measured["host_queue_s"])
         sources = dict.fromkeys(meter.sizes(), meter.source) | dict.fromkeys(split, WINDOW)
         sources |= dict.fromkeys([*idle, *twice, *([] if split else ["comm_exposed_s"])], self.waits.source)
+        gauges |= self.samples.beside(now.batch, step, self.taken - 1) if plain else {}
         self.pace.leave(seconds, plain=plain)
         return StepReport(step=step, gauges=gauges | split, sources=sources)
 
@@ -266,6 +270,15 @@ class Trainer:
         return self.val_loss
 
     # --- what is measured
+
+    def _samples(self) -> Samples:
+        def passes(part: DeviceBatch) -> None:
+            with self.sharded.accumulate(last=False):
+                self.loss_sum(part).backward()
+
+        able = can_pass(self.plan, self.sharded)
+        short = ShortPasses(self.model, passes, rows=self.layout.micro_batch) if able else None
+        return Samples(self.job.profile_every if self.device.type == "cpu" else 0, self.layout.precision, short)
 
     def _measuring(self) -> Any:
         """One step's memory is taken apart; the others are left alone."""

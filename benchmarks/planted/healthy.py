@@ -6,7 +6,7 @@ from pathlib import Path
 
 from armillary.store.home import Home
 from benchmarks.planted.problem import Problem, Wish
-from benchmarks.planted.serve_small import bearable, serve_small, serving_recipe
+from benchmarks.planted.serve_small import rates, serve_small, serving_recipe
 from benchmarks.planted.traffic import at_rate, mixed
 from benchmarks.planted.train_small import model_of, train_small
 
@@ -45,7 +45,7 @@ def full_load(wish: Wish, home: Home) -> Path:
 def _served(wish: Wish, home: Home, load: float, count: int) -> Path:
     requests = mixed(count, tokens_in=(32, 96), tokens_out=(24, 48), seed=wish.seed)
     wide = {"serve": {"max_running": _ROWS}}
-    rate = bearable(serving_recipe(wish, wide), requests) * load
+    rate = min(rates(serving_recipe(wish, wide), requests[:_ROWS])) * load
     return serve_small(wish, home, at_rate(requests, rate, wish.seed), **wide)
 
 

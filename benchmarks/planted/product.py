@@ -7,11 +7,13 @@ from pathlib import Path
 from armillary.spec.params import kv_bytes_per_token
 from armillary.store.home import Home
 from benchmarks.planted.problem import ACTION, Problem, Wish
-from benchmarks.planted.serve_small import bearable, serve_small, serving_recipe
+from benchmarks.planted.serve_small import rates, serve_small, serving_recipe
 from benchmarks.planted.traffic import asked, at_once, at_rate, mixed, sharing
 
 _KV_DTYPE_BYTES = 2
 _LONGEST = 512
+_LONG = 1900
+"""tokens of a prompt or an answer that still fit beside a short one in a sequence (serve_small)"""
 _ROWS = 16
 """requests that run together where nothing else is said (serve_small)"""
 _MANY_ROWS = 64
@@ -27,10 +29,10 @@ def small_kv_cache(wish: Wish, home: Home) -> Path:
 
 def no_chunks(wish: Wish, home: Home) -> Path:
     """Long prompts go in whole among requests that are being answered."""
-    long = min(1900, round(1200 * wish.severity))
+    long = min(_LONG, round(1200 * wish.severity))
     chats = at_once(mixed(8, tokens_in=(16, 32), tokens_out=(200, 220), seed=wish.seed))
     calm = serving_recipe(wish, {})
-    each_s = 1 / bearable(calm, mixed(8, tokens_in=(16, 32), tokens_out=(200, 220), seed=wish.seed))
+    each_s = 1 / max(rates(calm, mixed(8, tokens_in=(16, 32), tokens_out=(200, 220), seed=wish.seed), times=2))
     essays = mixed(10, tokens_in=(long, long + 100), tokens_out=(4, 8), seed=wish.seed + 1, name="long")
     return serve_small(
         wish, home, [*chats, *at_rate(essays, 10 / (8 * each_s), wish.seed)],
@@ -40,8 +42,8 @@ def no_chunks(wish: Wish, home: Home) -> Path:
 
 def no_prefix_cache(wish: Wish, home: Home) -> Path:
     """All prompts begin with the same instructions, which are computed for each again."""
-    requests = sharing(40, prefixes=1, prefix_tokens=round(400 * wish.severity), tokens_in=16, tokens_out=16,
-                       seed=wish.seed)  # fmt: skip
+    shared = min(_LONG, round(400 * wish.severity))
+    requests = sharing(40, prefixes=1, prefix_tokens=shared, tokens_in=16, tokens_out=16, seed=wish.seed)
     return serve_small(wish, home, at_once(requests), serve={"prefix_cache": False})
 
 
@@ -60,7 +62,8 @@ def small_batch(wish: Wish, home: Home) -> Path:
 
 def static_batches(wish: Wish, home: Home) -> Path:
     """A batch is begun only when the one before is over, and its answers differ in length."""
-    requests = mixed(48, tokens_in=(16, 64), tokens_out=(4, max(16, round(96 * wish.severity))), seed=wish.seed)
+    longest = min(_LONG, max(16, round(96 * wish.severity)))
+    requests = mixed(48, tokens_in=(16, 64), tokens_out=(4, longest), seed=wish.seed)
     return serve_small(wish, home, at_once(requests), serve={"batching": "static", "max_running": 8})
 
 
@@ -68,7 +71,7 @@ def too_much_traffic(wish: Wish, home: Home) -> Path:
     """Well set, but more comes than one engine bears."""
     requests = mixed(240, tokens_in=(32, 96), tokens_out=(24, 48), seed=wish.seed)
     wide = {"serve": {"max_running": _MANY_ROWS}}
-    rate = bearable(serving_recipe(wish, wide), requests[:_MANY_ROWS]) * (1 + 2 * wish.severity)
+    rate = max(rates(serving_recipe(wish, wide), requests[:_MANY_ROWS])) * (1 + 2 * wish.severity)
     return serve_small(wish, home, at_rate(requests, rate, wish.seed), **wide)
 
 

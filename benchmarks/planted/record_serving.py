@@ -68,7 +68,8 @@ class Place:
         for serve in (now, replace(now, prefill_tokens=1024), replace(now, graphs=True)):
             if (kind := (serve.graphs, serve.prefill_tokens)) not in self._warm:
                 self._warm.add(kind)
-                drive(make_engine(self._made(case.recipe), None, serve, seed=0)[0], self._arrivals[case.name])
+                engine, _ = make_engine(self._made(case.recipe), None, serve, seed=0, record=_unheard)
+                drive(engine, self._arrivals[case.name])
 
     def _made(self, recipe: Recipe) -> Transformer:
         self._model = self._model or model_of(recipe, 0, self.device)
@@ -77,6 +78,10 @@ class Place:
     @property
     def scale(self) -> float:
         return 0.25 if self.tiny else 1.0
+
+
+def _unheard(gauges: Mapping[str, Any], **of: Any) -> None:
+    """For engines that rehearse as if somebody kept records."""
 
 
 def graphs(at: Place) -> LeverCase:

@@ -14,7 +14,7 @@ _EXPERTS = 8
 
 def few_micro_batches(wish: Wish, home: Home) -> Path:
     """Two stages, and so few micro-batches that one of them mostly stands idle."""
-    count = max(1, round(2 / wish.severity))
+    count = min((1, 2, 4, 8, 16), key=lambda one: abs(one - 2 / wish.severity))  # of 32 rows
     return train_small(wish, home, layout={"pp": 2, "micro_batch": 32 // count, "schedule": "1f1b"})
 
 
@@ -27,10 +27,11 @@ def slow_link(wish: Wish, home: Home) -> Path:
 
 
 def slow_rank(wish: Wish, home: Home) -> Path:
-    """One of two ranks takes longer for everything."""
+    """One of two ranks takes longer for everything, and for longer than a busy machine holds one up."""
     return train_small(
-        wish, home, layout={"dp": 2, "micro_batch": 16}, fault=Fault(kind="slow rank", amount=2.0 * wish.severity)
-    )
+        wish, home, layout={"dp": 2, "micro_batch": 16}, train={"steps": 28},
+        fault=Fault(kind="slow rank", amount=2.0 * wish.severity),
+    )  # fmt: skip
 
 
 def recompute(wish: Wish, home: Home) -> Path:

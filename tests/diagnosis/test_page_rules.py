@@ -31,7 +31,7 @@ def page(text: str, **changed: float) -> Reading:
     ("batch_limited", "batch_too_small", "--max-num-seqs 256"),
     ("kv_full", "preemption", "--kv-cache-dtype fp8"),
     ("saturated", "too_few_replicas", "one more server behind a router, or --data-parallel-size 3"),
-    ("interference", "prefill_interference", "--max-num-batched-tokens 512"),
+    ("interference", "prefill_interference", "--max-num-batched-tokens 1024"),
 ])  # fmt: skip
 def test_recorded_pages_of_vllm_through_the_command_line(cli: Cli, name: str, cause: str, flag: str) -> None:
     ran = cli("diagnose", str(DATA / f"vllm_0.10.1_{name}.prom"), "--json")

@@ -68,3 +68,20 @@ def test_a_percentile_lies_in_the_bucket_that_holds_it(values: list[float], shar
 def test_what_was_added_between_two_looks() -> None:
     before, after = Histogram((1.0, inf), (3.0, 4.0), 5.0), Histogram((1.0, inf), (3.0, 9.0), 25.0)
     assert after.since(before) == Histogram((1.0, inf), (0.0, 5.0), 20.0)
+
+
+@given(st.lists(st.floats(0.002, 0.008), min_size=3), st.lists(st.floats(0.1, 0.28), min_size=2, max_size=9))
+def test_two_kinds_of_values_are_told_apart(short: list[float], long: list[float]) -> None:
+    """The sum is known, so the lower kind's mean is off by no more than what the upper buckets hide."""
+    bounds = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, inf)
+    values = short + long
+    counts = tuple(float(sum(value <= bound for value in values)) for bound in bounds)
+    found = Histogram(bounds, counts, sum(values)).lower_group(3.0)
+    assert found is not None and 0.0 <= found <= 0.01
+    assert found == pytest.approx(sum(short) / len(short), abs=0.05 * len(long) / len(short) + 1e-9)
+
+
+def test_values_of_one_kind_are_not_split() -> None:
+    assert Histogram((0.01, 0.025, 0.05, inf), (5.0, 90.0, 95.0, 95.0), 1.6).lower_group(3.0) is None
+    assert Histogram((0.01, inf), (5.0, 5.0), 0.02).lower_group(3.0) is None
+    assert Histogram((inf,), (0.0,), 0.0).lower_group(3.0) is None

@@ -23,6 +23,11 @@ def test_a_recorded_step_tells_where_its_time_went_and_not_how_long_steps_are() 
     assert max(made.series("step_s")) == 1.0 and made.get("useful_fraction") == 0.5 and made.get("compute_s") == 0.9
 
 
+def test_a_recorded_step_tells_who_was_slowest_in_the_one_before() -> None:
+    made = reading_of(rank_spread_s=0.1, slowest_rank=1.0)
+    assert len(made.series("rank_spread_s")) == 17 and len(made.series("step_s")) == 16
+
+
 def test_a_machine_that_others_use_is_said_to_be_busy() -> None:
     assert "waited for a core 40% of the time" in reading_of(host_queue_s=0.4).notes[-1]
     assert len(reading_of(host_queue_s=0.05).notes) == 1

@@ -80,6 +80,14 @@ def test_a_rank_that_is_late_by_chance() -> None:
     assert straggler(reading_of(count=4, rank_spread_s=0.4, slowest_rank=1.0), None) is None, "too few to tell"
 
 
+def test_a_rank_that_was_late_for_a_time() -> None:
+    """Steps beside each other are held up by the same thing: a busy core slows one rank for many of them on end."""
+    late = {"count": 23, "rank_spread_s": 0.2, "slowest_rank": 1.0}
+    assert straggler(reading_of(**late), None) is not None
+    then = late | {"rank_spread_s": lambda step: 0.02 if step > 17 else 0.2}
+    assert late_rank(reading_of(**then), None) is None, "the last quarter was without it"
+
+
 def test_a_main_rank_that_is_late_itself() -> None:
     made = reading_of(rank_spread_s=0.4, slowest_rank=0.0, comm_exposed_s=0.02)
     found = straggler(made, None)
@@ -140,6 +148,7 @@ def test_offload_with_memory_to_spare() -> None:
     assert found is not None and found.share == pytest.approx(0.3)
     verdict = diagnose(made, NOWHERE)
     assert verdict.cause == "needless_offload" and verdict.levers[0].change == {"layout.offload": "none"}
+    assert verdict.levers[0].speedup == pytest.approx(1 / 0.7, rel=0.02), "what stood still goes"
     assert needless_offload(made, plan_of()) is None
 
 

@@ -51,7 +51,8 @@ def engine_run(serve: Serve) -> tuple[Engine, list[dict[str, Any]], list[dict[st
     requests: list[dict[str, Any]] = []
 
     def record(gauges: dict[str, Any], *, step: int | None = None, request: str | None = None) -> None:
-        (steps if request is None else requests).append(gauges)
+        if "rehearsed_s" not in gauges:
+            (steps if request is None else requests).append(gauges)
 
     model = build(small(vocab=64, context=256), dtype=torch.float32, device="cpu", seed=1)
     engine, _ = make_engine(model, None, serve, record=record, seed=0, eos_ids=(7,))
@@ -162,6 +163,32 @@ def test_steps_that_are_all_alike_still_tell_tokens_from_rows(seed: int) -> None
     full, prompts = {"decode_tokens": 16, "context_tokens": 6720}, {"prefill_tokens": 2000, "prefill_rows": 7}
     assert found.of(full) == pytest.approx(planted.of(full), rel=0.15)
     assert found.of(prompts) == pytest.approx(planted.of(prompts), rel=0.15)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_run_never_shows_is_as_it_was_rehearsed(seed: int) -> None:
+    """Whole prompts only; a few tokens behind many, and chunks, are asked. The rehearsal was quicker than the run."""
+    planted = StepCost(base_s=4e-3, prefill_s=2.5e-5, decode_s=4e-4, context_s=3e-7, pair_s=3e-8, row_s=6e-4,
+                       past_s=5e-7)  # fmt: skip
+    dice, steps = Random(seed), []
+    for _ in range(200):
+        rows, decodes = dice.choice((0, 1)), dice.randint(1, 8)
+        one = _whole(416 * rows, rows) | {"decode_tokens": decodes, "context_tokens": 430 * decodes}
+        steps.append(one | {"engine_step_s": 1.3 * planted.of(one) * dice.lognormvariate(0.0, 0.05)})
+    tried = [_whole(size * rows, rows, past * rows) for rows in (1, 8) for size in (16, 64, 256)
+             for past in (0, 512, 1024)]  # fmt: skip
+    tried += [{"prefill_tokens": 0, "decode_tokens": rows, "context_tokens": 512 * rows} for rows in (1, 8)]
+    tried = [one | {"rehearsed_s": planted.of(one) * dice.lognormvariate(0.0, 0.03)} for one in tried]
+    found = fit_step_cost(steps, rehearsed=tried)
+    assert found is not None and found.of(steps[0]) == pytest.approx(1.3 * planted.of(steps[0]), rel=0.1)
+    for asked in (_whole(128, 8, 3200), _whole(256, 1, 800) | {"decode_tokens": 8, "context_tokens": 3440}):
+        assert found.of(asked) == pytest.approx(1.3 * planted.of(asked), rel=0.15)
+
+
+def _whole(tokens: int, rows: int, past: int = 0) -> dict[str, float]:
+    each, before = tokens / max(rows, 1), past / max(rows, 1)
+    return {"prefill_tokens": tokens, "prefill_rows": rows, "prefill_past": past, "decode_tokens": 0,
+            "prefill_pairs": tokens * (before + each / 2)}  # fmt: skip
 
 
 def test_few_queries_take_a_gpu_as_long_as_a_tile_for_each_of_its_processors() -> None:

@@ -81,6 +81,11 @@ class Decision:
         return sum(chunk.size * (chunk.start + (chunk.size + 1) / 2) for chunk in self.chunks)
 
     @property
+    def num_past_tokens(self) -> int:
+        """Keys that parts of prompts read of what was computed, or found, before."""
+        return sum(chunk.start for chunk in self.chunks)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.decodes) + self.num_prefill_tokens
 

@@ -25,6 +25,7 @@ from armillary.serving.engine.int8 import Int8Dense
 from armillary.serving.engine.kv_capacity import KVPlan, plan_kv
 from armillary.serving.engine.loop import Loop
 from armillary.serving.engine.packed import PackedDense, exchange, exchange_head, packs
+from armillary.serving.engine.rehearsal import rehearse
 from armillary.serving.engine.scheduler import Scheduler
 from armillary.serving.engine.settings import Settings, settings_for
 from armillary.serving.engine.step_roof import step_roof
@@ -78,6 +79,11 @@ def make_engine(
         tell(f"{graphs} CUDA graphs", time.monotonic() - begin)
     ahead = serve.decides_ahead(_device_type(model))
     loop = Loop(scheduler, executor if group is None else Leader(executor), overlap=ahead)
+    if record is not None and warm and group is None:
+        begin = time.monotonic()
+        for made in rehearse(executor, scheduler.cache, settings):
+            record(made)
+        tell("rehearsal", time.monotonic() - begin)
     texts = Answers(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
     roof = step_roof(model.config, peaks, _dtype_name(model))
     return Engine(loop, texts, record=record, roof=roof), plan

@@ -38,6 +38,8 @@ class Recorder:
             queue.Queue(_MOST_WAITING))  # fmt: skip
         self.every = 1
         """of the steps, which are recorded"""
+        self._lasting: list[Mapping[str, Any]] = []
+        """records of neither a step nor a request: they stay when old ones are cut off"""
         self._seen = 0
         self._counted, self._since = 0, time.monotonic()
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
@@ -72,8 +74,11 @@ class Recorder:
     def _run(self) -> None:
         while (one := self._queue.get()) is not _END:
             gauges, step, request, now = one
+            if step is None and request is None:
+                self._lasting.append(gauges)
             try:
                 self._writer.write(gauges, step=step, request=request, now=now)
-                self._writer.keep_last(self._most_bytes)
+                for lasting in self._lasting if self._writer.keep_last(self._most_bytes) else ():
+                    self._writer.write(lasting)
             except ArmillaryError:  # a full disk is no reason not to answer; what comes later may find room
                 continue
