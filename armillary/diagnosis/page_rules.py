@@ -114,7 +114,7 @@ def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
     if load is None or load.waiting >= 1 or _queued(load) < QUEUES or load.preempted >= OFTEN:
         return None
     without = Lever(title="one more replica for the bursts", action=_replica_text(reading, 2), of="e2e_s",
-                    speedup=speedup(_queued(load), float("inf")), risk="a device more",
+                    speedup=speedup(min(0.95, _queued(load)), float("inf")), risk="a device more",
                     basis="at most: no queue at all")  # fmt: skip
     return _finding("queueing", _queued(load), f"nobody waits now, but {_queue_text(load)}: requests come in bursts",
                     reading, ("queue_s", "waiting", "e2e_s"), (without,))  # fmt: skip

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from armillary.diagnosis.apply import overrides_of
-from armillary.diagnosis.launching import launching
+from armillary.diagnosis.launching import a_micro_batch, launching
 from armillary.diagnosis.parts import Parts, parts_of, recomputed
 from armillary.diagnosis.reading import Reading
 from armillary.errors import ArmillaryError
@@ -145,16 +145,24 @@ class Pricing:
     # --- a measured step, changed as predicted
 
     def _changed(self, parts: Parts, then: Prediction) -> Parts:
-        now = self.now
-        again = min(self.again_s, parts.work)
-        work = (parts.work - again) * self._work_ratio(then)
-        work += _carried(again, now.time.recompute[0], then.time.recompute[0]) if again else 0.0
+        now, work = self.now, self._worked(parts, then)
         exposed = _carried(parts.comm_exposed, now.time.exposed[0], then.time.exposed[0])
         idle = _carried(parts.bubble, now.time.bubble[0], then.time.bubble[0])
         busy = work + exposed + idle
         wait = max(0.0, parts.step - busy) if parts.data_wait > 0.02 * parts.step else parts.data_wait
         return Parts(step=busy + wait, data_wait=wait, comm_exposed=exposed, bubble=idle, checkpoint=parts.checkpoint,
                      validation=parts.validation, between=parts.between)  # fmt: skip
+
+    def _worked(self, parts: Parts, then: Prediction) -> float:
+        """Seconds that are neither waiting nor idling. Where nothing but the rows of a micro-batch differs, and the
+        trainer joined some to see, what comes with each follows their number."""
+        now, rows = self.now, a_micro_batch(self.reading)
+        if rows is not None and _same_but_rows(now.layouts, then.layouts):
+            fewer = float(then.time.micro_batches[0] / now.time.micro_batches[0])
+            return parts.work * (rows * fewer + 1 - rows)
+        again = min(self.again_s, parts.work)
+        work = (parts.work - again) * self._work_ratio(then)
+        return work + (_carried(again, now.time.recompute[0], then.time.recompute[0]) if again else 0.0)
 
     def _work_ratio(self, then: Prediction) -> float:
         """Of what is neither waiting nor idling: launches by their number, the rest by its predicted time. Activations

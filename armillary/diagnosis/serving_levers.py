@@ -21,9 +21,8 @@ from armillary.errors import ArmillaryError
 from armillary.planning.forward import Split
 from armillary.planning.replica import Replica
 from armillary.planning.serving_formats import serving_formats
-from armillary.planning.step_cost import StepCost, planned_step_cost
+from armillary.planning.step_cost import StepCost, beyond_rows, planned_step_cost
 from armillary.spec.params import parameters
-from armillary.spec.plan import Plan
 from armillary.store.home import Home
 from armillary.units import bytes_text
 
@@ -104,12 +103,23 @@ def _batching(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
 
 def _more_rows(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     now, wanted = replay.service.serve.max_running, replay.service.wanted
+    replay = _with_more_rows(replay)
     tried: list[Change] = []
     rows = 2 * now
     while rows < 2 * wanted and len(tried) < 6:
         tried.append({"serve.max_running": rows} | _budget_for(replay, rows))
         rows *= 2
     return _one(finding, replay, tried, lambda change: f"run {now} → {change['serve.max_running']} requests together")
+
+
+def _with_more_rows(replay: Replay) -> Replay:
+    """Where steps of few rows do not say what many cost: on a GPU, the planner."""
+    service = replay.service
+    planned = _planned(service) if service.plan is not None and service.plan.cluster.chip.kind == "gpu" else None
+    if planned is None:
+        return replay
+    cost = beyond_rows(replay.cost, planned, service.rows, service.context or 512.0)
+    return Replay(service, replay.config, cost)
 
 
 def _budget_for(replay: Replay, rows: int) -> Change:
@@ -166,9 +176,7 @@ def _more_replicas(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
 def _graphs(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     """Steps that are launched as one take what the planner says that the device needs for them; never less than the
     host still takes for one."""
-    plan = replay.service.plan
-    assert plan is not None
-    cost = launched_at_once(replay.service, plan)
+    cost = launched_at_once(replay.service)
     if cost is None:
         return []
     change = {"serve.graphs": True}
@@ -181,18 +189,25 @@ def _graphs(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
                   basis="planner's device time of the same steps, requests played again")]  # fmt: skip
 
 
-def launched_at_once(service: Service, plan: Plan) -> StepCost | None:
+def launched_at_once(service: Service) -> StepCost | None:
     """What steps would cost without their launches."""
-    if service.cost is None:
+    planned = _planned(service)
+    if service.cost is None or planned is None:
         return None
+    return replace(planned, base_s=min(max(planned.base_s, _host_s(service)), service.cost.base_s), waits=True)
+
+
+def _planned(service: Service) -> StepCost | None:
+    """What the planner's roofline says of steps of this model here; none where it does not know the device."""
+    plan = service.plan
+    assert plan is not None
     try:
         precision = "fp8" if service.serve.weights == "fp8" else plan.layout.precision
         formats = serving_formats(precision, plan.cluster.chip, service.serve.kv_dtype)
         replica = Replica(config=plan.model, cluster=plan.cluster, split=Split(tp=plan.layout.tp), formats=formats)
-        planned = planned_step_cost(replica, context=int(service.context) or 512)
+        return planned_step_cost(replica, context=int(service.context) or 512)
     except ArmillaryError:
         return None
-    return replace(planned, base_s=min(max(planned.base_s, _host_s(service)), service.cost.base_s), waits=True)
 
 
 def _host_s(service: Service) -> float:
@@ -219,8 +234,8 @@ def _overlap(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
 def _one(
     finding: Finding, replay: Replay, tried: Iterable[Change], title: Callable[[Mapping[str, Any]], str]
 ) -> list[Lever]:
-    """Of changes that go ever further the first that buys nearly as much as the best: of the rate where a queue grows,
-    but any that ends it brings that, so there the first that makes requests nearly as quick as the best."""
+    """Of changes that go ever further the first that buys nearly as much as the best. Where a queue grows, all that end
+    it bring the same rate: there it is the first that makes requests nearly as quick as the best."""
     service = replay.service
     gauge = limiting_gauge(finding, service)
     by = "e2e_p99_s" if is_overloaded(service) and gauge == "tokens_out_per_s" else gauge

@@ -16,7 +16,7 @@ scaled to those there are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -166,10 +166,11 @@ def fit_step_cost(
 
 
 def _line(parts: Array, taken: Array, waited: Array | None, tried: Tried | None) -> Array:
-    """Numbers for what steps took; those of waiting for a device apart from the rest, where it is waited for."""
-    if waited is None:
-        return _fitted(parts, taken, taken, _ALONE, tried)
-    return _fitted(parts, waited, taken, _DEVICE, tried) + _fitted(parts, taken - waited, taken, _HOST)
+    """Numbers for what steps took; those of waiting for a device apart from the rest, where it is waited for and
+    nothing was rehearsed that would tell them apart."""
+    if waited is None or tried is not None:
+        return _fitted(parts, taken, taken, _ALONE if waited is None else _DEVICE, tried)
+    return _fitted(parts, waited, taken, _DEVICE) + _fitted(parts, taken - waited, taken, _HOST)
 
 
 def _without_past(parts: Array) -> Array:
@@ -279,6 +280,21 @@ def _non_negative(rows: Array, wanted: Array) -> Array:
             best, least = np.zeros(count), left
             best[list(chosen)] = found
     return best / size
+
+
+def beyond_rows(cost: StepCost, planned: StepCost, rows: int, context: float) -> StepCost:
+    """A GPU's steps as they were with `rows` decodes, and as the planner has them grow with more: few of them go
+    through other kernels than many, and the next of a few costs more than one of many."""
+    many = 16 * rows
+    now = cost.seconds(0, rows, rows * context)
+    pace = now / planned.seconds(0, rows, rows * context)
+    then = pace * planned.seconds(0, many, many * context)
+    each = max(0.0, then - now) / (many - rows)
+    if each >= cost.decode_s + context * cost.context_s:
+        return cost
+    key_s = min(each / max(context, 1.0), pace * planned.context_s)
+    return replace(cost, base_s=now - rows * each, decode_s=each - context * key_s, context_s=key_s,
+                   basis=f"{cost.basis}, more rows by the planner")  # fmt: skip
 
 
 def planned_step_cost(replica: Replica, *, context: int = 512, steps: Sequence[Mapping[str, Any]] = ()) -> StepCost:

@@ -63,7 +63,7 @@ _INNER: _Rows = (
     ("host_queue_s", "s", "part of a step in which the main thread was ready and others had the cores (Linux)"),
     ("host_cpu_s", "s", "part of a step in which the main thread really ran, by the processor's clock"),
     ("call_s", "s", "what a call of torch takes a processor now, whatever its work, by the clock of a small sample"),
-    ("micro_batch_s", "s", "what a micro-batch takes a processor now however few its rows, by the clock of a sample"),
+    ("micro_batch_fraction", "fraction", "share of a micro-batch that comes whatever its rows, from joining some"),
     ("loader_tokens_per_s", "tokens/s", "what the data path delivers by itself"),
     ("clock_hz", "Hz", "device clock while measured"),
     ("power_w", "W", "device power while measured"),

@@ -18,7 +18,7 @@ SOURCES = {
     "restarts_total": "count", "aux_loss": "model", "expert_load_max_over_mean": "count",
     "expert_tail_fraction": "count", "expert_drop_fraction": "count", "router_entropy": "model",
     "offloaded_bytes": "count", "host_cpu_s": "the thread's clock", "host_queue_s": "operating system",
-    "call_s": "the thread's clock", "micro_batch_s": "the thread's clock",
+    "call_s": "the thread's clock", "micro_batch_fraction": "the thread's clock",
     "slowest_rank": "every rank's own clock", "rank_spread_s": "every rank's own clock",
 }  # fmt: skip
 """how gauges are measured; those of memory say it themselves, the rest are differences of the wall clock"""

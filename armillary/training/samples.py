@@ -15,11 +15,11 @@ from armillary.model import attend
 from armillary.model.transformer import build
 from armillary.spec.model import LayerKind, ModelConfig
 from armillary.training.data.loader import DeviceBatch
+from armillary.training.joined_rows import JoinedRows
 from armillary.training.loss import loss_sum
 from armillary.training.precision import HALF, autocast
-from armillary.training.short_passes import ShortPasses
 
-EARLY = range(4, 17)
+EARLY = range(4, 24)
 """of the steps this process takes: those beside which samples are timed if they are plain, however short the run"""
 EARLY_S = 4.0
 """seconds that these may take in all: after that one more is not worth them"""
@@ -31,26 +31,24 @@ _CPU = torch.device("cpu")
 class Samples:
     """`beside(batch, step, taken)` once a plain step is over."""
 
-    def __init__(self, every: int, precision: str, passes: ShortPasses | None) -> None:
+    def __init__(self, every: int, precision: str, joined: JoinedRows | None) -> None:
         """`every` so many steps one is recorded, and samples are timed after it; 0: never. Every rank times its own, so
         that none waits for another."""
-        self._every, self._precision, self._passes = every, precision, passes
+        self._every, self._precision, self._joined = every, precision, joined
         self._call_s: Callable[[], float] | None = None
         self._spent_s = 0.0
 
     def beside(self, batch: DeviceBatch, step: int, taken: int) -> dict[str, float]:
         """Gauges, after step `step` of `batch`, before which this process took `taken`; none where it is not their
-        turn: early on, and after every step that was recorded. The first time warms up, and counts for nothing."""
+        turn: early on, and after every step that was recorded."""
         early = taken in EARLY and self._spent_s < EARLY_S
         if not self._every or not (early or (step and step % self._every == 0)):
             return {}
-        begin, first = time.perf_counter(), self._call_s is None
+        begin = time.perf_counter()
         self._call_s = self._call_s or call_sample(self._precision)
-        found = {"call_s": self._call_s()}
-        if self._passes is not None:
-            found |= {"micro_batch_s": self._passes.micro_batch_s(batch)} | self._passes.raw
+        found, fraction = {"call_s": self._call_s()}, self._joined.fraction(batch) if self._joined is not None else None
         self._spent_s += time.perf_counter() - begin
-        return {} if first else found
+        return found if fraction is None else found | {"micro_batch_fraction": fraction}
 
 
 def call_sample(precision: str) -> Callable[[], float]:

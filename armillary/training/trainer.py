@@ -29,6 +29,7 @@ from armillary.training.agreement import Agreement, attempt
 from armillary.training.balance import Routers
 from armillary.training.data.loader import DeviceBatch, to_device
 from armillary.training.feed import Feed, Fetched, Stop
+from armillary.training.joined_rows import JoinedRows, can_join
 from armillary.training.looks import Looks
 from armillary.training.measure import WINDOW, memory_gauges
 from armillary.training.memory import NoMeter, make_meter
@@ -40,7 +41,6 @@ from armillary.training.precision import HALF, autocast
 from armillary.training.reading import Mark, Read, Reading
 from armillary.training.samples import Samples
 from armillary.training.scaler import LossScaler, refuse_tiny_scale
-from armillary.training.short_passes import ShortPasses, can_pass
 from armillary.training.speed import Speed
 from armillary.training.step_report import StepReport
 from armillary.training.waits import Waits
@@ -276,9 +276,9 @@ class Trainer:
             with self.sharded.accumulate(last=False):
                 self.loss_sum(part).backward()
 
-        able = can_pass(self.plan, self.sharded)
-        short = ShortPasses(self.model, passes, rows=self.layout.micro_batch) if able else None
-        return Samples(self.job.profile_every if self.device.type == "cpu" else 0, self.layout.precision, short)
+        able = can_join(self.plan, self.sharded)
+        joined = JoinedRows(self.model, passes, rows=self.layout.micro_batch) if able else None
+        return Samples(self.job.profile_every if self.device.type == "cpu" else 0, self.layout.precision, joined)
 
     def _measuring(self) -> Any:
         """One step's memory is taken apart; the others are left alone."""

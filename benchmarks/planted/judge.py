@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from armillary.diagnosis.diagnose import diagnose
 from armillary.diagnosis.diagnosis import Diagnosis
@@ -12,9 +13,12 @@ from armillary.diagnosis.finding import Lever
 from armillary.diagnosis.open_reading import open_reading
 from armillary.store.home import Home
 from benchmarks.planted.problem import ACTION, Problem, Wish
+from benchmarks.planted.quiet import LOUD, Quiet
 
 NEEDED = {"loop": 17 / 18, "cause": 16 / 18, "lever": 14 / 18}
 """share of the problems in which each must be right; no healthy run may be called ill"""
+TIMES = 3
+"""that a run is made at most, where something else computes on the machine meanwhile"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +29,8 @@ class Verdict:
     found: Diagnosis
     seconds: float
     """to make the run and diagnose it"""
+    others: float = 0.0
+    """cores that other programs had meanwhile"""
 
     @property
     def lever(self) -> Lever | None:
@@ -50,12 +56,16 @@ class Verdict:
         return {"loop": loop, "cause": cause, "lever": lever}
 
 
-def judged(problem: Problem, wish: Wish, home: Home) -> Verdict:
-    """The run made and diagnosed."""
-    begin = time.monotonic()
-    folder = problem.make(wish, home)
+def judged(problem: Problem, wish: Wish, home: Home, *, times: int = 1) -> Verdict:
+    """The run made, up to so many times until it was quiet meanwhile, and the quietest diagnosed."""
+    begin, made = time.monotonic(), list[tuple[float, Path]]()
+    while not made or (made[-1][0] > LOUD and len(made) < times):
+        quiet = Quiet()
+        folder = problem.make(wish, home)
+        made.append((0.0 if problem.recorded else quiet.others, folder))
+    others, folder = min(made)
     found = diagnose(open_reading(str(folder), home), home)
-    return Verdict(problem=problem, found=found, seconds=time.monotonic() - begin)
+    return Verdict(problem=problem, found=found, seconds=time.monotonic() - begin, others=others)
 
 
 def counts(verdicts: Sequence[Verdict]) -> dict[str, tuple[int, int]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from armillary.spec.params import kv_bytes_per_token
 from armillary.store.home import Home
 from benchmarks.planted.problem import ACTION, Problem, Wish
-from benchmarks.planted.serve_small import rates, serve_small, serving_recipe
+from benchmarks.planted.serve_small import Arrival, rates, serve_small, serving_recipe
 from benchmarks.planted.traffic import asked, at_once, at_rate, mixed, sharing
 
 _KV_DTYPE_BYTES = 2
@@ -28,16 +28,17 @@ def small_kv_cache(wish: Wish, home: Home) -> Path:
 
 
 def no_chunks(wish: Wish, home: Home) -> Path:
-    """Long prompts go in whole among requests that are being answered."""
-    long = min(_LONG, round(1200 * wish.severity))
-    chats = at_once(mixed(8, tokens_in=(16, 32), tokens_out=(200, 220), seed=wish.seed))
-    calm = serving_recipe(wish, {})
-    each_s = 1 / max(rates(calm, mixed(8, tokens_in=(16, 32), tokens_out=(200, 220), seed=wish.seed), times=2))
-    essays = mixed(10, tokens_in=(long, long + 100), tokens_out=(4, 8), seed=wish.seed + 1, name="long")
+    """Long prompts go in whole among requests that are being answered, the more of them at once the worse it is."""
+    together = max(1, round(2 * wish.severity))
+    long = min(_LONG, round(2400 * wish.severity / together))
+    chats = mixed(8, tokens_in=(16, 32), tokens_out=(200, 220), seed=wish.seed)
+    lasts_s = len(chats) / max(rates(serving_recipe(wish, {}), chats, times=2))
+    essays = mixed(8 * together, tokens_in=(long, long + 100), tokens_out=(4, 8), seed=wish.seed + 1, name="long")
+    first = at_rate(essays[::together], 8 / lasts_s, wish.seed)
+    arrivals = [Arrival(request=one, at_s=first[i // together].at_s) for i, one in enumerate(essays)]
     return serve_small(
-        wish, home, [*chats, *at_rate(essays, 10 / (8 * each_s), wish.seed)],
-        serve={"prefill_tokens": None, "max_tokens_per_step": 8192},
-    )  # fmt: skip
+        wish, home, [*at_once(chats), *arrivals], serve={"prefill_tokens": None, "max_tokens_per_step": 8192}
+    )
 
 
 def no_prefix_cache(wish: Wish, home: Home) -> Path:

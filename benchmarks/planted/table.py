@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from armillary.profiling.machine import here
 from benchmarks.planted.judge import NEEDED, Verdict, counts
 from benchmarks.planted.problem import Wish
+from benchmarks.planted.quiet import LOUD
 
 COLUMNS = ("problem", "run", "expected", "diagnosed", "first lever", "right")
 _WHAT = {"loop": "right loop", "cause": "right cause", "lever": "first lever right", "healthy": "healthy left alone"}
@@ -21,6 +22,7 @@ def row(verdict: Verdict) -> list[str]:
     pulled = f"{lever.sets or lever.title}, {lever.speedup:.2f} ×" if lever else f"{found.gain:.0%} left"
     wrong = [name for name, right in verdict.right.items() if not right]
     made = "recorded" if problem.recorded else f"live, {verdict.seconds:.0f} s"
+    made += f", {verdict.others:.1f} cores taken" if verdict.others > LOUD else ""
     return [problem.name, made, expected, said, pulled, "yes" if not wrong else f"no: {', '.join(wrong)}"]
 
 

@@ -56,6 +56,14 @@ def test_on_a_processor_operators_are_counted_and_not_what_else_ran() -> None:
     assert launch_overhead(reading_of(plan, kernels=2000.0, host_cpu_s=0.9), plan) is None
 
 
+def test_a_call_is_held_against_steps_of_its_own_moment() -> None:
+    """A processor that is half as quick in some steps: calls and steps take twice as long there."""
+    plan, slow = plan_of("hardware.on=cpux2", "layout.dp=1"), {5, 6, 7, 8, 12}
+    made = reading_of(plan, kernels=20_000.0, host_cpu_s=lambda step: 0.4 if step in slow or step > 15 else 0.2,
+                      call_s=lambda step: (8e-6 if step in slow else 4e-6) if step < 15 else None)  # fmt: skip
+    assert launching(made, plan) == pytest.approx(20_000 * 4e-6 / 0.2)
+
+
 def test_launches_that_come_late_after_waiting_are_the_waits_fault() -> None:
     made = reading_of(window=BUSY | {"sync": 0.1, "launch_gap": 0.35, "host_stall": 0.04})
     assert launch_overhead(made, None) is None

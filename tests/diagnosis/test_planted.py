@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from armillary.errors import NotFound
 from armillary.store.home import Home
-from benchmarks.planted import recorded
+from benchmarks.planted import judge, recorded
 from benchmarks.planted.catalogue import PROBLEMS, chosen
 from benchmarks.planted.judge import counts, holds, judged
 from benchmarks.planted.problem import Problem, Wish
+from benchmarks.planted.quiet import STAT, Quiet
 from benchmarks.planted.table import row, summary
 
 QUICK = ("no-prefix-cache", "small-batch", "many-checkpoints")
@@ -51,6 +57,28 @@ def test_a_wrong_verdict_is_counted_as_wrong(home: Home) -> None:
     assert not holds(verdicts) and holds(verdicts[:1])
     assert summary(verdicts)[0] == "right loop 1 of 2 (needed 2)"
     assert row(verdicts[1])[-1] == "no: loop, cause, lever"
+
+
+def test_a_run_is_made_again_until_nothing_runs_beside_it(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    (short,) = chosen(["gpu-short-kernels"])
+    made, taken = list[Path](), iter([0.9, 0.5, 0.02, 0.0])
+
+    def make(wish: Wish, home: Home) -> Path:
+        made.append(short.make(wish, home))
+        return made[-1]
+
+    monkeypatch.setattr(judge, "Quiet", lambda: SimpleNamespace(others=next(taken)))
+    verdict = judged(replace(short, make=make, recorded=False), Wish(), home, times=5)
+    assert len(made) == 3 and verdict.others == 0.02 and "cores taken" not in row(verdict)[1]
+
+
+def test_what_others_compute_is_seen() -> None:
+    quiet = Quiet()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as beside:
+        time.sleep(0.5)
+        others = quiet.others
+        beside.kill()
+    assert others > 0.3 or not STAT.is_file()
 
 
 def test_there_are_enough_problems_and_names_are_checked() -> None:

@@ -27,6 +27,20 @@ def test_launches_follow_their_number_and_work_its_predicted_time() -> None:
     assert busy is not None and 1.0 < busy.speedup < 1.15
 
 
+def test_joining_rows_saves_what_the_trainer_saw_come_with_each() -> None:
+    sets = ("hardware.on=cpu", "model.name=armillary-2m", "layout.dp=1", "train.sequence=64", "layout.micro_batch=1",
+            "train.batch_tokens=512", "layout.recompute=full")  # fmt: skip
+    calls: dict[str, float] = {"kernels": 10_000.0, "host_cpu_s": 1.0, "recompute_s": 0.2}
+    for fraction in (0.0, 0.4, 0.8):
+        made = priced(*sets, **calls, micro_batch_fraction=fraction, optimizer_s=0.1)
+        for rows in (2, 8):
+            found = made.price({"layout.micro_batch": rows})
+            share = 0.9 * fraction  # the optimiser steps once, however many there are
+            assert found is not None and found.speedup == pytest.approx(1 / (share / rows + 1 - share))
+    (lever,) = [one for one in levers_for(_busy(), made.reading, NOWHERE) if "layout.micro_batch" in one.change]
+    assert lever.change == {"layout.micro_batch": 8}
+
+
 def test_what_was_measured_to_be_made_again_is_what_goes() -> None:
     whole = priced("layout.recompute=full", recompute_s=0.2)
     none, some = whole.price({"layout.recompute": "none"}), whole.price({"layout.recompute": "selective"})

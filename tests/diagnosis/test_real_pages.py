@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from armillary.diagnosis.busy_means import NOTE
 from armillary.diagnosis.diagnose import diagnose
@@ -112,6 +115,18 @@ def test_a_lever_that_only_trying_can_price_is_not_called_worthless(cli: Cli) ->
     said = cli("diagnose", str(DATA / "prefix_cache_off.prom")).out
     line = next(one for one in said.splitlines() if "--enable-prefix-caching" in one)
     assert "predicted 1.00 to" in line and "not worth it" not in line and "the prefix cache is off" in said
+
+
+@given(st.sampled_from(sorted(LASTED_S)), st.randoms(use_true_random=False), st.floats(0.05, 0.95), st.booleans())
+@settings(deadline=None)
+def test_whatever_a_page_leaves_out(tmp_path_factory: pytest.TempPathFactory, name: str, random: Random, kept: float,
+                                    again: bool) -> None:  # fmt: skip
+    """Older servers, other servers and torn files have fewer lines; none of them may be anything but read."""
+    lines = (DATA / f"{name}.prom").read_text().splitlines()
+    part = "\n".join(line for line in lines if line.startswith("vllm:num_requests") or random.random() < kept)
+    reading = reading_of_page(part, source="x", earlier=part if again else None, seconds=5.0)
+    found = diagnose(reading, Home.at(tmp_path_factory.getbasetemp()))
+    assert all(0 < lever.speedup < 1000 for lever in found.levers) and found.to_json()
 
 
 def test_preemptions_of_long_ago_do_not_count() -> None:

@@ -16,7 +16,7 @@ from armillary.planning.arrivals import Arrival, Prompts, drawn, recorded
 from armillary.planning.replica import Replica
 from armillary.planning.served_gauges import served_gauges
 from armillary.planning.simulate import Simulated, System, simulate
-from armillary.planning.step_cost import StepCost, fit_step_cost, least_queries, planned_step_cost
+from armillary.planning.step_cost import StepCost, beyond_rows, fit_step_cost, least_queries, planned_step_cost
 from armillary.serving.engine.engine import Engine
 from armillary.serving.engine.make import make_engine
 from armillary.serving.engine.params import SamplingParams
@@ -189,6 +189,17 @@ def _whole(tokens: int, rows: int, past: int = 0) -> dict[str, float]:
     each, before = tokens / max(rows, 1), past / max(rows, 1)
     return {"prefill_tokens": tokens, "prefill_rows": rows, "prefill_past": past, "decode_tokens": 0,
             "prefill_pairs": tokens * (before + each / 2)}  # fmt: skip
+
+
+def test_more_rows_than_ran_cost_what_the_planner_says_at_the_pace_of_those_that_did() -> None:
+    dear = StepCost(base_s=7e-4, decode_s=6e-5, context_s=9e-8)
+    planned = StepCost(base_s=3e-4, decode_s=1e-6, context_s=1e-8)
+    found = beyond_rows(dear, planned, 4, 100.0)
+    assert found.seconds(0, 4, 400) == pytest.approx(dear.seconds(0, 4, 400))
+    pace = dear.seconds(0, 4, 400) / planned.seconds(0, 4, 400)
+    assert found.seconds(0, 64, 6400) == pytest.approx(pace * planned.seconds(0, 64, 6400))
+    cheap = StepCost(base_s=7e-4, decode_s=1e-7)
+    assert beyond_rows(cheap, planned, 4, 100.0) is cheap
 
 
 def test_few_queries_take_a_gpu_as_long_as_a_tile_for_each_of_its_processors() -> None:

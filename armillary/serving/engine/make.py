@@ -39,6 +39,8 @@ _SHARE = {"cuda": 0.8, "cpu": 0.3}
 """of the memory that is free once the weights are in: the rest is for activations, and on a CPU for everybody else"""
 
 
+_REHEARSAL_S = {"cuda": 0.5, "cpu": 1.0}
+"""that a start takes longer where records are kept"""
 _SPARE = 0.25
 """of free memory that a second copy of the weights may take on a CPU"""
 
@@ -81,7 +83,7 @@ def make_engine(
     loop = Loop(scheduler, executor if group is None else Leader(executor), overlap=ahead)
     if record is not None and warm and group is None:
         begin = time.monotonic()
-        for made in rehearse(executor, scheduler.cache, settings):
+        for made in rehearse(executor, scheduler.cache, settings, _REHEARSAL_S[_device_type(model)]):
             record(made)
         tell("rehearsal", time.monotonic() - begin)
     texts = Answers(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)

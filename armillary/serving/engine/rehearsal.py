@@ -1,8 +1,8 @@
 """Rehearsal: steps of many kinds, timed before the first request comes.
 
 A run shows only the steps that its settings make: one without a prefix cache never computes a few tokens behind many.
-What such a step would cost cannot be fitted to the others, so each kind is run once or thrice on rows that nobody has
-yet; requests overwrite what it leaves. It ends after a second, the cheap kinds first.
+What such a step would cost cannot be fitted to the others, so each kind is run thrice on rows that nobody has yet;
+requests overwrite what it leaves. Cheap kinds come first.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from armillary.serving.engine.request import Request
 from armillary.serving.engine.sequence import Sequence
 from armillary.serving.engine.settings import Settings
 
-TOGETHER_S = 1.0
-"""for all steps; one that was begun is ended"""
-TURNS = 3
-"""how often each kind is run; the quickest counts, since the first chooses kernels and touches memory"""
-SIZES = (16, 64, 256, 1024)
+TURNS = 2
+"""how often each kind is timed; the quicker counts"""
+SIZES = (16, 128, 1024)
 """tokens of a prompt that are computed in a step"""
 PASTS = (512, 4096)
 """tokens of it that were computed before, at most"""
 ROWS = (1, 8, 32)
 """requests that are in a step together"""
+MOST = 1024
+"""tokens of a step"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,33 +55,42 @@ class Kind:
         return self.prompts * self.size + self.decodes
 
 
-def rehearse(executor: Executor, cache: KVCache, settings: Settings) -> list[dict[str, float]]:
-    """What steps of each kind are made of and how long they take, as records; none where even the first take too
-    long. The cache's numbers are overwritten, its books stay as they are."""
-    kinds = sorted(set(kinds_of(cache, settings)), key=lambda kind: kind.tokens)
-    begin, best = time.perf_counter(), dict[Kind, float]()
-    for _ in range(TURNS):
-        for kind in kinds:
-            if time.perf_counter() - begin > TOGETHER_S:
-                return [_record(kind, cache, seconds) for kind, seconds in best.items()]
-            best[kind] = min(best.get(kind, float("inf")), _timed(executor, decision_of(kind, cache)))
-    return [_record(kind, cache, seconds) for kind, seconds in best.items()]
+def rehearse(executor: Executor, cache: KVCache, settings: Settings, together_s: float) -> list[dict[str, float]]:
+    """What steps of each kind are made of and how long they take, as records; none is begun after `together_s`. The
+    cache's numbers are overwritten, its books stay as they are."""
+    begin, found = time.perf_counter(), []
+    for kind in sorted(set(kinds_of(cache, settings)), key=lambda kind: kind.tokens):
+        if time.perf_counter() - begin > together_s:
+            break
+        decision = decision_of(kind, cache)
+        _timed(executor, decision)  # rows are new, kernels may be chosen and memory is touched
+        decision.admitted, decision.edits = [], []
+        seconds = min(_timed(executor, decision) for _ in range(TURNS))
+        found.append(work_gauges(decision) | {"rehearsed_s": seconds})
+    return found
 
 
 def kinds_of(cache: KVCache, settings: Settings) -> Iterator[Kind]:
     """Decodes of short and long texts, prompts whole and in parts, and both together, as far as the engine takes
     them: its rows, its tokens a step, the length of its texts and blocks that are all different."""
+    counts = [count for count in ROWS if count <= settings.max_running]
+    for rows in counts:
+        longest = _longest(rows, cache, settings)
+        pasts = sorted({0, *(min(top, longest // 2) for top in PASTS)})
+        ends = sorted({pasts[0], pasts[-1]})
+        yield from (Kind(decodes=rows, context=max(past, min(32, longest))) for past in ends if longest)
+        parts = [(size, past) for size, past in product(SIZES, pasts if rows == 1 else ends) if past + size <= longest]
+        most = min(MOST, settings.max_tokens_per_step)
+        yield from (Kind(prompts=rows, size=size, past=past) for size, past in parts if rows * size <= most)
+        others = min(rows, settings.max_running - 1) if rows == counts[-1] else 0
+        yield from (Kind(prompts=1, size=size, past=past, decodes=others, context=min(32, longest))
+                    for size, past in parts if others and size + others <= settings.max_tokens_per_step)  # fmt: skip
+
+
+def _longest(rows: int, cache: KVCache, settings: Settings) -> int:
+    """Tokens that so many may each have."""
     room = cache.num_blocks // len(cache.groups) * cache.block_tokens
-    for rows in (count for count in ROWS if count <= settings.max_running):
-        longest = min(settings.max_model_len, room // rows) // cache.block_tokens * cache.block_tokens
-        pasts = (0, *sorted({past for top in PASTS if (past := min(top, longest // 2)) > 0}))
-        others = min(rows, settings.max_running - 1) if rows > 1 else 0
-        yield from (Kind(decodes=rows, context=context) for context in (32, *pasts[1:]) if context <= longest)
-        for size, past in product(SIZES, pasts):
-            if past + size <= longest and rows * size <= settings.max_tokens_per_step:
-                yield Kind(prompts=rows, size=size, past=past)
-            if past + size <= longest and others and size + others <= settings.max_tokens_per_step:
-                yield Kind(prompts=1, size=size, past=past, decodes=others, context=min(32, longest))
+    return min(settings.max_model_len, room // rows) // cache.block_tokens * cache.block_tokens
 
 
 def decision_of(kind: Kind, cache: KVCache) -> Decision:
@@ -121,6 +130,3 @@ def _timed(executor: Executor, decision: Decision) -> float:
     executor.tokens(executor.launch(decision))
     return time.perf_counter() - begin
 
-
-def _record(kind: Kind, cache: KVCache, seconds: float) -> dict[str, float]:
-    return work_gauges(decision_of(kind, cache)) | {"rehearsed_s": seconds}

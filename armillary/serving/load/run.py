@@ -99,6 +99,7 @@ def sending_s(test: Test) -> float:
 
 def run_once(probed: Probed, test: Test, *, repeat: int = 0, watch: Watch | None = None) -> Ran:
     """One run with the seed of this repeat."""
+    _check_length(probed, test)
     seed, load = test.traffic.seed + 1000 * repeat, test.load
     begin = warmup_s(test.traffic, load)
     job = _job(probed, test, seed)
@@ -113,6 +114,17 @@ def run_once(probed: Probed, test: Test, *, repeat: int = 0, watch: Watch | None
     late = [answer.sent_s - answer.due_s for answer in answers]
     found = summary(answers, test.objective, lag_of(driven.late_s, late, driven.cpu_fraction), begin_s=begin, end_s=end)
     return Ran(summary=found, answers=tuple(answers), begin_s=begin, end_s=end)
+
+
+def _check_length(probed: Probed, test: Test) -> None:
+    """Refused before the first request, where the server would refuse most of them."""
+    asked, longest = test.traffic, probed.longest
+    if longest is None or test.load.trace or asked.tokens_in + asked.tokens_out <= longest:
+        return
+    half = max(1, longest // 2)
+    raise BadInput(f"{probed.target.model} takes {longest:,} tokens a request, this traffic has {asked.tokens_in:,} + "
+                   f"{asked.tokens_out:,}; try --set traffic.tokens_in={half} --set traffic.tokens_out="
+                   f"{min(asked.tokens_out, half)}")  # fmt: skip
 
 
 def _job(probed: Probed, test: Test, seed: int) -> Job:

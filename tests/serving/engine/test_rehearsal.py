@@ -67,12 +67,12 @@ def test_it_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow:
         def launch(self, decision: Any) -> None:
             launched.append(decision.num_tokens)
-            now[0] += 0.3
+            now[0] += 0.1
 
         def tokens(self, launched: None) -> list[int]:
             return []
 
     monkeypatch.setattr(rehearsal.time, "perf_counter", lambda: now[0])
-    found = rehearse(Slow(), scheduler.cache, scheduler.settings)
-    assert len(found) == len(launched) == 4 and launched == sorted(launched)
-    assert all(one["rehearsed_s"] == pytest.approx(0.3) for one in found)
+    found = rehearse(Slow(), scheduler.cache, scheduler.settings, 0.5)
+    assert len(found) == 2 and len(launched) == 6 and launched == sorted(launched)
+    assert all(one["rehearsed_s"] == pytest.approx(0.1) for one in found)

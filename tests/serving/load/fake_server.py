@@ -34,6 +34,8 @@ class Fake:
     """requests whose stream is cut"""
     tokens_a_piece: int = 1
     """tokens in each event"""
+    card: dict[str, Any] = field(default_factory=dict)
+    """what it says of its model beside the name"""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """what was asked"""
     arrived: list[float] = field(default_factory=list)
@@ -98,7 +100,7 @@ async def _request(
     size = int(sizes[0]) if sizes else 0
     body = json.loads(await reader.readexactly(size)) if size else {}
     if verb == "GET":
-        _whole(writer, 200, {"object": "list", "data": [{"id": "fake"}]})
+        _whole(writer, 200, {"object": "list", "data": [{"id": "fake"} | fake.card]})
         return True
     number = len(fake.bodies)
     fake.bodies.append(body)

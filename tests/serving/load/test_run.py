@@ -181,6 +181,18 @@ def test_nobody_there_and_nonsense() -> None:
         probe(fake.url, Load())
 
 
+def test_requests_that_the_server_is_too_short_for_are_not_sent(cli: Callable[..., Any]) -> None:
+    with fake_server(card={"max_model_len": 256}) as fake:
+        ran = cli("load", fake.url, "--rate", "4")
+        sent = len(fake.bodies)
+        line = ran.err.strip()
+        fits = cli("load", fake.url, "--rate", "100", "--duration", "0.1", "--set", "load.warmup_s=0",
+                   *line.rpartition("; try ")[2].split(), "-q")  # fmt: skip
+    assert (ran.code, len(line.splitlines())) == (2, 1) and "fake takes 256 tokens a request" in line
+    assert sent < 6, "trial requests only"
+    assert fits.code == 0, fits.err
+
+
 def test_the_verb_searches(cli: Callable[..., Any]) -> None:
     """Ten requests at 100 a second succeed, whatever comes after them fails."""
     with fake_server(first_s=(0.001,), gap_s=0.0, fails=tuple(range(12, 2000))) as fake:
