@@ -155,7 +155,9 @@ def as_page(rows: Sequence[Pulled]) -> str:
              "prediction is written down before the lever is pulled; allowed is max(0.03, 0.3 × (predicted − 1)). Runs "
              "with and without the lever take turns; obtained is from their means, and of steps that wait for nothing "
              "from the quickest tenth of all of them each way, since whatever else a machine does only ever adds "
-             "time; spread is what single turns differ by.", "", summary(rows), "",
+             "time; spread is what single turns differ by. Where runs without the lever differ by more than a quarter "
+             "the machine changed meanwhile: then all is done once more, and the steadier of the two counts.", "",
+             summary(rows), "",
              "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]  # fmt: skip
     why = [f"- {one.name} on {one.where}: {REASONS[one.name, one.where]}." for one in rows
            if not one.within and (one.name, one.where) in REASONS]  # fmt: skip

@@ -33,11 +33,12 @@ def launching(reading: Reading, plan: Plan | None) -> float | None:
 
 def a_micro_batch(reading: Reading) -> float | None:
     """The share, of a step without its waiting, that comes with each micro-batch whatever its rows: of its passes what
-    the trainer found by joining some, of its optimiser nothing. None where it could not join them."""
-    found = reading.get("micro_batch_fraction")
-    if found is None:
+    the trainer found by joining some, the last time from most of them, of its optimiser nothing. None where it could
+    not join any."""
+    found = reading.series("micro_batch_fraction")
+    if not found:
         return None
     steps = [one for one in reading.steps if one.get("step_s") and "optimizer_s" in one]
     updating = [float(one["optimizer_s"]) / (float(one["step_s"]) - float(one.get("data_wait_s", 0.0))) for one in steps
                 if float(one["step_s"]) > float(one.get("data_wait_s", 0.0))]  # fmt: skip
-    return min(MOST, found * max(0.0, 1 - (median(updating) if updating else 0.0)))
+    return min(MOST, found[-1] * max(0.0, 1 - (median(updating) if updating else 0.0)))

@@ -8,7 +8,8 @@ gone; new ones are let go again, and nothing is sent to other ranks: the run is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,6 +23,8 @@ from armillary.training.data.loader import DeviceBatch
 MOST, MOST_TOKENS, MOST_BYTES = 8, 2048, 128e6
 """micro-batches that are joined, their tokens, and what is kept of them for the backward pass: enough to see what
 joining saves, and no strain on the memory of a machine that trains"""
+REMEMBERED = 64
+"""passes over several that are compared"""
 Passes = Callable[[DeviceBatch], None]
 """forward and backward of one micro-batch"""
 
@@ -41,20 +44,23 @@ class JoinedRows:
     def __init__(self, model: nn.Module, passes: Passes, *, rows: int) -> None:
         """`rows` of a micro-batch."""
         self._model, self._passes, self._rows, self._kept = model, passes, rows, 0
+        self._alone: deque[float] = deque(maxlen=2 * REMEMBERED)
+        self._together: deque[float] = deque(maxlen=REMEMBERED)
 
     def fraction(self, batch: DeviceBatch) -> float | None:
         """Share of a micro-batch's time, by this thread's clock, that does not follow its rows: what n take one by one,
         less what they take together, for each but one. None where they are too large to be joined. A first pass makes
-        the gradients that the others add to, and brings back to the caches what the next ones find there in a step."""
+        the gradients that the others add to, and brings back to the caches what the next ones find there in a step.
+        Whatever else a machine does only ever adds time: of all passes so far the quickest tenth are compared."""
         with torch.random.fork_rng(devices=[]), _gradients_aside(self._model):
             one = batch.micro(self._rows)[0]
             self._first(one)
             count = self._count(batch)
             if count < 2:
                 return None
-            alone = (self._took(one) + self._took(one)) / 2
-            together = self._took(batch.micro(count * self._rows)[0])
-        return min(1.0, max(0.0, (count - together / alone) / (count - 1)))
+            self._alone.extend((self._took(one), self._took(one)))
+            self._together.append(self._took(batch.micro(count * self._rows)[0]))
+        return min(1.0, max(0.0, (count - _quickest(self._together) / _quickest(self._alone)) / (count - 1)))
 
     def _first(self, one: DeviceBatch) -> None:
         """A pass, the first time with a count of the bytes that it keeps; views count as what they look into."""
@@ -78,6 +84,10 @@ class JoinedRows:
         begin = time.thread_time()
         self._passes(batch)
         return time.thread_time() - begin
+
+
+def _quickest(seconds: Sequence[float]) -> float:
+    return sorted(seconds)[len(seconds) // 10]
 
 
 @contextmanager

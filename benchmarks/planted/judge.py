@@ -17,7 +17,7 @@ from benchmarks.planted.quiet import LOUD, Quiet
 
 NEEDED = {"loop": 17 / 18, "cause": 16 / 18, "lever": 14 / 18}
 """share of the problems in which each must be right; no healthy run may be called ill"""
-TIMES = 3
+TIMES = 2
 """that a run is made at most, where something else computes on the machine meanwhile"""
 
 

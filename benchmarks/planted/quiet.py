@@ -12,8 +12,8 @@ from pathlib import Path
 
 STAT = Path("/proc/stat")
 """Linux: what all processors did since the start, in ticks: user, nice, system, idle, iowait, irq, softirq, steal"""
-LOUD = 0.1
-"""of the time, a core's that others had: what a machine does by itself is a few hundredths"""
+LOUD = 0.2
+"""cores that others had: what a machine does by itself is a few hundredths"""
 
 
 class Quiet:
@@ -30,12 +30,13 @@ class Quiet:
 
 
 def _busy_s() -> float:
-    """Seconds in which a processor did something, or was lent to another machine."""
+    """Seconds in which a processor ran programs, or was lent to another machine; what interrupts took is nobody's, and
+    ranks that talk make many."""
     try:
         ticks = [int(word) for word in STAT.read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):
         return 0.0
-    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+    return (sum(ticks[:3]) + ticks[7]) / os.sysconf("SC_CLK_TCK")
 
 
 def _own_s() -> float:

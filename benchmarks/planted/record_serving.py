@@ -110,7 +110,7 @@ def rows(at: Place) -> LeverCase:
     """Four requests at a time."""
     requests = mixed(int(64 * at.scale), tokens_in=(64, 128), tokens_out=(int(96 * at.scale), int(128 * at.scale)),
                      seed=0)  # fmt: skip
-    return at.case("rows", "serve.max_running", at_once(requests), {"max_running": 4})
+    return at.case("batch size", "serve.max_running", at_once(requests), {"max_running": 4})
 
 
 CASES: dict[str, Callable[[Place], LeverCase]] = {

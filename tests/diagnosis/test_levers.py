@@ -36,8 +36,18 @@ def test_a_kind_counts_only_where_all_its_rows_are_within() -> None:
 def test_runs_take_turns_until_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is slow at times does not change what a lever is seen to bring."""
     assert _pulled(monkeypatch, [1.0, 0.5, 1.01, 0.5, 1.0]).rounds == lever_case.FEWEST
-    noisy = _pulled(monkeypatch, [1.0, 0.9, 1.8, 0.5, 1.0, 0.5, 1.0])
+    noisy = _pulled(monkeypatch, [1.0, 0.9, 1.2, 0.5, 1.0, 0.5, 1.0])
     assert noisy.rounds == 3 and noisy.obtained == pytest.approx(2.0) and noisy.spread > lever_case.STEADY
+
+
+def test_where_the_machine_changed_all_is_done_once_more_and_the_steadier_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changed, steady = [1.0, 0.5, 1.8, 0.5, 1.0], [1.0, 0.8, 1.0, 0.8, 1.0]
+    found = _pulled(monkeypatch, [*changed, *steady])
+    assert found.obtained == pytest.approx(1.25) and found.unsteady == pytest.approx(1.0)
+    worse = [2.0, 0.5, 1.0, 0.5, 1.0]
+    assert _pulled(monkeypatch, [*changed, *worse]).unsteady == pytest.approx(1.8)
 
 
 def test_waiting_counts_as_it_is() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -101,6 +102,18 @@ def test_what_several_save_together_came_with_each(
     joined = JoinedRows(torch.nn.Linear(2, 2), clock.passes, rows=2)
     assert joined.fraction(batch_of(32)) == pytest.approx(expected)
     assert clock.most == 2 * MOST, "of sixteen micro-batches"
+
+
+def test_what_others_do_to_a_machine_is_not_the_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, late, held_up = Clock(3.0, 1.0), Random(0), 0.7
+    monkeypatch.setattr(joined_rows, "time", clock)
+
+    def passes(batch: DeviceBatch) -> None:
+        clock.passes(batch)
+        clock.now += 40 * late.random() if late.random() < held_up else 0.0
+
+    joined = JoinedRows(torch.nn.Linear(2, 2), passes, rows=2)
+    assert [joined.fraction(batch_of(32)) for _ in range(16)][-1] == pytest.approx(0.6)
 
 
 def test_rows_that_keep_too_much_are_not_joined() -> None:
