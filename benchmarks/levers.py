@@ -41,9 +41,6 @@ CLAIMED = {"batch size": ("cpu", "H200"), "loader workers": ("cpu",), "compile":
 REASONS = {
     ("chunk size", "cpu"): "a part of a prompt that has a past is computed in another way there than a whole prompt, "
     "and costs more; a run without chunks has shown none",
-    ("prefix cache", "H200"): "64 new tokens behind 4,096 cached ones leave most of the device idle, so that their "
-    "attention takes longer than its pairs of query and key; steps are priced by that since, and the same run would be "
-    "told 4.8 ×",
 }  # fmt: skip
 """why some are outside of what is allowed, as far as that is known"""
 _WISH = Wish()

@@ -22,6 +22,7 @@ from armillary.diagnosis import (
 from armillary.diagnosis.diagnosis import WORTH, Diagnosis
 from armillary.diagnosis.finding import Finding, Lever
 from armillary.diagnosis.parts import parts_of
+from armillary.diagnosis.read_run import is_disturbed
 from armillary.diagnosis.reading import Reading
 from armillary.diagnosis.rule import Rule
 from armillary.diagnosis.service import Service
@@ -80,9 +81,19 @@ def limits(finding: Finding, reading: Reading) -> bool:
 
 
 def _order(finding: Finding, reading: Reading) -> tuple[bool, bool, float]:
-    """What limits first. Causes of a server overlap, and the one that a lever acts on is told before the others."""
+    """What limits first. Causes of a server overlap, and the one that a lever acts on is told before the others; of a
+    training run that was planned, what was chosen wrongly before what its kernels could do better."""
     unpriced = reading.kind == "serving" and not is_worth(finding, reading)
-    return not limits(finding, reading), unpriced, -finding.share
+    return not limits(finding, reading), unpriced or _is_general(finding, reading), -finding.share
+
+
+def _is_general(finding: Finding, reading: Reading) -> bool:
+    """Whether a planned training run merely computes; on a processor, where every operator is a call, calls are a part
+    of that unless they are a good deal of the time."""
+    if reading.kind != "training" or reading.plan is None:
+        return False
+    calls = finding.cause == "launch_overhead" and reading.plan.cluster.chip.kind == "cpu" and finding.share < HEAVY
+    return calls or finding.cause in GENERAL
 
 
 def is_enough(reading: Reading) -> bool:
@@ -108,7 +119,10 @@ def is_worth(finding: Finding, reading: Reading) -> bool:
     """Whether any lever against it buys something; a run that merely computes is held back by its kernels only where
     that is a good deal, and otherwise is told what is left."""
     chip = "cpu" if reading.plan is not None and reading.plan.cluster.chip.kind == "cpu" else "gpu"
-    enough = GENERAL_WORTH[chip] if finding.cause in GENERAL and reading.kind == "training" else WORTH
+    general = finding.cause in GENERAL and reading.kind == "training"
+    if general and is_disturbed(reading):  # kernels that wait for a core look slow
+        return False
+    enough = GENERAL_WORTH[chip] if general else WORTH
     return any(lever.speedup > enough for lever in finding.levers)
 
 

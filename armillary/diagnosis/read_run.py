@@ -80,11 +80,21 @@ def _training(records: Sequence[Record], source: str, plan: Plan | None) -> Read
     if sum("step_s" in record for record in kept) < FEWEST:
         notes = (*notes, "few steps were measured: a longer run says more")
     reading = Reading(source=source, kind="training", steps=tuple(found), values=_last(records), plan=plan)
-    queued, step = reading.get("host_queue_s"), reading.get("step_s")
-    if queued and step and queued > DISTURBED * step:
-        notes = (*notes, f"the main thread waited for a core {queued / step:.0%} of the time: something else runs on "
-                 "this machine, and shares are rough")  # fmt: skip
+    if is_disturbed(reading):
+        notes = (*notes, f"the main thread waited for a core {_queued(reading):.0%} of the time: something else runs "
+                 "on this machine, and shares are rough")  # fmt: skip
     return replace(reading, notes=notes)
+
+
+def is_disturbed(reading: Reading) -> bool:
+    """Whether other programs had the cores for a good part of the steps."""
+    return _queued(reading) > DISTURBED
+
+
+def _queued(reading: Reading) -> float:
+    """Of a step, how long its main thread was ready to run and did not."""
+    queued, step = reading.get("host_queue_s"), reading.get("step_s")
+    return queued / step if queued and step else 0.0
 
 
 def _cleaned(record: Record) -> Record:

@@ -22,9 +22,9 @@ COLLAPSED = 0.5
 """how far the load of the busiest expert is from even (0) to all tokens on the fewest experts (1)"""
 QUALITY = 0.05
 """share given to what costs quality or safety rather than time"""
-WASTED = 0.2
-"""share given to a router that has collapsed: weights were paid for that no token uses, which a few hundredths of a
-step's time do not outweigh, and a fifth does"""
+WASTED = 0.4
+"""share given to a router that has collapsed wholly, in proportion to one that has in part: most weights were paid for
+and no token uses them, which a fifth of a step's time does not outweigh, and half of it does"""
 UNUSED = 0.25
 """share of experts that hardly see a token"""
 
@@ -151,14 +151,14 @@ def expert_imbalance(reading: Reading, plan: Plan | None) -> Finding | None:
     if unused is not None:
         evidence.append(Evidence(gauge="expert_tail_fraction", value=unused, expected=0.0, against="even load"))
     return Finding(loop="training", cause="expert_imbalance", rule="expert_imbalance",
-                   share=_waited_for_experts(heavy, plan), evidence=tuple(evidence),
+                   share=max(_waited_for_experts(heavy, plan), WASTED * max(skew, COLLAPSED)), evidence=tuple(evidence),
                    says=f"the busiest expert gets {heavy:.1f} times the mean load, {unused or 0.0:.0%} of the experts "
                    "hardly any")  # fmt: skip
 
 
 def _waited_for_experts(heavy: float, plan: Plan | None) -> float:
     """Of the time: ranks wait for the one with the busiest experts. On one rank it costs quality only."""
-    return max(WASTED, 0.5 * (1 - 1 / heavy)) if plan is not None and plan.layout.ep > 1 else WASTED
+    return 0.5 * (1 - 1 / heavy) if plan is not None and plan.layout.ep > 1 else 0.0
 
 
 def _late_median(reading: Reading, gauge: str) -> float | None:

@@ -44,14 +44,13 @@ class JoinedRows:
     def __init__(self, model: nn.Module, passes: Passes, *, rows: int) -> None:
         """`rows` of a micro-batch."""
         self._model, self._passes, self._rows, self._kept = model, passes, rows, 0
-        self._alone: deque[float] = deque(maxlen=2 * REMEMBERED)
-        self._together: deque[float] = deque(maxlen=REMEMBERED)
+        self._alone, self._together = deque[float](maxlen=2 * REMEMBERED), deque[float](maxlen=REMEMBERED)
 
     def fraction(self, batch: DeviceBatch) -> float | None:
         """Share of a micro-batch's time, by this thread's clock, that does not follow its rows: what n take one by one,
         less what they take together, for each but one. None where they are too large to be joined. A first pass makes
         the gradients that the others add to, and brings back to the caches what the next ones find there in a step.
-        Whatever else a machine does only ever adds time: of all passes so far the quickest tenth are compared."""
+        Whatever else a machine does only ever adds time: the quickest tenth of all passes so far are compared."""
         with torch.random.fork_rng(devices=[]), _gradients_aside(self._model):
             one = batch.micro(self._rows)[0]
             self._first(one)
@@ -60,7 +59,7 @@ class JoinedRows:
                 return None
             self._alone.extend((self._took(one), self._took(one)))
             self._together.append(self._took(batch.micro(count * self._rows)[0]))
-        return min(1.0, max(0.0, (count - _quickest(self._together) / _quickest(self._alone)) / (count - 1)))
+        return min(1.0, max(0.0, (count - _quick(self._together) / _quick(self._alone)) / (count - 1)))
 
     def _first(self, one: DeviceBatch) -> None:
         """A pass, the first time with a count of the bytes that it keeps; views count as what they look into."""
@@ -86,7 +85,8 @@ class JoinedRows:
         return time.thread_time() - begin
 
 
-def _quickest(seconds: Sequence[float]) -> float:
+def _quick(seconds: Sequence[float]) -> float:
+    """The quickest tenth end here."""
     return sorted(seconds)[len(seconds) // 10]
 
 

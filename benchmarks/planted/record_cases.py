@@ -54,7 +54,7 @@ def beside(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def alone(folder: Path, patience_s: float = 90.0) -> Iterator[None]:
+def alone(folder: Path, patience_s: float = 400.0) -> Iterator[None]:
     """No other program that records into this folder does anything meanwhile, unless it takes too long over it."""
     begin = time.monotonic()
     with (folder / ".turn").open("w") as file:

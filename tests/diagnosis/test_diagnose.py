@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from armillary.diagnosis.diagnose import budget_of, diagnose, rules_for
+from armillary.diagnosis.diagnose import budget_of, diagnose, is_worth, rules_for
 from armillary.diagnosis.diagnosis import Diagnosis
+from armillary.diagnosis.finding import Finding, Lever
 from armillary.diagnosis.reading import Reading
 from armillary.errors import BadInput
 from armillary.spec.gauges import GAUGES
@@ -75,3 +78,12 @@ def test_quality_gives_way_to_time_and_is_named_where_nothing_costs_time() -> No
 def test_too_little_cannot_be_judged() -> None:
     few = diagnose(Reading(source="run x", kind="training", steps=({"step": 1},)), NOWHERE)
     assert not few.judged and not few.is_healthy and few.headline.startswith("cannot be judged: run x has measured")
+
+
+def test_kernels_that_wait_for_a_core_are_not_called_slow() -> None:
+    """Beside another program everything looks as if compiling would help; causes that were measured stay."""
+    lever = Lever(title="compile the blocks", change={"train.compile": True}, speedup=2.0)
+    slow = Finding(loop="inner", cause="compute", rule="compute", share=0.5, says="", evidence=(),
+                   levers=(lever,))  # fmt: skip
+    assert is_worth(slow, reading_of()) and not is_worth(slow, reading_of(host_queue_s=0.4))
+    assert is_worth(replace(slow, cause="precision"), reading_of(host_queue_s=0.4))
