@@ -13,8 +13,10 @@ from pathlib import Path
 from armillary.diagnosis.reading import Kind, Reading
 from armillary.errors import BadData, BadInput
 from armillary.planning.served_gauges import served_gauges
+from armillary.planning.step_cost import PARTS
 from armillary.spec.gauges import GAUGES
 from armillary.spec.plan import Plan
+from armillary.store import strict_json
 from armillary.store.gauges import Record, read_gauges
 from armillary.store.home import Home
 from armillary.store.runs import Run
@@ -127,7 +129,12 @@ def _is_total(name: str) -> bool:
 def _serving(records: Sequence[Record], source: str, plan: Plan | None) -> Reading:
     requests = tuple(record for record in records if "request" in record)
     steps = tuple(record for record in records if "engine_step_s" in record and "request" not in record)
-    rehearsed = tuple(record for record in records if "rehearsed_s" in record)
+    rehearsed = {strict_json.dumps(_kind_of(record)): record for record in records if "rehearsed_s" in record}
     values = _last(records) | served_gauges(steps, requests)
-    return Reading(source=source, kind="serving", steps=steps, requests=requests, rehearsed=rehearsed, values=values,
-                   plan=plan)  # fmt: skip
+    return Reading(source=source, kind="serving", steps=steps, requests=requests, values=values, plan=plan,
+                   rehearsed=tuple(rehearsed.values()))  # fmt: skip
+
+
+def _kind_of(record: Record) -> Record:
+    """What a rehearsed step was; a server that cuts old records off writes these once more."""
+    return {name: value for name, value in record.items() if name in PARTS}

@@ -39,8 +39,8 @@ TOKENS, PAST = 3, 8
 """columns of what is fitted: tokens, and what was computed before"""
 QUERY_TILE = 64
 """queries of a head that a thread block of prompt attention takes"""
-LEAST_STEPS = 12
-"""fewer say too little about five numbers"""
+LEAST_STEPS, LEAST_REHEARSED = 12, 8
+"""fewer say too little about so many numbers; rehearsed ones are all of different kinds"""
 _MOST_STEPS = 4000
 """more say no more"""
 _ROUNDS = 8
@@ -152,7 +152,8 @@ def fit_step_cost(
     tried = _tried(rehearsed, least)
     found = _line(parts, taken, waited if waits else None, tried)
     if found[PAST] > found[TOKENS]:  # to read a token's key is never dearer than to make it: a few held-up steps
-        found = _line(_without_past(parts), taken, waited if waits else None, tried)
+        bare = None if tried is None else (_without_past(tried[0]), tried[1])
+        found = _line(_without_past(parts), taken, waited if waits else None, bare)
     error = float(np.median(np.abs(parts @ found - taken) / taken))
     found *= _mean_ratio(parts @ found, taken)
     ratios = np.clip(taken / np.maximum(parts @ found, 1e-12), 1 / _STALL, _STALL)
@@ -199,7 +200,7 @@ def _columns(steps: Sequence[Mapping[str, Any]], least: float) -> Array:
 
 def _tried(rehearsed: Sequence[Mapping[str, Any]], least: float) -> Tried | None:
     known = [one for one in rehearsed if one.get("rehearsed_s", 0.0) > 0]
-    if len(known) < LEAST_STEPS:
+    if len(known) < LEAST_REHEARSED:
         return None
     return _columns(known, least), np.array([float(one["rehearsed_s"]) for one in known])
 

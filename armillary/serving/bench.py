@@ -57,6 +57,10 @@ class Notes:
     def record(self, gauges: Mapping[str, Any], *, step: int | None = None, request: str | None = None) -> None:
         self.kept.append((time.time(), gauges, step, request))
 
+    def forget_warm_up(self) -> None:
+        """Steps and requests so far; what the engine rehearsed stays."""
+        self.kept = [one for one in self.kept if one[2] is None and one[3] is None]
+
 
 def bench_serve(
     model: Transformer, serve: Serve, *, modes: Items[str] = MODES, requests: int = 32, tokens_in: int = 128,
@@ -81,7 +85,7 @@ def bench_serve(
         notes, setting = Notes(), replace(serve, batching=mode)  # type: ignore[arg-type]
         engine, _ = make_engine(model, None, setting, seed=0, record=notes.record if keep else None, peaks=peaks)
         serve_all(engine, fixed(serve.max_running, tokens_in=tokens_in, tokens_out=4, vocab=config.vocab, name="warm"))
-        notes.kept.clear()
+        notes.forget_warm_up()
         load = ragged(requests, most_in=tokens_in, most_out=tokens_out, vocab=config.vocab)
         found.append(serve_bursts(engine, load, _BURST * serve.max_running, name=mode))
         if keep is not None:

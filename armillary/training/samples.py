@@ -21,8 +21,9 @@ from armillary.training.precision import HALF, autocast
 
 EARLY = range(4, 24)
 """of the steps this process takes: those beside which samples are timed if they are plain, however short the run"""
-EARLY_S = 4.0
-"""seconds that these may take in all: after that one more is not worth them"""
+EARLY_S, MOST = 3.0, 0.02
+"""seconds that these may take in all: after that one more is not worth them, and the share of a run that later ones may
+take"""
 HALF_CALLS, WIDE_CALLS = 408, 326
 """calls of torch in one small layer, as the profiler counts those of a step: in a half format, and in fp32"""
 _CPU = torch.device("cpu")
@@ -36,15 +37,16 @@ class Samples:
         that none waits for another."""
         self._every, self._precision, self._joined = every, precision, joined
         self._call_s: Callable[[], float] | None = None
-        self._spent_s = 0.0
+        self._spent_s, self._since = 0.0, time.perf_counter()
 
     def beside(self, batch: DeviceBatch, step: int, taken: int) -> dict[str, float]:
         """Gauges, after step `step` of `batch`, before which this process took `taken`; none where it is not their
         turn: early on, and after every step that was recorded."""
         early = taken in EARLY and self._spent_s < EARLY_S
-        if not self._every or not (early or (step and step % self._every == 0)):
-            return {}
         begin = time.perf_counter()
+        later = step and step % (self._every or 1) == 0 and self._spent_s < MOST * (begin - self._since)
+        if not self._every or not (early or later):
+            return {}
         self._call_s = self._call_s or call_sample(self._precision)
         found, fraction = {"call_s": self._call_s()}, self._joined.fraction(batch) if self._joined is not None else None
         self._spent_s += time.perf_counter() - begin

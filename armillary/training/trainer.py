@@ -276,7 +276,7 @@ class Trainer:
             with self.sharded.accumulate(last=False):
                 self.loss_sum(part).backward()
 
-        able = can_join(self.plan, self.sharded)
+        able = self.world.size == 1 and can_join(self.plan, self.sharded)  # others would wait for who joins longest
         joined = JoinedRows(self.model, passes, rows=self.layout.micro_batch) if able else None
         return Samples(self.job.profile_every if self.device.type == "cpu" else 0, self.layout.precision, joined)
 

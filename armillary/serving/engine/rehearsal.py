@@ -63,9 +63,12 @@ def rehearse(executor: Executor, cache: KVCache, settings: Settings, together_s:
         if time.perf_counter() - begin > together_s:
             break
         decision = decision_of(kind, cache)
-        _timed(executor, decision)  # rows are new, kernels may be chosen and memory is touched
-        decision.admitted, decision.edits = [], []
-        seconds = min(_timed(executor, decision) for _ in range(TURNS))
+        try:
+            _timed(executor, decision)  # rows are new, kernels may be chosen and memory is touched
+            decision.admitted, decision.edits = [], []
+            seconds = min(_timed(executor, decision) for _ in range(TURNS))
+        except RuntimeError:  # no memory for a step that nobody asked for: requests may be smaller
+            break
         found.append(work_gauges(decision) | {"rehearsed_s": seconds})
     return found
 

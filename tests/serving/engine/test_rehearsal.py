@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from armillary.model.transformer import build
-from armillary.serving.engine import rehearsal
+from armillary.serving.engine import make, rehearsal
 from armillary.serving.engine.make import make_engine
 from armillary.serving.engine.params import SamplingParams
 from armillary.serving.engine.rehearsal import kinds_of, rehearse
@@ -26,7 +26,8 @@ def _engine(record: Any = None, device: str = "cpu") -> Any:
     return make_engine(model, None, SERVE, record=record, seed=3, eos_ids=(7,))[0]
 
 
-def test_kinds_of_steps_that_a_run_may_never_show_are_timed() -> None:
+def test_kinds_of_steps_that_a_run_may_never_show_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(make._REHEARSAL_S, "cpu", 60.0)
     records: list[dict[str, float]] = []
     _engine(lambda gauges, **of: records.append(gauges))
     assert all(one["rehearsed_s"] > 0 for one in records) and set().union(*records) <= set(GAUGES)
@@ -59,6 +60,21 @@ def test_requests_are_answered_as_if_there_had_been_none(device: str) -> None:
     answers = [[one.tokens for one in engine.generate(asked)] for engine in (rehearsed, not_rehearsed)]
     assert answers[0] == answers[1]
     assert max(one.get("requests_total", 0) for one in records) <= len(asked)
+
+
+def test_a_step_for_which_there_is_no_memory_ends_it_and_not_the_start() -> None:
+    scheduler = make_scheduler(num_blocks=300, max_running=8)
+
+    class Full:
+        def launch(self, decision: Any) -> None:
+            if decision.num_tokens > 8:
+                raise torch.OutOfMemoryError("no room")
+
+        def tokens(self, launched: None) -> list[int]:
+            return []
+
+    found = rehearse(Full(), scheduler.cache, scheduler.settings, 60.0)
+    assert found and all(one["prefill_tokens"] + one["decode_tokens"] <= 8 for one in found)
 
 
 def test_it_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
