@@ -34,12 +34,14 @@ from benchmarks.planted.train_small import model_of, recipe_of, step_s, train_re
 PAGE = Path(__file__).parent / "levers.md"
 ENOUGH, WORTH, MANY = 6, 1.15, 4
 """levers that must be within what is allowed, and a gain that so many of them must obtain"""
-CLAIMED = {"batch size": ("cpu", "H200"), "loader workers": ("cpu",), "compile": ("cpu",),
-           "recompute off": ("H200",), "CUDA graphs": ("H200",), "prefix cache": ("H200",),
-           "chunk size": ("H200",)}  # fmt: skip
-"""where each kind of lever is said to come out as predicted, run after run; elsewhere it is pulled and shown all the
-same. Said after many runs: on two shared cores gains of a fifth and a server's rate move by more than is allowed"""
+CLAIMED = {"batch size": ("H200",), "loader workers": ("cpu",), "compile": ("cpu",), "recompute off": ("H200",),
+           "CUDA graphs": ("H200",), "prefix cache": ("H200",), "chunk size": ("H200",)}  # fmt: skip
+"""where each kind of lever is said to come out as predicted: on the H200 where it was pulled there, which is the
+quieter of the two, else on the cores; elsewhere it is pulled and shown all the same. Said after many runs: on two
+shared cores gains move by more than is allowed"""
 REASONS = {
+    ("batch size", "cpu"): "two shared cores change their pace by half within a run: 2.8 to 3.0 × were predicted and "
+    "2.3 to 2.8 obtained",
     ("recompute off", "cpu"): "the allowance is 0.05 and two shared cores change their pace by half within a run; "
     "1.16 to 1.25 × were obtained, 1.17 and 1.18 predicted",
     ("prefix cache", "cpu"): "steps of the run that is diagnosed scatter by 10 to 17 % on two shared cores: 1.85 to "
