@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+import torch
+
 from armillary.serving.engine.block_hash import Chain, root
 from armillary.serving.engine.decision import Chunk, Decision
 from armillary.serving.engine.gauges import work_gauges
@@ -67,7 +69,7 @@ def rehearse(executor: Executor, cache: KVCache, settings: Settings, together_s:
             _timed(executor, decision)  # rows are new, kernels may be chosen and memory is touched
             decision.admitted, decision.edits = [], []
             seconds = min(_timed(executor, decision) for _ in range(TURNS))
-        except RuntimeError:  # no memory for a step that nobody asked for: requests may be smaller
+        except torch.OutOfMemoryError:  # for a step that nobody asked for: requests may be smaller
             break
         found.append(work_gauges(decision) | {"rehearsed_s": seconds})
     return found
