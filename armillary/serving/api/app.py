@@ -198,7 +198,11 @@ class Api:
     # --- how it is doing
 
     async def _health(self, exchange: Exchange) -> None:
-        await exchange.json(200, {"status": "ok"})
+        """For liveness probes: 503 where only a new server may help, so not while a model is loaded or an engine is
+        started again."""
+        why = self.served.engine.dead()
+        await exchange.json(200 if why is None else 503, {"status": "ok"} if why is None else
+                            {"status": "down", "reason": why})  # fmt: skip
 
     def trouble(self) -> str | None:
         """Why it is not ready; none: it is."""

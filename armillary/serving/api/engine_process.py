@@ -32,12 +32,15 @@ from armillary.serving.api.problem import Problem, bad
 from armillary.serving.api.ranks import Ranks
 from armillary.serving.engine.params import SamplingParams
 
-State = Literal["loading", "ready", "restarting", "stopped"]
+State = Literal["loading", "ready", "restarting", "down", "stopped"]
+"""down: it is dead, and no restart is under way"""
 _MASK = (1 << INDEX_BITS) - 1
 _MOST_PROMPTS = 8
 """prompt tokens that may be here, in sizes of the KV cache"""
 _BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 """before an engine is started again, by how many failed without serving anybody"""
+_FAILED_STARTS = 3
+"""restarts in a row that fail before the engine counts as down between them"""
 
 
 @dataclass(slots=True)
@@ -73,6 +76,7 @@ class EngineProcess:
         self._tasks: list[asyncio.Task[None]] = []
         self._first: asyncio.Future[Started] | None = None
         self._failures = 0
+        self._why_down = ""
         self._at_first = True
 
     # --- for the server
@@ -81,6 +85,7 @@ class EngineProcess:
         """Start the engine; ArmillaryError where it cannot."""
         self._first = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._live()), asyncio.create_task(self._watch())]
+        self._tasks[0].add_done_callback(self._over)
         return await self._first
 
     async def stop(self) -> None:
@@ -105,10 +110,14 @@ class EngineProcess:
         """Why no request can be served now; none: all is well."""
         if self.state != "ready":
             return {"loading": "the model is being loaded", "restarting": "the engine failed and is starting again",
-                    "stopped": "the server is shutting down"}[self.state]  # fmt: skip
+                    "down": self._why_down, "stopped": "the server is shutting down"}[self.state]  # fmt: skip
         if self.quiet_s() > self.orders.serve.frozen_s:
             return f"the engine has not taken a step for {self.quiet_s():.0f} s"
         return None
+
+    def dead(self) -> str | None:
+        """Why there is no engine and none on its way, so that only a new server may help; none: there is one."""
+        return self.trouble() if self.state in ("down", "stopped") else None
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, box: Mailbox, choice: int, *,
@@ -163,6 +172,8 @@ class EngineProcess:
             # who may wait is settled at the door; the engine takes whoever was let in
             orders = replace(self.orders, serve=replace(self.orders.serve, max_waiting=None))
             self._heard_at = time.monotonic()
+            if self.state == "down":
+                self.state = "restarting"
             try:
                 await self._listen(await self._ranks.start(orders))
             except OSError as error:  # no memory, processes or files for another one now; there may be later
@@ -193,7 +204,20 @@ class EngineProcess:
         self.metrics.restarts += 1
         self._say(f"the engine ended ({how}); {len(self._sent)} requests failed; starting it again")
         self._fail_all("the engine failed while it worked on this request; try again")
+        if self._failures >= _FAILED_STARTS:
+            self._why_down = f"the engine ended ({how}) and could not be started again {self._failures} times in a row"
+            self.state = "down"
         await asyncio.sleep(_BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)])
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        """Nobody starts engines any more: a bug, unless the server ends."""
+        if self.state == "stopped" or task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            traceback.print_exception(error)
+        self._why_down = "the engine ended and is not started again; restart the server"
+        self.state = "down"
+        self._fail_all(self._why_down)
 
     def _another_port(self) -> bool:
         """Whether to start once more: several ranks meet at a port that was free when they were started, and may have

@@ -54,7 +54,7 @@ def document() -> dict[str, Any]:
         "paths": posts | {
             "/v1/models": _get("The model that is served"),
             "/v1/models/{model}": _model(),
-            "/health": _get("The process is there", {200: "it is"}),
+            "/health": _get("An engine is there or on its way", {200: "it is", 503: "only a new server may help"}),
             "/ready": _get("The model is loaded and the engine steps", {200: "it does", 503: "it does not"}),
         },
         "components": {"schemas": {name: _described(name, table) for name, table in components.items()}

@@ -34,6 +34,13 @@ def api(folder: Path, *keys: str, **settings: Any) -> Api:
 
 def call(made: Api, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any, dict[str, str]]:
     """(status, JSON, headers) of one request."""
+    return asyncio.run(ask(made, method, path, body, **headers))
+
+
+async def ask(
+    made: Api, method: str, path: str, body: bytes = b"", **headers: str
+) -> tuple[int, Any, dict[str, str]]:
+    """The same in an event loop that runs."""
     sent: list[dict[str, Any]] = []
 
     parts = [{"type": "http.request", "body": body, "more_body": False}]
@@ -48,7 +55,7 @@ def call(made: Api, method: str, path: str, body: bytes = b"", **headers: str) -
 
     pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": method, "path": path, "headers": pairs, "query_string": b"", "root_path": ""}
-    asyncio.run(made.app()(scope, receive, send))  # type: ignore[arg-type]
+    await made.app()(scope, receive, send)  # type: ignore[arg-type]
     text = b"".join(message.get("body", b"") for message in sent[1:])
     found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], json.loads(text) if "json" in found["content-type"] else text, found
