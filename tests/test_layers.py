@@ -19,6 +19,7 @@ ROWS = (
     ("units", "html_page"),
     ("spec",),
     ("store",),
+    ("machine",),
     ("kernels",),
     ("model", "profiling"),
     ("parallel",),
@@ -31,7 +32,7 @@ LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
 
 TORCH_FREE = (
     "armillary", "armillary.errors", "armillary.units", "armillary.html_page", "armillary.spec*", "armillary.store*",
-    "armillary.cluster*",
+    "armillary.cluster*", "armillary.machine*",
     "armillary.planning*", "armillary.diagnosis*", "armillary.serving.gateway*", "armillary.serving.autoscale*",
     *(f"armillary.serving.engine.{name}" for name in (
         "admission", "answers", "block_hash", "block_pool", "chunks", "constraint", "decision", "ending", "engine",
