@@ -73,3 +73,28 @@ M1 = {
     "hw.optional.arm.FEAT_DotProd": 1,
     "hw.optional.AdvSIMD": 1,
 }
+
+N1_FEATURES = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs"
+V2_FEATURES = f"{N1_FEATURES} sve sve2 i8mm bf16 svebf16 svei8mm"
+SKYLAKE_FLAGS = "fpu sse4_1 avx f16c fma avx2 avx512f avx512dq avx512cd avx512bw avx512vl"
+SAPPHIRE_FLAGS = f"{SKYLAKE_FLAGS} avx512_vnni avx512_bf16 avx512_fp16 avx_vnni amx_tile amx_bf16 amx_int8"
+LAPTOP_FLAGS = "fpu sse4_1 avx f16c fma avx2"
+
+
+def arm_cores(*kinds: tuple[int, str, str, str, str], features: str = N1_FEATURES) -> str:
+    """cpuinfo of an ARM machine: (how many, implementer, part, variant, revision) of each kind of core."""
+    each = [kind[1:] for kind in kinds for _ in range(kind[0])]
+    return "\n\n".join(
+        f"processor\t: {n}\nBogoMIPS\t: 50.00\nFeatures\t: {features}\nCPU implementer\t: {implementer}\n"
+        f"CPU architecture: 8\nCPU variant\t: {variant}\nCPU part\t: {part}\nCPU revision\t: {revision}"
+        for n, (implementer, part, variant, revision) in enumerate(each)
+    )
+
+
+def x86_cores(name: str, *, model: int, stepping: int, flags: str, cores: int = 2, family: int = 6) -> str:
+    """cpuinfo of an x86 machine."""
+    return "\n\n".join(
+        f"processor\t: {n}\nvendor_id\t: GenuineIntel\ncpu family\t: {family}\nmodel\t\t: {model}\n"
+        f"model name\t: {name}\nstepping\t: {stepping}\nphysical id\t: 0\ncore id\t: {n}\nflags\t\t: {flags}"
+        for n in range(cores)
+    )
