@@ -14,12 +14,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from armillary.spec.fields import help_of
 from armillary.spec.gauges import GAUGES, prometheus_name
 from armillary.spec.hardware_table import TierTable
+from armillary.spec.key_class import MEANING, classes_of
 from armillary.spec.model import ModelConfig
 from armillary.spec.model_table import NESTED, PATTERN_HELP, override_hints
-from armillary.spec.recipe import TABLES
+from armillary.spec.recipe import TABLES, Recipe
 
 HERE = Path(__file__).parent
-Row = tuple[str, str, str, str]
+Row = tuple[str, ...]
+PLAIN: Row = ("key", "type", "default", "meaning")
 
 RECIPES_HEAD = """# Recipes
 
@@ -44,6 +46,10 @@ steps = 200
 
 Numbers may be written with underscores, and in `--set` with k, M, G, GB or GiB; `none` stands for "derive it".
 This page is made by `make docs` from the dataclasses in `armillary/spec`.
+
+A run is resumed with the recipe as it is at that moment. What an edited key means for it is said of each table, or of
+each key where they differ, under *resume*:
+
 """
 
 GAUGES_HEAD = """# Gauges
@@ -73,11 +79,27 @@ def pages() -> dict[str, str]:
 
 
 def recipes_page() -> str:
-    parts = [RECIPES_HEAD]
+    classes = [f"- *{name}*: {meaning}" for name, meaning in MEANING.items()]
+    parts = [RECIPES_HEAD + "\n".join(classes) + "\n"]
     for name, cls in TABLES.items():
-        parts.append(f"## [{name}]\n\n{cls.__doc__}\n\n{_table(_rows(cls))}")
+        parts.append(f"## [{name}]\n\n{cls.__doc__}{_resume(name)}\n\n{_keys(name, cls)}")
         parts += {"model": _model_parts, "hardware": _hardware_parts}.get(name, list)()
     return "\n".join(parts)
+
+
+def _resume(table: str) -> str:
+    """The class of a whole table, where it has one."""
+    of = classes_of(Recipe)[table]
+    return f" Edited before a run is resumed: *{of}*." if of else ""
+
+
+def _keys(table: str, cls: type[Any]) -> str:
+    """Its keys, with the class of each where the table has none."""
+    if classes_of(Recipe)[table]:
+        return _table(_rows(cls))
+    classes = classes_of(cls)
+    rows = [(*row[:-1], str(classes[row[0]]), row[-1]) for row in _rows(cls)]
+    return _table(rows, ("key", "type", "default", "resume", "meaning"))
 
 
 def _model_parts() -> list[str]:
@@ -104,8 +126,8 @@ def gauges_page() -> str:
     return "\n".join(parts)
 
 
-def _table(rows: Sequence[Row], head: Row = ("key", "type", "default", "meaning")) -> str:
-    lines = [head, ("---",) * 4, *[(f"`{name}`", *(_cell(text) for text in rest)) for name, *rest in rows]]
+def _table(rows: Sequence[Row], head: Row = PLAIN) -> str:
+    lines = [head, ("---",) * len(head), *[(f"`{name}`", *(_cell(text) for text in rest)) for name, *rest in rows]]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 

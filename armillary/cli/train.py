@@ -33,23 +33,26 @@ if TYPE_CHECKING:
 @click.argument("words", nargs=-1, metavar="RECIPE")
 @set_option
 @click.option("--devices", type=int, metavar="N", help="Spread over N devices: as much dp as fills them.")
-@click.option("--from", "weights", metavar="MODEL", help="Start from a Hugging Face folder, a run or a Hub id.")
 @click.option("--run", "name", metavar="NAME", help="Go on with this run, or begin one of this name.")
-@click.option("--until", "goal", metavar="GAUGE=X", help="End early once val_loss (or loss) is as low as X.")
+@click.option("--new", is_flag=True, help="Begin a new run, whatever unfinished ones there are.")
+@click.option("--take-over", is_flag=True, help="Go on with a run that another process is running, and stop that one.")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--dry-run", is_flag=True, help="Plan and check everything; stop before anything is written.")
 @click.option("--parity", "as_parity", is_flag=True, help="Hold strategies (or RECIPE's layout) against one process.")
 @moved("--only", "name strategies and formats behind --parity, like armillary train --parity pp fp32")
 @moved("--page", "name the page behind --parity, like armillary train --parity docs/page.md")
 @moved("--random-weights", "try --set train.from_scratch=true", is_flag=True)
+@moved("--from", "try --set model.path=FOLDER, or --set model.name=NAME for a run or a Hub id")
+@moved("--until", "try --set train.until=val_loss=3.2")
 def train(
     out: Output, home: Home, words: tuple[str, ...], overrides: tuple[str, ...], devices: int | None,
-    weights: str | None, name: str | None, goal: str | None, device: str | None, dry_run: bool, as_parity: bool,
+    name: str | None, new: bool, take_over: bool, device: str | None, dry_run: bool, as_parity: bool,
 ) -> None:  # fmt: skip
     """Train the model of RECIPE, on one device or many, and export it as a Hugging Face folder.
 
-    A name of the catalogue starts from scratch; a folder, a run or a Hub id goes on from its weights. An unfinished run
-    of the same recipe goes on where it stopped, on whatever layout.
+    A name of the catalogue starts from scratch; a folder, a run or a Hub id (--set model.path=…, model.name=…) goes on
+    from its weights. An unfinished run of the recipe goes on where it stopped, on whatever layout; where the recipe has
+    become another since, the command stops and asks for --new.
 
     Starts its own processes on this machine, or joins those of torchrun and srun. Ctrl-C saves and stops.
 
@@ -64,9 +67,10 @@ def train(
         parity(out, home, words, overrides, devices=devices, dry_run=dry_run)
         return
     recipe = the_recipe(words)
-    asked = _asked(load_recipe(recipe, (*overrides, *_from(weights))), devices)
-    settings: dict[str, Any] = {"device": device, "until": _goal(goal)}
-    texts: dict[str, Any] = {"text": recipe.read_text(), "overrides": overrides, "name": name or ""}
+    asked = _asked(load_recipe(recipe, overrides), devices)
+    settings: dict[str, Any] = {"device": device, "until": _goal(asked)}
+    choice = {"name": name or "", "new": new, "take_over": take_over, "file": str(recipe.absolute())}
+    texts: dict[str, Any] = {"text": recipe.read_text(), "overrides": overrides, **choice}
     planning: dict[str, Any] = settings | {"devices": devices, "fills": devices}
     if is_launched() and not dry_run:
         train_joined(out, home, asked, planning, **texts, **settings)
@@ -79,13 +83,6 @@ def train(
     out.result(outcome, quiet=outcome["run"])
 
 
-def _from(weights: str | None) -> list[str]:
-    """--from as an override: a folder by its path, anything else by its name."""
-    if weights is None:
-        return []
-    return [f"model.path={weights}" if Path(weights).expanduser().exists() else f"model.name={weights}"]
-
-
 def _asked(recipe: Recipe, devices: int | None) -> Recipe:
     if devices is None:
         return recipe
@@ -96,12 +93,10 @@ def _asked(recipe: Recipe, devices: int | None) -> Recipe:
     return recipe if devices % inner else replace(recipe, layout=recipe.layout.on_devices(devices))
 
 
-def _goal(text: str | None) -> Until | None:
-    if text is None:
-        return None
+def _goal(recipe: Recipe) -> Until | None:
     from armillary.training.until import Until
 
-    return Until.parse(text)
+    return Until.of(recipe.train)
 
 
 # --- before anything is written
@@ -176,14 +171,15 @@ def _rate_text(begun: Start) -> str:
 
 
 def run_training(
-    out: Output, begun: Start, *, text: str, overrides: tuple[str, ...], name: str = "", device: str | None = None,
-    until: Until | None = None, brief: bool = False,
+    out: Output, begun: Start, *, text: str, overrides: tuple[str, ...], device: str | None = None,
+    until: Until | None = None, brief: bool = False, **choice: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Prepare the data, open the run, train, and say how it ended; `brief` leaves out what single steps tell."""
+    """Prepare the data, open the run, train, and say how it ended; `brief` leaves out what single steps tell, and
+    `choice` (name, new, take_over, file) says which run it is."""
     from armillary.training.start import refuse_elsewhere
 
     refuse_elsewhere(begun.plan)
-    run = _open_run(out, begun, text, overrides, name, brief=brief)
+    run = _open_run(out, begun, text, overrides, choice, brief=brief)
     if begun.plan.layout.num_devices == 1:
         outcome = _train_here(out, begun, run, device, until, brief=brief)
     else:
@@ -193,17 +189,21 @@ def run_training(
 
 
 def _open_run(
-    out: Output, begun: Start, text: str, overrides: tuple[str, ...], name: str, *, brief: bool = False
+    out: Output, begun: Start, text: str, overrides: tuple[str, ...], choice: dict[str, Any], *, brief: bool = False
 ) -> Run:  # fmt: skip
+    from armillary.training.resume import Choice
+
+    chosen = Choice(**choice)
+    before = begun.to_resume(chosen)  # what is for a person to decide is said before any text is prepared
     with out.progress("preparing", unit="B") as bar:
         made = begun.prepare(on_bar(bar))
     for each in made:
         if not (brief and each.reused):
             say_prepared(out, each)
-    before = begun.unfinished(name)
-    goes_on = _goes_on(before) if before else ""
-    run = begun.take_over(before) if before else begun.create_run(name=name, text=text, overrides=overrides)
-    job, goes_on = begun.recipe.train, goes_on or f"run {run.id}"
+    goes_on = _goes_on(out, begun, before) if before else ""
+    told: dict[str, Any] = {"file": chosen.file, "text": text, "overrides": overrides}
+    run = begun.take_over(before, **told) if before else begun.create_run(name=chosen.name, **told)
+    job, goes_on = begun.recipe.train, goes_on or f"new run {run.id}"
     saves = f"checkpoints every {job.save_every:,} steps" if job.save_every else "a checkpoint at the end"
     planned = begun.plan.predicted
     out.say(f"planned {seconds_text(planned['step_s'])}/step, {bytes_text(planned['memory_peak_bytes'])}/device · "
@@ -211,10 +211,13 @@ def _open_run(
     return run
 
 
-def _goes_on(run: Run) -> str:
-    """Where an unfinished run goes on, and why it had ended, which may come again."""
+def _goes_on(out: Output, begun: Start, run: Run) -> str:
+    """Where an unfinished run goes on, and why it had ended, which may come again; what was edited since is said."""
     from armillary.training.checkpoint import saved_steps
+    from armillary.training.resume import texts
 
+    if noted := texts(begun.changes_since(run), "noted"):
+        out.say(f"run {run.name} continues with changes: {', '.join(noted)}")
     steps = saved_steps(run)
     where = f"from step {steps[-1]:,}" if steps else "from the beginning (no checkpoint yet)"
     failed = f", which had failed ({run.state.error})" if run.state.error else ""
@@ -257,7 +260,7 @@ def _launch(
 
 def train_joined(
     out: Output, home: Home, recipe: Recipe, planning: dict[str, Any], *, text: str, overrides: tuple[str, ...],
-    name: str, device: str | None, until: Until | None,
+    device: str | None, until: Until | None, **choice: Any,
 ) -> None:  # fmt: skip
     """As one of the ranks that torchrun or srun started: the main one speaks, and opens the run for all."""
     from armillary.parallel.world import join_world
@@ -268,7 +271,7 @@ def train_joined(
         shown, ranks = out if world.is_main else Output("silent"), agreement(world)
         try:
             begun = ranks.together(lambda: begin(shown, home, recipe, **{**planning, "devices": world.size}))
-            run = ranks.tell(ranks.together(lambda: _opened(shown, begun, world, text, overrides, name)))
+            run = ranks.tell(ranks.together(lambda: _opened(shown, begun, world, text, overrides, choice)))
             assert run is not None
             with TrainView(shown, begun.plan, run) as view:
                 done = library_train(
@@ -300,6 +303,6 @@ def _as_said(error: Exception, *, is_main: bool) -> BaseException:
 
 
 def _opened(
-    out: Output, begun: Start, world: World, text: str, overrides: tuple[str, ...], name: str
+    out: Output, begun: Start, world: World, text: str, overrides: tuple[str, ...], choice: dict[str, Any]
 ) -> Run | None:  # fmt: skip
-    return _open_run(out, begun, text, overrides, name) if world.is_main else None
+    return _open_run(out, begun, text, overrides, choice) if world.is_main else None

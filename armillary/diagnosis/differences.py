@@ -13,8 +13,8 @@ from armillary.diagnosis.apply import overrides_of
 from armillary.diagnosis.read_run import FEWEST
 from armillary.diagnosis.reading import Kind, Reading
 from armillary.errors import BadInput
-from armillary.spec.fields import to_plain
-from armillary.spec.recipe import Recipe, recipe_from_dict
+from armillary.spec.recipe import recipe_from_dict
+from armillary.spec.recipe_changes import flat
 from armillary.store.gauges import Record
 from armillary.store.runs import Run
 
@@ -29,18 +29,6 @@ TOLD = ("serve.dtype", "serve.name", "serve.tools", "serve.api_key_file", "serve
 """keys of a server that change no figure by themselves: what its number format came to stands in layout.precision"""
 ALIKE, STRAY = 0.15, 2
 """how far two loads may be apart, in share or in requests: arrivals are drawn at random, and somebody tries a server"""
-
-
-def flat(recipe: Recipe) -> dict[str, Any]:
-    """Key -> value as `--set` names them, defaults filled in."""
-    return {key.replace("model.overrides.", "model."): value for key, value in _walk(to_plain(recipe)).items()}
-
-
-def _walk(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in table.items():
-        found |= _walk(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found
 
 
 def changes(a: Run, b: Run) -> dict[str, Any]:

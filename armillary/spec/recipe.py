@@ -18,6 +18,7 @@ from armillary.spec import catalogue, toml_text
 from armillary.spec.fields import build, to_plain
 from armillary.spec.hardware import Cluster
 from armillary.spec.hardware_table import HardwareTable
+from armillary.spec.key_class import Defining, Free, Noted
 from armillary.spec.layout import Layout
 from armillary.spec.load import Load
 from armillary.spec.model import ModelConfig
@@ -29,29 +30,30 @@ from armillary.spec.train_job import Data, TrainJob
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What is to be planned, trained or served, where and how."""
+    """What is to be planned, trained or served, where and how. The class of a table (Free, Noted, Defining) says what
+    editing it means for a run that is resumed; [data] and [train] have one for each key."""
 
-    model: ModelTable
+    model: Defining[ModelTable]
     """which model"""
-    hardware: HardwareTable = field(default_factory=HardwareTable)
+    hardware: Noted[HardwareTable] = field(default_factory=HardwareTable)
     """where it runs"""
-    layout: Layout = field(default_factory=Layout)
+    layout: Noted[Layout] = field(default_factory=Layout)
     """how it is spread over devices"""
     data: Data = field(default_factory=Data)
     """what it is trained on"""
     train: TrainJob = field(default_factory=TrainJob)
     """how it is trained"""
-    serve: Serve = field(default_factory=Serve)
+    serve: Free[Serve] = field(default_factory=Serve)
     """how it is served"""
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: Free[Traffic] = field(default_factory=Traffic)
     """what arrives"""
-    objective: Objective = field(default_factory=Objective)
+    objective: Free[Objective] = field(default_factory=Objective)
     """what serving must meet"""
-    predict: Predict = field(default_factory=Predict)
+    predict: Free[Predict] = field(default_factory=Predict)
     """how a model file is served"""
-    load: Load = field(default_factory=Load)
+    load: Free[Load] = field(default_factory=Load)
     """how a server is tested"""
-    cost: Cost = field(default_factory=Cost)
+    cost: Free[Cost] = field(default_factory=Cost)
     """what devices cost"""
 
     def model_config(self, base: ModelConfig | None = None) -> ModelConfig:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from armillary.errors import BadRecipe
 from armillary.spec.blend import shares
+from armillary.spec.key_class import Defining, Free, Noted
 from armillary.spec.lora import check_names
 from armillary.spec.table_checks import above_zero, at_least, refuse
 
@@ -19,41 +20,41 @@ from armillary.spec.table_checks import above_zero, at_least, refuse
 class Data:
     """What is read: text to prepare, or prepared shards."""
 
-    source: str = "stdlib"
+    source: Defining[str] = "stdlib"
     """text or prepared shards: a file, a folder, a glob, a URL of any fsspec store, or stdlib: Python's own library"""
-    blend: Mapping[str, float] = field(default_factory=dict)
+    blend: Defining[Mapping[str, float]] = field(default_factory=dict)
     """several sources with weights, in place of source: rows of each in this proportion, exact to one row"""
-    key: str = "text"
+    key: Defining[str] = "text"
     """what holds the text: key of JSONL records, column of Parquet files, suffix of WebDataset samples"""
-    format: Literal["text", "chat"] = "text"
+    format: Defining[Literal["text", "chat"]] = "text"
     """chat: records with messages, or a prompt and a response; only answers are learnt"""
-    template: str = ""
+    template: Defining[str] = ""
     """chat: a file with a chat template, or chatml or plain; empty: the tokenizer's own"""
-    tokenizer: str = ""
+    tokenizer: Defining[str] = ""
     """folder with a tokenizer.json; empty: the model's own, or one trained on the source"""
-    vocab: int | None = None
+    vocab: Defining[int | None] = None
     """ids of a trained tokenizer; none: as many as the model has"""
-    held_out: float = 0.01
+    held_out: Defining[float] = 0.01
     """share of the documents kept for validation"""
-    shuffle: bool = False
+    shuffle: Defining[bool] = False
     """mix documents when text is prepared, so that neighbours in a row come from anywhere"""
-    path: str = ""
+    path: Defining[str] = ""
     """folder of prepared shards; empty: kept in the store, named after source and settings"""
-    paths: tuple[str, ...] = ()
+    paths: Defining[tuple[str, ...]] = ()
     """the same for a blend: a folder for each source, in the order of their names"""
-    packing: Literal["stream", "whole"] = "stream"
+    packing: Defining[Literal["stream", "whole"]] = "stream"
     """rows: cut from one stream of documents, or filled with whole documents (best fit), which leaves some padding"""
-    mix_shards: int = 0
+    mix_shards: Defining[int] = 0
     """shards whose rows are mixed with each other, others follow: for stores larger than the cache; 0: all"""
-    cache: str = ""
+    cache: Free[str] = ""
     """folder for what is fetched from stores; empty: in the user's cache"""
-    cache_bytes: int = 100_000_000_000
+    cache_bytes: Free[int] = 100_000_000_000
     """size of that folder at most: what was not used for longest goes first"""
-    verify: bool = True
+    verify: Free[bool] = True
     """compare each shard with its checksum when it is first read on this machine; sizes are always checked"""
-    seed: int = 0
+    seed: Defining[int] = 0
     """of the held-out choice and of the sample order"""
-    workers: int = 0
+    workers: Free[int] = 0
     """loader processes of each rank; 0: a thread of the training process reads ahead"""
 
     def __post_init__(self) -> None:
@@ -80,73 +81,75 @@ class Data:
 class TrainJob:
     """How long and how fast to train."""
 
-    sequence: int = 1024
+    sequence: Defining[int] = 1024
     """tokens of a sequence"""
-    batch_tokens: int = 65_536
+    batch_tokens: Defining[int] = 65_536
     """tokens of a step, over all ranks and micro-batches"""
-    steps: int = 1000
+    steps: Noted[int] = 1000
     """optimiser steps"""
-    from_scratch: bool = False
+    until: Free[str] = ""
+    """end early, once val_loss (or loss) is as low: val_loss=3.2; empty: after the last step"""
+    from_scratch: Defining[bool] = False
     """random weights, in the shape of a model that has some"""
-    lr: float | None = None
+    lr: Noted[float | None] = None
     """peak learning rate; none: 3e-4·(7e9/N)^⅓, N the parameters, at most 3e-3 (through Llama 7B, 65B and 405B);
     adapters 2e-4"""
-    lr_base_batch: int | None = None
+    lr_base_batch: Noted[int | None] = None
     """tokens of the batch that lr is meant for: the rate is multiplied by batch_tokens over it; none: taken as it is"""
-    min_lr: float | None = None
+    min_lr: Noted[float | None] = None
     """learning rate at the end, multiplied like lr where lr_base_batch is given; none: a tenth of the peak"""
-    warmup_steps: int | None = None
+    warmup_steps: Noted[int | None] = None
     """steps of linear warm-up; none: a tenth of the steps, at most 2000"""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    schedule: Noted[Literal["cosine", "linear", "wsd", "constant"]] = "cosine"
     """how the learning rate falls after the warm-up; wsd stays at the peak and then falls"""
-    decay_fraction: float = 0.2
+    decay_fraction: Noted[float] = 0.2
     """wsd: share of the steps over which it falls"""
-    weight_decay: float = 0.1
+    weight_decay: Noted[float] = 0.1
     """AdamW's, on matrices only"""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Noted[tuple[float, float]] = (0.9, 0.95)
     """AdamW's averaging of gradients and of their squares"""
-    eps: float = 1e-8
+    eps: Noted[float] = 1e-8
     """AdamW's, added to the root"""
-    clip: float = 1.0
+    clip: Noted[float] = 1.0
     """largest gradient norm; 0: no clipping"""
-    seed: int = 0
+    seed: Defining[int] = 0
     """of the initial weights and of dropout"""
-    eval_every: int = 50
+    eval_every: Free[int] = 50
     """steps between validations; 0: only at the end"""
-    eval_batches: int = 8
+    eval_batches: Free[int] = 8
     """batches a validation reads"""
-    save_every: int = 0
+    save_every: Free[int] = 0
     """steps between checkpoints; 0: only at the end and when it is stopped"""
-    profile_every: int = 100
+    profile_every: Free[int] = 100
     """steps between short recordings that split a step into compute, communication and overhead, beside three of the
     first twelve; 0: none"""
-    log_every: int = 1
+    log_every: Free[int] = 1
     """steps between records in gauges.jsonl"""
-    compile: bool = False
+    compile: Noted[bool] = False
     """compile the blocks with torch.compile"""
-    deterministic: bool = False
+    deterministic: Noted[bool] = False
     """bit-equal results on the same machine; slower, and no kernel is chosen by timing"""
-    loss_chunk: int | None = None
+    loss_chunk: Noted[int | None] = None
     """tokens whose logits exist at once; none: about 64 MB of logits but at least 1024 tokens, 0: all at once"""
-    lora_rank: int = 0
+    lora_rank: Defining[int] = 0
     """rank of adapters trained beside frozen weights; 0: every weight is trained"""
-    lora_alpha: float | None = None
+    lora_alpha: Defining[float | None] = None
     """adapters are scaled by alpha / rank; none: twice the rank"""
-    lora_on: tuple[str, ...] = ("qkv", "out", "gate_up", "down")
+    lora_on: Defining[tuple[str, ...]] = ("qkv", "out", "gate_up", "down")
     """projections with adapters: qkv (or q, k, v), out, gate_up (or gate, up), down"""
-    lora_dropout: float = 0.0
+    lora_dropout: Noted[float] = 0.0
     """share of an adapter's inputs left out at random"""
-    balance_loss: float | None = None
+    balance_loss: Noted[float | None] = None
     """weight of the routers' balance loss, a mean over sequences and layers that is 1 where all experts are used alike;
     none: the model's own (model.moe.aux_loss)"""
-    router_z_loss: float = 0.0
+    router_z_loss: Noted[float] = 0.0
     """weight of the mean square of log Σ exp of the routers' logits, which keeps them small; usual: 1e-3"""
-    bias_rate: float = 2e-3
+    bias_rate: Noted[float] = 2e-3
     """how far the selection bias of an expert moves a step at most, up where it is used too little, down where too much
     (models with model.moe.selection_bias)"""
-    expert_capacity: float | None = None
+    expert_capacity: Noted[float | None] = None
     """places of an expert in each sequence, times the fair share; choices beyond are dropped; none: nothing is"""
-    track: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ()
+    track: Free[tuple[Literal["tensorboard", "mlflow", "wandb"], ...]] = ()
     """where gauges also go: tensorboard, mlflow, wandb"""
 
     def __post_init__(self) -> None:

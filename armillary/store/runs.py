@@ -78,12 +78,24 @@ class Run:
         write_json(self.folder / "state.json", to_plain(state))
         return state
 
-    def claim(self) -> RunState:
-        """This process takes the run over, to resume it; refused while another still runs it."""
+    @property
+    def is_held_elsewhere(self) -> bool:
+        """Whether another process runs it now."""
         state, me = self.state, Process.this()
-        if state.is_running and (state.pid, state.host) != (me.pid, me.host):
-            raise BadInput(f"run {self.name} is still running (process {state.pid} on {state.host}); stop it first")
-        return self.update(state="running", error="", pid=me.pid, born=me.born, host=me.host)
+        return state.is_running and (state.pid, state.host) != (me.pid, me.host)
+
+    @property
+    def held_text(self) -> str:
+        """Who runs it, for people."""
+        state = self.state
+        return f"run {self.name} is still running (process {state.pid} on {state.host})"
+
+    def claim(self, **changes: Any) -> RunState:
+        """This process takes the run over, to resume it; refused while another still runs it."""
+        me = Process.this()
+        if self.is_held_elsewhere:
+            raise BadInput(f"{self.held_text}; stop it first")
+        return self.update(state="running", error="", pid=me.pid, born=me.born, host=me.host, **changes)
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -94,6 +106,17 @@ class Run:
     def overrides(self) -> list[str]:
         """The `--set` texts it was started with."""
         return list(strict_json.read_table(self.folder / "recipe.json")["overrides"])
+
+    @property
+    def recipe_file(self) -> str:
+        """Where that recipe was read from; empty where nobody said."""
+        return str(strict_json.read_table(self.folder / "recipe.json").get("file", ""))
+
+    def write_recipe(
+        self, recipe: Mapping[str, Any], *, text: str = "", overrides: Sequence[str] = (), file: str = ""
+    ) -> None:
+        """Replace what was asked: a run goes on with the recipe as it is now."""
+        _write_recipe(self.folder, recipe, text, overrides, file)
 
     @property
     def plan(self) -> Path:
@@ -133,9 +156,10 @@ def create_run(
     model: str = "",
     steps: int | None = None,
     name: str = "",
+    file: str = "",
 ) -> Run:
-    """A new run folder, whole at once: recipe (and `text`, the file as given), plan (a Plan or its table), state. It is
-    given a name unless one is asked for."""
+    """A new run folder, whole at once: recipe (and `text`, the file as given, and `file`, where it is), plan (a Plan or
+    its table), state. It is given a name unless one is asked for."""
     if name and not _NAME.fullmatch(name):
         raise BadInput(f"'{name}' is no name for a run; use letters, digits and - like quiet-otter")
     while True:
@@ -143,7 +167,8 @@ def create_run(
         folder = home.runs / f"{time.strftime('%Y-%m-%d')}-{name or new_name(names)}"
         try:
             with staged_folder(folder) as partial:
-                _fill(partial, recipe, text, overrides, plan, RunState.new(model=model, steps=steps))
+                _write_recipe(partial, recipe, text, overrides, file)
+                _fill(partial, plan, RunState.new(model=model, steps=steps))
             return Run(folder=folder)
         except Taken:
             if name:
@@ -151,18 +176,17 @@ def create_run(
             continue  # another process drew the same name in the same moment
 
 
-def _fill(
-    folder: Path,
-    recipe: Mapping[str, Any],
-    text: str,
-    overrides: Sequence[str],
-    plan: object,
-    state: RunState,
-) -> None:
-    write_json(folder / "recipe.json", {"overrides": list(overrides), "recipe": to_plain(recipe)})
-    write_json(folder / "state.json", to_plain(state))
+def _write_recipe(
+    folder: Path, recipe: Mapping[str, Any], text: str, overrides: Sequence[str], file: str
+) -> None:  # fmt: skip
+    asked = {"overrides": list(overrides), "recipe": to_plain(recipe)}
+    write_json(folder / "recipe.json", asked | ({"file": file} if file else {}))
     if text:
         write_text(folder / "recipe.toml", text)
+
+
+def _fill(folder: Path, plan: object, state: RunState) -> None:
+    write_json(folder / "state.json", to_plain(state))
     if plan is not None:
         write_json(folder / "plan.json", to_plain(plan))
     for name in ("checkpoints", "export"):

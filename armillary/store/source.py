@@ -160,7 +160,7 @@ def _next_step(text: str) -> str:
                 if runs == "runs" and export == "export"), None)  # fmt: skip
     if run is None:
         return "give a Hugging Face folder, a config.json, a hub id or a catalogue name"
-    return f"make it with armillary train recipes/tour.toml --run {run}, or name another model with --from PATH"
+    return f"make it with armillary train recipes/tour.toml --run {run}, or another model with --set model.path=PATH"
 
 
 def _no_model(text: str, home: Home) -> NotFound:

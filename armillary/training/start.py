@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from armillary.errors import BadLayout, BadRecipe, NotFound
+from armillary.errors import BadLayout, BadRecipe
 from armillary.model.buildable import refuse_unbuildable
 from armillary.model.fusing import rules
 from armillary.parallel.world import join_world
@@ -23,8 +23,9 @@ from armillary.spec.model import ModelConfig
 from armillary.spec.params import parameters
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, check_recipe, load_recipe, to_dict
+from armillary.spec.recipe_changes import KeyChange
 from armillary.store.home import Home
-from armillary.store.runs import Run, create_run, find_run
+from armillary.store.runs import Run, create_run
 from armillary.store.source import ModelSource, resolve_model
 from armillary.training.course import Trained
 from armillary.training.data.opening import may_hold_out, plan_data, prepare_data
@@ -32,7 +33,7 @@ from armillary.training.data.prepare import Prepared
 from armillary.training.data.survey import Progress
 from armillary.training.loop import agreement, train
 from armillary.training.recorder import Watch
-from armillary.training.resume import check_same, unfinished_run
+from armillary.training.resume import Choice, changes_since, run_to_resume, unfinished_run
 from armillary.training.supported import notes_of
 from armillary.training.trackers import check_trackers
 from armillary.training.until import Until
@@ -54,30 +55,34 @@ class Start:
         assert self.plan.data is not None
         return prepare_data(self.recipe.data, self.plan.data, progress)
 
-    def open_run(self, *, name: str = "", text: str = "", overrides: Sequence[str] = ()) -> Run:
+    def open_run(self, choice: Choice | None = None, *, text: str = "", overrides: Sequence[str] = ()) -> Run:
         """The run to go on with, taken over and planned anew; else a new one. Its checkpoints say where it goes on."""
-        found = self.unfinished(name)
-        return self.create_run(name=name, text=text, overrides=overrides) if found is None else self.take_over(found)
+        choice = choice or Choice()
+        found = self.to_resume(choice)
+        if found is None:
+            return self.create_run(name=choice.name, file=choice.file, text=text, overrides=overrides)
+        return self.take_over(found, file=choice.file, text=text, overrides=overrides)
 
-    def unfinished(self, name: str = "") -> Run | None:
-        """The run to go on with: the one called `name`, or the newest unfinished one of this recipe."""
-        return self._named(name) if name else unfinished_run(self.home, self.recipe, self.plan.weights)
+    def to_resume(self, choice: Choice) -> Run | None:
+        """The run to go on with; None where a new one is to begin. BadInput where that is for a person to decide."""
+        return run_to_resume(self.home, self.recipe, self.plan.weights, choice)
 
-    def take_over(self, run: Run) -> Run:
-        """Go on with a run that nobody runs, planned anew."""
-        run.claim()
+    def unfinished(self) -> Run | None:
+        """The newest run of this recipe that nobody runs and that is not done."""
+        return unfinished_run(self.home, self.recipe, self.plan.weights)
+
+    def changes_since(self, run: Run) -> list[KeyChange]:
+        """Keys in which the run's recipe differs from this one, with their classes."""
+        return changes_since(run, self.recipe, self.plan.weights)
+
+    def take_over(self, run: Run, *, file: str = "", text: str = "", overrides: Sequence[str] = ()) -> Run:
+        """Go on with a run, with the recipe as it is now and planned anew."""
+        run.claim(steps=self.recipe.train.steps)
+        run.write_recipe(to_dict(self.recipe), text=text, overrides=overrides, file=file or run.recipe_file)
         run.write_plan(self.plan)
         return run
 
-    def _named(self, name: str) -> Run | None:
-        try:
-            run = find_run(self.home, name)
-        except NotFound:
-            return None
-        check_same(run, self.recipe, self.plan.weights)
-        return run
-
-    def create_run(self, *, name: str = "", text: str = "", overrides: Sequence[str] = ()) -> Run:
+    def create_run(self, *, name: str = "", file: str = "", text: str = "", overrides: Sequence[str] = ()) -> Run:
         """The run's folder with recipe and plan; `text` is the recipe file as it was given."""
         return create_run(
             self.home,
@@ -88,6 +93,7 @@ class Start:
             model=self.plan.model.name,
             steps=self.recipe.train.steps,
             name=name,
+            file=file,
         )
 
 
@@ -176,13 +182,19 @@ def train_recipe(
     home: Home | None = None,
     device: str | None = None,
     run: str = "",
+    new: bool = False,
+    take_over: bool = False,
     until: Until | None = None,
     watch: Watch | None = None,
 ) -> Trained:
     """Train what a recipe (or its file) says, from the beginning or from where its unfinished run stands. One device is
-    this process; for more, every process that torchrun or srun started calls this."""
+    this process; for more, every process that torchrun or srun started calls this. `run` names the run, `new` begins
+    one whatever there is, and `take_over` goes on with one that another process is running."""
     home = home or Home.default()
     ready = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    file = "" if isinstance(recipe, Recipe) else str(Path(recipe).absolute())
+    choice = Choice(name=run, new=new, take_over=take_over, file=file)
+    until = until or Until.of(ready.train)
     with join_world(device) as world:
         ranks = agreement(world)
         source = starting_point(ready, home)
@@ -190,15 +202,15 @@ def train_recipe(
         if world.size == 1:
             _refuse_many(begun.plan)
             refuse_elsewhere(begun.plan)
-        opened = ranks.together(lambda: _opened(begun, run, overrides) if world.is_main else None)
+        opened = ranks.together(lambda: _opened(begun, choice, overrides) if world.is_main else None)
         found = ranks.tell(opened)
         assert found is not None
         return train(begun.plan, found, device=device, until=until, watch=watch, home=home)
 
 
-def _opened(begun: Start, name: str, overrides: Sequence[str]) -> Run:
+def _opened(begun: Start, choice: Choice, overrides: Sequence[str]) -> Run:
     begun.prepare()
-    return begun.open_run(name=name, overrides=overrides)
+    return begun.open_run(choice, overrides=overrides)
 
 
 def _refuse_many(plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""`--until val_loss=3.2`: a run may end before its last step, once it is as good as was asked for."""
+"""`train.until = "val_loss=3.2"`: a run may end before its last step, once it is as good as was asked for."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ class Until:
     """reached at or below"""
 
     @classmethod
+    def of(cls, job: TrainJob) -> Until | None:
+        """The goal of a recipe, or None where it has none."""
+        return cls.parse(job.until) if job.until else None
+
+    @classmethod
     def parse(cls, text: str) -> Until:
         name, _, number = (part.strip() for part in text.partition("="))
         try:
@@ -29,14 +34,14 @@ class Until:
         except ValueError:
             value = float("nan")
         if name not in GAUGES or not isfinite(value):
-            raise BadInput(f"--until {text} is no goal; write it like --until val_loss=3.2 (or loss=3.2)")
+            raise BadInput(f"train.until={text} is no goal; try --set train.until=val_loss=3.2 (or loss=3.2)")
         return cls(gauge=name, value=value)
 
     def check(self, job: TrainJob, *, held_out: bool) -> None:
         """Refuse a goal that nothing could reach before the last step; `held_out`: there is text to validate on."""
         if self.gauge != "val_loss":
             return
-        goal = f"--until val_loss={self.value:g} cannot be reached"
+        goal = f"train.until=val_loss={self.value:g} cannot be reached"
         if not held_out:
             raise BadInput(f"{goal}: no text is held out to validate on; try --set data.held_out=0.01")
         if not 0 < job.eval_every < job.steps:

@@ -154,7 +154,7 @@ def test_folders_that_are_missing_or_no_models(home: Home, tmp_path: Path) -> No
     assert refusal("nowhere.json", home, NotFound) == f"no file nowhere.json; {next_step}"
     assert refusal("runs/mine/export/200", home, NotFound) == (
         "no folder runs/mine/export/200; make it with armillary train recipes/tour.toml --run mine, "
-        "or name another model with --from PATH"
+        "or another model with --set model.path=PATH"
     )
     (tmp_path / "acme" / "empty").mkdir(parents=True)
     assert refusal("acme/empty", home, BadModel).startswith("acme/empty has no config.json; give a Hugging Face model")

@@ -71,7 +71,7 @@ def test_a_step_s_memory_adds_up_to_what_is_alive() -> None:
 
 @pytest.mark.parametrize("text", ["val_loss", "val_loss=", "val_loss=low", "accuracy=1", "loss=nan", "=3"])
 def test_goals_that_are_none(text: str) -> None:
-    with pytest.raises(BadInput, match=r"write it like --until val_loss=3\.2"):
+    with pytest.raises(BadInput, match=r"is no goal; try --set train\.until=val_loss=3\.2"):
         Until.parse(text)
 
 

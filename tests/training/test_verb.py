@@ -124,10 +124,16 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     (step,) = saved_steps(run)
     assert f"checkpoint {step} written, resume with the same command" in out
     assert run.state.shown == "interrupted" and run.state.step == step
-    again = cli("train", path, "--devices", "1", "--until", "loss=100")
+    changed = cli("train", path, "--devices", "1", "--set", "train.seed=5")
+    assert changed.code == 2 and "(train.seed 0 → 5)" in changed.err and "--new" in changed.err
+    assert len(list_runs(home)) == 1
+    edits = ("--set", "train.until=loss=100", "--set", "train.save_every=7", "--set", "train.lr=0.0002")
+    again = cli("train", path, "--devices", "1", *edits)
     assert f"goes on with run {run.id} from step {step}" in again.out and again.code == 0, again.err
+    noted = f"run {run.name} continues with changes: layout.dp 2 → 1, train.lr none → 0.0002"
+    assert again.out.count("continues with changes") == 1 and noted in again.out
     assert newest(home).id == run.id and run.state.shown == "finished" and run.state.step == step + 1
-    other = cli("train", path, "--devices", "1", "--until", "loss=100", "-q")
+    other = cli("train", path, "--devices", "1", "--set", "train.until=loss=100", "-q")
     assert other.code == 0 and other.out.strip() != run.id, "a finished run is not touched again"
 
 
@@ -147,7 +153,7 @@ def test_a_killed_rank_takes_the_others_down_and_the_last_checkpoint_stays(
     run = newest(home)
     assert run.state.shown == "failed" and saved_steps(run), "no half checkpoint counts"
     assert all(not _alive(pid) for pid in victims)
-    again = cli("train", path, "--devices", "1", "--until", "loss=100")
+    again = cli("train", path, "--devices", "1", "--set", "train.until=loss=100")
     assert again.code == 0 and f"goes on with run {run.id} from step" in again.out
 
 
@@ -177,7 +183,8 @@ def test_a_full_disk_is_one_line_and_keeps_what_is_whole(
     layout: list[str], file: Callable[..., str], process: Callable[..., subprocess.Popen[str]], cli: Cli, home: Home
 ) -> None:
     path = file("train.steps=6", "train.save_every=2", *layout)
-    assert cli("train", path, "--devices", "1", "--until", "loss=100").code == 0, "text and a first run are there"
+    done = cli("train", path, "--devices", "1", "--set", "train.until=loss=100")
+    assert done.code == 0, "text and a first run are there"
     child = process("train", path, preexec_fn=_little_room)
     out, err = child.communicate(timeout=120)
     assert child.returncode == 2, (out, err)
@@ -239,9 +246,11 @@ def test_torchrun_s_ranks_are_joined(
         (["--devices", "0"], "give at least 1"),
         (["--set", "train.sequence=256"], "longer than the context"),
         (["--set", "hardware.on=h100x8"], "h100x8 is not this machine.*--set hardware.on=here"),
-        (["--until", "accuracy=3"], "write it like --until val_loss=3.2"),
-        (["--until", "val_loss=3", "--set", "data.held_out=0"], "no text is held out .*; try --set data.held_out="),
-        (["--until", "val_loss=3", "--set", "train.eval_every=0"], "no validation; try --set train.eval_every=1"),
+        (["--set", "train.until=accuracy=3"], "is no goal; try --set train.until=val_loss=3.2"),
+        (["--set", "train.until=val_loss=3", "--set", "data.held_out=0"], "no text is held out .*; try --set data"),
+        (["--set", "train.until=val_loss=3", "--set", "train.eval_every=0"], "no validation; try --set train.eval_e"),
+        (["--until", "val_loss=3"], "--until is no more; try --set train.until=val_loss=3.2"),
+        (["--from", "gpt2"], "--from is no more; try --set model.path=FOLDER"),
         (["--set", "train.min_lr=1"], "must be at most the peak learning rate of 0.003"),
         (["--run", "no such"], "is no name for a run"),
         (["--set", "model.hidden=65536", "--set", "model.ffn=262144", "--set", "model.head_dim=16384"],
@@ -294,7 +303,7 @@ def test_a_dry_run_writes_nothing(file: Callable[..., str], cli: Cli, home: Home
 
 def test_a_missing_shard_is_named(file: Callable[..., str], cli: Cli, home: Home) -> None:
     path = file("train.steps=3", "layout.dp=2")
-    assert cli("train", path, "--devices", "1", "--until", "loss=100").code == 0
+    assert cli("train", path, "--devices", "1", "--set", "train.until=loss=100").code == 0
     (shard,) = home.data.glob("*/train/*.bin")
     prepared = shard.parents[1]
     shard.unlink()
@@ -317,6 +326,6 @@ def test_a_run_by_name(file: Callable[..., str], cli: Cli, home: Home) -> None:
     path = file("train.steps=3")
     assert cli("train", path, "--run", "first-try").code == 0
     assert newest(home).name == "first-try"
-    assert "is finished; leave --run out" in cli("train", path, "--run", "first-try").err
+    assert "is finished; give it more with --set train.steps=…" in cli("train", path, "--run", "first-try").err
     ran = cli("train", file("train.steps=3", "train.lr=0.01"), "--run", "first-try")
     assert ran.code == 2 and "is finished" in ran.err

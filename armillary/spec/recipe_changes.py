@@ -1,0 +1,67 @@
+"""What differs between two recipes: each key with its class, its value before and its value now.
+
+A run that is resumed compares the recipe it was started with and the present one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from armillary.spec.fields import to_plain
+from armillary.spec.key_class import KeyClass, classes_of
+from armillary.spec.recipe import TABLES, Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyChange:
+    """One key whose value differs."""
+
+    key: str
+    """as `--set` names it: train.lr"""
+    kind: KeyClass
+    """free, noted or defining"""
+    before: Any
+    """value of the earlier recipe, its default where it was left out; None where there was none"""
+    now: Any
+    """value of the later recipe"""
+
+    @property
+    def text(self) -> str:
+        """For people: 'train.lr 0.001 → 0.0003'."""
+        return f"{self.key} {_shown(self.before)} → {_shown(self.now)}"
+
+
+def recipe_changes(before: Recipe, now: Recipe) -> list[KeyChange]:
+    """Every key in which two recipes differ, in the order of the recipe's tables; defaults are filled in, so a key that
+    is written out with its default value is no difference."""
+    old, new = flat(before), flat(now)
+    keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
+    return [KeyChange(key=key, kind=class_of(key), before=old.get(key), now=new.get(key)) for key in keys]
+
+
+def class_of(key: str) -> KeyClass:
+    """Of a key as `--set` names it; parts of a nested table have the class of the whole."""
+    table, _, rest = key.partition(".")
+    found = classes_of(Recipe)[table] or classes_of(TABLES[table])[rest.partition(".")[0]]
+    assert found is not None, f"{key} has no class"
+    return found
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Key -> value as `--set` names them, defaults filled in."""
+    return {key.replace("model.overrides.", "model."): value for key, value in _walk(to_plain(recipe)).items()}
+
+
+def _walk(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        found |= _walk(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == "":
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
