@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from armillary.kernels.needs import has_triton
+
 # torch keeps AdamW's step count as a tensor
 
 
@@ -52,16 +54,18 @@ class AdamW(torch.optim.AdamW):
 
 
 def takes(parameters: Iterable[Tensor]) -> bool:
-    """Whether AdamW here can step them: dense fp32 tensors on a GPU, not shards."""
+    """Whether AdamW here can step them: dense fp32 tensors, not shards, on a GPU that has triton."""
     return all(
-        type(p.data) is Tensor and p.is_cuda and p.dtype == torch.float32 and p.is_contiguous() for p in parameters
+        type(p.data) is Tensor and has_triton(p.device) and p.dtype == torch.float32 and p.is_contiguous()
+        for p in parameters
     )
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """The norm of all gradients together, in fp32 on their device; nothing waits for the host."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    if grads and all(grad.is_cuda and grad.is_contiguous() and grad.dtype != torch.float64 for grad in grads):
+    plain = all(grad.is_contiguous() and grad.dtype != torch.float64 and has_triton(grad.device) for grad in grads)
+    if grads and plain:
         from armillary.kernels.adamw_triton import squares
 
         return squares(grads).sum().sqrt()

@@ -6,13 +6,13 @@ Measured on an H200 at 8k tokens and head dim 128; the comparisons are in benchm
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from armillary.kernels.launch import power_of_two
+from armillary.machine.accelerator import accelerator_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +59,13 @@ def query_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
 def can_copy(*tensors: Tensor) -> bool:
     """Whether tiles can come by TMA: a Hopper chip or newer, whole heads, everything aligned to 16 bytes."""
     return all(
-        (not x.is_cuda or _has_tma(x.device))
+        ((chip := accelerator_of(x.device)) is None or chip.tma)
         and x.shape[-1] >= 16
         and x.shape[-1] == power_of_two(x.shape[-1])
         and x.data_ptr() % 16 == 0
         and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
         for x in tensors
     )
-
-
-@cache
-def _has_tma(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def described(x_BTND: Tensor, length: int) -> TensorDescriptor:

@@ -163,10 +163,10 @@ FP8_LINEAR = Op(
             name="triton+cublas",
             run=Late("armillary.kernels.fp8_linear_triton", "library_linear"),
             refuses=refuses,
-            needs=("triton", "hopper"),
+            needs=("triton", "fp8"),
         ),
         Version(
-            name="triton", run=Late("armillary.kernels.fp8_linear_triton", "fp8_linear"), needs=("triton", "hopper")
+            name="triton", run=Late("armillary.kernels.fp8_linear_triton", "fp8_linear"), needs=("triton", "fp8", "tma")
         ),
         Version(name="compile", run=Compiled(reference), needs=("compile",)),
     ),

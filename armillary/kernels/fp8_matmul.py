@@ -94,14 +94,18 @@ def _small(case: Fp8Matmul) -> Fp8Matmul:
     return replace(case, tokens=min(case.tokens, 128), outputs=min(case.outputs, 512), inputs=min(case.inputs, 1024))
 
 
-def _version(name: str, function: str) -> Version:
-    return Version(name=name, run=Late("armillary.kernels.fp8_matmul_triton", function), needs=("triton", "hopper"))
+def _version(name: str, function: str, *more: str) -> Version:
+    run = Late("armillary.kernels.fp8_matmul_triton", function)
+    return Version(name=name, run=run, needs=("triton", "fp8", *more))
 
 
 FP8_MATMUL = Op(
     name="fp8_matmul",
     reference=reference,
-    versions=(replace(_version("triton+cublas", "library_matmul"), refuses=refuses), _version("triton", "fp8_matmul")),
+    versions=(
+        replace(_version("triton+cublas", "library_matmul"), refuses=refuses),
+        _version("triton", "fp8_matmul", "tma"),
+    ),
     inputs=inputs,
     work=work,
     tolerance={"bf16": 2e-2, "fp16": 2e-2, "fp32": 2e-2},

@@ -91,9 +91,9 @@ GROUPED_LINEAR = Op(
     reference=grouped_linear,
     versions=(
         Version(name="triton", run=Late("armillary.kernels.grouped_linear_triton", "grouped_linear"),
-                refuses=_not_triton, needs=("triton", "hopper")),
+                refuses=_not_triton, needs=("triton", "tma")),
         Version(name="torch", run=Late("armillary.kernels.grouped_linear_torch", "grouped_linear"),
-                refuses=_not_torch, needs=("hopper",)),
+                refuses=_not_torch, needs=("grouped_gemm",)),
     ),
     inputs=_inputs,
     work=_work,

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from armillary.machine.accelerator import accelerator_of
+
 INTERPRETED_PROGRAMS = 3
 """a grid for the interpreter on a CPU: more than one, so that sums over programs are tested"""
 
@@ -30,30 +32,23 @@ def on(x: Tensor) -> AbstractContextManager[object]:
 
 def num_programs(x: Tensor, per_multiprocessor: int) -> int:
     """Programs that all run at once."""
-    return _multiprocessors(x.device) * per_multiprocessor if x.is_cuda else INTERPRETED_PROGRAMS
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    chip = accelerator_of(x.device)
+    return INTERPRETED_PROGRAMS if chip is None else chip.multiprocessors * per_multiprocessor
 
 
 def fitting_stages(x: Tensor, bytes_a_stage: int, stages: int) -> int:
     """As many of `stages` as shared memory holds: what is loaded ahead waits there, but for one stage in registers."""
-    if not x.is_cuda:
+    chip = accelerator_of(x.device)
+    if chip is None:
         return stages
-    return max(1, min(stages, 1 + int(0.9 * _shared_bytes(x.device)) // max(1, bytes_a_stage)))
-
-
-@cache
-def _shared_bytes(device: torch.device) -> int:
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 49152))
+    return max(1, min(stages, 1 + int(0.9 * chip.shared_bytes) // max(1, bytes_a_stage)))
 
 
 @cache
 def can_start_early(device: torch.device) -> bool:
     """Whether a kernel may be set up while the one ahead still runs (programmatic dependent launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    chip = accelerator_of(device)
+    return chip is not None and chip.early_launch
 
 
 @cache
@@ -62,9 +57,10 @@ def side_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
     return torch.cuda.Stream(stream.device)
 
 
-def register_limit(registers: int | None) -> dict[str, Any]:
+def register_limit(device: torch.device, registers: int | None) -> dict[str, Any]:
     """The launch option that leaves a multiprocessor's other registers to programs of other kernels."""
-    return {} if registers is None or torch.version.hip else {"maxnreg": registers}
+    chip = accelerator_of(device)
+    return {} if registers is None or chip is None or chip.vendor != "nvidia" else {"maxnreg": registers}
 
 
 def early_launch(early: bool) -> dict[str, Any]:

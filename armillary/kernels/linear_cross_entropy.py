@@ -105,7 +105,7 @@ LINEAR_CROSS_ENTROPY = Op(
     reference=reference,
     versions=(
         Version(name="triton", run=_CHUNKED, needs=("triton",)),
-        Version(name="chunked", run=_CHUNKED, needs=("cpu",)),
+        Version(name="chunked", run=_CHUNKED, needs=("no_triton",)),
         replace(compiled(reference), refuses=holds_too_much),
         Version(name="liger", run=Late("armillary.kernels.liger", "linear_cross_entropy"), needs=("liger",)),
     ),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.kernels.needs import interpreted
+from armillary.kernels.needs import has_triton, interpreted
 
 # M tokens, H hidden, V vocabulary, m tokens of a chunk
 
@@ -132,7 +132,7 @@ def _sum_dtype(weight: Tensor, many: bool) -> torch.dtype:
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """x · factor, rounded once, with no wide copy in between where it matters."""
-    if x.is_cuda and x.dtype != torch.float64:
+    if has_triton(x.device) and x.dtype != torch.float64:
         from armillary.kernels.linear_cross_entropy_triton import scaled
 
         return scaled(x, factor, dtype)
@@ -176,7 +176,7 @@ def _to_gradient_(
     z: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, softcap: float, scale: float, *, write: bool
 ) -> None:
     """Writes the losses; `write` also turns the logits into d loss / d logits, in place."""
-    if z.dtype != torch.float64 and (z.is_cuda or interpreted()):
+    if z.dtype != torch.float64 and (has_triton(z.device) or interpreted()):
         from armillary.kernels.linear_cross_entropy_triton import to_gradient_
 
         to_gradient_(z, targets, losses, ignore_index, softcap, scale, write=write)

@@ -11,61 +11,87 @@ from pathlib import Path
 
 import torch
 
+from armillary.machine.accelerator import Accelerator, accelerator_of
+
+_UNITS: dict[str, tuple[Callable[[Accelerator], bool], str]] = {
+    "sm_80": (lambda chip: chip.has_capability((8, 0)), "needs an NVIDIA GPU of compute capability 8.0"),
+    "sm_90": (lambda chip: chip.has_capability((9, 0)), "needs an NVIDIA GPU of compute capability 9.0"),
+    "tma": (lambda chip: chip.tma, "needs TMA, which NVIDIA GPUs have from compute capability 9.0 on"),
+    "fp8": (lambda chip: chip.fp8, "needs fp8 units, which NVIDIA GPUs have from compute capability 8.9 on"),
+    "grouped_gemm": (lambda chip: chip.grouped_gemm, "torch has no grouped GEMM for this GPU"),
+}
+"""name -> whether a GPU has it, and what to say where it has not"""
+
 
 def lacking(needs: tuple[str, ...], device: str) -> str | None:
     """Why one of `needs` cannot be had on `device`, or None."""
-    return next((why for need in needs if (why := NEEDS[need](torch.device(device).type))), None)
+    kind = torch.device(device)
+    return next((why for need in needs if (why := _lacking_one(need, kind))), None)
 
 
-def _triton(device: str) -> str | None:
-    if find_spec("triton") is None:
+def has_triton(device: torch.device) -> bool:
+    """Whether Triton kernels run there: triton is installed, and the device is a GPU that it compiles for."""
+    return _triton(device) is None
+
+
+def _lacking_one(need: str, device: torch.device) -> str | None:
+    if need not in _UNITS:
+        return NEEDS[need](device)
+    chip = accelerator_of(device)
+    has, why = _UNITS[need]
+    return _cuda(device) if chip is None else None if has(chip) else why
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def _triton(device: torch.device) -> str | None:
+    if not _installed():
         return "triton is not installed"
-    return _cuda(device)
+    chip = accelerator_of(device)
+    if chip is None:
+        return _cuda(device)
+    return "triton needs compute capability 8.0" if chip.vendor == "nvidia" and chip.capability < (8, 0) else None
 
 
 @cache
 def interpreted() -> bool:
     """Whether Triton runs its kernels on the CPU, as the tests have it; never a reason to choose one."""
-    if find_spec("triton") is None:
+    if not _installed():
         return False
     import triton
 
     return bool(triton.knobs.runtime.interpret)
 
 
-def _cuda(device: str) -> str | None:
-    return None if device == "cuda" else "runs on a GPU only"
+def _cuda(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else "runs on a GPU only"
 
 
 @cache
-def _compile(device: str) -> str | None:
-    if device == "cuda":
-        return None if find_spec("triton") else "torch.compile needs triton on a GPU"
+def _compile(device: torch.device) -> str | None:
+    if device.type == "cuda":
+        return None if _installed() else "torch.compile needs triton on a GPU"
     compiler = any(map(shutil.which, ("g++", "clang++", "c++")))
     headers = (Path(sysconfig.get_path("include")) / "Python.h").is_file()
     return None if compiler and headers else "torch.compile needs a C++ compiler and Python.h"
 
 
-def _liger(device: str) -> str | None:
-    return "liger_kernel is not installed" if find_spec("liger_kernel") is None else _cuda(device)
+def _liger(device: torch.device) -> str | None:
+    return "liger_kernel is not installed" if find_spec("liger_kernel") is None else _triton(device)
 
 
-def _cpu(device: str) -> str | None:
-    return None if device == "cpu" else "it is plain torch, for a processor"
+def _no_triton(device: torch.device) -> str | None:
+    return "it is plain torch, for devices without triton" if has_triton(device) else None
 
 
-def _hopper(device: str) -> str | None:
-    if _cuda(device):
-        return _cuda(device)
-    return None if torch.cuda.get_device_capability() >= (9, 0) else "needs compute capability 9.0"
-
-
-NEEDS: dict[str, Callable[[str], str | None]] = {
+NEEDS: dict[str, Callable[[torch.device], str | None]] = {
     "triton": _triton,
+    "no_triton": _no_triton,
     "cuda": _cuda,
-    "cpu": _cpu,
     "compile": _compile,
     "liger": _liger,
-    "hopper": _hopper,
 }
-"""name -> why it is not there on a device type, or None"""
+"""name -> why it is not there on a device, or None; what a GPU's units decide stands in _UNITS"""

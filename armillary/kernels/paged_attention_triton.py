@@ -206,7 +206,7 @@ def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
         *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0], pointers[2].shape[1],
         pointers[1].shape[0], *strides, **shape, M=tiling.m, N=tiling.n, EARLY=early, PAIRS=_in_pairs(*pointers[:2]),
         AHEAD=tiling.ahead if pointers[1].numel() and pointers[2].numel() else 0, num_warps=tiling.warps,
-        num_stages=tiling.stages, **register_limit(tiling.registers), **early_launch(early),
+        num_stages=tiling.stages, **register_limit(q.device, tiling.registers), **early_launch(early),
     )  # fmt: skip
     rows = shape["GROUP"] * tiling.queries
     at_once, parts = combine_tiling(num_rows * shape["HEADS"], workers, rows, width)
@@ -234,7 +234,7 @@ def _launch_prefill(pointers, strides, shape, tiling, splits, scale, softcap, nu
     parts = {"M": tiling.m, "N": tiling.n, "SPLITS": splits, "LEAST": max(1, _SPLIT_KEYS // tiling.n), "SLOTS": slots}
     prefill[(slots if splits > 1 else most,)](
         *pointers, partial, peaks, scale, softcap, num_rows, *strides, **shape, **parts, num_warps=tiling.warps,
-        num_stages=tiling.stages, **register_limit(tiling.registers),
+        num_stages=tiling.stages, **register_limit(q.device, tiling.registers),
     )  # fmt: skip
     if splits > 1:
         names = ("WINDOW", "QUERIES", "ROWS", "HEADS", "GROUP", "D", "D_PAD", "HAS_SINKS", "HAS_SCALES")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.cublaslt import Product
+from armillary.kernels.needs import has_triton
 
 # M tokens, N outputs of a linear layer, K inputs
 
@@ -126,9 +127,12 @@ def ready(product: Product, name: str) -> Ready | None:
 
 def add_(total: Tensor, part: Tensor, *, first: bool) -> None:
     """total ← part, or total + part; of another format."""
+    if first or not has_triton(total.device):
+        total.copy_(part) if first else total.add_(part)
+        return
     from armillary.kernels.sums_triton import add_ as add_in_one_pass
 
-    total.copy_(part) if first else add_in_one_pass(total, part)
+    add_in_one_pass(total, part)
 
 
 def _shape(kind: str, rows: Tensor, N: int, K: int) -> Shape:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from armillary.kernels.needs import has_triton
 from armillary.model.dtype import widen
 
 # B batch, T queries, S keys, N query heads, K KV heads, G query heads a KV head, D head dim
@@ -199,7 +200,7 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
 def _has_kernel(q: Tensor, options: Options, place: Place) -> bool:
     """Queries over the keys of their own piece, whatever is asked; over another's where all of it is seen alike."""
     clear = place.causal or (place.is_open(q.shape[1], options.window) and options.slopes_N is None)
-    return q.is_cuda and clear and q.dtype != torch.float64 and q.shape[-1] <= 256
+    return has_triton(q.device) and clear and q.dtype != torch.float64 and q.shape[-1] <= 256
 
 
 def _kernel_forward(

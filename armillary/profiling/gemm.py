@@ -16,6 +16,7 @@ import torch
 
 from armillary.kernels.random_data import Pool, random_row, set_elements
 from armillary.kernels.timing import Call, Timing
+from armillary.machine.accelerator import accelerator_of
 from armillary.profiling.settings import Settings
 
 _TORCH = {
@@ -46,10 +47,10 @@ def dtypes(device: torch.device) -> list[str]:
     """Those the device computes in and torch multiplies; a CPU has no tf32, and fp8 only emulated."""
     if device.type != "cuda":
         return ["fp32", "bf16", "fp16", "int8"]
-    if torch.version.hip is not None:
+    chip = accelerator_of(device)
+    if chip is None or chip.vendor != "nvidia":
         return ["fp32", "bf16", "fp16"]
-    capability = torch.cuda.get_device_capability(device)
-    return [name for name in _TORCH if capability >= _SINCE.get(name, (0, 0))]
+    return [name for name in _TORCH if chip.has_capability(_SINCE.get(name, (0, 0)))]
 
 
 def cases(settings: Settings) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from armillary.kernels.dtype import DTYPES
 from armillary.kernels.gated import ACTIVATE, ActivationCase, activate
 from armillary.kernels.grouped_linear import GROUPED_LINEAR, GroupedCase
 from armillary.kernels.logprobs import LOGPROBS, LogprobCase, logprobs
+from armillary.kernels.needs import has_triton
 from armillary.kernels.norm import ADD_NORM, NORM, NormCase, add_norm, norm, row_add_norm, row_norm
 from armillary.kernels.op import Case, Op
 from armillary.kernels.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, paged_attention
@@ -86,7 +86,7 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         activate=_first(ACTIVATE, ActivationCase(rows=batch, ffn=ffn, activation=config.activation,
                                                  gated=config.gated, **on)),
         qkv_cache=into_cache.run, norms_apart=apart, attention=attention.run,
-        **_lookups(),
+        **_lookups(device),
         tokens=_tokens() if into_cache.version == attention.version == "triton" and not apart else None,
         capturable=(into_cache.version == attention.version == "triton"
                     and (config.moe is None or grouped is not None)),
@@ -105,8 +105,8 @@ def _grouped(config: ModelConfig, batch: int, on: dict[str, Any]) -> Run | None:
     return None if chosen.version == "eager" else chosen.run
 
 
-def _lookups() -> dict[str, Any]:
-    if importlib.util.find_spec("triton") is None:
+def _lookups(device: torch.device) -> dict[str, Any]:
+    if not has_triton(device):
         return {}
     from armillary.kernels.step_rows_triton import look_up, put
 

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from armillary.errors import BadInput
+from armillary.kernels.needs import lacking
 from armillary.model.device import free_bytes
 from armillary.model.dtype import DTYPES
 from armillary.model.tokenizer import Detokenizer, Tokenizer
@@ -100,8 +101,8 @@ def make_executor(
     if serve.weights == "int8" and weight.device.type != "cpu":
         raise BadInput("weights in int8 are for a CPU; leave serve.weights=auto, or take --device cpu")
     kv_dtype = torch.float8_e4m3fn if plan.dtype == "fp8" else DTYPES[plan.dtype]
-    if kv_dtype == torch.float8_e4m3fn and weight.device.type != "cuda":
-        raise BadInput("a KV cache in fp8 is for a GPU; leave serve.kv_dtype=auto")
+    if kv_dtype == torch.float8_e4m3fn and lacking(("fp8",), weight.device.type):
+        raise BadInput("a KV cache in fp8 is for a GPU of compute capability 8.9 or more; leave serve.kv_dtype=auto")
     executor = FastExecutor(
         model, scheduler.cache, max_running=settings.max_running, max_model_len=settings.max_model_len,
         max_tokens=settings.max_tokens_per_step, new_seed=lambda: dice.getrandbits(61), graphs=serve.graphs,
