@@ -16,7 +16,7 @@ class Serve:
     """How the engine is set up."""
 
     max_model_len: int | None = None
-    """longest prompt and answer together; none: the model's context"""
+    """longest prompt and answer together; none: the model's context, or what the KV cache can hold if less"""
     kv_bytes: int | None = None
     """size of the KV cache on a device; none: what is left when weights and working memory are in"""
     kv_dtype: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"

@@ -82,6 +82,8 @@ class Started:
     """the same for people"""
     phases: list[tuple[str, float]]
     """what the start consisted of, and its seconds"""
+    notes: tuple[str, ...] = ()
+    """what whoever started it should know, a line each"""
 
 
 @dataclass(frozen=True, kw_only=True)

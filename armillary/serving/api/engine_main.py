@@ -122,6 +122,7 @@ def _started(llm: LLM, phases: list[tuple[str, float]]) -> Started:
         max_model_len=settings.max_model_len, vocab=settings.vocab, phases=phases,
         kv_tokens=cache.num_blocks // len(cache.groups) * cache.block_tokens,
         kv_text=llm.plan.text((settings.max_model_len,)).splitlines()[0],
+        notes=llm.notes,
     )  # fmt: skip
 
 

@@ -152,7 +152,8 @@ async def _start(app: Api, sock: socket.socket, door: Door, say: Say) -> None:
     host, port = sock.getsockname()[:2]
     parts = " · ".join(f"{name} {seconds:.2f} s" for name, seconds in started.phases)
     say(f"loaded: {parts}")
-    say(started.kv_text)
+    for line in (started.kv_text, *started.notes):
+        say(line)
     where = f"[{host}]" if ":" in host else host
     say(f"ready on http://{where}:{port} as '{app.served.name}' (chat page at /, docs at /openapi.json)")
 

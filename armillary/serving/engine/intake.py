@@ -27,7 +27,8 @@ def check(request: Request, settings: Settings, cache: KVCache, constraint: Make
     room = settings.max_model_len - length
     if room < 1:
         raise BadInput(f"the prompt has {length:,} tokens and prompt and answer may have {settings.max_model_len:,}; "
-                       f"shorten it to {settings.max_model_len - 1:,} or raise serve.max_model_len")  # fmt: skip
+                       f"shorten it to {settings.max_model_len - 1:,} or raise serve.max_model_len "
+                       "and serve.kv_bytes")  # fmt: skip
     wanted = room if params.max_tokens is None else params.max_tokens
     if wanted > room:
         raise BadInput(f"a prompt of {length:,} and max_tokens={wanted:,} exceed max_model_len="
@@ -53,15 +54,11 @@ def _check_prompt(request: Request, settings: Settings) -> None:
 
 
 def _check_room(tokens: int, cache: KVCache) -> None:
-    needed = cache.blocks_at(tokens)
-    if needed <= cache.num_blocks:
-        return
-    low, high = 0, tokens  # the longest that fits, by bisection: blocks_at grows with its argument
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if cache.blocks_at(middle) <= cache.num_blocks else (low, middle - 1)
-    raise BadInput(f"prompt and answer of {tokens:,} tokens need {needed:,} KV blocks and the cache has "
-                   f"{cache.num_blocks:,}; ask for at most {low:,} together or raise serve.kv_bytes")  # fmt: skip
+    longest = cache.longest(tokens)
+    if longest < tokens:
+        raise BadInput(f"prompt and answer of {tokens:,} tokens need {cache.blocks_at(tokens):,} KV blocks and the "
+                       f"cache has {cache.num_blocks:,}; ask for at most {longest:,} together or raise "
+                       "serve.kv_bytes")  # fmt: skip
 
 
 def make_sequences(

@@ -80,6 +80,16 @@ class KVCache:
         """Most blocks one sequence of `tokens` holds, all groups together."""
         return sum(group.blocks_at(tokens, self.block_tokens, self.step_tokens) for group in self.groups)
 
+    def longest(self, tokens: int) -> int:
+        """The longest sequence, of `tokens` at most, whose blocks fit while nobody else has any."""
+        if self.blocks_at(tokens) <= self.num_blocks:
+            return tokens
+        low, high = 0, tokens  # by bisection: blocks_at grows with its argument
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.blocks_at(middle) <= self.num_blocks else (low, middle - 1)
+        return low
+
     def chain(self, tokens: list[int], salt: str = "", adapter: str = "") -> Chain:
         """The names of a prompt's blocks: made when it is submitted, outside the steps."""
         made = Chain(root(salt, adapter), self.block_tokens, self.digest)

@@ -64,9 +64,19 @@ class LLM:
             eos_ids=() if has_text else eos_ids_of(source.folder),
             peaks=load_peaks(home or Home.default(), name_of(next(loaded.parameters()).device)),
         )  # fmt: skip
+        self._asked_len = serve.max_model_len
         self.structures = Structures(self.tokenizer, loaded.config.vocab)
+        self.notes = self._notes()
+        """what somebody who starts it should know, a line each"""
         self._numbers = count(1)
         self._worker: Worker | None = None
+
+    def _notes(self) -> tuple[str, ...]:
+        longest, context = self.engine.scheduler.settings.max_model_len, self.plan.config.context
+        if self._asked_len is not None or longest == context:
+            return ()
+        return (f"max_model_len is {longest:,} and not the context of {context:,}: the KV cache holds no more; raise "
+                "serve.kv_bytes for longer answers",)  # fmt: skip
 
     def generate(
         self, prompts: Items[Prompt], params: SamplingParams | Items[SamplingParams] | None = None

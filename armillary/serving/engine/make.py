@@ -23,6 +23,7 @@ from armillary.serving.engine.engine import Engine, Record
 from armillary.serving.engine.fast_executor import FastExecutor
 from armillary.serving.engine.fp8 import pick_fp8, to_fp8
 from armillary.serving.engine.int8 import Int8Dense
+from armillary.serving.engine.kv_cache import KVCache
 from armillary.serving.engine.kv_capacity import KVPlan, plan_kv
 from armillary.serving.engine.loop import Loop
 from armillary.serving.engine.packed import PackedDense, exchange, exchange_head, packs
@@ -33,6 +34,7 @@ from armillary.serving.engine.step_roof import step_roof
 from armillary.serving.engine.tensor_parallel import Leader, cut, local_kv_heads
 from armillary.spec.service import Serve
 from armillary.store.peaks import Peaks
+from armillary.units import bytes_text
 
 Phase = Callable[[str, float], None]
 """what was done when an engine started, and the seconds it took"""
@@ -69,7 +71,9 @@ def make_engine(
     begin = time.monotonic()
     settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else eos_ids))
     plan = kv_plan(model, serve, settings.max_model_len, group)
-    scheduler = Scheduler(settings, plan.make(prefix=serve.prefix_cache))
+    cache = plan.make(prefix=serve.prefix_cache)
+    settings = replace(settings, max_model_len=_fitting_len(settings, serve, plan, cache))
+    scheduler = Scheduler(settings, cache)
     run_fp8 = pick_fp8(model.blocks["0"].attention.out.weight, settings.max_running) if serve.weights == "fp8" else None
     executor = make_executor(model, scheduler, settings, serve, plan, seed, group)
     if _device_type(model) == "cpu":
@@ -153,6 +157,18 @@ def kv_plan(model: Transformer, serve: Serve, max_model_len: int, group: Group |
     if group is not None:
         free = int(all_reduce(torch.tensor([free], device=weight.device), group, "min"))
     return plan_kv(model.config, serve, min(useful, free), dtype=dtype, tp=tp)
+
+
+def _fitting_len(settings: Settings, serve: Serve, plan: KVPlan, cache: KVCache) -> int:
+    """Prompt and answer together: the model's context, or what the cache can hold; BadInput where more was asked."""
+    wanted = settings.max_model_len
+    longest = cache.longest(wanted)
+    if longest < wanted and serve.max_model_len is not None:
+        needed = (cache.blocks_at(wanted) + 1) * plan.block_bytes
+        raise BadInput(f"serve.max_model_len={wanted} needs {bytes_text(needed)} of KV cache and there are "
+                       f"{bytes_text(plan.budget_bytes)}; try --set serve.max_model_len={longest} or --set "
+                       f"serve.kv_bytes={needed}")  # fmt: skip
+    return longest
 
 
 def _dtype_name(model: Transformer) -> str:

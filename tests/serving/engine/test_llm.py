@@ -163,7 +163,8 @@ def test_a_model_without_a_tokenizer_answers_token_ids(tmp_path: Path) -> None:
 def test_a_cache_too_small_for_one_is_said_to_that_one(folder: Path) -> None:
     llm = LLM(folder, Serve(block_tokens=4, kv_bytes=5000, max_running=4), device="cpu")
     long, short = llm.generate([[2] * 16, [2, 3]], SamplingParams(max_tokens=4, temperature=0.0))
-    assert "ask for at most 12 together or raise serve.kv_bytes" in long.error and len(short.tokens) == 4
+    assert "may have 12; shorten it to 11 or raise serve.max_model_len and serve.kv_bytes" in long.error
+    assert len(short.tokens) == 4
     with pytest.raises(BadInput, match="a single text; give a list"):
         llm.generate("def main")
 
@@ -224,3 +225,22 @@ def test_steps_are_held_against_the_measured_roof(folder: Path, home: Home) -> N
     llm.generate(TEXTS, GREEDY)
     shares = [record["engine_roof_fraction"] for record in records if "engine_roof_fraction" in record]
     assert len(shares) > 5 and all(share > 0 for share in shares)
+
+
+def test_the_default_length_is_what_the_cache_can_hold(folder: Path) -> None:
+    llm = LLM(folder, Serve(block_tokens=4, kv_bytes=10_000, max_running=4), device="cpu")
+    settings, cache = llm.engine.scheduler.settings, llm.engine.scheduler.cache
+    assert settings.max_model_len == cache.num_blocks * 4 < llm.plan.config.context == 64
+    assert llm.notes == (f"max_model_len is {settings.max_model_len} and not the context of 64: "
+                         "the KV cache holds no more; raise serve.kv_bytes for longer answers",)  # fmt: skip
+    (made,) = llm.generate(["def main"], SamplingParams(temperature=0.0, ignore_eos=True))
+    assert made.finish == "length" and len(made.request.prompt) + len(made.tokens) == settings.max_model_len
+    assert LLM(folder, Serve(block_tokens=4, kv_bytes=100_000, max_running=4), device="cpu").notes == ()
+
+
+def test_a_length_that_was_asked_for_and_does_not_fit_is_refused(folder: Path) -> None:
+    with pytest.raises(BadInput, match=r"try --set serve\.max_model_len=\d+ or --set serve\.kv_bytes=\d+$") as refused:
+        LLM(folder, Serve(block_tokens=4, kv_bytes=10_000, max_model_len=64), device="cpu")
+    for key, value in re.findall(r"serve\.(\w+)=(\d+)", str(refused.value))[1:]:  # each of the next steps works
+        asked = {"kv_bytes": 10_000, "max_model_len": 64} | {key: int(value)}
+        LLM(folder, Serve(block_tokens=4, **asked), device="cpu")
