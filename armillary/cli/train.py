@@ -18,6 +18,7 @@ from armillary.cli.train_view import TrainView, outcome_of, say_end
 from armillary.cli.verb import moved, set_option, verb
 from armillary.errors import ArmillaryError, BadInput, BadLayout
 from armillary.spec.recipe import Recipe, load_recipe
+from armillary.spec.train_job import TrainJob
 from armillary.store.home import Home
 from armillary.units import bytes_text, count_text, seconds_text
 
@@ -204,11 +205,21 @@ def _open_run(
     told: dict[str, Any] = {"file": chosen.file, "text": text, "overrides": overrides}
     run = begun.take_over(before, **told) if before else begun.create_run(name=chosen.name, **told)
     job, goes_on = begun.recipe.train, goes_on or f"new run {run.id}"
-    saves = f"checkpoints every {job.save_every:,} steps" if job.save_every else "a checkpoint at the end"
     planned = begun.plan.predicted
+    saves = _saves(job, planned["step_s"])
     out.say(f"planned {seconds_text(planned['step_s'])}/step, {bytes_text(planned['memory_peak_bytes'])}/device · "
             f"{goes_on} · {job.steps:,} steps of {count_text(job.batch_tokens)} tokens · {saves}")  # fmt: skip
     return run
+
+
+def _saves(job: TrainJob, step_s: float) -> str:
+    from armillary.training.saving import EVERY_S, interval_steps
+
+    steps = interval_steps(job, step_s)
+    if not steps:
+        return "a checkpoint at the end"
+    about = "" if job.save_every else f" or so ({seconds_text(max(EVERY_S, step_s))})"
+    return f"checkpoints every {steps:,} steps{about}"
 
 
 def _goes_on(out: Output, begun: Start, run: Run) -> str:

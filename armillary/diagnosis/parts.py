@@ -58,11 +58,20 @@ def parts_of(reading: Reading) -> Parts | None:
     if not step:
         return None
     job = reading.plan.train if reading.plan else None
-    saves = every(reading, "checkpoint_stall_s", job.save_every if job else 0)
+    saves = _saves(reading, job.save_every if job else 0)
     validates = every(reading, "validation_s", job.eval_every if job else 0)
     inside = {name: min(step, _steady(reading, f"{name}_s")) for name in ("data_wait", "comm_exposed", "bubble")}
     between = steady(reading.series("between_steps_s"))
     return Parts(step=step, checkpoint=saves, validation=validates, between=between, **inside)
+
+
+def _saves(reading: Reading, period: int | None) -> float:
+    """Seconds a step of checkpoints: every `period` steps, or where the trainer chose when (None), all but the one at
+    the end over all steps."""
+    if period is not None:
+        return every(reading, "checkpoint_stall_s", period)
+    found = [one.get("checkpoint_stall_s", 0.0) for one in reading.steps[:-1]]
+    return float(sum(found)) / len(reading.steps) if found else 0.0
 
 
 def every(reading: Reading, gauge: str, period: int) -> float:

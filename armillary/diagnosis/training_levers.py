@@ -232,6 +232,8 @@ def _save_less(finding: Finding, reading: Reading, pricing: Pricing | None) -> I
     if pricing is None or pricing.parts is None or pricing.plan.train is None:
         return
     every = pricing.plan.train.save_every
+    if every is None:
+        return
     period = _rounded(every * pricing.parts.share(pricing.parts.checkpoint) / CALM, every)
     seconds = pricing.parts.checkpoint * every / period
     yield from _lever(pricing.priced({"train.save_every": period}, checkpoint=seconds),

@@ -171,8 +171,8 @@ def checkpoint_stall(reading: Reading, plan: Plan | None) -> Finding | None:
     """Checkpoints come so often that the run mostly saves."""
     parts = parts_of(reading)
     job = plan.train if plan is not None else None
-    if parts is None or job is None or parts.share(parts.checkpoint) < STALLS:
-        return None
+    if parts is None or job is None or job.save_every is None or parts.share(parts.checkpoint) < STALLS:
+        return None  # by itself, a run never saves so often
     return _stall("checkpoint_stall", "checkpoint_stall_s", parts, parts.checkpoint, job.save_every, "saving")
 
 

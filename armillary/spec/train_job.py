@@ -118,8 +118,11 @@ class TrainJob:
     """steps between validations; 0: only at the end"""
     eval_batches: Free[int] = 8
     """batches a validation reads"""
-    save_every: Free[int] = 0
-    """steps between checkpoints; 0: only at the end and when it is stopped"""
+    save_every: Free[int | None] = None
+    """steps between checkpoints; 0: only at the end and when it is stopped; none: about every ten minutes, and at least
+    50 times as long as a save takes"""
+    keep: Free[int] = 3
+    """checkpoints that stay, the newest; 0: all"""
     profile_every: Free[int] = 100
     """steps between short recordings that split a step into compute, communication and overhead, beside three of the
     first twelve; 0: none"""
@@ -158,7 +161,7 @@ class TrainJob:
         at_least(self, "train", 0, "lora_rank", "lora_dropout")
         above_zero(self, "train", "lora_alpha")
         check_names(self.lora_on)
-        at_least(self, "train", 0, "save_every", "loss_chunk", "profile_every")
+        at_least(self, "train", 0, "save_every", "keep", "loss_chunk", "profile_every")
         at_least(self, "train", 1, "lr_base_batch")
         at_least(self, "train", 0, "balance_loss", "router_z_loss", "bias_rate")
         above_zero(self, "train", "expert_capacity")

@@ -132,6 +132,14 @@ def sweep_folder(folder: Path) -> None:
             _remove(path)
 
 
+def remove_folder(path: Path) -> None:
+    """Take a folder away at once: it loses its name first, so that nobody ever finds half of it."""
+    with plain_errors(path):
+        hidden = _partial(path)
+        os.rename(path, hidden)
+        _remove(hidden)
+
+
 def _is_stale(tag: str) -> bool:
     parts = tag.split("-", 3)
     if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):

@@ -6,8 +6,8 @@
       rng.pt                       random state of every rank
       manifest.json                every file with its size and checksum; written last
 
-A folder is written under a hidden name and renamed when it is whole, so a folder with a number is a good one. Writing
-beside the steps and deleting old ones can be put around `save` and `saved_steps`; nothing else knows the form.
+A folder is written under a hidden name and renamed when it is whole, so a folder with a number is a good one. Old ones
+go (`prune`) once a newer one is whole, sealed and on disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from armillary.errors import ArmillaryError, BadData
 from armillary.store import strict_json
-from armillary.store.atomic import staged_folder
+from armillary.store.atomic import remove_folder, staged_folder
 from armillary.store.manifest import NAME as MANIFEST
 from armillary.store.runs import Run
 from armillary.training.agreement import Agreement
@@ -137,6 +137,21 @@ def saved_steps(run: Run) -> list[int]:
     """Steps with a whole checkpoint, in order; one that lost a file or was cut short does not count. Contents are not
     read: `newest` does."""
     return [step for step in run.checkpoint_steps() if not faults(run.checkpoint(step))]
+
+
+def prune(run: Run, step: int, keep: int) -> list[int]:
+    """Delete checkpoints before the one of `step`, which was just written, so that `keep` whole ones stay with it
+    counted (0: all stay); gives the steps deleted. Nothing goes unless that one has its seal and every file that the
+    seal names in full length; later ones, which a run that goes on from further back will overwrite, are left alone."""
+    if not keep or faults(run.checkpoint(step)):
+        return []
+    before = [one for one in run.checkpoint_steps() if one < step]
+    whole = [one for one in before if not faults(run.checkpoint(one))]
+    stay = whole[len(whole) - (keep - 1) :] if len(whole) >= keep else whole
+    gone = [one for one in before if one not in stay]
+    for one in gone:
+        remove_folder(run.checkpoint(one))
+    return gone
 
 
 def newest(run: Run, ranks: Agreement, say: Callable[[str], None] = lambda text: None) -> int:

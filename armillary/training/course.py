@@ -25,6 +25,7 @@ from armillary.training.host_adamw import HostAdamW
 from armillary.training.offloading import widen
 from armillary.training.optim import states_by_name, weights_by_name
 from armillary.training.random_state import seed
+from armillary.training.saving import SaveClock
 from armillary.training.step_report import StepReport
 from armillary.training.trainer import Trainer
 from armillary.training.until import Until
@@ -56,6 +57,8 @@ class Course:
         self.loss, self.saved, self.done, self.restarts = float("nan"), -1, 0, 0
         self._began: float | None = None
         self._stepped = 0.0
+        self.clock = SaveClock(trainer.job, trainer.plan.predicted.get("step_s"))
+        trainer.feed.due = self.clock.due
 
     def resume(self, step: int) -> int:
         """Take everything from the checkpoint of `step`, the one to go on with; 0: there is none."""
@@ -94,7 +97,7 @@ class Course:
             value = trainer.validate()
             more |= {"val_loss": value, "validation_s": trainer.validation_s} if value is not None else {}
         done = step == job.steps or (self.until is not None and self.until.reached(report.gauges | more))
-        if done or (job.save_every and step % job.save_every == 0):
+        if done or report.save:
             more |= self.save(step)
         more["goodput_fraction"] = self._goodput(report.gauges["step_s"], before)
         return replace(report, gauges=report.gauges | more), done
@@ -115,7 +118,10 @@ class Course:
         begin = time.perf_counter()
         made = checkpoint.save(self.run, step, self._tensors(), self._facts(), self.trainer.ranks)
         self.saved = step
+        ranks, keep = self.trainer.ranks, self.job.keep
+        ranks.together(lambda: checkpoint.prune(self.run, step, keep) if ranks.is_main else [])
         seconds = time.perf_counter() - begin
+        self.clock.saved(seconds)
         self.trainer.pace.aside(seconds)
         return {"checkpoint_s": seconds, "checkpoint_stall_s": seconds, "checkpoint_bytes": float(made.bytes)}
 

@@ -1,7 +1,8 @@
 """Feed: the batches of a run, each given out once every rank has its rows and knows how many targets all have.
 
-The same small exchange carries a request to stop and word of a rank that cannot read, so that all stop or fail before
-the same step. With a GPU it is done for the next step while the device works on the present one.
+The same small exchange carries a request to stop, word of a rank that cannot read, and the wish for a checkpoint, so
+that all stop or fail before the same step and save after the same one. With a GPU it is done for the next step while
+the device works on the present one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Fetched(NamedTuple):
     """whether any rank was asked to stop before this step"""
     wait_s: float
     """how long the step had to wait for its rows"""
+    save: bool
+    """whether the main rank wants a checkpoint after this step"""
 
 
 class Feed:
@@ -52,6 +55,8 @@ class Feed:
         """this rank's own work in its last step, told to the others with the next exchange; 0: not known"""
         self.each_s: tuple[float, ...] = ()
         """what all ranks told"""
+        self.due: Callable[[int], bool] = lambda step: False
+        """whether a checkpoint follows a step; asked once a step, and only the main rank's answer counts"""
 
     def at(self, step: int, stop: Stop) -> Fetched:
         ready, self._ahead = self._ahead, None
@@ -73,7 +78,9 @@ class Feed:
         each = float(batch.num_targets if batch is not None else 0)
         many = self._ranks.size > 1
         mine = [self.own_s if rank == self._ranks.rank else 0.0 for rank in range(self._ranks.size)] if many else []
-        targets, stops, errors, *told = self._ranks.total(each, float(stop()), float(error is not None), *mine)
+        save = self._ranks.is_main and self.due(step)
+        flags = float(stop()), float(error is not None), float(save)
+        targets, stops, errors, saves, *told = self._ranks.total(each, *flags, *mine)
         self.each_s = tuple(told)
         if many:
             self._waits.add(time.perf_counter() - begin)
@@ -81,7 +88,7 @@ class Feed:
             self._ranks.raise_first(error)
         assert batch is not None and self._loader is not None
         same = self._ranks.size / self._mesh.dp_size  # those of tp, cp and pp read the same rows
-        return Fetched(step, batch, targets / same, stops > 0, self._loader.wait_s)
+        return Fetched(step, batch, targets / same, stops > 0, self._loader.wait_s, saves > 0)
 
     def _rows(self, step: int) -> DeviceBatch:
         """This rank's rows; steps asked out of order open the reader anew."""

@@ -13,3 +13,5 @@ class StepReport:
     gauges: dict[str, float]
     sources: dict[str, str] = field(default_factory=dict)
     """how gauges were measured that are not measured in the usual way"""
+    save: bool = False
+    """whether the ranks agreed on a checkpoint after it"""

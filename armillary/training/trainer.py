@@ -133,7 +133,7 @@ class Trainer:
         sources |= dict.fromkeys([*idle, *twice, *([] if split else ["comm_exposed_s"])], self.waits.source)
         gauges |= self.samples.beside(now.batch, step, self.taken - 1) if plain else {}
         self.pace.leave(seconds, plain=plain)
-        return StepReport(step=step, gauges=gauges | split, sources=sources)
+        return StepReport(step=step, gauges=gauges | split, sources=sources, save=now.save)
 
     def _idle(self) -> dict[str, float]:
         """How long this rank's stage stood still between passes: the first stage's, where the main rank is, lasts

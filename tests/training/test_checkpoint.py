@@ -81,7 +81,7 @@ def test_a_run_cut_off_anywhere_goes_on_with_the_same_bits(data: st.DataObject, 
     after = data.draw(st.integers(0, STEPS - 2), label="cut off after step")
     precision = data.draw(st.sampled_from(["fp32", "bf16"]), label="precision")
     made = recipe(f"train.steps={STEPS}", f"train.save_every={every}", f"layout.precision={precision}",
-                  "train.eval_every=3")  # fmt: skip
+                  "train.eval_every=3", "train.keep=0")  # fmt: skip
     begun = begin(made, home)
     uninterrupted = begun.create_run()
     expected = train(begun.plan, uninterrupted)
