@@ -60,12 +60,10 @@ def apply(
     chunks = [Chunk(model, span) for span in model.spans] if isinstance(model, Held) else [model]
     if layout.zero and mesh.num_copies > 1:
         axes = [axis for axis in DATA_AXES if mesh.size(axis) > 1 or axis == "shard"]
-        # a split backward pass looks weights up between its halves, so they must not be let go after the forward pass
-        zero = min(layout.zero, 2) if layout.pp > 1 and layout.schedule == "zero_bubble" else layout.zero
         for chunk in chunks:
             unseen = layout.recompute == "selective"
-            shard_experts(chunk, mesh, data.policy_of(layout.precision), again=zero == 3, unseen=unseen)
-            data.shard_out(chunk, mesh.along(*axes), zero=zero, precision=layout.precision)
+            shard_experts(chunk, mesh, data.policy_of(layout.precision), again=layout.zero == 3, unseen=unseen)
+            data.shard_out(chunk, mesh.along(*axes), zero=layout.zero, precision=layout.precision)
     return Sharded(model, layout, mesh, chunks=chunks, tp=tp, ep=ep, cut_tokens=bool(cut_tokens), loss=loss,
                    activations=activations)  # fmt: skip
 

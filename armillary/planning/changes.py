@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
 from armillary.spec.layout_case import Case
 from armillary.spec.layout_rules import layout_problems
+from armillary.spec.trainer_rules import splits_backward
 from armillary.units import bytes_text, seconds_text
 
 Change = dict[str, Any]
@@ -103,11 +104,13 @@ def _singles(case: TrainCase, layout: Layout) -> Iterator[Change]:
 
 
 def devices_that_fit(case: TrainCase, layout: Layout) -> int | None:
-    """Devices, doubled until zero 3 over all of them and full recomputation fit; None beyond MOST_DEVICES."""
+    """Devices, doubled until zero 3 (2 where our stages cannot) over all of them and full recomputation fit; None
+    beyond MOST_DEVICES."""
+    zero: Literal[2, 3] = 2 if case.software.fully_shard and splits_backward(layout) else 3
     devices = max(case.cluster.num_devices, layout.num_devices)
     inner = layout.tp * layout.pp * layout.cp
     while devices <= MOST_DEVICES:
-        wide = replace(layout, dp=max(1, devices // inner), zero=3, recompute="full", micro_batch=1, shard=None)
+        wide = replace(layout, dp=max(1, devices // inner), zero=zero, recompute="full", micro_batch=1, shard=None)
         bigger = replace(case, cluster=_grown(case.cluster, devices))
         layouts = of([wide])
         if fits(bigger, layouts, memory(bigger, layouts))[0]:

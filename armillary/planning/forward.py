@@ -13,9 +13,12 @@ from functools import cached_property
 from math import ceil
 
 from armillary.errors import BadLayout
+from armillary.spec.layout import Layout
+from armillary.spec.layout_case import Case
 from armillary.spec.model import LayerKind, ModelConfig
 from armillary.spec.ops import Op, grouped_matmul
 from armillary.spec.sublayers import Batch, experts_used
+from armillary.spec.tensor_rules import tp_holds, tp_says
 from armillary.spec.workload import embedding_pieces, head_pieces, layer_pieces
 
 EXPERT_PRODUCTS = ("moe.gate_up", "moe.down")
@@ -87,11 +90,11 @@ class Equal(Batch):
 
 
 def check_split(config: ModelConfig, split: Split) -> None:
-    """Refuse what no engine runs: heads that tp does not divide, more stages than layers, more ranks than experts."""
-    if config.heads % split.tp:
-        better = max(size for size in range(1, split.tp) if config.heads % size == 0)
-        raise BadLayout(f"tp={split.tp} does not divide the {config.heads} heads of {config.name}; "
-                        f"try --set layout.tp={better}")  # fmt: skip
+    """Refuse what no engine runs: heads or MLPs that tp does not divide, more stages than layers, more ranks than
+    experts."""
+    layout, case = Layout(tp=split.tp), Case(model=config, for_training=False)
+    if not tp_holds(layout, case):
+        raise BadLayout(tp_says(layout, case))
     if split.pp > config.num_layers:
         raise BadLayout(f"pp={split.pp} exceeds the {config.num_layers} layers of {config.name}; "
                         f"try --set layout.pp={config.num_layers}")  # fmt: skip

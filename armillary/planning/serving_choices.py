@@ -1,7 +1,7 @@
 """Ways to serve a model on a kind of device: tp degree, precision and quantisation, together or in split pools.
 
-Every cut that divides the heads and every format the chip can hold is priced for the traffic; the cheapest that meets
-the objectives wins, and each of the others says what it lacks.
+Every cut that divides heads and MLPs and every format the chip can hold is priced for the traffic; the cheapest that
+meets the objectives wins, and each of the others says what it lacks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from armillary.planning.serving_memory import refuse_too_big, serving_memory
 from armillary.spec import catalogue
 from armillary.spec.hardware import Cluster, Tier
 from armillary.spec.layout import Layout
+from armillary.spec.layout_case import Case
 from armillary.spec.model import ModelConfig
 from armillary.spec.service import Cost, Objective, Serve, Traffic
+from armillary.spec.tensor_rules import tp_holds
 
 if TYPE_CHECKING:  # the store's locks and sockets are slow to import
     from armillary.store.peaks import Peaks
@@ -181,7 +183,9 @@ def _splits(request: Request) -> Iterator[Split]:
     """tp over the devices that share the fast link, stages beyond that, and for experts attention data-parallel."""
     config, limit = request.config, request.cluster.num_devices
     domain = min(limit, request.cluster.fast_domain)
-    sizes = [2**i for i in range(domain.bit_length()) if 2**i <= domain and config.heads % 2**i == 0]
+    rules = Case(model=config, for_training=False)
+    powers = (2**i for i in range(domain.bit_length()) if 2**i <= domain)
+    sizes = [size for size in powers if tp_holds(Layout(tp=size), rules)]
     yield from (Split(tp=size) for size in sizes)
     top = sizes[-1]
     yield from (Split(tp=top, pp=stages) for stages in (2, 4, 8, 16) if top * stages <= limit)

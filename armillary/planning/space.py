@@ -81,14 +81,16 @@ def runnable(case: TrainCase, layouts: Layouts, fixed: Mapping[str, Any]) -> Lay
     """Of the layouts, those whose choices our trainer runs together, where it is what runs them."""
     if not case.software.fully_shard:
         return layouts
-    asked = {name: value for name, value in fixed.items() if name in ("pp", "schedule", "recompute", "offload")}
+    names = ("dp", "cp", "zero", "pp", "schedule", "recompute", "offload")
+    asked: dict[str, Any] = {"dp": 2, **{name: value for name, value in fixed.items() if name in names}}
     rules = Case(model=case.model, by_trainer=True)
     for problem in layout_problems(Layout(**asked), rules):
-        if problem.rule in ("kept", "halves"):
+        if problem.rule in ("kept", "halves", "gathered"):
             raise BadLayout(problem.text)
     away = np.isin(layouts.offload, [OFFLOADS.index(name) for name in ("activations", "both")])
     halves = (layouts.pp > 1) & (layouts.schedule == SCHEDULES.index("zero_bubble"))
-    return layouts.take(np.nonzero((layouts.recompute != SELECTIVE) | ~(away | halves))[0])
+    gathered = (layouts.zero == 3) & (layouts.dp * layouts.cp > 1) & halves
+    return layouts.take(np.nonzero(((layouts.recompute != SELECTIVE) | ~(away | halves)) & ~gathered)[0])
 
 
 def hybrid(case: TrainCase, layouts: Layouts) -> Layouts:

@@ -26,7 +26,7 @@ class Case:
     """serving replicates KV heads where tp exceeds them, and has no batch to divide"""
     by_trainer: bool = False
     """our trainer runs it: experts lie over dp × cp only, a step has whole rounds of micro-batches, and selective
-    recomputation goes with neither activations elsewhere nor backward passes in halves"""
+    recomputation goes with neither activations elsewhere nor backward passes in halves, which zero=3 does not either"""
     compiled: bool = False
     """blocks go through a compiler (train.compile), which backward passes in halves do not"""
 

@@ -5,7 +5,7 @@ Each rule is a test and a sentence; the sentence ends with a change after which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,9 +22,12 @@ from armillary.spec.layout import Layout
 from armillary.spec.layout_case import Case
 from armillary.spec.model import ModelConfig
 from armillary.spec.nearest_layout import completed
+from armillary.spec.tensor_rules import near, tp_holds, tp_says
 from armillary.spec.trainer_rules import (
     compiled_holds,
     compiled_says,
+    gathered_holds,
+    gathered_says,
     halves_hold,
     halves_say,
     kept_holds,
@@ -70,14 +73,6 @@ def _texts(layout: Layout, case: Case) -> Iterator[str]:
 # --- suggestions
 
 
-def _near(value: int, options: Iterable[int]) -> str:
-    """The options next to `value` on both sides: '2 or 4'."""
-    fitting = sorted(set(options))
-    below = [option for option in fitting if option < value][-1:]
-    above = [option for option in fitting if option > value][:1]
-    return " or ".join(map(str, below + above))
-
-
 def _first_clean(layout: Layout, case: Case, options: list[dict[str, Any]]) -> str:
     """The first change after which every rule holds, else the first: '--set layout.pp=2'."""
 
@@ -87,36 +82,6 @@ def _first_clean(layout: Layout, case: Case, options: list[dict[str, Any]]) -> s
 
     best = next((option for option in options if clean(option)), options[0])
     return " ".join(f"--set layout.{key}={str(value).lower()}" for key, value in best.items())
-
-
-# --- tp
-
-
-def _cut_by_tp(layout: Layout, case: Case) -> Iterator[tuple[int, str]]:
-    """What tp must divide. Vocabulary rows are padded and hidden is never cut, so neither is here."""
-    model = case.model
-    kinds = {kind.mlp for kind in model.layers}
-    replicated = not case.for_training and layout.tp % model.kv_heads == 0
-    if model.mla is None and not replicated:
-        yield model.kv_heads, f"{model.kv_heads} KV heads"
-    yield model.heads, f"{model.heads} heads"
-    if "dense" in kinds:
-        yield model.ffn, f"the ffn of {model.ffn}"
-    if model.moe and "moe" in kinds and layout.expert_tp > 1:
-        yield model.moe.ffn, f"the expert ffn of {model.moe.ffn}"
-    if model.moe and "moe" in kinds and model.moe.shared_ffn:
-        yield model.moe.shared_ffn, f"the shared ffn of {model.moe.shared_ffn}"
-
-
-def _tp_holds(layout: Layout, case: Case) -> bool:
-    return all(size % layout.tp == 0 for size, _ in _cut_by_tp(layout, case))
-
-
-def _tp_says(layout: Layout, case: Case) -> str:
-    what = next(words for size, words in _cut_by_tp(layout, case) if size % layout.tp)
-    fitting = [tp for tp in range(1, case.model.heads + 1) if _tp_holds(replace(layout, tp=tp), case)]
-    near = _near(layout.tp, fitting)
-    return f"tp={layout.tp} does not divide {what} of {case.model.name}; try --set layout.tp={near}"
 
 
 # --- pp
@@ -169,7 +134,7 @@ def _cp_says(layout: Layout, case: Case) -> str:
     most = min(case.sequence // 2, 2 * layout.cp)
     fitting = [cp for cp in range(1, most + 1) if case.sequence % (2 * cp) == 0] or [1]
     return (f"cp={layout.cp} does not cut a sequence of {case.sequence} into 2 × {layout.cp} equal pieces (zig-zag); "
-            f"try --set layout.cp={_near(layout.cp, fitting)}")  # fmt: skip
+            f"try --set layout.cp={near(layout.cp, fitting)}")  # fmt: skip
 
 
 def _ep_holds(layout: Layout, case: Case) -> bool:
@@ -188,14 +153,14 @@ def _ep_says(layout: Layout, case: Case) -> str:
         return f"ep={layout.ep} but {case.model.name} has no experts; try --set layout.ep=1"
     experts, ranks = case.model.moe.num_experts, _expert_ranks(layout, case)
     fitting = [ep for ep in range(1, experts + 1) if _ep_holds(replace(layout, ep=ep), case)]
-    near = _near(layout.ep, fitting)
+    nearest = near(layout.ep, fitting)
     if experts % layout.ep:
-        return f"ep={layout.ep} does not divide {experts} experts of {case.model.name}; try --set layout.ep={near}"
+        return f"ep={layout.ep} does not divide {experts} experts of {case.model.name}; try --set layout.ep={nearest}"
     inner = layout.num_devices // layout.dp
     enough = inner * next(dp for dp in range(1, layout.ep + 1) if dp * (ranks // layout.dp) % layout.ep == 0)
     more = f" (--devices {enough} would do)" if case.for_training and enough > layout.num_devices else ""
     over = "dp × cp" if case.by_trainer else "dp × cp × tp"
-    return f"ep={layout.ep} does not divide {over} = {ranks}{more}; try --set layout.ep={near}"
+    return f"ep={layout.ep} does not divide {over} = {ranks}{more}; try --set layout.ep={nearest}"
 
 
 def _shard_holds(layout: Layout, case: Case) -> bool:
@@ -208,8 +173,8 @@ def _shard_says(layout: Layout, case: Case) -> str:
     if layout.zero == 0:
         change = "zero=3" if layout.shard in fitting else "shard=none"
         return f"shard={layout.shard} but zero=0 shares nothing out; try --set layout.{change}"
-    near = _near(layout.shard, fitting)
-    return f"shard={layout.shard} does not divide dp={layout.dp}; try --set layout.shard={near}"
+    nearest = near(layout.shard, fitting)
+    return f"shard={layout.shard} does not divide dp={layout.dp}; try --set layout.shard={nearest}"
 
 
 # --- devices
@@ -265,7 +230,7 @@ def _divides(layout: Layout, case: Case) -> bool:
 
 _Rule = tuple[Callable[[Layout, Case], bool], Callable[[Layout, Case], str]]
 _RULES: dict[str, _Rule] = {
-    "tp": (_tp_holds, _tp_says),
+    "tp": (tp_holds, tp_says),
     "pp": (_pp_holds, _pp_says),
     "schedule": (_schedule_holds, _schedule_says),
     "cp": (_cp_holds, _cp_says),
@@ -273,6 +238,7 @@ _RULES: dict[str, _Rule] = {
     "shard": (_shard_holds, _shard_says),
     "kept": (kept_holds, kept_says),
     "halves": (halves_hold, halves_say),
+    "gathered": (gathered_holds, gathered_says),
     "compiled": (compiled_holds, compiled_says),
     "fill": (_fill_holds, _fill_says),
     "devices": (_devices_hold, _devices_say),

@@ -19,10 +19,14 @@ def kept_says(layout: Layout, case: Case) -> str:
             "try --set layout.recompute=full or none")  # fmt: skip
 
 
+def splits_backward(layout: Layout) -> bool:
+    """Whether gradients of inputs and of weights come in passes of their own (zero-bubble)."""
+    return layout.pp > 1 and layout.schedule == "zero_bubble"
+
+
 def halves_hold(layout: Layout, case: Case) -> bool:
     """A backward pass in two halves goes along the graph of plain operators."""
-    split = layout.pp > 1 and layout.schedule == "zero_bubble"
-    return not (case.by_trainer and layout.recompute == "selective" and split)
+    return not (case.by_trainer and layout.recompute == "selective" and splits_backward(layout))
 
 
 def halves_say(layout: Layout, case: Case) -> str:
@@ -31,10 +35,25 @@ def halves_say(layout: Layout, case: Case) -> str:
 
 def compiled_holds(layout: Layout, case: Case) -> bool:
     """torch splits a backward pass along the graph of eager operators."""
-    split = layout.pp > 1 and layout.schedule == "zero_bubble"
-    return not (case.by_trainer and case.compiled and split)
+    return not (case.by_trainer and case.compiled and splits_backward(layout))
 
 
 def compiled_says(layout: Layout, case: Case) -> str:
-    other = "interleaved" if layout.interleave > 1 else "1f1b"
+    other = _whole_backward(layout)
     return f"zero-bubble stages cannot be compiled; try --set layout.schedule={other} (or train.compile=false)"
+
+
+def gathered_holds(layout: Layout, case: Case) -> bool:
+    """The second half of a backward pass looks up weights that ZeRO-3 has let go of by then."""
+    shares_weights = layout.zero == 3 and layout.dp * layout.cp > 1
+    return not (case.by_trainer and shares_weights and splits_backward(layout))
+
+
+def gathered_says(layout: Layout, case: Case) -> str:
+    return ("zero-bubble stages need whole weights between the halves of a backward pass, which zero=3 shares out; "
+            f"try --set layout.zero=2 (or layout.schedule={_whole_backward(layout)})")  # fmt: skip
+
+
+def _whole_backward(layout: Layout) -> str:
+    """The nearest schedule whose backward passes are whole."""
+    return "interleaved" if layout.interleave > 1 else "1f1b"

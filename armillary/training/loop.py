@@ -13,6 +13,7 @@ import torch.distributed as dist
 from armillary.errors import ArmillaryError
 from armillary.parallel.world import World, join_world
 from armillary.spec.plan import Plan
+from armillary.spec.trainer_rules import splits_backward
 from armillary.store.home import Home
 from armillary.store.runs import Run
 from armillary.training import checkpoint
@@ -87,6 +88,7 @@ def agreement(world: World) -> Agreement:
 def out_of_memory(plan: Plan, world: World) -> ArmillaryError:
     """What to try when the device is full, whatever the plan had said."""
     layout = plan.layout
-    less = f"layout.micro_batch={layout.micro_batch // 2}" if layout.micro_batch > 1 else "layout.zero=3"
+    most = 2 if splits_backward(layout) else 3
+    less = f"layout.micro_batch={layout.micro_batch // 2}" if layout.micro_batch > 1 else f"layout.zero={most}"
     change = "layout.recompute=full" if layout.recompute != "full" else less
     return ArmillaryError(f"out of memory on rank {world.rank} ({world.device}); try --set {change}")

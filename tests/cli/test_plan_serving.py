@@ -57,7 +57,7 @@ def test_an_inference_table_is_judged(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    (("--set", "layout.tp=3"), "tp=3 does not divide the 32 heads of llama-3.1-8b; try --set layout.tp=2"),
+    (("--set", "layout.tp=3"), "tp=3 does not divide 8 KV heads of llama-3.1-8b; try --set layout.tp=2 or 4"),
     (("--set", "objective.itl_p99_s=0.00001"), "itl_p99_s=10 µs cannot be met"),
     (("--set", "traffic.tokens_in=500000"), "requests of 500,250 tokens exceed the 131,072 of llama-3.1-8b"),
     (("--set", "cost.usd_per_device_hour=-1"), "cost.usd_per_device_hour=-1.0 must be at least 0"),

@@ -135,6 +135,7 @@ def test_one_process_needs_no_process_group() -> None:
         (dict(tp=3), {}, "tp=3 does not divide 8 KV heads of tiny; try --set layout.tp=2 or 4"),
         (dict(tp=2), dict(kv_heads=1), "tp=2 does not divide 1 KV heads of tiny; try --set layout.tp=1"),
         (dict(dp=4, zero=3, shard=3), {}, "shard=3 does not divide dp=4; try --set layout.shard=2 or 4"),
+        (dict(dp=2, pp=2, zero=3, schedule="zero_bubble"), {}, r"try --set layout.zero=2 \(or layout.schedule=1f1b\)"),
     ],
 )
 def test_a_layout_that_does_not_divide_is_refused(given: dict, changes: dict, words: str) -> None:  # type: ignore[type-arg]

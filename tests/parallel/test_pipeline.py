@@ -63,7 +63,7 @@ def test_stages_may_be_copied_cut_and_shared_out(ranks: Ranks) -> None:
         Case(layout=layout(pp=2, dp=2), **common, config=deep(tied=True)),
         Case(layout=layout(pp=2, tp=2), **common, config=deep(tied=True)),
         Case(layout=layout(pp=2, dp=2, zero=3, schedule="interleaved", interleave=2), **common, config=deep()),
-        Case(layout=layout(pp=2, dp=2, zero=3, schedule="zero_bubble"), **common, config=deep(tied=True)),
+        Case(layout=layout(pp=2, dp=2, zero=2, schedule="zero_bubble"), **common, config=deep(tied=True)),
         Case(layout=layout(pp=2, cp=2), **common, documents=True),
     ]
     check(ranks.run(4, many, cases)[0], cases)

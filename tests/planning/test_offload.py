@@ -186,5 +186,8 @@ def test_a_search_offers_nothing_that_the_trainer_refuses_together() -> None:
         assert broken[0] > 0 and broken[1] == 0 and len(kept) == len(offered) - broken[0]
         with pytest.raises(BadLayout, match=r"try --set layout\.recompute=full or none"):
             search(case, fixed={**fixed, "recompute": "selective", "pp": 2})
+    with pytest.raises(BadLayout, match=r"try --set layout\.zero=2"):
+        search(case, fixed={"schedule": "zero_bubble", "zero": 3, "pp": 2})
+    assert search(case, fixed={"schedule": "zero_bubble", "zero": 2, "pp": 2}).num_fitting > 0
     found = search(replace(case, software=PHYSICS), fixed={"offload": "activations", "recompute": "selective"})
     assert np.all(found.front.fits)

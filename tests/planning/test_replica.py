@@ -160,14 +160,22 @@ def test_measured_ceilings_take_the_catalogues_place() -> None:
 
 
 @pytest.mark.parametrize(("split", "message"), [
-    (Split(tp=3), "tp=3 does not divide the 32 heads of llama-3.1-8b; try --set layout.tp=2"),
-    (Split(tp=64), "tp=64 does not divide the 32 heads of llama-3.1-8b; try --set layout.tp=32"),
+    (Split(tp=3), "tp=3 does not divide 8 KV heads of llama-3.1-8b; try --set layout.tp=2 or 4"),
+    (Split(tp=64), "tp=64 does not divide 32 heads of llama-3.1-8b; try --set layout.tp=32"),
     (Split(pp=64), "pp=64 exceeds the 32 layers"),
     (Split(ep=2), "ep=2 needs as many experts and llama-3.1-8b has 0"),
 ])  # fmt: skip
 def test_a_cut_that_no_engine_runs(split: Split, message: str) -> None:
     with pytest.raises(BadLayout, match=message):
         check_split(LLAMA, split)
+
+
+def test_a_cut_that_leaves_rows_of_a_dense_layer_over() -> None:
+    """Of a model with experts, every kind of layer must divide."""
+    model = catalogue.model("deepseek-v2-lite").config
+    check_split(model, Split(tp=8))
+    with pytest.raises(BadLayout, match=r"tp=8 does not divide the ffn of 10948 in the dense layers .*layout\.tp=4"):
+        check_split(replace(model, ffn=10948), Split(tp=8))
 
 
 def test_a_cut_of_zero() -> None:

@@ -31,6 +31,11 @@ def experts(num: int = 8, **changes: Any) -> ModelConfig:
     return model(layers=(LayerKind(mlp="moe"),) * 8, moe=MoE(num_experts=num, top_k=2, ffn=256), **changes)
 
 
+def dense_first(*, ffn: int = 1536, expert: int = 256, shared: int = 256) -> ModelConfig:
+    layers = (LayerKind(), *(LayerKind(mlp="moe"),) * 7)
+    return model(ffn=ffn, layers=layers, moe=MoE(num_experts=8, top_k=2, ffn=expert, shared_ffn=shared))
+
+
 def refusal(layout: Layout, config: ModelConfig | None = None, **case: Any) -> str:
     with pytest.raises(BadLayout) as caught:
         check_layout(layout, config or model(), **case)
@@ -72,6 +77,12 @@ def test_the_tour_s_refusals() -> None:
          "tp=3 does not divide 16 KV heads of armillary-25m; try --set layout.tp=2 or 4"),
         (Layout(tp=8), model(ffn=1540), {},
          "tp=8 does not divide the ffn of 1540 of armillary-25m; try --set layout.tp=4"),
+        (Layout(tp=8), dense_first(ffn=1540), {},
+         "tp=8 does not divide the ffn of 1540 in the dense layers of armillary-25m; try --set layout.tp=4"),
+        (Layout(tp=8), dense_first(expert=252), {},
+         "tp=8 does not divide the expert ffn of 252 of armillary-25m; try --set layout.tp=4"),
+        (Layout(tp=8), dense_first(shared=260), {},
+         "tp=8 does not divide the shared-expert ffn of 260 of armillary-25m; try --set layout.tp=4"),
         (Layout(dp=2), model(), {"num_devices": 1}, "1 device cannot hold dp=2: try --set layout.dp=1"),
         (Layout(pp=11), model(), {},
          "pp=11 makes more chunks than armillary-25m has layers, embedding and head (10); try --set layout.pp=10"),
@@ -239,6 +250,20 @@ def test_what_the_trainer_cannot_keep_selectively_is_refused_for_it_alone() -> N
         check_layout(replace(layout, recompute="full"), model(), by_trainer=True)
     check_layout(replace(halves, pp=1), model(), by_trainer=True)
     check_layout(replace(away, offload="optimizer"), model(), by_trainer=True)
+
+
+def test_zero_bubble_stages_keep_their_weights_whole() -> None:
+    """Zero-3 is refused for our trainer, rather than becoming zero-2 without a word."""
+    layout = Layout(pp=2, dp=2, zero=3, schedule="zero_bubble")
+    assert refusal(layout, by_trainer=True) == (
+        "zero-bubble stages need whole weights between the halves of a backward pass, which zero=3 shares out; "
+        "try --set layout.zero=2 (or layout.schedule=1f1b)"
+    )
+    chunks = replace(layout, interleave=2)
+    assert refusal(chunks, by_trainer=True).endswith("try --set layout.zero=2 (or layout.schedule=interleaved)")
+    check_layout(layout, model())
+    for fine in (replace(layout, zero=2), replace(layout, schedule="1f1b"), replace(layout, dp=1)):
+        check_layout(fine, model(), by_trainer=True)
 
 
 def test_several_mistakes_are_mended_together_and_no_more_than_needed() -> None:

@@ -23,7 +23,10 @@ from armillary.serving.engine.decision import Decision
 from armillary.serving.engine.fast_executor import FastExecutor, Launched
 from armillary.serving.engine.layer import Dense, Layer, Product
 from armillary.serving.engine.whole_norm import whole_norm
+from armillary.spec.layout import Layout
+from armillary.spec.layout_case import Case
 from armillary.spec.model import ModelConfig
+from armillary.spec.tensor_rules import tp_holds, tp_says
 
 # N query heads, K KV heads, D head dim, H hidden
 
@@ -37,20 +40,16 @@ def whole_world(world: World) -> Group:
 
 def local_kv_heads(config: ModelConfig, size: int) -> int:
     """KV heads of a rank; one where ranks are more."""
-    if config.heads % size or (config.kv_heads % size and size % config.kv_heads):
-        raise BadLayout(f"{config.heads} heads and {config.kv_heads} KV heads of {config.name} cannot be cut over "
-                        f"{size} ranks; choose another tp")  # fmt: skip
     return max(1, config.kv_heads // size)
 
 
 def refuse_uncuttable(config: ModelConfig, size: int) -> None:
     """What cannot be cut evenly is said before weights are loaded."""
-    local_kv_heads(config, size)
-    ffn = config.moe.ffn if config.moe is not None else config.ffn
-    if ffn % size:
-        raise BadLayout(f"an MLP of {ffn} cannot be cut over {size} ranks; choose another tp")
+    layout, case = Layout(tp=size), Case(model=config, for_training=False)
+    if not tp_holds(layout, case):
+        raise BadLayout(tp_says(layout, case, "--tp "))
     if config.qk_norm == "all" and config.norm != "rms":
-        raise BadLayout(f"{config.name} norms all heads together by their mean, which is not cut here; use tp=1")
+        raise BadLayout(f"{config.name} norms all heads together by their mean, which is not cut here; use --tp 1")
 
 
 def cut(executor: FastExecutor, config: ModelConfig, group: Group) -> None:

@@ -36,10 +36,13 @@ from tests.serving.engine.test_plain_executor import MODELS
 
 TABLE = Serve(block_tokens=4, kv_bytes=100_000, max_running=4)
 
+EXPERTS = {"num_experts": 4, "top_k": 2, "ffn": 16, "shared_ffn": 18}
+
 CASES = MODELS | {
     "norm over heads": small(qk_norm="all"),
     "norm over heads, one KV head": small(qk_norm="all", kv_heads=1),
     "experts": small(moe={"num_experts": 4, "top_k": 2, "ffn": 16, "shared_ffn": 16}),
+    "a dense layer before experts": small(ffn=46, dense_first=1, moe=EXPERTS),
 }
 
 
@@ -130,6 +133,24 @@ def test_the_python_object_over_ranks(ranks: Ranks, folder: Path) -> None:  # no
         alone.follow()
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(BadLayout, match="choose another tp"):
-        refuse_uncuttable(small(heads=6, kv_heads=3), 2)
+@pytest.mark.parametrize(("fields", "sentence"), [
+    (dict(heads=6, kv_heads=3), "tp=2 does not divide 3 KV heads of small; try --tp 1 or 3"),
+    (dict(ffn=47), "tp=2 does not divide the ffn of 47 of small; try --tp 1"),
+    (dict(ffn=47, dense_first=1, moe=EXPERTS),
+     "tp=2 does not divide the ffn of 47 in the dense layers of small; try --tp 1"),
+    (dict(ffn=48, dense_first=1, moe=EXPERTS | {"ffn": 15}),
+     "tp=2 does not divide the expert ffn of 15 of small; try --tp 1"),
+    (dict(moe=EXPERTS | {"shared_ffn": 17}),
+     "tp=2 does not divide the shared-expert ffn of 17 of small; try --tp 1"),
+    (dict(qk_norm="all", norm="layer"),
+     "small norms all heads together by their mean, which is not cut here; use --tp 1"),
+])  # fmt: skip
+def test_what_cannot_be_cut_evenly_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    """Rows would be left out of a layer without a word."""
+    with pytest.raises(BadLayout) as refused:
+        refuse_uncuttable(small(**fields | {"name": "small"}), 2)
+    assert str(refused.value) == sentence
+
+
+def test_the_ffn_of_dense_layers_that_a_model_does_not_have_is_not_looked_at() -> None:
+    refuse_uncuttable(small(ffn=47, moe=EXPERTS), 2)
