@@ -24,6 +24,8 @@ from armillary.serving.engine.forward import Forward, gathered, inputs_of
 from armillary.serving.engine.graphs import GraphSteps, Steps
 from armillary.serving.engine.kv_cache import KVCache
 from armillary.serving.engine.logprob import Logprob
+from armillary.serving.engine.loop import StepTooLarge
+from armillary.serving.engine.out_of_memory import first_line, is_out_of_memory
 from armillary.serving.engine.sequence import Sequence
 from armillary.serving.engine.settings import rope_switch
 from armillary.serving.engine.step import Ints, Shape, Step
@@ -87,10 +89,19 @@ class FastExecutor:
             return self.steps.warm(self.encoder.groups)
 
     def launch(self, decision: Decision) -> Launched:
-        """Begin a step."""
-        step = self.encoder.encode(decision)
-        with torch.inference_mode():
-            return self.run(step, decision)
+        """Begin a step. Where an allocation fails, cached memory is given back first, and `StepTooLarge` says so: what
+        was launched of the step wrote nothing that a smaller one does not write again."""
+        try:
+            with torch.inference_mode():
+                return self.run(self.encoder.encode(decision), decision)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            said = first_line(error)
+        if self.device.type == "cuda":  # only now that the error is gone, whose frames hold the step's tensors
+            torch.cuda.empty_cache()
+        raise StepTooLarge(f"there was no memory for this request alone ({said}); lower serve.memory_fraction, shorten "
+                           "its prompt, or ask for no log-probabilities or penalties")  # fmt: skip
 
     def run(self, step: Step, decision: Decision, masks: Masks | None = None) -> Launched:
         """A step that is encoded already; `masks` where another rank has asked the structures."""

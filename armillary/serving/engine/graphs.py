@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.serving.engine.encode import Fit, exactly
+from armillary.serving.engine.out_of_memory import is_out_of_memory
 from armillary.serving.engine.step import Shape
 
 Compute = Callable[[Shape, bool, Tensor], Any]
@@ -48,6 +49,8 @@ class GraphSteps(Steps):
         self._static: Tensor | None = None
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._seen: set[Hashable] = set()
+        self._full = False
+        """there was no memory for one more"""
         self._aside = torch.cuda.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self.fit = self._fit
@@ -61,11 +64,9 @@ class GraphSteps(Steps):
     def run(self, shape: Shape, quick: bool, ints: Any) -> Any:
         """The graph of this shape; its results are overwritten by the next step."""
         key = (shape, quick)
-        if key not in self._graphs:
-            if key not in self._seen:
-                self._seen.add(key)
-                return self._compute(shape, quick, self._load(shape, ints))
-            self._capture(shape, quick)
+        if key not in self._graphs and (key not in self._seen or not self._captured(shape, quick)):
+            self._seen.add(key)
+            return self._compute(shape, quick, self._load(shape, ints))
         self._load(shape, ints)
         graph, results = self._graphs[key]
         graph.replay()
@@ -76,8 +77,8 @@ class GraphSteps(Steps):
         shapes = [Shape(tokens, self.rows[-1], groups, False) for tokens in reversed(self.tokens)]
         shapes += [Shape(rows, rows, groups, True) for rows in reversed(self.rows)]
         for shape in shapes:
-            if (shape, True) not in self._graphs:
-                self._capture(shape, True)
+            if (shape, True) not in self._graphs and not self._captured(shape, True):
+                break
         torch.cuda.synchronize(self._device)
         return len(self._graphs)
 
@@ -89,20 +90,36 @@ class GraphSteps(Steps):
         packed.copy_(torch.from_numpy(ints).pin_memory(), non_blocking=True)
         return packed
 
+    def _captured(self, shape: Shape, quick: bool) -> bool:
+        """Capture a shape; where there is no memory for that, no more are captured and steps run without."""
+        if self._full:
+            return False
+        try:
+            self._capture(shape, quick)
+        except RuntimeError as error:
+            if not is_out_of_memory(error) and not (error.__context__ and is_out_of_memory(error.__context__)):
+                raise
+            self._full = True
+        if self._full:
+            torch.cuda.empty_cache()
+        return not self._full
+
     def _capture(self, shape: Shape, quick: bool) -> None:
         """On a step of padding alone, which writes nothing; once outside, for what compiles or allocates at first.
         torch's own context manager gives all cached memory back before each graph, which costs more than a graph."""
         packed, current = self._load(shape, self._null(shape)), torch.cuda.current_stream(self._device)
         self._aside.wait_stream(current)
-        with torch.cuda.stream(self._aside):
-            self._compute(shape, quick, packed)
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                results = self._compute(shape, quick, packed)
-            finally:
-                graph.capture_end()
-        current.wait_stream(self._aside)
+        try:
+            with torch.cuda.stream(self._aside):
+                self._compute(shape, quick, packed)
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    results = self._compute(shape, quick, packed)
+                finally:
+                    graph.capture_end()
+        finally:
+            current.wait_stream(self._aside)
         self._graphs[(shape, quick)] = (graph, results)
 
 

@@ -21,7 +21,7 @@ class Executor(Protocol):
     """Does what decisions say, in the order they come."""
 
     def launch(self, decision: Decision) -> Any:
-        """Begin a step; what `tokens` needs to wait for it."""
+        """Begin a step; what `tokens` needs to wait for it. `StepTooLarge` where there is no memory for it."""
 
     def tokens(self, launched: Any) -> Items[int]:
         """Wait, and give the token drawn for each of `decision.sampling`; -1 where the numbers were of no use."""
@@ -29,6 +29,10 @@ class Executor(Protocol):
 
 class StepFailed(ArmillaryError):
     """An executor could not do a step, but can do others; the message ends with the next step for a person."""
+
+
+class StepTooLarge(StepFailed):
+    """There was no memory for a step, and nothing of it was done; a smaller one may do."""
 
 
 class Loop:
@@ -55,14 +59,27 @@ class Loop:
 
     def step(self) -> tuple[Decision, Outcome]:
         """Decide and launch a step, then take the tokens of the one before (of the same one without overlap)."""
-        begin, self.wait_s, self.taken = self.clock(), 0.0, []
+        self.wait_s, self.taken = 0.0, []
+        decision = self._begin()
+        while decision is None:
+            decision = self._begin()
+        waits = self.overlap and not decision.empty and len(self._launched) == 1
+        return decision, Outcome([], [], []) if waits else self._collect()
+
+    def _begin(self) -> Decision | None:
+        """Decide and launch; None where there was no memory for it, and the next will be smaller."""
+        begin = self.clock()
         decision = self.scheduler.schedule(begin)
         decided = self.clock()
         self.schedule_s = decided - begin
-        self._launched.append((decision, None if decision.empty else self.executor.launch(decision)))
+        try:
+            launched = None if decision.empty else self.executor.launch(decision)
+        except StepTooLarge as error:
+            self.scheduler.retreat(decision, begin, str(error))
+            return None
+        self._launched.append((decision, launched))
         self.launch_s = self.clock() - decided
-        waits = self.overlap and not decision.empty and len(self._launched) == 1
-        return decision, Outcome([], [], []) if waits else self._collect()
+        return decision
 
     def fail(self, error: str) -> list[Sequence]:
         """The executor could not do a step: what was under way is over, the rest goes on with the next step."""

@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-import torch
-
 from armillary.serving.engine.block_hash import Chain, root
 from armillary.serving.engine.decision import Chunk, Decision
 from armillary.serving.engine.gauges import work_gauges
 from armillary.serving.engine.kv_cache import Edit, KVCache
-from armillary.serving.engine.loop import Executor
+from armillary.serving.engine.loop import Executor, StepTooLarge
 from armillary.serving.engine.params import SamplingParams
 from armillary.serving.engine.request import Request
 from armillary.serving.engine.sequence import Sequence
@@ -69,7 +67,7 @@ def rehearse(executor: Executor, cache: KVCache, settings: Settings, together_s:
             _timed(executor, decision)  # rows are new, kernels may be chosen and memory is touched
             decision.admitted, decision.edits = [], []
             seconds = min(_timed(executor, decision) for _ in range(TURNS))
-        except torch.OutOfMemoryError:  # for a step that nobody asked for: requests may be smaller
+        except StepTooLarge:  # for a step that nobody asked for: requests may be smaller
             break
         found.append(work_gauges(decision) | {"rehearsed_s": seconds})
     return found

@@ -23,6 +23,9 @@ def report(scheduler: Scheduler) -> str:
         kept = f"{scheduler.admission.reserve:.0%} of what answers {likely} grow is now kept free"
         lines.append(f"{totals.preempted:,} times a request was put back for lack of blocks, {totals.recomputed:,} "
                      f"tokens given up; {kept}")  # fmt: skip
+    if totals.shrunk:
+        lines.append(f"{totals.shrunk:,} times a step found no memory and was made smaller; now a step has "
+                     f"{scheduler.limit.tokens:,} tokens at most: lower serve.memory_fraction or serve.kv_bytes")
     if totals.discarded:
         lines.append(f"{totals.discarded:,} tokens drawn for answers that were over by then")
     return "\n".join(lines)

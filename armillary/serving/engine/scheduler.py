@@ -21,10 +21,12 @@ from armillary.serving.engine.kv_cache import KVCache
 from armillary.serving.engine.kv_match import search
 from armillary.serving.engine.pace import Pace
 from armillary.serving.engine.request import Request
+from armillary.serving.engine.retreat import as_one, keep_some, take_back
 from armillary.serving.engine.room import fitting, make_room
 from armillary.serving.engine.roster import Roster
 from armillary.serving.engine.sequence import BROKEN, Finish, Sequence, State
 from armillary.serving.engine.settings import Settings
+from armillary.serving.engine.step_limit import StepLimit
 from armillary.serving.engine.upkeep import Upkeep
 
 _RUNNING = State.RUNNING
@@ -45,15 +47,19 @@ class Scheduler:
         slowdown = settings.prefill_slowdown
         self.pace = None if slowdown is None else Pace(slowdown, settings.attention_tokens, self._tile)
         self.totals = self.roster.totals
+        self.limit = StepLimit(settings.max_tokens_per_step)
         self.under_way: deque[Decision] = deque()
         """decided, and their tokens not back"""
         self._admitted: list[Sequence] = []
         self._fresh: list[Sequence] = []
+        self._ended: list[Sequence] = []
+        """ended by decisions that were taken back: the next one tells"""
         self._watched = {BROKEN}
         """tokens that end somebody's answer"""
         self._lookups = 0
         self._stalled = False
         self._full = False
+        self._retreated = False
 
     # --- requests
 
@@ -122,7 +128,7 @@ class Scheduler:
     def _budget(self, decodes: int, prompts: bool) -> Budget:
         """What is left for prompts beside so many decodes."""
         settings = self.settings
-        left = settings.max_tokens_per_step - decodes
+        left = self.limit.tokens - decodes
         if decodes and settings.prefill_tokens is not None:
             left = min(left, settings.prefill_tokens)
         if not decodes or not prompts or self.pace is None:
@@ -144,8 +150,9 @@ class Scheduler:
                     self._full = False
         self._fresh.clear()
         self.upkeep.step(self.roster.running)
-        decision.ended = self.roster.deadlines.due(now)
-        self._end([(seq, Ending("deadline")) for seq in decision.ended], now)
+        due = self.roster.deadlines.due(now)
+        self._end([(seq, Ending("deadline")) for seq in due], now)
+        decision.ended, self._ended = self._ended + due, []
         if self.settings.rope_switch is not None:
             self._turn(decision, self.settings.rope_switch)
 
@@ -167,6 +174,9 @@ class Scheduler:
             seq.computed = at + 1
             take(seq)
             place(at)
+        if len(decision.decodes) > self.limit.tokens:
+            keep_some(decision, self.limit.turn, self.limit.tokens)
+            self.limit.turn += self.limit.tokens
         return prompts
 
     def _may_advance(self, decision: Decision, seq: Sequence, prompts: list[Sequence]) -> bool:
@@ -268,14 +278,36 @@ class Scheduler:
 
     def _close(self, decision: Decision) -> None:
         if not decision.empty:  # else the executor learns of it with the next step
-            decision.admitted = [seq for seq in self._admitted if seq.state is _RUNNING]
+            decision.admitted = [seq for seq in dict.fromkeys(self._admitted) if seq.state is _RUNNING]
             self._admitted.clear()
             decision.edits, self.cache.edits = self.cache.edits, []
             decision.copies, self.cache.copies = self.cache.copies, []
+            if self._retreated:
+                decision.copies, self._retreated = as_one(decision.copies), False
         decision.rows = [seq.row for seq in decision.decodes]
         reached = [chunk.sequence for chunk in decision.chunks if chunk.samples]
         decision.sampling = decision.decodes + reached if reached else decision.decodes
         self.under_way.append(decision)
+        self._check()
+
+    def retreat(self, decision: Decision, now: float, error: str) -> None:
+        """The executor found no memory for the last decision and did nothing of it: it is taken back, and the next is
+        half as large. A request that is alone in a step of one block at most ends with an error; no other ever does."""
+        assert self.under_way and decision is self.under_way[-1], "only the last decision can be taken back"
+        self.under_way.pop()
+        inside, tokens = take_back(decision), decision.num_tokens
+        self._fresh.clear()
+        self._admitted[:0] = decision.admitted
+        self.cache.edits[:0], self.cache.copies[:0] = decision.edits, decision.copies
+        self._retreated = True
+        self._ended += decision.ended
+        self.totals.shrunk += 1
+        if len(inside) > 1 or tokens > self.cache.block_tokens:
+            self.limit.failed(tokens)
+        else:
+            self.limit.reset()
+            self._ended += inside
+            self._end([(seq, Ending("error", error)) for seq in inside], now)
         self._check()
 
     # --- taking its tokens
@@ -285,6 +317,8 @@ class Scheduler:
         assert self.under_way and decision is self.under_way[0], "steps are updated in the order they were decided"
         assert len(tokens) == len(decision.sampling), f"{len(tokens)} tokens for {len(decision.sampling)} sequences"
         self.under_way.popleft()
+        if self.limit.tight:
+            self.limit.went_well()
         if self.pace is not None:
             self.pace.took(decision, decision.decided_at, now)
         sequences, kept = decision.sampling, list(tokens)

@@ -24,6 +24,8 @@ class Totals:
     """answers that ended in an error"""
     preempted: int = 0
     """times a running sequence was put back"""
+    shrunk: int = 0
+    """times a step found no memory and was made smaller"""
     recomputed: int = 0
     """tokens that were in the cache and had to be given up by that"""
     looked_up: int = 0

@@ -55,3 +55,29 @@ def test_graphs_change_no_bit(dtype: torch.dtype, temperature: float, more: dict
     assert [made.tokens for made in first] == [made.tokens for made in second]
     assert [made.logprobs for made in first] == [made.logprobs for made in second]
     assert executors[0].steps is not None and executors[0].warm() > 5
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_full_device_makes_steps_smaller_and_changes_no_answer(graphs: bool) -> None:
+    """An MLP of 1,000 tokens takes over 500 MB; all memory but some 150 MB is taken by somebody else."""
+    config = small(**SIZES | {"ffn": 65_536, "vocab": 50_000, "num_layers": 2, "context": 2048})
+    weights: Transformer = build(config, dtype=torch.float32, device="cuda", seed=3)
+    wanted = [ask(f"r{i}", [2 + i, 3, 4, 5] * (250 if i == 1 else 3), 8, temperature=0.8, seed=i,
+                  frequency_penalty=0.4 * (i % 2)) for i in range(6)]  # fmt: skip
+    shared: dict[str, Any] = {"max_tokens_per_step": 1024, "max_running": 8, "block_tokens": 16, "blocks": 400}
+    free = serve(config, weights, wanted, executor=lambda *a, **k: FastExecutor(*a, graphs=graphs, **k), **shared)
+    made: list[FastExecutor] = []
+
+    def crowded(*args: Any, **named: Any) -> FastExecutor:
+        made.append(FastExecutor(*args, graphs=graphs, **named))
+        torch.cuda.empty_cache()
+        taken.append(torch.empty(torch.cuda.mem_get_info()[0] - 150_000_000, dtype=torch.uint8, device="cuda"))
+        return made[-1]
+
+    taken: list[torch.Tensor] = []
+    try:
+        tight = serve(config, weights, wanted, executor=crowded, **shared)
+    finally:
+        taken.clear()
+        torch.cuda.empty_cache()
+    assert [one.tokens for one in tight] == [one.tokens for one in free] and not any(one.error for one in tight)

@@ -9,6 +9,7 @@ import torch
 
 from armillary.model.transformer import build
 from armillary.serving.engine import make, rehearsal
+from armillary.serving.engine.loop import StepTooLarge
 from armillary.serving.engine.make import make_engine
 from armillary.serving.engine.params import SamplingParams
 from armillary.serving.engine.rehearsal import kinds_of, rehearse
@@ -68,7 +69,7 @@ def test_a_step_for_which_there_is_no_memory_ends_it_and_not_the_start() -> None
     class Full:
         def launch(self, decision: Any) -> None:
             if decision.num_tokens > 8:
-                raise torch.OutOfMemoryError("no room")
+                raise StepTooLarge("no room")
 
         def tokens(self, launched: None) -> list[int]:
             return []

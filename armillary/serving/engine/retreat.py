@@ -1,0 +1,43 @@
+"""Taking a decision back that an executor had no memory for: every sequence stands where it stood before.
+
+Blocks, rows and table entries that were given out stay so, and the executor learns of them with the next decision.
+"""
+
+from __future__ import annotations
+
+from armillary.serving.engine.decision import Decision
+from armillary.serving.engine.kv_cache import Copy
+from armillary.serving.engine.sequence import Sequence
+
+
+def take_back(decision: Decision) -> list[Sequence]:
+    """Nothing of the decision was computed; the sequences that were in it."""
+    for seq, position in zip(decision.decodes, decision.positions, strict=True):
+        seq.computed = position
+    for chunk in decision.chunks:
+        chunk.sequence.computed = chunk.start
+    prompts = [chunk.sequence for chunk in decision.chunks]
+    for seq in (*prompts, *decision.reached):
+        seq.behind, seq.room = True, 0
+    return [*decision.decodes, *prompts]
+
+
+def keep_some(decision: Decision, first: int, count: int) -> None:
+    """Of a decision that has only decodes so far, `count` from the `first` on, going round; the others wait."""
+    pairs = list(zip(decision.decodes, decision.positions, strict=True))
+    first %= len(pairs)
+    pairs = pairs[first:] + pairs[:first]
+    for seq, position in pairs[count:]:
+        seq.computed = position
+    kept = {id(seq) for seq, _ in pairs[:count]}
+    decision.decodes = [seq for seq, _ in pairs[:count]]
+    decision.positions = [position for _, position in pairs[:count]]
+    decision.last = [seq for seq in decision.last if id(seq) in kept]
+
+
+def as_one(copies: list[Copy]) -> list[Copy]:
+    """Copies that were to be made one after the other, as ones that are all read before any is written."""
+    sources: dict[int, int] = {}
+    for source, target in copies:
+        sources[target] = sources.get(source, source)
+    return [Copy(source, target) for target, source in sources.items() if source != target]
