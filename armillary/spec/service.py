@@ -64,9 +64,11 @@ class Serve:
     drain_s: float = 30.0
     """server: on SIGTERM, how long requests under way may take to finish"""
     frozen_s: float = 5.0
-    """server: an engine that is silent for so long is not ready"""
+    """server: an engine that is silent for so long is not ready, nor one whose step takes as long and 4 times what is
+    expected; it beats twice a second during a step"""
     hung_s: float | None = 120.0
-    """server: an engine that is silent for so long is ended and started again; none: never"""
+    """server: an engine that is silent for so long is ended and started again, and one whose step takes as long and 20
+    times what is expected; none: never"""
     name: str = ""
     """server: what clients call the model; empty: its own name"""
     api_key_file: str = ""

@@ -125,6 +125,20 @@ class Turn:
         return _turn, (self.keys, self.tokens, self.logprobs, self.prompts, self.ends, self.state)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """The engine lives, and a turn of its loop takes long."""
+
+    step_s: float
+    """how long so far"""
+    still_s: float
+    """since its thread was last seen to move on in the program"""
+    tokens: int
+    """that the steps under way compute"""
+    expected_s: float | None
+    """what such steps are expected to take at most; none: not known yet"""
+
+
 def _turn(
     keys: list[int], tokens: list[int], logprobs: dict[int, Any], prompts: dict[int, Any], ends: list[Any],
     state: dict[str, float] | None,

@@ -21,6 +21,7 @@ from typing import Any
 from armillary.errors import ArmillaryError
 from armillary.serving.api.channel import INDEX_BITS, Abort, Failed, Orders, Outlet, Refused, Started, Submit, messages
 from armillary.serving.api.compiling import Busy, Compiling
+from armillary.serving.api.pulse import Pulse
 from armillary.serving.api.trials import Trials
 from armillary.serving.api.turns import Turns
 from armillary.serving.engine.answers import Answers
@@ -106,6 +107,7 @@ def _start(llm: LLM, outlet: Outlet) -> Worker:
     llm.engine.answers = Answers(llm.engine.scheduler, NoText)
     worker = Worker(llm.engine, Turns(llm.engine.scheduler, outlet.send))
     worker.start()
+    Pulse(worker, outlet.send).start()
     threading.Thread(target=_watch, args=(worker,), daemon=True).start()
     return worker
 

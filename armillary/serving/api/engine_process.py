@@ -26,6 +26,7 @@ from armillary.serving.api.channel import (
     Turn,
     read_message,
 )
+from armillary.serving.api.liveness import Liveness
 from armillary.serving.api.mailbox import End, Mailbox
 from armillary.serving.api.metrics import Metrics
 from armillary.serving.api.problem import Problem, bad
@@ -39,6 +40,8 @@ _MOST_PROMPTS = 8
 """prompt tokens that may be here, in sizes of the KV cache"""
 _BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 """before an engine is started again, by how many failed without serving anybody"""
+_LOOK_S = 0.25
+"""between two looks whether the engine hangs"""
 _FAILED_STARTS = 3
 """restarts in a row that fail before the engine counts as down between them"""
 
@@ -72,7 +75,7 @@ class EngineProcess:
         self._sent: dict[int, _Sent] = {}
         self._tokens = 0
         """of all prompts that are with the engine"""
-        self._heard_at = time.monotonic()
+        self._liveness = Liveness(frozen_s=orders.serve.frozen_s, hung_s=orders.serve.hung_s)
         self._tasks: list[asyncio.Task[None]] = []
         self._first: asyncio.Future[Started] | None = None
         self._failures = 0
@@ -102,18 +105,12 @@ class EngineProcess:
         """Prompts that are with the engine."""
         return len(self._sent)
 
-    def quiet_s(self) -> float:
-        """Since the engine was last heard of: it speaks after every step, and twice a second when idle."""
-        return time.monotonic() - self._heard_at
-
     def trouble(self) -> str | None:
         """Why no request can be served now; none: all is well."""
         if self.state != "ready":
             return {"loading": "the model is being loaded", "restarting": "the engine failed and is starting again",
                     "down": self._why_down, "stopped": "the server is shutting down"}[self.state]  # fmt: skip
-        if self.quiet_s() > self.orders.serve.frozen_s:
-            return f"the engine has not taken a step for {self.quiet_s():.0f} s"
-        return None
+        return self._liveness.slow()
 
     def dead(self) -> str | None:
         """Why there is no engine and none on its way, so that only a new server may help; none: there is one."""
@@ -171,7 +168,7 @@ class EngineProcess:
         while not (self._first.done() and self._first.exception()):
             # who may wait is settled at the door; the engine takes whoever was let in
             orders = replace(self.orders, serve=replace(self.orders.serve, max_waiting=None))
-            self._heard_at = time.monotonic()
+            self._liveness.heard()
             if self.state == "down":
                 self.state = "restarting"
             try:
@@ -186,7 +183,7 @@ class EngineProcess:
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Until the engine is gone."""
         while (message := await read_message(reader)) is not None:
-            self._heard_at = time.monotonic()
+            self._liveness.heard(message)
             self._take(message)
 
     async def _lost(self) -> None:
@@ -227,13 +224,16 @@ class EngineProcess:
 
     async def _watch(self) -> None:
         """Ends an engine that hangs, and one that has lost a rank."""
+        looked_at = time.monotonic()
         while True:
-            await asyncio.sleep(0.25)
-            hung_s = self.orders.serve.hung_s
-            hung = self.state == "ready" and hung_s is not None and self.quiet_s() > hung_s
-            if self._ranks.alive and (hung or self._ranks.lost_one()):
-                why = f"silent for {self.quiet_s():.0f} s" if hung else "without one of its ranks"
-                self._say(f"the engine is {why} and is ended")
+            await asyncio.sleep(_LOOK_S)
+            late_s, looked_at = time.monotonic() - looked_at - _LOOK_S, time.monotonic()
+            if late_s > _LOOK_S:  # this process was stopped, or busy: what the engine said is still to be read
+                self._liveness.excuse(late_s)
+            hung = self._liveness.hung() if self.state == "ready" else None
+            lost = "it is without one of its ranks" if self._ranks.lost_one() else None
+            if self._ranks.alive and (hung or lost):
+                self._say(f"the engine is ended: {hung or lost}")
                 self._ranks.kill()
                 await asyncio.sleep(1.0)
 
@@ -271,7 +271,7 @@ class EngineProcess:
         return Problem(429, message.message, code="rate_limit_exceeded", retry_after_s=5)
 
     def _turn(self, turn: Turn) -> None:
-        sent, logprobs, now = self._sent, turn.logprobs, self._heard_at
+        sent, logprobs, now = self._sent, turn.logprobs, self._liveness.heard_at
         observe = self.metrics.histograms["itl_s"].observe
         for number, prompt in turn.prompts.items():
             if number in sent:

@@ -20,8 +20,10 @@ _MOST_BUFFERED = 1 << 24
 class Ranks:
     """Running processes; the first one is talked to, the others follow it."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, module: str = "armillary.serving.api.engine_main") -> None:
+        """`module` is the program that each of them runs."""
         self.count = count
+        self._module = module
         self._processes: list[subprocess.Popen[bytes]] = []
         self._socks: list[socket.socket] = []
         """of those that follow: open as long as they are wanted"""
@@ -58,7 +60,7 @@ class Ranks:
         ours, theirs = socket.socketpair()
         with theirs:
             self._processes.append(subprocess.Popen(
-                [sys.executable, "-m", "armillary.serving.api.engine_main", str(theirs.fileno())],
+                [sys.executable, "-m", self._module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=self._environment(rank, port),
             ))  # fmt: skip
         return ours

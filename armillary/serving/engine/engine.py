@@ -79,6 +79,16 @@ class Engine:
         """Whether a step may bring something."""
         return self.scheduler.has_work or bool(self.scheduler.under_way)
 
+    def under_way(self) -> tuple[int, float | None]:
+        """For another thread: tokens of the steps that are not over, and the seconds these may be expected to take, by
+        steps so far or, before there are any, by the roof; None where neither is known."""
+        decisions = [decision for decision in tuple(self.scheduler.under_way) if not decision.empty]
+        expected = [self.loop.times.expected_s(decision) for decision in decisions]
+        if None in expected and self._roof is not None:
+            expected = [self._roof.seconds(decision) for decision in decisions]
+        tokens = sum(decision.num_tokens for decision in decisions)
+        return tokens, None if None in expected else sum(seconds or 0.0 for seconds in expected)
+
     def step(self) -> list[Piece]:
         """One step; a step that fails ends the answers in it and no others."""
         begin = self.loop.clock() if self._ended_at is None else self._ended_at

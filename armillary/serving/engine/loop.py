@@ -15,6 +15,7 @@ from armillary.errors import ArmillaryError
 from armillary.serving.engine.decision import Decision, Outcome
 from armillary.serving.engine.scheduler import Scheduler
 from armillary.serving.engine.sequence import Sequence
+from armillary.serving.engine.step_times import StepTimes
 
 
 class Executor(Protocol):
@@ -55,6 +56,8 @@ class Loop:
         """what the last step waited for the device"""
         self.taken: list[int] = []
         """numbers of the steps whose tokens it took"""
+        self.times = StepTimes(scheduler.settings.attention_tokens)
+        """how long steps take here"""
         self._launched: list[tuple[Decision, Any]] = []
 
     def step(self) -> tuple[Decision, Outcome]:
@@ -97,6 +100,7 @@ class Loop:
             now = self.clock()
             self.wait_s += now - begin
             self.taken.append(decision.number)
+            self.times.took(decision, now - decision.decided_at)
             outcome = self.scheduler.update(decision, tokens, now)
             found.sequences.extend(outcome.sequences)
             found.tokens.extend(outcome.tokens)

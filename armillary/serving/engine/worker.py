@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from types import FrameType
 from typing import Protocol
 
 from armillary.errors import BadInput
@@ -106,6 +108,10 @@ class Worker:
     def quiet_s(self) -> float:
         """Time since the thread last went round: a health check that a hung step or a dead thread cannot pass."""
         return self._clock() - self._last_turn
+
+    def frame(self) -> FrameType | None:
+        """Where in its program the thread is now; none: it is over."""
+        return sys._current_frames().get(self._thread.ident or 0)
 
     # --- in the thread
 
