@@ -36,7 +36,8 @@ def recorded(home: Home, source: ModelSource, asked: Recipe, *, say: Say, **more
         return
     say(f"run {made.name}: armillary diagnose {made.name} says what holds it back")
     try:
-        yield made
+        with made.held():
+            yield made
     except BaseException as error:
         made.update(state="failed", error=" ".join(str(error).split()))
         raise

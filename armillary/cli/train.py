@@ -195,15 +195,18 @@ def _open_run(
     from armillary.training.resume import Choice
 
     chosen = Choice(**choice)
-    before = begun.to_resume(chosen)  # what is for a person to decide is said before any text is prepared
+    before = begun.to_resume(chosen, out.say)  # what is for a person to decide is said before any text is prepared
     with out.progress("preparing", unit="B") as bar:
         made = begun.prepare(on_bar(bar))
     for each in made:
         if not (brief and each.reused):
             say_prepared(out, each)
     goes_on = _goes_on(out, begun, before) if before else ""
-    told: dict[str, Any] = {"file": chosen.file, "text": text, "overrides": overrides}
-    run = begun.take_over(before, **told) if before else begun.create_run(name=chosen.name, **told)
+    told: dict[str, Any] = {"text": text, "overrides": overrides}
+    if before is not None:
+        run = begun.take_over(before, chosen, say=out.say, **told)
+    else:
+        run = begun.create_run(name=chosen.name, file=chosen.file, **told)
     job, goes_on = begun.recipe.train, goes_on or f"new run {run.id}"
     planned = begun.plan.predicted
     saves = _saves(job, planned["step_s"])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from armillary.errors import BadInput
 from armillary.store.atomic import plain_errors
 
 # Some network file systems have no locks; there the rule "one writer a file" rests on the caller.
+_POLL_S = 0.1
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
@@ -36,6 +39,21 @@ def locked(path: Path) -> Iterator[None]:
     try:
         _wait(descriptor)
         yield
+    finally:
+        os.close(descriptor)
+
+
+def wait_unlocked(path: Path, patience_s: float, said: str) -> None:
+    """Until nobody holds the lock on `path`; BadInput with `said` where that takes too long."""
+    if not path.is_file():
+        return
+    end = time.monotonic() + patience_s
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        while not try_lock(descriptor):
+            if time.monotonic() > end:
+                raise BadInput(said)
+            time.sleep(_POLL_S)
     finally:
         os.close(descriptor)
 

@@ -1,7 +1,7 @@
 """RunState: how far a run has come, as kept in its state.json.
 
-The file is replaced atomically, so it can be read at any moment; a run that was killed still says "running" in it,
-and is told from a living one by its process.
+The file is replaced atomically, so it can be read at any moment; a run that was killed still says "running" in it, and
+is told from a living one by its lease (lease.py): `Run.state` then says "died".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from armillary.spec.fields import build
 from armillary.store.process import Process
 
-Status = Literal["running", "finished", "interrupted", "failed", "unreadable"]
+Status = Literal["running", "finished", "interrupted", "failed", "died", "unreadable"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +58,14 @@ class RunState:
 
     @property
     def shown(self) -> str:
-        """What to tell people: `state`, or "died" for a run whose process is gone without a word."""
-        return "died" if self.state == "running" and self._process.is_gone else self.state
+        """What to tell people: "died" is a run whose process is gone without a word."""
+        return self.state
 
     @property
     def is_running(self) -> bool:
-        return self.shown == "running"
+        return self.state == "running"
 
     @property
-    def _process(self) -> Process:
+    def process(self) -> Process:
+        """The one that wrote this."""
         return Process(pid=self.pid, born=self.born, host=self.host)

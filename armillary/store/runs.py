@@ -3,6 +3,7 @@
     recipe.toml  recipe.json   what was asked, as given and with overrides applied
     plan.json                  what was predicted
     state.json  gauges.jsonl   how far it is, and what it measured
+    lease.json                 which process has it
     checkpoints/STEP/          to go on from
     export/STEP/               Hugging Face folders, for everything else
 """
@@ -12,8 +13,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,17 @@ from armillary.store import strict_json
 from armillary.store.atomic import Taken, staged_folder, write_json, write_text
 from armillary.store.gauges import last_record
 from armillary.store.home import Home
+from armillary.store.lease import Held, Lease, LeaseLost, is_live, keeps_beating, read_lease, take, write_lease
+from armillary.store.lock import wait_unlocked
 from armillary.store.names import new_name
 from armillary.store.process import Process
 from armillary.store.run_state import RunState
 
+Say = Callable[[str], None]
+STOPS_S = 600.0
+"""how long a process that lost its lease is waited for: it ends the step it is in"""
+SILENT_S = 3600.0
+"""how long a run of an older version may say nothing from another machine"""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,63}")
 
 
@@ -36,6 +45,8 @@ class Run:
 
     folder: Path
     """runs/ID"""
+    owner: str = field(default="", compare=False, repr=False)
+    """of the lease under which it was opened; empty: to read only, or by whoever has not said"""
 
     @property
     def id(self) -> str:
@@ -50,9 +61,17 @@ class Run:
     def state(self) -> RunState:
         """Read afresh each time."""
         try:
-            return self._read_state()
+            state = self._read_state()
         except ArmillaryError as error:
             return RunState(state="unreadable", error=str(error))
+        return replace(state, state="died") if state.is_running and not self._is_live(state) else state
+
+    def _is_live(self, state: RunState) -> bool:
+        lease = read_lease(self.folder)
+        if lease is not None:
+            return is_live(self.folder, lease)
+        silent_s = time.time() - state.updated  # an older version, without leases: hours are beyond any clock's error
+        return not state.process.is_gone and (state.host == Process.this().host or silent_s < SILENT_S)
 
     def _read_state(self) -> RunState:
         path = self.folder / "state.json"
@@ -73,29 +92,54 @@ class Run:
         return replace(state, step=last["step"] + 1, loss=last.get("loss", state.loss))
 
     def update(self, **changes: Any) -> RunState:
-        """Change fields of state.json; it is synced to disk, so call it about once a second at most."""
+        """Change fields of state.json; it is synced to disk, so call it about once a second at most. LeaseLost where
+        the run was opened under a lease that another process has taken over."""
+        lease = read_lease(self.folder) if self.owner else None
+        if lease is not None and lease.owner != self.owner:
+            raise LeaseLost(f"run {self.name} was taken over by {lease.text}; follow it there")
         state = replace(self._read_state(), **({"updated": time.time()} | changes))
         write_json(self.folder / "state.json", to_plain(state))
         return state
 
-    @property
-    def is_held_elsewhere(self) -> bool:
-        """Whether another process runs it now."""
-        state, me = self.state, Process.this()
-        return state.is_running and (state.pid, state.host) != (me.pid, me.host)
+    def is_held_elsewhere(self, say: Say = lambda text: None) -> bool:
+        """Whether another process runs it now; one of another machine is watched for as long as it takes to know."""
+        lease = read_lease(self.folder)
+        if lease is None:
+            state = self.state
+            return state.is_running and state.process != Process.this()
+        return not lease.is_ours and lease.owner != self.owner and keeps_beating(self.folder, lease, say)
 
     @property
     def held_text(self) -> str:
         """Who runs it, for people."""
-        state = self.state
-        return f"run {self.name} is still running (process {state.pid} on {state.host})"
+        lease, state = read_lease(self.folder), self.state
+        who = lease.text if lease is not None else f"process {state.pid} on {state.host}"
+        return f"run {self.name} is still running ({who})"
 
-    def claim(self, **changes: Any) -> RunState:
-        """This process takes the run over, to resume it; refused while another still runs it."""
-        me = Process.this()
-        if self.is_held_elsewhere:
+    def claim(self, *, take_over: bool = False, say: Say = lambda text: None, **changes: Any) -> Run:
+        """The run as this process has it from now on, to resume it. A lease that is stale is taken over; a live one
+        only with `take_over`, and then its owner is waited for to stop."""
+        seen, me = read_lease(self.folder), Process.this()
+        live = self.is_held_elsewhere(say)
+        if live and not take_over:
             raise BadInput(f"{self.held_text}; stop it first")
-        return self.update(state="running", error="", pid=me.pid, born=me.born, host=me.host, **changes)
+        mine = replace(self, owner=take(self.folder, seen).owner)
+        if live and seen is not None:
+            say(f"waiting for {seen.text} to stop")
+            wait_unlocked(self.gauges, STOPS_S, f"{seen.text} does not stop; end it, and train again")
+        mine.update(state="running", error="", pid=me.pid, born=me.born, host=me.host, **changes)
+        return mine
+
+    @contextmanager
+    def held(self) -> Iterator[Held]:
+        """Renew the lease of a run that this process, or the one that started it, has opened; """
+        lease = read_lease(self.folder)
+        if lease is None or not (lease.is_ours or lease.owner == self.owner):
+            if self.owner or self.is_held_elsewhere():
+                raise LeaseLost(f"{self.held_text}; stop it first")
+            lease = take(self.folder, lease)
+        with Held(self.folder, lease.owner) as held:
+            yield held
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -162,6 +206,7 @@ def create_run(
     its table), state. It is given a name unless one is asked for."""
     if name and not _NAME.fullmatch(name):
         raise BadInput(f"'{name}' is no name for a run; use letters, digits and - like quiet-otter")
+    lease = Lease.new()
     while True:
         names = {_short(path.name) for path in _folders(home)}
         folder = home.runs / f"{time.strftime('%Y-%m-%d')}-{name or new_name(names)}"
@@ -169,7 +214,8 @@ def create_run(
             with staged_folder(folder) as partial:
                 _write_recipe(partial, recipe, text, overrides, file)
                 _fill(partial, plan, RunState.new(model=model, steps=steps))
-            return Run(folder=folder)
+                write_lease(partial, lease)
+            return Run(folder=folder, owner=lease.owner)
         except Taken:
             if name:
                 raise

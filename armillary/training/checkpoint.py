@@ -53,10 +53,15 @@ class Saved:
     """size of all files"""
 
 
-def save(run: Run, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], ranks: Agreement) -> Saved:
+def save(
+    run: Run, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], ranks: Agreement,
+    allowed: Callable[[], None] = lambda: None,
+) -> Saved:  # fmt: skip
     """Write checkpoint `step`: each rank its part of the tensors, the main rank the rest. All ranks call this, and all
-    raise the same line when one of them cannot write; what was there before is then untouched."""
+    raise the same line when one of them cannot write; what was there before is then untouched. `allowed()` may raise,
+    too: it is asked before anything is written and again before the folder gets its name."""
     target = run.checkpoint(step)
+    ranks.together(allowed)
     with ExitStack() as stack:
         folder = ranks.tell(ranks.together(lambda: _staged(stack, target) if ranks.is_main else None))
         assert folder is not None
@@ -64,7 +69,7 @@ def save(run: Run, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str,
         states = ranks.gather(random_state())
         parts = ranks.gather(ranks.together(lambda: _write_tensors(folder, tensors, ranks)))
         sums = {name: found for part in parts for name, found in part.items()}
-        size = ranks.together(lambda: _commit(stack, folder, about, states, sums) if ranks.is_main else 0)
+        size = ranks.together(lambda: _commit(stack, folder, about, states, sums, allowed) if ranks.is_main else 0)
         return Saved(step=step, folder=target, bytes=ranks.tell(size))
 
 
@@ -82,14 +87,16 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Agreement
 
 
 def _commit(
-    stack: ExitStack, folder: Path, about: Mapping[str, Any], states: list[dict[str, Tensor]], sums: Mapping[str, str]
-) -> int:
+    stack: ExitStack, folder: Path, about: Mapping[str, Any], states: list[dict[str, Tensor]], sums: Mapping[str, str],
+    allowed: Callable[[], None],
+) -> int:  # fmt: skip
     """The main rank's files, the manifest last; then the folder gets its name. Gives the size of all."""
     with _plain(folder):
         (folder / RANDOM).write_bytes(_bytes(states))
         (folder / STATE).write_text(strict_json.dumps(about, indent=1) + "\n")
         whole = manifest(folder, about["step"], sums)
         (folder / MANIFEST).write_text(strict_json.dumps(whole, indent=1) + "\n")
+        allowed()
         stack.close()
         return int(sum(whole["files"].values()))
 

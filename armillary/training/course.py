@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -52,7 +52,11 @@ class Trained:
 class Course:
     """What happens between the steps of a run: going on, validating, saving, ending."""
 
-    def __init__(self, run: Run, trainer: Trainer, until: Until | None) -> None:
+    def __init__(
+        self, run: Run, trainer: Trainer, until: Until | None, *, allowed: Callable[[], None] | None = None
+    ) -> None:  # fmt: skip
+        """`allowed()` raises where the run is another process's by now: nothing may be written then."""
+        self.allowed = allowed or (lambda: None)
         self.run, self.trainer, self.until, self.job = run, trainer, until, trainer.job
         self.loss, self.saved, self.done, self.restarts = float("nan"), -1, 0, 0
         self._began: float | None = None
@@ -116,7 +120,9 @@ class Course:
 
     def save(self, step: int) -> dict[str, float]:
         begin = time.perf_counter()
-        made = checkpoint.save(self.run, step, self._tensors(), self._facts(), self.trainer.ranks)
+        made = checkpoint.save(
+            self.run, step, self._tensors(), self._facts(), self.trainer.ranks, allowed=self.allowed
+        )
         self.saved = step
         ranks, keep = self.trainer.ranks, self.job.keep
         ranks.together(lambda: checkpoint.prune(self.run, step, keep) if ranks.is_main else [])

@@ -5,7 +5,8 @@ Every rank runs it; the main rank writes. Whatever ends it, the last whole check
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from armillary.parallel.world import World, join_world
 from armillary.spec.plan import Plan
 from armillary.spec.trainer_rules import splits_backward
 from armillary.store.home import Home
+from armillary.store.lease import Held, LeaseLost
 from armillary.store.runs import Run
 from armillary.training import checkpoint
 from armillary.training.agreement import Agreement
@@ -36,7 +38,11 @@ def train(
     whose end ends the run."""
     with join_world(device) as world:
         try:
-            return _train(plan, run, world, until=until, watch=watch, say=say, home=home, parent=parent)
+            with run.held() if world.is_main else nullcontext() as held:
+                run = replace(run, owner=held.owner) if held is not None else run
+                return _train(plan, run, world, held, until=until, watch=watch, say=say, home=home, parent=parent)
+        except LeaseLost:
+            raise  # what is noted in the folder is another process's
         except torch.OutOfMemoryError as error:
             line = out_of_memory(plan, world)
             note_failure(run, line)
@@ -48,14 +54,14 @@ def train(
 
 
 def _train(
-    plan: Plan, run: Run, world: World, *, until: Until | None, watch: Watch | None, say: Say, home: Home | None,
-    parent: int,
+    plan: Plan, run: Run, world: World, held: Held | None, *, until: Until | None, watch: Watch | None, say: Say,
+    home: Home | None, parent: int,
 ) -> Trained:  # fmt: skip
     job = plan.train
     assert job is not None, "a plan for training"
     ranks = agreement(world)
     with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest(parent))
+        stop = stack.enter_context(StopRequest(parent, (lambda: held.lost) if held is not None else None))
         stack.enter_context(numerics(tf32=plan.layout.precision == "tf32", deterministic=job.deterministic))
         saved = checkpoint.newest(run, ranks, say)
         kernels = ranks.together(lambda: checkpoint.kernels_of(run, saved))
@@ -63,7 +69,7 @@ def _train(
         if until is not None:
             until.check(job, held_out=bool(trainer.text.validation.parts))
         seed(job.seed, world.rank)
-        course = Course(run, trainer, until)
+        course = Course(run, trainer, until, allowed=held.check if held is not None else None)
         first = course.resume(saved)
         stack.push(course.note)
         record = stack.enter_context(Recorder(run, trainer, watch=watch, say=say, start=first))
@@ -71,6 +77,7 @@ def _train(
         while not done:
             report = trainer.step(step, stop=stop.asked, meanwhile=record.write)
             if report is None:
+                ranks.together(course.allowed)  # a run that another process has taken over is not saved
                 break
             step += 1
             report, done = course.after(report, step)

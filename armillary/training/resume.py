@@ -14,7 +14,7 @@ from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.spec.recipe_changes import KeyChange, recipe_changes
 from armillary.store.home import Home
-from armillary.store.runs import Run, find_run, list_runs
+from armillary.store.runs import Run, Say, find_run, list_runs
 
 WEIGHTS = "the weights it starts from"
 _ENDED = ("interrupted", "failed", "died")
@@ -35,17 +35,19 @@ class Choice:
     """the recipe's file, by which runs of one recipe know each other"""
 
 
-def run_to_resume(home: Home, recipe: Recipe, weights: str, choice: Choice) -> Run | None:
+def run_to_resume(
+    home: Home, recipe: Recipe, weights: str, choice: Choice, say: Say = lambda text: None
+) -> Run | None:  # fmt: skip
     """The run to go on with; None where a new one is to begin. BadInput where that is for a person to decide."""
     if choice.name:
-        return _named(home, recipe, weights, choice)
+        return _named(home, recipe, weights, choice, say)
     if choice.new:
         return None
     same = next(_same(home, recipe, weights), None)
     if same is None:
         _refuse_another(home, recipe, weights, choice.file)
         return None
-    return None if same.state.shown == "finished" else _free(same, choice)
+    return None if same.state.shown == "finished" else _free(same, choice, say)
 
 
 def unfinished_run(home: Home, recipe: Recipe, weights: str) -> Run | None:
@@ -80,7 +82,7 @@ def texts(changes: Sequence[KeyChange], kind: str) -> list[str]:
     return [change.text for change in changes if change.kind == kind]
 
 
-def _named(home: Home, recipe: Recipe, weights: str, choice: Choice) -> Run | None:
+def _named(home: Home, recipe: Recipe, weights: str, choice: Choice, say: Say) -> Run | None:
     try:
         run = find_run(home, choice.name)
     except NotFound:
@@ -93,12 +95,12 @@ def _named(home: Home, recipe: Recipe, weights: str, choice: Choice) -> Run | No
     longer = any(change.key == "train.steps" for change in changes) and run.state.step < recipe.train.steps
     if run.state.shown == "finished" and not longer:
         raise BadInput(f"run {run.name} is finished; give it more with --set train.steps=…, {_NEW}")
-    return _free(run, choice)
+    return _free(run, choice, say)
 
 
-def _free(run: Run, choice: Choice) -> Run:
+def _free(run: Run, choice: Choice, say: Say) -> Run:
     """A run that nobody else runs, or that may be taken from whoever does."""
-    if run.is_held_elsewhere and not choice.take_over:
+    if not choice.take_over and run.is_held_elsewhere(say):
         raise BadInput(f"{run.held_text}; stop it, go on with it here with --take-over, {_NEW}")
     return run
 

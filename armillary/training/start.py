@@ -25,7 +25,7 @@ from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, check_recipe, load_recipe, to_dict
 from armillary.spec.recipe_changes import KeyChange
 from armillary.store.home import Home
-from armillary.store.runs import Run, create_run
+from armillary.store.runs import Run, Say, create_run
 from armillary.store.source import ModelSource, resolve_model
 from armillary.training.course import Trained
 from armillary.training.data.opening import may_hold_out, plan_data, prepare_data
@@ -61,11 +61,11 @@ class Start:
         found = self.to_resume(choice)
         if found is None:
             return self.create_run(name=choice.name, file=choice.file, text=text, overrides=overrides)
-        return self.take_over(found, file=choice.file, text=text, overrides=overrides)
+        return self.take_over(found, choice, text=text, overrides=overrides)
 
-    def to_resume(self, choice: Choice) -> Run | None:
+    def to_resume(self, choice: Choice, say: Say = lambda text: None) -> Run | None:
         """The run to go on with; None where a new one is to begin. BadInput where that is for a person to decide."""
-        return run_to_resume(self.home, self.recipe, self.plan.weights, choice)
+        return run_to_resume(self.home, self.recipe, self.plan.weights, choice, say)
 
     def unfinished(self) -> Run | None:
         """The newest run of this recipe that nobody runs and that is not done."""
@@ -75,12 +75,15 @@ class Start:
         """Keys in which the run's recipe differs from this one, with their classes."""
         return changes_since(run, self.recipe, self.plan.weights)
 
-    def take_over(self, run: Run, *, file: str = "", text: str = "", overrides: Sequence[str] = ()) -> Run:
+    def take_over(
+        self, run: Run, choice: Choice, *, text: str = "", overrides: Sequence[str] = (), say: Say = lambda text: None
+    ) -> Run:  # fmt: skip
         """Go on with a run, with the recipe as it is now and planned anew."""
-        run.claim(steps=self.recipe.train.steps)
-        run.write_recipe(to_dict(self.recipe), text=text, overrides=overrides, file=file or run.recipe_file)
-        run.write_plan(self.plan)
-        return run
+        mine = run.claim(take_over=choice.take_over, say=say, steps=self.recipe.train.steps)
+        file = choice.file or run.recipe_file
+        mine.write_recipe(to_dict(self.recipe), text=text, overrides=overrides, file=file)
+        mine.write_plan(self.plan)
+        return mine
 
     def create_run(self, *, name: str = "", file: str = "", text: str = "", overrides: Sequence[str] = ()) -> Run:
         """The run's folder with recipe and plan; `text` is the recipe file as it was given."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -15,13 +16,15 @@ from typing import Any, Self
 class StopRequest:
     """`with StopRequest() as stop: while not stop.asked(): …`; handlers are put back at the end."""
 
-    def __init__(self, parent: int = 0) -> None:
-        """`parent`, where given, is the process that started this one: its end is a request to stop, too."""
-        self._asked, self._parent = False, parent
+    def __init__(self, parent: int = 0, also: Callable[[], bool] | None = None) -> None:
+        """`parent`, where given, is the process that started this one: its end is a request to stop, too, and so is
+        what `also()` says."""
+        self._asked, self._parent, self._also = False, parent, also
         self._before: dict[int, Any] = {}
 
     def asked(self) -> bool:
-        return self._asked or bool(self._parent and os.getppid() != self._parent)
+        orphaned = bool(self._parent and os.getppid() != self._parent)
+        return self._asked or orphaned or (self._also is not None and self._also())
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from armillary.errors import BadInput, NotFound
 from armillary.store import runs
 from armillary.store.home import Home
+from armillary.store.lease import Lease, write_lease
 from armillary.store.runs import Run, create_run, find_run, list_runs
 from tests.store.conftest import write_model
 from tests.store.victim import kill_at_random
@@ -132,7 +134,7 @@ def test_a_run_whose_process_is_gone_has_died(home: Home) -> None:
     )
     kill_at_random(code, home.work)
     [run] = list_runs(home)
-    assert (run.state.state, run.state.shown, run.state.is_running, run.state.step) == ("running", "died", False, 7)
+    assert (run.state.state, run.state.shown, run.state.is_running, run.state.step) == ("died", "died", False, 7)
 
 
 def test_a_run_that_ended_well_stays_finished(home: Home) -> None:
@@ -141,27 +143,31 @@ def test_a_run_that_ended_well_stays_finished(home: Home) -> None:
     assert run.state.shown == "finished"
 
 
-def test_of_a_run_on_another_machine_its_own_word_is_taken(home: Home) -> None:
+def test_of_an_older_run_on_another_machine_its_own_word_is_taken_for_a_while(home: Home) -> None:
     run = create_run(home, RECIPE)
+    (run.folder / "lease.json").unlink()  # as an older version left it
     run.update(host="another-machine", pid=2**22 + 1)
     assert run.state.shown == "running"
+    run.update(host="another-machine", pid=2**22 + 1, updated=run.state.updated - 2 * 3600)
+    assert run.state.shown == "died", "but not for ever"
 
 
 def test_resuming_takes_over_a_run_that_nobody_runs(home: Home) -> None:
     run = create_run(home, RECIPE)
     run.update(state="failed", error="out of memory", step=50)
-    state = run.claim()
+    state = run.claim().state
     assert (state.shown, state.error, state.step) == ("running", "", 50)
 
 
 def test_resuming_is_refused_while_another_process_runs_it(home: Home) -> None:
     run = create_run(home, RECIPE)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        run.update(pid=other.pid, born=0)
+        write_lease(run.folder, replace(Lease.new(), pid=other.pid, born=0))
+        run = Run(folder=run.folder)
         with pytest.raises(BadInput, match=rf"is still running \(process {other.pid} on \S+\); stop it first$"):
             run.claim()
         other.kill()
-    assert run.claim().is_running
+    assert run.claim().state.is_running
 
 
 def test_a_state_file_spoilt_by_hand_shows_as_unreadable(home: Home) -> None:

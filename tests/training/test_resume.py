@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from armillary.errors import BadInput
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
+from armillary.store.lease import Lease, write_lease
 from armillary.store.runs import Run, list_runs
 from armillary.training.resume import Choice, changes_since, unfinished_run
 from armillary.training.start import Start, start, starting_point
@@ -71,7 +73,8 @@ def test_failed_and_died_runs_go_on_and_finished_ones_do_not(recipe: Make, home:
     assert unfinished_run(home, recipe(), "") is None, "this very process runs it"
     run.update(state="failed", error="disk full")
     assert unfinished_run(home, recipe(), "") == run
-    run.update(state="running", pid=999_999, born=1)
+    run.update(state="running")
+    write_lease(run.folder, replace(Lease.new(), pid=999_999, born=1, owner=run.owner))
     assert run.state.shown == "died" and unfinished_run(home, recipe(), "") == run
     later = begin(recipe(), home).create_run()
     later.update(state="finished", started=later.state.started + 1)

@@ -137,6 +137,34 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     assert other.code == 0 and other.out.strip() != run.id, "a finished run is not touched again"
 
 
+QUICK = """
+import runpy
+from dataclasses import replace
+from armillary.store.lease import Lease
+new = Lease.new.__func__
+Lease.new = classmethod(lambda cls: replace(new(cls), beat_s=0.1))
+runpy.run_module("armillary", run_name="__main__")
+"""
+"""the command line, with a lease that is renewed often"""
+
+
+def test_a_run_that_another_process_has_is_taken_over_only_when_asked(
+    file: Callable[..., str], process: Callable[..., subprocess.Popen[str]], cli: Cli, home: Home
+) -> None:
+    path = file("train.steps=5000", "train.eval_every=0", "train.save_every=1")
+    child = process("train", path, program=("-c", QUICK))
+    wait_for(lambda: steps_written(home) >= 3, child)
+    refused = cli("train", path)
+    assert refused.code == 2 and re.search(r"is still running \(process \d+ on .*--take-over, or .*--new", refused.err)
+    assert len(list_runs(home)) == 1, "never a silent new run"
+    taken = cli("train", path, "--take-over", "--set", "train.until=loss=100")
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == 2 and "was taken over by process" in err and "wrote nothing since" in err
+    assert taken.code == 0, taken.err
+    (run,) = list_runs(home)
+    assert re.search(rf"goes on with run {run.id} from step \d+", taken.out) and run.state.shown == "finished"
+
+
 def test_a_killed_rank_takes_the_others_down_and_the_last_checkpoint_stays(
     file: Callable[..., str], process: Callable[..., subprocess.Popen[str]], cli: Cli, home: Home
 ) -> None:
