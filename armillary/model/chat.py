@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 _MARKS = ("armillary_answer_begins", "armillary_answer_ends")
+_END = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -74,21 +75,43 @@ def render(
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any],
     marks: tuple[str, str] | None = None,
+    continue_final: bool = False,
 ) -> str:
     """The prompt as text; `variables` are the special tokens and whatever else the template reads; `marks` are put
-    around what the template says the assistant wrote."""
+    around what the template says the assistant wrote; `continue_final` leaves the last message open."""
     if not messages:
         raise BadInput("a chat needs at least one message; add one like {'role': 'user', 'content': '…'}")
     template = _compiled(source)
+    if continue_final:
+        messages = [*messages[:-1], _tagged(messages[-1])]
     values = {"documents": None} | dict(variables)
     if marks is not None:
         values |= dict(zip(_MARKS, marks, strict=True))
     values |= {"messages": [_message(item) for item in messages], "tools": tools and list(tools)}
     try:
-        return template.render(add_generation_prompt=add_generation_prompt, **{k: _plain(v) for k, v in values.items()})
+        text = template.render(add_generation_prompt=add_generation_prompt, **{k: _plain(v) for k, v in values.items()})
     except (_template_error(), TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         reason = " ".join(str(error).split())
         raise BadInput(f"the chat template refuses these messages: {reason}; check their roles and content") from error
+    return _open(text) if continue_final else text
+
+
+def _tagged(message: Message) -> Message:
+    """A message whose end can be found in what a template makes of it."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, str):
+        raise BadInput("the last message has no text that could be continued; give its content as text")
+    return dict(message) | {"content": content + _END}
+
+
+def _open(text: str) -> str:
+    """All before the end of the last message (as transformers: a template that trims messages has trimmed the tag's
+    space too)."""
+    at = text.rfind(_END.strip())
+    if at < 0:
+        raise BadInput("the chat template leaves out what the last message says, so it cannot be continued; leave out "
+                       "continue_final_message")  # fmt: skip
+    return text[:at] if text[at:].startswith(_END) else text[:at].rstrip()
 
 
 def _message(message: Message) -> dict[str, Any]:

@@ -116,15 +116,19 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         marks: tuple[str, str] | None = None,
+        continue_final: bool = False,
+        template: str | None = None,
         **extra: Any,
     ) -> str:
         """The prompt for a conversation; encode it with `special=False`, the template writes its own bos. `marks` are
-        put around what the template says the assistant wrote."""
-        source = chat.pick(self.templates, tools=tools)
+        put around what the template says the assistant wrote; `continue_final` leaves the last message open;
+        `template` stands in for the tokenizer's own."""
+        source = chat.pick(self.templates, tools=tools) if template is None else template
         variables = dict(self.named) | extra
         return chat.render(
-            source, messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables, marks=marks
-        )
+            source, messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables,
+            marks=marks, continue_final=continue_final,
+        )  # fmt: skip
 
     @cached_property
     def vocab_size(self) -> int:

@@ -75,6 +75,9 @@ class Serve:
     """server: file with one API key a line; empty: anybody may ask"""
     tools: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
     """server: how tool calls are written; auto: as the chat template says"""
+    trust_request_chat_template: bool = False
+    """server: requests may bring a chat template of their own; Jinja's sandbox holds it, but it can take all the time
+    and memory it likes"""
     otlp: str = ""
     """server: OpenTelemetry collector that gets a trace of every request; empty: none"""
 

@@ -150,6 +150,23 @@ def test_equals_transformers(
     assert Tokenizer.load(folder).chat(messages, add_generation_prompt=prompt, **extra) == expected
 
 
+@pytest.mark.parametrize("content", ["one, two,", " one, two, ", ""], ids=["plain", "spaces", "empty"])
+@pytest.mark.parametrize("template", [LLAMA_3, CHATML_TOOLS, GEMMA], ids=["llama 3", "chatml", "gemma"])
+def test_a_message_is_continued_as_by_transformers(tmp_path: Path, template: str, content: str) -> None:
+    folder, talk = folder_with(tmp_path, template), [TALK[0], {"role": "assistant", "content": content}]
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(talk, tokenize=False,
+                                                                         continue_final_message=True)  # fmt: skip
+    assert Tokenizer.load(folder).chat(talk, add_generation_prompt=False, continue_final=True) == expected
+
+
+def test_a_message_that_the_template_leaves_out_cannot_be_continued(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(folder_with(tmp_path, "{{ messages | length }}"))
+    with pytest.raises(BadInput, match="leave out continue_final_message"):
+        tokenizer.chat(TALK, add_generation_prompt=False, continue_final=True)
+    with pytest.raises(BadInput, match="give its content as text"):
+        tokenizer.chat([{"role": "user", "content": None}], continue_final=True)
+
+
 def test_several_templates_the_tools_choose(tmp_path: Path) -> None:
     entries = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools {{ tools | length }}"}]
     tokenizer = Tokenizer.load(folder_with(tmp_path, entries))

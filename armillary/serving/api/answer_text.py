@@ -25,16 +25,18 @@ class AnswerText:
 
     def __init__(
         self, detokenizer: Callable[[], Detokenizer], params: SamplingParams, stop: tuple[str, ...],
-        ends: frozenset[int],
+        ends: frozenset[int], *, include_stop: bool = False,
     ) -> None:  # fmt: skip
+        """`include_stop`: stop texts and end tokens are part of the answer."""
         self._detokenizer = detokenizer()
-        self._stop = StopText(stop)
+        self._stop = StopText(stop, include=include_stop)
         self._ends = ends
+        self._include = include_stop
         self._min_tokens = params.min_tokens
         self.num_tokens = 0
         """tokens of the answer, its end token included"""
         self.closed = False
-        """an end token came, which is not shown"""
+        """an end token came"""
 
     @property
     def stopped(self) -> bool:
@@ -46,7 +48,7 @@ class AnswerText:
         self.num_tokens += 1
         if token in self._ends and self.num_tokens >= self._min_tokens:
             self.closed = True
-            return ""
+            return self._detokenizer.push(token) if self._include else ""
         text = self._detokenizer.push(token)
         return text if self.num_tokens < self._min_tokens else self._stop.push(text)
 

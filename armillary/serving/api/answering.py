@@ -37,7 +37,8 @@ class Answering:
         self.n = params.n
         self.box = Mailbox(len(prompts) * params.n, eager=stream or bool(wish.stop), begin=begin)
         stops = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else ends)
-        self.texts = [AnswerText(detokenizer, params, wish.stop, stops) for _ in range(len(prompts) * params.n)]
+        self.texts = [AnswerText(detokenizer, params, wish.stop, stops, include_stop=wish.include_stop)
+                      for _ in range(len(prompts) * params.n)]  # fmt: skip
         self.gauges: dict[str, float] = {}
         """times and sizes of the answer that ended last, as the engine saw them"""
         self.cached_tokens = 0
@@ -97,6 +98,11 @@ class Answering:
             raise late(self.wish)
         if end.finish == "abort":
             raise Problem(503, "the request was given up by the server; try again", code="aborted", retry_after_s=1)
+        params = self.wish.params
+        if end.finish == "error" and (params.allowed_token_ids is not None or params.bad_tokens):
+            raise bad("what the request asks for leaves no token that may come; allow more (allowed_token_ids, "
+                      "bad_words, structures)", "allowed_token_ids" if params.allowed_token_ids else "bad_words",
+                      "structure_failed")  # fmt: skip
         if end.finish == "error" and self.wish.params.structure is not None:
             raise bad("the asked-for structure could not be followed to its end; make it simpler",
                       "response_format", "structure_failed")  # fmt: skip

@@ -22,6 +22,7 @@ from armillary.serving.api.bodies import read
 from armillary.serving.api.chat import chat, prompt_of
 from armillary.serving.api.completions import complete
 from armillary.serving.api.exchange import Budget, ClientGone, Exchange, Receive, Send
+from armillary.serving.api.lines import Say
 from armillary.serving.api.metrics import Metrics
 from armillary.serving.api.openapi import document
 from armillary.serving.api.problem import Problem, bad
@@ -29,6 +30,7 @@ from armillary.serving.api.reply import Reply
 from armillary.serving.api.schemas import Asked, Chat, Completion, Detokenize, Tokenize
 from armillary.serving.api.served import Served
 from armillary.serving.api.tracing import Tracing
+from armillary.serving.api.unknown_fields import UnknownFields
 
 T = TypeVar("T", Chat, Completion, Tokenize, Detokenize)
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -89,8 +91,9 @@ class Api:
     """What can be asked of one served model."""
 
     def __init__(
-        self, served: Served, metrics: Metrics, *, keys: tuple[str, ...] = (), tracing: Tracing | None = None
-    ) -> None:
+        self, served: Served, metrics: Metrics, *, keys: tuple[str, ...] = (), tracing: Tracing | None = None,
+        say: Say = print,
+    ) -> None:  # fmt: skip
         self.served = served
         self.metrics = metrics
         self.tracing = tracing
@@ -98,6 +101,7 @@ class Api:
         """no more requests are taken"""
         self._keys = [key.encode() for key in keys]
         self._bodies = Budget(_MOST_BODIES)
+        self._unknown = UnknownFields(say)
 
     def app(self) -> Front:
         """The routes; those that tell how the server is doing need no key."""
@@ -163,7 +167,9 @@ class Api:
         return min(60.0, max(1.0, mean_s * self.metrics.inflight / self.served.serve.max_running / 2))
 
     async def _body(self, exchange: Exchange, schema: type[T]) -> T:
-        body = read(await exchange.body(self.served.serve.max_body_bytes, self._bodies), schema)
+        given = await exchange.body(self.served.serve.max_body_bytes, self._bodies)
+        body = read(given, schema)
+        self._unknown.check(given, schema)
         self.served.check_name(body.model)
         return body
 

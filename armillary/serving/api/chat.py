@@ -10,16 +10,17 @@ from uuid import uuid4
 from msgspec import to_builtins
 
 from armillary.serving.api.answering import Answering, Piece
-from armillary.serving.api.lengths import answer_room
+from armillary.serving.api.lengths import answer_room, truncated
 from armillary.serving.api.logprob_text import chat_entry
 from armillary.serving.api.problem import bad
 from armillary.serving.api.schemas import Chat, Message, Tokenize, Tool, ToolCall, ToolChoice
 from armillary.serving.api.served import Served
+from armillary.serving.api.structured_outputs import json_structure, refuse_beside_calls, structure_of
 from armillary.serving.api.texts import Texts
 from armillary.serving.api.tool_calls import Call, Forced, ToolStream, forced_schema, special_tokens, tool_stream
-from armillary.serving.api.wishes import json_structure, structure_of, wish_of
+from armillary.serving.api.wishes import wish_of
 
-_FIXED = frozenset({"messages", "tools", "add_generation_prompt", "marks"})
+_FIXED = frozenset({"messages", "tools", "add_generation_prompt", "marks", "continue_final", "template"})
 
 
 class _Choice:
@@ -118,17 +119,21 @@ async def chat(served: Served, body: Chat, begin: float) -> tuple[Answering, Cha
     tools, forced, name = _tools(body)
     prompt = await prompt_of(served, body, body.messages, None if forced == "none" else tools)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    prompt = truncated(prompt, body.truncate_prompt_tokens, wanted, served)
     room = answer_room(len(prompt), wanted, served, "messages")
-    structure = structure_of(body.response_format)
+    structure = structure_of(body)
     one = body.parallel_tool_calls is False
     if forced == "required":
+        refuse_beside_calls(body)
         structure = json_structure(forced_schema(tools, name, one=one), "tools")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    wish = wish_of(body, max_tokens=room, most_s=served.serve.timeout_s, structure=structure, logprobs=logprobs)
+    wish = wish_of(body, max_tokens=room, most_s=served.serve.timeout_s, structure=structure, logprobs=logprobs,
+                   bad_tokens=served.texts.bad_tokens(body.bad_words))  # fmt: skip
     is_json = structure is not None and structure.kind == "json_schema"
     family = served.tools if tools and forced == "auto" and not is_json else None
     keep = special_tokens(family) if family else frozenset[str]()
-    answering = Answering(served.engine, [prompt], wish, served.texts.detokenizer(keep), served.texts.eos_ids,
+    detokenizer = served.texts.detokenizer(keep, skip_special=body.skip_special_tokens is not False)
+    answering = Answering(served.engine, [prompt], wish, detokenizer, served.texts.eos_ids,
                           stream=bool(body.stream), begin=begin)  # fmt: skip
     names = [tool.function.name for tool in tools]
 
@@ -172,14 +177,23 @@ async def prompt_of(
     variables = body.chat_template_kwargs or {}
     if not _FIXED.isdisjoint(variables):
         raise bad("chat_template_kwargs names what the request itself says; leave it out", "chat_template_kwargs")
-    opens = body.add_generation_prompt is not False
+    trusts = served.serve.trust_request_chat_template
+    if "chat_template" in variables or (body.chat_template is not None and not trusts):
+        raise bad("chat_template of a request is not trusted here; leave it out, or start the server with --set "
+                  "serve.trust_request_chat_template=true and send it as a field", "chat_template")  # fmt: skip
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise bad("continue_final_message and add_generation_prompt exclude each other; give one of them",
+                  "continue_final_message")  # fmt: skip
+    opens = body.add_generation_prompt is not False and not continues
+    cut = isinstance(body, Chat) and body.truncate_prompt_tokens is not None
     plain = [_plain(message, i) for i, message in enumerate(messages)]
     if not served.texts.knows_developer:
         plain = [message | {"role": "system"} if message["role"] == "developer" else message for message in plain]
     ids = await served.texts.chat(
-        plain, served.max_model_len,
+        plain, served.serve.max_body_bytes if cut else served.max_model_len,
         tools=[_without_none(to_builtins(tool)) for tool in tools] if tools else None, add_generation_prompt=opens,
-        variables=variables, aside=aside,
+        continue_final=continues, template=body.chat_template, variables=variables, aside=aside,
     )  # fmt: skip
     if not ids:
         raise bad("the chat template makes no token of these messages; check them", "messages")

@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any
 
 from armillary.serving.api.answering import Answering, Piece
-from armillary.serving.api.lengths import answer_room
+from armillary.serving.api.lengths import answer_room, truncated
 from armillary.serving.api.logprob_text import CompletionLogprobs
 from armillary.serving.api.problem import bad
 from armillary.serving.api.schemas import MOST_CHOICES, Completion
 from armillary.serving.api.served import Served
+from armillary.serving.api.structured_outputs import structure_of
 from armillary.serving.api.texts import Texts
-from armillary.serving.api.wishes import structure_of, wish_of
+from armillary.serving.api.wishes import wish_of
 
 _DEFAULT_TOKENS = 16
 """OpenAI's, where there is room for so many"""
@@ -89,10 +90,12 @@ async def complete(served: Served, body: Completion, begin: float) -> tuple[Answ
     wanted = min(_DEFAULT_TOKENS, *rooms) if asked is None else asked
     logprobs, echo = body.logprobs, bool(body.echo)
     wish = wish_of(
-        body, max_tokens=wanted, most_s=served.serve.timeout_s, structure=structure_of(body.response_format),
-        logprobs=logprobs, prompt_logprobs=logprobs if echo else None,
+        body, max_tokens=wanted, most_s=served.serve.timeout_s, structure=structure_of(body),
+        bad_tokens=served.texts.bad_tokens(body.bad_words), logprobs=logprobs,
+        prompt_logprobs=logprobs if echo else None,
     )  # fmt: skip
-    answering = Answering(served.engine, prompts, wish, served.texts.detokenizer(), served.texts.eos_ids,
+    detokenizer = served.texts.detokenizer(skip_special=body.skip_special_tokens is not False)
+    answering = Answering(served.engine, prompts, wish, detokenizer, served.texts.eos_ids,
                           stream=bool(body.stream), begin=begin)  # fmt: skip
     answering.shown = body.max_tokens != 0
     return answering, CompletionForm(answering, body, served.texts, echoed)
@@ -107,10 +110,11 @@ async def _prompts(served: Served, body: Completion) -> tuple[list[list[int]], l
     if len(many) * (body.n or 1) > _MOST_TOGETHER:  # before any of them is read, which takes its time
         raise bad(f"{len(many):,} prompts with n={body.n or 1} are more than {_MOST_TOGETHER:,} answers; "
                   "send them in several requests", "prompt")  # fmt: skip
-    longest = served.max_model_len
-    prompts: list[list[int]] = []
+    longest = served.max_model_len if body.truncate_prompt_tokens is None else served.serve.max_body_bytes
+    special, prompts = body.add_special_tokens is not False, list[list[int]]()
     for item in many:
-        prompts.append(item if isinstance(item, list) else await served.texts.encode(item, longest, "prompt"))
+        ids = item if isinstance(item, list) else await served.texts.encode(item, longest, "prompt", special=special)
+        prompts.append(truncated(ids, body.truncate_prompt_tokens, body.max_tokens or 1, served))
         if not prompts[-1]:
             raise bad("the prompt is empty; give at least one token", "prompt")
         if len(many) > 1:

@@ -7,6 +7,17 @@ from armillary.serving.api.served import Served
 from armillary.serving.api.texts import too_long
 
 
+def truncated(prompt: list[int], asked: int | None, max_tokens: int | None, served: Served) -> list[int]:
+    """The prompt's last `asked` tokens (truncate_prompt_tokens); -1: as many as leave room for the answer."""
+    if asked is None:
+        return prompt
+    most = served.max_model_len - (max_tokens or 1) if asked == -1 else asked
+    if asked == 0 or most < 1:
+        raise bad(f"truncate_prompt_tokens={asked} leaves nothing of the prompt; ask for at least 1, or for fewer "
+                  "max_tokens", "truncate_prompt_tokens")  # fmt: skip
+    return prompt[-most:]
+
+
 def answer_room(prompt_tokens: int, wanted: int | None, served: Served, param: str) -> int:
     """Tokens of the answer; Problem where the request cannot be met."""
     longest, most = served.max_model_len, served.serve.max_answer

@@ -1,7 +1,8 @@
 """What requests may hold: OpenAI's fields, and a few of our own (their help begins with "ours").
 
 msgspec reads bodies into these classes, checks them on the way, and makes the OpenAPI document of them (`openapi.py`).
-Fields that are not named here are let pass, as clients send more than servers know.
+Fields that are not named here are refused where they would hold an answer to something, and else let pass
+(`unknown_fields.py`), as clients send more than servers know.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Source = Annotated[str, Meta(min_length=1)]
+"""of a regular expression or grammar"""
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
 Likeliest = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
 
 
@@ -52,12 +56,37 @@ class ResponseFormat(Struct, kw_only=True):
     """any text, any JSON object, JSON of a schema; ours: a regular expression, one of several texts, a Lark grammar"""
     json_schema: JsonSchema | None = None
     """for type json_schema"""
-    regex: Annotated[str, Meta(min_length=1)] | None = None
+    regex: Source | None = None
     """ours: for type regex"""
-    choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)] | None = None
+    choice: Choices | None = None
     """ours: for type choice"""
-    grammar: Annotated[str, Meta(min_length=1)] | None = None
+    grammar: Source | None = None
     """ours: for type grammar"""
+
+
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's: what the answer must match; one of the first five."""
+
+    json: dict[str, Any] | str | None = None
+    """JSON Schema, or its text"""
+    json_object: bool | None = None
+    """any JSON object"""
+    regex: Source | None = None
+    """a regular expression"""
+    choice: Choices | None = None
+    """one of several texts"""
+    grammar: Source | None = None
+    """a grammar in Lark's or llama.cpp's notation (GBNF)"""
+    structural_tag: str | dict[str, Any] | None = None
+    """not supported"""
+    whitespace_pattern: str | None = None
+    """not supported"""
+    disable_any_whitespace: bool | None = None
+    """always so: JSON comes without more white space than its separators have"""
+    disable_additional_properties: bool | None = None
+    """not supported: say so in the schema"""
+    disable_fallback: bool | None = None
+    """always so"""
 
 
 class Asked(Struct, kw_only=True):
@@ -105,6 +134,28 @@ class Asked(Struct, kw_only=True):
     """ours: only requests with the same share cached prompts"""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     """ours: smaller goes first"""
+    guided_json: dict[str, Any] | str | None = None
+    """vLLM's: the answer is JSON of this schema, which may come as text"""
+    guided_regex: Source | None = None
+    """vLLM's: the answer matches this regular expression"""
+    guided_choice: Choices | None = None
+    """vLLM's: the answer is one of these texts"""
+    guided_grammar: Source | None = None
+    """vLLM's: the answer is of this grammar, in Lark's or llama.cpp's notation (GBNF)"""
+    guided_decoding_backend: str | None = None
+    """vLLM's: not used, there is one"""
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's newer way to say the same"""
+    bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=256)] | None = None
+    """vLLM's: texts that do not come, as the tokenizer writes them at the beginning of a text and after a space"""
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=1_000_000)] | None = None
+    """vLLM's: no other tokens come, end tokens included"""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_MOST)] | None = None
+    """vLLM's: only so many of the prompt's last tokens are used; -1: as many as leave room for max_tokens"""
+    include_stop_str_in_output: bool | None = None
+    """vLLM's: what ends the answer (stop, stop_token_ids) is part of it"""
+    skip_special_tokens: bool | None = None
+    """vLLM's: false shows the text of special tokens"""
 
 
 class Completion(Asked, kw_only=True):
@@ -120,6 +171,8 @@ class Completion(Asked, kw_only=True):
     """log probabilities of the chosen and so many likeliest tokens"""
     best_of: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
     """as n: more are not drawn to choose from"""
+    add_special_tokens: bool | None = None
+    """vLLM's: what the tokenizer puts around a text; left out: true"""
     suffix: str | None = None
     """not supported"""
     return_tokens_as_token_ids: bool | None = None
@@ -221,7 +274,11 @@ class Chat(Asked, kw_only=True):
     parallel_tool_calls: bool | None = None
     """false: the first call only"""
     add_generation_prompt: bool | None = None
-    """ours: false leaves the assistant's opening out"""
+    """ours: false leaves the assistant's opening out; so does continue_final_message"""
+    continue_final_message: bool | None = None
+    """vLLM's: the last message is left open and the answer goes on with it"""
+    chat_template: Annotated[str, Meta(min_length=1, max_length=1_000_000)] | None = None
+    """vLLM's: a Jinja template in place of the model's; where serve.trust_request_chat_template is on"""
     chat_template_kwargs: dict[str, Any] | None = None
     """ours: variables for the chat template"""
 
@@ -236,7 +293,11 @@ class Tokenize(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     """what the tokenizer puts around a text; left out: true"""
     add_generation_prompt: bool | None = None
-    """false leaves the assistant's opening out"""
+    """false leaves the assistant's opening out; so does continue_final_message"""
+    continue_final_message: bool | None = None
+    """the last message is left open"""
+    chat_template: Annotated[str, Meta(min_length=1, max_length=1_000_000)] | None = None
+    """a Jinja template in place of the model's; where serve.trust_request_chat_template is on"""
     chat_template_kwargs: dict[str, Any] | None = None
     """variables for the chat template"""
     return_token_strs: bool | None = None

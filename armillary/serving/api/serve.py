@@ -55,7 +55,7 @@ def serve(source: ModelSource, orders: Orders, door: Door, *, ranks: int = 1, sa
     from armillary.serving.api.app import Api  # what it is made of has just been looked for
 
     tracing = Tracing(orders.serve.otlp, served.name) if orders.serve.otlp else None
-    app = Api(served, metrics, keys=door.keys, tracing=tracing)
+    app = Api(served, metrics, keys=door.keys, tracing=tracing, say=say)
     sock = bind(door.host, door.port)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(app, sock, door, say))

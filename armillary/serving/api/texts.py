@@ -16,6 +16,7 @@ from armillary.errors import ArmillaryError
 from armillary.model.tokenizer import Detokenizer, Tokenizer
 from armillary.serving.api import answer_text
 from armillary.serving.api.problem import Problem, bad
+from armillary.serving.engine.limits import bad_tokens_of
 
 T = TypeVar("T")
 _THREADS = 4
@@ -84,20 +85,21 @@ class Texts:
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], longest: int, *, tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None, aside: bool = False,
+        add_generation_prompt: bool = True, continue_final: bool = False, template: str | None = None,
+        variables: Mapping[str, Any] | None = None, aside: bool = False,
     ) -> list[int]:  # fmt: skip
-        """Ids of a conversation, by the model's chat template."""
+        """Ids of a conversation, by the model's chat template or the request's own."""
         tokenizer, size = self._needed(), sum(len(str(message.get("content") or "")) for message in messages)
         if size > longest * self._token_chars:
             raise too_long(f"more than {longest:,}", longest, "messages")
 
         def render() -> str:
             return tokenizer.chat(messages, tools=tools, add_generation_prompt=add_generation_prompt,
-                                  **(variables or {}))  # fmt: skip
+                                  continue_final=continue_final, template=template, **(variables or {}))  # fmt: skip
 
         try:
             work = size + _MESSAGE * len(messages) + _TOOL * len(tools or ())
-            text = render() if work <= _INLINE else await self.work(render, aside=aside)
+            text = render() if work <= _INLINE and template is None else await self.work(render, aside=aside)
         except ArmillaryError as error:
             raise bad(str(error), "messages") from None
         except TypeError:
@@ -105,13 +107,26 @@ class Texts:
                       "chat_template_kwargs") from None  # fmt: skip
         return await self.encode(text, longest, "messages", special=False, aside=aside)
 
-    def detokenizer(self, keep: frozenset[str] = frozenset()) -> Callable[[], answer_text.Detokenizer]:
-        """Makes a detokenizer; special tokens whose text is in `keep` are shown."""
+    def detokenizer(
+        self, keep: frozenset[str] = frozenset(), *, skip_special: bool = True
+    ) -> Callable[[], answer_text.Detokenizer]:
+        """Makes a detokenizer; special tokens are left out, but for those whose text is in `keep`."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             return Ids
         kept = frozenset(i for text in keep if (i := tokenizer.backend.token_to_id(text)) is not None)
-        return lambda: Detokenizer(tokenizer, keep=kept)
+        return lambda: Detokenizer(tokenizer, skip_special=skip_special, keep=kept)
+
+    def bad_tokens(self, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
+        """The tokens of words that may not come."""
+        if not words:
+            return ()
+        if not all(word.strip() for word in words):
+            raise bad("bad_words has a word of nothing but space; leave it out", "bad_words")
+        try:
+            return bad_tokens_of(self._needed(), tuple(words))
+        except ArmillaryError as error:
+            raise bad(str(error), "bad_words") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""

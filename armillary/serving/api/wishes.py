@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from armillary.errors import BadInput
 from armillary.serving.api.problem import Problem, bad
-from armillary.serving.api.schemas import Asked, ResponseFormat
+from armillary.serving.api.schemas import Asked
 from armillary.serving.engine.constraint import Structure
 from armillary.serving.engine.params import SamplingParams
 
-_MOST_SOURCE = 64_000
-"""characters of a schema, expression or grammar"""
-_MOST_DEPTH = 48
-"""levels of a schema"""
-_MOST_MULTIPLE = 10_000
-"""larger ones take seconds to compile"""
 _SEEDS = 2**61
 
 
@@ -30,6 +22,8 @@ class Wish:
     """for the engine, without stop texts"""
     stop: tuple[str, ...]
     """stop texts, which are looked for in the server"""
+    include_stop: bool
+    """they are part of the answer"""
     timeout_s: float | None
     """given up after so long"""
     own_time: bool
@@ -40,7 +34,7 @@ class Wish:
 
 def wish_of(
     body: Asked, *, max_tokens: int, most_s: float | None, structure: Structure | None,
-    logprobs: int | None = None, prompt_logprobs: int | None = None,
+    bad_tokens: tuple[tuple[int, ...], ...] = (), logprobs: int | None = None, prompt_logprobs: int | None = None,
 ) -> Wish:  # fmt: skip
     """Problem 400 where the fields cannot be had together."""
     top_p, top_k, stop, seed = body.top_p, body.top_k, body.stop, body.seed
@@ -55,7 +49,8 @@ def wish_of(
             frequency_penalty=_or(body.frequency_penalty, 0.0), logit_bias=_bias(body.logit_bias),
             seed=None if seed is None else seed % _SEEDS, stop_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos), logprobs=logprobs, prompt_logprobs=prompt_logprobs,
-            structure=structure,
+            structure=structure, bad_tokens=bad_tokens,
+            allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         )  # fmt: skip
     except BadInput as error:
         raise bad(str(error), str(error).partition("=")[0] if "=" in str(error) else None) from None
@@ -63,6 +58,7 @@ def wish_of(
     times = [limit for limit in (own_s, most_s) if limit is not None]
     return Wish(
         params=params, stop=(stop,) if isinstance(stop, str) else tuple(stop or ()), timeout_s=min(times, default=None),
+        include_stop=bool(body.include_stop_str_in_output),
         own_time=own_s is not None and own_s == min(times), priority=body.priority or 0,
         salt=body.cache_salt or "",
     )  # fmt: skip
@@ -84,62 +80,3 @@ def _bias(given: Mapping[str, float] | None) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in (given or {}).items()}
     except ValueError:
         raise bad("logit_bias has a key that is no token id; use whole numbers", "logit_bias") from None
-
-
-def structure_of(given: ResponseFormat | None) -> Structure | None:
-    """What `response_format` asks for."""
-    if given is None or given.type == "text":
-        return None
-    if given.type == "json_object":
-        return json_structure({"type": "object"}, "response_format")
-    param, source = f"response_format.{given.type}", getattr(given, given.type)
-    if source is None:
-        raise bad(f"response_format of type {given.type} needs {given.type}; add it", param)
-    if given.json_schema is not None and given.type == "json_schema":
-        return json_structure(given.json_schema.schema, f"{param}.schema")
-    if given.type == "choice" and any("\n" in text for text in source):
-        raise bad("a choice has more than one line; use a regex instead", param)
-    return _structure(given.type, "\n".join(source) if given.type == "choice" else source, param)
-
-
-def json_structure(schema: Mapping[str, Any], param: str) -> Structure:
-    """An answer that is JSON of a schema."""
-    if _depth(schema) > _MOST_DEPTH:
-        raise bad(f"{param} is nested more than {_MOST_DEPTH} levels deep; flatten it", param)
-    if any(_is_large(item.get("multipleOf")) for item in _objects(schema)):
-        raise bad(f"{param} has a multipleOf beyond {_MOST_MULTIPLE:,}; leave it out", param)
-    return _structure("json_schema", json.dumps(schema), param)
-
-
-def _structure(kind: Any, source: str, param: str) -> Structure:
-    if len(source) > _MOST_SOURCE:
-        raise bad(f"{param} has {len(source):,} characters and may have {_MOST_SOURCE:,}; shorten it", param)
-    try:
-        return Structure(kind=kind, source=source)
-    except BadInput as error:
-        raise bad(str(error), param) from None
-
-
-def _depth(value: Any) -> int:
-    """Levels of lists and objects, by a walk that does not recurse."""
-    deepest, level = 0, [value]
-    while level and deepest <= _MOST_DEPTH:
-        level = [inner for item in level for inner in _inner(item)]
-        deepest += 1
-    return deepest
-
-
-def _objects(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Every object of a schema, whose depth is bounded."""
-    if isinstance(schema, dict):
-        yield schema
-    for inner in _inner(schema):
-        yield from _objects(inner)
-
-
-def _is_large(multiple: Any) -> bool:
-    return isinstance(multiple, int | float) and abs(multiple) > _MOST_MULTIPLE
-
-
-def _inner(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from armillary.errors import BadInput
 from armillary.serving.engine.constraint import Constraint
 from armillary.serving.engine.kv_cache import KVCache
+from armillary.serving.engine.limits import limited
 from armillary.serving.engine.request import Request
 from armillary.serving.engine.sequence import EVERY_TOKEN, Sequence
 from armillary.serving.engine.settings import Settings
@@ -66,6 +67,7 @@ def make_sequences(
 ) -> list[Sequence]:
     """The n sequences of a checked request; all but the first are forks of it."""
     params = request.params
+    constraint = limited(params, settings.vocab, constraint)
     stops = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else settings.eos_ids)
     far = settings.rope_switch is not None and len(request.prompt) > settings.rope_switch
     chain = cache.chain(list(request.prompt), request.salt, request.adapter + (FAR if far else ""))

@@ -54,6 +54,10 @@ class SamplingParams:
     """the same for the tokens of the prompt"""
     structure: Structure | None = None
     """what the answer must match"""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """no other tokens may come; none: all"""
+    bad_tokens: tuple[tuple[int, ...], ...] = ()
+    """sequences of tokens that may not come (`limits.bad_tokens_of` makes them of words)"""
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -72,6 +76,9 @@ class SamplingParams:
         """One stop text may come as it is, several as any list."""
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self._listed("stop"))
         object.__setattr__(self, "stop_ids", self._listed("stop_ids"))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", self._listed("allowed_token_ids"))
+        object.__setattr__(self, "bad_tokens", tuple(map(tuple, self._listed("bad_tokens"))))
         if not isinstance(self.logit_bias, Mapping):
             raise BadInput(f"logit_bias={self.logit_bias!r} must map tokens to numbers; correct the request")
         if not isinstance(self.structure, Structure | None):
@@ -94,6 +101,10 @@ class SamplingParams:
             raise BadInput(f"stop={self.stop!r} must be texts; give tokens as stop_ids")
         if not all(self.stop):
             raise BadInput("a stop text is empty and would end every answer; leave it out")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise BadInput("allowed_token_ids is empty and leaves no token; name at least one, or leave it out")
+        if not all(self.bad_tokens):
+            raise BadInput("bad_tokens has a sequence without a token; leave it out")
         if not all(isinstance(bias, int | float) and isfinite(bias) for bias in self.logit_bias.values()):
             raise BadInput("logit_bias has a value that is no finite number; use -100 to rule a token out")
 
@@ -115,8 +126,11 @@ class SamplingParams:
 
     def check_vocab(self, vocab: int) -> None:
         """Refuse tokens the model does not have."""
-        for name in ("stop_ids", "logit_bias"):
-            for token in getattr(self, name):
+        named = {"stop_ids": self.stop_ids, "logit_bias": self.logit_bias,
+                 "allowed_token_ids": self.allowed_token_ids or (),
+                 "bad_tokens": [token for tokens in self.bad_tokens for token in tokens]}  # fmt: skip
+        for name, tokens in named.items():
+            for token in tokens:
                 if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
                     raise BadInput(f"{name} has token {token!r} outside the vocabulary of {vocab:,}; leave it out")
         if self.logit_bias and len(self.logit_bias) == vocab and max(self.logit_bias.values()) <= -100:

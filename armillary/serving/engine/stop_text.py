@@ -8,21 +8,24 @@ from collections.abc import Sequence as Items
 class StopText:
     """Passes text on until one of `stops` is in it."""
 
-    def __init__(self, stops: Items[str]) -> None:
+    def __init__(self, stops: Items[str], *, include: bool = False) -> None:
+        """`include`: the text that ends an answer is part of it."""
+        self._include = include
         self._stops = tuple(stops)
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """What can be shown now; `stopped` says whether a stop text came, which is not shown."""
+        """What can be shown now; `stopped` says whether a stop text came."""
         if self.stopped or not self._stops:
             return "" if self.stopped else text
         text = self._held + text
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        places = [(place, len(stop)) for stop in self._stops if (place := text.find(stop)) >= 0]
         if places:
             self.stopped, self._held = True, ""
-            return text[: min(places)]
+            place, length = min(places)
+            return text[: place + length if self._include else place]
         kept = self._beginning(text)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]

@@ -85,10 +85,23 @@ def _grammar(library: Any, structure: Structure) -> str:
     elif kind == "regex":
         found = library.grammar_from_regex(source)
     else:
-        lark = source if kind == "grammar" else "start: " + " | ".join(json.dumps(t) for t in source.splitlines() if t)
-        found = library.grammar_from_lark(lark)
+        choice = "start: " + " | ".join(json.dumps(text) for text in source.splitlines() if text)
+        found = library.grammar_from_lark(_lark(source) if kind == "grammar" else choice)
     grammar: str = found
     return grammar
+
+
+def _lark(source: str) -> str:
+    """A grammar in Lark's notation; those in llama.cpp's and vLLM's (GBNF, `root ::= …`) are rewritten."""
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    if "::=" not in source:
+        return source
+    try:
+        found: str = any_to_lark(source)
+    except GbnfToLarkError as error:
+        raise ValueError(str(error)) from None
+    return found
 
 
 def _line(error: object) -> str:

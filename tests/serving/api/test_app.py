@@ -249,3 +249,18 @@ def test_long_prompts_do_not_wait_for_tokenize(folder: Path, monkeypatch: pytest
 def test_another_model_is_not_here(folder: Path, path: str) -> None:
     status, answer, _ = call(api(folder), "GET", path)
     assert status == 404 and "use 'tiny'" in answer["error"]["message"]
+
+
+def test_templates_of_requests_are_rendered_where_they_are_trusted(folder: Path) -> None:
+    text = "{% for message in messages %}<{{ message.content }}>{% endfor %}{{ 'go' if add_generation_prompt }}"
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "chat_template": text}
+    trusting = api(folder, trust_request_chat_template=True)
+    status, answer, _ = call(trusting, "POST", "/tokenize", json.dumps(body).encode())
+    assert status == 200 and trusting.served.texts.decode(answer["tokens"]) == "<a>go"
+    status, answer, _ = call(api(folder), "POST", "/tokenize", json.dumps(body).encode())
+    assert status == 400 and "serve.trust_request_chat_template=true" in answer["error"]["message"]
+    hidden = body | {"chat_template": None, "chat_template_kwargs": {"chat_template": text}}
+    assert call(api(folder), "POST", "/tokenize", json.dumps(hidden).encode())[0] == 400
+    for wrong in ("{{", "{{ messages.__class__.__mro__ }}", "{{ raise_exception('no') }}"):
+        status, answer, _ = call(trusting, "POST", "/tokenize", json.dumps(body | {"chat_template": wrong}).encode())
+        assert status == 400 and "template" in answer["error"]["message"], wrong

@@ -28,8 +28,9 @@ from armillary.serving.api.problem import Problem
 from armillary.serving.api.ranks import Ranks
 from armillary.serving.api.schemas import Asked, Chat, Completion
 from armillary.serving.api.serve import bind
+from armillary.serving.api.structured_outputs import structure_of
 from armillary.serving.api.texts import Texts
-from armillary.serving.api.wishes import structure_of, wish_of
+from armillary.serving.api.wishes import wish_of
 from armillary.serving.engine.params import SamplingParams
 from armillary.spec.gauges import GAUGES
 from armillary.spec.service import Serve
@@ -112,7 +113,7 @@ def test_wishes_become_what_the_engine_takes() -> None:
 def test_formats_become_structures() -> None:
     def made(text: bytes) -> Any:
         body = read(b'{"messages": [{"role": "user"}], "response_format": %s}' % text, Chat)
-        return structure_of(body.response_format)
+        return structure_of(body)
 
     assert made(b"null") is None and made(b'{"type": "text"}') is None
     assert made(b'{"type": "json_object"}').source == '{"type": "object"}'
