@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from armillary.errors import ArmillaryError as ArmillaryError
+    from armillary.machine.doctor import doctor as doctor
+    from armillary.machine.machine import here as here
+    from armillary.machine.machine import machine as machine
     from armillary.model.convert import convert as convert
     from armillary.model.weights import load_model as load_model
     from armillary.model.weights import save_model as save_model
     from armillary.profiling.capture import profile as profile
-    from armillary.profiling.doctor import doctor as doctor
-    from armillary.profiling.machine import here as here
-    from armillary.profiling.machine import machine as machine
     from armillary.serving.engine.constraint import Structure as Structure
     from armillary.serving.engine.llm import LLM as LLM
     from armillary.serving.engine.one import generate as generate
@@ -45,13 +45,13 @@ _API = {
     "Structure": "armillary.serving.engine.constraint:Structure",
     "chips": "armillary.spec.catalogue:chips",
     "convert": "armillary.model.convert:convert",
-    "doctor": "armillary.profiling.doctor:doctor",
+    "doctor": "armillary.machine.doctor:doctor",
     "generate": "armillary.serving.engine.one:generate",
     "hardware": "armillary.spec.catalogue:cluster",
-    "here": "armillary.profiling.machine:here",
+    "here": "armillary.machine.machine:here",
     "load_model": "armillary.model.weights:load_model",
     "load_test": "armillary.serving.load.run:load_test",
-    "machine": "armillary.profiling.machine:machine",
+    "machine": "armillary.machine.machine:machine",
     "models": "armillary.spec.catalogue:models",
     "prepare": "armillary.training.data.prepare:prepare",
     "profile": "armillary.profiling.capture:profile",

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from armillary.profiling.machine import here
+from armillary.machine.machine import here
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
 from armillary.store.runs import Run

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from armillary.machine.machine import here
 from armillary.model.transformer import Transformer, build
 from armillary.parallel.apply import apply
 from armillary.parallel.mesh import Mesh, axis_sizes
@@ -32,7 +33,6 @@ from armillary.planning.prediction import predict
 from armillary.planning.question import question
 from armillary.profiling import host_copy
 from armillary.profiling.ceilings import about, name_of
-from armillary.profiling.machine import here
 from armillary.profiling.settings import settings_for
 from armillary.spec.catalogue import config_from_fields
 from armillary.spec.layout import Layout

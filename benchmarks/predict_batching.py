@@ -27,9 +27,9 @@ from pathlib import Path
 
 import torch
 
+from armillary.machine.machine import machine
 from armillary.model.export import export, like
 from armillary.model.python_module import load_python_module
-from armillary.profiling.machine import machine
 from armillary.serving.load.probe import probe
 from armillary.serving.load.run import Test
 from armillary.serving.load.search import Found, search_rate, trying

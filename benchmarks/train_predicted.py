@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from armillary.machine.machine import here
 from armillary.planning.layouts import of
 from armillary.planning.prediction import predict
 from armillary.planning.question import question
 from armillary.profiling import attention, bandwidth, gemm, launch
 from armillary.profiling.ceilings import about, name_of
-from armillary.profiling.machine import here
 from armillary.profiling.settings import settings_for
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig

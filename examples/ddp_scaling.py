@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 from ddp_rank import SEQUENCE, Setting, Timed, run
 
+from armillary.machine.machine import here, machine
 from armillary.planning.case import TrainCase
 from armillary.planning.layouts import of
 from armillary.planning.step_time import StepTime, step_time
 from armillary.profiling.collectives import measure_collectives
-from armillary.profiling.machine import here, machine
 from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
 from armillary.spec.params import parameters

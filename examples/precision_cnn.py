@@ -26,7 +26,7 @@ from digits import digits
 from torch import Tensor, nn
 
 import armillary
-from armillary.profiling.machine import machine
+from armillary.machine.machine import machine
 from armillary.units import bytes_text
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -47,8 +47,8 @@ def ceilings(
     Random data, buffers in turn, the median of many. A minute on a CPU, a few on a GPU; --quick takes seconds.
     """
     target = pick(device)
+    from armillary.machine.background_load import BUSY_CORES
     from armillary.profiling.ceilings import measure_ceilings, name_of
-    from armillary.profiling.others import BUSY_CORES
 
     if show:
         _answer(out, _stored(home, name_of(target)))
@@ -83,9 +83,9 @@ def collectives(
     gloo between processes on a CPU, NCCL between GPUs.
     """
     target = pick(device)
+    from armillary.machine.cores import usable_cores
     from armillary.profiling.collective_ranks import OPS
     from armillary.profiling.collectives import QUICK_SIZES, SIZES, default_worlds, measure_collectives
-    from armillary.profiling.system import usable_cores
     from armillary.units import parse_count
 
     chosen = worlds or default_worlds(target, usable_cores())

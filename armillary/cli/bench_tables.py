@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from armillary.cli.output import Output
-from armillary.profiling.gpus import Gpu
-from armillary.profiling.machine import chip_of
+from armillary.machine.gpus import Gpu
+from armillary.machine.machine import chip_of
 from armillary.spec.hardware import Chip
 from armillary.store.peaks import Peaks, Point
 from armillary.units import bandwidth_text, bytes_text, flops_per_s_text, scaled, seconds_text

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from armillary.cli.output import Output
 from armillary.cli.verb import verb
-from armillary.profiling.doctor import Check
-from armillary.profiling.doctor import doctor as examine
-from armillary.profiling.machine import Machine, machine
+from armillary.machine.doctor import Check
+from armillary.machine.doctor import doctor as examine
+from armillary.machine.machine import Machine, machine
 from armillary.store.home import Home
 from armillary.units import bytes_text, scaled
 

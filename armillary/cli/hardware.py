@@ -14,7 +14,7 @@ from armillary.cli import complete
 from armillary.cli.compare import columns_of, link_speed, sources_of
 from armillary.cli.output import Output
 from armillary.cli.verb import verb
-from armillary.profiling.machine import here
+from armillary.machine.machine import here
 from armillary.spec import catalogue
 from armillary.spec.fields import to_plain
 from armillary.spec.hardware import Chip, Cluster

@@ -168,7 +168,7 @@ def _option_hint(name: str, ctx: click.Context) -> str:
 
 
 def _missing_extra(module: str) -> tuple[str, str] | None:
-    from armillary.profiling.doctor import EXTRAS
+    from armillary.machine.doctor import EXTRAS
 
     top = module.split(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if top in modules), None)

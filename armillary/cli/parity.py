@@ -130,7 +130,7 @@ def _launched(out: Output, home: Home, orders: dict[str, Any]) -> list[Row]:
 
 def _launched_some(out: Output, home: Home, orders: dict[str, Any]) -> list[Row]:
     from armillary.cli.launch import launch
-    from armillary.profiling.system import usable_cores
+    from armillary.machine.cores import usable_cores
     from armillary.training.parity.matrix import Row
 
     world = orders["world"]

@@ -103,7 +103,7 @@ def find_cluster(recipe: Recipe) -> Cluster:
     """The recipe's devices; this machine is looked at only where it is meant."""
     if not recipe.hardware.is_here:
         return recipe.cluster()
-    from armillary.profiling.machine import here
+    from armillary.machine.machine import here
 
     return recipe.cluster(here())
 

@@ -60,7 +60,7 @@ def serve_plan(
     home: Home, source: ModelSource, recipe: Recipe, layout: Layout, tables: dict[str, Any], device: str | None = None
 ) -> Plan:
     """The plan of a server, with what the planner can say of its traffic."""
-    from armillary.profiling.machine import here
+    from armillary.machine.machine import here
 
     cluster = recipe.cluster(here(device=device))
     is_said = recipe.traffic != type(recipe.traffic)()

@@ -253,7 +253,7 @@ def _launch(
 ) -> dict[str, Any]:  # fmt: skip
     """Ranks of our own; how the run ended is noted here, because a rank may not live to do it."""
     from armillary.cli.launch import launch
-    from armillary.profiling.system import usable_cores
+    from armillary.machine.cores import usable_cores
     from armillary.training.recorder import note_failure
 
     count = begun.plan.layout.num_devices

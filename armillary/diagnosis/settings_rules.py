@@ -9,10 +9,10 @@ from armillary.diagnosis.log_lines import number
 from armillary.diagnosis.reading import Reading
 from armillary.diagnosis.rule import IDLE_STAGES, Rule
 from armillary.errors import BadInput
+from armillary.machine.gpus import Gpu
+from armillary.machine.machine import chip_of
 from armillary.planning.efficiency import curves
 from armillary.profiling.amdahl import speedup
-from armillary.profiling.gpus import Gpu
-from armillary.profiling.machine import chip_of
 from armillary.spec.plan import Plan
 
 USUAL = 0.5

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from armillary.machine.device_name import device_name as named
+
 
 def device_name(device: str) -> str:
-    """A GPU as its driver names it; a processor by its model and the threads that compute on it."""
-    if torch.device(device).type == "cuda":
-        return str(torch.cuda.get_device_name(torch.device(device)))
-    return f"{_cpu()}, {torch.get_num_threads()} threads"
+    """A GPU as its driver names it; a CPU by its name and the threads that compute on it."""
+    return _named(device, torch.get_num_threads())
 
 
 @cache
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+def _named(device: str, threads: int) -> str:
+    return named(device, threads=threads)
 
 
 @cache

@@ -31,8 +31,10 @@ class Cores:
     """CPUs' worth of time that control groups grant; None without a limit"""
     usable: int
     """how many can work at once"""
+    physical: int
+    """physical cores among the allowed ones, performance cores of an Apple chip; 0 where the system does not say"""
     threads: int
-    """how many threads should compute: one a physical core, no efficiency cores of an Apple chip"""
+    """how many threads should compute: one for each of those, as far as the quota goes"""
     why: str
     """what makes usable less than present; '' where nothing does"""
 
@@ -55,13 +57,14 @@ def read_cores(root: Path = ROOT) -> Cores:
     present = len(online) or _counted(root)
     quota, by = min(_quotas(root), default=(None, ""))
     may = len(allowed) or present
-    usable = _within(may, quota)
+    usable, physical = _within(may, quota), _physical(allowed, root)
     return Cores(
         present=present,
         allowed=allowed,
         quota=quota,
         usable=usable,
-        threads=_within(_physical(allowed, root) or may, quota),
+        physical=physical,
+        threads=_within(physical or may, quota),
         why=_why(present, len(affinity) or present, may, by if usable < may else ""),
     )
 

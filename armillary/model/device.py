@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from armillary.errors import BadInput
+from armillary.machine.memory import available_bytes
 from armillary.units import bytes_text
 
 
@@ -29,11 +28,7 @@ def free_bytes(device: torch.device) -> float | None:
     """Memory that can still be taken on `device`; None where nobody says."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+    return available_bytes()
 
 
 def refuse_too_big(name: str, num_bytes: float, device: torch.device) -> None:

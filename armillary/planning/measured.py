@@ -29,7 +29,7 @@ def processor_peaks(home: Home, chip: Chip, cores: int, processes: int) -> tuple
     """(ceilings, what one of `processes` has of them): an equal share of what all cores reach together, and as much as
     a rank's threads were measured to reach alone. One process has all threads, and reaches what a single one does: it
     may not have, where the machine was busy when all of them were measured."""
-    from armillary.profiling.device_name import device_name
+    from armillary.machine.device_name import device_name
 
     whole, share = measured_peaks(home, chip, device_name("cpu")), 1 / max(processes, 1)
     threads = max(1, cores // processes) if processes > 1 else 1
@@ -72,8 +72,8 @@ def _devices(paths: list[Path]) -> list[str]:
 
 
 def _is_chip(name: str, chip: Chip) -> bool:
-    from armillary.profiling.gpus import Gpu  # looking at machines is slow to import, and seldom needed
-    from armillary.profiling.machine import chip_of
+    from armillary.machine.gpus import Gpu  # looking at machines is slow to import, and seldom needed
+    from armillary.machine.machine import chip_of
 
     return chip_of(Gpu(name=name, vendor="", memory_bytes=None)).name == chip.name
 

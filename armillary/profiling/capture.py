@@ -16,9 +16,9 @@ from statistics import median
 import torch
 
 from armillary.errors import BadInput
+from armillary.machine.device_name import device_name
 from armillary.profiling.analyse import analyse
 from armillary.profiling.analyse import device_name as traced_device
-from armillary.profiling.device_name import device_name
 from armillary.profiling.profile import Profile
 from armillary.profiling.recorder import Recorder, finish
 from armillary.profiling.roofline import roof_for

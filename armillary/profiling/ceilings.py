@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from armillary.errors import unknown
+from armillary.machine.background_load import Others
+from armillary.machine.device_name import device_name
 from armillary.profiling import attention, bandwidth, disk, fma, gemm, host_copy, launch, passes
-from armillary.profiling.device_name import device_name
-from armillary.profiling.others import Others
 from armillary.profiling.settings import Settings, clocks_of, settings_for
 from armillary.store.peaks import Peaks, Point, new_peaks
 

@@ -17,7 +17,7 @@ from armillary.kernels.note import note_once
 from armillary.kernels.op import Case, Op, Version
 from armillary.kernels.ops import find_op
 from armillary.kernels.trial import run_once
-from armillary.profiling.system import usable_cores
+from armillary.machine.cores import usable_cores
 
 LIMIT_S = 100.0
 _COMPILED = ("triton", "compile")

@@ -7,8 +7,8 @@ from `armillary bench` where this very device was measured, else from the catalo
 from __future__ import annotations
 
 from armillary.errors import NotFound
-from armillary.profiling.gpus import Gpu
-from armillary.profiling.machine import chip_of
+from armillary.machine.gpus import Gpu
+from armillary.machine.machine import chip_of
 from armillary.profiling.profile import Bound, Roof
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import ArmillaryError, BadInput, NotFound
+from armillary.machine.device_name import device_name
 from armillary.profiling.analyse import analyse
 from armillary.profiling.analyse import device_name as traced_device
-from armillary.profiling.device_name import device_name
 from armillary.profiling.profile import Profile
 from armillary.profiling.ranks import LAUNCHERS, launches
 from armillary.profiling.roofline import roof_for

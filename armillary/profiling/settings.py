@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from armillary.kernels.timing import Call, Timing, time_calls
-from armillary.profiling.clocks import Clocks, cpu_clocks, gpu_clocks
-from armillary.profiling.system import read_available
+from armillary.machine.clocks import Clocks, cpu_clocks, gpu_clocks
+from armillary.machine.memory import available_bytes
 
 _UNKNOWN_CACHE = 32 << 20
 _UNKNOWN_FREE = 4e9
@@ -92,4 +92,4 @@ def cache_bytes(device: torch.device, root: Path = Path("/")) -> int:
 def free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    return read_available(Path("/")) or _UNKNOWN_FREE
+    return available_bytes() or _UNKNOWN_FREE

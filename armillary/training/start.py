@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import BadLayout, BadRecipe
+from armillary.machine.machine import here
 from armillary.model.buildable import refuse_unbuildable
 from armillary.model.fusing import rules
 from armillary.parallel.world import join_world
-from armillary.profiling.machine import here
 from armillary.spec.fields import to_plain
 from armillary.spec.hf_config import to_hf
 from armillary.spec.layout_rules import check_layout

@@ -15,8 +15,9 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from armillary.machine.cores import usable_cores
+from armillary.machine.device_name import device_name
 from armillary.profiling.budget import Budget, budget
-from armillary.profiling.device_name import device_name
 from armillary.profiling.judged import Judged, judge
 from armillary.profiling.kernel_time import KERNEL_PARTS
 from armillary.profiling.overhead import without_recording
@@ -25,7 +26,6 @@ from armillary.profiling.recorder import Recorder
 from armillary.profiling.roofline import roof_for
 from armillary.profiling.rows import rows
 from armillary.profiling.spans import clip, length
-from armillary.profiling.system import usable_cores
 from armillary.profiling.trace import read_trace
 from armillary.store.home import Home
 

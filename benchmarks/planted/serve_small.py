@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from armillary.machine.machine import here
 from armillary.model.device import pick_device
 from armillary.model.dtype import DTYPES
 from armillary.model.transformer import Transformer, build
-from armillary.profiling.machine import here
 from armillary.serving.engine.engine import Engine
 from armillary.serving.engine.make import make_engine
 from armillary.serving.engine.request import Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from armillary.profiling.machine import here
+from armillary.machine.machine import here
 from benchmarks.planted.judge import NEEDED, Verdict, counts
 from benchmarks.planted.problem import Wish
 from benchmarks.planted.quiet import LOUD

@@ -88,7 +88,7 @@ def test_figures_stand_beside_the_catalogue(h200: Peaks, capsys: pytest.CaptureF
 def test_what_was_stored_is_not_lost_by_a_new_measurement(cli: Cli, home: Home) -> None:
     import torch
 
-    from armillary.profiling.device_name import device_name
+    from armillary.machine.device_name import device_name
 
     name = device_name("cpu", threads=torch.get_num_threads())
     save_peaks(home, new_peaks(name).with_points("copy", [{"bytes": 64, "bytes_per_s": 1e9}]))
@@ -122,6 +122,6 @@ def test_loader(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_busy_processor_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("armillary.profiling.others.Others.cores", lambda self: 1.5)
+    monkeypatch.setattr("armillary.machine.background_load.Others.cores", lambda self: 1.5)
     ran = cli("bench", "ceilings", "--quick", "--device", "cpu", "--only", "launch", "--json")
     assert "other work kept 1.5 cores busy" in ran.err and ran.json["about"]["other_cores"] == 1.5

@@ -17,7 +17,7 @@ import torch
 from armillary.cli.demo.ceilings import ALONE, is_known, roofs_text, sections
 from armillary.cli.demo.walk import RECIPE, STAGES, fitting
 from armillary.diagnosis.diagnosis import WORTH, Diagnosis
-from armillary.profiling.device_name import device_name
+from armillary.machine.device_name import device_name
 from armillary.spec.fields import build
 from armillary.spec.recipe import load_recipe
 from armillary.store.home import Home

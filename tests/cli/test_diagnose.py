@@ -15,7 +15,7 @@ from armillary.cli.diagnose import _run_of
 from armillary.diagnosis.diagnosis import read_diagnosis
 from armillary.diagnosis.reading import Reading
 from armillary.diagnosis.track_record import path_of
-from armillary.profiling.machine import here
+from armillary.machine.machine import here
 from armillary.spec.recipe import load_recipe
 from armillary.store.home import Home
 from armillary.store.runs import list_runs

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from armillary.machine.device_name import device_name
 from armillary.profiling.ceilings import Ceilings
-from armillary.profiling.device_name import device_name
 from armillary.profiling.profile import Profile, read_profile
 from armillary.store.home import Home
 from armillary.store.peaks import new_peaks, save_peaks

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from armillary.kernels.timing import MIN_SAMPLES, calls_per_sample, num_samples, summary, time_calls
-from armillary.profiling.clocks import Clocks, cpu_clocks, parse_gpu
+from armillary.machine.clocks import Clocks, cpu_clocks, parse_gpu
 
 
 def test_calls_are_taken_in_turn() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from armillary.machine.device_name import device_name
+from armillary.machine.machine import here
 from armillary.planning.attention_curve import measured_attention
 from armillary.planning.case import TrainCase
 from armillary.planning.layouts import of
@@ -15,8 +17,6 @@ from armillary.planning.measured import of_a_rank, processor_peaks
 from armillary.planning.overhead import CALL_S
 from armillary.planning.prediction import predict
 from armillary.planning.software import OURS, OURS_ON_CPU
-from armillary.profiling.device_name import device_name
-from armillary.profiling.machine import here
 from armillary.spec import catalogue
 from armillary.spec.layout import Layout
 from armillary.store.home import Home

@@ -11,10 +11,10 @@ import torch
 
 from armillary.errors import NotFound
 from armillary.kernels.random_data import Pool, random_row, set_elements
+from armillary.machine.background_load import Others
+from armillary.machine.device_name import device_name, names_here
 from armillary.profiling import attention, bandwidth, disk, fma, gemm, host_copy, launch, passes
 from armillary.profiling.ceilings import measure_ceilings, name_of
-from armillary.profiling.device_name import device_name, names_here
-from armillary.profiling.others import Others
 from armillary.profiling.settings import Settings, cache_bytes
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks, new_peaks, save_peaks

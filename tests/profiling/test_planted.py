@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from armillary.machine.device_name import device_name
 from armillary.profiling.capture import profile
-from armillary.profiling.device_name import device_name
 from armillary.profiling.profile import Profile
 from armillary.store.home import Home
 from armillary.store.peaks import new_peaks, save_peaks

@@ -42,9 +42,9 @@ def is_known(peaks: Peaks, ranks: int) -> bool:
 
 
 def _measured(walk: Walk, device: Any) -> Peaks:
+    from armillary.machine.background_load import BUSY_CORES
     from armillary.profiling.ceilings import measure_ceilings, name_of
     from armillary.profiling.collectives import QUICK_SIZES, measure_collectives
-    from armillary.profiling.others import BUSY_CORES
 
     ranks, skipped, busy = walk.recipe.layout.num_devices, 0, 0.0
     for section, threads, limit in sections(device, ranks):

@@ -11,7 +11,7 @@ from typing import Any
 
 from armillary.cli.output import Output
 from armillary.diagnosis.circle import Circle, Stage
-from armillary.profiling.machine import here
+from armillary.machine.machine import here
 from armillary.spec.recipe import Recipe, load_recipe
 from armillary.store.home import Home
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from armillary.profiling.doctor import EXTRAS
+from armillary.machine.doctor import EXTRAS
 from tests.serving.api.conftest import MISSING
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from armillary.profiling.gpus import Gpu
-from armillary.profiling.machine import Machine, chip_of, here, machine
-from armillary.profiling.system import read_cpu, read_disks, read_memory, read_network, usable_cores
+from armillary.machine.gpus import Gpu
+from armillary.machine.host_info import read_cpu, read_disks, read_network
+from armillary.machine.machine import Machine, chip_of, here, machine
+from tests.machine.trees import M1, mac
 
 CPU = """\
 processor\t: {n}
@@ -67,22 +68,22 @@ def test_the_processor(root: Path) -> None:
     assert cpu.isa == ("avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
 
 
-def test_memory_is_what_the_container_may_use(root: Path) -> None:
-    assert read_memory(root) == 8 * 2**30
+def test_memory_and_cores_are_what_the_container_may_use(root: Path) -> None:
+    assert (machine(root).memory_bytes, machine(root).memory_why) == (8 * 2**30, "")
     (root / "sys/fs/cgroup").mkdir(parents=True)
-    (root / "sys/fs/cgroup/memory.max").write_text("max\n")
-    assert read_memory(root) == 8 * 2**30
     (root / "sys/fs/cgroup/memory.max").write_text(f"{2**30}\n")
-    assert read_memory(root) == 2**30
-
-
-def test_cores_are_what_the_container_may_use(root: Path) -> None:
-    allowed = usable_cores(root)
-    (root / "sys/fs/cgroup").mkdir(parents=True)
-    (root / "sys/fs/cgroup/cpu.max").write_text("max 100000\n")
-    assert usable_cores(root) == allowed
     (root / "sys/fs/cgroup/cpu.max").write_text("50000 100000\n")
-    assert usable_cores(root) == 1
+    found = machine(root)
+    assert (found.memory_bytes, found.memory_why) == (2**30, "memory.max of cgroup /")
+    assert (found.cpu.present, found.cpu.usable, found.cpu.why) == (8, 1, "quota of 0.5 CPUs of cgroup /")
+    assert here(replace(found, gpus=())).num_devices == 1
+
+
+def test_a_mac(tmp_path: Path) -> None:
+    found = machine(mac(tmp_path, facts=M1))
+    assert (found.cpu.model, found.cpu.vendor, found.cpu.present, found.cpu.threads) == ("Apple M1", "Apple", 8, 4)
+    assert found.memory_bytes == 8 * 2**30
+    assert found.cpu.units == {"bf16": "", "fp16": "asimdhp", "int8": "asimddp"}
 
 
 def test_network_cards_that_are_up(root: Path) -> None:
@@ -163,7 +164,7 @@ def test_one_gpu_has_no_tiers() -> None:
 
 def test_without_gpus_the_cores_are_devices_of_unknown_peak() -> None:
     found = bare()
-    found = replace(found, cpu=replace(found.cpu, usable=4, isa=("avx2", "amx_bf16")), memory_bytes=8e9)
+    found = replace(found, cpu=replace(found.cpu, threads=4, isa=("avx2", "amx_bf16")), memory_bytes=8e9)
     cluster = here(found)
     assert (cluster.chip.name, cluster.num_devices, cluster.chip.memory_bytes) == ("cpu-core-amx", 4, 2e9)
     assert cluster.chip.flops == {} and cluster.tiers[0].bytes_per_s is None

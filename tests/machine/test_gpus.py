@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from armillary.profiling import gpus
-from armillary.profiling.gpus import parse_amd, parse_nvidia, parse_topology
+from armillary.machine import gpus
+from armillary.machine.gpus import parse_amd, parse_nvidia, parse_topology
 
 H200 = "NVIDIA H200, 143771, 570.133.20, 5, 16, 9.0\n"
 
@@ -63,9 +63,7 @@ def test_amd() -> None:
 
 
 @pytest.mark.parametrize(("script", "found"), [(f"printf '{H200.strip()}'", 1), ("exit 9", 0), ("exec sleep 60", 0)])
-def test_the_driver_tool_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, found: int
-) -> None:
+def test_the_driver_tool_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, found: int) -> None:
     """A tool that answers, one that fails, one that hangs."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")

@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from armillary.errors import NotFound
-from armillary.profiling import system
-from armillary.profiling.gpus import Gpu, gpu_links, gpus
-from armillary.profiling.system import Cpu, Disk, Interface
+from armillary.machine import host_info
+from armillary.machine.gpus import Gpu, gpu_links, gpus
+from armillary.machine.host_info import Cpu, Disk, Interface
+from armillary.machine.memory import available_bytes, memory_limit
+from armillary.machine.numa import NumaNode, numa_nodes
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Link, Tier
 
 _NOT_THE_MODEL = re.compile(r"\d+gb|hbm\d\w*|sxm\d?|oam|generation|server|edition")
 _BEST_ISA = {"amx_bf16": "amx", "avx512f": "avx512", "avx2": "avx2", "sve": "sve", "asimd": "neon"}
-_SHARED_MEMORY = Link(
-    name="shared-memory", title="shared memory", bytes_per_s=None, latency_s=None, kind="scale_up"
-)
+_SHARED_MEMORY = Link(name="shared-memory", title="shared memory", bytes_per_s=None, latency_s=None, kind="scale_up")
 _UNKNOWN_LINK = Link(name="unknown", title="an unknown link", bytes_per_s=None, latency_s=None, kind="scale_up")
 _SAME_MEMORY = 0.12
 """vendors round, and drivers count in GiB: an H200 of '141 GB' reports 151e9 bytes"""
@@ -37,11 +37,15 @@ class Machine:
     system: str
     """operating system and architecture"""
     cpu: Cpu
-    """processor"""
+    """CPU"""
     memory_bytes: float
     """memory this process may use: a container's limit counted"""
+    memory_why: str
+    """what limits it; '' where it is all that the machine has"""
     available_bytes: float | None
-    """memory free right now"""
+    """memory that can still be taken now"""
+    numa: tuple[NumaNode, ...]
+    """which cores and how much memory belong together; empty where the system does not say"""
     shm_bytes: float | None
     """size of /dev/shm, through which ranks and loader workers talk"""
     gpus: tuple[Gpu, ...]
@@ -56,17 +60,19 @@ class Machine:
 
 def machine(root: Path = Path("/")) -> Machine:
     """Read this machine; `root` is where /proc and /sys are looked for."""
-    found = gpus()
+    found, limit = gpus(), memory_limit(root)
     return Machine(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        cpu=system.read_cpu(root),
-        memory_bytes=system.read_memory(root),
-        available_bytes=system.read_available(root),
-        shm_bytes=system.read_shm(root),
+        cpu=host_info.read_cpu(root),
+        memory_bytes=limit.num_bytes,
+        memory_why=limit.why,
+        available_bytes=available_bytes(root),
+        numa=numa_nodes(root),
+        shm_bytes=host_info.read_shm(root),
         gpus=found,
         gpu_links=gpu_links() if len(found) > 1 else {},
-        disks=system.read_disks(root),
-        network=system.read_network(root),
+        disks=host_info.read_disks(root),
+        network=host_info.read_network(root),
     )
 
 
@@ -131,15 +137,12 @@ def _gpu_link(chip: Chip, gpu: Gpu, pairs: Mapping[str, str]) -> Link:
 
 
 def _of_cores(found: Machine) -> Cluster:
-    """One device a usable core, memory shared out evenly; peaks unknown until they are measured."""
+    """One device for each core that may compute, memory shared out evenly; peaks unknown until they are measured."""
     cpu = found.cpu
     best = next((name for flag, name in _BEST_ISA.items() if flag in cpu.isa), "")
     chip = Chip(
         name=f"cpu-core-{best}".rstrip("-"), title=f"core of {cpu.model}", vendor=cpu.vendor, kind="cpu",
-        memory_bytes=found.memory_bytes / cpu.usable, memory_type="shared DRAM", num_sms=1,
+        memory_bytes=found.memory_bytes / cpu.threads, memory_type="shared DRAM", num_sms=1,
     )  # fmt: skip
-    tiers = (Tier(link=_SHARED_MEMORY, count=cpu.usable),) if cpu.usable > 1 else ()
+    tiers = (Tier(link=_SHARED_MEMORY, count=cpu.threads),) if cpu.threads > 1 else ()
     return Cluster(name="here", chip=chip, tiers=tiers)
-
-
-

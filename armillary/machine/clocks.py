@@ -15,7 +15,7 @@ from statistics import fmean, median
 from types import TracebackType
 from typing import Self
 
-from armillary.profiling.gpus import ask
+from armillary.machine.gpus import ask
 
 EVERY_S = 0.25
 Reading = Mapping[str, float]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from armillary.profiling.machine import Machine, machine
+from armillary.machine.machine import Machine, machine
 from armillary.units import bytes_text
 
 TORCH_TESTED = ((2, 11), (2, 13))
@@ -32,8 +32,22 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "structure": ("llguidance",),
     "tracking": ("mlflow", "tensorboard", "wandb"),
     "cluster": ("kubernetes",),
-    "dev": ("hypothesis", "llguidance", "mypy", "onnx", "onnxruntime", "onnxscript", "openai", "pytest", "ruff",
-            "schemathesis", "tensorboard", "transformers", "triton", "xdist"),
+    "dev": (
+        "hypothesis",
+        "llguidance",
+        "mypy",
+        "onnx",
+        "onnxruntime",
+        "onnxscript",
+        "openai",
+        "pytest",
+        "ruff",
+        "schemathesis",
+        "tensorboard",
+        "transformers",
+        "triton",
+        "xdist",
+    ),
 }
 """extra -> the modules it brings"""
 _LINUX_ONLY = ("triton",)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from armillary.profiling import doctor as module
-from armillary.profiling.doctor import EXTRAS, Check, doctor
-from armillary.profiling.gpus import Gpu
-from armillary.profiling.machine import machine
+from armillary.machine import doctor as module
+from armillary.machine.doctor import EXTRAS, Check, doctor
+from armillary.machine.gpus import Gpu
+from armillary.machine.machine import machine
 
 ROOT = Path(__file__).parent.parent.parent
 
