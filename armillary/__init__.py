@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from armillary.errors import ArmillaryError as ArmillaryError
     from armillary.machine.doctor import doctor as doctor
     from armillary.machine.machine import here as here
-    from armillary.machine.machine import machine as machine
+    from armillary.machine.machine import machine as this_machine
     from armillary.model.convert import convert as convert
     from armillary.model.weights import load_model as load_model
     from armillary.model.weights import save_model as save_model
@@ -51,20 +51,20 @@ _API = {
     "here": "armillary.machine.machine:here",
     "load_model": "armillary.model.weights:load_model",
     "load_test": "armillary.serving.load.run:load_test",
-    "machine": "armillary.machine.machine:machine",
     "models": "armillary.spec.catalogue:models",
     "prepare": "armillary.training.data.prepare:prepare",
     "profile": "armillary.profiling.capture:profile",
     "resolve_model": "armillary.store.source:resolve_model",
     "runs": "armillary.store.runs:list_runs",
     "save_model": "armillary.model.weights:save_model",
+    "this_machine": "armillary.machine.machine:machine",
     "train": "armillary.training.start:train_recipe",
 }
 
 __all__ = [
     "LLM", "ArmillaryError", "Home", "ModelConfig", "SamplingParams", "Structure", "__version__", "chips", "convert",
-    "doctor", "generate", "hardware", "here", "load_model", "load_test", "machine", "models", "prepare", "profile",
-    "resolve_model", "runs", "save_model", "train",
+    "doctor", "generate", "hardware", "here", "load_model", "load_test", "models", "prepare", "profile",
+    "resolve_model", "runs", "save_model", "this_machine", "train",
 ]  # fmt: skip
 
 
