@@ -22,26 +22,38 @@ class AdamW(torch.optim.AdamW):
     def __init__(self, params: Any, *, copies: Mapping[Tensor, Tensor] | None = None, **options: Any) -> None:
         super().__init__(params, foreach=False, fused=False, **options)
         self.copies: Mapping[Tensor, Tensor] = {} if copies is None else copies
+        self._counted: list[dict[str, Any]] = []
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> None:  # type: ignore[override]
-        """`scale`, one number on the device, multiplies every gradient on the way."""
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None, check: Tensor | None = None
+    ) -> None:  # fmt: skip
+        """`scale`, one number on the device, multiplies every gradient on the way. Where `check`, another one, is not
+        finite, the device changes nothing: whoever learns of it on the host then calls `uncount`."""
         from armillary.kernels.adamw_triton import adamw_
 
         assert closure is None, "this step runs no closure"
+        self._counted = []
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 state = self._state_of(p)
                 state["step"] += 1
+                self._counted.append(state)
                 adamw_(
                     p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(p), scale,
                     lr=float(group["lr"]), betas=group["betas"], eps=group["eps"], decay=group["weight_decay"],
-                    step=int(state["step"]),
+                    step=int(state["step"]), check=check,
                 )  # fmt: skip
                 if p not in self.copies:  # a kernel of ours leaves no trace: whoever keeps something made of p must see
                     torch.autograd.graph.increment_version(p)
+
+    def uncount(self) -> None:
+        """The last step was not taken: steps are counted on the host, which knows that only now."""
+        for state in self._counted:
+            state["step"] -= 1
+        self._counted = []
 
     def _state_of(self, p: Tensor) -> dict[str, Any]:
         state = self.state[p]

@@ -22,9 +22,10 @@ _SUM_BLOCK, _SUMS = 4096, 8
 
 def adamw_(
     p: Tensor, grad: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, scale: Tensor | None, *, lr: float,
-    betas: tuple[float, float], eps: float, decay: float, step: int,
+    betas: tuple[float, float], eps: float, decay: float, step: int, check: Tensor | None = None,
 ) -> None:  # fmt: skip
     """One parameter, in place; `scale` (one number on the device) multiplies the gradient, `copy` gets p's new value.
+    Where `check` (another one) is not finite, nothing is written.
 
     p ← p·(1 − lr·decay) − lr·m̂ / (√v̂ + ε), m̂ and v̂ corrected for their start at zero (Loshchilov & Hutter, arXiv
     1711.05101).
@@ -36,8 +37,8 @@ def adamw_(
     with on(p):
         adamw_kernel[(ceil_div(count, _BLOCK),)](
             p, grad, m, v, p if copy is None else copy, grad if scale is None else scale, count, 1 - lr * decay,
-            lr / first, 1 - betas[0], 1 - betas[1], betas[1], 1 / second, eps, SCALED=scale is not None,
-            COPY=copy is not None, BLOCK=_BLOCK, num_warps=_WARPS,
+            lr / first, 1 - betas[0], 1 - betas[1], betas[1], 1 / second, eps, grad if check is None else check,
+            SCALED=scale is not None, COPY=copy is not None, CHECKED=check is not None, BLOCK=_BLOCK, num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def squares(grads: Sequence[Tensor]) -> Tensor:
 @triton.jit
 def adamw_kernel(
     p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, scale_ptr, count, keep, rate, move_m, move_v, keep_v, correct, eps,
-    SCALED: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,
+    check_ptr, SCALED: tl.constexpr, COPY: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`keep` is 1 − lr·decay, `rate` lr / (1 − β₁ᵗ), `correct` 1 / √(1 − β₂ᵗ)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -75,6 +76,8 @@ def adamw_kernel(
     m += (g - m) * move_m
     v = v * keep_v + g * g * move_v
     p = p * keep - rate * m / (tl.sqrt(v) * correct + eps)
+    if CHECKED:  # nan is below nothing
+        inside = at < tl.where(tl.abs(tl.load(check_ptr).to(tl.float32)) < float("inf"), count, 0)
     tl.store(m_ptr + at, m, mask=inside)
     tl.store(v_ptr + at, v, mask=inside)
     tl.store(p_ptr + at, p, mask=inside)

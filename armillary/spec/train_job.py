@@ -112,6 +112,9 @@ class TrainJob:
     """AdamW's, added to the root"""
     clip: Noted[float] = 1.0
     """largest gradient norm; 0: no clipping"""
+    on_nonfinite: Free[Literal["stop", "skip"]] = "stop"
+    """when loss or gradients are nan or infinite: the step is never taken; stop ends the run, skip goes on with the
+    next batch (fp16 always skips, and lowers its loss scale)"""
     seed: Defining[int] = 0
     """of the initial weights and of dropout"""
     eval_every: Free[int] = 50

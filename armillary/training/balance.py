@@ -34,8 +34,8 @@ class Routers:
         self._layers = {
             index: mixture for index, mixture in _mixtures(sharded) if isinstance(mixture, MixtureOfExperts)
         }
-        self._has_experts = config.num_moe_layers > 0  # a pipeline stage without any takes part in the sums
-        if config.moe is None or not self._has_experts:
+        self.has_experts = config.num_moe_layers > 0  # a pipeline stage without any takes part in the sums
+        if config.moe is None or not self.has_experts:
             return
         device = sharded.mesh.world.device
         self._counts = Counts(config.moe.num_experts)
@@ -53,25 +53,28 @@ class Routers:
 
     def start(self, loss_scale: Tensor | None = None) -> None:
         """Forget the last step; `loss_scale` is what fp16 losses are multiplied by."""
-        if self._has_experts:
+        if self.has_experts:
             self._tally.zero_()
             if loss_scale is not None:
                 self._scale.copy_(loss_scale)
 
-    def finish(self) -> dict[str, Tensor]:
-        """Move the selection biases by what all ranks counted, and give the gauges of the step."""
-        if not self._has_experts:
+    def finish(self, check: Tensor | None = None) -> dict[str, Tensor]:
+        """Move the selection biases by what all ranks counted, unless `check` is not finite and the step was not taken;
+        gives the gauges of the step."""
+        if not self.has_experts:
             return {}
         totals = self._sharded.total(self._tally)
-        self._move_biases(totals[:, self._counts.load])
+        self._move_biases(totals[:, self._counts.load], check)
         return self._gauges(totals)
 
     @torch.no_grad()
-    def _move_biases(self, load_LE: Tensor) -> None:
+    def _move_biases(self, load_LE: Tensor, check: Tensor | None) -> None:
         """Loss-free balancing (Wang et al. 2024): up by the rate below the mean load, down above it; near the mean in
         proportion, so that biases come to rest."""
         off_LE = 1.0 - load_LE / load_LE.mean(dim=-1, keepdim=True)
         moves_LE = self._rate * (off_LE / NEAR).clamp(-1.0, 1.0)
+        if check is not None:
+            moves_LE = torch.where(check.isfinite(), moves_LE, 0.0)
         for index, mixture in self._layers.items():
             bias_E = mixture.router.selection_bias
             trains = any(parameter.requires_grad for parameter in mixture.router.parameters())

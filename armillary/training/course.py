@@ -78,7 +78,7 @@ class Course:
             trainer.optimizer.put_back()
         if about["ranks"] != trainer.ranks.size:
             seed(self.job.seed, trainer.ranks.rank, step)
-        trainer.tokens, trainer.skipped = int(about["tokens_total"]), int(about["skipped_steps_total"])
+        trainer.tokens, trainer.nonfinite.skipped = int(about["tokens_total"]), int(about["skipped_steps_total"])
         trainer.val_loss, self.loss = about["val_loss"], float(about["loss"])
         if trainer.scaler.is_enabled() and about["scaler"]:
             trainer.scaler.load_state_dict(about["scaler"])
@@ -162,7 +162,7 @@ class Course:
     def _facts(self) -> dict[str, Any]:
         trainer = self.trainer
         return {
-            "tokens_total": trainer.tokens, "skipped_steps_total": trainer.skipped, "loss": self.loss,
+            "tokens_total": trainer.tokens, "skipped_steps_total": trainer.nonfinite.skipped, "loss": self.loss,
             "val_loss": trainer.val_loss, "restarts_total": self.restarts, "layout": trainer.layout.text(),
             "scaler": trainer.scaler.state_dict(), "base": trainer.plan.weights, "kernels": trainer.choices.names,
             "text": text_mark(trainer.plan),

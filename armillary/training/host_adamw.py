@@ -50,6 +50,8 @@ class HostAdamW(torch.optim.AdamW):
         most = max((slice_.size for slice_ in self.slices), default=0)
         self.buffers = [self.memory.lasting(most, widest(parameters)) for _ in range(2)]
         """where gradients come down"""
+        self.checked = self.memory.lasting(1, torch.float32)
+        """and the number that says whether they are to be taken"""
         self._progress = Progress(done=len(self.slices))
         for p in parameters:
             moments = {name: laid_out(self.states.of(p, name), p) for name in STATES}
@@ -73,8 +75,11 @@ class HostAdamW(torch.optim.AdamW):
             flat(parameter).copy_(self.states.of(parameter, "weight"))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> None:  # type: ignore[override]
-        """`scale`, one number on the device, multiplies every gradient on the way."""
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None, check: Tensor | None = None
+    ) -> None:  # fmt: skip
+        """`scale`, one number on the device, multiplies every gradient on the way. Where `check`, another one, is not
+        finite, nothing changes: it comes down with the first gradients."""
         assert closure is None, "this step runs no closure"
         self.finish()
         rates = {p: {**group, "params": None} for group in self.param_groups for p in group["params"]}
@@ -82,8 +87,8 @@ class HostAdamW(torch.optim.AdamW):
         for p in gradients:
             self.state[p]["step"] += 1
         self._progress = Progress(done=0)
-        step = _Step(optimizer=self, gradients=gradients, stepped=frozenset(gradients), scale=scale, rates=rates,
-                     ready=computed(self.device), progress=self._progress)  # fmt: skip
+        step = _Step(optimizer=self, gradients=gradients, stepped=frozenset(gradients), scale=scale, check=check,
+                     rates=rates, ready=computed(self.device), progress=self._progress)  # fmt: skip
         if self.ahead:
             self._worker.submit(step.run)
             return
@@ -160,6 +165,8 @@ class _Step:
     stepped: frozenset[Tensor]
     """parameters that have one"""
     scale: Tensor | None
+    check: Tensor | None
+    """the step is taken where it is finite"""
     rates: Mapping[Tensor, Mapping[str, Any]]
     ready: Event
     """when the gradients are computed"""
@@ -181,6 +188,8 @@ class _Step:
         optimizer = self.optimizer
         slices, buffers, states = optimizer.slices, optimizer.buffers, optimizer.states
         sent: list[Event] = []
+        taken = True
+        self._check_down()
         coming = self._down(slices[0], buffers[0]) if slices else None
         for number, slice_ in enumerate(slices):
             following = None
@@ -190,12 +199,28 @@ class _Step:
                     wait_for(sent[number - 1])  # weights of a file go up through the buffer
                 following = self._down(slices[number + 1], buffers[(number + 1) % 2])
             wait_for(coming)
+            taken = self._is_taken() if number == 0 else taken
             self._let_go(slice_)
-            self._step(slice_, buffers[number % 2])
-            sent.append(self._up(slice_, buffers[number % 2]))
+            if taken:
+                self._step(slice_, buffers[number % 2])
+            sent.append(self._up(slice_, buffers[number % 2]) if taken else None)
             states.done(slice_)
             self.progress.add(sent[-1])
             coming = following
+
+    def _check_down(self) -> None:
+        """Ahead of the gradients on their way: it is there when the first of them are."""
+        if self.check is not None:
+            with self.optimizer.lanes[0].on(self.ready):
+                self.optimizer.checked.copy_(self.check.reshape(1), non_blocking=True)
+
+    def _is_taken(self) -> bool:
+        """Whether the gradients are numbers; if not, the step is not counted."""
+        if self.check is None or bool(self.optimizer.checked.isfinite()):
+            return True
+        for parameter in self.stepped:
+            self.optimizer.state[parameter]["step"] -= 1
+        return False
 
     def _let_go(self, slice_: Slice) -> None:
         """Of gradients that are down."""

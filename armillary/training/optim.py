@@ -70,30 +70,47 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 def update(
     sharded: Sharded, optimizer: torch.optim.Optimizer, scaler: LossScaler, limit: float,
-    known: Callable[[Tensor], None] = lambda norm: None,
+    known: Callable[[Tensor], None] = lambda norm: None, loss: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Clip, step, forget the gradients; gives their norm before clipping, to `known` as soon as nothing can change it.
-    Nothing here waits for the device, and a step whose fp16 gradients overflowed leaves the weights as they are."""
+    Nothing here waits for the device. A step whose gradients (or `loss`, the mean over all ranks) are not finite leaves
+    weights and states as they are, decided on the device: the norm is not finite where any gradient of any rank is not,
+    and it is the same on all of them."""
     if scaler.is_enabled():
         scaler.unscale_(optimizer)
     if isinstance(optimizer, adamw.AdamW):  # whole gradients on every rank: clipped on their way through the kernel
         norm = sharded.norm_of_all(adamw.gradient_norm(sharded.model.parameters()))
         known(norm)
-        optimizer.step(scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None)
+        check = norm if loss is None else norm + loss
+        optimizer.step(scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None, check=check)
         optimizer.zero_grad()
         return norm
     if isinstance(optimizer, HostAdamW) and not scaler.is_enabled():  # likewise, on their way to the host
         norm = sharded.clip(0.0)
         known(norm)
-        optimizer.step(scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None)
+        check = norm if loss is None else norm + loss
+        optimizer.step(scale=(limit / (norm + 1e-6)).clamp(max=1.0) if limit else None, check=check)
         optimizer.zero_grad()
         return norm
     norm = sharded.clip(limit)
-    scaler.step(optimizer)
-    scaler.update()
+    if scaler.is_enabled():
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        _checked_step(optimizer, norm if loss is None else norm + loss)
     known(norm)
     optimizer.zero_grad()
     return norm
+
+
+def _checked_step(optimizer: torch.optim.Optimizer, check: Tensor) -> None:
+    """torch's fused AdamW, which leaves everything as it is where `found_inf` is 1."""
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.found_inf = (check - check).ne(0).to(torch.float32)  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def weights_by_name(

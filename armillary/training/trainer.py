@@ -6,10 +6,8 @@ loss over all targets of the step, however it is cut into ranks and micro-batche
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.errors import ArmillaryError
 from armillary.model.attend import Attend
 from armillary.parallel.mesh import make_mesh
 from armillary.parallel.pipeline import Passing, Pipeline, Rows
@@ -34,13 +31,14 @@ from armillary.training.looks import Looks
 from armillary.training.measure import WINDOW, memory_gauges
 from armillary.training.memory import NoMeter, make_meter
 from armillary.training.model_start import open_text, start_model
+from armillary.training.nonfinite import Nonfinite
 from armillary.training.offloading import Offloaded, optimizer_of
 from armillary.training.optim import learning_rate, set_learning_rate, update
 from armillary.training.pace import Pace, queued_s, spread
 from armillary.training.precision import HALF, autocast
 from armillary.training.reading import Mark, Read, Reading
 from armillary.training.samples import Samples
-from armillary.training.scaler import LossScaler, refuse_tiny_scale
+from armillary.training.scaler import LossScaler
 from armillary.training.speed import Speed
 from armillary.training.step_report import StepReport
 from armillary.training.waits import Waits
@@ -95,7 +93,9 @@ class Trainer:
         self.samples = self._samples()
         self.val_loss: float | None = None
         self.validation_s = 0.0
-        self.tokens = self.skipped = self.taken = 0
+        self.tokens = self.taken = 0
+        self.nonfinite = Nonfinite(self.job, self.ranks, self.optimizer, self.num_parameters)
+        self._own_loss = torch.zeros(())
         self.feed = Feed(self.text.train, plan, self.mesh, self.ranks, self.waits)
         self._meter = NoMeter()
 
@@ -116,7 +116,7 @@ class Trainer:
         with self._measuring() as meter:
             work = partial(self._timed, now, stop, meanwhile)
             (measured, seconds), split = (self.again.at(work), {}) if plain else self.looks.at(work, self.pace.plain_s)
-        _, nonsense = attempt(lambda: self._refuse_nonsense(step, measured))
+        _, nonsense = attempt(lambda: self.nonfinite.judge(step, measured, self._own_loss))
         if nonsense is not None:  # all ranks read the same sums, so all are here
             self.ranks.raise_first(nonsense)
         self.taken += 1
@@ -159,7 +159,11 @@ class Trainer:
         reads: list[Read] = []
         marks: list[Mark] = []
 
+        check = loss.detach()
+
         def known(norm: Tensor) -> None:
+            nonlocal check
+            check = check + norm if self.routers.has_experts else check
             scale = self.scaler.factor
             found = {"loss": loss, "grad_norm": norm} | ({"loss_scale": scale} if scale is not None else {})
             reads.append(self.reading.take(found))
@@ -167,9 +171,9 @@ class Trainer:
 
         begin = time.perf_counter()
         with self._meter.phase("optimizer"):
-            update(self.sharded, self.optimizer, self.scaler, self.job.clip, known)
+            update(self.sharded, self.optimizer, self.scaler, self.job.clip, known, loss)
         stepping_s = time.perf_counter() - begin
-        reads.append(self.reading.take(self.routers.finish()))
+        reads.append(self.reading.take(self.routers.finish(check)))
         marks.append(self.reading.mark())
         self.feed.look_ahead(now.step + 1, stop)
         meanwhile()
@@ -191,6 +195,7 @@ class Trainer:
                     self.scaler.scale(loss).backward()
             total = total + loss.detach()
         self.waits.after_backward()
+        self._own_loss = total
         return self.sharded.total(total)
 
     def _through_stages(self, pipeline: Pipeline, batch: DeviceBatch, targets: float) -> Tensor:
@@ -200,6 +205,7 @@ class Trainer:
         begin = self.waits.mark()  # a stage that has done its part waits here for the others to drain
         self.sharded.finish_gradients()
         self.waits.after_backward()
+        self._own_loss = total
         loss = self.sharded.total(total)
         self.waits.until_now(begin)
         return loss
@@ -290,21 +296,10 @@ class Trainer:
             self._meter = NoMeter()
         return self._meter.step()
 
-    def _refuse_nonsense(self, step: int, measured: dict[str, float]) -> None:
-        """A loss that is no number ends the run; under fp16 the scaler has skipped the step."""
-        name = next((name for name in ("loss", "grad_norm") if not math.isfinite(measured[name])), None)
-        if name is None:
-            return
-        if "loss_scale" in measured:
-            self.skipped += 1
-            refuse_tiny_scale(measured["loss_scale"], step)
-            return
-        lower = min(measured["lr"] / 3, replace(self.job, lr=None).peak_lr(self.num_parameters))
-        raise ArmillaryError(f"{name} is {measured[name]} at step {step}; try --set train.lr={lower:.1g}")
-
     def _counted(self) -> dict[str, float]:
         found = {"tokens_total": float(self.tokens)}
-        return found | {"skipped_steps_total": float(self.skipped)} if self.scaler.is_enabled() else found
+        counts = self.scaler.is_enabled() or self.job.on_nonfinite == "skip"
+        return found | {"skipped_steps_total": float(self.nonfinite.skipped)} if counts else found
 
     def _memory(self, meter: NoMeter) -> dict[str, float]:
         sizes, now = meter.sizes(), memory_gauges(self.device)

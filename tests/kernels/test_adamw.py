@@ -112,3 +112,20 @@ def test_whoever_keeps_something_made_of_a_weight_sees_that_it_changed(device: s
     before = plain._version, copied_too._version
     optimizer.step()
     assert plain._version > before[0] and copied_too._version == before[1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_step_that_must_not_be_taken_changes_nothing(device: str, bad: float) -> None:
+    ours = parameters(device)
+    copies: dict[Tensor, Tensor] = {parameter: parameter.detach().bfloat16() for parameter in ours}
+    optimizer = AdamW(ours, copies=copies, **OPTIONS)
+    optimizer.step(check=torch.tensor(1.0, device=device))
+    before = [[t.clone() for t in (p.detach(), copies[p], *optimizer.state[p].values())] for p in ours]
+    assert ours[0].grad is not None
+    ours[0].grad[0, 0] = bad
+    optimizer.step(scale=torch.tensor(bad, device=device), check=torch.tensor(bad, device=device))
+    optimizer.uncount()
+    for p, kept in zip(ours, before, strict=True):
+        for now, then in zip((p.detach(), copies[p], *optimizer.state[p].values()), kept, strict=True):
+            assert torch.equal(now, then)
