@@ -7,6 +7,7 @@ from armillary.cli.verb import verb
 from armillary.machine.doctor import Check
 from armillary.machine.doctor import doctor as examine
 from armillary.machine.machine import Machine, machine
+from armillary.machine.numa import NumaNode
 from armillary.store.home import Home
 from armillary.units import bytes_text, scaled
 
@@ -32,11 +33,22 @@ def _machine_pairs(found: Machine) -> list[tuple[str, object]]:
     gpus = [f"{gpu.name} {bytes_text(gpu.memory_bytes or 0)}" for gpu in found.gpus]
     links = sorted(set(found.gpu_links.values()))
     pairs: list[tuple[str, object]] = [
-        ("system", found.system), ("processor", f"{cpu.model}, {cpu.cores} cores, {cpu.usable} usable"),
-        ("extensions", " ".join(cpu.isa)), ("memory", bytes_text(found.memory_bytes)),
+        ("system", found.system), ("CPU", f"{cpu.model}, {cpu.cores} cores, {cpu.usable} usable{_because(cpu.why)}"),
+        ("extensions", " ".join(cpu.isa)), ("memory", bytes_text(found.memory_bytes) + _because(found.memory_why)),
+        ("NUMA nodes", [_node_text(node) for node in found.numa if len(found.numa) > 1]),
         ("accelerators", gpus), ("between them", links), ("disks", disks), ("network", network),
     ]  # fmt: skip
     return [(name, value) for name, value in pairs if value not in ("", [])]
+
+
+def _because(why: str) -> str:
+    return f" ({why})" if why else ""
+
+
+def _node_text(node: NumaNode) -> str:
+    """'1: 32 cores, 128 GB'."""
+    barred = "" if node.allowed else ", not for this process"
+    return f"{node.index}: {len(node.cores)} cores, {bytes_text(node.memory_bytes)}{barred}"
 
 
 def _speed(bits_per_s: float | None) -> str:

@@ -16,8 +16,9 @@ quick_option = click.option("--quick", is_flag=True, help="Fewer sizes and short
 def pick(device: str | None) -> Any:
     """The torch device to measure."""
     need_torch("measuring")
-    from armillary.model.device import pick_device
+    from armillary.model.device import fit_threads, pick_device
 
+    fit_threads()
     return pick_device(device)
 
 

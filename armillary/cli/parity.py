@@ -130,11 +130,11 @@ def _launched(out: Output, home: Home, orders: dict[str, Any]) -> list[Row]:
 
 def _launched_some(out: Output, home: Home, orders: dict[str, Any]) -> list[Row]:
     from armillary.cli.launch import launch
-    from armillary.machine.cores import usable_cores
+    from armillary.machine.cores import compute_threads
     from armillary.training.parity.matrix import Row
 
     world = orders["world"]
-    threads = max(1, usable_cores() // world)
+    threads = compute_threads(world)
     ended = launch("armillary.cli.parity_rank", {**orders, "mode": out.mode}, num_ranks=world,
                    logs=home.cache / "parity", threads=threads, then="run it again")  # fmt: skip
     if ended.interrupted or not ended.outcome:

@@ -15,9 +15,10 @@ def measure_once(out: Output, home: Home, device: str | None = None) -> None:
     """Measure and keep what the roofline needs; without torch of our own the catalogue has to do."""
     if find_spec("torch") is None:
         return
-    from armillary.model.device import pick_device
+    from armillary.model.device import fit_threads, pick_device
     from armillary.profiling.ceilings import measure_ceilings, name_of
 
+    fit_threads()
     target = pick_device(device)
     peaks = load_peaks(home, name_of(target))
     if peaks is not None and peaks.best_copy() and peaks.points.get("gemm"):

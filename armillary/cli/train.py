@@ -253,7 +253,7 @@ def _launch(
 ) -> dict[str, Any]:  # fmt: skip
     """Ranks of our own; how the run ended is noted here, because a rank may not live to do it."""
     from armillary.cli.launch import launch
-    from armillary.machine.cores import usable_cores
+    from armillary.machine.cores import compute_threads
     from armillary.training.recorder import note_failure
 
     count = begun.plan.layout.num_devices
@@ -263,7 +263,7 @@ def _launch(
               "until": f"{until.gauge}={until.value!r}" if until else ""}  # fmt: skip
     try:
         ended = launch("armillary.cli.rank", orders, num_ranks=count, logs=run.folder / "logs",
-                       threads=max(1, usable_cores() // count) if on_cpu else None)  # fmt: skip
+                       threads=compute_threads(count) if on_cpu else None)  # fmt: skip
     except BaseException as error:
         note_failure(run, error)
         raise

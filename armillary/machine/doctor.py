@@ -96,6 +96,8 @@ def doctor(directory: Path = Path("."), found: Machine | None = None) -> list[Ch
         _triton(),
         _compiler(),
         _collectives(torch),
+        _cores(found),
+        _number_formats(found),
         _memory(found),
         _shm(found),
         _disk(directory),
@@ -207,9 +209,32 @@ def _version(package: str) -> str | None:
 # --- room
 
 
+def _cores(found: Machine) -> Check:
+    cpu = found.cpu
+    text = f"{cpu.usable} of {cpu.present} usable, {cpu.threads} compute"
+    if not cpu.why:
+        return Check(name="cores", state="ok", found=text)
+    return Check(name="cores", state="warn", found=f"{text} ({cpu.why})", means="work uses these cores only",
+                 fix="raise the container's CPU limit, or start without taskset or numactl")  # fmt: skip
+
+
+def _number_formats(found: Machine) -> Check:
+    """Formats the CPU has units for; the others are emulated."""
+    units = found.cpu.units
+    if not units:
+        return Check(name="number formats", state="ok", found="the CPU does not say")
+    text = "; ".join(f"{dtype}: {unit or 'emulated'}" for dtype, unit in units.items())
+    if units["bf16"]:
+        return Check(name="number formats", state="ok", found=text)
+    return Check(name="number formats", state="warn", found=text,
+                 means="bf16 on this CPU may be far slower than fp32",
+                 fix="on this CPU take fp32, for training and serving")  # fmt: skip
+
+
 def _memory(found: Machine) -> Check:
     free = found.available_bytes
     text = f"{bytes_text(found.memory_bytes)}" + (f", {bytes_text(free)} free" if free is not None else "")
+    text += f" ({found.memory_why})" if found.memory_why else ""
     if (found.memory_bytes if free is None else free) >= _LOW_MEMORY_BYTES:
         return Check(name="memory", state="ok", found=text)
     return Check(name="memory", state="warn", found=text, means="training may be killed for lack of memory",

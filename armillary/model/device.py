@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from armillary.errors import BadInput
+from armillary.machine.cores import compute_threads
 from armillary.machine.memory import available_bytes
 from armillary.units import bytes_text
 
@@ -22,6 +23,15 @@ def pick_device(asked: str | None = None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise BadInput(f"there is no {asked} on this machine; armillary doctor says why, or use --device cpu")
     return device
+
+
+def fit_threads(ranks: int = 1) -> None:
+    """Let torch compute with no more threads than one of `ranks` processes on this machine has cores for.
+
+    torch counts the cores of the machine and not a container's quota. Fewer, as OMP_NUM_THREADS asks for, stay."""
+    wanted = compute_threads(ranks)
+    if torch.get_num_threads() > wanted:
+        torch.set_num_threads(wanted)
 
 
 def free_bytes(device: torch.device) -> float | None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from armillary.errors import BadInput, BadLayout
-from armillary.model.device import pick_device
+from armillary.model.device import fit_threads, pick_device
 
 _SRUN_PORT = 29_400
 """first port tried for a Slurm step; its job number is added, so that two jobs on one node do not meet"""
@@ -50,6 +50,7 @@ def join_world(device: str | None = None, *, timeout_s: float = 600.0) -> Iterat
     """
     place = _place(os.environ)
     where = _device(device, place)
+    fit_threads(place.local_size)
     if dist.is_initialized():
         yield World(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=place.local_rank, device=where)
         return
@@ -105,6 +106,8 @@ class _Place:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1
+    """processes that share this one's cores"""
     own_gpu: bool = False
     """a process may be shown no GPU but its own (srun --gpus-per-task)"""
     rendezvous: Mapping[str, str]
@@ -115,12 +118,15 @@ def _place(env: Mapping[str, str]) -> _Place:
     """torchrun's variables first, then those of a Slurm step; neither: alone."""
     if "RANK" in env and "WORLD_SIZE" in env:
         rank, size, local = (_number(env, key) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        return _Place(rank=rank, size=size, local_rank=local, rendezvous={})
+        beside = _number(env, "LOCAL_WORLD_SIZE") or 1
+        return _Place(rank=rank, size=size, local_rank=local, local_size=beside, rendezvous={})
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
         rank, size, local = (_number(env, f"SLURM_{key}") for key in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
         port = _SRUN_PORT + _number(env, "SLURM_JOB_ID") % 10_000
         met = {"MASTER_ADDR": first_host(env.get("SLURM_STEP_NODELIST", "localhost")), "MASTER_PORT": str(port)}
-        return _Place(rank=rank, size=size, local_rank=local, own_gpu=True, rendezvous=met)
+        return _Place(
+            rank=rank, size=size, local_rank=local, local_size=_slurm_beside(env), own_gpu=True, rendezvous=met
+        )
     return _Place(rendezvous={})
 
 
@@ -129,6 +135,12 @@ def _number(env: Mapping[str, str], key: str) -> int:
     if not text.isdecimal():
         raise BadInput(f"{key}={text} is not a number; start with torchrun or srun, or unset it")
     return int(text)
+
+
+def _slurm_beside(env: Mapping[str, str]) -> int:
+    """Tasks of a Slurm step that share cores: '4(x2)' on a node, or none where each is bound to cores of its own."""
+    tasks = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    return 1 if "SLURM_CPUS_PER_TASK" in env or tasks is None else int(tasks.group())
 
 
 def first_host(nodes: str) -> str:

@@ -25,7 +25,7 @@ class Predict:
     max_body_bytes: int = 16_000_000
     """larger requests are refused with 413"""
     threads: int | None = None
-    """threads of the model; none: the library's choice"""
+    """threads of the model; none: one for each core this process may use"""
     device: str = "cpu"
     """where the model runs: cpu, cuda, cuda:1 …"""
     compile: bool = False

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from armillary.machine.cores import usable_cores
+from armillary.machine.cores import compute_threads
 from armillary.machine.device_name import device_name
 from armillary.profiling.budget import Budget, budget
 from armillary.profiling.judged import Judged, judge
@@ -66,7 +66,7 @@ def roof_here(device: torch.device, home: Home | None) -> Roof:
     they were not measured by themselves."""
     if device.type != "cpu":
         return roof_for(device_name(device), home)
-    threads, cores = torch.get_num_threads(), usable_cores()
+    threads, cores = torch.get_num_threads(), compute_threads()
     own = roof_for(device_name(device, threads=threads), home)
     if threads >= cores or (own.flops and own.bytes_per_s):
         return own

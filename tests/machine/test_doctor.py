@@ -80,6 +80,27 @@ def test_small_shared_memory_is_the_usual_trap_of_containers() -> None:
     assert module._shm(replace(found, shm_bytes=None)).state == "ok"
 
 
+def test_cores_and_memory_say_what_limits_them() -> None:
+    plain = machine()
+    cpu = replace(plain.cpu, present=64, usable=1, threads=1, why="quota of 1 CPU of cgroup /job")
+    found = replace(plain, cpu=cpu, memory_bytes=4e9, memory_why="memory.max of cgroup /job")
+    assert module._cores(found).found == "1 of 64 usable, 1 compute (quota of 1 CPU of cgroup /job)"
+    assert module._cores(found).fix
+    assert module._cores(replace(found, cpu=replace(cpu, why=""))).state == "ok"
+    assert module._memory(found).found.endswith("(memory.max of cgroup /job)")
+
+
+def test_number_formats() -> None:
+    plain = machine()
+    without = replace(plain, cpu=replace(plain.cpu, units={"bf16": "", "fp16": "asimdhp", "int8": "asimddp"}))
+    assert module._number_formats(without).found == "bf16: emulated; fp16: asimdhp; int8: asimddp"
+    assert "fp32" in module._number_formats(without).fix
+    having = replace(plain, cpu=replace(plain.cpu, units={"bf16": "amx_bf16", "fp16": "", "int8": "amx_int8"}))
+    assert module._number_formats(having).state == "ok"
+    unknown = replace(plain, cpu=replace(plain.cpu, units={}))
+    assert module._number_formats(unknown).state == "ok"
+
+
 def test_little_memory() -> None:
     assert module._memory(replace(machine(), memory_bytes=32e9, available_bytes=1e9)).state == "warn"
 

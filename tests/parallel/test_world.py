@@ -9,8 +9,10 @@ import sys
 import time
 
 import pytest
+import torch
 
 from armillary.errors import BadInput, BadLayout
+from armillary.model.device import fit_threads
 from armillary.parallel.world import _device, _Place, _place, first_host, join_world
 
 SCRIPT = """
@@ -74,6 +76,43 @@ def test_a_slurm_step_says_where_ranks_meet() -> None:
     place = _place(env)
     assert (place.rank, place.size, place.local_rank) == (5, 8, 1)
     assert place.rendezvous == {"MASTER_ADDR": "gpu07", "MASTER_PORT": "32856"}
+
+
+@pytest.mark.parametrize(
+    ("env", "threads"),
+    [
+        ({}, 8),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, 8),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 2),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 2),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+          "SLURM_CPUS_PER_TASK": "8"}, 8),
+    ],
+)  # fmt: skip
+def test_a_rank_computes_with_its_part_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], threads: int
+) -> None:  # fmt: skip
+    """Of 64 cores this process may use 8."""
+    used: list[int] = []
+    monkeypatch.setattr("armillary.model.device.compute_threads", lambda ranks: max(1, 8 // ranks))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    monkeypatch.setattr("armillary.parallel.world.dist.is_initialized", lambda: True)
+    monkeypatch.setattr("armillary.parallel.world.dist.get_rank", lambda: 0)
+    monkeypatch.setattr("armillary.parallel.world.dist.get_world_size", lambda: 1)
+    for name in [key for key in os.environ if key.startswith("SLURM_") or key in ("RANK", "WORLD_SIZE")]:
+        monkeypatch.delenv(name)
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    with join_world("cpu"):
+        assert used == [threads]
+
+
+def test_fewer_threads_than_cores_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("armillary.model.device.compute_threads", lambda ranks: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(torch, "set_num_threads", pytest.fail)
+    fit_threads()
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,11 @@ class Ranks:
         """torchrun's variables, where there are several ranks; other launchers' are not for us."""
         found = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
         found["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             found.pop(key, None)
         if self.count > 1:
             found |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.count),
+                      "LOCAL_WORLD_SIZE": str(self.count),
                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
         return found
 

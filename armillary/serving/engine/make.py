@@ -13,7 +13,7 @@ import torch
 
 from armillary.errors import BadInput
 from armillary.kernels.needs import lacking
-from armillary.model.device import free_bytes
+from armillary.model.device import fit_threads, free_bytes
 from armillary.model.dtype import DTYPES
 from armillary.model.tokenizer import Detokenizer, Tokenizer
 from armillary.model.transformer import Transformer
@@ -69,6 +69,7 @@ def make_engine(
     `owns_model` lets go of weights that it keeps in another form. `eos_ids` count where there is no tokenizer."""
     tell = phase or (lambda name, seconds: None)
     begin = time.monotonic()
+    fit_threads()
     settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else eos_ids))
     plan = kv_plan(model, serve, settings.max_model_len, group)
     cache = plan.make(prefix=serve.prefix_cache)

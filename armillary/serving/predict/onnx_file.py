@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import BadModel
+from armillary.machine.cores import compute_threads
 from armillary.serving.predict.batcher import Arrays
 from armillary.serving.predict.schema import Field, Schema, leading
 from armillary.spec.predict import Predict
@@ -24,7 +25,7 @@ class OnnxModel:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = settings.threads or 0
+        options.intra_op_num_threads = settings.threads or compute_threads()
         options.log_severity_level = 3
         names = onnxruntime.get_available_providers()
         wanted = ["CUDAExecutionProvider"] if settings.device.startswith("cuda") else []

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from armillary.errors import BadInput
+from armillary.model.device import fit_threads
 from armillary.serving.predict.batcher import Arrays
 from armillary.serving.predict.schema import Schema
 from armillary.spec.predict import Predict
@@ -26,6 +27,8 @@ class TorchModel:
         self._dtypes = [getattr(torch, field.dtype) for field in schema.inputs]
         if settings.threads:
             torch.set_num_threads(settings.threads)
+        else:
+            fit_threads()
 
     def run(self, arrays: Arrays) -> Arrays:
         with torch.inference_mode():
