@@ -33,10 +33,10 @@ def main(orders: dict[str, Any], work: Work) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
-        message = user_message(error)
-        if message is None and not lost_a_peer(error):
+        message, lost = user_message(error), lost_a_peer(error)
+        if message is None and not lost:
             raise
-        said = {"error": message} if message is not None else {"lost": " ".join(str(error).split())[:300]}
+        said = {"error": message} if not lost else {"lost": " ".join(str(error).split())[:300]}
         write_json(Path(orders["answers"]) / f"{next(iter(said))}-{rank}.json", said)
         return USER_ERROR
     if rank == 0:
@@ -48,7 +48,9 @@ def lost_a_peer(error: Exception) -> bool:
     """A collective that fails because another rank is gone: that rank's end is the news, not this one's."""
     import torch.distributed as dist
 
-    if isinstance(error, dist.DistError):
+    from armillary.parallel.long_wait import RankLost
+
+    if isinstance(error, dist.DistError | RankLost):
         return True
     return isinstance(error, RuntimeError) and bool(_BROKEN.search(str(error)))
 

@@ -284,15 +284,18 @@ def train_joined(
     with join_world(device) as world:
         shown, ranks = out if world.is_main else Output("silent"), agreement(world)
         try:
-            begun = ranks.together(lambda: begin(shown, home, recipe, **{**planning, "devices": world.size}))
-            run = ranks.tell(ranks.together(lambda: _opened(shown, begun, world, text, overrides, choice)))
+            asked = {**planning, "devices": world.size}
+            begun = ranks.patiently("find the model", lambda: begin(shown, home, recipe, **asked))
+            opened = ranks.patiently("prepare the data",
+                                     lambda: _opened(shown, begun, world, text, overrides, choice))  # fmt: skip
+            run = ranks.tell(opened)
             assert run is not None
             with TrainView(shown, begun.plan, run) as view:
                 done = library_train(
                     begun.plan, run, device=device, until=until, watch=view, say=shown.warn, home=home
                 )
         except Exception as error:
-            said = _as_said(error, is_main=world.is_main)
+            said = _as_said(error, rank=world.rank)
             if said is error:
                 raise
             raise said from error
@@ -301,14 +304,17 @@ def train_joined(
     shown.result(outcome, quiet=outcome["run"])
 
 
-def _as_said(error: Exception, *, is_main: bool) -> BaseException:
+def _as_said(error: Exception, *, rank: int) -> BaseException:
     """What a joined rank ends with: what all agreed on is said by the main one, and a lost connection means that
-    another rank has said, or could not say, why it ended."""
+    another rank has said, or could not say, why it ended. The next rank speaks for a main one that is lost."""
     from armillary.cli.rank import lost_a_peer
+    from armillary.parallel.long_wait import RankLost
     from armillary.training.agreement import AgreedError
 
     lost = lost_a_peer(error)
-    if not is_main and (lost or isinstance(error, AgreedError)):
+    if isinstance(error, RankLost):
+        return error if rank == (error.rank == 0) else SystemExit(USER_ERROR)
+    if rank and (lost or isinstance(error, AgreedError)):
         return SystemExit(USER_ERROR)
     if lost:
         return ArmillaryError(f"another rank ended ({' '.join(str(error).split())[:200]}); see what it said, and train "

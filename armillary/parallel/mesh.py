@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.errors import BadLayout
+from armillary.parallel.groups import new_group, new_mesh
 from armillary.parallel.world import World
 from armillary.spec.layout import Layout
 from armillary.spec.placement import axis_sizes, expert_axis_sizes
@@ -92,13 +93,13 @@ def make_mesh(layout: Layout, world: World) -> Mesh:
         return Mesh(sizes, world)
     places = _neighbours(world)
     ranks = torch.tensor(ranks_by_machine(places)).view(tuple(sizes.values()))
-    made = DeviceMesh(world.device.type, ranks, mesh_dim_names=tuple(sizes))
+    made = new_mesh(world.device.type, ranks, tuple(sizes))
     context = _own_group(ranks.view(-1, layout.cp, layout.tp).transpose(1, 2).reshape(-1, layout.cp), world)
     machines = tuple(machine for machine, _ in places)
     experts = None
     if layout.ep > 1:
         shape = expert_axis_sizes(layout)
-        experts = DeviceMesh(world.device.type, ranks.view(tuple(shape.values())), mesh_dim_names=tuple(shape))
+        experts = new_mesh(world.device.type, ranks.view(tuple(shape.values())), tuple(shape))
     return Mesh(sizes, world, made, machines, cp=layout.cp, context=context, experts=experts)
 
 
@@ -106,7 +107,7 @@ def _own_group(lines: torch.Tensor, world: World) -> dist.ProcessGroup | None:
     """A group of each line of ranks, of which this rank's is given; None where it is alone."""
     if lines.shape[1] == 1:
         return None
-    groups = {tuple(line): dist.new_group(line) for line in lines.tolist()}
+    groups = {tuple(line): new_group(line) for line in lines.tolist()}
     return next(group for line, group in groups.items() if world.rank in line)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from armillary.errors import ArmillaryError
+from armillary.parallel.long_wait import LongWait
 
 T = TypeVar("T")
 
@@ -60,6 +61,16 @@ class Agreement:
         """`work()` of every rank; where one of them ends with a line for people, all raise that line. Work that holds
         collectives of its own must not raise between them on some ranks only."""
         done, error = attempt(work)
+        self.agree(error)
+        return done  # type: ignore[return-value]
+
+    def patiently(self, what: str, work: Callable[[], T]) -> T:
+        """As `together`, for work that may take one rank hours while the others wait (`what`: 'prepare the data'): no
+        exchange times out, and a rank that ends is noticed."""
+        if self.size == 1:
+            return work()
+        with LongWait(rank=self.rank, size=self.size).working(what):
+            done, error = attempt(work)
         self.agree(error)
         return done  # type: ignore[return-value]
 

@@ -9,9 +9,9 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from armillary.errors import ArmillaryError
+from armillary.parallel.groups import new_group
 from armillary.parallel.world import World, join_world
 from armillary.spec.plan import Plan
 from armillary.spec.trainer_rules import splits_backward
@@ -88,7 +88,7 @@ def _train(
 
 def agreement(world: World) -> Agreement:
     """Over gloo, which talks through the host, whatever the devices talk through."""
-    group = dist.new_group(backend="gloo") if world.size > 1 and world.device.type == "cuda" else None
+    group = new_group(backend="gloo") if world.size > 1 and world.device.type == "cuda" else None
     return Agreement(rank=world.rank, size=world.size, group=group)
 
 

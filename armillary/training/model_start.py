@@ -50,12 +50,12 @@ def start_model(
     job, layout, device = plan.train, plan.layout, mesh.world.device
     assert job is not None
     copies = layout.tp == layout.pp == layout.ep == 1 and (layout.zero == 0 or mesh.num_copies == 1)
-    model = ranks.together(lambda: _whole(plan, device) if copies else _without_memory(plan, mesh))
+    model = ranks.patiently("load the model", lambda: _whole(plan, device) if copies else _without_memory(plan, mesh))
     ranks.together(lambda: add_lora(model, job, precision=layout.precision))
     choices = _choices(plan, model, device, ranks, names or {}, home)
     sharded = ranks.together(lambda: apply(model, layout, mesh, loss=choices.loss, compile=job.compile))
     if not copies:
-        ranks.together(lambda: _fill(plan, model, device))
+        ranks.patiently("load the model", lambda: _fill(plan, model, device))
     model.train()
     return Started(sharded, choices)
 
@@ -67,7 +67,7 @@ def _choices(
     use = partial(use_kernels, model, job=plan.train, layout=plan.layout, device=device, home=home)
     if ranks.size == 1:
         return use(names=names or None)
-    known = ranks.tell(ranks.together(lambda: names or (use().names if ranks.is_main else {})))
+    known = ranks.tell(ranks.patiently("choose kernels", lambda: names or (use().names if ranks.is_main else {})))
     return ranks.together(lambda: use(names=known or None))
 
 

@@ -200,15 +200,20 @@ def train_recipe(
     until = until or Until.of(ready.train)
     with join_world(device) as world:
         ranks = agreement(world)
-        source = starting_point(ready, home)
-        begun = ranks.together(lambda: start(ready, home, source, room=world.size, until=until))
+        begun = ranks.patiently("find the model", lambda: _started(ready, home, room=world.size, until=until))
         if world.size == 1:
             _refuse_many(begun.plan)
             refuse_elsewhere(begun.plan)
-        opened = ranks.together(lambda: _opened(begun, choice, overrides) if world.is_main else None)
+        opened = ranks.patiently(
+            "prepare the data", lambda: _opened(begun, choice, overrides) if world.is_main else None
+        )
         found = ranks.tell(opened)
         assert found is not None
         return train(begun.plan, found, device=device, until=until, watch=watch, home=home)
+
+
+def _started(recipe: Recipe, home: Home, *, room: int, until: Until | None) -> Start:
+    return start(recipe, home, starting_point(recipe, home), room=room, until=until)
 
 
 def _opened(begun: Start, choice: Choice, overrides: Sequence[str]) -> Run:

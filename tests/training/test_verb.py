@@ -309,15 +309,20 @@ def test_going_on_without_a_checkpoint_is_said_and_why_it_had_ended(
     assert steps == sorted(set(steps)), "records of the first time are gone"
 
 
-@pytest.mark.parametrize("is_main", [True, False])
-def test_how_a_joined_rank_ends(is_main: bool) -> None:
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_how_a_joined_rank_ends(rank: int) -> None:
     from armillary.cli.train import _as_said
+    from armillary.parallel.long_wait import RankLost
 
-    lost = _as_said(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"), is_main=is_main)
-    agreed = _as_said(AgreedError("disk full"), is_main=is_main)
+    main_lost, other_lost = RankLost(0, "rank 0 ended"), RankLost(3, "rank 3 ended")
+    assert (_as_said(main_lost, rank=rank) is main_lost) == (rank == 1), "the next one speaks"
+    assert (_as_said(other_lost, rank=rank) is other_lost) == (rank == 0)
+
+    lost = _as_said(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"), rank=rank)
+    agreed = _as_said(AgreedError("disk full"), rank=rank)
     own, bug = BadInput("of this rank alone; do this"), ValueError("a bug")
-    assert _as_said(own, is_main=is_main) is own and _as_said(bug, is_main=is_main) is bug
-    if is_main:
+    assert _as_said(own, rank=rank) is own and _as_said(bug, rank=rank) is bug
+    if rank == 0:
         assert isinstance(lost, ArmillaryError) and "another rank ended" in str(lost) and str(agreed) == "disk full"
     else:
         assert all(isinstance(each, SystemExit) and each.code == 2 for each in (lost, agreed)), "the main one speaks"

@@ -1,0 +1,138 @@
+"""Waiting for ranks whose work takes longer than any exchange may: preparing data, downloads, timing kernels.
+
+A collective would time out, so ranks wait on the store they met through. Whoever works sends heartbeats there: it may
+take hours. Whoever fails says so; a process that ended is seen at once on its own machine, and elsewhere by its
+silence.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+
+from armillary.errors import ArmillaryError
+from armillary.store import strict_json
+from armillary.store.process import Process
+
+BEAT_S = 1.0
+SILENT_S = 120.0
+"""without a heartbeat before a rank counts as lost: no library call was seen to keep other threads waiting that long"""
+POLL_S = 0.5
+
+
+class RankLost(ArmillaryError):
+    """A rank ended, or fell silent, while others waited for it."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
+class LongWait:
+    """Of `size` ranks that meet after each piece of long work; all name the same pieces in the same order."""
+
+    def __init__(
+        self, *, rank: int, size: int, store: Any = None, silent_s: float = SILENT_S, beat_s: float = BEAT_S
+    ) -> None:
+        self._rank, self._size, self._silent_s, self._beat_s = rank, size, silent_s, beat_s
+        self._store = dist.distributed_c10d._get_default_store() if store is None else store
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Send heartbeats around this rank's part of `what`, and then wait until every rank has done its own."""
+        self._store.set(self._key("process", self._rank), strict_json.dumps(_this_process()))
+        ended = threading.Event()
+        thread = threading.Thread(target=self._beat, args=(ended,), daemon=True, name="heartbeats")
+        thread.start()
+        try:
+            yield
+        except BaseException:
+            with _store_may_be_gone():
+                self._finish(failed=True)
+            raise
+        finally:
+            ended.set()
+            thread.join()
+        self._wait(what)
+
+    def _beat(self, ended: threading.Event) -> None:
+        with _store_may_be_gone():  # then the wait that follows says so
+            while not ended.wait(self._beat_s):
+                self._store.add(self._key("beats", self._rank), 1)
+
+    def _finish(self, *, failed: bool = False) -> int:
+        """Say that this rank's part is over; how many there have been."""
+        if failed:
+            self._store.set(self._key("failed", self._rank, self._read("done", self._rank) + 1), "")
+        count: int = self._store.add(self._key("done", self._rank), 1)
+        return count
+
+    def _wait(self, what: str) -> None:
+        try:
+            count = self._finish()
+            for other in range(self._size):
+                self._wait_for(other, count, what)
+        except dist.DistError as error:
+            raise RankLost(0, f"the store that ranks meet in went away while they had to {what}: the rank or launcher "
+                           "that held it ended; see what it said, and start again") from error  # fmt: skip
+
+    def _wait_for(self, other: int, count: int, what: str) -> None:
+        """One after the other: the store is asked for one rank at a time, however many there are."""
+        beats, heard, pause = -1, time.monotonic(), 0.002
+        while self._read("done", other) < count:
+            if (last := self._read("beats", other)) != beats:
+                beats, heard = last, time.monotonic()
+            if self._is_gone(other):
+                raise _lost(other, "ended", what)
+            if time.monotonic() - heard > self._silent_s:
+                raise _lost(other, f"gave no sign of life for {self._silent_s:g} s", what)
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_S)
+        if self._store.check([self._key("failed", other, count)]):
+            raise _lost(other, "failed", what)
+
+    def _is_gone(self, other: int) -> bool:
+        """Known of processes of this machine that are numbered as we are."""
+        key = self._key("process", other)
+        if not self._store.check([key]):
+            return False
+        told = strict_json.loads(self._store.get(key).decode())
+        return told.pop("namespace") == _namespace() and Process(**told).is_gone
+
+    def _read(self, name: str, rank: int) -> int:
+        found: int = self._store.add(self._key(name, rank), 0)
+        return found
+
+    def _key(self, *parts: str | int) -> str:
+        return "/".join(map(str, ("long_wait", *parts)))
+
+
+def _lost(rank: int, how: str, what: str) -> RankLost:
+    return RankLost(rank, f"rank {rank} {how} while ranks waited for it to {what}; see what it said, and start again")
+
+
+def _this_process() -> dict[str, Any]:
+    return asdict(Process.this()) | {"namespace": _namespace()}
+
+
+def _namespace() -> str:
+    """Within which a process id means one process; empty where the system does not say."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+@contextmanager
+def _store_may_be_gone() -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError:
+        return
