@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from armillary.cli.open_model import need_torch, open_model
 from armillary.cli.output import Output, path_text
 from armillary.errors import BadInput
+from armillary.store.converted import remember
 from armillary.store.home import Home
 from armillary.units import bytes_text
 
@@ -39,6 +40,7 @@ def export_model(
         module, wanted = of_transformer(loaded)
     with out.progress(f"exporting to {target.name}"):
         made = export(module, wanted, target, form, rows=rows)
+        remember(home, target)
     taken = "any number of rows" if made.rows is None else f"{made.rows} rows"
     out.say(f"{path_text(target.resolve())} · {bytes_text(made.bytes)} · takes {taken} · differs from the model by "
             f"{made.error:.1g} · serve it: armillary serve {path_text(target.resolve())}")  # fmt: skip

@@ -12,7 +12,7 @@ from armillary.cli import complete
 from armillary.cli.find_model import find_model
 from armillary.cli.output import Output
 from armillary.cli.verb import moved, set_option, verb
-from armillary.errors import BadInput, NotFound, missing
+from armillary.errors import BadInput, missing
 from armillary.spec.recipe import Recipe, load_recipe, recipe_from_dict
 from armillary.store.home import Home
 
@@ -23,17 +23,18 @@ from armillary.store.home import Home
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65_535), help="0 takes a free one.")
 @click.option("--max-model-len", type=click.IntRange(1), help="Prompt and answer together.  [default: the context]")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Devices to cut the model over.")
-@click.option("--fp8", is_flag=True, help="Round the layers' weights to fp8 (GPU).")
+@click.option("--trust", is_flag=True, help="Serve a model file that armillary convert did not write here.")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Take its [serve] table.")
 @set_option
+@moved("--fp8", "try --set serve.weights=fp8", is_flag=True)
 @moved("--name", "try --set serve.name=…")
 @moved("--dtype", "try --set serve.dtype=bf16")
 @moved("--api-key-file", "try --set serve.api_key_file=…")
 @moved("--tools", "try --set serve.tools=hermes")
 @moved("--otlp", "try --set serve.otlp=http://…")
 def serve(
-    out: Output, home: Home, model: str, host: str, port: int, max_model_len: int | None, tp: int, fp8: bool,
+    out: Output, home: Home, model: str, host: str, port: int, max_model_len: int | None, tp: int, trust: bool,
     device: str | None, recipe: Path | None, overrides: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Serve MODEL to OpenAI's clients: chats, completions, tools, structures; a chat page at /.
@@ -43,24 +44,28 @@ def serve(
     serve.name=… (for clients), --set serve.dtype=bf16, --set serve.tools=hermes, --set serve.otlp=http://….
 
     A model file (.pt2, .pt, .onnx), or a folder of numbered versions of one, is served at /predict with dynamic
-    batching.
+    batching. A .pt2 or .pt can hold code: one that armillary convert did not write here needs --trust.
     """
     from armillary.serving.predict.files import is_model_file
 
     if is_model_file(Path(model)):
         from armillary.cli.serve_file import serve_file
 
-        return serve_file(out, Path(model), host=host, port=port, device=device, recipe=recipe, overrides=overrides)
-    asked = _asked(recipe, overrides, max_model_len, fp8)
+        return serve_file(out, home, Path(model), host=host, port=port, device=device, recipe=recipe,
+                          overrides=overrides, trust=trust)  # fmt: skip
+    if trust:
+        raise BadInput("--trust is for model files; a model folder holds no code, leave it out")
+    asked = _asked(recipe, overrides, max_model_len)
     _need_torch()
     source = find_model(out, home, model, need_weights=True)
     from armillary.cli.serve_run import recorded
     from armillary.serving.api.channel import Orders
+    from armillary.serving.api.keys import read_keys
     from armillary.serving.api.serve import Door
     from armillary.serving.api.serve import serve as run
 
     say = partial(click.echo, err=out.mode != "human")
-    door = Door(host=host, port=port, keys=_keys(asked.serve.api_key_file))
+    door = Door(host=host, port=port, keys=read_keys(asked.serve.api_key_file))
     with recorded(home, source, asked, text=recipe.read_text() if recipe else "", overrides=overrides, tp=tp,
                   device=device, say=say) as folder:  # fmt: skip
         orders = Orders(model=str(source.folder), serve=asked.serve, home=home, device=device,
@@ -68,10 +73,9 @@ def serve(
         run(source, orders, door, ranks=tp, say=say)
 
 
-def _asked(recipe: Path | None, overrides: tuple[str, ...], max_model_len: int | None, fp8: bool) -> Recipe:
+def _asked(recipe: Path | None, overrides: tuple[str, ...], max_model_len: int | None) -> Recipe:
     """The recipe, then flags, then --set of [serve]."""
     flags = [f"serve.max_model_len={max_model_len}"] if max_model_len else []
-    flags += ["serve.weights=fp8"] if fp8 else []
     for text in overrides:
         if not text.startswith("serve."):
             raise BadInput(f"--set {text} is not of [serve]; it reads that table alone, like serve.max_running=64")
@@ -83,15 +87,3 @@ def _need_torch() -> None:
     """It is the engine's process that imports it, not this one."""
     if find_spec("torch") is None:
         raise missing("torch", "serving a model", "torch")
-
-
-def _keys(name: str) -> tuple[str, ...]:
-    if not name:
-        return ()
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise NotFound(f"no file {path}; write one API key a line into it")
-    keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    if not keys:
-        raise BadInput(f"{path} holds no API key; write one a line into it")
-    return keys

@@ -54,5 +54,9 @@ class Home:
         return self.cache / "peaks"
 
     @property
+    def converted(self) -> Path:
+        return self.cache / "converted"
+
+    @property
     def choices(self) -> Path:
         return self.cache / "choices"

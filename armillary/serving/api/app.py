@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import sys
 import time
 import traceback
@@ -22,6 +21,7 @@ from armillary.serving.api.bodies import read
 from armillary.serving.api.chat import chat, prompt_of
 from armillary.serving.api.completions import complete
 from armillary.serving.api.exchange import Budget, ClientGone, Exchange, Receive, Send
+from armillary.serving.api.keys import REFUSAL, Keys
 from armillary.serving.api.lines import Say
 from armillary.serving.api.metrics import Metrics
 from armillary.serving.api.openapi import document
@@ -44,7 +44,7 @@ _MOST_WAITING = 1024
 class Endpoint:
     """A route that writes its own answer, because most of ours come piece by piece."""
 
-    def __init__(self, path: str, handler: Handler, metrics: Metrics, keys: list[bytes]) -> None:
+    def __init__(self, path: str, handler: Handler, metrics: Metrics, keys: Keys) -> None:
         self._path = path
         self._handler = handler
         self._metrics = metrics
@@ -66,13 +66,8 @@ class Endpoint:
 
     def _admit(self, exchange: Exchange) -> None:
         """Problem 401 where a key is asked for and not given."""
-        if not self._keys:
-            return
-        given = exchange.headers.get(b"authorization", b"")
-        key = given[7:] if given[:7].lower() == b"bearer " else exchange.headers.get(b"x-api-key", b"")
-        if not any([hmac.compare_digest(key, known) for known in self._keys]):
-            raise Problem(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY",
-                          code="invalid_api_key")  # fmt: skip
+        if not self._keys.admits(exchange.headers):
+            raise Problem(401, REFUSAL, code="invalid_api_key")
 
 
 class Front:
@@ -99,7 +94,7 @@ class Api:
         self.tracing = tracing
         self.draining = False
         """no more requests are taken"""
-        self._keys = [key.encode() for key in keys]
+        self._keys = Keys(keys)
         self._bodies = Budget(_MOST_BODIES)
         self._unknown = UnknownFields(say)
 
@@ -112,7 +107,7 @@ class Api:
                   "/openapi.json": self._openapi}  # fmt: skip
         made = {("POST", path): Endpoint(path, handler, self.metrics, self._keys) for path, handler in posts.items()}
         made |= {("GET", path): Endpoint(path, handler, self.metrics, self._keys) for path, handler in gets.items()}
-        made |= {("GET", path): Endpoint(path, handler, self.metrics, []) for path, handler in opened.items()}
+        made |= {("GET", path): Endpoint(path, handler, self.metrics, Keys()) for path, handler in opened.items()}
         routes = [Route(path, endpoint, methods=[method]) for (method, path), endpoint in made.items()]
         router = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
         router.router.redirect_slashes = False

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from armillary.serving.api.keys import REFUSAL, Keys
 from armillary.serving.predict.batcher import Closed, Full
 from armillary.serving.predict.bodies import Bodies, TooLarge, TooMany, TooSlow
 from armillary.serving.predict.large import Desk, Lost
@@ -23,6 +24,7 @@ from armillary.serving.predict.metrics import Metrics
 from armillary.serving.predict.openapi import document
 from armillary.serving.predict.request import Unfit
 from armillary.serving.predict.schema import Schema
+from armillary.serving.predict.trust import Trust
 from armillary.spec.predict import Predict
 
 _STUCK_S = 10.0
@@ -32,9 +34,12 @@ _STUCK_S = 10.0
 class PredictServer:
     """The server's state, handed to its routes."""
 
-    def __init__(self, path: Path, settings: Predict, say: Say = lambda text: None) -> None:
+    def __init__(
+        self, path: Path, settings: Predict, say: Say = lambda text: None, *, trust: Trust, keys: tuple[str, ...] = ()
+    ) -> None:
         self.settings, self.metrics = settings, Metrics()
-        self.live = Live(path, settings, say, self.metrics.ran)
+        self.live = Live(path, settings, say, self.metrics.ran, trust)
+        self._keys = Keys(keys)
         self._bodies = Bodies(settings.max_body_bytes, settings.timeout_s)
         self._desk = Desk()
 
@@ -42,6 +47,9 @@ class PredictServer:
 
     async def predict(self, request: Request) -> Response:
         begin = time.perf_counter()
+        if not self.admits(request):
+            self.metrics.answered(401, None)
+            return _no_key()
         try:
             code, body, version = await self._answer(request, begin)
         except ClientDisconnect:
@@ -62,6 +70,8 @@ class PredictServer:
         return JSONResponse({"ready": not why, "why": why, "reload_problem": self.live.problem}, 503 if why else 200)
 
     async def schema(self, request: Request) -> Response:
+        if not self.admits(request):
+            return _no_key()
         version = self.live.current
         if version is None:
             return JSONResponse({"error": "no model is loaded"}, 503)
@@ -85,6 +95,10 @@ class PredictServer:
         await asyncio.to_thread(self._desk.close)
 
     # --- inside
+
+    def admits(self, request: Request) -> bool:
+        """Whether the request brings a key, where one is asked for."""
+        return self._keys.admits(dict(request.headers.raw))
 
     async def _answer(self, request: Request, begin: float) -> tuple[int, bytes, Version | None]:
         """Status, body, and the version that was asked."""
@@ -155,6 +169,10 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = f"{error.detail}: {request.method} {request.url.path}; POST /predict, GET /health, /ready, /schema, /metrics"
     return Response(_error(text), error.status_code, headers=error.headers, media_type="application/json")
+
+
+def _no_key() -> Response:
+    return Response(_error(REFUSAL), 401, media_type="application/json")
 
 
 def _error(text: str) -> bytes:

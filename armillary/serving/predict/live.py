@@ -15,6 +15,7 @@ from armillary.serving.predict.batcher import Batcher, Limits, Note
 from armillary.serving.predict.files import Release, newest
 from armillary.serving.predict.model import Loaded, open_file
 from armillary.serving.predict.schema import Schema
+from armillary.serving.predict.trust import Trust
 from armillary.spec.predict import Predict
 
 Say = Callable[[str], None]
@@ -32,9 +33,9 @@ class Version:
 class Live:
     """Holds the current version and watches for the next."""
 
-    def __init__(self, path: Path, settings: Predict, say: Say, note: Note) -> None:
+    def __init__(self, path: Path, settings: Predict, say: Say, note: Note, trust: Trust) -> None:
         self.path, self.settings = path, settings
-        self._say, self._note = say, note
+        self._say, self._note, self._trust = say, note, trust
         self.current: Version | None = None
         self.reloads = 0
         self.problem = ""
@@ -45,7 +46,7 @@ class Live:
     async def load(self) -> Version:
         """Load the newest version and make it the current one."""
         release = newest(self.path)
-        loaded = await asyncio.to_thread(open_file, release.file, self.settings)
+        loaded = await asyncio.to_thread(self._open, release.file)
         old, self.current = self.current, self._version(release, loaded)
         self._say(f"version {release.name}: {self._words(loaded)}")
         if old is not None:
@@ -55,6 +56,10 @@ class Live:
             task.add_done_callback(self.leaving.discard)
         self.problem = ""
         return self.current
+
+    def _open(self, file: Path) -> Loaded:
+        self._trust.check(file)
+        return open_file(file, self.settings)
 
     async def watch(self) -> None:
         """Look for a new version for ever; one that cannot be loaded is refused once, and the old one stays."""

@@ -15,21 +15,29 @@ from armillary.serving.api.connections import protocol, sweep
 from armillary.serving.api.lines import to_whom_it_concerns
 from armillary.serving.predict.files import newest
 from armillary.serving.predict.live import Say
+from armillary.serving.predict.trust import Trust
 from armillary.spec.predict import Predict
 
 _BACKLOG = 2048
 
 
-def run(path: Path, settings: Predict, *, host: str = "127.0.0.1", port: int = 8000, say: Say = print) -> None:
-    """Serve the model at `path` until SIGTERM or SIGINT."""
+def run(
+    path: Path, settings: Predict, *, trust: Trust, keys: tuple[str, ...] = (), host: str = "127.0.0.1",
+    port: int = 8000, say: Say = print,
+) -> None:  # fmt: skip
+    """Serve the model at `path` until SIGTERM or SIGINT, to whoever has one of the `keys`, or to all."""
     newest(path)
     say, uvicorn = to_whom_it_concerns(say), _uvicorn()
     from armillary.serving.predict.app import PredictServer, make_app
 
     listener = _listen(host, port)
     address, number = listener.getsockname()[:2]
-    state = PredictServer(path, settings, say)
-    asyncio.run(state.live.load())  # here, where a model that cannot be served is one line
+    state = PredictServer(path, settings, say, trust=trust, keys=keys)
+    try:
+        asyncio.run(state.live.load())  # here, where a model that cannot be served is one line
+    except BaseException:
+        listener.close()
+        raise
     listener.listen(_BACKLOG)  # before it is said to be ready
     grace = max(1, round(settings.grace_s))
     config = uvicorn.Config(make_app(state), log_level="warning", access_log=False, lifespan="on", ws="none",

@@ -18,7 +18,9 @@ pytest.importorskip("prometheus_client", reason="the server needs the extra http
 
 from armillary.serving.predict import bodies, large
 from armillary.serving.predict.app import PredictServer, make_app
+from armillary.serving.predict.trust import Trust
 from armillary.spec.predict import Predict
+from armillary.store.home import Home
 from tests.serving.predict.asgi import Client, running
 
 Files = dict[str, Path]
@@ -27,7 +29,8 @@ ROW = {"features": [1, 2, 3, 4]}
 
 def serving(path: Path, scenario: Callable[[Client, PredictServer], Awaitable[Any]], **settings: Any) -> Any:
     async def run() -> Any:
-        state = PredictServer(path, Predict(**{"reload_s": 0.02, "max_delay_s": 0.01} | settings))
+        made = Predict(**{"reload_s": 0.02, "max_delay_s": 0.01} | settings)
+        state = PredictServer(path, made, trust=Trust(Home.at(path.parent), every_file=True))
         async with running(make_app(state)) as client:
             return await scenario(client, state)
 

@@ -29,7 +29,7 @@ LIMIT_S = 60
 @pytest.fixture
 def server(files: dict[str, Path]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """(address, process)"""
-    command = [sys.executable, "-m", "armillary", "serve", str(files["one"]), "--port", "0"]
+    command = [sys.executable, "-m", "armillary", "serve", str(files["one"]), "--port", "0", "--trust"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         timer = threading.Timer(LIMIT_S, process.kill)
         timer.start()

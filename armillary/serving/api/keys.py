@@ -1,0 +1,39 @@
+"""API keys: a file with one a line, and whether a request brings one of them."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from armillary.errors import BadInput, NotFound
+
+REFUSAL = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+
+
+def read_keys(name: str) -> tuple[str, ...]:
+    """The keys in the file of that name; none where the name is empty: anybody may ask."""
+    if not name:
+        return ()
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise NotFound(f"no file {path}; write one API key a line into it")
+    keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    if not keys:
+        raise BadInput(f"{path} holds no API key; write one a line into it")
+    return keys
+
+
+class Keys:
+    """Who may ask."""
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self._keys = [key.encode() for key in keys]
+
+    def admits(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a request with these headers, their names in lower case, may be answered."""
+        if not self._keys:
+            return True
+        given = headers.get(b"authorization", b"")
+        key = given[7:] if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
+        return any([hmac.compare_digest(key, known) for known in self._keys])

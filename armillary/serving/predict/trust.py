@@ -1,0 +1,84 @@
+"""Which model files are run: .pt2 and TorchScript can hold code, so those that convert wrote, unless told otherwise.
+
+Files that need pickle are never read: unpickling runs whatever they say before anybody can look. ONNX and archives of
+weights hold no code.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from io import BytesIO
+from pathlib import Path
+from typing import IO
+
+from armillary.errors import BadModel
+from armillary.store.converted import digest_of, is_known
+from armillary.store.home import Home
+
+
+class Trust:
+    """What a server may load."""
+
+    def __init__(self, home: Home, *, every_file: bool = False) -> None:
+        """`every_file`: whoever started the server vouches for the file, and for what it is replaced by."""
+        self._home = home
+        self._every_file = every_file
+
+    def check(self, file: Path) -> None:
+        """BadModel where `file` must not be loaded."""
+        if file.suffix == ".onnx":
+            return
+        if needs_pickle(file):
+            raise BadModel(f"{file} needs pickle, which runs code when it is read; export the module with "
+                           "armillary convert FILE.py:NAME model.pt2 --to pt2")  # fmt: skip
+        if self._every_file or (file.suffix == ".pt" and not _is_script(file)):  # weights alone hold no code
+            return
+        if not is_known(self._home, digest_of(file)):
+            raise BadModel(f"{file} was not written by armillary convert here and can hold code; add --trust to serve "
+                           "it all the same")  # fmt: skip
+
+
+def needs_pickle(file: Path) -> bool:
+    """Whether reading `file` unpickles anything but tensors and plain values."""
+    if not zipfile.is_zipfile(file):
+        return file.suffix == ".pt"  # a pickle of old; a .pt2 of this kind cannot be read at all
+    if file.suffix == ".pt":
+        return not _is_script(file) and not _is_weights(file)  # scripts are read by torch's own reader, in C++
+    with zipfile.ZipFile(file) as archive:
+        declared = _declared(archive)
+        return any(_member_needs_pickle(archive, info, declared) for info in archive.infolist())
+
+
+def _is_script(file: Path) -> bool:
+    with zipfile.ZipFile(file) as archive:
+        return any(name.rsplit("/", 1)[-1] == "constants.pkl" for name in archive.namelist())
+
+
+def _declared(archive: zipfile.ZipFile) -> set[str]:
+    """Names of weights and constants that torch.export has pickled, as its tables in the archive say."""
+    found: set[str] = set()
+    for name in archive.namelist():
+        if name.endswith("_config.json"):
+            entries = json.loads(archive.read(name)).get("config", {}).values()
+            found |= {str(entry.get("path_name")) for entry in entries if entry.get("use_pickle")}
+    return found
+
+
+def _member_needs_pickle(archive: zipfile.ZipFile, info: zipfile.ZipInfo, declared: set[str]) -> bool:
+    with archive.open(info) as member:
+        head = member.read(2)
+    if head == b"PK":  # torch.save's form
+        return not _is_weights(BytesIO(archive.read(info)))
+    return bool(head) and (info.filename.endswith((".pt", ".pkl")) or info.filename.rsplit("/", 1)[-1] in declared)
+
+
+def _is_weights(file: Path | IO[bytes]) -> bool:
+    """Whether torch's reader of weights, which runs nothing, can read it."""
+    import torch
+
+    try:
+        torch.load(file, weights_only=True, map_location="meta")
+    except Exception:  # it raises anything on what it does not know
+        return False
+    return True
