@@ -166,13 +166,12 @@ def with_rest(case: GroupedCase, generator: torch.Generator) -> tuple[Any, ...]:
 
 def tiled(tile: tuple[int, int, int, int, int], rows: int) -> dict[str, int]:
     """Speeds of our kernel with other tiles."""
-    old = grouped_linear_triton._blocks
-    block = dict(zip(("rows", "columns", "step"), tile, strict=False))
-    grouped_linear_triton._blocks = lambda a, rows=0: (block, {"num_warps": tile[3], "num_stages": tile[4]})
+    old = grouped_linear_triton._tile
+    grouped_linear_triton._tile = lambda a, rows, **how: grouped_linear_triton.Tile(*tile)
     try:
         return speeds(grouped_linear_triton.grouped_linear, rows)
     finally:
-        grouped_linear_triton._blocks = old
+        grouped_linear_triton._tile = old
 
 
 # --- in order

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.kernels.op import Case, Late, Op, Version, Work, refuses_fp64, rows_to_check
+from armillary.machine.accelerator import accelerator_of
 from armillary.spec import ops as spec_ops
 
 # P rows (copies of tokens), E experts, K inputs, N outputs
@@ -76,6 +77,14 @@ def _not_triton(case: GroupedCase) -> str | None:
     return refuses_fp64(case) or _unaligned(case)
 
 
+def _not_pointers(case: GroupedCase) -> str | None:
+    """On Hopper it is for what TMA cannot do: there TMA's tiles are those that were timed."""
+    chip = accelerator_of(torch.device(case.device))
+    if chip is not None and chip.tma and chip.capability[0] == 9 and _not_triton(case) is None:
+        return "TMA is used here"
+    return refuses_fp64(case)
+
+
 def _not_torch(case: GroupedCase) -> str | None:
     return _unaligned(case) if case.dtype == "bf16" else "torch's grouped product takes bf16 only"
 
@@ -92,6 +101,8 @@ GROUPED_LINEAR = Op(
     versions=(
         Version(name="triton", run=Late("armillary.kernels.grouped_linear_triton", "grouped_linear"),
                 refuses=_not_triton, needs=("triton", "tma")),
+        Version(name="triton, pointers", run=Late("armillary.kernels.grouped_linear_triton", "grouped_linear_pointers"),
+                refuses=_not_pointers, needs=("triton",)),
         Version(name="torch", run=Late("armillary.kernels.grouped_linear_torch", "grouped_linear"),
                 refuses=_not_torch, needs=("grouped_gemm",)),
     ),

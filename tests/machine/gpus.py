@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,3 +36,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str) -> torch.device:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     accelerator_of.cache_clear()
     return torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Nothing of a pretended GPU outlives its test."""
+    yield
+    accelerator_of.cache_clear()

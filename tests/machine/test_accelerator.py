@@ -9,7 +9,7 @@ from armillary.kernels.launch import can_start_early
 from armillary.kernels.needs import lacking
 from armillary.machine.accelerator import SHARED_BYTES, accelerator_of
 from armillary.profiling.gemm import dtypes
-from tests.machine.gpus import CHIPS, pretend
+from tests.machine.gpus import CHIPS, forgotten, pretend  # noqa: F401
 
 UNITS = {
     # chip: (Triton kernels, TMA, fp8, early launch, torch's grouped GEMM)

@@ -1,0 +1,171 @@
+"""Kernels compiled for a GPU that is not here, through their real launches: what each takes of shared memory.
+
+    python -m tests.kernels.compile_for 86 [CASE …]
+
+Without TRITON_INTERPRET. Tensors are on the CPU, the chip is made up from the table of `machine.accelerator`, and
+launches compile instead of running. Prints JSON: case -> [[kernel, shared bytes], …], or how it failed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from armillary.machine import accelerator
+
+BF16 = torch.bfloat16
+
+
+def pretend_and_compile(capability: accelerator.Capability, compiled: list[tuple[str, int]]) -> None:
+    """From here on every launch is compiled for the chip, as far as shared memory is known, and noted."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    chip = accelerator.of_nvidia(capability, multiprocessors=132)
+    accelerator.accelerator_of = lambda device: chip  # type: ignore[assignment]
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    driver.set_active(SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0,
+        get_active_torch_device=lambda: torch.device("cpu"), is_active=lambda: True,
+    ))  # fmt: skip
+    run = JITFunction.run
+    assert triton.knobs.runtime.interpret is False, "the interpreter compiles nothing"
+
+    def note(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        compiled.append((self.fn.__name__, int(kernel.metadata.shared)))
+        return kernel
+
+    JITFunction.run = note
+
+
+def grouped(rows: int, *, tma: bool, dtype: torch.dtype = BF16) -> None:
+    from armillary.kernels import grouped_linear_triton as launches
+
+    x, weight = torch.zeros(rows, 128, dtype=dtype), torch.zeros(4, 256, 128, dtype=dtype)
+    ends = torch.tensor([rows] * 4, dtype=torch.int32)
+    dy = launches._product(x, weight, ends, transposed=True, tma=tma)
+    launches._product(dy, weight, ends, transposed=False, tma=tma)
+    launches._row_sums(dy, x, ends, 4, tma=tma)
+
+
+def attention(head_dim: int, dtype: torch.dtype = BF16, *, documents: bool = False) -> None:
+    from armillary.kernels import attention_own
+
+    q, k = (torch.zeros(1, 256, heads, head_dim, dtype=dtype) for heads in (4, 2))
+    packed = torch.zeros(1, 256, dtype=torch.int32) if documents else None
+    masks = (packed, None, None, None, 0.1, 0, 0.0, True)
+    out, lse = attention_own._attention(q, k, k, *masks)
+    attention_own._attention_backward(out, out, lse, q, k, k, *masks)
+
+
+def small_linear(tokens: int, outputs: int, dtype: torch.dtype = BF16) -> None:
+    from armillary.kernels import small_linear_triton as launches
+
+    x, weight = torch.zeros(tokens, 4096, dtype=dtype), torch.zeros(outputs, 4096, dtype=dtype)
+    with torch.no_grad():
+        launches._launched(x, weight, None, None, 1e-6, False)
+
+
+def paged(head_dim: int, max_query: int, *, dtype: torch.dtype = BF16, cache: torch.dtype | None = None) -> None:
+    from armillary.kernels import paged_attention_triton as launches
+
+    q = torch.zeros(2 * max_query, 8, head_dim, dtype=dtype)
+    pages = torch.zeros(64, 2, 2, 16, head_dim, dtype=cache or dtype)
+    tables, starts = torch.zeros(2, 32, dtype=torch.int32), torch.tensor([0, max_query, 2 * max_query]).int()
+    lengths = torch.tensor([max_query, max_query]).int()
+    scales = torch.ones(2, 2) if cache else None
+    launches._launch_both = one_stream(launches._launch_both)  # a second stream needs a device
+    launches._launched(q, pages, tables, starts, lengths, None, None, scales, 0.1, max_query, 0, 0.0)
+
+
+def one_stream(both: Callable[..., None]) -> Callable[..., None]:
+    from armillary.kernels import paged_attention_triton as launches
+
+    def run(*args: Any) -> None:
+        launches.fits_beside = lambda *rest: False
+        both(*args)
+
+    return run
+
+
+def fp8_product(rows: int, *, fast: bool) -> None:
+    from armillary.kernels.fp8_product_triton import product
+
+    a, b = (torch.zeros(n, 512).to(torch.float8_e4m3fn) for n in (rows, 1024))
+    product((a, torch.ones(rows, 1)), (b, torch.ones(1024, 1)), BF16, fast=fast)
+
+
+def norm(columns: int, dtype: torch.dtype = BF16) -> None:
+    from armillary.kernels import norm_triton
+
+    x, weight = torch.zeros(512, columns, dtype=dtype), torch.ones(columns, dtype=dtype, requires_grad=True)
+    y = norm_triton.norm(x.requires_grad_(), weight, None, 1e-6)
+    y.sum().backward()
+
+
+def loss(vocab: int, dtype: torch.dtype = BF16) -> None:
+    from armillary.kernels import cross_entropy_triton, linear_cross_entropy_triton
+
+    z, targets = torch.zeros(64, vocab, dtype=dtype), torch.zeros(64, dtype=torch.int64)
+    linear_cross_entropy_triton.to_gradient_(z, targets, torch.zeros(64), -100, 0.0, 1.0, write=True)
+    cross_entropy_triton.cross_entropy(z.requires_grad_(), targets).sum().backward()
+
+
+FP32, FP8 = torch.float32, torch.float8_e4m3fn
+CASES: dict[str, Callable[[], None]] = {
+    "grouped, pointers, few rows": lambda: grouped(32, tma=False),
+    "grouped, pointers, some rows": lambda: grouped(200, tma=False),
+    "grouped, pointers": lambda: grouped(1000, tma=False),
+    "grouped, pointers, many rows": lambda: grouped(9000, tma=False),
+    "grouped, pointers, fp32": lambda: grouped(1000, tma=False, dtype=FP32),
+    "grouped, tma": lambda: grouped(1000, tma=True),
+    "grouped, tma, many rows": lambda: grouped(9000, tma=True),
+    **{f"attention {dim}": lambda dim=dim: attention(dim) for dim in (64, 128, 256)},
+    **{f"attention {dim}, fp32": lambda dim=dim: attention(dim, FP32) for dim in (64, 128, 256)},
+    "attention 128, documents": lambda: attention(128, documents=True),
+    **{f"small linear {m} × {n}": lambda m=m, n=n: small_linear(m, n)
+       for m in (8, 32, 64) for n in (1024, 4096, 28672)},
+    "small linear, fp32": lambda: small_linear(32, 4096, FP32),
+    "small linear, one token": lambda: small_linear(1, 4096),
+    **{f"decode {dim}": lambda dim=dim: paged(dim, 1) for dim in (64, 128, 256)},
+    **{f"prefill {dim}": lambda dim=dim: paged(dim, 300) for dim in (64, 128, 256)},
+    "prefill 128, fp32": lambda: paged(128, 300, dtype=FP32),
+    "decode 128, fp32": lambda: paged(128, 1, dtype=FP32),
+    "decode 128, fp8 cache": lambda: paged(128, 1, cache=FP8),
+    "prefill 128, fp8 cache": lambda: paged(128, 300, cache=FP8),
+    "fp8 product": lambda: fp8_product(512, fast=True),
+    "fp8 product, exact sums": lambda: fp8_product(512, fast=False),
+    **{f"norm {n}": lambda n=n: norm(n) for n in (1024, 4096, 16384)},
+    "norm 8192, fp32": lambda: norm(8192, FP32),
+    "loss": lambda: loss(128256),
+}  # fmt: skip
+NEEDS = {"tma": (9, 0), "fp8": (8, 9)}
+"""words of a case's name -> compute capability from which a chip is offered it"""
+
+
+def main(number: str, *names: str) -> None:
+    capability, compiled = (int(number[:-1]), int(number[-1])), []  # type: ignore[var-annotated]
+    pretend_and_compile(capability, compiled)
+    found: dict[str, Any] = {}
+    for name in names or CASES:
+        if any(word in name and capability < least for word, least in NEEDS.items()):
+            continue
+        compiled.clear()
+        try:
+            CASES[name]()
+            found[name] = list(compiled)
+        except Exception as error:  # every case is told of
+            found[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
