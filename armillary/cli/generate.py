@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 @click.argument("prompt", default="-")
 @click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
 @click.option("--max-tokens", default=128, show_default=True, help="Tokens to make at most.")
-@click.option("--temperature", default=0.8, show_default=True, help="0 is greedy.")
-@click.option("--top-p", default=0.95, show_default=True, help="Keep the likeliest tokens up to this probability.")
+@click.option("--temperature", type=float, help="0 is greedy.  [default: the model's own, else 0.8]")
+@click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability.  [default: the model's, "
+              "else 0.95]")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, help="Same seed, same text.")
 @click.option("--dtype", help="fp32, bf16 or fp16.  [default: as stored]")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
@@ -40,8 +42,8 @@ def generate(
     prompt: str,
     chat: bool,
     max_tokens: int,
-    temperature: float,
-    top_p: float,
+    temperature: float | None,
+    top_p: float | None,
     seed: int,
     dtype: str | None,
     device: str | None,
@@ -52,12 +54,18 @@ def generate(
     MODEL is a Hugging Face folder, a Hub id or a run; a shape without a tokenizer takes token ids: "1 15 7".
     """
     from armillary.model.generate import Sampling
+    from armillary.model.generation_config import sampling_defaults
 
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    given = {name: value for name, value in asked.items() if value is not None}
+    sampling = Sampling(**({"top_p": 0.95} | given))  # what is wrong with it is said before anything is loaded
     text = sys.stdin.read() if prompt == "-" else prompt
     begin = time.monotonic()
     source, loaded = open_model(out, home, model, random_weights=random_weights, seed=seed, dtype=dtype, device=device)
     phases = {"weights": time.monotonic() - begin}
+    own = sampling_defaults(source.files)
+    sampling = replace(sampling, **{name: value for name, value in own.given.items()
+                                    if name in ("temperature", "top_p", "top_k") and name not in given})  # fmt: skip
     if source.files is None or not (source.files / "tokenizer.json").is_file():
         return generate_ids(out, loaded, source.name, text, sampling)
     from armillary.model.tokenizer import Tokenizer
@@ -71,6 +79,8 @@ def generate(
                              phases=phases)  # fmt: skip
     seconds = time.monotonic() - begin
     out.say(f"\n\n{len(made.tokens)} tokens · {len(made.tokens) / seconds:.1f} tokens/s · {made.finish}")
+    if own.given:
+        out.say(f"the model's sampling defaults, where no flag says otherwise: {own}")
     out.say("start: " + " · ".join(f"{name} {spent:.2f} s" for name, spent in phases.items()))
     answer = {"text": made.text, "tokens": made.tokens, "finish": made.finish, "seconds": seconds, "start_s": phases}
     out.result(answer, quiet=made.text)

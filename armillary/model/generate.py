@@ -17,6 +17,7 @@ from torch import Tensor
 from armillary.errors import BadInput, BadModel
 from armillary.model.attend import ContiguousCache
 from armillary.model.device import pick_device
+from armillary.model.generation_config import sampling_defaults
 from armillary.model.tokenizer import Tokenizer
 from armillary.model.transformer import Transformer
 from armillary.model.weights import load_model
@@ -51,6 +52,13 @@ class Sampling:
             raise BadInput(f"seed={self.seed} is not between 0 and 2^62; use a small whole number")
 
 
+def default_sampling(folder: Path | None) -> Sampling:
+    """What the model's generation_config.json says, where it says something."""
+    own = sampling_defaults(folder).given
+    known = {"temperature", "top_k", "top_p"}
+    return Sampling(**{name: value for name, value in own.items() if name in known})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Completion:
     """What came after one prompt."""
@@ -75,7 +83,7 @@ def generate(
     source = resolve_model(str(model), home or Home.default(), need_weights=True)
     assert source.folder is not None
     loaded = load_model(source.folder, dtype=dtype, device=pick_device(device))
-    return complete(loaded, Tokenizer.load(source.folder), prompts, sampling or Sampling())
+    return complete(loaded, Tokenizer.load(source.folder), prompts, sampling or default_sampling(source.folder))
 
 
 def complete(

@@ -44,9 +44,10 @@ class Serve:
     max_waiting: int | None = None
     """requests in the queue at most; more are refused at once; none: no limit"""
     max_wait_s: float | None = None
-    """a request that has not started by then is given up; none: it waits"""
-    ageing_s: float = 0.0
-    """waiting time that makes up for one step of priority, so nobody starves; 0: first come, first served"""
+    """a request that has not started by then is given up; none: it waits, in a server 600 s"""
+    ageing_s: float = 60.0
+    """waiting time that makes up for one step of priority, so nobody starves; 0: first come, first served, and a server
+    refuses requests with a priority"""
     batch_window_s: float = 0.05
     """dynamic batching: how long the first of a batch waits for others"""
     overlap: bool = True
@@ -59,8 +60,8 @@ class Serve:
     """server: tokens of an answer at most; none: what the model's length leaves"""
     max_body_bytes: int = 4_000_000
     """server: size of a request's body at most"""
-    timeout_s: float | None = 600.0
-    """server: a request is given up so long after it came; none: never"""
+    timeout_s: float | None = None
+    """server: a request is given up so long after it came, however far its answer is; none: never"""
     drain_s: float = 30.0
     """server: on SIGTERM, how long requests under way may take to finish"""
     frozen_s: float = 5.0
@@ -75,6 +76,9 @@ class Serve:
     """server: file with one API key a line; empty: anybody may ask"""
     tools: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
     """server: how tool calls are written; auto: as the chat template says"""
+    generation_config: Literal["auto", "none"] = "auto"
+    """sampling parameters that a request leaves out; auto: as the model's generation_config.json says; none: neutral
+    ones"""
     trust_request_chat_template: bool = False
     """server: requests may bring a chat template of their own; Jinja's sandbox holds it, but it can take all the time
     and memory it likes"""

@@ -95,7 +95,7 @@ class Answering:
         self.gauges = end.gauges
         self.cached_tokens += int(end.gauges.get("cached_tokens", 0)) if choice % self.n == 0 else 0
         if end.finish == "deadline":
-            raise late(self.wish)
+            raise late(self.wish, waited_s=None if "queue_s" in end.gauges else end.gauges.get("e2e_s"))
         if end.finish == "abort":
             raise Problem(503, "the request was given up by the server; try again", code="aborted", retry_after_s=1)
         params = self.wish.params

@@ -31,6 +31,7 @@ from armillary.serving.api.schemas import Asked, Chat, Completion, Detokenize, T
 from armillary.serving.api.served import Served
 from armillary.serving.api.tracing import Tracing
 from armillary.serving.api.unknown_fields import UnknownFields
+from armillary.serving.api.wishes import refuse_priority
 
 T = TypeVar("T", Chat, Completion, Tokenize, Detokenize)
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -125,6 +126,7 @@ class Api:
         begin, answering, status = time.monotonic(), None, 500
         self._make_room()  # before its body is looked at, and again when that has come, which may have taken long
         body: Asked = await self._body(exchange, schema)
+        refuse_priority(body, self.served.serve)
         self._make_room()
         self.metrics.inflight += 1
         try:

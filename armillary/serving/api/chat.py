@@ -128,7 +128,7 @@ async def chat(served: Served, body: Chat, begin: float) -> tuple[Answering, Cha
         structure = json_structure(forced_schema(tools, name, one=one), "tools")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wish = wish_of(body, max_tokens=room, most_s=served.serve.timeout_s, structure=structure, logprobs=logprobs,
-                   bad_tokens=served.texts.bad_tokens(body.bad_words))  # fmt: skip
+                   defaults=served.defaults, bad_tokens=served.texts.bad_tokens(body.bad_words))  # fmt: skip
     is_json = structure is not None and structure.kind == "json_schema"
     family = served.tools if tools and forced == "auto" and not is_json else None
     keep = special_tokens(family) if family else frozenset[str]()

@@ -91,7 +91,7 @@ async def complete(served: Served, body: Completion, begin: float) -> tuple[Answ
     logprobs, echo = body.logprobs, bool(body.echo)
     wish = wish_of(
         body, max_tokens=wanted, most_s=served.serve.timeout_s, structure=structure_of(body),
-        bad_tokens=served.texts.bad_tokens(body.bad_words), logprobs=logprobs,
+        defaults=served.defaults, bad_tokens=served.texts.bad_tokens(body.bad_words), logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
     )  # fmt: skip
     detokenizer = served.texts.detokenizer(skip_special=body.skip_special_tokens is not False)

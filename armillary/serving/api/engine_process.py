@@ -32,12 +32,15 @@ from armillary.serving.api.metrics import Metrics
 from armillary.serving.api.problem import Problem, bad
 from armillary.serving.api.ranks import Ranks
 from armillary.serving.engine.params import SamplingParams
+from armillary.spec.service import Serve
 
 State = Literal["loading", "ready", "restarting", "down", "stopped"]
 """down: it is dead, and no restart is under way"""
 _MASK = (1 << INDEX_BITS) - 1
 _MOST_PROMPTS = 8
 """prompt tokens that may be here, in sizes of the KV cache"""
+_MOST_WAIT_S = 600.0
+"""that a request may wait for its start, where serve.max_wait_s does not say"""
 _BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 """before an engine is started again, by how many failed without serving anybody"""
 _LOOK_S = 0.25
@@ -58,6 +61,12 @@ class _Sent:
     """answers that are not over"""
     tokens: int
     """of its prompt"""
+
+
+def for_engine(serve: Serve) -> Serve:
+    """As the engine is told: who may wait is settled at the door, so it takes whoever was let in, and nobody waits for
+    ever. An answer that has begun takes the time it takes."""
+    return replace(serve, max_waiting=None, max_wait_s=_MOST_WAIT_S if serve.max_wait_s is None else serve.max_wait_s)
 
 
 class EngineProcess:
@@ -166,8 +175,7 @@ class EngineProcess:
         """Start, serve, and start again."""
         assert self._first is not None, "it is started once"
         while not (self._first.done() and self._first.exception()):
-            # who may wait is settled at the door; the engine takes whoever was let in
-            orders = replace(self.orders, serve=replace(self.orders.serve, max_waiting=None))
+            orders = replace(self.orders, serve=for_engine(self.orders.serve))
             self._liveness.heard()
             if self.state == "down":
                 self.state = "restarting"

@@ -25,7 +25,7 @@ def answer_room(prompt_tokens: int, wanted: int | None, served: Served, param: s
     if room < 1:
         raise too_long(f"{prompt_tokens:,}", longest, param)
     if wanted is None:
-        return room if most is None else min(room, most)
+        return min(limit for limit in (room, most, served.defaults.max_new_tokens) if limit is not None)
     if most is not None and wanted > most:
         raise bad(f"max_tokens={wanted:,} is more than this server's {most:,}; ask for less", "max_tokens")
     if wanted > room:

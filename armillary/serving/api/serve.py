@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from armillary.errors import BadInput, missing
+from armillary.model.generation_config import sampling_defaults
 from armillary.model.tokenizer import eos_ids_of
 from armillary.serving.api.channel import Orders
 from armillary.serving.api.connections import protocol, sweep
@@ -88,7 +89,11 @@ def _served(source: ModelSource, orders: Orders, ranks: int, metrics: Metrics, s
     texts = Texts(source.folder, eos_ids_of(source.folder))
     family = family_of(texts.tokenizer.templates.values() if texts.tokenizer else ())
     serve = orders.serve
-    return Served(name=serve.name or source.name, texts=texts, serve=serve, created=int(time.time()),
+    defaults = sampling_defaults(source.folder if serve.generation_config == "auto" else None)
+    if defaults.given:
+        say(f"sampling defaults of the model (generation_config.json): {defaults}; --set serve.generation_config=none "
+            "for neutral ones")  # fmt: skip
+    return Served(name=serve.name or source.name, texts=texts, serve=serve, created=int(time.time()), defaults=defaults,
                   context=serve.max_model_len or source.config.context,
                   tools=family if serve.tools == "auto" else serve.tools,
                   engine=EngineProcess(orders, ranks=ranks, metrics=metrics, say=say))  # fmt: skip

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from armillary.model.generation_config import SamplingDefaults
 from armillary.serving.api.engine_process import EngineProcess
 from armillary.serving.api.problem import Problem
 from armillary.serving.api.texts import Texts
@@ -25,6 +26,8 @@ class Served:
     """what prompt and answer may have together, before the engine has said so"""
     tools: str | None = None
     """how its tool calls are written; none: it knows none"""
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """sampling parameters that requests leave out"""
     created: int = 0
     """when it was loaded, in seconds since 1970"""
 

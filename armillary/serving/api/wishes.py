@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from armillary.errors import BadInput
+from armillary.model.generation_config import SamplingDefaults
 from armillary.serving.api.problem import Problem, bad
 from armillary.serving.api.schemas import Asked
 from armillary.serving.engine.constraint import Structure
 from armillary.serving.engine.params import SamplingParams
+from armillary.spec.service import Serve
 
 _SEEDS = 2**61
+_NEUTRAL = SamplingDefaults()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +37,20 @@ class Wish:
 
 def wish_of(
     body: Asked, *, max_tokens: int, most_s: float | None, structure: Structure | None,
-    bad_tokens: tuple[tuple[int, ...], ...] = (), logprobs: int | None = None, prompt_logprobs: int | None = None,
+    defaults: SamplingDefaults = _NEUTRAL, bad_tokens: tuple[tuple[int, ...], ...] = (),
+    logprobs: int | None = None, prompt_logprobs: int | None = None,
 ) -> Wish:  # fmt: skip
     """Problem 400 where the fields cannot be had together."""
-    top_p, top_k, stop, seed = body.top_p, body.top_k, body.stop, body.seed
+    top_p, top_k = _first(body.top_p, defaults.top_p), _first(body.top_k, defaults.top_k)
+    stop, seed = body.stop, body.seed
     greedy = top_p == 0
     try:
         params = SamplingParams(
             n=body.n or 1, max_tokens=max_tokens, min_tokens=body.min_tokens or 0,
-            temperature=0.0 if greedy else _or(body.temperature, 1.0), top_k=max(0, top_k or 0),
-            top_p=1.0 if greedy or top_p is None else top_p, min_p=_or(body.min_p, 0.0),
-            repetition_penalty=_or(body.repetition_penalty, 1.0),
+            top_k=max(0, int(top_k or 0)),
+            temperature=0.0 if greedy else _or(_first(body.temperature, defaults.temperature), 1.0),
+            top_p=1.0 if greedy or top_p is None else top_p, min_p=_or(_first(body.min_p, defaults.min_p), 0.0),
+            repetition_penalty=_or(_first(body.repetition_penalty, defaults.repetition_penalty), 1.0),
             presence_penalty=_or(body.presence_penalty, 0.0),
             frequency_penalty=_or(body.frequency_penalty, 0.0), logit_bias=_bias(body.logit_bias),
             seed=None if seed is None else seed % _SEEDS, stop_ids=tuple(body.stop_token_ids or ()),
@@ -64,11 +70,26 @@ def wish_of(
     )  # fmt: skip
 
 
-def late(wish: Wish) -> Problem:
-    """The time is over: 408 where it was the client's own, 504 where it was the server's."""
+def refuse_priority(body: Asked, serve: Serve) -> None:
+    """Problem 400 where a priority is asked for and would change nothing."""
+    if body.priority and not serve.ageing_s:
+        raise bad("priority is off here (serve.ageing_s=0); leave it out", "priority")
+
+
+def late(wish: Wish, *, waited_s: float | None = None) -> Problem:
+    """The time is over: 408 where it was the client's own, 504 where it was the server's, 503 where it was not the
+    answer that took long: the request has not even begun after `waited_s`."""
+    if waited_s is not None and (wish.timeout_s is None or waited_s < wish.timeout_s):
+        return Problem(503, f"the request waited {waited_s:.0f} s without being started; try again later",
+                       code="timeout", retry_after_s=10)  # fmt: skip
     if wish.own_time:
         return Problem(408, "the answer took longer than timeout_s; ask for less or give it more time", code="timeout")
     return Problem(504, f"the answer took longer than {wish.timeout_s:g} s; ask for less", code="timeout")
+
+
+def _first(value: float | None, default: float | None) -> float | None:
+    """What the request says, else the model."""
+    return default if value is None else value
 
 
 def _or(value: float | None, otherwise: float) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 from armillary.errors import BadInput
 from armillary.model.device import pick_device
+from armillary.model.generation_config import sampling_defaults
 from armillary.model.tokenizer import Tokenizer, eos_ids_of
 from armillary.model.weights import load_model
 from armillary.parallel.world import World
@@ -66,6 +67,10 @@ class LLM:
         )  # fmt: skip
         self._asked_len = serve.max_model_len
         self.structures = Structures(self.tokenizer, loaded.config.vocab)
+        own = sampling_defaults(source.folder if serve.generation_config == "auto" else None).given
+        own["max_tokens"] = own.pop("max_new_tokens", None)
+        self.default_params = SamplingParams(**own)
+        """where a call says nothing: the model's own, from generation_config.json"""
         self.notes = self._notes()
         """what somebody who starts it should know, a line each"""
         self._numbers = count(1)
@@ -86,7 +91,7 @@ class LLM:
             raise BadInput("this engine is streaming; await `stream`, or `close` it first")
         if isinstance(prompts, str | bytes):
             raise BadInput("prompts is a single text; give a list of prompts")
-        given = [params or SamplingParams()] * len(prompts) if not isinstance(params, Items) else list(params)
+        given = [params or self.default_params] * len(prompts) if not isinstance(params, Items) else list(params)
         if len(given) != len(prompts):
             raise BadInput(f"{len(prompts)} prompts have {len(given)} parameters; give one for all, or one each")
         requests, unreadable = self._requests(prompts, given)
@@ -113,7 +118,7 @@ class LLM:
         """Pieces of the answers as they come; many may be asked for at once. Leaving the loop early gives them up."""
         if self._worker is None:
             self._worker = Worker(self.engine).start()
-        request = self._request(prompt, params or SamplingParams())
+        request = self._request(prompt, params or self.default_params)
         async for piece in self._worker.stream(request, self._constraint(request.params)):
             yield piece
 

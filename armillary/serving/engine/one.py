@@ -8,7 +8,7 @@ from pathlib import Path
 
 from armillary.errors import BadModel
 from armillary.model.device import pick_device
-from armillary.model.generate import Completion, Sampling, check_prompts, check_tokenizer
+from armillary.model.generate import Completion, Sampling, check_prompts, check_tokenizer, default_sampling
 from armillary.model.tokenizer import Tokenizer
 from armillary.model.transformer import Transformer
 from armillary.model.weights import load_model
@@ -34,7 +34,7 @@ def generate(
     source = resolve_model(str(model), home or Home.default(), need_weights=True)
     assert source.folder is not None
     loaded = load_model(source.folder, dtype=dtype, device=pick_device(device))
-    tokenizer, wished = Tokenizer.load(source.folder), sampling or Sampling()
+    tokenizer, wished = Tokenizer.load(source.folder), sampling or default_sampling(source.folder)
     check_tokenizer(loaded, tokenizer)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     engine = _engine(loaded, tokenizer, encoded, wished)

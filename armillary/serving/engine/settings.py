@@ -31,7 +31,7 @@ class Settings:
     """how requests are put together"""
     batch_window_s: float = 0.05
     """dynamic: how long the first of a batch waits for others"""
-    ageing_s: float = 0.0
+    ageing_s: float = 60.0
     """waiting time that makes up for one step of priority; 0: first come, first served"""
     max_waiting: int | None = None
     """requests in the queue at most; more are refused"""

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 from armillary.errors import BadInput
+from armillary.model.generation_config import SamplingDefaults
 from armillary.model.tokenizer import Detokenizer, Tokenizer
 from armillary.serving.api.answer_text import AnswerText
 from armillary.serving.api.bodies import read
 from armillary.serving.api.channel import Orders, Outlet, Submit, Turn, messages, read_message
+from armillary.serving.api.engine_process import for_engine
 from armillary.serving.api.logprob_text import CompletionLogprobs, chat_entry
 from armillary.serving.api.mailbox import End, Mailbox
 from armillary.serving.api.metrics import Histogram, Metrics
@@ -30,7 +32,7 @@ from armillary.serving.api.schemas import Asked, Chat, Completion
 from armillary.serving.api.serve import bind
 from armillary.serving.api.structured_outputs import structure_of
 from armillary.serving.api.texts import Texts
-from armillary.serving.api.wishes import wish_of
+from armillary.serving.api.wishes import late, refuse_priority, wish_of
 from armillary.serving.engine.params import SamplingParams
 from armillary.spec.gauges import GAUGES
 from armillary.spec.service import Serve
@@ -108,6 +110,37 @@ def test_wishes_become_what_the_engine_takes() -> None:
     assert wish.stop == ("x",) and params.stop == () and params.logit_bias == {5: 1.0} and params.seed is not None
     assert wish.timeout_s == 3 and wish.own_time
     assert wish_of(Asked(), max_tokens=7, most_s=60.0, structure=None).timeout_s == 60
+
+
+def test_the_model_says_what_a_request_leaves_out() -> None:
+    own = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.05)
+
+    def drawn(**given: Any) -> Any:
+        return wish_of(Asked(**given), max_tokens=7, most_s=None, structure=None, defaults=own).params
+
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    assert [getattr(drawn(), name) for name in names] == [0.6, 0.95, 20, 0.1, 1.05]
+    said: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert [getattr(drawn(**said), name) for name in names] == [0.0, 1.0, 0, 0.0, 1.0]
+    assert drawn(top_p=0).temperature == 0 and drawn(top_k=-1).top_k == 0
+
+
+def test_answers_have_all_the_time_they_need_and_waiting_has_its_limit() -> None:
+    serve = for_engine(Serve())
+    wish = wish_of(Asked(), max_tokens=7, most_s=serve.timeout_s, structure=None)
+    assert wish.timeout_s is None and serve.max_wait_s == 600 and Serve().max_wait_s is None
+    assert for_engine(Serve(max_wait_s=7)).max_wait_s == 7
+    waited = late(wish, waited_s=600.2)
+    assert (waited.status, waited.retry_after_s) == (503, 10) and "waited 600 s" in waited.message
+    own = wish_of(read(b'{"timeout_s": 3}', Asked), max_tokens=7, most_s=60.0, structure=None)
+    assert late(own, waited_s=3.1).status == late(own).status == 408 and late(own, waited_s=2.0).status == 503
+
+
+def test_a_priority_that_would_change_nothing_is_refused() -> None:
+    refuse_priority(read(b'{"priority": -3}', Asked), Serve())
+    refuse_priority(read(b'{"priority": 0}', Asked), Serve(ageing_s=0))
+    with pytest.raises(Problem, match=r"serve\.ageing_s=0"):
+        refuse_priority(read(b'{"priority": -3}', Asked), Serve(ageing_s=0))
 
 
 def test_formats_become_structures() -> None:

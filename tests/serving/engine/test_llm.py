@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import armillary
 from armillary.errors import BadInput, BadRecipe
 from armillary.model.bpe import train_tokenizer
-from armillary.model.generate import Sampling, generate
+from armillary.model.generate import Sampling, default_sampling, generate
 from armillary.model.transformer import build
 from armillary.model.weights import save_model
 from armillary.profiling.ceilings import name_of
@@ -244,3 +245,18 @@ def test_a_length_that_was_asked_for_and_does_not_fit_is_refused(folder: Path) -
     for key, value in re.findall(r"serve\.(\w+)=(\d+)", str(refused.value))[1:]:  # each of the next steps works
         asked = {"kv_bytes": 10_000, "max_model_len": 64} | {key: int(value)}
         LLM(folder, Serve(block_tokens=4, **asked), device="cpu")
+
+
+def test_a_call_without_parameters_takes_the_models_own(folder: Path, tmp_path: Path) -> None:
+    made = tmp_path / "own"
+    shutil.copytree(folder, made)
+    table = {"eos_token_id": [3, 7], "temperature": 1.5, "top_k": 1, "max_new_tokens": 9, "min_p": None}
+    (made / "generation_config.json").write_text(json.dumps(table))
+    own = LLM(made, Serve(block_tokens=4, kv_bytes=100_000, max_running=4), device="cpu")
+    assert own.default_params == SamplingParams(temperature=1.5, top_k=1, max_tokens=9)
+    assert {3, 7} <= own.engine.scheduler.settings.eos_ids
+    greedy = own.generate(TEXTS, SamplingParams(temperature=0.0, max_tokens=9))
+    assert [answer.tokens for answer in own.generate(TEXTS)] == [answer.tokens for answer in greedy]
+    neutral = LLM(made, Serve(block_tokens=4, kv_bytes=100_000, generation_config="none"), device="cpu")
+    assert neutral.default_params == SamplingParams()
+    assert default_sampling(made) == Sampling(temperature=1.5, top_k=1) and default_sampling(folder) == Sampling()

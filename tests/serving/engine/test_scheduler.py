@@ -13,6 +13,8 @@ from armillary.serving.engine.decision import Decision, Outcome
 from armillary.serving.engine.invariants import check_idle
 from armillary.serving.engine.scheduler import Scheduler
 from armillary.serving.engine.sequence import Sequence, State
+from armillary.serving.engine.settings import Settings
+from armillary.spec.service import Serve
 from tests.serving.engine.fake import EOS, ask, expected, make_scheduler, run
 
 Start = Callable[..., Sequence]
@@ -102,12 +104,22 @@ def test_later_chunks_are_smaller_where_attention_counts() -> None:
 
 
 def test_first_come_first_served() -> None:
-    scheduler = make_scheduler(max_running=1, num_blocks=30)
+    scheduler = make_scheduler(max_running=1, num_blocks=30, ageing_s=0.0)
     made = [start(scheduler, name, now=float(i), priority=-i) for i, name in enumerate("abc")]
     over = []
     while scheduler.has_work:
         over += step(scheduler)[1].finished
     assert over == made
+
+
+def test_priority_counts_without_any_setting() -> None:
+    assert Serve().ageing_s == Settings(max_model_len=1, vocab=1).ageing_s > 0
+    scheduler = make_scheduler(max_running=1, num_blocks=30)
+    made = [start(scheduler, name, now=float(i), priority=-i) for i, name in enumerate("abc")]
+    over = []
+    while scheduler.has_work:
+        over += step(scheduler)[1].finished
+    assert over == made[::-1]
 
 
 def test_priority_goes_first_but_buys_only_so_much_time() -> None:
