@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,10 +98,11 @@ class Server:
 
 
 @contextmanager
-def run_server(folder: Path, *flags: str) -> Iterator[Server]:
-    """`armillary serve`, as a user starts it, on a free port; gone at the end, however that came about."""
+def run_server(folder: Path, *flags: str, before: Sequence[str] = ()) -> Iterator[Server]:
+    """`armillary serve`, as a user starts it, on a free port; gone at the end, however that came about. `before` is
+    what the command begins with."""
     log = folder.parent / f"server-{time.monotonic_ns()}.log"
-    line = [sys.executable, "-m", "armillary", "serve", str(folder), "--port", "0", "--device", "cpu", *flags]
+    line = [*before, sys.executable, "-m", "armillary", "serve", str(folder), "--port", "0", "--device", "cpu", *flags]
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     with log.open("w") as out:
