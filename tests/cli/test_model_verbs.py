@@ -10,6 +10,7 @@ import pytest
 from armillary.model.weights import load_model
 from armillary.store.home import Home
 from tests.conftest import Ran
+from tests.serving.api.tiny import make_folder
 
 Cli = Callable[..., Ran]
 RECIPE = """
@@ -124,6 +125,15 @@ def test_generate_from_a_run(cli: Cli, trained: str) -> None:
     quiet = cli("generate", trained, "the quick", "--max-tokens", "5", "--seed", "3", "--quiet")
     assert quiet.out.rstrip("\n") == machine["text"].rstrip("\n")
     assert cli("generate", trained, "hello", "--chat", "--max-tokens", "3").code == 0
+
+
+def test_generate_draws_as_the_model_says_where_no_flag_does(cli: Cli, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    line = ("generate", str(folder), "def main", "--max-tokens", "12", "--device", "cpu")
+    (folder / "generation_config.json").write_text('{"temperature": 1.5, "top_p": 1e-6}')
+    own, greedy, other = cli(*line), cli(*line, "--temperature", "0", "--json"), cli(*line, "--top-p", "1", "--json")
+    assert "sampling defaults, where no flag says otherwise: temperature 1.5, top_p 1e-06" in own.out
+    assert cli(*line, "--json").json["tokens"] == greedy.json["tokens"] != other.json["tokens"]
 
 
 def test_generate_from_a_shape_takes_token_ids(cli: Cli) -> None:
