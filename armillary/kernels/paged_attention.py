@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,6 +22,9 @@ from armillary.kernels.dtype import widen
 from armillary.kernels.op import Case, Ceiling, Late, Op, Version, Work
 
 # T packed tokens, B sequences, P pages of the longest, N query heads, K KV heads, D head dim, S keys
+
+_LINE = 64
+"""bytes of a cache line"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,7 +74,15 @@ def by_heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
     """A cache [..., pages, 2, KV heads, page size, head dim] for processors, of zeros: in memory all pages of a head
     lie together, so that pages that follow each other are one list of keys."""
     *outer, pages, two, heads, size, dim = shape
-    return torch.zeros(*outer, two, heads, pages, size, dim, dtype=dtype, device=device).movedim(-3, len(outer))
+    flat = _untouched_zeros(prod(shape) * dtype.itemsize).view(dtype).to(device)
+    return flat.view(*outer, two, heads, pages, size, dim).movedim(-3, len(outer))
+
+
+def _untouched_zeros(num_bytes: int) -> Tensor:
+    """Zeros that take no memory and no time until they are written (calloc), at the beginning of a cache line."""
+    flat = torch.from_numpy(np.zeros(num_bytes + _LINE, dtype=np.uint8))
+    begin = -flat.data_ptr() % _LINE
+    return flat[begin : begin + num_bytes]
 
 
 def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:

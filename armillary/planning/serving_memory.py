@@ -54,7 +54,7 @@ def serving_memory(replica: Replica, serve: Serve | None = None, usable: float =
     if not memory:
         raise BadInput(f"the memory of {replica.cluster.chip.title} is not known; name another chip with --on")
     weights, working = weight_bytes(replica), working_bytes(replica, serve)
-    room = memory * usable - weights - working
+    room = memory * (serve.memory_fraction or usable) - weights - working
     if serve.kv_bytes is not None:
         room = min(room, float(serve.kv_bytes)) if room > 0 else room
     return ServingMemory(weights_bytes=weights, working_bytes=working, room_bytes=room, device_bytes=memory)

@@ -18,7 +18,10 @@ class Serve:
     max_model_len: int | None = None
     """longest prompt and answer together; none: the model's context, or what the KV cache can hold if less"""
     kv_bytes: int | None = None
-    """size of the KV cache on a device; none: what is left when weights and working memory are in"""
+    """size of the KV cache on a device; none: what memory_fraction leaves when weights and working memory are in"""
+    memory_fraction: float | None = None
+    """share of a device's memory that weights, working memory and KV cache take together; none: 0.9 of a GPU, 0.7 of
+    what a CPU's process may use"""
     kv_dtype: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
     """number format of the KV cache; auto: that of the activations"""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -95,6 +98,7 @@ class Serve:
         at_least(self, "serve", 1, "prefill_tokens", "max_answer", "max_body_bytes")
         at_least(self, "serve", 0, "max_waiting", "ageing_s", "batch_window_s", "check_every", "drain_s")
         above_zero(self, "serve", "max_wait_s", "timeout_s", "frozen_s", "hung_s")
+        above_zero(self, "serve", "memory_fraction", most=1)
         if self.prefill_slowdown is not None and not 1.0 < self.prefill_slowdown < float("inf"):
             raise refuse(self, "serve", "prefill_slowdown", "above 1: prompts take some time", 2.0)
 

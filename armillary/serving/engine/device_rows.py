@@ -32,9 +32,18 @@ class DeviceRows:
         self.floats_FR = torch.zeros(len(FLOATS), rows, device=device)
         self.floats_FR[2:4] = 1.0
         self.ints_IR = torch.zeros(len(INTS), rows, dtype=torch.int64, device=device)
-        zeros = by_heads if device.type == "cpu" else torch.zeros
-        self.blocks: Tensor = zeros(blocks, dtype=dtype, device=device)
+        self._shape, self._dtype = blocks, dtype
+        self.blocks = self._made(blocks[1])
         """[layer of a group, block, keys and values, head, token, dim]"""
+
+    def allocate(self, num_blocks: int) -> None:
+        """Other blocks in place of those there are; before any graph is captured over them."""
+        self.blocks = self._made(num_blocks)
+
+    def _made(self, num_blocks: int) -> Tensor:
+        zeros = by_heads if self.device.type == "cpu" else torch.zeros
+        made: Tensor = zeros((self._shape[0], num_blocks, *self._shape[2:]), dtype=self._dtype, device=self.device)
+        return made
 
     def take(self, step: Step) -> None:
         """What a step changes before it computes: new rows, table entries, copies of blocks."""

@@ -61,6 +61,7 @@ class FastExecutor:
     ) -> None:  # fmt: skip
         weight, config = next(model.parameters()), model.config
         self.device, self.vocab = weight.device, config.vocab
+        self.max_running, self.max_tokens = max_running, max_tokens
         self.kernels = kernels or pick_kernels(config, dtype=weight.dtype, device=self.device, batch=max_running)
         pages, slots = -(-max_model_len // cache.block_tokens), max(len(group.layers) for group in cache.groups)
         blocks = (slots, cache.pool.num_blocks, 2, kv_heads or config.kv_heads, cache.block_tokens, config.head_dim)
@@ -87,6 +88,17 @@ class FastExecutor:
         """Capture what there is to capture before the first request; how many graphs that is."""
         with torch.inference_mode():
             return self.steps.warm(self.encoder.groups)
+
+    def run_largest(self) -> None:
+        """The largest step there can be, of padding alone: it takes the memory that steps take."""
+        shape = Shape(*self.encoder.fit(self.max_tokens, self.max_running, False), self.encoder.groups, False)
+        with torch.inference_mode():
+            self._compute(shape, True, self.rows.send(null_step(shape, self.max_running)))
+
+    def graph_bytes(self) -> int:
+        """Memory that graphs will take, by two that are captured and let go of."""
+        with torch.inference_mode():
+            return self.steps.trial(self.encoder.groups)
 
     def launch(self, decision: Decision) -> Launched:
         """Begin a step. Where an allocation fails, cached memory is given back first, and `StepTooLarge` says so: what

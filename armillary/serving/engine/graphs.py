@@ -34,6 +34,10 @@ class Steps:
         """Graphs captured."""
         return 0
 
+    def trial(self, groups: int) -> int:
+        """Bytes that graphs will take."""
+        return 0
+
 
 class GraphSteps(Steps):
     """Runs `compute` as graphs, captured when `warm` is called or when a shape comes a second time."""
@@ -74,13 +78,33 @@ class GraphSteps(Steps):
 
     def warm(self, groups: int) -> int:
         """Capture every shape that steps are padded to, the largest first, so that the others fit its memory."""
-        shapes = [Shape(tokens, self.rows[-1], groups, False) for tokens in reversed(self.tokens)]
-        shapes += [Shape(rows, rows, groups, True) for rows in reversed(self.rows)]
-        for shape in shapes:
+        for shape in self._shapes(groups):
             if (shape, True) not in self._graphs and not self._captured(shape, True):
                 break
         torch.cuda.synchronize(self._device)
         return len(self._graphs)
+
+    def _shapes(self, groups: int) -> list[Shape]:
+        shapes = [Shape(tokens, self.rows[-1], groups, False) for tokens in reversed(self.tokens)]
+        return shapes + [Shape(rows, rows, groups, True) for rows in reversed(self.rows)]
+
+    def trial(self, groups: int) -> int:
+        """Bytes that graphs will take: the largest's pool, which the others share, and what one more adds for each.
+        Both are let go of, since they were captured over buffers that are about to change."""
+        shapes, free = self._shapes(groups), [self._free()]
+        for shape in (shapes[0], shapes[-1]):
+            self._captured(shape, True)
+            free.append(self._free())
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._free()
+        return max(0, free[0] - free[1]) + max(0, free[1] - free[2]) * (len(shapes) - 1)
+
+    def _free(self) -> int:
+        """Memory that nobody has, once the allocator has given back what it does not use."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self._device)[0])
 
     def _load(self, shape: Shape, ints: Any) -> Tensor:
         if self._static is None:

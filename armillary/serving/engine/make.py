@@ -23,6 +23,7 @@ from armillary.serving.engine.engine import Engine, Record
 from armillary.serving.engine.fast_executor import FastExecutor
 from armillary.serving.engine.fp8 import pick_fp8, to_fp8
 from armillary.serving.engine.int8 import Int8Dense
+from armillary.serving.engine.kv_budget import kv_budget
 from armillary.serving.engine.kv_cache import KVCache
 from armillary.serving.engine.kv_capacity import KVPlan, plan_kv
 from armillary.serving.engine.loop import Loop
@@ -38,10 +39,6 @@ from armillary.units import bytes_text
 
 Phase = Callable[[str, float], None]
 """what was done when an engine started, and the seconds it took"""
-_SHARE = {"cuda": 0.8, "cpu": 0.3}
-"""of the memory that is free once the weights are in: the rest is for activations, and on a CPU for everybody else"""
-
-
 _REHEARSAL_S = {"cuda": 0.5, "cpu": 1.0}
 """that a start takes longer where records are kept"""
 _SPARE = 0.25
@@ -71,16 +68,17 @@ def make_engine(
     begin = time.monotonic()
     fit_threads()
     settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else eos_ids))
-    plan = kv_plan(model, serve, settings.max_model_len, group)
-    cache = plan.make(prefix=serve.prefix_cache)
-    settings = replace(settings, max_model_len=_fitting_len(settings, serve, plan, cache))
-    scheduler = Scheduler(settings, cache)
     run_fp8 = pick_fp8(model.blocks["0"].attention.out.weight, settings.max_running) if serve.weights == "fp8" else None
-    executor = make_executor(model, scheduler, settings, serve, plan, seed, group)
+    executor = make_executor(model, settings, serve, seed, group)
     if _device_type(model) == "cpu":
         _fit_cpu(executor, serve, let_go=owns_model)
     if run_fp8 is not None:
         to_fp8(executor.forward, run_fp8, let_go=owns_model)
+    plan = kv_plan(executor, serve, settings.max_model_len, group, warm=warm)
+    cache = plan.make(prefix=serve.prefix_cache)
+    settings = replace(settings, max_model_len=_fitting_len(settings, serve, plan, cache))
+    executor.rows.allocate(cache.pool.num_blocks)
+    scheduler = Scheduler(settings, cache)
     tell("kernels and KV cache", time.monotonic() - begin)
     begin = time.monotonic()
     if warm and (graphs := executor.warm()):
@@ -99,10 +97,11 @@ def make_engine(
 
 
 def make_executor(
-    model: Transformer, scheduler: Scheduler, settings: Settings, serve: Serve, plan: KVPlan, seed: int | None,
-    group: Group | None = None,
-) -> FastExecutor:  # fmt: skip
-    """The executor of a recipe, its weights cut and rounded where that was asked for."""
+    model: Transformer, settings: Settings, serve: Serve, seed: int | None, group: Group | None = None
+) -> FastExecutor:
+    """The executor of a recipe, its weights cut and rounded where that was asked for, with hardly any blocks yet: what
+    there is for them is known once all else is in its place."""
+    plan = _plan(model, serve, None, group)
     weight, dice = next(model.parameters()), random.Random(seed)
     if serve.weights == "int8" and weight.device.type != "cpu":
         raise BadInput("weights in int8 are for a CPU; leave serve.weights=auto, or take --device cpu")
@@ -110,7 +109,7 @@ def make_executor(
     if kv_dtype == torch.float8_e4m3fn and lacking(("fp8",), weight.device.type):
         raise BadInput("a KV cache in fp8 is for a GPU of compute capability 8.9 or more; leave serve.kv_dtype=auto")
     executor = FastExecutor(
-        model, scheduler.cache, max_running=settings.max_running, max_model_len=settings.max_model_len,
+        model, plan.make(prefix=False), max_running=settings.max_running, max_model_len=settings.max_model_len,
         max_tokens=settings.max_tokens_per_step, new_seed=lambda: dice.getrandbits(61), graphs=serve.graphs,
         kv_dtype=kv_dtype, kv_heads=None if group is None else local_kv_heads(model.config, group.size),
     )  # fmt: skip
@@ -147,18 +146,27 @@ def _scale(executor: FastExecutor) -> None:
         layer.options = replace(layer.options, scales_2K=ones_2K)
 
 
-def kv_plan(model: Transformer, serve: Serve, max_model_len: int, group: Group | None = None) -> KVPlan:
-    """A cache of serve.kv_bytes, or of a share of what is free (on the rank that has least), but no more than a full
-    batch can use."""
-    weight, tp, dtype = next(model.parameters()), 1 if group is None else group.size, _dtype_name(model)
+def kv_plan(
+    executor: FastExecutor, serve: Serve, max_model_len: int, group: Group | None = None, *, warm: bool = True
+) -> KVPlan:
+    """A cache of serve.kv_bytes, or of what serve.memory_fraction leaves (on the rank that has least), but no more than
+    a full batch can use."""
+    model = executor.forward.model
     if serve.kv_bytes is not None:
-        return plan_kv(model.config, serve, serve.kv_bytes, dtype=dtype, tp=tp)
-    one = plan_kv(model.config, serve, 1 << 62, dtype=dtype, tp=tp)
+        return _plan(model, serve, serve.kv_bytes, group)
+    one = _plan(model, serve, 1 << 62, group)
     useful = (one.blocks_of(max_model_len) * serve.max_running + 1) * one.block_bytes
-    free = _share_of_free(weight.device)
+    left = kv_budget(executor, serve.memory_fraction, graphs=warm)
     if group is not None:
-        free = int(all_reduce(torch.tensor([free], device=weight.device), group, "min"))
-    return plan_kv(model.config, serve, min(useful, free), dtype=dtype, tp=tp)
+        left = int(all_reduce(torch.tensor([left], device=executor.device), group, "min"))
+    return _plan(model, serve, min(useful, left), group)
+
+
+def _plan(model: Transformer, serve: Serve, num_bytes: int | None, group: Group | None) -> KVPlan:
+    """A cache of so many bytes on a rank; none: the smallest there is, the null block and one more."""
+    tp, dtype = 1 if group is None else group.size, _dtype_name(model)
+    plan = plan_kv(model.config, serve, num_bytes or 1 << 62, dtype=dtype, tp=tp)
+    return plan if num_bytes is not None else replace(plan, budget_bytes=2 * plan.block_bytes)
 
 
 def _fitting_len(settings: Settings, serve: Serve, plan: KVPlan, cache: KVCache) -> int:
@@ -175,10 +183,3 @@ def _fitting_len(settings: Settings, serve: Serve, plan: KVPlan, cache: KVCache)
 
 def _dtype_name(model: Transformer) -> str:
     return next(name for name, known in DTYPES.items() if known == next(model.parameters()).dtype)
-
-
-def _share_of_free(device: torch.device) -> int:
-    free = free_bytes(device)
-    if free is None:
-        raise BadInput("this machine does not say how much memory is free; set serve.kv_bytes")
-    return int(free * _SHARE[device.type])
