@@ -7,7 +7,7 @@ the same code runs without graphs and without padding. `PlainExecutor` is its sl
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from armillary.model.transformer import Transformer
 from armillary.serving.engine.decision import Decision
 from armillary.serving.engine.device_rows import DeviceRows
-from armillary.serving.engine.device_sampler import DeviceSampler, TopLogprobs
+from armillary.serving.engine.device_sampler import DeviceSampler, Masks
 from armillary.serving.engine.encode import Encoder
 from armillary.serving.engine.engine_kernels import EngineKernels, pick_kernels
 from armillary.serving.engine.forward import Forward, gathered, inputs_of
@@ -32,8 +32,6 @@ from armillary.serving.engine.step import Ints, Shape, Step
 
 # T tokens, B sequences, V vocabulary, W words of 32 tokens
 
-Masks = dict[int, bytes]
-"""place among the sequences of a step -> bits of the tokens it may get"""
 _HEAD_TOKENS = 256
 """prompt tokens whose logits are held at once"""
 
@@ -43,12 +41,21 @@ class Launched:
     """A step under way."""
 
     decision: Decision
-    tokens_B: Tensor | None
-    """on the host once `done`"""
-    done: torch.cuda.Event | None
-    told: TopLogprobs | None
-    prompts: list[TopLogprobs]
     step: Step
+    tokens_B: Tensor | None = None
+    """on the host once `done`, as are the next two"""
+    told: Tensor | None = None
+    """log-probabilities of the sequences that want them (`DeviceSampler.told`)"""
+    prompts: list[Tensor] = field(default_factory=list)
+    """those of prompt tokens"""
+    done: torch.cuda.Event | None = None
+    logits_BV: Tensor | None = None
+    """where tokens are not drawn yet: what structures allow depends on tokens of the step before"""
+
+    @property
+    def late(self) -> bool:
+        """Whether `draw` is still to be called."""
+        return self.logits_BV is not None
 
 
 class FastExecutor:
@@ -101,11 +108,19 @@ class FastExecutor:
             return self.steps.trial(self.encoder.groups)
 
     def launch(self, decision: Decision) -> Launched:
-        """Begin a step. Where an allocation fails, cached memory is given back first, and `StepTooLarge` says so: what
-        was launched of the step wrote nothing that a smaller one does not write again."""
+        """Begin a step; where structures limit its tokens they are drawn by `draw`, the model is computed meanwhile."""
+        return self._contained(lambda: self.run(self.encoder.encode(decision), decision))
+
+    def draw(self, launched: Launched) -> None:
+        """Draw tokens of a step that is `late`: all tokens before them are known to their structures now."""
+        self._contained(lambda: self._drawn(launched, self.masks(launched.step, launched.decision)))
+
+    def _contained(self, work: Callable[[], Any]) -> Any:
+        """Where an allocation fails, cached memory is given back first, and `StepTooLarge` says so: what was launched
+        of the step wrote nothing that a smaller one does not write again."""
         try:
             with torch.inference_mode():
-                return self.run(self.encoder.encode(decision), decision)
+                return work()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -118,18 +133,19 @@ class FastExecutor:
     def run(self, step: Step, decision: Decision, masks: Masks | None = None) -> Launched:
         """A step that is encoded already; `masks` where another rank has asked the structures."""
         self.rows.take(step)
-        told: TopLogprobs | None = None
-        prompts: list[TopLogprobs] = []
+        launched = Launched(decision=decision, step=step)
         if step.prompts:
-            tokens_B, told, prompts = self._with_prompts(step, decision, masks)
+            logits_BV, launched.prompts = self._with_prompts(step)
         else:
             quick = step.draws and not step.extras
             result = self.steps.run(step.shape, quick, step.ints)
-            tokens_B = result if quick else None
-            if step.draws and not quick:
-                tokens_B, told = self._drawn(result, step, decision, masks)
-        return self._sent(Launched(decision=decision, tokens_B=tokens_B if step.draws else None, done=None, told=told,
-                                   prompts=prompts, step=step))  # fmt: skip
+            launched.tokens_B, logits_BV = (result, None) if quick else (None, result)
+        if step.draws and logits_BV is not None:
+            launched.logits_BV = logits_BV
+            if masks is None and any(extra.masked for extra in step.extras):
+                return launched
+            return self._drawn(launched, masks or {})
+        return self._sent(launched)
 
     def _compute(self, shape: Shape, quick: bool, packed: Tensor) -> Tensor:
         """Tokens [B] where they are drawn the quick way, else logits [B, V]."""
@@ -137,16 +153,16 @@ class FastExecutor:
         logits_BV = self.forward.logits(self.forward.last(inputs))
         return self.sampler.quick(logits_BV, inputs) if quick else logits_BV
 
-    def _drawn(
-        self, logits_BV: Tensor, step: Step, decision: Decision, masks: Masks | None
-    ) -> tuple[Tensor, TopLogprobs | None]:
-        """The slow way: what structures allow is asked for while the device still computes the logits."""
+    def _drawn(self, launched: Launched, masks: Masks) -> Launched:
+        """Tokens of a step with rows that ask for more than the fast way gives."""
+        step, logits_BV = launched.step, launched.logits_BV
+        assert logits_BV is not None
         inputs = inputs_of(step.shape, self.rows.send(step.ints))
-        return self.sampler.full(logits_BV, inputs, step.extras, self._allowed(step, decision, masks))
+        launched.tokens_B, launched.told = self.sampler.full(logits_BV, inputs, step, masks)
+        launched.logits_BV = None
+        return self._sent(launched)
 
-    def _with_prompts(
-        self, step: Step, decision: Decision, masks: Masks | None
-    ) -> tuple[Tensor | None, Any, list[TopLogprobs]]:
+    def _with_prompts(self, step: Step) -> tuple[Tensor | None, list[Tensor]]:
         """Logits of prompt tokens are wanted too, a few at a time."""
         inputs = inputs_of(step.shape, self.rows.send(step.ints))
         hidden_TH = self.forward.hidden(inputs)
@@ -156,30 +172,18 @@ class FastExecutor:
             pieces = hidden_TH[wanted.first : wanted.first + wanted.size].split(_HEAD_TOKENS)
             found = [self.sampler.told(self.forward.logits(piece), target, wanted.num_top)
                      for piece, target in zip(pieces, targets.split(_HEAD_TOKENS), strict=True)]  # fmt: skip
-            prompts.append(_joined(found))
-        if not step.draws:
-            return None, None, prompts
-        logits_BV = self.forward.logits(gathered(inputs, hidden_TH))
-        return *self.sampler.full(logits_BV, inputs, step.extras, self._allowed(step, decision, masks)), prompts
+            prompts.append(torch.cat(found))
+        return self.forward.logits(gathered(inputs, hidden_TH)) if step.draws else None, prompts
 
     def masks(self, step: Step, decision: Decision) -> Masks:
-        """What the structures of a step allow."""
+        """What the structures of a step allow; of answers that ended meanwhile, everything."""
         found = {}
         for at in (extra.at for extra in step.extras if extra.masked):
-            constraint = self._sequence(decision, at).constraint
-            assert constraint is not None
-            found[at] = constraint.allowed()
+            seq = self._sequence(decision, at)
+            assert seq.constraint is not None
+            if seq.finish is None:
+                found[at] = seq.constraint.allowed()
         return found
-
-    def _allowed(self, step: Step, decision: Decision, masks: Masks | None) -> Tensor | None:
-        """Bits of the tokens that structures allow [B, W]; none where nobody has one."""
-        if not any(extra.masked for extra in step.extras):
-            return None
-        words = -(-self.vocab // 32)
-        bits_BW: Ints = np.full((step.shape.rows, words), -1, dtype=np.int32)
-        for at, bits in (self.masks(step, decision) if masks is None else masks).items():
-            bits_BW[at] = np.frombuffer(bits.ljust(4 * words, b"\0")[: 4 * words], dtype=np.int32)
-        return self.rows.send(bits_BW)
 
     @staticmethod
     def _sequence(decision: Decision, at: int) -> Sequence:
@@ -187,12 +191,11 @@ class FastExecutor:
         return decision.decodes[at] if at < first else decision.chunks[at - first].sequence
 
     def _sent(self, launched: Launched) -> Launched:
-        """Begin to copy tokens to the host; what is asked for rarely is copied when it is read. A step without tokens
-        is waited for as well, so that no more than two are ever under way."""
+        """Begin to copy tokens and log-probabilities to the host. A step without tokens is waited for as well, so that
+        no more than two are ever under way."""
         if self.device.type == "cuda":
-            if launched.tokens_B is not None:
-                host = torch.empty(launched.tokens_B.shape, dtype=launched.tokens_B.dtype, pin_memory=True)
-                launched.tokens_B = host.copy_(launched.tokens_B, non_blocking=True)
+            launched.tokens_B, launched.told = _to_host(launched.tokens_B), _to_host(launched.told)
+            launched.prompts = [host for found in launched.prompts if (host := _to_host(found)) is not None]
             launched.done = torch.cuda.Event()
             launched.done.record()
         return launched
@@ -221,20 +224,21 @@ def null_step(shape: Shape, null_row: int) -> Any:
     return ints
 
 
-def _joined(found: list[TopLogprobs]) -> TopLogprobs:
-    return TopLogprobs(chosen_B=torch.cat([x.chosen_B for x in found]), top_BN=torch.cat([x.top_BN for x in found]),
-                       ids_BN=torch.cat([x.ids_BN for x in found]))  # fmt: skip
+def _to_host(tensor: Tensor | None) -> Tensor | None:
+    """On its way, without waiting."""
+    if tensor is None:
+        return None
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _tell(launched: Launched, tokens: list[int]) -> None:
-    told = launched.told
-    if told is None:
+    """Log-probabilities to their sequences, out of one table."""
+    if launched.told is None:
         return
-    for extra in launched.step.extras:
-        if extra.num_top is not None:
-            at = extra.at
-            made = _logprob(tokens[at], told, at, extra.num_top)
-            FastExecutor._sequence(launched.decision, at).logprobs.append(made)
+    wanted = [extra for extra in launched.step.extras if extra.num_top is not None]
+    for extra, row in zip(wanted, launched.told.tolist(), strict=True):
+        made = _logprob(tokens[extra.at], row, extra.num_top or 0)
+        FastExecutor._sequence(launched.decision, extra.at).logprobs.append(made)
 
 
 def _tell_prompts(launched: Launched) -> None:
@@ -242,12 +246,14 @@ def _tell_prompts(launched: Launched) -> None:
     chunks = [c for c in launched.decision.chunks if c.sequence.request.params.prompt_logprobs is not None
               and min(c.start + c.size, c.sequence.num_prompt - 1) > c.start]  # fmt: skip
     for chunk, wanted, told in zip(chunks, launched.step.prompts, launched.prompts, strict=True):
-        kept = chunk.sequence.prompt_logprobs
-        for i, token in enumerate(wanted.targets):
-            if chunk.start + i == len(kept):
-                kept.append(_logprob(token, told, i, wanted.num_top))
+        kept, skipped = chunk.sequence.prompt_logprobs, len(chunk.sequence.prompt_logprobs) - chunk.start
+        if 0 <= skipped < wanted.size:
+            kept += [_logprob(token, row, wanted.num_top)
+                     for token, row in zip(wanted.targets[skipped:], told[skipped:].tolist(), strict=True)]  # fmt: skip
 
 
-def _logprob(token: int, told: TopLogprobs, at: int, num_top: int) -> Logprob:
-    values, ids = told.top_BN[at, :num_top].tolist(), told.ids_BN[at, :num_top].tolist()
-    return Logprob(token, float(told.chosen_B[at]), tuple(zip(ids, values, strict=True)))
+def _logprob(token: int, row: list[float], num_top: int) -> Logprob:
+    """Out of a row of `DeviceSampler.told`."""
+    most = (len(row) - 1) // 2
+    ids = map(int, row[1 + most : 1 + most + num_top])
+    return Logprob(token, row[0], tuple(zip(ids, row[1 : 1 + min(most, num_top)], strict=True)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from armillary.errors import ArmillaryError
 from armillary.serving.engine.decision import Decision, Outcome
@@ -26,6 +26,18 @@ class Executor(Protocol):
 
     def tokens(self, launched: Any) -> Items[int]:
         """Wait, and give the token drawn for each of `decision.sampling`; -1 where the numbers were of no use."""
+
+
+class LateExecutor(Executor, Protocol):
+    """One whose launched steps may be `late`: their tokens are drawn once those of the step before are known."""
+
+    def draw(self, launched: Any) -> None:
+        """Draw them."""
+
+
+def _is_late(launched: Any) -> bool:
+    """Whether tokens of a launched step are still to be drawn."""
+    return getattr(launched, "late", False)
 
 
 class StepFailed(ArmillaryError):
@@ -67,7 +79,10 @@ class Loop:
         while decision is None:
             decision = self._begin()
         waits = self.overlap and not decision.empty and len(self._launched) == 1
-        return decision, Outcome([], [], []) if waits else self._collect()
+        outcome = Outcome([], [], []) if waits else self._collect()
+        if self._launched and _is_late(self._launched[-1][1]):
+            self._draw(decision)
+        return decision, outcome
 
     def _begin(self) -> Decision | None:
         """Decide and launch; None where there was no memory for it, and the next will be smaller."""
@@ -77,12 +92,23 @@ class Loop:
         self.schedule_s = decided - begin
         try:
             launched = None if decision.empty else self.executor.launch(decision)
+            if _is_late(launched) and not (self.overlap and self._launched):
+                cast(LateExecutor, self.executor).draw(launched)
         except StepTooLarge as error:
             self.scheduler.retreat(decision, begin, str(error))
             return None
         self._launched.append((decision, launched))
         self.launch_s = self.clock() - decided
         return decision
+
+    def _draw(self, decision: Decision) -> None:
+        """Draw tokens that depend on those that were just taken. Where there is no memory for that, nothing of the step
+        counts."""
+        try:
+            cast(LateExecutor, self.executor).draw(self._launched[-1][1])
+        except StepTooLarge as error:
+            self._launched.pop()
+            self.scheduler.retreat(decision, self.clock(), str(error))
 
     def fail(self, error: str) -> list[Sequence]:
         """The executor could not do a step: what was under way is over, the rest goes on with the next step."""

@@ -76,7 +76,7 @@ def make_engine(
         to_fp8(executor.forward, run_fp8, let_go=owns_model)
     plan = kv_plan(executor, serve, settings.max_model_len, group, warm=warm)
     cache = plan.make(prefix=serve.prefix_cache)
-    settings = replace(settings, max_model_len=_fitting_len(settings, serve, plan, cache))
+    settings = replace(settings, max_model_len=_fitting_len(settings, serve, plan, cache), late_masks=group is None)
     executor.rows.allocate(cache.pool.num_blocks)
     scheduler = Scheduler(settings, cache)
     tell("kernels and KV cache", time.monotonic() - begin)

@@ -11,15 +11,16 @@ from armillary.serving.engine.sequence import Sequence
 
 
 def take_back(decision: Decision) -> list[Sequence]:
-    """Nothing of the decision was computed; the sequences that were in it."""
-    for seq, position in zip(decision.decodes, decision.positions, strict=True):
-        seq.computed = position
-    for chunk in decision.chunks:
-        chunk.sequence.computed = chunk.start
-    prompts = [chunk.sequence for chunk in decision.chunks]
-    for seq in (*prompts, *decision.reached):
-        seq.behind, seq.room = True, 0
-    return [*decision.decodes, *prompts]
+    """Nothing of the decision was computed; the sequences that were in it and are not over."""
+    ends = [*zip(decision.decodes, decision.positions, strict=True),
+            *((chunk.sequence, chunk.start) for chunk in decision.chunks)]  # fmt: skip
+    inside = [(seq, begin) for seq, begin in ends if seq.finish is None]
+    prompts = {id(seq) for seq in (*decision.reached, *(chunk.sequence for chunk in decision.chunks))}
+    for seq, begin in inside:
+        seq.computed = begin
+        if id(seq) in prompts:
+            seq.behind, seq.room = True, 0
+    return [seq for seq, _ in inside]
 
 
 def keep_some(decision: Decision, first: int, count: int) -> None:

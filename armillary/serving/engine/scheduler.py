@@ -60,6 +60,8 @@ class Scheduler:
         self._stalled = False
         self._full = False
         self._retreated = False
+        self._waits = not settings.late_masks
+        """structured answers are not run ahead"""
 
     # --- requests
 
@@ -184,7 +186,7 @@ class Scheduler:
         if seq.behind:
             prompts.append(seq)
             return False
-        if seq.computed >= seq.limit - 1 or (seq.constraint is not None and seq.num_pending):
+        if seq.computed >= seq.limit - 1 or (seq.constraint is not None and self._waits and seq.num_pending):
             return False  # its last token is on its way, or the next depends on it
         found = seq.computed < seq.writable or make_room(self.roster, decision, seq, seq.computed + 1)
         self._stalled |= not found
@@ -301,6 +303,7 @@ class Scheduler:
         self.cache.edits[:0], self.cache.copies[:0] = decision.edits, decision.copies
         self._retreated = True
         self._ended += decision.ended
+        decision.ended = []
         self.totals.shrunk += 1
         if len(inside) > 1 or tokens > self.cache.block_tokens:
             self.limit.failed(tokens)
@@ -308,6 +311,7 @@ class Scheduler:
             self.limit.reset()
             self._ended += inside
             self._end([(seq, Ending("error", error)) for seq in inside], now)
+        decision.decodes, decision.positions, decision.chunks = [], [], []
         self._check()
 
     # --- taking its tokens

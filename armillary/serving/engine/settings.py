@@ -51,6 +51,9 @@ class Settings:
     """share of all that running answers may still grow that is kept free; none: of what is likely, and learnt"""
     rope_switch: int | None = None
     """tokens of a prompt beyond which rotary frequencies are others, so that no blocks are shared across it"""
+    late_masks: bool = False
+    """the executor asks structures what they allow only once the step before was updated, so that structured answers
+    are run ahead like all others; else they wait for each token"""
     lookups: int = 256
     """blocks searched or given back in a step at most"""
     check_every: int = 0

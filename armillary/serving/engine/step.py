@@ -86,6 +86,11 @@ class Extra:
     masked: bool = False
     """its tokens are limited by a structure"""
 
+    @property
+    def changes(self) -> bool:
+        """Whether its logits are changed before a token is drawn; else only their log-probabilities are wanted."""
+        return self.penalised or self.masked or bool(self.bias) or bool(self.banned)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLogprobs:
