@@ -1,6 +1,6 @@
 """The engine on one GPU: the nano-vllm benchmark, a single stream, and streams beside long prompts.
 
-    python -m benchmarks.engine_gpu [--case throughput single mixed graphs] [--model NAME] [--explain] [--json FILE]
+    python -m benchmarks.engine_gpu [--case throughput single mixed graphs slowdowns] [--model NAME] [--explain]
 
 Real shapes with random weights in bf16. Peers' figures on the same chip are printed beside (benchmarks/ says where they
 are from); bytes a second are held against the read bandwidth measured in the same run. Each case stops by itself.
@@ -180,6 +180,19 @@ def mixed(model: Transformer, args: Any) -> dict[str, Any]:
             "bars": {"itl_p99_over_alone_p50": 2.0, "prefill_share": 0.6}, "start_s": phases}  # fmt: skip
 
 
+def slowdowns(model: Transformer, args: Any) -> dict[str, Any]:
+    """The mixed case at several values of prefill_slowdown, the last none: gaps against the speed of prompts."""
+    found = {}
+    for value in (1.5, 2.0, 3.0, 4.0, None):
+        made = mixed(model, argparse.Namespace(**vars(args) | {"slowdown": value, "explain": False}))
+        kept = ("itl_alone_p50_s", "itl_p50_s", "itl_p99_s", "itl_p99_over_alone_p50", "prefill_share")
+        found[str(value)] = {name: round(made[name], 6) for name in kept}
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
 def _stream(watch: Watch, count: int, context: int, longest: int) -> None:
     """Streams that decode without end, their prompts computed."""
     for request in fixed(count, tokens_in=context, tokens_out=longest - context - 2, vocab=100, name=f"s{context}-"):
@@ -229,12 +242,13 @@ def graphs(model: Transformer, args: Any) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Transformer, Any], dict[str, Any]]] = {
     "throughput": throughput, "single": single, "mixed": mixed, "graphs": graphs,
+    "slowdowns": slowdowns,
 }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--case", nargs="+", default=["throughput", "single", "mixed", "graphs"], choices=list(CASES))
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--step-tokens", type=int, default=8192)

@@ -28,7 +28,7 @@ def planned_service(server: Server, kv_tokens: float) -> dict[str, float]:
     ahead = server.serve.decides_ahead(server.replica.cluster.chip.kind)
     system = System(settings=settings_for(config, server.serve), block_tokens=sizes.block_tokens, groups=sizes.groups,
                     num_blocks=max(1, int(kv_tokens) // sizes.block_tokens * len(sizes.groups)),
-                    prefix=server.serve.prefix_cache, overlap=ahead)  # fmt: skip
+                    prefix=server.serve.prefix_cache, overlap=ahead, streamed=True)  # fmt: skip
     found = simulate(_requests(traffic), system, cost).gauges
     wanted = [f"{part}_p{percent}_s" for part in _PARTS for percent in (50, 99)]
     return {name: found[name] for name in (*wanted, "tokens_out_per_s", "requests_per_s") if name in found}

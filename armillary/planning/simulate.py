@@ -50,12 +50,17 @@ class System:
     """prompts that begin alike share blocks"""
     overlap: bool = True
     """the next step is decided while one runs"""
+    streamed: bool = False
+    """answers are read as they come, as a server's are, so that steps with prompts are paced by default"""
 
     def scheduler(self) -> Scheduler:
         """A new one, its cache empty."""
         cache = KVCache(self.num_blocks + 1, self.block_tokens, groups=self.groups, prefix=self.prefix,
                         step_tokens=self.settings.max_tokens_per_step)  # fmt: skip
-        return Scheduler(replace(self.settings, vocab=VOCAB, eos_ids=frozenset({STOP})), cache)
+        made = Scheduler(replace(self.settings, vocab=VOCAB, eos_ids=frozenset({STOP})), cache)
+        if self.streamed:
+            made.stream()
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)

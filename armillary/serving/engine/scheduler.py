@@ -25,7 +25,7 @@ from armillary.serving.engine.retreat import as_one, keep_some, take_back
 from armillary.serving.engine.room import fitting, make_room
 from armillary.serving.engine.roster import Roster
 from armillary.serving.engine.sequence import BROKEN, Finish, Sequence, State
-from armillary.serving.engine.settings import Settings
+from armillary.serving.engine.settings import STREAMED_SLOWDOWN, Settings
 from armillary.serving.engine.step_limit import StepLimit
 from armillary.serving.engine.upkeep import Upkeep
 
@@ -46,6 +46,7 @@ class Scheduler:
         self.upkeep = Upkeep(cache)
         slowdown = settings.prefill_slowdown
         self.pace = None if slowdown is None else Pace(slowdown, settings.attention_tokens, self._tile)
+        """keeps steps with prompts short; none: they take as long as they take"""
         self.totals = self.roster.totals
         self.limit = StepLimit(settings.max_tokens_per_step)
         self.under_way: deque[Decision] = deque()
@@ -62,6 +63,13 @@ class Scheduler:
         self._retreated = False
         self._waits = not settings.late_masks
         """structured answers are not run ahead"""
+
+    def stream(self) -> None:
+        """Answers are read as they come from now on: where nobody chose how long prompts may hold them up, steps are
+        paced by the default. Batches whose answers are read when all are done (`generate`) are quicker without."""
+        settings = self.settings
+        if self.pace is None and settings.prefill_tokens is None and settings.batching == "continuous":
+            self.pace = Pace(STREAMED_SLOWDOWN, settings.attention_tokens, self._tile)
 
     # --- requests
 

@@ -56,7 +56,8 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> Worker:
-        """Begin to serve."""
+        """Begin to serve; from now on answers are read as they come."""
+        self.engine.scheduler.stream()
         self._thread.start()
         return self
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadRecipe
+from armillary.serving.engine.answers import Answers
 from armillary.serving.engine.chunks import Budget
 from armillary.serving.engine.decision import Chunk, Decision
+from armillary.serving.engine.engine import Engine
+from armillary.serving.engine.loop import Loop
 from armillary.serving.engine.pace import Pace
+from armillary.serving.engine.worker import Worker
 from armillary.spec.service import Serve
-from tests.serving.engine.fake import ask, make_scheduler
+from tests.serving.engine.fake import FakeExecutor, ask, make_scheduler
+from tests.serving.engine.test_answers import Letters
 
 
 class Device:
@@ -169,3 +175,43 @@ def test_decodes_are_seen_alone_first_and_now_and_then() -> None:
 def test_a_slowdown_that_leaves_no_time_is_refused() -> None:
     with pytest.raises(BadRecipe, match="above 1"):
         Serve(prefill_slowdown=1.0)
+
+
+def longest_step(scheduler: Any) -> float:
+    """A stream beside a long prompt: the longest step it is held up by, over one without prompts."""
+    device, now, longest = Device(5e-3, 2e-5, 2e-9), 0.0, 0.0
+    scheduler.submit(ask("stream", [2, 3, 4], 900), now)
+    for turn in range(200):
+        if turn == 5:
+            scheduler.submit(ask("long", [2 + j % 40 for j in range(3000)], 1), now)
+        decision = scheduler.schedule(now)
+        took = device.seconds(len(decision.decodes), [(chunk.start, chunk.size) for chunk in decision.chunks])
+        now += took
+        scheduler.update(decision, [3] * len(decision.sampling), now)
+        longest = max(longest, took) if turn >= 5 else 0.0
+    return longest / device.seconds(1, [])
+
+
+SIZES: dict[str, Any] = {"num_blocks": 400, "max_model_len": 4000, "max_tokens_per_step": 2048, "block_tokens": 16,
+                         "query_tile": 32, "check_every": 50}  # fmt: skip
+
+
+def test_whoever_reads_along_is_paced_unless_something_else_was_chosen() -> None:
+    batch, streamed, chosen, fixed = (make_scheduler(**SIZES), make_scheduler(**SIZES),
+                                      make_scheduler(**SIZES, prefill_slowdown=4.0),
+                                      make_scheduler(**SIZES, prefill_tokens=512))  # fmt: skip
+    for scheduler in (streamed, chosen, fixed):
+        scheduler.stream()
+    assert longest_step(batch) > 8, "a batch is not held back"
+    assert longest_step(streamed) < 2.3, "the first step with prompts is a guess"
+    assert chosen.pace is not None and chosen.pace.slowdown == 4.0 and fixed.pace is None
+
+
+def test_a_worker_streams_and_generate_does_not() -> None:
+    scheduler = make_scheduler()
+    engine = Engine(Loop(scheduler, FakeExecutor(scheduler.cache, 4)), Answers(scheduler, Letters))
+    engine.generate([ask("a", [2, 3], 4)])
+    assert scheduler.pace is None
+    worker = Worker(engine).start()
+    worker.stop()
+    assert scheduler.pace is not None and scheduler.pace.slowdown == 2.0
