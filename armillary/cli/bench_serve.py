@@ -54,13 +54,15 @@ def serve(
         raise BadInput(f"{tokens_in} + {tokens_out} tokens exceed the context of {source.name}; ask for at most "
                        f"{loaded.config.context} together")  # fmt: skip
     from armillary.cli.serve_run import recorded
+    from armillary.profiling.dtype_choice import Resolved
     from armillary.serving.bench import bench_serve
 
     chosen = _chosen(modes)
     kept: dict[str, Notes] = {}
     shown = "continuous" if "continuous" in chosen else chosen[-1]
     asked = _asked(loaded, shown, weights, together=-(-requests // _BATCHES), longest=tokens_in + tokens_out)
-    with recorded(home, source, asked, device=device, say=out.say) as run:
+    ran_in = Resolved(dtype=asked.layout.precision)
+    with recorded(home, source, asked, dtype=ran_in, device=device, say=out.say) as run:
         found = bench_serve(loaded, asked.serve, modes=chosen, requests=requests, tokens_in=tokens_in,
                             tokens_out=tokens_out, keep=kept.__setitem__, peaks=_peaks(home, loaded))  # fmt: skip
         if run is not None:
@@ -91,13 +93,13 @@ def _opened(
 
 def _asked(loaded: Transformer, mode: str, weights: str, *, together: int, longest: int) -> Recipe:
     """What is run, as a recipe would say it."""
-    from armillary.cli.serve_run import DTYPES
+    from armillary.model.dtype import DTYPES
     from armillary.spec.recipe import recipe_from_dict
 
-    dtype = DTYPES.get(str(next(loaded.parameters()).dtype).removeprefix("torch."), "auto")
+    dtype = next(name for name, kind in DTYPES.items() if kind == next(loaded.parameters()).dtype)
     keys: dict[str, Any] = {"weights": weights, "dtype": dtype, "max_running": together, "max_model_len": longest,
                             "batching": mode}  # fmt: skip
-    return recipe_from_dict({"model": {"name": loaded.config.name}, "serve": keys})
+    return recipe_from_dict({"model": {"name": loaded.config.name}, "serve": keys, "layout": {"precision": dtype}})
 
 
 def _peaks(home: Home, loaded: Transformer) -> Peaks | None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from armillary.cli.output import path_text
-from armillary.cli.serve_run import stored_precision
 from armillary.spec.recipe import Recipe, recipe_from_dict
+from armillary.store.hf_folder import stored_dtype
 from armillary.store.home import Home
 from armillary.store.runs import Run
 
@@ -49,6 +49,6 @@ def _flags(asked: Recipe) -> list[str]:
     folder, layout = Path(asked.model.path).expanduser(), asked.layout
     there = folder if asked.model.path and (folder / "config.json").is_file() else None
     cut = ["--tp", str(layout.tp)] if layout.tp > 1 else []
-    as_stored = there is None or layout.precision == stored_precision(there)
+    as_stored = there is None or layout.precision == stored_dtype(there)
     said = as_stored or layout.precision not in ("fp32", "bf16", "fp16") or layout.precision == asked.serve.dtype
     return cut if said else [*cut, "--set", f"serve.dtype={layout.precision}"]

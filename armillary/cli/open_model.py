@@ -33,11 +33,25 @@ def open_model(
 
     if to_write:
         refuse_unwritable(source)
+    elif dtype is None and not random_weights:
+        dtype = _dtype(out, home, source, device)
     with out.progress(f"loading {source.name}", unit="tensor") as bar:
         model = open_weights(
             source, random_weights=random_weights, seed=seed, dtype=dtype, device=device, progress=bar.at
         )
     return source, model
+
+
+def _dtype(out: Output, home: Home, source: ModelSource, device: str | None) -> str:
+    """The dtype that a server would take on this device, said where it is not the stored one."""
+    from armillary.cli.serve_run import resolve_dtype
+    from armillary.spec.recipe import recipe_from_dict
+    from armillary.store.hf_folder import stored_dtype
+
+    found = resolve_dtype(home, source, recipe_from_dict({"model": {"name": source.name}}), device)
+    if found.dtype != stored_dtype(source.folder):
+        out.warn(f"dtype {found.reason}")
+    return found.dtype
 
 
 def need_torch(needed_for: str) -> None:

@@ -112,7 +112,7 @@ def _priced(out: Output, home: Home, asked: dict[str, Any]) -> tuple[Any, Any, s
             return question, found.best, f"   (the quickest of {found.num_fitting:,} that fit)"
     job = question.recipe.train
     check_layout(question.layout, question.model, num_devices=_room(question), sequence=job.sequence,
-                 batch_tokens=job.batch_tokens, by_trainer=True, compiled=job.compile)  # fmt: skip
+                 batch_tokens=job.batch_tokens, by_trainer=True, compiled=job.compiled)  # fmt: skip
     return question, price(question.case, of([question.layout])), ""
 
 

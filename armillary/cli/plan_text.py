@@ -37,6 +37,7 @@ def say_training(out: Output, made: TrainingPlan, how: str, confidence: str = ""
     out.say("\n".join(wrap(head, width)))
     rows = [
         ("layout", f"{layout_text(found)}{how}"),
+        *((key.partition(".")[2], why) for key, why in made.question.chosen.items()),
         *_links(made),
         ("memory / device", memory_text(found) + ("   fits" if made.fits else "   does not fit")),
         ("", _bar(found.memory.parts(), found.room if made.fits else None)),

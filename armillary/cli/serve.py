@@ -58,17 +58,20 @@ def serve(
     asked = _asked(recipe, overrides, max_model_len)
     _need_torch()
     source = find_model(out, home, model, need_weights=True)
-    from armillary.cli.serve_run import recorded
+    from armillary.cli.serve_run import recorded, resolve_dtype
+    from armillary.profiling.dtype_choice import with_dtype
     from armillary.serving.api.channel import Orders
     from armillary.serving.api.keys import read_keys
     from armillary.serving.api.serve import Door
     from armillary.serving.api.serve import serve as run
 
     say = partial(click.echo, err=out.mode != "human")
+    dtype = resolve_dtype(home, source, asked, device)
+    say(dtype.warning or f"dtype {dtype.reason or f'{dtype.dtype}: as asked'}")
     door = Door(host=host, port=port, keys=read_keys(asked.serve.api_key_file))
     with recorded(home, source, asked, text=recipe.read_text() if recipe else "", overrides=overrides, tp=tp,
-                  device=device, say=say) as folder:  # fmt: skip
-        orders = Orders(model=str(source.folder), serve=asked.serve, home=home, device=device,
+                  dtype=dtype, device=device, say=say) as folder:  # fmt: skip
+        orders = Orders(model=str(source.folder), serve=with_dtype(asked.serve, dtype), home=home, device=device,
                         gauges=folder.gauges if folder else None)  # fmt: skip
         run(source, orders, door, ranks=tp, say=say)
 

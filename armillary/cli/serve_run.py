@@ -6,20 +6,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from armillary.errors import ArmillaryError
 from armillary.spec.hardware import Cluster
-from armillary.spec.layout import Layout, Precision
+from armillary.spec.layout import Layout
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_dict
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
 from armillary.store.source import ModelSource
 
+if TYPE_CHECKING:
+    from armillary.profiling.dtype_choice import Resolved
+
 Say = Callable[[str], None]
-DTYPES: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @contextmanager
@@ -45,14 +46,15 @@ def recorded(home: Home, source: ModelSource, asked: Recipe, *, say: Say, **more
 
 
 def begin_run(
-    home: Home, source: ModelSource, recipe: Recipe, *, text: str = "", overrides: tuple[str, ...] = (), tp: int = 1,
-    device: str | None = None,
+    home: Home, source: ModelSource, recipe: Recipe, *, dtype: Resolved, text: str = "",
+    overrides: tuple[str, ...] = (), tp: int = 1, device: str | None = None,
 ) -> Run:  # fmt: skip
     """A folder for what this server measures; ArmillaryError where it cannot be written."""
-    layout = replace(recipe.layout, tp=tp, precision=_precision(source, recipe.serve.dtype))
+    layout = replace(recipe.layout, tp=tp, precision=dtype.dtype)
     recipe = replace(recipe, layout=layout)
     tables = {name: table for name, table in to_dict(recipe).items() if name not in ("train", "data")}
     plan = serve_plan(home, source, recipe, layout, tables, device)
+    plan = replace(plan, chosen={"serve.dtype": dtype.reason} if dtype.reason else {})
     return create_run(home, tables, text=text, overrides=overrides, plan=plan, model=source.config.name)
 
 
@@ -92,14 +94,13 @@ def _predicted(
         return {}, (f"nothing is predicted: {error}",)
 
 
-def _precision(source: ModelSource, dtype: str) -> Precision:
-    """Number format of the weights: as asked for, else as they are stored."""
-    return next((known for known in DTYPES.values() if known == dtype), stored_precision(source.folder))
+def resolve_dtype(home: Home, source: ModelSource, asked: Recipe, device: str | None) -> Resolved:
+    """serve.dtype, auto resolved for the device that will serve."""
+    from armillary.machine.machine import here
+    from armillary.profiling.dtype_choice import resolve_serving, serving_shape
+    from armillary.profiling.dtype_rates import cluster_rates
+    from armillary.store.hf_folder import stored_dtype
 
-
-def stored_precision(folder: Path | None) -> Precision:
-    """As config.json names it."""
-    from armillary.store.hf_folder import read_config
-
-    raw = read_config(folder) if folder is not None else {}
-    return DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype") or ""), "bf16")
+    shape = serving_shape(source.config, asked.serve)
+    rates = cluster_rates(home, here(device=device), shape, device=device)
+    return resolve_serving(asked.serve, rates, stored=stored_dtype(source.folder), traffic=asked.traffic)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,9 @@ from armillary.cli.open_model import need_torch
 from armillary.cli.output import Output, path_text
 from armillary.cli.parity import parity, the_recipe
 from armillary.cli.train_view import TrainView, outcome_of, say_end
-from armillary.cli.verb import moved, set_option, verb
+from armillary.cli.verb import moved, set_option, verb, yes_option
 from armillary.errors import ArmillaryError, BadInput, BadLayout
+from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, load_recipe
 from armillary.spec.train_job import TrainJob
 from armillary.store.home import Home
@@ -29,10 +31,13 @@ if TYPE_CHECKING:
     from armillary.training.start import Start
     from armillary.training.until import Until
 
+DAY_S = 86_400.0
+
 
 @verb
 @click.argument("words", nargs=-1, metavar="RECIPE")
 @set_option
+@yes_option
 @click.option("--devices", type=int, metavar="N", help="Spread over N devices: as much dp as fills them.")
 @click.option("--run", "name", metavar="NAME", help="Go on with this run, or begin one of this name.")
 @click.option("--new", is_flag=True, help="Begin a new run, whatever unfinished ones there are.")
@@ -48,6 +53,7 @@ if TYPE_CHECKING:
 def train(
     out: Output, home: Home, words: tuple[str, ...], overrides: tuple[str, ...], devices: int | None,
     name: str | None, new: bool, take_over: bool, device: str | None, dry_run: bool, as_parity: bool,
+    yes: bool,
 ) -> None:  # fmt: skip
     """Train the model of RECIPE, on one device or many, and export it as a Hugging Face folder.
 
@@ -77,6 +83,7 @@ def train(
         train_joined(out, home, asked, planning, **texts, **settings)
         return
     begun = begin(out, home, asked, **planning)
+    refuse_days(begun, yes=yes)
     if dry_run:
         out.result({"plan": begun.plan})
         return
@@ -116,16 +123,44 @@ def begin(
     if source.origin == "hub" and not recipe.train.from_scratch:
         find_model(out, home, recipe.model.source, need_weights=True)
     found = starting_point(recipe, home)
-    begun = start(recipe, home, found, room=devices or 0, fills=fills, until=until)
     pick_device(device)
-    made = plan_of(begun)
-    planned = made.plan()
-    notes = tuple(dict.fromkeys((*begun.plan.notes, *planned.notes)))
-    begun = replace(begun, plan=replace(begun.plan, predicted=planned.predicted, notes=notes))
+    begun = _with_compile(start(recipe, home, found, room=devices or 0, fills=fills, until=until, device=device))
+    begun, made = planned(begun)
     say_start(out, begun, made)
     for note in begun.plan.notes:
         out.warn(note)
     return begun
+
+
+def planned(begun: Start) -> tuple[Start, TrainingPlan]:
+    """What was begun with the planner's predictions in its plan, and these by themselves."""
+    made = plan_of(begun)
+    found = made.plan()
+    notes = tuple(dict.fromkeys((*begun.plan.notes, *found.notes)))
+    return replace(begun, plan=replace(begun.plan, predicted=found.predicted, notes=notes)), made
+
+
+def _resolved(begun: Start) -> Recipe:
+    """The recipe with what its plan has in place of auto."""
+    assert begun.plan.train is not None
+    return replace(begun.recipe, layout=begun.plan.layout, train=begun.plan.train)
+
+
+def _with_compile(begun: Start) -> Start:
+    """train.compile = "auto" resolved by what the planner says that compiling saves."""
+    if begun.recipe.train.compile != "auto":
+        return begun
+    from armillary.planning.compile_choice import compile_choice
+    from armillary.planning.question import question
+
+    asked = question(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home)
+    reason = compile_choice(asked)
+    if not reason:
+        return begun
+    assert begun.plan.train is not None
+    plan = replace(begun.plan, train=replace(begun.plan.train, compile=True),
+                   chosen={**begun.plan.chosen, "train.compile": reason})  # fmt: skip
+    return replace(begun, plan=plan)
 
 
 def plan_of(begun: Start) -> TrainingPlan:
@@ -135,7 +170,7 @@ def plan_of(begun: Start) -> TrainingPlan:
     from armillary.planning.question import question
     from armillary.planning.training_plan import training_plan
 
-    asked = question(begun.recipe, begun.plan.model, begun.plan.cluster, begun.home)
+    asked = question(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home)
     made = training_plan(asked, predict(asked.case, of([asked.layout])))
     if not made.fits:
         said = made.shortage.replace("it ", f"{begun.plan.model.name} ", 1)
@@ -151,7 +186,8 @@ def say_start(out: Output, begun: Start, made: TrainingPlan) -> None:
     origin = f"from the weights in {path_text(Path(plan.weights))}" if plan.weights else "from scratch"
     count = count_text(parameters(plan.model).total)
     out.say(f"{plan.model.name} on {plan.cluster.text()} · {count} parameters · {origin}")
-    rows = [("layout", layout_text(made.found)), ("memory / device", memory_text(made.found)),
+    chosen = [(key.partition(".")[2], why) for key, why in plan.chosen.items()]
+    rows = [("layout", layout_text(made.found)), *chosen, ("memory / device", memory_text(made.found)),
             *offload_rows(made.found), ("step", step_text(made.found)),
             ("learning rate", _rate_text(begun))]  # fmt: skip
     for name, text in rows:
@@ -180,7 +216,7 @@ def run_training(
     from armillary.training.start import refuse_elsewhere
 
     refuse_elsewhere(begun.plan)
-    run = _open_run(out, begun, text, overrides, choice, brief=brief)
+    begun, run = _open_run(out, begun, text, overrides, choice, brief=brief)
     if begun.plan.layout.num_devices == 1:
         outcome = _train_here(out, begun, run, device, until, brief=brief)
     else:
@@ -191,7 +227,7 @@ def run_training(
 
 def _open_run(
     out: Output, begun: Start, text: str, overrides: tuple[str, ...], choice: dict[str, Any], *, brief: bool = False
-) -> Run:  # fmt: skip
+) -> tuple[Start, Run]:  # fmt: skip
     from armillary.training.resume import Choice
 
     chosen = Choice(**choice)
@@ -201,6 +237,7 @@ def _open_run(
     for each in made:
         if not (brief and each.reused):
             say_prepared(out, each)
+    begun = _kept(out, begun, before) if before else begun
     goes_on = _goes_on(out, begun, before) if before else ""
     told: dict[str, Any] = {"text": text, "overrides": overrides}
     if before is not None:
@@ -211,8 +248,45 @@ def _open_run(
     planned = begun.plan.predicted
     saves = _saves(job, planned["step_s"])
     out.say(f"planned {seconds_text(planned['step_s'])}/step, {bytes_text(planned['memory_peak_bytes'])}/device · "
-            f"{goes_on} · {job.steps:,} steps of {count_text(job.batch_tokens)} tokens · {saves}")  # fmt: skip
-    return run
+            f"{goes_on} · {job.steps:,} steps of {count_text(job.batch_tokens)} tokens · {saves} · "
+            f"{end_text(begun, run)}")  # fmt: skip
+    return begun, run
+
+
+def _kept(out: Output, begun: Start, run: Run) -> Start:
+    """What was begun as the run that it goes on with keeps it, planned anew where that makes a difference."""
+    kept = begun.keeping(run)
+    if (kept.plan.layout, kept.plan.train) == (begun.plan.layout, begun.plan.train):
+        return kept
+    for note in kept.plan.notes:
+        if note not in begun.plan.notes:
+            out.warn(note)
+    return planned(kept)[0]
+
+
+def seconds_left(begun: Start, run: Run | None) -> float:
+    """Predicted time of the steps that are left."""
+    from armillary.training.checkpoint import saved_steps
+
+    done = (saved_steps(run) or [0])[-1] if run is not None else 0
+    return max(0, begun.recipe.train.steps - done) * begun.plan.predicted["step_s"]
+
+
+def end_text(begun: Start, run: Run) -> str:
+    """'ends about 14:05 (12:30)', with the day where that is not today."""
+    left = seconds_left(begun, run)
+    now, end = time.localtime(), time.localtime(time.time() + left)
+    day = "" if now[:3] == end[:3] else time.strftime("%Y-%m-%d ", end)
+    return f"ends about {day}{time.strftime('%H:%M', end)} (in {seconds_text(left)})"
+
+
+def refuse_days(begun: Start, *, yes: bool) -> None:
+    """A plan of more than a day on a CPU is more often a mistake than a wish."""
+    left = seconds_left(begun, None)
+    if yes or begun.plan.cluster.chip.kind != "cpu" or left <= DAY_S:
+        return
+    raise BadInput(f"{begun.recipe.train.steps:,} steps would take {seconds_text(left)} on this CPU; start it all the "
+                   "same with --yes, or take fewer steps (--set train.steps=…) or a smaller model")  # fmt: skip
 
 
 def _saves(job: TrainJob, step_s: float) -> str:
@@ -290,10 +364,9 @@ def train_joined(
                                      lambda: _opened(shown, begun, world, text, overrides, choice))  # fmt: skip
             run = ranks.tell(opened)
             assert run is not None
-            with TrainView(shown, begun.plan, run) as view:
-                done = library_train(
-                    begun.plan, run, device=device, until=until, watch=view, say=shown.warn, home=home
-                )
+            plan = Plan.from_json(run.plan.read_text(), str(run.plan))  # as the main rank resolved it
+            with TrainView(shown, plan, run) as view:
+                done = library_train(plan, run, device=device, until=until, watch=view, say=shown.warn, home=home)
         except Exception as error:
             said = _as_said(error, rank=world.rank)
             if said is error:
@@ -325,4 +398,4 @@ def _as_said(error: Exception, *, rank: int) -> BaseException:
 def _opened(
     out: Output, begun: Start, world: World, text: str, overrides: tuple[str, ...], choice: dict[str, Any]
 ) -> Run | None:  # fmt: skip
-    return _open_run(out, begun, text, overrides, choice) if world.is_main else None
+    return _open_run(out, begun, text, overrides, choice)[1] if world.is_main else None

@@ -36,6 +36,10 @@ set_option = click.option(
 )  # fmt: skip
 
 
+yes_option = click.option("--yes", is_flag=True, help="Start what takes days without being asked.")
+"""for verbs that ask before something long; shared, like --json"""
+
+
 def moved(flag: str, now: str, *, is_flag: bool = False) -> Callable[..., Any]:
     """A flag that is no more: whoever types it is told what is there instead."""
 

@@ -12,6 +12,7 @@ from armillary.diagnosis.parts import Parts, parts_of
 from armillary.diagnosis.reading import Reading
 from armillary.diagnosis.rule import Rule
 from armillary.spec.plan import Plan
+from armillary.spec.precision import SIXTEEN_BIT
 from armillary.units import seconds_text
 
 STARVED = 0.04
@@ -86,15 +87,18 @@ def _asks(reading: Reading) -> float:
 
 
 def precision(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Products in a wide number format on a chip that is much faster in 16 bits."""
-    if plan is None or plan.train is None or plan.layout.precision not in WIDE:
+    """GEMMs in a dtype that is not the device's quickest: a wide one where it has units for 16 bits, or 16 bits that it
+    only emulates. It stands where a lever, priced by the device's own ceilings, says so."""
+    if plan is None or plan.train is None or plan.layout.precision not in (*WIDE, *SIXTEEN_BIT):
         return None
-    wide, narrow = (plan.cluster.chip.flops.get(name) for name in (plan.layout.precision, "bf16"))
+    mine, other = plan.layout.precision, "bf16" if plan.layout.precision in WIDE else "fp32"
+    now, then = (plan.cluster.chip.flops.get(name) for name in (mine, other))
     evidence = [Evidence(gauge="step_s", value=reading.get("step_s") or 0.0)]
-    if wide and narrow:
-        evidence.append(Evidence(gauge="gemm_flops_per_s", value=wide, expected=narrow, against="the chip's bf16 peak"))
-    return Finding(loop="inner", cause="precision", rule="precision", share=0.0, evidence=tuple(evidence),
-                   says=f"matrix products run in {plan.layout.precision} where bf16 is there")  # fmt: skip
+    if now and then:
+        against = f"the chip's {other} peak"
+        evidence.append(Evidence(gauge="gemm_flops_per_s", value=now, expected=then, against=against))
+    says = f"GEMMs run in {mine}" + (" where bf16 is there" if mine in WIDE else ", which is emulated here")
+    return Finding(loop="inner", cause="precision", rule="precision", share=0.0, evidence=tuple(evidence), says=says)
 
 
 def compute(reading: Reading, plan: Plan | None) -> Finding | None:

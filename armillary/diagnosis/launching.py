@@ -10,7 +10,7 @@ from __future__ import annotations
 from statistics import median
 
 from armillary.diagnosis.reading import Reading
-from armillary.planning.overhead import CALL_S
+from armillary.planning.efficiency import CALL_S
 from armillary.spec.plan import Plan
 
 MOST = 0.95

@@ -55,7 +55,8 @@ class Pricing:
         assert reading.plan is not None and reading.plan.train is not None, "a plan for training"
         self.reading, self.plan, self.home = reading, reading.plan, home
         self.parts: Parts | None = parts_of(reading)
-        self.recipe = recipe_from_dict(self.plan.recipe)
+        asked = recipe_from_dict(self.plan.recipe)
+        self.recipe = replace(asked, layout=self.plan.layout, train=reading.plan.train)  # as it ran: auto is resolved
 
     @cached_property
     def now(self) -> Prediction:
@@ -110,7 +111,7 @@ class Pricing:
     def may_compile(self) -> bool:
         """Whether blocks are torch's operators one by one, and not compiled yet."""
         job = self.plan.train
-        return job is not None and not job.compile and self.now.case.software.plain_layers
+        return job is not None and not job.compiled and self.now.case.software.plain_layers
 
     # --- the planner
 

@@ -10,6 +10,7 @@ from armillary.diagnosis.reading import Reading
 from armillary.diagnosis.rule import CALM
 from armillary.diagnosis.their_levers import MOST_WORKERS, read_ahead, workers
 from armillary.profiling.amdahl import speedup
+from armillary.spec.precision import SIXTEEN_BIT
 from armillary.store.home import Home
 from armillary.units import bytes_text
 
@@ -80,10 +81,13 @@ def _best(found: list[Priced]) -> list[Priced]:
     return [next(one for one in found if one.speedup >= 0.99 * top)]
 
 
-def _narrower(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
-    if pricing is not None:
-        yield from _lever(pricing.price({"layout.precision": "bf16"}), "matrix products in bf16",
-                          risk="products lose digits; weights and sums stay in fp32")  # fmt: skip
+def _other_width(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
+    """16 bits for a wide dtype, fp32 for one of 16 bits: the device's ceilings say which of them is quicker."""
+    if pricing is not None and pricing.plan.layout.precision in SIXTEEN_BIT:
+        yield from _lever(pricing.price({"layout.precision": "fp32"}), "GEMMs in fp32", risk="activations take twice")
+    elif pricing is not None:
+        yield from _lever(pricing.price({"layout.precision": "bf16"}), "GEMMs in bf16",
+                          risk="GEMMs lose digits; weights and sums stay in fp32")  # fmt: skip
 
 
 def _off_the_host(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
@@ -260,7 +264,7 @@ def _rounded(wanted: float, least: int) -> int:
 
 
 _AGAINST: dict[Cause, _Levers] = {
-    "data_starvation": _workers, "launch_overhead": _computing, "sync": _off_the_host, "precision": _narrower,
+    "data_starvation": _workers, "launch_overhead": _computing, "sync": _off_the_host, "precision": _other_width,
     "compute": _computing, "memory_bandwidth": _computing, "exposed_communication": _talk_less,
     "bubble": _fill_the_pipe, "straggler": _replace_rank, "needless_recompute": _keep_activations,
     "needless_offload": _keep_here, "memory_pressure": _make_room, "expert_imbalance": _balance,

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from armillary.planning.case import TrainCase
-from armillary.planning.compute import WIDE
+from armillary.planning.efficiency import WIDE
 from armillary.planning.kept import Kept
 from armillary.planning.layouts import FULL, SCHEDULES, SELECTIVE, Array, Layouts
 from armillary.planning.narrow import NARROW

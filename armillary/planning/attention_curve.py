@@ -33,11 +33,13 @@ class AttentionCurve:
         return _between(self.lengths, keys) * _between(self.dims, np.asarray(head_dim))
 
 
-def measured_attention(measured: Peaks, share: float, *, backward: bool) -> AttentionCurve | None:
-    """None where not more than one length was measured at any head dim."""
+def measured_attention(
+    measured: Peaks, share: float, dtypes: tuple[str, ...], *, backward: bool
+) -> AttentionCurve | None:
+    """In one of the `dtypes`; None where not more than one length was measured at any head dim."""
     best: dict[tuple[float, float], float] = {}
     for point in measured.points.get("attention", ()):
-        if bool(point["backward"]) == backward:
+        if bool(point["backward"]) == backward and point["dtype"] in dtypes:
             where = float(point["keys"]), float(point["head_dim"])
             best[where] = max(best.get(where, 0.0), float(point["flops"]) * share)
     usual = Counter(dim for _, dim in best).most_common(1)[0][0] if best else 0.0

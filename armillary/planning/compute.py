@@ -13,7 +13,8 @@ import numpy as np
 
 from armillary.planning.case import TrainCase
 from armillary.planning.cuts import cut_of, product, share
-from armillary.planning.layouts import PRECISIONS, Array, Bools, Ints, Layouts, distinct
+from armillary.planning.efficiency import WIDE
+from armillary.planning.layouts import Array, Bools, Ints, Layouts, distinct
 from armillary.planning.narrow import SIZES, casts, precision_of
 from armillary.planning.work import Work, nothing
 from armillary.spec.model import LayerKind
@@ -27,8 +28,6 @@ APART = 1.8
 PASSES, EAGER_PASSES = 1.6, 2.2
 """bytes that real layers move over what is compulsory: casts, transposes and sums that nobody fused; more where norms
 and activation functions are not kernels of their own"""
-WIDE = np.array([name in ("fp32", "tf32") for name in PRECISIONS])
-"""by code of precision: activations are 4 bytes"""
 
 
 def layer_work(case: TrainCase, kind: LayerKind, layouts: Layouts) -> Work:
@@ -150,7 +149,8 @@ def product_s(
     size = SIZES[precision]
     together = np.ones_like(groups) if apart else groups
     flops_s = 2 * groups * m * n * k / curves.gemm_flops(precision, m, n, k, together)
-    bytes_s = groups * (m * k * size + k * n * size + m * n * 2) / curves.bytes_per_s
+    made = np.where(WIDE[precision], 4.0, 2.0)
+    bytes_s = groups * (m * k * size + k * n * size + m * n * made) / curves.bytes_per_s
     seconds: Array = np.maximum(flops_s, bytes_s) + curves.kernel_s * groups / together
     return seconds
 
@@ -167,8 +167,10 @@ def _attention(case: TrainCase, piece: Piece, layouts: Layouts, batch: Batch, ki
     back = piece.backward[0]
     if batch.flash:
         keys = _keys(case, kind) / layouts.cp  # a step of the ring meets one rank's keys
-        forward = piece.forward.flops * mine / curves.attention_flops(keys, dim, backward=False) + curves.kernel_s
-        backward = back.flops * mine / curves.attention_flops(keys, dim, backward=True) + curves.kernel_s
+        rates = [curves.attention_flops(keys, dim, backward=is_back, precision=layouts.precision)
+                 for is_back in (False, True)]  # fmt: skip
+        forward = piece.forward.flops * mine / rates[0] + curves.kernel_s
+        backward = back.flops * mine / rates[1] + curves.kernel_s
         again, kernels = zero, 1.0
     else:
         rows = np.full(len(layouts), float(case.sequence))
@@ -228,7 +230,7 @@ def _operators(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
     mine = share(cut, layouts)
     if piece.forward.kind == "matmul":  # weights are whole on every rank of a ring, experts apart by ep
         mine = 1.0 / (layouts.ep * layouts.expert_tp) if cut == "experts" else mine * layouts.cp
-    forward, backward = (moves * mine / case.curves.plain_bytes_per_s * case.software.memory
+    forward, backward = (moves * mine / case.curves.plain_rate(layouts.precision) * case.software.memory
                          for moves in (found.forward, found.backward))  # fmt: skip
     calls = np.ones(len(layouts))
     return replace(

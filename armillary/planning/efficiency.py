@@ -29,6 +29,17 @@ HEAD_DIM, SEQUENCE = 24, 300
 """head dim and keys at which attention loses half its speed, against long ones (FlashAttention-2, figures 4 to 6)"""
 SLOWEST = 0.3
 """of the rate of copies, the least that norms, activations and losses come to on a machine with nothing else to do"""
+CALL_S = 5.4e-6
+"""what a call of torch costs a processor whatever its work: Python, autograd and dispatch. Training steps of the same
+tokens in 1 to 16 micro-batches differed by 4.9 to 6.7 µs for each operator more, as quick as the cores just were"""
+DECODE_CALL_S = 4.4e-6
+"""the same where nothing is kept for a backward pass: decode steps of 1 to 8 rows differed by 3.2 to 5.2 µs a call"""
+CALL_LAUNCH_S = 1.67e-6
+"""an eager launch on the machine where these two were found (benchmarks/ceilings_cpu.md); other hosts in proportion"""
+ATTENTION: Mapping[str, tuple[str, ...]] = {"bf16": ("bf16", "fp16"), "fp32": ("fp32",)}
+"""width of activations, by a dtype's name -> dtypes whose measurements of attention and plain operators count for it"""
+WIDE = np.array([name in ("fp32", "tf32") for name in PRECISIONS])
+"""by code of precision: activations are 4 bytes"""
 FORMATS: Mapping[str, tuple[str, float]] = {
     "fp32": ("fp32", 4), "tf32": ("tf32", 4), "bf16": ("bf16", 2), "fp16": ("fp16", 2), "fp8": ("fp8", 1),
     "mxfp8": ("fp8", 1.03), "nvfp4": ("fp4", 0.56),
@@ -53,25 +64,42 @@ class Curves:
     """precision -> FLOP/s that no row of products exceeds, because the power limit holds the clock down; where it was
     measured apart from what a burst reaches"""
     gemm_k: float
-    """summed dim at which half is lost, for bf16"""
+    """summed dim at which half is lost, for bf16 (or fp32, where that is quicker)"""
     gemm_waves: float
     """waves at which half is lost"""
     num_sms: int
     """multiprocessors"""
-    attention_forward: float
-    """FLOP/s of fused attention, long sequences, head dim 128"""
-    attention_backward: float
+    attention_forward: Mapping[str, float]
+    """dtype of ATTENTION -> FLOP/s of fused attention, long sequences, head dim 128"""
+    attention_backward: Mapping[str, float]
     """the same of its backward"""
-    attention_at: Mapping[bool, AttentionCurve | None]
-    """backward or not -> what was measured at several lengths"""
+    attention_at: Mapping[tuple[str, bool], AttentionCurve | None]
+    """(dtype, backward or not) -> what was measured at several lengths"""
     bytes_per_s: float
     """of long passes over device memory"""
-    plain_bytes_per_s: float
-    """of torch's operators one by one, where they were measured; else as of long passes"""
+    plain_bytes_per_s: Mapping[str, float]
+    """dtype of ATTENTION -> rate of torch's operators one by one, where measured; else as of long passes"""
     kernel_s: float
     """cost of a kernel beside its work"""
     launch_s: float
     """cost of an eager launch on the host"""
+    host: float = 1.0
+    """time of a call of torch on this host, over that of the one where CALL_S was found"""
+
+    @property
+    def call_s(self) -> float:
+        """What a call of torch costs a CPU in training, whatever its work."""
+        return CALL_S * self.host
+
+    @property
+    def decode_call_s(self) -> float:
+        """The same where nothing is kept for a backward pass."""
+        return DECODE_CALL_S * self.host
+
+    @property
+    def usual_peak(self) -> float:
+        """What MFU is of: the dense bf16 peak; fp32's on a CPU that emulates bf16 and is quickest in fp32."""
+        return max(self.peaks["bf16"], self.peaks["fp32"])
 
     def lasting(self, precision: str) -> float:
         """FLOP/s of the largest products in a long row."""
@@ -82,22 +110,38 @@ class Curves:
         limit's rate, which a product that leaves units idle comes nearer to, as the clock rises meanwhile."""
         reached = np.array([self.reached[name] for name in PRECISIONS])[precision]
         held = np.array([self.held.get(name, np.inf) for name in PRECISIONS])[precision]
-        speed = np.array([max(1.0, self.peaks[name] / self.peaks["bf16"]) for name in PRECISIONS])[precision]
+        speed = np.array([max(1.0, self.peaks[name] / self.usual_peak) for name in PRECISIONS])[precision]
         waves = np.maximum(groups * m * n / (TILE * self.num_sms), 1e-9)
         shaped = reached * k / (k + self.gemm_k * speed) * waves / (waves + self.gemm_waves)
         flops: Array = np.minimum(shaped, held)
         return flops
 
-    def attention_flops(self, keys: Array | float, head_dim: float, *, backward: bool) -> Array:
-        """reached · s/(s + s½) · the head dim's share against 128; between lengths that were measured, by these."""
+    def attention_flops(
+        self, keys: Array | float, head_dim: float, *, backward: bool, precision: Ints | None = None
+    ) -> Array:
+        """reached · s/(s + s½) · the head dim's share against 128; between lengths that were measured, by these.
+        `precision` is a code a layout; none: 16 bits."""
         keys = np.asarray(keys, dtype=float)
-        known = self.attention_at.get(backward)
+        half = self._attention_flops("bf16", keys, head_dim, backward=backward)
+        if precision is None:
+            return half
+        wide = self._attention_flops("fp32", keys, head_dim, backward=backward)
+        flops: Array = np.where(WIDE[precision], wide, half)
+        return flops
+
+    def _attention_flops(self, dtype: str, keys: Array, head_dim: float, *, backward: bool) -> Array:
+        known = self.attention_at.get((dtype, backward))
         if known is not None:
             return known.flops(keys, head_dim)
-        best = self.attention_backward if backward else self.attention_forward
+        best = (self.attention_backward if backward else self.attention_forward)[dtype]
         dim = head_dim / (head_dim + HEAD_DIM) * (128 + HEAD_DIM) / 128
         flops: Array = best * min(dim, 1.05) * keys / (keys + SEQUENCE)
         return flops
+
+    def plain_rate(self, precision: Ints) -> Array:
+        """bytes/s of torch's operators one by one, for each layout."""
+        rates: Array = np.where(WIDE[precision], *(self.plain_bytes_per_s[dtype] for dtype in ("fp32", "bf16")))
+        return rates
 
     def pass_s(self, num_bytes: Array) -> Array:
         """Seconds of one pass over memory: bytes / bandwidth + what a kernel costs."""
@@ -127,11 +171,11 @@ def curves(
         gemm_k=table["gemm_k"],
         gemm_waves=table["gemm_waves"],
         num_sms=chip.num_sms or 100,
-        attention_forward=by_precision["bf16"] * table[kernel]["forward"],
-        attention_backward=by_precision["bf16"] * table[kernel]["backward"],
+        attention_forward=dict.fromkeys(ATTENTION, by_precision["bf16"] * table[kernel]["forward"]),
+        attention_backward=dict.fromkeys(ATTENTION, by_precision["bf16"] * table[kernel]["backward"]),
         attention_at={},
         bytes_per_s=(chip.memory_bytes_per_s or 0.0) * table["memory"],
-        plain_bytes_per_s=(chip.memory_bytes_per_s or 0.0) * table["memory"],
+        plain_bytes_per_s=dict.fromkeys(ATTENTION, (chip.memory_bytes_per_s or 0.0) * table["memory"]),
         kernel_s=table["kernel_s"],
         launch_s=table["launch_s"],
     )
@@ -155,31 +199,36 @@ def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves
         source=f"{measured.device}, measured {measured.date}",
         reached=reached,
         held=held,
-        attention_forward=_attention(curves, measured, share, backward=False) or curves.attention_forward,
-        attention_backward=_attention(curves, measured, share, backward=True) or curves.attention_backward,
-        attention_at={backward: measured_attention(measured, share, backward=backward) for backward in (False, True)},
+        attention_forward=_attention(curves, measured, share, backward=False),
+        attention_backward=_attention(curves, measured, share, backward=True),
+        attention_at={(dtype, backward): measured_attention(measured, share, dtypes, backward=backward)
+                      for dtype, dtypes in ATTENTION.items() for backward in (False, True)},
         bytes_per_s=copied,
-        plain_bytes_per_s=_plain_rate(measured, share, copied),
+        plain_bytes_per_s={dtype: _plain_rate(measured, dtypes, share, copied) for dtype, dtypes in ATTENTION.items()},
         launch_s=min(launches, default=curves.launch_s),
+        host=min(launches, default=CALL_LAUNCH_S) / CALL_LAUNCH_S,
     )
 
 
-def _plain_rate(measured: Peaks, share: float, copied: float) -> float:
+def _plain_rate(measured: Peaks, dtypes: tuple[str, ...], share: float, copied: float) -> float:
     """What plain operators move; less than a part of what copies do was measured beside other work."""
-    best = measured.best("passes", "bytes_per_s")
+    rates = [measured.best("passes", "bytes_per_s", dtype=dtype) for dtype in dtypes]
+    best = max((rate for rate in rates if rate is not None), default=None)
     return copied if best is None else max(best * share, copied * SLOWEST)
 
 
-def _attention(curves: Curves, measured: Peaks, share: float, *, backward: bool) -> float:
-    """What long sequences with heads of 128 would reach, from the best that was measured; 0 where nothing was."""
-    found = 0.0
+def _attention(curves: Curves, measured: Peaks, share: float, *, backward: bool) -> dict[str, float]:
+    """What long sequences with heads of 128 would reach in each dtype, from the best that was measured in it; the
+    catalogue's where nothing was."""
+    before = curves.attention_backward if backward else curves.attention_forward
+    found = dict.fromkeys(ATTENTION, 0.0)
     for point in measured.points.get("attention", ()):
-        if bool(point["backward"]) == backward:
-            of_best = curves.attention_flops(float(point["keys"]), float(point["head_dim"]), backward=backward) / (
-                curves.attention_backward if backward else curves.attention_forward
-            )
-            found = max(found, float(point["flops"]) * share / float(of_best))
-    return found
+        dtype = next((name for name, dtypes in ATTENTION.items() if point["dtype"] in dtypes), None)
+        if bool(point["backward"]) == backward and dtype is not None:
+            sizes = float(point["keys"]), float(point["head_dim"])
+            of_best = float(curves.attention_flops(*sizes, backward=backward)) / before["bf16"]
+            found[dtype] = max(found[dtype], float(point["flops"]) * share / of_best)
+    return {dtype: rate or before[dtype] for dtype, rate in found.items()}
 
 
 def _sustained(measured: Peaks, dtype: str) -> float | None:
@@ -208,6 +257,11 @@ def _peak_of(peaks: Mapping[str, float], dtype: str) -> float:
 
 def _share(shares: Mapping[str, float], precision: str, dtype: str) -> float:
     return shares.get(precision) or shares.get(dtype) or shares["bf16"]
+
+
+def width_of(precision: str) -> str:
+    """Key of ATTENTION for a precision: fp32 where activations are 4 bytes, else bf16."""
+    return "fp32" if precision in ("fp32", "tf32") else "bf16"
 
 
 @cache

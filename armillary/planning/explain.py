@@ -12,11 +12,12 @@ import numpy as np
 from armillary.planning.activations import in_flight, kept
 from armillary.planning.compute import product_s
 from armillary.planning.cuts import product
+from armillary.planning.efficiency import width_of
 from armillary.planning.memory import FRAGMENTATION, context_bytes, memory
 from armillary.planning.moments import MOMENTS, logit_bytes
 from armillary.planning.narrow import precision_of, weights_s
 from armillary.planning.offload import link_rate
-from armillary.planning.overhead import CALL_S, GRAD_NORM_BYTES, JITTER, RECORDED, STEP_S
+from armillary.planning.overhead import GRAD_NORM_BYTES, JITTER, RECORDED, STEP_S
 from armillary.planning.prediction import Prediction
 from armillary.planning.states import state_bytes
 from armillary.spec.layer_ops import adamw
@@ -106,14 +107,14 @@ def _compute(found: Prediction) -> list[Term]:
     m, mean = float(time.micro_batches[0]), float(time.stages.mean[0])
     reached = case.curves.lasting(found.precision())
     peak = case.curves.peaks[found.precision()]
-    hidden = float((time.comm - time.exposed)[0])
+    hidden, width = float((time.comm - time.exposed)[0]), width_of(found.precision())
     return [
         _seconds("matrix products", "micro-batches · layers · Σ (forward + dX + dW) + the ends",
                  f"{m:g} · {mean:g} · products at up to {flops_per_s_text(reached)} of {flops_per_s_text(peak)}",
                  float(time.gemm[0])),
         _seconds("attention", "micro-batches · layers · FLOPs / reached(sequence, head dim)",
-                 f"{m:g} · {mean:g} · at up to {flops_per_s_text(case.curves.attention_forward)} forward, "
-                 f"{flops_per_s_text(case.curves.attention_backward)} backward", float(time.attention[0])),
+                 f"{m:g} · {mean:g} · at up to {flops_per_s_text(case.curves.attention_forward[width])} forward, "
+                 f"{flops_per_s_text(case.curves.attention_backward[width])} backward", float(time.attention[0])),
         _passes(found),
         _seconds("recomputation", "micro-batches · layers · forward again (full) or what memory bounds (selective)",
                  f"{found.layout().recompute}, one layer in {found.layout().recompute_every}",
@@ -171,8 +172,9 @@ def _passes(found: Prediction) -> Term:
     time, curves = found.time, found.case.curves
     times = f"{float(time.micro_batches[0]):g} · {float(time.stages.mean[0]):g}"
     if found.case.software.plain_layers:
+        rate = curves.plain_bytes_per_s[width_of(found.precision())]
         return _seconds("memory-bound operations", "micro-batches · layers · bytes of torch's operators / their rate",
-                        f"{times} · at {bandwidth_text(curves.plain_bytes_per_s)}", float(time.memory[0]))  # fmt: skip
+                        f"{times} · at {bandwidth_text(rate)}", float(time.memory[0]))  # fmt: skip
     return _seconds("memory-bound operations", "micro-batches · layers · (bytes / bandwidth + a kernel's start)",
                     f"{times} · at {bytes_text(curves.bytes_per_s)}/s", float(time.memory[0]))  # fmt: skip
 
@@ -184,9 +186,10 @@ def _waits(found: Prediction) -> list[Term]:
     kernels = float((time.layer.kernels_forward + time.layer.kernels_backward)[0] * time.stages.mean[0])
     launch, straggle = float(time.launch[0]), float(time.straggle[0])
     if case.software.plain_layers:
+        call_s = case.curves.call_s * case.software.host
         return [
             _seconds("calls", "operators, those made again and the ends too · calls each · a call",
-                     f"{launch / CALL_S / RECORDED:,.0f} · {RECORDED:g} · {seconds_text(CALL_S)}", launch),
+                     f"{launch / call_s / RECORDED:,.0f} · {RECORDED:g} · {seconds_text(call_s)}", launch),
             _seconds("slowest rank", f"{JITTER:g} · log2(ranks) · busy time",
                      f"{JITTER:g} · log2({layout.num_devices}) · {m:g} · {mean}", straggle),
         ]  # fmt: skip

@@ -54,7 +54,7 @@ class Formats:
     """Number formats of a served model."""
 
     weights: str = "bf16"
-    """of the layers' matrices at rest; embedding and head stay in 16 bits"""
+    """of the layers' matrices at rest; embedding and head are in the activations' dtype"""
     compute: str = "bf16"
     """of the inputs of matrix products"""
     kv: str = "bf16"
@@ -133,6 +133,11 @@ class Forward:
         """Lists made before: making one takes longer than pricing it."""
         return {}
 
+    @property
+    def dtype(self) -> str:
+        """Of activations, embedding and head: fp32 where the products are, else 16 bits."""
+        return "fp32" if self.formats.compute == "fp32" else "bf16"
+
     @cached_property
     def mine(self) -> ModelConfig:
         return sharded(self.config, self.split.tp)
@@ -158,7 +163,7 @@ class Forward:
 
     def _ops(self, tokens: int, logits: int, decoding: bool) -> tuple[tuple[Op, int], ...]:
         span = (1, 2) if decoding else (1, 1)
-        batch = Equal(spans=(span,), copies=tokens, logits=logits, weight_dtype=self.formats.weights,
+        batch = Equal(spans=(span,), copies=tokens, logits=logits, dtype=self.dtype, weight_dtype=self.formats.weights,
                       kv_dtype=self.formats.kv)  # fmt: skip
         found = [(piece.forward, 1) for piece in embedding_pieces(self.mine, batch)]
         for kind, count in self.kinds.items():
@@ -169,7 +174,7 @@ class Forward:
         return (*found, *((piece.forward, 1) for piece in head_pieces(self.mine, plain, loss=False)))
 
     def _attention(self, queries: int, keys: int) -> tuple[tuple[Op, int], ...]:
-        batch = Equal(spans=((queries, keys),), copies=1, logits=1, kv_dtype=self.formats.kv)
+        batch = Equal(spans=((queries, keys),), copies=1, logits=1, dtype=self.dtype, kv_dtype=self.formats.kv)
         return tuple(
             (piece.forward, count)
             for kind, count in self.kinds.items()

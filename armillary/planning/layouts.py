@@ -146,10 +146,15 @@ def of(layouts: Sequence[Layout], precision: str | None = None) -> Layouts:
         sequence_parallel=np.array([layout.sequence_parallel for layout in layouts]),
         schedule=_ints([SCHEDULES.index(layout.schedule) for layout in layouts]),
         recompute=_ints([RECOMPUTES.index(layout.recompute) for layout in layouts]),
-        precision=_ints([PRECISIONS.index(precision or layout.precision) for layout in layouts]),
+        precision=_ints([PRECISIONS.index(precision or resolved_precision(layout)) for layout in layouts]),
         fp8_scaling=_ints([FP8_SCALINGS.index(layout.fp8_scaling) for layout in layouts]),
         offload=_ints([OFFLOADS.index(layout.offload) for layout in layouts]),
     )
+
+
+def resolved_precision(layout: Layout) -> str:
+    """`question` resolves auto for the device before anything is priced; without a device it stands for bf16."""
+    return "bf16" if layout.precision == "auto" else layout.precision
 
 
 def grid(**columns: npt.ArrayLike) -> Layouts:

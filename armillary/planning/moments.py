@@ -19,7 +19,7 @@ from armillary.planning.activations import (
     top_bytes,
 )
 from armillary.planning.case import TrainCase
-from armillary.planning.compute import WIDE
+from armillary.planning.efficiency import WIDE
 from armillary.planning.layouts import NONE, Array, Bools, Layouts
 from armillary.planning.offload import activations_out
 from armillary.planning.states import (

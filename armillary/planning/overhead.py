@@ -21,11 +21,6 @@ JITTER = 0.08
 loader and the system, so now one rank is late and now another (3 to 20 % of a step between two), and all wait"""
 GRAD_NORM_BYTES = 4
 """read again of every gradient for its norm"""
-CALL_S = 5.4e-6
-"""what a call of torch costs a processor whatever its work: Python, autograd and dispatch. Training steps of the same
-tokens in 1 to 16 micro-batches differed by 4.9 to 6.7 µs for each operator more, as quick as the cores just were"""
-DECODE_CALL_S = 4.4e-6
-"""the same where nothing is kept for a backward pass: decode steps of 1 to 8 rows differed by 3.2 to 5.2 µs a call"""
 RECORDED = 2.8
 """calls of torch for each that moves something: views, and operators that call another (2.5 to 3.1 were recorded)"""
 GRAPH_LAUNCH_S = 1.1e-6
@@ -65,7 +60,7 @@ def launch_s(case: TrainCase, layouts: Layouts, work: Work, device: Array) -> Ar
     if case.software.plain_layers:
         forwards = 1 + np.where(layouts.recompute == FULL, 1.0 / layouts.recompute_every, 0.0)
         calls = RECORDED * (work.kernels_forward * forwards + work.kernels_backward)
-        spent: Array = calls * CALL_S * case.software.host
+        spent: Array = calls * case.curves.call_s * case.software.host
         return spent
     each = GRAPH_LAUNCH_S if case.software.graphs else case.curves.launch_s
     host = (work.kernels_forward + work.kernels_backward) * each * case.software.host

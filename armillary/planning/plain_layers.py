@@ -11,7 +11,7 @@ from collections import Counter
 import numpy as np
 
 from armillary.planning.case import TrainCase
-from armillary.planning.compute import WIDE
+from armillary.planning.efficiency import WIDE
 from armillary.planning.kept import Kept
 from armillary.planning.layouts import FULL, NONE, SELECTIVE, Array, Layouts
 from armillary.spec.model import LayerKind, ModelConfig

@@ -46,7 +46,7 @@ class Prediction:
     @property
     def mfu(self) -> Array:
         rate = self.tokens_per_s * self.model_flops / self.layouts.num_devices
-        share: Array = rate / self.case.curves.peaks["bf16"]
+        share: Array = rate / self.case.curves.usual_peak
         return share
 
     @property

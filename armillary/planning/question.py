@@ -5,7 +5,8 @@ What a recipe leaves out is derived here and noted, so that every verb answers t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import log2
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from armillary.planning.adapters import lora_of
 from armillary.planning.case import Lora, TrainCase, read_lora
 from armillary.planning.measured import measured_peaks, processor_peaks
 from armillary.planning.software import OURS, OURS_BY_LAYER, OURS_ON_CPU, Software, runs_whole
+from armillary.profiling.dtype_choice import resolve_training, with_precision
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Tier
 from armillary.spec.layout import Layout
@@ -37,13 +39,17 @@ class Question:
     """What is asked."""
 
     recipe: Recipe
-    """overrides applied"""
+    """overrides applied, auto resolved"""
+    asked: Recipe
+    """the same as it was given"""
     model: ModelConfig
     """its shape"""
     case: TrainCase
     """what is priced"""
     notes: tuple[str, ...] = ()
     """what was assumed"""
+    chosen: Mapping[str, str] = field(default_factory=dict)
+    """recipe key that said "auto" -> what it came to and why"""
 
     @property
     def layout(self) -> Layout:
@@ -51,18 +57,23 @@ class Question:
 
 
 def question(recipe: Recipe, model: ModelConfig, cluster: Cluster, home: Home, lora: str | None = None) -> Question:
-    """The recipe's training job on its cluster, with the ceilings of this device where there are any."""
-    job = recipe.train
+    """The recipe's training job on its cluster, with the ceilings of this device where there are any; a precision of
+    auto is resolved for the device."""
+    asked, job = recipe, recipe.train
+    resolved = resolve_training(recipe.layout, model, job, cluster, home)
+    recipe = replace(recipe, layout=with_precision(recipe.layout, resolved))
     cluster, measured, share, notes = _devices(cluster, recipe.layout, home)
     adapters = read_lora(lora, model) if lora is not None else lora_of(model, job)
     case = TrainCase(
         model=model, cluster=cluster, sequence=job.sequence, batch_tokens=job.batch_tokens, measured=measured,
         measured_share=share, loss_chunk=job.chunk_tokens(model.vocab),
-        lora=adapters, software=_ours(model, cluster, adapters), compiled=job.compile,
+        lora=adapters, software=_ours(model, cluster, adapters), compiled=job.compiled,
     )  # fmt: skip
     if case.lora is not None:
         notes = (*notes, f"{count_text(case.lora.parameters)} weights of adapters are trained, the model's stay frozen")
-    return Question(recipe=recipe, model=model, case=case, notes=notes)
+    notes = (*notes, resolved.warning) if resolved.warning else notes
+    chosen = {"layout.precision": resolved.reason} if resolved.reason else {}
+    return Question(recipe=recipe, asked=asked, model=model, case=case, notes=notes, chosen=chosen)
 
 
 def _ours(model: ModelConfig, cluster: Cluster, adapters: Lora | None) -> Software:

@@ -21,10 +21,12 @@ from functools import cached_property
 from math import log2
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from armillary.planning.efficiency import Curves, curves
 from armillary.planning.engines import Rates, physics
 from armillary.planning.forward import EXPERT_PRODUCTS, Formats, Forward, Group, Split
-from armillary.planning.overhead import DECODE_CALL_S
+from armillary.planning.layouts import PRECISIONS
 from armillary.spec.attention_ops import AttentionShape
 from armillary.spec.hardware import Cluster, Tier
 from armillary.spec.layer_ops import wire_factor
@@ -151,7 +153,7 @@ class Replica:
         """A decode step runs from a graph; others wait where launching takes longer than running. On a CPU the host is
         the device: calls come on top."""
         if self.cluster.chip.kind == "cpu":
-            return replace(time, host_s=calls * DECODE_CALL_S + self.rates.step_s)
+            return replace(time, host_s=calls * self.curves.decode_call_s + self.rates.step_s)
         launches = 0.0 if decoding or not self._kernel_s else kernels_s / self._kernel_s * self.rates.launch_s
         waiting = max(0.0, launches - time.total_s) + self.rates.step_s
         return replace(time, host_s=waiting)
@@ -175,13 +177,14 @@ class Replica:
 
     def _product_s(self, op: Op) -> float:
         experts = op.name in EXPERT_PRODUCTS
-        compute = "bf16" if op.name == "head" or (experts and self.rates.experts_in_16_bits) else self.formats.compute
+        unrounded = op.name == "head" or (experts and self.rates.experts_in_16_bits)
+        compute = self.forward.dtype if unrounded else self.formats.compute
         rate, flops = self.curves.lasting(_precision(compute)) * self.rates.compute_rate, op.flops
         if experts:
             rate *= self.rates.grouped * self.rates.expert_rate
             groups, _, n, k = op.shape
             flops += min(op.flops, 2 * groups * EXPERT_TILE * n * k)
-        weights = "bf16" if op.name == "head" else self.formats.weights
+        weights = self.forward.dtype if op.name == "head" else self.formats.weights
         reads = op.bytes / self.bytes_per_s * self.rates.dequantise(weights, compute)
         power = self._overlap(op)
         return float(((flops / rate) ** power + reads**power) ** (1 / power))
@@ -207,10 +210,11 @@ class Replica:
         reads = 1.0 if shared else 1 + self.rates.kv_reread * (heads / kv_heads - 1)
         started = 1 + self.rates.kv_start_bytes * kv_heads / op.bytes
         moved = op.bytes * reads * started / (self.bytes_per_s * self.rates.kv)
-        return float(max(moved, op.flops / (self.curves.lasting("bf16") * self.rates.compute_rate)))
+        return float(max(moved, op.flops / (self.curves.lasting(self.forward.dtype) * self.rates.compute_rate)))
 
     def _prompt_s(self, op: Op, group: Group) -> float:
-        rate = float(self.curves.attention_flops(group.keys, self._shape.qk_dim, backward=False))
+        code = np.array(PRECISIONS.index(self.forward.dtype))
+        rate = float(self.curves.attention_flops(group.keys, self._shape.qk_dim, backward=False, precision=code))
         return float(max(op.flops / rate, op.bytes / self.bytes_per_s))
 
     @cached_property

@@ -15,6 +15,7 @@ from armillary.planning.capacity import Capacity, capacity
 from armillary.planning.cost import Offer, ServingCost, device_hour, serving_cost
 from armillary.planning.engines import Rates, physics
 from armillary.planning.forward import Formats, Split, check_split
+from armillary.planning.layouts import resolved_precision
 from armillary.planning.load import Server
 from armillary.planning.owned import NoPrice
 from armillary.planning.pools import Pools, split_pools
@@ -119,10 +120,19 @@ def _gaps_limit(found: Capacity, objective: Objective) -> bool:
 def from_layout(request: Request, layout: Layout) -> Choice:
     """The way a recipe's layout says: tp, pp, ep and precision (serve.dtype goes before it); dp is what the traffic
     needs, not what is given."""
+    return choice(request, *_says(request, layout))
+
+
+def server_of(request: Request, layout: Layout) -> Server:
+    """The replica that a recipe's layout says, with its traffic, whether or not it bears that."""
+    return _server(request, *_says(request, layout))
+
+
+def _says(request: Request, layout: Layout) -> tuple[Split, Formats]:
     asked = request.serve.dtype
-    precision = layout.precision if asked == "auto" else asked
+    precision = resolved_precision(layout) if asked == "auto" else asked
     formats = serving_formats(precision, request.cluster.chip, request.serve.kv_dtype)
-    return choice(request, Split(tp=layout.tp, pp=layout.pp, ep=layout.ep), formats)
+    return Split(tp=layout.tp, pp=layout.pp, ep=layout.ep), formats
 
 
 def choices(request: Request, weights: Sequence[str] = WEIGHTS) -> list[Choice]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from armillary.errors import ArmillaryError, BadInput
@@ -11,6 +11,8 @@ from armillary.planning.measured import processor_peaks
 from armillary.planning.pools import Pools
 from armillary.planning.question import Question, question
 from armillary.planning.serving_choices import Choice, Request, choices, from_layout, pools
+from armillary.profiling.dtype_choice import resolve_serving, serving_shape
+from armillary.profiling.dtype_rates import cluster_rates
 from armillary.spec.fields import to_plain
 from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout, Precision
@@ -131,10 +133,21 @@ def _request(made: Question, cluster: Cluster, home: Home) -> Request:
     recipe, measured = made.recipe, made.case.measured
     if cluster.chip.kind == "cpu" and cluster.name == "here":  # a server is one process, however many ranks train
         measured, _ = processor_peaks(home, cluster.chip, cluster.num_devices, 1)
-    request = Request(config=made.model, cluster=made.case.cluster, serve=recipe.serve, traffic=recipe.traffic,
+    serve = replace(recipe.serve, dtype=_dtype(made, cluster, home))
+    request = Request(config=made.model, cluster=made.case.cluster, serve=serve, traffic=recipe.traffic,
                       objective=recipe.objective, cost=recipe.cost, measured=measured)  # fmt: skip
     _refuse_too_long(request)
     return request
+
+
+def _dtype(made: Question, cluster: Cluster, home: Home) -> Any:
+    """serve.dtype, then a layout.precision that a recipe says, then auto as the engine resolves it; weights that nobody
+    has looked at yet are taken to be stored in bf16, as most are. Formats that no dtype names stay with the layout."""
+    serve, said = made.recipe.serve, "layout.precision" not in made.chosen
+    if serve.dtype != "auto" or said:
+        return serve.dtype
+    rates = cluster_rates(home, cluster, serving_shape(made.model, serve))
+    return resolve_serving(serve, rates, stored="bf16", traffic=made.recipe.traffic).dtype
 
 
 def _says_how(layout: Layout) -> bool:

@@ -31,6 +31,7 @@ from armillary.spec.hardware import Chip
 from armillary.spec.layout import Layout
 from armillary.spec.layout_case import Case
 from armillary.spec.layout_rules import layout_problems
+from armillary.spec.precision import GAIN
 
 MOST_TP, MOST_CP, MOST_MICRO_BATCH = 64, 64, 64
 LEAST_PIECE = 256
@@ -47,7 +48,7 @@ def space(case: TrainCase, precisions: Sequence[str] | None = None) -> Layouts:
     if not len(axes):
         raise BadInput(f"no layout divides {case.model.name}, {case.cluster.num_devices} devices and a batch of "
                        f"{case.batch_tokens} tokens; try a batch that is a multiple of sequence × devices")  # fmt: skip
-    names = list(precisions) if precisions else supported(case.cluster.chip)
+    names = list(precisions) if precisions else tried_dtypes(case)
     codes = [PRECISIONS.index(name) for name in names]
     free = np.array(list(product([0, 1, 2, 3], [NONE, SELECTIVE, FULL], codes)), dtype=np.int64)
     columns: dict[str, Ints] = {name: np.repeat(axes[:, i], len(free)) for i, name in enumerate(_AXES)}
@@ -98,6 +99,15 @@ def hybrid(case: TrainCase, layouts: Layouts) -> Layouts:
     size = np.maximum(case.cluster.fast_domain // (layouts.tp * layouts.cp), 1)
     real = (layouts.zero == 3) & (size > 1) & (size < layouts.dp) & (layouts.dp % size == 0)
     return replace(layouts, shard=size).take(np.nonzero(real)[0])
+
+
+def tried_dtypes(case: TrainCase) -> list[str]:
+    """Formats that a search tries where nobody says: on a measured CPU what is quickest by its own ceilings, else what
+    the chip has."""
+    if case.measured is None or case.cluster.chip.kind != "cpu":
+        return supported(case.cluster.chip)
+    half, wide = (case.curves.lasting(name) for name in ("bf16", "fp32"))
+    return ["bf16" if half >= GAIN * wide else "fp32"]
 
 
 def supported(chip: Chip) -> list[str]:

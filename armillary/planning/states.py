@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from armillary.planning.case import TrainCase
-from armillary.planning.compute import WIDE
+from armillary.planning.efficiency import WIDE
 from armillary.planning.layouts import Array, Bools, Layouts
 from armillary.planning.weights import Held
 

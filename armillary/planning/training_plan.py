@@ -72,7 +72,8 @@ class TrainingPlan:
         if self.cost is not None:
             predicted |= {name: getattr(self.cost, name) for name in _DOLLARS}
         return Plan(
-            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), recipe=to_dict(recipe),
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), recipe=to_dict(self.question.asked),
+            chosen=self.question.chosen,
             model=self.question.model, cluster=self.question.case.cluster, layout=self.found.layout(),
             train=recipe.train, predicted=predicted, notes=self.notes(),
         )  # fmt: skip
@@ -106,7 +107,7 @@ def training_plan(question: Question, found: Prediction) -> TrainingPlan:
     fits = bool(found.fits[0])
     remedy = "" if fits else remedy_text(case, found.layout(), found.precision())
     check_layout(found.layout(), question.model, num_devices=case.cluster.num_devices, sequence=recipe.train.sequence,
-                 batch_tokens=recipe.train.batch_tokens, by_trainer=True, compiled=recipe.train.compile)  # fmt: skip
+                 batch_tokens=recipe.train.batch_tokens, by_trainer=True, compiled=recipe.train.compiled)  # fmt: skip
     return TrainingPlan(question=question, found=found, goodput=goodput, cost=cost, price_source=source, remedy=remedy)
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from armillary.kernels.timing import Call
+from armillary.profiling.gemm import is_emulated
 from armillary.profiling.settings import Settings
 from armillary.spec.attention_ops import AttentionShape, attention, attention_backward, self_spans
 
@@ -22,18 +23,24 @@ _ON_CPU = ((128, 8, 64), (512, 2, 64), (2048, 1, 64), (128, 8, 32), (128, 8, 128
 """(keys, rows, head dim): a thousand tokens or two"""
 _CPU_HEADS = 4
 _SECONDS = 0.5
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def cases(settings: Settings) -> list[dict[str, Any]]:
-    """Both passes, at one length on a GPU."""
+    """Both passes, at one length on a GPU; on a CPU in every dtype that it has units for."""
     if settings.on_cuda:
         half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
         shapes = [{"keys": _KEYS, "heads": _HEADS, "head_dim": _HEAD_DIM, "dtype": half}]
     else:
-        shapes = [{"keys": keys, "heads": _CPU_HEADS, "head_dim": dim, "dtype": "bf16", "rows": rows}
-                  for keys, rows, dim in _ON_CPU]  # fmt: skip
+        shapes = [{"keys": keys, "heads": _CPU_HEADS, "head_dim": dim, "dtype": dtype, "rows": rows}
+                  for keys, rows, dim in _ON_CPU for dtype in native_dtypes(settings)]  # fmt: skip
     return [shape | {"backward": backward} for shape in shapes for backward in (False, True)]
+
+
+def native_dtypes(settings: Settings) -> list[str]:
+    """fp32, and of the 16-bit dtypes those that a CPU does not emulate."""
+    return [dtype for dtype in _DTYPES if not is_emulated(dtype, settings)]
 
 
 def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -54,7 +61,7 @@ def counted_flops(keys: int, heads: int, head_dim: int, *, backward: bool, rows:
 
 
 def _call(case: dict[str, Any], device: torch.device) -> Call:
-    dtype = torch.bfloat16 if case["dtype"] == "bf16" else torch.float16
+    dtype = _DTYPES[case["dtype"]]
     size = (case.get("rows", _ROWS), case["heads"], case["keys"], case["head_dim"])
     q, k, v, dy = (torch.randn(size, device=device, dtype=dtype) for _ in range(4))
     if not case["backward"]:

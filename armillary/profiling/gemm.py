@@ -7,6 +7,7 @@ never rests stands beside one square.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
@@ -18,6 +19,7 @@ from armillary.kernels.random_data import Pool, random_row, set_elements
 from armillary.kernels.timing import Call, Timing
 from armillary.machine.accelerator import accelerator_of
 from armillary.profiling.settings import Settings
+from armillary.spec.precision import EMULATED
 
 _TORCH = {
     "fp32": torch.float32,
@@ -37,10 +39,13 @@ _MODEL_SHAPES = {
 """(m, n, k): a decode step, a short prompt; QKV, gate + up and down of an 8 B model; smaller ones on a CPU"""
 _TIMES_CACHE = 3
 _MAX_SETS = 16
+_TRIES = 4
 _REST_S = 0.1
 _SUSTAINED, _SUSTAINED_S, _PLANNED = 8192, 0.6, "bf16"
-_TOO_SLOW = 10
-"""a shape that would need this many budgets for one call is left out: the dtype is emulated"""
+_SMALL = (64, 256, 256)
+"""(m, n, k) on which a dtype without units of its own is timed, and nothing larger: 33 ms at the slowest rate seen"""
+_DECODE = (1, 2048, 2048)
+"""(m, n, k) of a CPU's decode step: the bytes of the weights count, not the FLOPs"""
 
 
 def dtypes(device: torch.device) -> list[str]:
@@ -58,24 +63,53 @@ def cases(settings: Settings) -> list[dict[str, Any]]:
     kind = settings.device.type
     squares = [(size, size, size) for size in _SQUARES[kind]]
     shapes = squares[-3:-1] if settings.quick else sorted((*squares, *_MODEL_SHAPES[kind]), key=_multiplications)
+    if not settings.on_cuda:
+        shapes = [_DECODE, *shapes]
     return [{"m": m, "n": n, "k": k, "dtype": dtype} for dtype in dtypes(settings.device) for m, n, k in shapes]
 
 
 def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A point for each case, but those that an emulated dtype would take minutes for."""
-    rates: dict[str, float] = {}
+    """A point for each case; of a dtype that is emulated here, one on a small shape, marked so."""
+    emulated: dict[str, bool] = {}
     for case in chosen:
-        flops = 2.0 * _multiplications((case["m"], case["n"], case["k"]))
         dtype = case["dtype"]
-        if flops > rates.get(dtype, inf) * settings.budget_s * _TOO_SLOW:
-            continue
-        with precision("tf32" if dtype == "tf32" else "ieee", settings.device):
-            calls = make_calls(case, settings)
-            timing = settings.time(*calls, rest_s=_REST_S)
-            sustained = _sustained(calls, case, settings)
-        rates[dtype] = flops / timing.seconds
-        more = {"sustained_flops": flops / sustained.seconds} if sustained else {}
-        yield "gemm", settings.point(case, timing, {"flops": rates[dtype]}, units=_units(dtype, settings), **more)
+        if dtype not in emulated:
+            emulated[dtype] = not settings.on_cuda and is_emulated(dtype, settings)
+            if emulated[dtype]:
+                yield "gemm", _point(dict(zip("mnk", _SMALL, strict=True)) | {"dtype": dtype}, settings, emulated=True)
+        if not emulated[dtype]:
+            yield "gemm", _point(case, settings)
+
+
+def _point(case: dict[str, Any], settings: Settings, **more: Any) -> dict[str, Any]:
+    flops, dtype = 2.0 * _multiplications((case["m"], case["n"], case["k"])), case["dtype"]
+    with precision("tf32" if dtype == "tf32" else "ieee", settings.device):
+        calls = make_calls(case, settings)
+        timing = settings.time(*calls, rest_s=_REST_S)
+        sustained = _sustained(calls, case, settings)
+    more |= {"sustained_flops": flops / sustained.seconds} if sustained else {}
+    return settings.point(case, timing, {"flops": flops / timing.seconds}, units=_units(dtype, settings), **more)
+
+
+def is_emulated(dtype: str, settings: Settings) -> bool:
+    """Whether a small GEMM in a narrower dtype takes far longer than in fp32: the CPU has no units for it."""
+    if dtype == "fp32":
+        return False
+    mine, wide = (_once_s(name, settings) for name in (dtype, "fp32"))
+    return mine * EMULATED > wide
+
+
+def _once_s(dtype: str, settings: Settings) -> float:
+    """The quickest of three calls of the small GEMM; the first alone where that took long."""
+    call = make_calls(dict(zip("mnk", _SMALL, strict=True)) | {"dtype": dtype}, settings)[0]
+    best = inf
+    for _ in range(_TRIES):
+        begin = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - begin)
+        if best > settings.budget_s:
+            break
+    return best
 
 
 def _sustained(calls: list[Call], case: dict[str, Any], settings: Settings) -> Timing | None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from armillary.kernels.timing import Call
+from armillary.profiling.gemm import is_emulated
 from armillary.profiling.settings import Settings
 from armillary.spec import catalogue
 from armillary.spec.layer_ops import activation, cross_entropy, norm
@@ -26,8 +27,9 @@ _LIKE = "armillary-2m"
 
 
 def cases(settings: Settings) -> list[dict[str, Any]]:
-    """Both number formats; a GPU's are fused."""
-    return [] if settings.on_cuda else [{"dtype": dtype, "tokens": _TOKENS} for dtype in ("bf16", "fp32")]
+    """In fp32, and in bf16 where a CPU has units for it; a GPU's are fused."""
+    dtypes = [] if settings.on_cuda else [dtype for dtype in ("fp32", "bf16") if not is_emulated(dtype, settings)]
+    return [{"dtype": dtype, "tokens": _TOKENS} for dtype in dtypes]
 
 
 def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -48,6 +48,8 @@ class Plan:
     """how it is served; none in a plan for training"""
     weights: str = ""
     """Hugging Face folder that training starts from; empty: from scratch"""
+    chosen: Mapping[str, str] = field(default_factory=dict)
+    """recipe key that said "auto" -> what it came to and why"""
     predicted: Mapping[str, float] = field(default_factory=dict)
     """gauge -> value"""
     notes: tuple[str, ...] = ()

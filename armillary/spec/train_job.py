@@ -131,8 +131,9 @@ class TrainJob:
     first twelve; 0: none"""
     log_every: Free[int] = 1
     """steps between records in gauges.jsonl"""
-    compile: Noted[bool] = False
-    """compile the blocks with torch.compile"""
+    compile: Noted[bool | Literal["auto"]] = "auto"
+    """compile the blocks with torch.compile; auto: on a CPU, where the plan says that it saves several times what
+    compiling takes"""
     deterministic: Noted[bool] = False
     """bit-equal results on the same machine; slower, and no kernel is chosen by timing"""
     loss_chunk: Noted[int | None] = None
@@ -183,6 +184,11 @@ class TrainJob:
             raise refuse(self, "train", "warmup_steps", f"at most train.steps={self.steps}", self.steps // 10)
         if self.lr is not None and self.min_lr is not None and self.min_lr > self.lr:
             raise refuse(self, "train", "min_lr", f"at most train.lr={self.lr}")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether blocks are compiled; auto counts as not, until a plan has resolved it."""
+        return self.compile is True
 
     @property
     def total_tokens(self) -> int:

@@ -88,3 +88,12 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadModel(f"{path} is not a JSON object; download or export it again")
     return value
+
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def stored_dtype(folder: Path | None) -> str:
+    """The dtype that config.json names, as fp32, bf16 or fp16; fp32 where there is no folder or it names none."""
+    raw = read_config(folder) if folder is not None else {}
+    return _DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype") or ""), "fp32")

@@ -67,6 +67,11 @@ class Peaks:
         """FLOP/s of the fastest matrix multiplication in `dtype`."""
         return self.best("gemm", "flops", dtype=dtype)
 
+    def is_emulated(self, dtype: str) -> bool:
+        """Whether the device was found to have no units for a dtype."""
+        return any(point.get(BESIDE, {}).get("emulated") for point in self.points.get("gemm", ())
+                   if point["dtype"] == dtype)  # fmt: skip
+
     def best_copy(self) -> float | None:
         """bytes/s of the fastest copy in device memory."""
         return self.best("copy", "bytes_per_s")

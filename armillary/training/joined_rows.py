@@ -33,7 +33,7 @@ def can_join(plan: Plan, sharded: Sharded) -> bool:
     """Whether steps have several micro-batches, and a rank can pass some by itself: through a whole model, which keeps
     everything here and is not compiled for so many rows."""
     job, layout = plan.train, plan.layout
-    if job is None or job.compile or sharded.is_fsdp or layout.tp * layout.pp * layout.cp * layout.ep > 1:
+    if job is None or job.compiled or sharded.is_fsdp or layout.tp * layout.pp * layout.cp * layout.ep > 1:
         return False
     return layout.offload == "none" and layout.num_micro_batches(job.batch_tokens, job.sequence) > 1
 

@@ -142,7 +142,7 @@ def _block_form(job: TrainJob, layout: Layout, taken: Mapping[str, str], device:
     fp8 needs units of its own."""
     ours = all(taken[name].startswith("triton") for name in ("norm", "rope", "activate") if name in taken)
     fits_unit = layout.precision != "fp8" or not lacking(("sm_90",), device.type)
-    return FUSED if ours and fits_unit and not job.compile and layout.precision != "fp16" else "layers"
+    return FUSED if ours and fits_unit and not job.compiled and layout.precision != "fp16" else "layers"
 
 
 def _halves(layout: Layout) -> HalfWeights | None:

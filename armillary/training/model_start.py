@@ -53,7 +53,7 @@ def start_model(
     model = ranks.patiently("load the model", lambda: _whole(plan, device) if copies else _without_memory(plan, mesh))
     ranks.together(lambda: add_lora(model, job, precision=layout.precision))
     choices = _choices(plan, model, device, ranks, names or {}, home)
-    sharded = ranks.together(lambda: apply(model, layout, mesh, loss=choices.loss, compile=job.compile))
+    sharded = ranks.together(lambda: apply(model, layout, mesh, loss=choices.loss, compile=job.compiled))
     if not copies:
         ranks.patiently("load the model", lambda: _fill(plan, model, device))
     model.train()

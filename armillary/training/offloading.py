@@ -34,7 +34,7 @@ def optimizer_of(
     )  # fmt: skip
     if halves is not None and layout.precision == "bf16" and layout.num_devices == 1 and not job.lora_rank:
         narrow(model, halves, summed=layout.num_micro_batches(job.batch_tokens, job.sequence) > 1)
-    if device.type == "cuda" and sharded.pipeline is None and not sharded.is_fsdp and not job.compile:
+    if device.type == "cuda" and sharded.pipeline is None and not sharded.is_fsdp and not job.compiled:
         made.run_beside(model)
     return made
 

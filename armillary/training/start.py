@@ -16,6 +16,7 @@ from armillary.machine.machine import here
 from armillary.model.buildable import refuse_unbuildable
 from armillary.model.fusing import rules
 from armillary.parallel.world import join_world
+from armillary.profiling.dtype_choice import kept_precision, resolve_training, with_precision
 from armillary.spec.fields import to_plain
 from armillary.spec.hf_config import to_hf
 from armillary.spec.layout_rules import check_layout
@@ -61,7 +62,7 @@ class Start:
         found = self.to_resume(choice)
         if found is None:
             return self.create_run(name=choice.name, file=choice.file, text=text, overrides=overrides)
-        return self.take_over(found, choice, text=text, overrides=overrides)
+        return self.keeping(found).take_over(found, choice, text=text, overrides=overrides)
 
     def to_resume(self, choice: Choice, say: Say = lambda text: None) -> Run | None:
         """The run to go on with; None where a new one is to begin. BadInput where that is for a person to decide."""
@@ -74,6 +75,18 @@ class Start:
     def changes_since(self, run: Run) -> list[KeyChange]:
         """Keys in which the run's recipe differs from this one, with their classes."""
         return changes_since(run, self.recipe, self.plan.weights)
+
+    def keeping(self, run: Run) -> Start:
+        """The same with the precision and the compilation that the run was started with, where the recipe leaves them
+        to auto: a run that goes on elsewhere stays the run it is, and says where auto would now differ."""
+        before, plan = Plan.from_json(run.plan.read_text(), str(run.plan)), self.plan
+        if self.recipe.layout.precision == "auto" and before.layout.precision not in ("auto", plan.layout.precision):
+            found = kept_precision(before.layout.precision, plan.chosen["layout.precision"])
+            plan = replace(plan, layout=with_precision(plan.layout, found), notes=(*plan.notes, found.warning),
+                           chosen={**plan.chosen, "layout.precision": found.reason})  # fmt: skip
+        if self.recipe.train.compile == "auto" and before.train is not None and plan.train is not None:
+            plan = replace(plan, train=replace(plan.train, compile=before.train.compiled))
+        return replace(self, plan=plan)
 
     def take_over(
         self, run: Run, choice: Choice, *, text: str = "", overrides: Sequence[str] = (), say: Say = lambda text: None
@@ -102,11 +115,12 @@ class Start:
 
 def start(
     recipe: Recipe, home: Home, source: ModelSource, *, room: int = 0, fills: int | None = None,
-    until: Until | None = None,
+    until: Until | None = None, device: str | None = None,
 ) -> Start:  # fmt: skip
     """Check the recipe against its model, its devices and what the trainer can do; training starts from the weights
     of `source`, or from scratch where it has none. `room` is how many processes may share a processor's cores, where
-    that was asked for, and `fills` how many devices must all be used; `until` is a goal that must be within reach."""
+    that was asked for, and `fills` how many devices must all be used; `until` is a goal that must be within reach. A
+    precision of auto is resolved for the device."""
     config = recipe.model_config(source.config)
     if source.folder is not None and config != source.config:
         keys = ", ".join(f"model.{key}" for key in recipe.model.overrides)
@@ -121,21 +135,23 @@ def start(
     there = max(cluster.num_devices, room if cluster.chip.kind == "cpu" else 0)
     check_layout(
         recipe.layout, config, num_devices=there, fills=fills, sequence=job.sequence, batch_tokens=job.batch_tokens,
-        by_trainer=True, compiled=job.compile,
+        by_trainer=True, compiled=job.compiled,
     )  # fmt: skip
     data = plan_data(
         recipe.data, home, vocab=recipe.data.vocab or config.vocab, tokenizer=_tokenizer(recipe, source)
     )
+    dtype = resolve_training(recipe.layout, config, job, cluster, home, device=device)
     plan = Plan(
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         recipe=to_dict(recipe),
         model=config,
         cluster=cluster,
-        layout=recipe.layout,
-        train=recipe.train,
+        layout=with_precision(recipe.layout, dtype),
+        train=replace(job, compile=job.compiled),
         data=data,
         weights=str(source.folder or ""),
-        notes=tuple(notes_of(config, recipe.layout, job)),
+        chosen={"layout.precision": dtype.reason} if dtype.reason else {},
+        notes=(*filter(None, [dtype.warning]), *notes_of(config, recipe.layout, job)),
     )
     return Start(recipe=recipe, plan=plan, home=home)
 
@@ -150,7 +166,7 @@ def _check_model(recipe: Recipe, config: ModelConfig, fills: int | None) -> None
     # tp first: a layout that could never divide the model is a plainer message than "one device only"
     job = recipe.train
     batch: dict[str, Any] = {"sequence": job.sequence, "batch_tokens": job.batch_tokens} if fills else {}
-    check_layout(recipe.layout, config, fills=fills, by_trainer=True, compiled=job.compile, **batch)
+    check_layout(recipe.layout, config, fills=fills, by_trainer=True, compiled=job.compiled, **batch)
 
 
 def _tokenizer(recipe: Recipe, source: ModelSource) -> Path | None:
@@ -200,7 +216,9 @@ def train_recipe(
     until = until or Until.of(ready.train)
     with join_world(device) as world:
         ranks = agreement(world)
-        begun = ranks.patiently("find the model", lambda: _started(ready, home, room=world.size, until=until))
+        begun = ranks.patiently(
+            "find the model", lambda: _started(ready, home, room=world.size, until=until, device=device)
+        )
         if world.size == 1:
             _refuse_many(begun.plan)
             refuse_elsewhere(begun.plan)
@@ -209,11 +227,12 @@ def train_recipe(
         )
         found = ranks.tell(opened)
         assert found is not None
-        return train(begun.plan, found, device=device, until=until, watch=watch, home=home)
+        plan = Plan.from_json(found.plan.read_text(), str(found.plan))  # a resumed run may keep what it had
+        return train(plan, found, device=device, until=until, watch=watch, home=home)
 
 
-def _started(recipe: Recipe, home: Home, *, room: int, until: Until | None) -> Start:
-    return start(recipe, home, starting_point(recipe, home), room=room, until=until)
+def _started(recipe: Recipe, home: Home, *, room: int, until: Until | None, device: str | None) -> Start:
+    return start(recipe, home, starting_point(recipe, home), room=room, until=until, device=device)
 
 
 def _opened(begun: Start, choice: Choice, overrides: Sequence[str]) -> Run:

@@ -88,7 +88,7 @@ class Trainer:
             self.waits.watch(self.model)
             self.sharded.tell(self.waits)
         self.pace = Pace()
-        self.again = Again(self.model, self.device, seen=not self.job.compile)
+        self.again = Again(self.model, self.device, seen=not self.job.compiled)
         self.looks = Looks(self.job.profile_every if world.is_main else 0, roof_here(self.device, home))
         self.samples = self._samples()
         self.val_loss: float | None = None
@@ -289,7 +289,7 @@ class Trainer:
     def _measuring(self) -> Any:
         """One step's memory is taken apart; the others are left alone."""
         if self.taken == MEASURED_STEP:
-            half, compiled = self.layout.precision in HALF, self.job.compile
+            half, compiled = self.layout.precision in HALF, self.job.compiled
             self._meter = make_meter(self.model, self.optimizer, half=half, device=self.device, compiled=compiled,
                                      elsewhere=self.offloaded.holds)  # fmt: skip
         else:

@@ -16,9 +16,15 @@ from armillary.diagnosis.inner_rules import (
 )
 from armillary.diagnosis.launching import launching
 from armillary.diagnosis.reading import Reading
-from armillary.planning.overhead import CALL_S
+from armillary.machine.machine import here
+from armillary.planning.efficiency import CALL_S
 from armillary.profiling.profile import Profile, Roof, Row
+from armillary.store.home import Home
+from armillary.store.peaks import save_peaks
 from tests.diagnosis.trained import BUSY, NOWHERE, plan_of, reading_of
+from tests.training.test_auto_precision import ceilings
+
+HERE = ("layout.dp=1", "hardware.on=here", "model.name=armillary-5m", "train.sequence=128", "train.batch_tokens=2048")
 
 
 def test_a_slow_loader_starves_the_device() -> None:
@@ -88,9 +94,21 @@ def test_wide_numbers_are_named_where_narrow_ones_are_faster() -> None:
     made = reading_of(plan_of("layout.precision=fp32"))
     found = precision(made, made.plan)
     assert found is not None and "fp32" in found.says
-    assert precision(made, plan_of()) is None and precision(made, None) is None
+    assert precision(made, plan_of("layout.precision=fp8")) is None and precision(made, None) is None
     verdict = diagnose(made, NOWHERE)
     assert verdict.cause == "precision" and verdict.levers[0].change == {"layout.precision": "bf16"}
+
+
+def test_16_bits_that_a_cpu_emulates_are_named(home: Home) -> None:
+    """The other way round: fp32 is the lever, by the ceilings of the CPU."""
+    save_peaks(home, ceilings(20e9, fp32=100e9))
+    made = plan_of("layout.precision=bf16", *HERE, cluster=here(device="cpu"), home=home)
+    assert any("5 × slower than in fp32" in note for note in made.notes)
+    verdict = diagnose(reading_of(made), home)
+    assert verdict.cause == "precision" and verdict.levers[0].change == {"layout.precision": "fp32"}
+    assert "emulated" in verdict.headline
+    wide = plan_of("layout.precision=fp32", *HERE, cluster=here(device="cpu"), home=home)
+    assert diagnose(reading_of(wide), home).cause != "precision", "bf16 would be slower"
 
 
 def test_kernels_that_are_the_time() -> None:

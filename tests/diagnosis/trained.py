@@ -13,6 +13,7 @@ from armillary.planning.prediction import predict
 from armillary.planning.question import question
 from armillary.planning.training_plan import training_plan
 from armillary.spec.fields import to_plain
+from armillary.spec.hardware import Cluster
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import recipe_from_dict
 from armillary.store.gauges import GaugeWriter, Record
@@ -29,10 +30,10 @@ BUSY = {"useful": 0.5, "inefficiency": 0.4, "unjudged": 0.0, "comm_exposed": 0.0
 """the budget of a step that computes"""
 
 
-def plan_of(*sets: str) -> Plan:
+def plan_of(*sets: str, cluster: Cluster | None = None, home: Home = NOWHERE) -> Plan:
     """What the planner makes of the recipe with some keys changed."""
     recipe = recipe_from_dict(BASE, sets)
-    asked = question(recipe, recipe.model_config(), recipe.cluster(), NOWHERE)
+    asked = question(recipe, recipe.model_config(), recipe.cluster(cluster), home)
     made = training_plan(asked, predict(asked.case, of([asked.layout]))).plan()
     return replace(made, data=recipe.data)
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from armillary.model.bpe import train_tokenizer
 from armillary.model.transformer import build
 from armillary.model.weights import save_model
+from armillary.planning.efficiency import DECODE_CALL_S
 from armillary.planning.load import Server
-from armillary.planning.overhead import DECODE_CALL_S
 from armillary.planning.planned_service import planned_service
 from armillary.planning.replica import Replica
 from armillary.serving.engine.llm import LLM

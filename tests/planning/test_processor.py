@@ -12,9 +12,9 @@ from armillary.machine.device_name import device_name
 from armillary.machine.machine import here
 from armillary.planning.attention_curve import measured_attention
 from armillary.planning.case import TrainCase
+from armillary.planning.efficiency import CALL_S
 from armillary.planning.layouts import of
 from armillary.planning.measured import of_a_rank, processor_peaks
-from armillary.planning.overhead import CALL_S
 from armillary.planning.prediction import predict
 from armillary.planning.software import OURS, OURS_ON_CPU
 from armillary.spec import catalogue
@@ -73,13 +73,13 @@ def test_all_threads_reach_what_one_does(tmp_path: Any) -> None:
 def test_attention_between_measured_lengths_and_head_dims() -> None:
     apart = [{"keys": keys, "head_dim": dim, "dtype": "bf16", "backward": True, "flops": 1e9}
              for keys, dim in ((128, 64), (2048, 128))]  # fmt: skip
-    assert measured_attention(new_peaks("x").with_points("attention", apart), 1.0, backward=True) is None
+    assert measured_attention(new_peaks("x").with_points("attention", apart), 1.0, ("bf16",), backward=True) is None
     tried = [(128, 64, 10e9), (2048, 64, 160e9), (128, 32, 5e9)]
     points = [{"keys": keys, "head_dim": dim, "dtype": "bf16", "backward": True, "flops": rate}
               for keys, dim, rate in tried]  # fmt: skip
     measured = new_peaks("x").with_points("attention", points)
-    curve = measured_attention(measured, 0.5, backward=True)
-    assert curve is not None and measured_attention(measured, 0.5, backward=False) is None
+    curve = measured_attention(measured, 0.5, ("bf16", "fp16"), backward=True)
+    assert curve is not None and measured_attention(measured, 0.5, ("bf16",), backward=False) is None
     assert curve.flops(np.array([128.0, 512.0, 2048.0, 9999.0]), 64) == pytest.approx([5e9, 20e9, 80e9, 80e9])
     assert curve.flops(np.array(2048.0), 32) == pytest.approx(40e9)
 
@@ -92,7 +92,7 @@ def test_calls_come_on_top_of_the_work() -> None:
 
 
 def test_layers_that_are_compiled_move_less() -> None:
-    ends = 2048 * 1024 * 44 / case().curves.plain_bytes_per_s
+    ends = 2048 * 1024 * 44 / case().curves.plain_bytes_per_s["bf16"]
     assert ends < step(compiled=True).memory[0] < 0.75 * step().memory[0], "the loss is not"
 
 

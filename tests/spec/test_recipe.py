@@ -34,7 +34,7 @@ on = "here"
 
 [layout]
 dp = 2
-precision = "bf16"
+precision = "auto"
 
 [train]
 sequence = 512

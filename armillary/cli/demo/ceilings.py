@@ -12,9 +12,11 @@ from armillary.cli.measuring import on_bar, pick
 from armillary.store.peaks import Peaks, load_peaks, save_peaks
 from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
 
-LIMITS_S = {"gemm": 7.0, "bandwidth": 15.0, "attention": 4.0, "passes": 3.0, "launch": 3.0}
+LIMITS_S = {"gemm": 6.0, "bandwidth": 8.0, "attention": 4.0, "passes": 2.0, "launch": 2.0}
 """sections of `bench ceilings` that plans and rooflines rest on, the weightiest first, and how long each may take where
 the machine is busy"""
+TOTAL_S = 22.0
+"""of all of them together, on any machine; the ranks' link comes on top, a few seconds"""
 
 ALONE = ("gemm", "attention", "passes")
 """of them, what is measured again for the threads of one rank: cores share memory, and not the units that multiply"""
@@ -37,7 +39,8 @@ def measure(walk: Walk) -> None:
 def is_known(peaks: Peaks, ranks: int) -> bool:
     """Whether all that is needed was measured today, the ranks' link included where there are several."""
     linked = ranks < 2 or any(point["world"] == ranks for point in peaks.points.get("collective", ()))
-    whole = all(peaks.points.get(kind) for kind in ("gemm", "copy", "attention", "launch"))
+    both = all(peaks.best_gemm(dtype) for dtype in ("fp32", "bf16"))
+    whole = both and all(peaks.points.get(kind) for kind in ("copy", "attention", "launch"))
     return whole and linked and peaks.date == time.strftime("%Y-%m-%d")
 
 
@@ -47,9 +50,11 @@ def _measured(walk: Walk, device: Any) -> Peaks:
     from armillary.profiling.collectives import QUICK_SIZES, measure_collectives
 
     ranks, skipped, busy = walk.recipe.layout.num_devices, 0, 0.0
+    end = time.monotonic() + TOTAL_S
     for section, threads, limit in sections(device, ranks):
+        left = max(0.1, min(limit, end - time.monotonic()))
         with walk.out.progress(f"measuring {section}", unit="case") as bar, _computing_with(threads):
-            found = measure_ceilings(device, quick=True, only=(section,), limit_s=limit, watch=on_bar(bar))
+            found = measure_ceilings(device, quick=True, only=(section,), limit_s=left, watch=on_bar(bar))
         skipped += found.skipped
         busy = max(busy, found.other_cores or 0.0) if device.type == "cpu" else 0.0
         save_peaks(walk.home, found.peaks)
@@ -58,13 +63,19 @@ def _measured(walk: Walk, device: Any) -> Peaks:
             between = measure_collectives(device, worlds=(ranks,), ops=("all_reduce",), sizes=QUICK_SIZES,
                                           budget_s=0.05, watch=on_bar(bar))  # fmt: skip
         save_peaks(walk.home, between.peaks)
-    if busy > BUSY_CORES or skipped:
-        note = f"other work kept {busy:.1f} cores busy while ceilings were measured: figures of times are rough"
+    for note in _notes(busy if busy > BUSY_CORES else 0.0, skipped):
         walk.out.warn(note)
         walk.keep(notes=(*walk.circle.notes, note))
     peaks = load_peaks(walk.home, name_of(device))
     assert peaks is not None, "they were saved"
     return peaks
+
+
+def _notes(busy: float, skipped: int) -> Iterator[str]:
+    if busy:
+        yield f"other work kept {busy:.1f} cores busy while ceilings were measured: figures of times are rough"
+    if skipped:
+        yield f"{skipped} ceilings were left out when the time for measuring was over: figures of times are rough"
 
 
 def sections(device: Any, ranks: int) -> Iterator[tuple[str, int | None, float]]:
@@ -94,7 +105,8 @@ def _computing_with(threads: int | None) -> Iterator[None]:
 
 def roofs_text(peaks: Peaks) -> str:
     """'bf16 310 GFLOP/s · memory 21 GB/s · all-reduce of 2 ranks 60 µs + 4.1 GB/s'."""
-    parts = [f"{dtype} {flops_per_s_text(best)}" for dtype in ("fp32", "bf16") if (best := peaks.best_gemm(dtype))]
+    parts = [f"{dtype} {flops_per_s_text(best)}{' (emulated)' if peaks.is_emulated(dtype) else ''}"
+             for dtype in ("fp32", "bf16") if (best := peaks.best_gemm(dtype))]  # fmt: skip
     copy = peaks.best_copy()
     parts += [f"memory {bandwidth_text(copy)}"] if copy else []
     for point in peaks.points.get("collective", ()):

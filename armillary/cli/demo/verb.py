@@ -30,15 +30,16 @@ SHOWN = ("step_s", "tokens_per_s", "memory_peak_bytes", "checkpoint_bytes", "ttf
 def demo(out: Output, home: Home, overrides: tuple[str, ...], page: Path) -> None:
     """Go once round the circle on this machine: measure, plan, train, serve, load, diagnose, pull a lever, compare.
 
-    Needs no download and under five minutes on two cores. Ctrl-C ends it with a report of what there is; the same
-    command goes on with the training run.
+    Needs no download and under five minutes: model, steps and traffic are chosen by what this machine reaches. Ctrl-C
+    ends it with a report of what there is; the same command goes on with the training run.
     """
-    from armillary.cli.demo import ceilings, levers, serving, training
+    from armillary.cli.demo import ceilings, levers, serving, sizing, training
 
     walk = Walk(out, home, overrides)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the server, too
     try:
         ceilings.measure(walk)
+        sizing.fit(walk)
         run = training.train(walk, training.plan(walk))
         service = serving.serve_and_load(walk, run)
         levers.diagnose(walk, run, service)

@@ -28,6 +28,11 @@ class Walk:
         now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
         self.circle = Circle(title=self.recipe.model.source, created=now)
 
+    def resize(self, overrides: Sequence[str]) -> None:
+        """Take these overrides in place of those so far."""
+        self.overrides = tuple(overrides)
+        self.recipe = load_recipe(RECIPE, self.overrides)
+
     @contextmanager
     def stage(self, name: str, about: str) -> Iterator[Callable[[str], None]]:
         """Announce a stage and time it; what it yields takes the line that the report has of it. A stage that is cut

@@ -5,6 +5,7 @@ Scales are of a token alone, so an answer does not depend on what stands beside 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ class Int8Dense:
         wide = weight_NK.detach().float()
         self.scale_N = wide.abs().amax(dim=1).clamp_min(1e-12) / 127
         rounded_NK = (wide / self.scale_N[:, None]).round().to(torch.int8)
-        self._ops: Any = torch.ops.onednn if has_onednn() else None
+        self._ops: Any = torch.ops.onednn if has_onednn() and onednn_is_exact() else None
         if self._ops is not None:
             self._packed = self._ops.qlinear_prepack(rounded_NK, None)
             self._zeros_N = torch.zeros(len(rounded_NK), dtype=torch.int32)
@@ -36,12 +37,28 @@ class Int8Dense:
         """Sums in int32, times the weight's scales, in fp32."""
         if self._ops is None:
             return torch._int_mm(rounded_TK, self._weight_KN).float() * self.scale_N
-        return self._ops.qlinear_pointwise(  # type: ignore[no-any-return]
-            rounded_TK, 1.0, 0, self._packed, self.scale_N, self._zeros_N, None, 1.0, 0, torch.float32, "none", [], ""
-        )
+        return _onednn_product(self._ops, rounded_TK, self._packed, self.scale_N, self._zeros_N)
+
+
+def _onednn_product(ops: Any, rounded_TK: Tensor, packed: Tensor, scale_N: Tensor, zeros_N: Tensor) -> Tensor:
+    return ops.qlinear_pointwise(  # type: ignore[no-any-return]
+        rounded_TK, 1.0, 0, packed, scale_N, zeros_N, None, 1.0, 0, torch.float32, "none", [], ""
+    )
 
 
 def has_onednn() -> bool:
     """Whether this build of torch has oneDNN's products of whole numbers."""
     ops: Any = torch.ops.onednn
     return torch.backends.mkldnn.is_available() and hasattr(ops, "qlinear_pointwise")
+
+
+@cache
+def onednn_is_exact() -> bool:
+    """Whether oneDNN sums these products in int32. Without VNNI, AVX2 adds pairs in 16 bits, where large ones saturate:
+    shown by the largest numbers there are."""
+    ops: Any = torch.ops.onednn
+    rows, columns, depth = 4, 16, 64
+    x_TK, weight_NK = (torch.full((size, depth), 127, dtype=torch.int8) for size in (rows, columns))
+    scale_N, zeros_N = torch.ones(columns), torch.zeros(columns, dtype=torch.int32)
+    made = _onednn_product(ops, x_TK, ops.qlinear_prepack(weight_NK, None), scale_N, zeros_N)
+    return bool((made == 127 * 127 * depth).all())

@@ -13,13 +13,18 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from armillary.errors import BadInput
 from armillary.model.device import pick_device
 from armillary.model.generation_config import sampling_defaults
 from armillary.model.tokenizer import Tokenizer, eos_ids_of
 from armillary.model.weights import load_model
+from armillary.parallel.collectives import Group, all_reduce
 from armillary.parallel.world import World
 from armillary.profiling.ceilings import name_of
+from armillary.profiling.dtype_choice import resolve_serving, serving_shape
+from armillary.profiling.dtype_rates import DTYPES, device_rates
 from armillary.serving.engine.answers import Piece
 from armillary.serving.engine.engine import Completion, Record
 from armillary.serving.engine.intake import MakeConstraint
@@ -30,11 +35,23 @@ from armillary.serving.engine.structure import Structures
 from armillary.serving.engine.tensor_parallel import Leader, follow, refuse_uncuttable, whole_world
 from armillary.serving.engine.worker import Worker
 from armillary.spec.service import Serve
+from armillary.store.hf_folder import stored_dtype
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks
-from armillary.store.source import resolve_model
+from armillary.store.source import ModelSource, resolve_model
 
 Prompt = str | Items[int]
+
+
+def _dtype(source: ModelSource, serve: Serve, home: Home, device: torch.device, group: Group | None) -> str:
+    """serve.dtype with auto resolved for the device; ranks that would differ all take the narrowest."""
+    if serve.dtype != "auto":
+        return serve.dtype
+    rates = device_rates(home, str(device), serving_shape(source.config, serve))
+    found = DTYPES.index(resolve_serving(serve, rates, stored=stored_dtype(source.folder)).dtype)
+    if group is not None:
+        found = int(all_reduce(torch.tensor(found, device=device), group, "max"))
+    return DTYPES[found]
 
 
 class LLM:
@@ -54,8 +71,9 @@ class LLM:
         if group is not None:
             refuse_uncuttable(source.config, group.size)
         serve = serve or Serve()
-        dtype = dtype or (None if serve.dtype == "auto" else serve.dtype)
-        loaded = load_model(source.folder, dtype=dtype, device=world.device if world else pick_device(device))
+        where = world.device if world else pick_device(device)
+        dtype = dtype or _dtype(source, serve, home or Home.default(), where, group)
+        loaded = load_model(source.folder, dtype=dtype, device=where)
         if phase is not None:
             phase("weights", time.monotonic() - begin)
         has_text = (source.folder / "tokenizer.json").is_file()

@@ -1,0 +1,125 @@
+"""How large the demo is: model, batch, steps and traffic, from what this machine was measured to reach.
+
+The demo must end within five minutes on two slow cores as on a data-centre GPU, and still train for more than a minute.
+So the planner prices a few sizes with the measured ceilings; nothing here looks at the name of a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import floor, log10
+from typing import TYPE_CHECKING
+
+from armillary.cli.demo.walk import RECIPE, Walk
+from armillary.errors import ArmillaryError
+from armillary.machine.machine import here
+from armillary.spec.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from armillary.planning.load import Server
+
+TRAIN_S = 85.0
+"""training time aimed at: above a minute also where the plan is a quarter too slow"""
+ENOUGH_STEPS, LEAST_STEPS = 100, 30
+"""a larger model is taken where it leaves so many steps; the smallest one takes no fewer than these"""
+QUARTERS = 4
+"""validations and recordings of a run; the run with a lever pulled is one of them long"""
+ROWS, ROOMY = 2, 16
+"""requests that the recipe lets run together, and as many as the lever would"""
+OVERLOAD = 2.5
+"""traffic over what ROWS requests together bear: far enough above 1 that the wait follows from the plan's step time and
+not from its last per cent, and well below what ROOMY bear"""
+LOAD_S = 8.0
+"""traffic lasts so long; the queue that it leaves is answered in OVERLOAD times that"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model and the batch it is trained with."""
+
+    model: str
+    """name in the catalogue"""
+    sequence: int
+    """tokens of a sequence"""
+    batch_tokens: int
+    """tokens of a step"""
+
+    def overrides(self) -> tuple[str, ...]:
+        return (f"model.name={self.model}", f"train.sequence={self.sequence}",
+                f"train.batch_tokens={self.batch_tokens}")  # fmt: skip
+
+
+SIZES = (
+    Size(model="armillary-125m", sequence=512, batch_tokens=32_768),
+    Size(model="armillary-25m", sequence=256, batch_tokens=8_192),
+    Size(model="armillary-5m", sequence=128, batch_tokens=8_192),
+    Size(model="armillary-5m", sequence=128, batch_tokens=2_048),
+)
+"""largest first; all have at least 4 M parameters with the recipe's vocabulary"""
+
+
+def fit(walk: Walk) -> None:
+    """Give the demo the size that this machine goes through in its time; what a person overrode stays as it is."""
+    given = walk.overrides
+    size, steps = choose(SIZES, lambda one: step_s(walk, (*one.overrides(), *given)))
+    each = max(1, steps // QUARTERS)
+    lengths = (f"train.steps={steps}", f"train.eval_every={each}", f"train.profile_every={each}")
+    walk.resize((*size.overrides(), *lengths, *given))
+    walk.resize((*size.overrides(), *lengths, *traffic(walk), *given))
+    walk.out.say(f"the demo's size by these: {walk.recipe.model.source}, {walk.recipe.train.steps:,} steps, "
+                 f"{walk.recipe.traffic.requests_per_s:g} requests/s")  # fmt: skip
+
+
+def choose(sizes: Sequence[Size], price: Callable[[Size], float]) -> tuple[Size, int]:
+    """(size, steps): the largest that leaves enough steps in the time, else the smallest with the steps there are."""
+    for size in sizes:
+        if (steps := round(TRAIN_S / price(size))) >= ENOUGH_STEPS:
+            return size, steps
+    return sizes[-1], max(LEAST_STEPS, round(TRAIN_S / price(sizes[-1])))
+
+
+def step_s(walk: Walk, overrides: Sequence[str]) -> float:
+    """Predicted seconds of a step; endless where it does not fit or cannot be laid out."""
+    from armillary.planning.layouts import of
+    from armillary.planning.prediction import predict
+    from armillary.planning.question import question
+
+    recipe = load_recipe(RECIPE, overrides)
+    try:
+        asked = question(recipe, recipe.model_config(), recipe.cluster(here()), walk.home)
+        found = predict(asked.case, of([asked.layout]))
+    except ArmillaryError:
+        return float("inf")
+    return float(found.time.total[0]) if bool(found.fits[0]) else float("inf")
+
+
+# --- traffic
+
+
+def traffic(walk: Walk) -> tuple[str, ...]:
+    """Requests a second, their duration and objectives that are missed with ROWS together and met with ROOMY."""
+    from armillary.planning.serving_choices import server_of
+    from armillary.planning.serving_plan import serving_request
+
+    recipe: Recipe = walk.recipe
+    request = serving_request(recipe, recipe.model_config(), recipe.cluster(here()), walk.home)
+    server = server_of(request, recipe.layout)
+    rate, answer_s = OVERLOAD * served_per_s(server, ROWS), recipe.traffic.tokens_out * server.decode_s(ROOMY)
+    gap_s = 6 * answer_s / recipe.traffic.tokens_out
+    return (f"traffic.requests_per_s={rounded(rate)}", f"traffic.duration_s={LOAD_S}",
+            f"objective.e2e_p99_s={rounded(3 * answer_s)}", f"objective.itl_p99_s={rounded(gap_s)}",
+            f"objective.ttft_p99_s={rounded(answer_s)}")  # fmt: skip
+
+
+def served_per_s(server: Server, rows: int) -> float:
+    """Requests a second with `rows` of them always running: each takes its steps, and every prompt's part of them."""
+    steps = (server.traffic.tokens_out - 1) * server.decode_s(rows)
+    return rows / (steps + rows * server.prefill_s)
+
+
+def rounded(value: float) -> float:
+    """Two significant figures."""
+    digits = 1 - floor(log10(value))
+    return round(value, digits)
+
