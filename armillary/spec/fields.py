@@ -176,4 +176,6 @@ def to_plain(value: Any) -> Any:
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(to_plain(item) for item in value)
     return value

@@ -37,7 +37,8 @@ SMALL = {
 def made_peaks(ranks: int = 2) -> Peaks:
     """Ceilings of this machine as if they had been measured today."""
     peaks = new_peaks(device_name("cpu", threads=1))
-    peaks = peaks.with_points("gemm", [{"m": 8, "n": 8, "k": 8, "dtype": "bf16", "flops": 3e11}])
+    peaks = peaks.with_points("gemm", [{"m": 8, "n": 8, "k": 8, "dtype": dtype, "flops": flops}
+                                       for dtype, flops in (("bf16", 1e9), ("fp32", 3e11))])  # fmt: skip
     peaks = peaks.with_points("copy", [{"bytes": 1 << 20, "bytes_per_s": 2e10}])
     point = {"keys": 128, "head_dim": 8, "dtype": "bf16", "backward": False, "flops": 1e11}
     peaks = peaks.with_points("attention", [point, {**point, "backward": True}])
@@ -144,7 +145,8 @@ def test_ceilings_of_today_are_not_measured_twice() -> None:
     peaks = made_peaks()
     assert is_known(peaks, 2) and is_known(peaks, 1) and not is_known(peaks, 4)
     assert not is_known(new_peaks("x"), 1)
-    assert roofs_text(peaks) == "bf16 300 GFLOP/s · memory 20.0 GB/s · all-reduce of 2 ranks 100 µs and 1.00 GB/s"
+    link = "all-reduce of 2 ranks 100 µs and 1.00 GB/s"
+    assert roofs_text(peaks) == f"fp32 300 GFLOP/s · bf16 1.00 GFLOP/s · memory 20.0 GB/s · {link}"
     assert "catalogue" in roofs_text(new_peaks("x"))
 
 

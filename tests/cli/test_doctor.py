@@ -11,7 +11,7 @@ Cli = Callable[..., Any]
 def test_people_see_the_machine_the_checks_and_what_limits_it(cli: Cli) -> None:
     ran = cli("doctor")
     assert ran.code == 0
-    for word in ("this machine", "processor", "torch", "disk", "Hugging Face Hub"):
+    for word in ("this machine", "CPU", "torch", "disk", "Hugging Face Hub"):
         assert word in ran.out
     assert max(map(len, ran.out.splitlines())) <= 100
 

@@ -59,8 +59,10 @@ def served(
     steps = tuple({**one, "step": i, "engine_step_s": one["engine_step_s"] * dice.uniform(1 - noise, 1 + noise)}
                   for i, one in enumerate(found.steps))
     cluster = catalogue.cluster(chip) if chip else CORES
-    recipe = {"model": {"name": MODEL.name}, "serve": to_plain(given), "objective": objective or {}}
-    plan = Plan(created="2026-11-15T09:30:00Z", recipe=recipe, model=MODEL, cluster=cluster, layout=Layout(),
+    layout = Layout(precision="bf16")  # what auto came to
+    recipe = {"model": {"name": MODEL.name}, "serve": to_plain(given), "objective": objective or {},
+              "layout": {"precision": layout.precision}}  # fmt: skip
+    plan = Plan(created="2026-11-15T09:30:00Z", recipe=recipe, model=MODEL, cluster=cluster, layout=layout,
                 serve=given)  # fmt: skip
     return Reading(source="a test", kind="serving", steps=steps, requests=tuple(found.requests), values=found.gauges,
                    plan=plan)  # fmt: skip

@@ -167,7 +167,8 @@ def test_what_the_host_has_no_room_for_does_not_fit_and_goes_to_disk_where_that_
     assert search(short, fixed={"offload": "nvme"}).num_fitting > 0
     job = TrainJob(sequence=case.sequence, batch_tokens=case.batch_tokens)
     recipe = Recipe(model=ModelTable(name="llama-2-13b"), layout=layout, train=job)
-    made = training_plan(Question(recipe=recipe, asked=recipe, model=case.model, case=short), predict(short, of([layout])))
+    asked = Question(recipe=recipe, asked=recipe, model=case.model, case=short)
+    made = training_plan(asked, predict(short, of([layout])))
     assert made.shortage.endswith("the host's memory has 100 GB for each") and not made.fits
     assert made.notes()[-1].startswith(f"does not fit: {made.shortage}; try --set layout.offload=nvme")
     full = with_host(case, 100e9, 100e9)
