@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from armillary.machine.device_name import device_name
 from armillary.machine.features import has_native
+from armillary.profiling import onednn
 from armillary.profiling.dtype_rates import DTYPES, PROBE, RunShape
 from armillary.spec.precision import EMULATED
 from armillary.store.peaks import Peaks, new_peaks
@@ -36,7 +37,8 @@ def probe(device: str, shape: RunShape) -> Peaks:
     wide: dict[str, Any] = {}
     points = []
     for dtype in DTYPES:
-        point = _look(dtype, where, shape, wide)
+        with onednn.kept():
+            point = _look(dtype, where, shape, wide)
         wide = wide or point
         points.append({key: value for key, value in point.items() if key != "small"})
     return new_peaks(device_name(where)).with_points(PROBE, points)  # how dtypes compare is the same on fewer threads

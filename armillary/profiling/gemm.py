@@ -18,6 +18,7 @@ import torch
 from armillary.kernels.random_data import Pool, random_row, set_elements
 from armillary.kernels.timing import Call, Timing
 from armillary.machine.accelerator import accelerator_of
+from armillary.profiling import onednn
 from armillary.profiling.settings import Settings
 from armillary.spec.precision import EMULATED
 
@@ -83,7 +84,7 @@ def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tu
 
 def _point(case: dict[str, Any], settings: Settings, **more: Any) -> dict[str, Any]:
     flops, dtype = 2.0 * _multiplications((case["m"], case["n"], case["k"])), case["dtype"]
-    with precision("tf32" if dtype == "tf32" else "ieee", settings.device):
+    with precision("tf32" if dtype == "tf32" else "ieee", settings.device), onednn.kept():
         calls = make_calls(case, settings)
         timing = settings.time(*calls, rest_s=_REST_S)
         sustained = _sustained(calls, case, settings)
@@ -95,7 +96,9 @@ def is_emulated(dtype: str, settings: Settings) -> bool:
     """Whether a small GEMM in a narrower dtype takes far longer than in fp32: the CPU has no units for it."""
     if dtype == "fp32":
         return False
-    mine, wide = (_once_s(name, settings) for name in (dtype, "fp32"))
+    with onednn.kept():
+        mine = _once_s(dtype, settings)
+    wide = _once_s("fp32", settings)
     return mine * EMULATED > wide
 
 

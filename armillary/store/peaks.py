@@ -20,8 +20,8 @@ from armillary.store.home import Home
 from armillary.store.lock import locked
 
 Point = Mapping[str, Any]
-MEASURED = ("flops", "bytes_per_s", "alpha_s", "seconds")
-"""Fields that hold a result: FLOP/s, bytes/s, start-up seconds of a collective, seconds of one go."""
+MEASURED = ("flops", "bytes_per_s", "alpha_s", "seconds", "resident_bytes")
+"""Fields that hold a result: FLOP/s, bytes/s, start-up seconds of a collective, seconds of one go, a process's memory."""
 BESIDE = "beside"
 """A sub-table of a point for what was seen along with the result (spread, clocks, date): no part of what was tried."""
 KINDS: dict[str, tuple[str, ...]] = {
@@ -40,6 +40,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "host_copy": ("direction", "bytes", "bytes_per_s"),
     "disk": ("op", "bytes", "bytes_per_s"),
     "loader": ("path", "tokens", "seconds"),
+    "process": ("what", "resident_bytes"),
 }
 """Fields every point of a kind has; further fields (pinned, path, …) say more of what was tried, and further kinds are
 kept as they come."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import re
-import resource
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
+
+from armillary.machine.process import peak_resident_bytes, resident_bytes
 
 SOURCES = {
     "loss": "model", "val_loss": "model", "grad_norm": "model", "lr": "schedule", "tokens_total": "count",
@@ -27,35 +24,14 @@ WINDOW = "profiler window"
 
 def memory_gauges(device: torch.device) -> dict[str, float]:
     """Now and most so far: the allocator's on a GPU; on a CPU, whose memory is the host's, the whole process's."""
-    host = {"host_memory_bytes": peak_rss()}
+    host = {"host_memory_bytes": peak_resident_bytes()}
     if device.type != "cuda":
-        return host | {"memory_bytes": rss(), "memory_peak_bytes": peak_rss()}
+        return host | {"memory_bytes": resident_bytes(), "memory_peak_bytes": peak_resident_bytes()}
     return host | {
         "memory_bytes": float(torch.cuda.memory_allocated(device)),
         "memory_peak_bytes": float(torch.cuda.max_memory_allocated(device)),
         "memory_reserved_bytes": float(torch.cuda.memory_reserved(device)),
     }
-
-
-def peak_rss() -> float:
-    """Of this program; what the system counts of the process began before it, with the one that started it."""
-    try:
-        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    if found:
-        return float(found.group(1)) * 1024
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(used if sys.platform == "darwin" else used * 1024)
-
-
-def rss() -> float:
-    """Resident now; the peak where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return peak_rss()
-    return float(pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def source_of(gauges: Mapping[str, float], own: Mapping[str, str], device: torch.device) -> dict[str, str]:

@@ -12,7 +12,7 @@ from armillary.cli.measuring import on_bar, pick
 from armillary.store.peaks import Peaks, load_peaks, save_peaks
 from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
 
-LIMITS_S = {"gemm": 6.0, "bandwidth": 8.0, "attention": 4.0, "passes": 2.0, "launch": 2.0}
+LIMITS_S = {"gemm": 5.0, "bandwidth": 6.0, "attention": 4.0, "passes": 2.0, "launch": 1.0, "process": 2.0}
 """sections of `bench ceilings` that plans and rooflines rest on, the weightiest first, and how long each may take where
 the machine is busy"""
 TOTAL_S = 22.0
