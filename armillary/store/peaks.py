@@ -21,7 +21,7 @@ from armillary.store.lock import locked
 
 Point = Mapping[str, Any]
 MEASURED = ("flops", "bytes_per_s", "alpha_s", "seconds", "resident_bytes")
-"""Fields that hold a result: FLOP/s, bytes/s, start-up seconds of a collective, seconds of one go, a process's memory."""
+"""Fields that hold a result: FLOP/s, bytes/s, start-up seconds of a collective, seconds of one go, memory in use."""
 BESIDE = "beside"
 """A sub-table of a point for what was seen along with the result (spread, clocks, date): no part of what was tried."""
 KINDS: dict[str, tuple[str, ...]] = {
