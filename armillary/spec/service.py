@@ -44,8 +44,8 @@ class Serve:
     """prompt tokens a step while others decode, at most, to keep their gaps even; none: what the step has left"""
     prefill_slowdown: float | None = None
     """with prompts in it, a step lasts at most so many times what its decodes take alone, learnt from steps before;
-    none: 2.0 where answers are streamed (a server, LLM.stream), no limit where whole batches are generated; a large
-    number: no limit at all"""
+    none: 2.0 where answers are streamed (a server, LLM.stream) and no more requests wait for their first token than
+    for their next, no limit else; none and prefill_tokens set: those alone count"""
     max_waiting: int | None = None
     """requests in the queue at most; more are refused at once; none: no limit"""
     max_wait_s: float | None = None

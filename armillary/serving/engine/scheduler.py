@@ -61,15 +61,19 @@ class Scheduler:
         self._stalled = False
         self._full = False
         self._retreated = False
+        self._gives_way = False
+        """the pace is not kept where more wait for their first token than decode"""
         self._waits = not settings.late_masks
         """structured answers are not run ahead"""
 
     def stream(self) -> None:
         """Answers are read as they come from now on: where nobody chose how long prompts may hold them up, steps are
-        paced by the default. Batches whose answers are read when all are done (`generate`) are quicker without."""
+        paced by the default, as long as no more wait for their first token than for their next: beyond that a server
+        would answer fewer requests than it can. Batches that are read when they are done are quicker without."""
         settings = self.settings
         if self.pace is None and settings.prefill_tokens is None and settings.batching == "continuous":
             self.pace = Pace(STREAMED_SLOWDOWN, settings.attention_tokens, self._tile)
+            self._gives_way = True
 
     # --- requests
 
@@ -128,20 +132,20 @@ class Scheduler:
         self._settle(decision, now)
         prompts = self._decode(decision)
         decision.decided_at = now
-        budget = self._budget(len(decision.decodes), bool(prompts or self.roster.waiting))
+        budget = self._budget(len(decision.decodes), len(prompts) + len(self.roster.waiting))
         for seq in prompts:
             self._chunk(decision, seq, budget)
         self._admit(decision, budget, now)
         self._close(decision)
         return decision
 
-    def _budget(self, decodes: int, prompts: bool) -> Budget:
-        """What is left for prompts beside so many decodes."""
+    def _budget(self, decodes: int, prompts: int) -> Budget:
+        """What is left for so many prompts beside so many decodes."""
         settings = self.settings
         left = self.limit.tokens - decodes
         if decodes and settings.prefill_tokens is not None:
             left = min(left, settings.prefill_tokens)
-        if not decodes or not prompts or self.pace is None:
+        if not decodes or not prompts or self.pace is None or (self._gives_way and prompts > decodes):
             return Budget(tokens=left, most=left, attention_tokens=settings.attention_tokens)
         tokens, attention_tokens = self.pace.allowance(decodes)
         return Budget(tokens=min(left, tokens), most=min(left, self.pace.most), attention_tokens=attention_tokens,

@@ -207,6 +207,24 @@ def test_whoever_reads_along_is_paced_unless_something_else_was_chosen() -> None
     assert chosen.pace is not None and chosen.pace.slowdown == 4.0 and fixed.pace is None
 
 
+@pytest.mark.parametrize(("waiting", "paced"), [(3, True), (4, True), (5, False), (40, False)])
+def test_the_default_gives_way_where_more_wait_than_decode(waiting: int, paced: bool) -> None:
+    scheduler = make_scheduler(**SIZES | {"max_running": 64})
+    scheduler.stream()
+    for i in range(4):
+        scheduler.submit(ask(f"stream {i}", [2, 3, 4 + i], 900, ignore_eos=True), 0.0)
+    now = 0.0
+    for _ in range(6):
+        decision = scheduler.schedule(now)
+        now += 5e-3
+        scheduler.update(decision, [3] * len(decision.sampling), now)
+    for i in range(waiting):
+        scheduler.submit(ask(f"r{i}", [5 + i % 20] * 90, 4), now)
+    decision = scheduler.schedule(now)
+    assert len(decision.decodes) == 4
+    assert decision.num_prefill_tokens <= 64 if paced else decision.num_prefill_tokens == min(90 * waiting, 2048 - 4)
+
+
 def test_a_worker_streams_and_generate_does_not() -> None:
     scheduler = make_scheduler()
     engine = Engine(Loop(scheduler, FakeExecutor(scheduler.cache, 4)), Answers(scheduler, Letters))
