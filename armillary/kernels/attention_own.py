@@ -66,7 +66,7 @@ def _attention(
     q, k, v = (_with_unit_stride(x) for x in (q, k, v))
     sinks, slopes = dense(sinks), dense(slopes)
     (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
-    tiles = forward_tiles(D, q.dtype, documents is not None)
+    tiles = forward_tiles(q, documents is not None)
     flags, mask, lists = boil_down(documents, blocks, window, softcap, causal, slopes, T, S, tiles.keys)
     listed, counts = lists.by_query if lists else (lse, lse)
     tma = can_copy(k, v)
@@ -116,7 +116,7 @@ def _attention_backward(
         )
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3])
         sizes = (T, S, N, N // K, *_scales(scale, softcap), window)
-        tiles = key_tiles(D, q.dtype)
+        tiles = key_tiles(q)
         flags, mask, lists = boil_down(documents, blocks, window, softcap, causal, slopes, T, S, tiles.queries)
         listed, counts = lists.by_key if lists else (lse, lse)
         tma = can_copy(q, grad)
@@ -126,7 +126,7 @@ def _attention_backward(
             *strides, *sizes, listed.shape[-1], **flags, **shared, EVEN=T % tiles.queries == 0,
             BLOCK_M=tiles.queries, BLOCK_N=tiles.keys, STAGES=tiles.stages, TMA=tma, num_warps=tiles.warps,
         )  # fmt: skip
-        tiles = query_tiles(D, q.dtype)
+        tiles = query_tiles(q)
         flags["LISTED"] = BLOCK // tiles.keys if lists else 0
         listed, counts = lists.by_query if lists else (lse, lse)
         tma = can_copy(k, v)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from armillary.kernels.fitting import first_fitting
 from armillary.kernels.launch import power_of_two
 from armillary.machine.accelerator import accelerator_of
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Tiles:
     """How a kernel cuts its work."""
 
@@ -27,33 +28,68 @@ class Tiles:
     """of a program"""
     stages: int
     """loads in flight"""
+    shared_kb: int
+    """most shared memory that it compiles to for 8.x and 12.x (tests/kernels/compile_for.py); 9.0 and 10.x have enough
+    for every one"""
 
 
-def forward_tiles(head_dim: int, dtype: torch.dtype, packed: bool) -> Tiles:
+Table = dict[int, tuple[Tiles, ...]]
+# head dim, up to -> tiles, the best first; what follows is for less shared memory and was not timed
+_FORWARD = {
+    64: (Tiles(128, 128, 8, 3, 81),),
+    128: (Tiles(64, 64, 4, 3, 89), Tiles(64, 64, 4, 2, 57)),
+    256: (Tiles(128, 64, 8, 2, 145), Tiles(64, 32, 4, 2, 69)),
+}
+_FORWARD_FP32 = {
+    64: (Tiles(64, 32, 4, 2, 49),),
+    128: (Tiles(64, 32, 4, 2, 113), Tiles(64, 32, 4, 1, 81)),
+    256: (Tiles(64, 32, 4, 1, 161), Tiles(32, 16, 4, 1, 81)),
+}
+_KEY = {
+    64: (Tiles(64, 128, 8, 2, 49),),
+    128: (Tiles(64, 64, 4, 2, 73),),
+    256: (Tiles(64, 64, 8, 2, 137), Tiles(32, 32, 4, 2, 67)),
+}
+_KEY_FP32 = {
+    64: (Tiles(16, 32, 4, 1, 41),),
+    128: (Tiles(16, 32, 4, 1, 81),),
+    256: (Tiles(16, 32, 4, 1, 161), Tiles(16, 16, 4, 1, 97)),
+}
+_QUERY = {
+    64: (Tiles(128, 64, 8, 3, 65),),
+    128: (Tiles(128, 64, 8, 3, 129), Tiles(128, 64, 8, 2, 97)),
+    256: (Tiles(128, 32, 8, 2, 169), Tiles(64, 32, 4, 1, 97)),
+}
+_QUERY_FP32 = {
+    64: (Tiles(32, 16, 4, 1, 37),),
+    128: (Tiles(32, 16, 4, 1, 73),),
+    256: (Tiles(32, 16, 4, 1, 145), Tiles(16, 16, 4, 1, 81)),
+}
+
+
+def forward_tiles(q: Tensor, packed: bool) -> Tiles:
     """Of head dim 128, three stages just let two programs share a multiprocessor; with document numbers only two do."""
-    if dtype == torch.float32:
-        return Tiles(queries=64, keys=32, warps=4, stages=2 if head_dim <= 128 else 1)
-    if head_dim <= 64:
-        return Tiles(queries=128, keys=128, warps=8, stages=3)
-    if head_dim <= 128:
-        return Tiles(queries=64, keys=64, warps=4, stages=2 if packed else 3)
-    return Tiles(queries=128, keys=64, warps=8, stages=2)
+    tiles = _of(q, _FORWARD, _FORWARD_FP32)
+    if packed and q.dtype != torch.float32 and 64 < q.shape[-1] <= 128:
+        tiles = tiles[1:]
+    return _fitting(q, tiles)
 
 
-def key_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    if dtype == torch.float32:
-        return Tiles(queries=16, keys=32, warps=4, stages=1)
-    if head_dim <= 64:
-        return Tiles(queries=64, keys=128, warps=8, stages=2)
-    return Tiles(queries=64, keys=64, warps=4 if head_dim <= 128 else 8, stages=2)
+def key_tiles(q: Tensor) -> Tiles:
+    return _fitting(q, _of(q, _KEY, _KEY_FP32))
 
 
-def query_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    if dtype == torch.float32:
-        return Tiles(queries=32, keys=16, warps=4, stages=1)
-    if head_dim <= 128:
-        return Tiles(queries=128, keys=64, warps=8, stages=3)
-    return Tiles(queries=128, keys=32, warps=8, stages=2)
+def query_tiles(q: Tensor) -> Tiles:
+    return _fitting(q, _of(q, _QUERY, _QUERY_FP32))
+
+
+def _of(q: Tensor, half: Table, wide: Table) -> tuple[Tiles, ...]:
+    table = wide if q.dtype == torch.float32 else half
+    return next(tiles for most, tiles in table.items() if q.shape[-1] <= most)
+
+
+def _fitting(q: Tensor, tiles: tuple[Tiles, ...]) -> Tiles:
+    return first_fitting(q.device, tiles, lambda each: each.shared_kb << 10)
 
 
 def can_copy(*tensors: Tensor) -> bool:

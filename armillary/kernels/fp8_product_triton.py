@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from armillary.kernels.launch import ceil_div
+from armillary.kernels.launch import ceil_div, fitting_stages
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K, _GROUP = 128, 256, 128, 8
 _SMALL = 64
@@ -30,6 +30,7 @@ def product(
     block_m = _SMALL if M <= _SMALL else _BLOCK_M
     # adding up outside takes a second set of sums in registers
     block_n = _SMALL if N <= _SMALL else _BLOCK_N if fast else _BLOCK_N // 2
+    stages = fitting_stages(a_q, (block_m + block_n) * _BLOCK_K, stages)
     product_kernel[(ceil_div(M, block_m) * ceil_div(N, block_n),)](
         TensorDescriptor.from_tensor(a_q, [block_m, _BLOCK_K]), TensorDescriptor.from_tensor(b_q, [block_n, _BLOCK_K]),
         out, a_scale, b_scale, M, N, K, BY_ROW=a_scale.numel() > 1 or a_scale.dim() == 2, FAST=fast,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from armillary.kernels.fitting import first_fitting
 from armillary.kernels.launch import (
     can_start_early,
     ceil_div,
@@ -105,7 +106,7 @@ def _launched(
     optional = (q if x is None else x.contiguous() for x in (sinks, slopes, scales))
     pointers = [q, cache, tables, starts.contiguous(), lengths.contiguous(), *optional, out]
     strides = (q.stride(0), *cache.stride()[:4], tables.stride(0))
-    split = split_tiling(group, max_query, q.shape[2], cache.dtype)
+    split = split_tiling(q.device, group, max_query, q.shape[2], cache.dtype)
     shape = {
         "WINDOW": window, "QUERIES": split.queries, "ROWS": _padded(num_rows), "HEADS": heads,
         "GROUP": group, "D": q.shape[2], "D_PAD": max(16, power_of_two(q.shape[2])), "PAGE": cache.shape[3],
@@ -133,12 +134,14 @@ def _padded(rows: int) -> int:
     return 32 if rows <= 32 else max(256, power_of_two(rows))
 
 
-def split_tiling(group: int, max_query: int, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """All sequences, where the queries of any of them fit one product; else those of a token or two."""
+def split_tiling(device: torch.device, group: int, max_query: int, head_dim: int, dtype: torch.dtype) -> Tiling:
+    """All sequences, where the queries of any of them fit one product; else those of a token or two. Stages are as many
+    as shared memory holds: keys, values and queries of all but one, and the weights (tests/kernels/compile_for.py)."""
     queries = max_query if group * max_query <= _MAX_DECODE_ROWS else max(1, 16 // group)
     m, width = max(16, power_of_two(group * queries)), max(16, power_of_two(head_dim)) * dtype.itemsize
     n = max(16, min(128, _TILE_BYTES // width))
-    return Tiling(queries=queries, m=m, n=n, warps=4, stages=3, workers=2, ahead=1)
+    stages = first_fitting(device, (3, 2, 1), lambda count: (count - 1) * (2 * n + m) * width + _TILE_BYTES)
+    return Tiling(queries=queries, m=m, n=n, warps=4, stages=stages, workers=2, ahead=1)
 
 
 def combine_tiling(pairs: int, workers: int, rows: int, width: int) -> tuple[int, int]:
@@ -148,14 +151,23 @@ def combine_tiling(pairs: int, workers: int, rows: int, width: int) -> tuple[int
     return min(power_of_two(rows), max(1, _COMBINE_ELEMENTS // (parts * width))), parts
 
 
-def prefill_tiling(group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
+_PROMPTS = {
+    (False, 128): ((128, 64, 8, 3, 97), (64, 64, 4, 2, 57)),
+    (False, 256): ((128, 64, 8, 2, 145), (64, 32, 4, 2, 69)),
+    (True, 128): ((64, 32, 4, 2, 113), (64, 32, 4, 1, 81)),
+    (True, 256): ((32, 16, 4, 2, 101), (32, 16, 4, 1, 81)),
+}
+"""(whether the cache is in fp32, head dim up to) -> (queries, keys, warps, stages, KB of shared memory that it compiles
+to for 8.x and 12.x), the best first: the later ones are for less shared memory. In fp32 three products are made for
+one: larger tiles would spill registers."""
+
+
+def prefill_tiling(device: torch.device, group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     """Tiles of the kernel for prompts."""
     width, least = max(16, power_of_two(head_dim)), power_of_two(group)
-    if dtype.itemsize == 4:  # three products for one: smaller tiles, or registers spill
-        small = width > 128
-        return Tiling(queries=0, m=max(32 if small else 64, least), n=16 if small else 32, warps=4, stages=2,
-                      workers=1)  # fmt: skip
-    return Tiling(queries=0, m=max(128, least), n=64, warps=8, stages=3 if width <= 128 else 2, workers=1)
+    tiles = _PROMPTS[dtype.itemsize == 4, 128 if width <= 128 else 256]
+    m, n, warps, stages, _ = first_fitting(device, tiles, lambda tile: tile[4] << 10)
+    return Tiling(queries=0, m=max(m, least), n=n, warps=warps, stages=stages, workers=1)
 
 
 def prefill_splits(programs: int, slots: int) -> int:
@@ -174,7 +186,7 @@ def fits_beside(split: Tiling, parts: int, width: int, dtype: torch.dtype) -> bo
 
 def _launch_both(pointers, strides, shape, split, scale, softcap, num_rows):
     q, cache, *_ = pointers
-    prompts = prefill_tiling(shape["GROUP"], shape["D"], cache.dtype)
+    prompts = prefill_tiling(q.device, shape["GROUP"], shape["D"], cache.dtype)
     tiles, slots = q.shape[0] // (prompts.m // shape["GROUP"]), num_programs(q, prompts.workers)
     parts = prefill_splits(tiles * shape["HEADS"], slots)
     numbers = (scale, softcap, num_rows)

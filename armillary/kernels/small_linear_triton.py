@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from armillary.kernels.launch import can_start_early, ceil_div, early_launch, is_bare, on, power_of_two
+from armillary.kernels.launch import can_start_early, ceil_div, early_launch, fitting_stages, is_bare, on, power_of_two
 from armillary.kernels.launch_triton import fetch
 from armillary.kernels.small_linear import MOST_TOKENS, reference
 from armillary.kernels.small_linear_norm_triton import normed
@@ -114,6 +114,7 @@ def run_tiles(
     parts = None
     if tiles.splits > 1:
         parts = torch.empty(tiles.splits, N, block_m, dtype=torch.float32, device=x.device)
+    stages = fitting_stages(x, (tiles.rows + block_m) * tiles.depth * x.element_size(), tiles.stages)
     can = can_start_early(x.device)
     early = can and (tiles.early or norm is not None)
     options = {"HAS_RESIDUAL": residual is not None, "GATED": gated, "BLOCK_M": block_m}
@@ -123,7 +124,7 @@ def run_tiles(
         linear_kernel[(ceil_div(N, tiles.rows), tiles.splits)](
             flat, weight, residual, out, parts, M, N, K, **options, EARLY=early, SPLIT=parts is not None,
             EVEN=K % tiles.depth == 0, FP32=x.dtype == torch.float32, BLOCK_N=tiles.rows, BLOCK_K=tiles.depth,
-            STAGES=tiles.stages, num_warps=tiles.warps, **early_launch(early),
+            STAGES=stages, num_warps=tiles.warps, **early_launch(early),
         )  # fmt: skip
         if parts is not None:
             early = can and tiles.early

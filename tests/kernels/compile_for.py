@@ -86,6 +86,18 @@ def paged(head_dim: int, max_query: int, *, dtype: torch.dtype = BF16, cache: to
     launches._launched(q, pages, tables, starts, lengths, None, None, scales, 0.1, max_query, 0, 0.0)
 
 
+def one_token(head_dim: int) -> None:
+    from armillary.kernels.paged_attention import PagedBatch, PagedOptions
+    from armillary.kernels.paged_token_triton import attend_tokens
+    from armillary.kernels.qkv_cache import QkvOptions
+
+    qkv, cache = torch.zeros(1, 2 * 6 * head_dim, dtype=BF16), torch.zeros(64, 2, 2, 16, head_dim, dtype=BF16)
+    turns, zero = torch.zeros(1, head_dim // 2, dtype=BF16), torch.zeros(1, dtype=torch.int32)
+    batch = PagedBatch(tables_BP=torch.zeros(1, 32, dtype=torch.int32), starts=torch.tensor([0, 1]).int(),
+                       lengths_B=zero + 9, max_query=1)  # fmt: skip
+    attend_tokens(qkv, cache, zero.long(), turns, turns, QkvOptions(), batch, PagedOptions(scale=0.1))
+
+
 def one_stream(both: Callable[..., None]) -> Callable[..., None]:
     from armillary.kernels import paged_attention_triton as launches
 
@@ -138,7 +150,11 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"decode {dim}": lambda dim=dim: paged(dim, 1) for dim in (64, 128, 256)},
     **{f"prefill {dim}": lambda dim=dim: paged(dim, 300) for dim in (64, 128, 256)},
     "prefill 128, fp32": lambda: paged(128, 300, dtype=FP32),
+    "prefill 256, fp32": lambda: paged(256, 300, dtype=FP32),
     "decode 128, fp32": lambda: paged(128, 1, dtype=FP32),
+    "decode 256, 64 rows": lambda: paged(256, 16),
+    "decode 256, fp32": lambda: paged(256, 1, dtype=FP32),
+    **{f"one stream {dim}": lambda dim=dim: one_token(dim) for dim in (64, 128, 256)},
     "decode 128, fp8 cache": lambda: paged(128, 1, cache=FP8),
     "prefill 128, fp8 cache": lambda: paged(128, 300, cache=FP8),
     "fp8 product": lambda: fp8_product(512, fast=True),

@@ -305,7 +305,7 @@ def test_decodes_and_prompts_run_at_once_where_they_fit(
 ) -> None:  # fmt: skip
     from armillary.kernels.paged_attention_triton import fits_beside, split_tiling
 
-    assert fits_beside(split_tiling(group, 200, width, dtype), parts, width, dtype) is fits
+    assert fits_beside(split_tiling(torch.device("cpu"), group, 200, width, dtype), parts, width, dtype) is fits
 
 
 @pytest.mark.gpu

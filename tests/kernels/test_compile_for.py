@@ -1,0 +1,46 @@
+"""Kernels compiled for chips that are not here fit their shared memory; a few always, all of them with -m slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from armillary.machine.accelerator import SHARED_BYTES
+
+ROOT = Path(__file__).parent.parent.parent
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton's compiler")
+
+
+def compiled(number: str, *names: str) -> dict[str, Any]:
+    where = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.kernels.compile_for", number, *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=where, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def assert_fits(number: str, *names: str) -> None:
+    limit, found = SHARED_BYTES[int(number[:-1]), int(number[-1])], compiled(number, *names)
+    assert found
+    over = {name: made for name, made in found.items()
+            if not isinstance(made, list) or not made or any(size > limit for _, size in made)}  # fmt: skip
+    assert over == {}
+
+
+def test_the_smallest_shared_memory_holds_what_serving_needs() -> None:
+    """8.6 has 99 KB; each of these took more before tiles were chosen by it, or is new."""
+    assert_fits("86", "grouped, pointers, few rows", "small linear 64 × 1024", "prefill 256")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ["80", "86", "89", "90", "100", "120"])
+def test_every_kernel_fits_every_chip(number: str) -> None:
+    assert_fits(number)
