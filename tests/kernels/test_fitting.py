@@ -1,0 +1,73 @@
+"""Tiles by shared memory: an H200 takes those that were timed there, smaller chips the first that fits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from armillary.kernels import fitting, launch
+from armillary.machine.accelerator import Accelerator, accelerator_of
+from tests.kernels.interpreter import needs_interpreter
+from tests.machine.gpus import forgotten, pretend  # noqa: F401
+
+HALF, WIDE = torch.bfloat16, torch.float32
+
+
+def on(monkeypatch: pytest.MonkeyPatch, name: str) -> Accelerator:
+    """Tensors on the CPU are taken for tensors on this chip."""
+    chip = accelerator_of(pretend(monkeypatch, name))
+    assert chip is not None
+    for module in (fitting, launch):
+        monkeypatch.setattr(module, "accelerator_of", lambda device: chip)
+    return chip
+
+
+def test_the_first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    assert fitting.first_fitting(device, (300, 100, 50), lambda kb: kb << 10) == 300  # the interpreter holds anything
+    for name, right in (("H200", 100), ("A100", 100), ("L4", 50)):
+        on(monkeypatch, name)
+        assert fitting.first_fitting(device, (300, 100, 50), lambda kb: kb << 10) == right
+    assert fitting.first_fitting(device, (300, 200), lambda kb: kb << 10) == 200  # fails its trial, if anything does
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["A100", "RTX 3090", "L4", "H200", "B200", "RTX 5090"])
+@pytest.mark.parametrize("dtype", [HALF, WIDE])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_attention(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, head_dim: int) -> None:
+    from armillary.kernels.attention_tiles import forward_tiles, key_tiles, query_tiles
+
+    chip, q = on(monkeypatch, name), torch.empty(1, 1, 1, head_dim, dtype=dtype)
+    for tiles in (forward_tiles(q, False), forward_tiles(q, True), key_tiles(q), query_tiles(q)):
+        assert tiles.shared_kb << 10 <= chip.shared_bytes
+
+
+@needs_interpreter
+def test_an_h200_has_what_was_timed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from armillary.kernels.attention_tiles import Tiles, forward_tiles, key_tiles, query_tiles
+    from armillary.kernels.paged_attention_triton import prefill_tiling, split_tiling
+
+    on(monkeypatch, "H200")
+
+    def sizes(tiles: Tiles) -> tuple[int, ...]:
+        return tiles.queries, tiles.keys, tiles.warps, tiles.stages
+
+    q, wide, device = torch.empty(1, 1, 1, 128, dtype=HALF), torch.empty(1, 1, 1, 256, dtype=HALF), torch.device("cpu")
+    assert [sizes(forward_tiles(q, packed)) for packed in (False, True)] == [(64, 64, 4, 3), (64, 64, 4, 2)]
+    assert [sizes(tiles(q)) for tiles in (key_tiles, query_tiles)] == [(64, 64, 4, 2), (128, 64, 8, 3)]
+    assert [sizes(tiles(wide)) for tiles in (key_tiles, query_tiles)] == [(64, 64, 8, 2), (128, 32, 8, 2)]
+    prompts = prefill_tiling(device, 4, 128, HALF)
+    assert (prompts.m, prompts.n, prompts.warps, prompts.stages) == (128, 64, 8, 3)
+    assert {split_tiling(device, 4, queries, dim, dtype).stages
+            for queries in (1, 16) for dim in (64, 128, 256) for dtype in (HALF, WIDE)} == {3}  # fmt: skip
+
+
+@needs_interpreter
+def test_a_chip_of_99_kb_takes_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    from armillary.kernels.paged_attention_triton import prefill_tiling, split_tiling
+
+    on(monkeypatch, "L4")
+    assert prefill_tiling(torch.device("cpu"), 4, 256, HALF).m == 64
+    assert split_tiling(torch.device("cpu"), 4, 16, 256, WIDE).stages == 1
+    assert launch.fitting_stages(torch.empty(0), (64 + 64) * 256, 6) == 3
