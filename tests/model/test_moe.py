@@ -12,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from armillary.kernels.grouped_linear import GROUPED_LINEAR
 from armillary.model.moe import MixtureOfExperts, plain_dispatch
 from armillary.model.moe_balance import Balance, Counts
 from armillary.model.moe_capacity import drop_beyond, places
 from armillary.model.moe_sorted import SortedDispatch
 from armillary.spec.model import LayerKind, ModelConfig, MoE
+from tests.kernels.agreeing import loaded
+from tests.kernels.interpreter import needs_interpreter
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -69,6 +72,19 @@ def test_sorted_dispatch_does_what_the_plain_one_does(kind: str, capacity: float
     found = gradients(made, x)
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-13)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", ["plain", "biases", "one expert", "four a token"])
+@pytest.mark.parametrize("capacity", [None, 0.7])
+def test_grouped_by_pointers_does_what_the_plain_one_does(kind: str, capacity: float | None) -> None:
+    """The kernel of GPUs without TMA inside the layer that training uses, dropped choices too."""
+    made, x = layer(torch.float32, **KINDS[kind]), inputs(dtype=torch.float32)
+    made.balance = balance(made, capacity=capacity)
+    wanted = gradients(made, x)
+    made.dispatch = SortedDispatch(loaded(GROUPED_LINEAR, "triton, pointers"), drops=capacity is not None)
+    for name, gradient in gradients(made, x).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5)
 
 
 def dense_dispatch(made: MixtureOfExperts, x_MH: Tensor) -> Tensor:
@@ -239,7 +255,6 @@ def test_a_forward_pass_made_again_is_counted_once() -> None:
 def test_sorted_dispatch_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
     """By the kernels of a GPU, against the plain dispatch in fp64: as near as it is in the same format."""
     from armillary.kernels.agree import relative_error
-    from armillary.kernels.grouped_linear import GROUPED_LINEAR
 
     sizes = KINDS[kind] | {"ffn": 16}
     made, x = layer(**sizes), inputs(tokens=40)
@@ -247,7 +262,8 @@ def test_sorted_dispatch_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
     in_format = layer(dtype, **sizes)
     in_format.load_state_dict(made.state_dict())
     plain = gradients(in_format, x.detach().to(dtype).requires_grad_())
-    for version in ("triton", "torch") if dtype == torch.bfloat16 else ("triton",):
+    own = ("triton", "triton, pointers")
+    for version in (*own, "torch") if dtype == torch.bfloat16 else own:
         fast = deepcopy(in_format).cuda()
         fast.dispatch = SortedDispatch(GROUPED_LINEAR.version(version).load())  # type: ignore[union-attr]
         found = gradients(fast, x.detach().to("cuda", dtype).requires_grad_())

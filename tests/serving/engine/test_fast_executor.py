@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from armillary.kernels.grouped_linear import GROUPED_LINEAR
 from armillary.model.attend import plain
 from armillary.model.transformer import build
 from armillary.serving.engine.constraint import Structure
@@ -17,6 +18,8 @@ from armillary.serving.engine.engine_kernels import REFERENCE, EngineKernels
 from armillary.serving.engine.fast_executor import FastExecutor, null_step
 from armillary.serving.engine.graphs import row_sizes, token_sizes
 from armillary.serving.engine.step import Shape
+from tests.kernels.agreeing import loaded
+from tests.kernels.interpreter import needs_interpreter
 from tests.model.test_attend import small
 from tests.serving.engine.fake import ask
 from tests.serving.engine.test_plain_executor import MODELS, Alternates, model, prompts, serve
@@ -31,6 +34,18 @@ def padded(*args: Any, **named: Any) -> FastExecutor:
 
 def reference(*args: Any, **named: Any) -> FastExecutor:
     return FastExecutor(*args, kernels=REFERENCE, **named)
+
+
+@needs_interpreter
+def test_experts_grouped_by_pointers_answer_alike() -> None:
+    """The kernel that GPUs without TMA have, in the engine: prompts, decoding and padding."""
+    config = small(moe={"num_experts": 4, "top_k": 2, "ffn": 16, "shared_ffn": 16})
+    weights = build(config, dtype=torch.float32, device="cpu", seed=3)
+    kernels = EngineKernels(grouped=loaded(GROUPED_LINEAR, "triton, pointers"))
+    requests = [ask("a", [2, 3, 4, 5, 6], 4, temperature=0.0), ask("b", [7], 4, temperature=0.0)]
+    right = serve(config, weights, requests)
+    found = serve(config, weights, requests, executor=lambda *args, **named: padded(*args, kernels=kernels, **named))
+    assert [made.tokens for made in found] == [made.tokens for made in right]
 
 
 @settings(max_examples=25, deadline=None)
