@@ -29,8 +29,9 @@ class Tiles:
     stages: int
     """loads in flight"""
     shared_kb: int
-    """most shared memory that it compiles to for 8.x and 12.x (tests/kernels/compile_for.py); 9.0 and 10.x have enough
-    for every one"""
+    """most shared memory that it compiles to for 8.x and 12.x (tests/kernels/compile_for.py); 9.0 has enough for all"""
+    sm_100_kb: int = 0
+    """the same for 10.x, where that is more than a block has"""
 
 
 Table = dict[int, tuple[Tiles, ...]]
@@ -48,7 +49,7 @@ _FORWARD_FP32 = {
 _KEY = {
     64: (Tiles(64, 128, 8, 2, 49),),
     128: (Tiles(64, 64, 4, 2, 73),),
-    256: (Tiles(64, 64, 8, 2, 137), Tiles(32, 32, 4, 2, 67)),
+    256: (Tiles(64, 64, 8, 2, 137, sm_100_kb=258), Tiles(32, 32, 4, 2, 67)),
 }
 _KEY_FP32 = {
     64: (Tiles(16, 32, 4, 1, 41),),
@@ -89,7 +90,9 @@ def _of(q: Tensor, half: Table, wide: Table) -> tuple[Tiles, ...]:
 
 
 def _fitting(q: Tensor, tiles: tuple[Tiles, ...]) -> Tiles:
-    return first_fitting(q.device, tiles, lambda each: each.shared_kb << 10)
+    chip = accelerator_of(q.device)
+    blackwell = chip is not None and chip.capability[0] == 10
+    return first_fitting(q.device, tiles, lambda each: ((blackwell and each.sm_100_kb) or each.shared_kb) << 10)
 
 
 def can_copy(*tensors: Tensor) -> bool:

@@ -29,6 +29,7 @@ from armillary.kernels.paged_attention import PagedBatch, PagedOptions
 from armillary.kernels.paged_combine import combine
 from armillary.kernels.paged_decode import decode
 from armillary.kernels.paged_prefill import combine_prefill, prefill
+from armillary.machine.accelerator import accelerator_of
 
 _TILE_BYTES = 16384
 """of the keys of a tile: with three stages of keys and values two programs fit a multiprocessor"""
@@ -136,12 +137,21 @@ def _padded(rows: int) -> int:
 
 def split_tiling(device: torch.device, group: int, max_query: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     """All sequences, where the queries of any of them fit one product; else those of a token or two. Stages are as many
-    as shared memory holds: keys, values and queries of all but one, and the weights (tests/kernels/compile_for.py)."""
+    as shared memory holds."""
     queries = max_query if group * max_query <= _MAX_DECODE_ROWS else max(1, 16 // group)
     m, width = max(16, power_of_two(group * queries)), max(16, power_of_two(head_dim)) * dtype.itemsize
     n = max(16, min(128, _TILE_BYTES // width))
-    stages = first_fitting(device, (3, 2, 1), lambda count: (count - 1) * (2 * n + m) * width + _TILE_BYTES)
+    stages = first_fitting(device, (3, 2, 1), lambda count: _decode_bytes(device, count, m, n, width, dtype.itemsize))
     return Tiling(queries=queries, m=m, n=n, warps=4, stages=stages, workers=2, ahead=1)
+
+
+def _decode_bytes(device: torch.device, stages: int, m: int, n: int, width: int, itemsize: int) -> int:
+    """Shared memory of the split kernel, no less than it compiles to (tests/kernels/compile_for.py): keys, values and
+    queries of all stages but one, and the weights; from 64 rows on 9.0 and 10.x multiply out of more of it."""
+    loaded, chip = (2 * n + m) * width, accelerator_of(device)
+    if m < 64 or chip is None or chip.capability[0] not in (9, 10):
+        return (stages - 1) * loaded + _TILE_BYTES
+    return (stages + 1) * loaded if itemsize < 4 else (stages - 1) * loaded + _TILE_BYTES + m * width
 
 
 def combine_tiling(pairs: int, workers: int, rows: int, width: int) -> tuple[int, int]:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 
 from armillary.kernels import fitting, launch
 from armillary.machine.accelerator import Accelerator, accelerator_of
-from tests.kernels.interpreter import needs_interpreter
+from tests.kernels.interpreter import INTERPRETED, needs_interpreter
 from tests.machine.gpus import forgotten, pretend  # noqa: F401
 
 HALF, WIDE = torch.bfloat16, torch.float32
+OWN = ("attention_tiles", "paged_attention_triton")
 
 
 def on(monkeypatch: pytest.MonkeyPatch, name: str) -> Accelerator:
     """Tensors on the CPU are taken for tensors on this chip."""
     chip = accelerator_of(pretend(monkeypatch, name))
     assert chip is not None
-    for module in (fitting, launch):
+    for module in (fitting, launch, *(import_module(f"armillary.kernels.{name}") for name in OWN if INTERPRETED)):
         monkeypatch.setattr(module, "accelerator_of", lambda device: chip)
     return chip
 
@@ -60,7 +63,8 @@ def test_an_h200_has_what_was_timed_there(monkeypatch: pytest.MonkeyPatch) -> No
     prompts = prefill_tiling(device, 4, 128, HALF)
     assert (prompts.m, prompts.n, prompts.warps, prompts.stages) == (128, 64, 8, 3)
     assert {split_tiling(device, 4, queries, dim, dtype).stages
-            for queries in (1, 16) for dim in (64, 128, 256) for dtype in (HALF, WIDE)} == {3}  # fmt: skip
+            for queries in (1, 16) for dim in (64, 128) for dtype in (HALF, WIDE)} == {3}  # fmt: skip
+    assert split_tiling(device, 4, 16, 256, HALF).stages == 2  # three take 256 KB
 
 
 @needs_interpreter
