@@ -10,6 +10,8 @@ group where that is less than the machine's.
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from armillary.errors import BadInput
@@ -40,6 +42,7 @@ def _of_gpu(executor: FastExecutor, graphs: bool) -> tuple[float, float]:
     """(memory, what is not KV cache); the largest step's memory stays with the allocator, and a graph of it takes as
     much in a pool of its own."""
     torch.cuda.synchronize(executor.device)
+    gc.collect()  # an engine of this process that nobody uses any more may still hold its cache
     torch.cuda.empty_cache()
     before, total = torch.cuda.mem_get_info(executor.device)
     executor.run_largest()
