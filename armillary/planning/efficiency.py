@@ -206,8 +206,15 @@ def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves
         bytes_per_s=copied,
         plain_bytes_per_s={dtype: _plain_rate(measured, dtypes, share, copied) for dtype, dtypes in ATTENTION.items()},
         launch_s=min(launches, default=curves.launch_s),
-        host=min(launches, default=CALL_LAUNCH_S) / CALL_LAUNCH_S,
+        host=_host(measured, launches),
     )
+
+
+def _host(measured: Peaks, launches: list[float]) -> float:
+    """Calls of torch against those of the machine where CALL_S was found: as the engine's were timed here, else by what
+    a single launch takes."""
+    timed = next((float(point["seconds"]) for point in measured.points.get("calls", ())), None)
+    return min(launches, default=CALL_LAUNCH_S) / CALL_LAUNCH_S if timed is None else timed / DECODE_CALL_S
 
 
 def _plain_rate(measured: Peaks, dtypes: tuple[str, ...], share: float, copied: float) -> float:

@@ -136,7 +136,7 @@ class Replica:
         found["attention_s"] = sum(self._attention_s(group) for group in mine)
         found["kernels_s"] += self.config.num_layers * self._kernel_s * len(mine)
         found["comm_s"] = self._comm_s(tokens)
-        return self._with_host(StepTime(**found), found["kernels_s"], decoding, self._calls(logits))
+        return self._with_host(StepTime(**found), found["kernels_s"], decoding, self.calls(logits))
 
     def _operations(self, ops: Sequence[tuple[Op, int]]) -> dict[str, float]:
         found = {"products_s": 0.0, "experts_s": 0.0, "other_s": 0.0, "kernels_s": 0.0}
@@ -158,7 +158,7 @@ class Replica:
         waiting = max(0.0, launches - time.total_s) + self.rates.step_s
         return replace(time, host_s=waiting)
 
-    def _calls(self, rows: int) -> float:
+    def calls(self, rows: int) -> float:
         """Of torch in a step with `rows` sequences, on a CPU."""
         each = CALLS["layer"] + CALLS["layer and row"] * rows
         return CALLS["step"] + CALLS["row"] * rows + self.config.num_layers * each

@@ -25,7 +25,7 @@ FRAMEWORK_BYTES = 1.5e9
 """CUDA context, libraries, captured graphs, communication buffers"""
 CPU_FRAMEWORK_BYTES = 0.43e9
 """torch and the tokenizer of an engine's process on a CPU, as seen on Linux"""
-CPU_GROWTH_BYTES = 0.17e9
+CPU_GROWTH_BYTES = 0.15e9
 """of them, what comes after the imports (two x86 cores, 2026-11-17)"""
 SCALES = {"int4": 4 / 32, "fp4": 1 / 16, "int8": 0.0, "fp8": 0.0}
 """bytes of scales a weight: 4-bit integers in groups of 32 with scale and zero, 4-bit floats in groups of 16"""

@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "disk": ("op", "bytes", "bytes_per_s"),
     "loader": ("path", "tokens", "seconds"),
     "process": ("what", "resident_bytes"),
+    "calls": ("what", "seconds"),
 }
 """Fields every point of a kind has; further fields (pinned, path, …) say more of what was tried, and further kinds are
 kept as they come."""

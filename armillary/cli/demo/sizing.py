@@ -27,7 +27,7 @@ QUARTERS = 4
 """validations and recordings of a run; the run with a lever pulled is one of them long"""
 ROWS, ROOMY = 2, 16
 """requests that the recipe lets run together, and as many as the lever would"""
-OVERLOAD = 2.5
+OVERLOAD = 2.0
 """traffic over what ROWS requests together bear: far enough above 1 that the wait follows from the plan's step time and
 not from its last per cent, and well below what ROOMY bear"""
 LOAD_S = 8.0
