@@ -29,7 +29,8 @@ SMALL = {
     "model.name": "armillary-2m", "model.num_layers": 1, "model.hidden": 32, "model.heads": 4, "model.kv_heads": 2,
     "model.head_dim": 8, "model.ffn": 64, "model.vocab": 320, "model.context": 256, "data.held_out": 0.1,
     "layout.micro_batch": 2, "serve.max_running": 8, "train.sequence": 32, "train.batch_tokens": 256, "train.steps": 20,
-    "train.eval_every": 10, "traffic.duration_s": 1, "traffic.tokens_in": 16, "traffic.tokens_out": 8,
+    "train.eval_every": 10, "traffic.duration_s": 1, "traffic.tokens_in": 16, "traffic.shared_prefix": 8,
+    "traffic.tokens_out": 8,
     "load.warmup_s": 0.2,
 }  # fmt: skip
 
@@ -132,7 +133,7 @@ def test_ctrl_c_leaves_a_report_and_no_process(tmp_path: Path) -> None:
 
 def test_the_recipe_says_what_it_leaves_on_the_table() -> None:
     recipe, text = load_recipe(RECIPE), RECIPE.read_text()
-    assert recipe.layout.recompute == "full" and recipe.serve.max_running == 2
+    assert recipe.layout.recompute == "full" and not recipe.serve.prefix_cache
     assert text.count("a lever left on the table") == 2
 
 

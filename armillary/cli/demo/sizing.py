@@ -25,13 +25,11 @@ ENOUGH_STEPS, LEAST_STEPS = 100, 30
 """a larger model is taken where it leaves so many steps; the smallest one takes no fewer than these"""
 QUARTERS = 4
 """validations and recordings of a run; the run with a lever pulled is one of them long"""
-ROWS, ROOMY = 2, 16
-"""requests that the recipe lets run together, and as many as the lever would"""
-OVERLOAD = 2.0
-"""traffic over what ROWS requests together bear: far enough above 1 that the wait follows from the plan's step time and
-not from its last per cent, and well below what ROOMY bear"""
-LOAD_S = 8.0
-"""traffic lasts so long; the queue that it leaves is answered in OVERLOAD times that"""
+BUSY = 0.4
+"""share of its time that a server has requests, one after the other: few meet, so that what clients see follows from
+the plan's steps and not from a queue, which would multiply every error of the plan"""
+LOAD_S = 12.0
+"""how long requests come"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,28 +96,24 @@ def step_s(walk: Walk, overrides: Sequence[str]) -> float:
 
 
 def traffic(walk: Walk) -> tuple[str, ...]:
-    """Requests a second, their duration and objectives that are missed with ROWS together and met with ROOMY."""
+    """Requests a second that keep the server BUSY, and objectives that the lever left on the table decides about."""
     from armillary.planning.serving_choices import server_of
     from armillary.planning.serving_plan import serving_request
 
     recipe: Recipe = walk.recipe
     request = serving_request(recipe, recipe.model_config(), recipe.cluster(here()), walk.home)
     server = server_of(request, recipe.layout)
-    rate, answer_s = OVERLOAD * served_per_s(server, ROWS), recipe.traffic.tokens_out * server.decode_s(ROOMY)
-    gap_s = 6 * answer_s / recipe.traffic.tokens_out
-    return (f"traffic.requests_per_s={rounded(rate)}", f"traffic.duration_s={LOAD_S}",
-            f"objective.e2e_p99_s={rounded(3 * answer_s)}", f"objective.itl_p99_s={rounded(gap_s)}",
-            f"objective.ttft_p99_s={rounded(answer_s)}")  # fmt: skip
+    return (f"traffic.requests_per_s={rounded(BUSY / answer_s(server))}", f"traffic.duration_s={LOAD_S}",
+            f"objective.e2e_p99_s={rounded(3 * answer_s(server))}", f"objective.ttft_p99_s={rounded(server.alone_s)}",
+            f"objective.itl_p99_s={rounded(6 * server.decode_s(1) + server.alone_s)}")  # fmt: skip
 
 
-def served_per_s(server: Server, rows: int) -> float:
-    """Requests a second with `rows` of them always running: each takes its steps, and every prompt's part of them."""
-    steps = (server.traffic.tokens_out - 1) * server.decode_s(rows)
-    return rows / (steps + rows * server.prefill_s)
+def answer_s(server: Server) -> float:
+    """Of one request that has the server to itself."""
+    return server.alone_s + (server.traffic.tokens_out - 1) * server.decode_s(1)
 
 
 def rounded(value: float) -> float:
     """Two significant figures."""
     digits = 1 - floor(log10(value))
     return round(value, digits)
-
