@@ -127,6 +127,8 @@ def server(home: Home, trained: Run, recipe: Path, *, show: Output) -> Iterator[
     finally:
         _end(process)
         reader.join(STOP_S)
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def _pass_on(process: subprocess.Popen[str], lines: Queue[str | None]) -> None:
