@@ -43,6 +43,8 @@ _MAX_SETS = 16
 _TRIES = 4
 _REST_S = 0.1
 _SUSTAINED, _SUSTAINED_S, _PLANNED = 8192, 0.6, "bf16"
+_TOO_SLOW = 10
+"""a shape that would need this many budgets for one call is left out"""
 _SMALL = (64, 256, 256)
 """(m, n, k) on which a dtype without units of its own is timed, and nothing larger: 33 ms at the slowest rate seen"""
 _DECODE = (1, 2048, 2048)
@@ -70,16 +72,23 @@ def cases(settings: Settings) -> list[dict[str, Any]]:
 
 
 def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A point for each case; of a dtype that is emulated here, one on a small shape, marked so."""
+    """A point for each case, but shapes that one call would take minutes for; of a dtype that is emulated here, one on
+    a small shape, marked so."""
     emulated: dict[str, bool] = {}
+    rates: dict[str, float] = {}
     for case in chosen:
         dtype = case["dtype"]
         if dtype not in emulated:
             emulated[dtype] = not settings.on_cuda and is_emulated(dtype, settings)
             if emulated[dtype]:
                 yield "gemm", _point(dict(zip("mnk", _SMALL, strict=True)) | {"dtype": dtype}, settings, emulated=True)
-        if not emulated[dtype]:
-            yield "gemm", _point(case, settings)
+        too_slow = 2.0 * _multiplications((case["m"], case["n"], case["k"])) > (
+            rates.get(dtype, inf) * settings.budget_s * _TOO_SLOW
+        )
+        if not emulated[dtype] and not too_slow:
+            point = _point(case, settings)
+            rates[dtype] = max(rates.get(dtype, 0.0), point["flops"])
+            yield "gemm", point
 
 
 def _point(case: dict[str, Any], settings: Settings, **more: Any) -> dict[str, Any]:

@@ -28,7 +28,8 @@ ROOT = Path(__file__).parents[2]
 SMALL = {
     "model.name": "armillary-2m", "model.num_layers": 1, "model.hidden": 32, "model.heads": 4, "model.kv_heads": 2,
     "model.head_dim": 8, "model.ffn": 64, "model.vocab": 320, "model.context": 256, "data.held_out": 0.1,
-    "layout.micro_batch": 2, "serve.max_running": 8, "train.sequence": 32, "train.batch_tokens": 256, "train.steps": 20,
+    "layout.micro_batch": 2, "serve.max_running": 8, "serve.max_model_len": 128, "train.sequence": 32,
+    "train.batch_tokens": 256, "train.steps": 20,
     "train.eval_every": 10, "traffic.duration_s": 1, "traffic.tokens_in": 16, "traffic.shared_prefix": 8,
     "traffic.tokens_out": 8,
     "load.warmup_s": 0.2,
