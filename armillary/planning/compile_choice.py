@@ -15,7 +15,7 @@ from armillary.spec.layout_rules import check_layout
 from armillary.units import seconds_text
 
 COMPILE_S = 90.0
-"""what compiling the blocks of a small model takes on two cores (60 to 90 s were seen on a CPU with AMX, 2026-11-16)"""
+"""what compiling the blocks of a small model is taken to cost on two cores: assumed, not measured"""
 WORTH = 5.0
 """times that, from which compiling is done unasked"""
 

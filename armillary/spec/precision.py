@@ -19,8 +19,9 @@ SIXTEEN_BIT: tuple[Precision, ...] = ("bf16", "fp16")
 GAIN = 1.15
 """speed-up over fp32 from which a 16-bit format is worth its rounding"""
 EMULATED = 0.5
-"""of fp32's GEMM rate: a narrower format that is slower than this has no units of its own here. Seen: 0.003 (Neoverse
-N1), 0.2 (Skylake with AVX-512), 0.01 (the same held to AVX2), 1.8 (Sapphire Rapids with AMX); 2026-11-17"""
+"""of fp32's GEMM rate: a narrower format that is slower than this has no units of its own here. Measured
+2026-11-17: 0.2 (Skylake with AVX-512), 0.01 (the same held to AVX2); reported: 0.003 (Neoverse N1); from the demo of
+2026-11-16: 1.8 (a Xeon with AMX)"""
 WARN, REFUSE = 2.0, 10.0
 """times slower than fp32 from which a format that was asked for gets a warning, and is refused"""
 
