@@ -13,11 +13,11 @@ from armillary.cli.bench_serve import serve
 from armillary.cli.bench_tables import bests, shares, show_peaks
 from armillary.cli.data import on_bar as on_bytes
 from armillary.cli.data import say_prepared
-from armillary.cli.engine_calls import measure_engine_calls
 from armillary.cli.measuring import device_option, on_bar, pick, quick_option
 from armillary.cli.output import Output
 from armillary.cli.verb import VerbGroup
 from armillary.errors import BadInput, NotFound
+from armillary.planning.calibration import calibrate
 from armillary.store.home import Home
 from armillary.store.peaks import Peaks, Point, load_peaks, new_peaks, peaks_path, save_peaks
 from armillary.units import scaled, seconds_text
@@ -61,7 +61,8 @@ def ceilings(
         found = measure_ceilings(target, quick=quick, folder=where, only=only, watch=on_bar(bar))
     save_peaks(home, found.peaks)
     if target.type == "cpu" and not only:
-        measure_engine_calls(home)
+        with out.progress("measuring a small engine"):
+            calibrate(home)
     if target.type == "cpu" and (found.other_cores or 0) > BUSY_CORES:
         busy = f"other work kept {found.other_cores:.1f} cores busy"
         out.warn(f"{busy}, so these figures are too low; measure again when the machine is quiet")

@@ -53,7 +53,7 @@ def generate(
 
     MODEL is a Hugging Face folder, a Hub id or a run; a shape without a tokenizer takes token ids: "1 15 7".
     """
-    from armillary.model.generate import Sampling
+    from armillary.model.generate import MODELS_OWN, Sampling
     from armillary.model.generation_config import sampling_defaults
 
     asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
@@ -65,7 +65,7 @@ def generate(
     phases = {"weights": time.monotonic() - begin}
     own = sampling_defaults(source.files)
     sampling = replace(sampling, **{name: value for name, value in own.given.items()
-                                    if name in ("temperature", "top_p", "top_k") and name not in given})  # fmt: skip
+                                    if name in MODELS_OWN and name not in given})  # fmt: skip
     if source.files is None or not (source.files / "tokenizer.json").is_file():
         return generate_ids(out, loaded, source.name, text, sampling)
     from armillary.model.tokenizer import Tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,7 +59,7 @@ def serve(
     asked = _asked(recipe, overrides, max_model_len)
     _need_torch()
     source = find_model(out, home, model, need_weights=True)
-    from armillary.cli.serve_run import recorded, resolve_dtype
+    from armillary.cli.serve_run import recorded, resolve_dtype, resolve_threads
     from armillary.profiling.dtype_choice import with_dtype
     from armillary.serving.api.channel import Orders
     from armillary.serving.api.keys import read_keys
@@ -68,9 +69,13 @@ def serve(
     say = partial(click.echo, err=out.mode != "human")
     dtype = resolve_dtype(home, source, asked, device)
     say(dtype.warning or f"dtype {dtype.reason or f'{dtype.dtype}: as asked'}")
+    threads = resolve_threads(home, source, asked, dtype, tp=tp, device=device)
+    if threads is not None:
+        asked = replace(asked, serve=replace(asked.serve, threads=threads.count))
+        say(f"threads {threads.reason or f'{threads.count}: as asked'}")
     door = Door(host=host, port=port, keys=read_keys(asked.serve.api_key_file))
     with recorded(home, source, asked, text=recipe.read_text() if recipe else "", overrides=overrides, tp=tp,
-                  dtype=dtype, device=device, say=say) as folder:  # fmt: skip
+                  dtype=dtype, threads=threads, device=device, say=say) as folder:  # fmt: skip
         orders = Orders(model=str(source.folder), serve=with_dtype(asked.serve, dtype), home=home, device=device,
                         gauges=folder.gauges if folder else None)  # fmt: skip
         run(source, orders, door, ranks=tp, say=say)

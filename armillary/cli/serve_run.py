@@ -18,6 +18,7 @@ from armillary.store.runs import Run, create_run
 from armillary.store.source import ModelSource
 
 if TYPE_CHECKING:
+    from armillary.planning.serving_threads import Threads
     from armillary.profiling.dtype_choice import Resolved
 
 Say = Callable[[str], None]
@@ -46,15 +47,16 @@ def recorded(home: Home, source: ModelSource, asked: Recipe, *, say: Say, **more
 
 
 def begin_run(
-    home: Home, source: ModelSource, recipe: Recipe, *, dtype: Resolved, text: str = "",
-    overrides: tuple[str, ...] = (), tp: int = 1, device: str | None = None,
+    home: Home, source: ModelSource, recipe: Recipe, *, dtype: Resolved, threads: Threads | None = None,
+    text: str = "", overrides: tuple[str, ...] = (), tp: int = 1, device: str | None = None,
 ) -> Run:  # fmt: skip
     """A folder for what this server measures; ArmillaryError where it cannot be written."""
     layout = replace(recipe.layout, tp=tp, precision=dtype.dtype)
     recipe = replace(recipe, layout=layout)
     tables = {name: table for name, table in to_dict(recipe).items() if name not in ("train", "data")}
     plan = serve_plan(home, source, recipe, layout, tables, device)
-    plan = replace(plan, chosen={"serve.dtype": dtype.reason} if dtype.reason else {})
+    why = {"serve.dtype": dtype.reason, "serve.threads": threads.reason if threads else ""}
+    plan = replace(plan, chosen={key: reason for key, reason in why.items() if reason})
     return create_run(home, tables, text=text, overrides=overrides, plan=plan, model=source.config.name)
 
 
@@ -104,3 +106,19 @@ def resolve_dtype(home: Home, source: ModelSource, asked: Recipe, device: str | 
     shape = serving_shape(source.config, asked.serve)
     rates = cluster_rates(home, here(device=device), shape, device=device)
     return resolve_serving(asked.serve, rates, stored=stored_dtype(source.folder), traffic=asked.traffic)
+
+
+def resolve_threads(
+    home: Home, source: ModelSource, asked: Recipe, dtype: Resolved, *, tp: int, device: str | None
+) -> Threads | None:
+    """serve.threads for a model that a CPU of this machine serves; none where the planner cannot say."""
+    from armillary.machine.machine import here
+    from armillary.planning.serving_plan import serving_request
+    from armillary.profiling.dtype_choice import with_dtype
+
+    layout = replace(asked.layout, tp=tp, precision=dtype.dtype)
+    recipe = replace(asked, layout=layout, serve=with_dtype(asked.serve, dtype))
+    try:
+        return serving_request(recipe, source.config, here(device=device), home).threads
+    except ArmillaryError:  # one that it cannot price is served as torch sets itself
+        return None

@@ -228,7 +228,7 @@ def _number_formats(found: Machine) -> Check:
         return Check(name="number formats", state="ok", found=text)
     return Check(name="number formats", state="warn", found=text,
                  means="bf16 on this CPU may be far slower than fp32",
-                 fix="on this CPU take fp32, for training and serving")  # fmt: skip
+                 fix="leave layout.precision and serve.dtype at auto, which takes the faster one")  # fmt: skip
 
 
 def _memory(found: Machine) -> Check:

@@ -28,6 +28,10 @@ from armillary.store.source import resolve_model
 OnToken = Callable[[int, int], None]
 
 
+MODELS_OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""fields of `Sampling` that a model's generation_config.json may set"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How the next token is drawn."""
@@ -40,6 +44,10 @@ class Sampling:
     """keep the k likeliest; 0: all"""
     top_p: float = 1.0
     """keep the likeliest tokens whose probabilities reach p"""
+    min_p: float = 0.0
+    """drop tokens less likely than this share of the likeliest one's probability"""
+    repetition_penalty: float = 1.0
+    """above 1: logits of tokens that came before, in the prompt too, are divided by it, negative ones multiplied"""
     seed: int = 0
     """prompt i draws with seed + i"""
 
@@ -48,6 +56,8 @@ class Sampling:
             raise BadInput(f"max_tokens={self.max_tokens} makes nothing; ask for at least 1")
         if not (0 <= self.temperature < math.inf and 0 < self.top_p <= 1 and self.top_k >= 0):
             raise BadInput("sampling wants temperature ≥ 0, 0 < top_p ≤ 1 and top_k ≥ 0")
+        if not (0 <= self.min_p <= 1 and 0 < self.repetition_penalty < math.inf):
+            raise BadInput("sampling wants 0 ≤ min_p ≤ 1 and repetition_penalty > 0")
         if not 0 <= self.seed < 2**62:
             raise BadInput(f"seed={self.seed} is not between 0 and 2^62; use a small whole number")
 
@@ -55,8 +65,7 @@ class Sampling:
 def default_sampling(folder: Path | None) -> Sampling:
     """What the model's generation_config.json says, where it says something."""
     own = sampling_defaults(folder).given
-    known = {"temperature", "top_k", "top_p"}
-    return Sampling(**{name: value for name, value in own.items() if name in known})
+    return Sampling(**{name: value for name, value in own.items() if name in MODELS_OWN})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +147,8 @@ def generate_tokens(
     done = [False] * len(prompts)
     logits_BV = _prefill(model, cache, prompts, device)
     for step in range(sampling.max_tokens):
-        chosen = [_draw(logits_V, sampling, draw) for logits_V, draw in zip(logits_BV, draws, strict=True)]
+        chosen = [_draw(logits_V, [*prompt, *tokens], sampling, draw)
+                  for logits_V, prompt, tokens, draw in zip(logits_BV, prompts, made, draws, strict=True)]  # fmt: skip
         for i, token in enumerate(chosen):
             if not done[i]:
                 made[i].append(token)
@@ -173,9 +183,10 @@ def _cache(model: Transformer, batch: int, length: int) -> ContiguousCache:
     return ContiguousCache(model.config, batch=batch, length=length, dtype=first.dtype, device=first.device)
 
 
-def _draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def _draw(logits_V: Tensor, before: Sequence[int], sampling: Sampling, generator: torch.Generator) -> int:
     if not logits_V.isfinite().all():
         raise BadModel("the model's logits are not numbers; its weights are broken or its dtype too narrow")
+    logits_V = _penalised(logits_V, before, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     scaled_V = logits_V / sampling.temperature
@@ -183,11 +194,21 @@ def _draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> i
         floor = scaled_V.topk(min(sampling.top_k, scaled_V.numel())).values[-1]
         scaled_V = scaled_V.masked_fill(scaled_V < floor, -torch.inf)
     probabilities_V = scaled_V.softmax(dim=-1)
+    if sampling.min_p:
+        probabilities_V = probabilities_V.where(probabilities_V >= sampling.min_p * probabilities_V.max(), 0.0)
     if sampling.top_p < 1:
         ordered, order = probabilities_V.sort(descending=True)
         beyond = ordered.cumsum(0) - ordered >= sampling.top_p
         probabilities_V = probabilities_V.scatter(0, order[beyond], 0.0)
     return int(torch.multinomial(probabilities_V, 1, generator=generator))
+
+
+def _penalised(logits_V: Tensor, before: Sequence[int], penalty: float) -> Tensor:
+    if penalty == 1:
+        return logits_V
+    seen = torch.tensor(sorted(set(before)))
+    found = logits_V[seen]
+    return logits_V.index_copy(0, seen, torch.where(found > 0, found / penalty, found * penalty))
 
 
 def check_prompts(model: Transformer, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:

@@ -79,6 +79,9 @@ class Curves:
     """of long passes over device memory"""
     plain_bytes_per_s: Mapping[str, float]
     """dtype of ATTENTION -> rate of torch's operators one by one, where measured; else as of long passes"""
+    row_bytes_per_s: Mapping[str, float]
+    """dtype of ATTENTION -> rate at which GEMMs of a single row read their weights, where measured; else as of long
+    passes"""
     kernel_s: float
     """cost of a kernel beside its work"""
     launch_s: float
@@ -176,6 +179,7 @@ def curves(
         attention_at={},
         bytes_per_s=(chip.memory_bytes_per_s or 0.0) * table["memory"],
         plain_bytes_per_s=dict.fromkeys(ATTENTION, (chip.memory_bytes_per_s or 0.0) * table["memory"]),
+        row_bytes_per_s=dict.fromkeys(ATTENTION, (chip.memory_bytes_per_s or 0.0) * table["memory"]),
         kernel_s=table["kernel_s"],
         launch_s=table["launch_s"],
     )
@@ -205,6 +209,7 @@ def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves
                       for dtype, dtypes in ATTENTION.items() for backward in (False, True)},
         bytes_per_s=copied,
         plain_bytes_per_s={dtype: _plain_rate(measured, dtypes, share, copied) for dtype, dtypes in ATTENTION.items()},
+        row_bytes_per_s={dtype: _row_rate(measured, dtypes, share, copied) for dtype, dtypes in ATTENTION.items()},
         launch_s=min(launches, default=curves.launch_s),
         host=_host(measured, launches),
     )
@@ -222,6 +227,13 @@ def _plain_rate(measured: Peaks, dtypes: tuple[str, ...], share: float, copied: 
     rates = [measured.best("passes", "bytes_per_s", dtype=dtype) for dtype in dtypes]
     best = max((rate for rate in rates if rate is not None), default=None)
     return copied if best is None else max(best * share, copied * SLOWEST)
+
+
+def _row_rate(measured: Peaks, dtypes: tuple[str, ...], share: float, copied: float) -> float:
+    """What GEMMs of one row read, by the best of them; the weights are all that such a GEMM moves."""
+    rates = [float(point["flops"]) / 2 * FORMATS[point["dtype"]][1] for point in measured.points.get("gemm", ())
+             if point["m"] == 1 and point["dtype"] in dtypes]  # fmt: skip
+    return min(max(rates) * share, copied) if rates else copied
 
 
 def _attention(curves: Curves, measured: Peaks, share: float, *, backward: bool) -> dict[str, float]:

@@ -46,8 +46,8 @@ def of_a_rank(own: Peaks, whole: Peaks, share: float, turns: float = 1.0) -> Pea
     """What one of several processes on a processor reaches: its share of what all cores reach together, and more where
     its threads did more alone in their `turns` on the cores. But memory is what the others use as well: copies are a
     share, and plain operators move no more than that."""
-    points = {kind: _shared(whole, kind, share) for kind in _RATES}
-    alone = {kind: _shared(own, kind, turns) for kind in ("gemm", "attention", "passes")}
+    points = {kind: shared_points(whole, kind, share) for kind in _RATES}
+    alone = {kind: shared_points(own, kind, turns) for kind in ("gemm", "attention", "passes")}
     most = (whole.best_copy() or 0.0) * share
     alone["passes"] = tuple({**point, "bytes_per_s": min(point["bytes_per_s"], most)} for point in alone["passes"])
     joined = {kind: (*found, *alone.get(kind, ())) for kind, found in points.items()}
@@ -58,7 +58,7 @@ _RATES = ("gemm", "attention", "passes", "copy")
 """kinds that cores have a part of; what starting an operation or an exchange takes is not shared out"""
 
 
-def _shared(peaks: Peaks, kind: str, share: float) -> tuple[Point, ...]:
+def shared_points(peaks: Peaks, kind: str, share: float) -> tuple[Point, ...]:
     """Points of a kind with this share of what they reached."""
     rates = ("flops", "bytes_per_s")
     return tuple({name: value * share if name in rates else value for name, value in point.items()}

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from armillary.planning.efficiency import Curves, curves
+from armillary.planning.efficiency import Curves, curves, width_of
 from armillary.planning.engines import Rates, physics
 from armillary.planning.forward import EXPERT_PRODUCTS, Formats, Forward, Group, Split
 from armillary.planning.layouts import PRECISIONS
@@ -145,14 +145,14 @@ class Replica:
                 part = "experts_s" if op.name in EXPERT_PRODUCTS else "products_s"
                 found[part] += count * self._product_s(op)
             else:
-                found["other_s"] += count * op.bytes / self.bytes_per_s
+                found["other_s"] += count * op.bytes / self._plain_bytes_per_s
             found["kernels_s"] += count * self._kernel_s
         return found
 
     def _with_host(self, time: StepTime, kernels_s: float, decoding: bool, calls: float) -> StepTime:
         """A decode step runs from a graph; others wait where launching takes longer than running. On a CPU the host is
         the device: calls come on top."""
-        if self.cluster.chip.kind == "cpu":
+        if self._on_cpu:
             return replace(time, host_s=calls * self.curves.decode_call_s + self.rates.step_s)
         launches = 0.0 if decoding or not self._kernel_s else kernels_s / self._kernel_s * self.rates.launch_s
         waiting = max(0.0, launches - time.total_s) + self.rates.step_s
@@ -173,9 +173,25 @@ class Replica:
     @property
     def _kernel_s(self) -> float:
         """Of a GPU's kernel; a processor's calls are counted apart."""
-        return 0.0 if self.cluster.chip.kind == "cpu" else self.curves.kernel_s * self.rates.fixed_time
+        return 0.0 if self._on_cpu else self.curves.kernel_s * self.rates.fixed_time
+
+    @property
+    def _plain_bytes_per_s(self) -> float:
+        """Of norms, rotations and activations: a CPU runs torch's operators one by one."""
+        return self.curves.plain_bytes_per_s[self._width] if self._on_cpu else self.bytes_per_s
+
+    @property
+    def _width(self) -> str:
+        return width_of(self.forward.dtype)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.cluster.chip.kind == "cpu"
 
     def _product_s(self, op: Op) -> float:
+        """On a CPU by the curve over shapes, or by the rate at which a single row reads weights."""
+        if self._on_cpu:
+            return self._cpu_product_s(op)
         experts = op.name in EXPERT_PRODUCTS
         unrounded = op.name == "head" or (experts and self.rates.experts_in_16_bits)
         compute = self.forward.dtype if unrounded else self.formats.compute
@@ -188,6 +204,13 @@ class Replica:
         reads = op.bytes / self.bytes_per_s * self.rates.dequantise(weights, compute)
         power = self._overlap(op)
         return float(((flops / rate) ** power + reads**power) ** (1 / power))
+
+    def _cpu_product_s(self, op: Op) -> float:
+        groups, m, n, k = op.shape
+        compute = self.forward.dtype if op.name == "head" else self.formats.compute
+        code = np.array(PRECISIONS.index(_precision(compute)))
+        rate = float(self.curves.gemm_flops(code, np.float64(m), np.float64(n), np.float64(k), np.float64(groups)))
+        return max(op.flops / rate, op.bytes / self.curves.row_bytes_per_s[self._width])
 
     def _overlap(self, op: Op) -> float:
         """The exponent of a product: with many waves of thread blocks on the same weights, one's reads hide behind

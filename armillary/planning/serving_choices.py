@@ -22,6 +22,7 @@ from armillary.planning.pools import Pools, split_pools
 from armillary.planning.replica import Replica
 from armillary.planning.serving_formats import serving_formats
 from armillary.planning.serving_memory import refuse_too_big, serving_memory
+from armillary.planning.serving_threads import Threads
 from armillary.spec import catalogue
 from armillary.spec.hardware import Cluster, Tier
 from armillary.spec.layout import Layout
@@ -59,6 +60,8 @@ class Request:
     """how the engine uses the chip; none: the physics"""
     measured: Peaks | None = None
     """ceilings of this very device"""
+    threads: Threads | None = None
+    """of the engine, where this machine's CPU serves"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,7 @@ USABLE = 0.9
 FRAMEWORK_BYTES = 1.5e9
 """CUDA context, libraries, captured graphs, communication buffers"""
 CPU_FRAMEWORK_BYTES = 0.43e9
-"""torch and the tokenizer of an engine's process on a CPU, as seen on Linux"""
-CPU_GROWTH_BYTES = 0.15e9
-"""of them, what comes after the imports (two x86 cores, 2026-11-17)"""
+"""torch and the tokenizer of an engine's process on a CPU, as seen on Linux; where it was measured, that counts"""
 SCALES = {"int4": 4 / 32, "fp4": 1 / 16, "int8": 0.0, "fp8": 0.0}
 """bytes of scales a weight: 4-bit integers in groups of 32 with scale and zero, 4-bit floats in groups of 16"""
 
@@ -73,18 +71,24 @@ def weight_bytes(replica: Replica) -> float:
 
 
 def working_bytes(replica: Replica, serve: Serve) -> float:
+    """Activations of the largest step, logits of every running request, and the process itself."""
+    return step_bytes(replica, serve) + _process_bytes(replica)
+
+
+def step_bytes(replica: Replica, serve: Serve) -> float:
     """Activations of the largest step and logits of every running request."""
     mine, tokens = replica.forward.mine, serve.max_tokens_per_step
     widest = max(mine.ffn, mine.moe.ffn * mine.moe.top_k if mine.moe else 0)
     row = 4 * mine.hidden + 3 * widest + (mine.heads + 2 * mine.kv_heads) * mine.head_dim
-    own = _cpu_bytes(replica) if replica.cluster.chip.kind == "cpu" else FRAMEWORK_BYTES
-    return tokens * row * size_of(replica.forward.dtype) + serve.max_running * mine.vocab * size_of("fp32") + own
+    return tokens * row * size_of(replica.forward.dtype) + serve.max_running * mine.vocab * size_of("fp32")
 
 
-def _cpu_bytes(replica: Replica) -> float:
-    """Of the process itself: what importing it was measured to take here, and what comes after."""
-    imported = replica.measured.best("process", "resident_bytes", what="serving") if replica.measured else None
-    return CPU_FRAMEWORK_BYTES if imported is None else imported + CPU_GROWTH_BYTES
+def _process_bytes(replica: Replica) -> float:
+    """Of the process beside its tensors; on a CPU as a small engine's was measured (planning/calibration.py)."""
+    if replica.cluster.chip.kind != "cpu":
+        return FRAMEWORK_BYTES
+    found = replica.measured.best("process", "resident_bytes", what="serving") if replica.measured else None
+    return CPU_FRAMEWORK_BYTES if found is None else found
 
 
 def sequence_bytes(replica: Replica, tokens: int, block_tokens: int = 16) -> float:

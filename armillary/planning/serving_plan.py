@@ -10,7 +10,8 @@ from armillary.errors import ArmillaryError, BadInput
 from armillary.planning.measured import processor_peaks
 from armillary.planning.pools import Pools
 from armillary.planning.question import Question, question
-from armillary.planning.serving_choices import Choice, Request, choices, from_layout, pools
+from armillary.planning.serving_choices import Choice, Request, choices, from_layout, pools, server_of
+from armillary.planning.serving_threads import Threads, engine_threads, peaks_of_threads
 from armillary.profiling.dtype_choice import resolve_serving, serving_shape
 from armillary.profiling.dtype_rates import cluster_rates
 from armillary.spec.fields import to_plain
@@ -137,7 +138,27 @@ def _request(made: Question, cluster: Cluster, home: Home) -> Request:
     request = Request(config=made.model, cluster=made.case.cluster, serve=serve, traffic=recipe.traffic,
                       objective=recipe.objective, cost=recipe.cost, measured=measured)  # fmt: skip
     _refuse_too_long(request)
-    return request
+    return _with_threads(request, recipe.layout, home) if cluster.name == "here" else request
+
+
+def _with_threads(request: Request, layout: Layout, home: Home) -> Request:
+    """The same with serve.threads resolved where this machine's CPU serves, and the ceilings of so many."""
+    found = _threads(request, layout)
+    if found is None:
+        return request
+    measured = peaks_of_threads(home, request.measured, found.count, found.cores)
+    return replace(request, serve=replace(request.serve, threads=found.count), measured=measured, threads=found)
+
+
+def _threads(request: Request, layout: Layout) -> Threads | None:
+    if request.cluster.chip.kind != "cpu" or layout.tp > 1:
+        return None
+    from armillary.machine.cores import compute_threads
+
+    asked, cores = request.serve.threads, compute_threads()
+    if asked is not None:
+        return Threads(count=asked, cores=cores)
+    return engine_threads(server_of(request, layout).replica, cores, request.traffic.tokens_in)
 
 
 def _dtype(made: Question, cluster: Cluster, home: Home) -> Any:

@@ -18,7 +18,7 @@ import torch
 from armillary.errors import unknown
 from armillary.machine.background_load import Others
 from armillary.machine.device_name import device_name
-from armillary.profiling import attention, bandwidth, disk, fma, gemm, host_copy, launch, passes, process_memory
+from armillary.profiling import attention, bandwidth, disk, fma, gemm, host_copy, launch, passes
 from armillary.profiling.settings import Settings, clocks_of, settings_for
 from armillary.store.peaks import Peaks, Point, new_peaks
 
@@ -43,7 +43,6 @@ SECTIONS = {
     "attention": Section(cases=attention.cases, measure=attention.measure),
     "passes": Section(cases=passes.cases, measure=passes.measure),
     "fma": Section(cases=fma.cases, measure=fma.measure),
-    "process": Section(cases=process_memory.cases, measure=process_memory.measure),
     "launch": Section(cases=launch.cases, measure=launch.measure),
     "host_copy": Section(cases=host_copy.cases, measure=host_copy.measure),
     "disk": Section(cases=disk.cases, measure=disk.measure),

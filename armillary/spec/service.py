@@ -30,6 +30,9 @@ class Serve:
     weights: Literal["auto", "int8", "fp8"] = "auto"
     """number format of the layers' weights; auto: as loaded; rounded when they are loaded: int8 on a CPU, fp8 on a
     GPU"""
+    threads: int | None = None
+    """threads that compute on a CPU; none: one for each core, in a server one fewer where decode steps spend more time
+    in torch calls than in arithmetic: its own process and clients on the machine need a core"""
     block_tokens: int = 16
     """tokens of a KV block"""
     max_tokens_per_step: int = 2048
@@ -97,7 +100,7 @@ class Serve:
 
     def __post_init__(self) -> None:
         at_least(self, "serve", 1, "max_model_len", "kv_bytes", "block_tokens", "max_tokens_per_step", "max_running")
-        at_least(self, "serve", 1, "prefill_tokens", "max_answer", "max_body_bytes")
+        at_least(self, "serve", 1, "threads", "prefill_tokens", "max_answer", "max_body_bytes")
         at_least(self, "serve", 0, "max_waiting", "ageing_s", "batch_window_s", "check_every", "drain_s")
         above_zero(self, "serve", "max_wait_s", "timeout_s", "frozen_s", "hung_s")
         above_zero(self, "serve", "memory_fraction", most=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,20 @@ def test_generate_draws_as_the_model_says_where_no_flag_does(cli: Cli, tmp_path:
     own, greedy, other = cli(*line), cli(*line, "--temperature", "0", "--json"), cli(*line, "--top-p", "1", "--json")
     assert "sampling defaults, where no flag says otherwise: temperature 1.5, top_p 1e-06" in own.out
     assert cli(*line, "--json").json["tokens"] == greedy.json["tokens"] != other.json["tokens"]
+
+
+def test_generate_penalises_repetitions_as_the_model_says(cli: Cli, tmp_path: Path) -> None:
+    """Greedily, so that the engine and its slow twin must agree."""
+    from armillary.model.generate import default_sampling, generate
+
+    folder = make_folder(tmp_path)
+    line = ("generate", str(folder), "def main", "--max-tokens=12", "--temperature=0", "--device=cpu", "--json")
+    plain = cli(*line).json["tokens"]
+    (folder / "generation_config.json").write_text('{"repetition_penalty": 5.0, "min_p": 0.1, "temperature": 0}')
+    penalised, sampling = cli(*line).json["tokens"], default_sampling(folder)
+    assert penalised != plain and len(set(penalised)) >= len(set(plain))
+    twin = generate(folder, ["def main"], replace(sampling, max_tokens=12), device="cpu", dtype="fp32")
+    assert sampling.min_p == 0.1 and list(twin[0].tokens) == penalised
 
 
 def test_generate_from_a_shape_takes_token_ids(cli: Cli) -> None:

@@ -8,16 +8,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from armillary.cli.demo.walk import Walk
-from armillary.cli.engine_calls import measure_engine_calls
 from armillary.cli.measuring import on_bar, pick
+from armillary.planning.calibration import calibrate
 from armillary.store.peaks import Peaks, load_peaks, save_peaks
 from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
 
-LIMITS_S = {"gemm": 4.0, "bandwidth": 4.0, "attention": 3.0, "passes": 1.0, "launch": 1.0, "process": 1.0}
+LIMITS_S = {"gemm": 4.0, "bandwidth": 4.0, "attention": 3.0, "passes": 1.0, "launch": 1.0}
 """sections of `bench ceilings` that plans and rooflines rest on, the weightiest first, and how long each may take where
 the machine is busy"""
 TOTAL_S = 18.0
-"""of all of them together, on any machine; calls and the ranks' link come on top, a few seconds each"""
+"""of all of them together, on any machine; a small engine and the ranks' link come on top, a few
+seconds each"""
 
 ALONE = ("gemm", "attention", "passes")
 """of them, what is measured again for the threads of one rank: cores share memory, and not the units that multiply"""
@@ -60,8 +61,8 @@ def _measured(walk: Walk, device: Any) -> Peaks:
         busy = max(busy, found.other_cores or 0.0) if device.type == "cpu" else 0.0
         save_peaks(walk.home, found.peaks)
     if device.type == "cpu":
-        with walk.out.progress("measuring engine calls"):
-            measure_engine_calls(walk.home)
+        with walk.out.progress("measuring a small engine"):
+            calibrate(walk.home)
     if ranks > 1:
         with walk.out.progress("measuring all-reduce", unit="case") as bar:
             between = measure_collectives(device, worlds=(ranks,), ops=("all_reduce",), sizes=QUICK_SIZES,

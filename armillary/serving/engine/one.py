@@ -57,7 +57,8 @@ def _engine(
 
 def _request(number: int, prompt: Items[int], sampling: Sampling) -> Request:
     params = SamplingParams(max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_k=sampling.top_k,
-                            top_p=sampling.top_p, seed=sampling.seed + number)  # fmt: skip
+                            top_p=sampling.top_p, min_p=sampling.min_p,
+                            repetition_penalty=sampling.repetition_penalty, seed=sampling.seed + number)  # fmt: skip
     return Request(id=str(number), prompt=prompt, params=params)
 
 

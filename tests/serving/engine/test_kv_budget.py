@@ -74,7 +74,7 @@ def test_answers_come_out_of_blocks_that_came_last(machine: dict[str, float]) ->
 @pytest.mark.parametrize("fraction", [0.4, 0.8])
 def test_a_gpu_is_filled_to_the_fraction_and_no_further(fraction: float) -> None:
     """Graphs captured, a full step run, and log-probabilities of everybody besides."""
-    config = small(hidden=1024, heads=16, kv_heads=8, head_dim=64, ffn=4096, vocab=50_000, num_layers=8, context=8192)
+    config = small(hidden=1024, heads=16, kv_heads=8, head_dim=64, ffn=4096, vocab=50_000, num_layers=32, context=8192)
     model = build(config, dtype=torch.bfloat16, device="cuda", seed=3)
     engine, _ = make_engine(model, None, Serve(max_running=256, memory_fraction=fraction, max_tokens_per_step=4096))
     engine.generate([ask(f"r{i}", [2 + i % 9, 3, 4, 5] * 100, 4, logprobs=2) for i in range(256)])
