@@ -44,7 +44,7 @@ class Calibration:
     serving_bytes: float
     """an engine's process beside weights, KV cache and working memory"""
     training_bytes: float
-    """a trainer's process when everything is imported"""
+    """a trainer's process that imports everything, at its most"""
 
 
 def calibrate(home: Home) -> Calibration:
@@ -77,7 +77,7 @@ def main() -> None:
     import armillary.serving.api.engine_main  # what an engine imports
     from armillary.machine.process import peak_resident_bytes, resident_bytes
 
-    home, imported = Home.at(sys.argv[1]), resident_bytes()
+    home, imported = Home.at(sys.argv[1]), peak_resident_bytes()
     replica, serve = small_replica(home)
     engine = _engine(serve)
     call_s = median(_call_s(engine, replica, rows) for rows in ROWS)

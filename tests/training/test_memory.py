@@ -13,10 +13,10 @@ from tests.training.memory_table import BAR, MODELS, PAGE, Case, Row, every_case
 LOGITS, ACTIVATIONS, WEIGHTS = MODELS
 QUICK = [
     Case(LOGITS, "ZeRO-3", "full"),
-    Case(ACTIVATIONS, "tp + sp", "selective", "bf16"),
-    Case(LOGITS, "LoRA", "full", "bf16"),
+    Case(ACTIVATIONS, "tp + sp", "selective"),
+    Case(WEIGHTS, "LoRA", "full", "bf16"),
     Case(ACTIVATIONS, "activations out"),
-    Case(LOGITS, "both out", precision="bf16"),
+    Case(LOGITS, "both out"),
     Case(WEIGHTS, "nvme"),
 ]
 
