@@ -16,6 +16,8 @@ PEERS_READY := .venv-peers/.ready-$(KEY)
 # Held for every pip call, also those made inside builds: nothing may bring another torch.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Images often forbid byte code, and every process would compile the whole package again: seconds each.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test test-all test-gpu peers lint sizes docs setup clean
 

@@ -31,6 +31,8 @@ PROMPT, SHORT, LONG = 128, 8, 24
 """tokens of a prompt, and of answers of two lengths, whose difference is decode steps alone"""
 TRIES, REST_S = 5, 0.03
 """answers of each kind, and the pause before each: a server's caches are cold when a request comes"""
+ENOUGH_S = 5.0
+"""of answers; where they are slow, two of each kind will do"""
 TIMEOUT_S = 60.0
 KV_BYTES = 16_000_000
 
@@ -41,10 +43,8 @@ class Calibration:
 
     call_s: float
     """a torch call in an engine step"""
-    serving_bytes: float
-    """an engine's process beside weights, KV cache and working memory"""
-    training_bytes: float
-    """a trainer's process that imports everything, at its most"""
+    process_bytes: float
+    """of the process at its most, beside weights, KV cache and activations"""
 
 
 def calibrate(home: Home) -> Calibration:
@@ -64,9 +64,7 @@ def calibrate(home: Home) -> Calibration:
                              "doctor looks at the machine")  # fmt: skip
     found = Calibration(**json.loads(ran.stdout.splitlines()[-1]))
     peaks = new_peaks(device_name("cpu")).with_points("calls", [{"what": "engine", "seconds": found.call_s}])
-    sizes = [{"what": "training", "resident_bytes": found.training_bytes},
-             {"what": "serving", "resident_bytes": found.serving_bytes}]  # fmt: skip
-    save_peaks(home, peaks.with_points("process", sizes))
+    save_peaks(home, peaks.with_points("process", [{"what": "engine", "resident_bytes": found.process_bytes}]))
     return found
 
 
@@ -74,18 +72,13 @@ def calibrate(home: Home) -> Calibration:
 
 
 def main() -> None:
-    import armillary.serving.api.engine_main  # what an engine imports
-    from armillary.machine.process import peak_resident_bytes, resident_bytes
+    import armillary.serving.api.engine_main  # noqa: F401  # what an engine's process imports
+    from armillary.machine.process import peak_resident_bytes
 
-    home, imported = Home.at(sys.argv[1]), peak_resident_bytes()
-    replica, serve = small_replica(home)
-    engine = _engine(serve)
-    call_s = median(_call_s(engine, replica, rows) for rows in ROWS)
-    serving_bytes, before = peak_resident_bytes() - _tensor_bytes(replica, serve), resident_bytes()
-    import armillary.training.start  # noqa: F401  # and what a trainer imports besides
-
-    found = Calibration(call_s=call_s, serving_bytes=serving_bytes,
-                        training_bytes=imported + resident_bytes() - before)  # fmt: skip
+    replica, serve = small_replica(Home.at(sys.argv[1]))
+    engine, end = _engine(serve), time.monotonic() + ENOUGH_S
+    call_s = median(_call_s(engine, replica, rows, end) for rows in ROWS)
+    found = Calibration(call_s=call_s, process_bytes=peak_resident_bytes() - _tensor_bytes(replica, serve))
     print(json.dumps(found.__dict__))
 
 
@@ -119,9 +112,14 @@ def _engine(serve: Serve) -> Engine:
     return make_engine(model, None, serve, warm=False, owns_model=True)[0]
 
 
-def _call_s(engine: Engine, replica: Replica, rows: int) -> float:
+def _call_s(engine: Engine, replica: Replica, rows: int, end: float) -> float:
     """(a decode step − its arithmetic) / its calls."""
-    short, long = (median(_answer_s(engine, rows, tokens) for _ in range(TRIES)) for tokens in (SHORT, LONG))
+    times: dict[int, list[float]] = {SHORT: [], LONG: []}
+    for number in range(TRIES):
+        if number < 2 or time.monotonic() < end:
+            for tokens, found in times.items():
+                found.append(_answer_s(engine, rows, tokens))
+    short, long = map(median, times.values())
     planned = replica.decode(rows, PROMPT + SHORT)
     step_s = max(0.0, long - short) / (LONG - SHORT)
     return max(0.1 * step_s, step_s - (planned.total_s - planned.host_s)) / replica.calls(rows)

@@ -24,9 +24,9 @@ CONTEXT_BYTES = 1.2e9
 """CUDA context, libraries and communication buffers of a process"""
 CPU_CONTEXT_BYTES = 0.7e9
 """torch, tokenizers and the loader of a process that computes on a CPU, as seen on Linux"""
-CPU_GROWTH_BYTES = 0.34e9
-"""of them, what comes after the imports: arenas, primitives that oneDNN keeps, exchanges, recordings. Trainers that
-held 0.70 to 0.80 GB had imported 0.41 GB of libraries (two x86 cores, 2026-11-17)"""
+CPU_TRAINER_BYTES = 0.32e9
+"""of them, what a trainer takes beyond an engine's process: exchanges, the optimiser's and autograd's own, recordings of
+steps. Trainers held 0.70 to 0.77 GB beside their tensors where an engine held 0.41 GB (two x86 cores, 2026-11-17)"""
 FRAGMENTATION = 0.04
 """share of the allocator's peak that lies between blocks"""
 
@@ -146,5 +146,5 @@ def context_bytes(case: TrainCase) -> float:
     """What a process holds before it trains anything."""
     if case.cluster.chip.kind != "cpu":
         return CONTEXT_BYTES
-    imported = case.measured.best("process", "resident_bytes", what="training") if case.measured else None
-    return CPU_CONTEXT_BYTES if imported is None else imported + CPU_GROWTH_BYTES
+    engine = case.measured.best("process", "resident_bytes", what="engine") if case.measured else None
+    return CPU_CONTEXT_BYTES if engine is None else engine + CPU_TRAINER_BYTES

@@ -87,7 +87,7 @@ def _process_bytes(replica: Replica) -> float:
     """Of the process beside its tensors; on a CPU as a small engine's was measured (planning/calibration.py)."""
     if replica.cluster.chip.kind != "cpu":
         return FRAMEWORK_BYTES
-    found = replica.measured.best("process", "resident_bytes", what="serving") if replica.measured else None
+    found = replica.measured.best("process", "resident_bytes", what="engine") if replica.measured else None
     return CPU_FRAMEWORK_BYTES if found is None else found
 
 

@@ -77,7 +77,7 @@ def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tu
 def _memory_sizes(settings: Settings) -> list[int]:
     """From a few MiB to well past the last cache, in steps of four, as far as a third of memory allows."""
     limit = settings.free_bytes / 3
-    largest = (8192 if settings.on_cuda else 1024) * _MIB
+    largest = (8192 if settings.on_cuda else 256 if settings.quick else 1024) * _MIB
     while largest < 3 * settings.cache_bytes:
         largest *= 2
     while largest > limit and largest > _MIB:

@@ -96,6 +96,20 @@ class Peaks:
         return merged
 
 
+    def better_of(self, other: Peaks) -> Peaks:
+        """`other`, with our points for cases that we tried too and that went faster: slower is what was held up."""
+        points = dict(other.points)
+        for kind, theirs in points.items():
+            mine = {_what_was_tried(point): point for point in self.points.get(kind, ())}
+            points[kind] = tuple(_faster(mine.get(_what_was_tried(point)), point) for point in theirs)
+        return replace(other, points=points)
+
+
+def _faster(one: Point | None, other: Point) -> Point:
+    rate = next((name for name in ("flops", "bytes_per_s") if name in other), None)
+    return other if one is None or rate is None or other[rate] >= one[rate] else one
+
+
 def new_peaks(device: str, about: Mapping[str, Any] | None = None) -> Peaks:
     """Empty, dated today."""
     return Peaks(device=device, date=time.strftime("%Y-%m-%d"), about=about or {})

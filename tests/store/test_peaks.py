@@ -92,3 +92,12 @@ def test_what_was_seen_beside_a_result_is_no_part_of_what_was_tried() -> None:
     again = point | {"flops": 7.6e14, "beside": {"spread": 0.03, "clock_hz": 1.98e9}}
     peaks = new_peaks("NVIDIA H200").with_points("gemm", [point]).with_points("gemm", [again])
     assert peaks.points["gemm"] == (again,) and peaks.best_gemm("bf16") == 7.6e14
+
+
+def test_the_better_of_two_looks_counts() -> None:
+    first = new_peaks("x").with_points("copy", [{"bytes": 1, "bytes_per_s": 5.0}, {"bytes": 2, "bytes_per_s": 9.0}])
+    again = new_peaks("x").with_points("copy", [{"bytes": 1, "bytes_per_s": 7.0}, {"bytes": 2, "bytes_per_s": 1.0}])
+    again = again.with_points("launch", [{"seconds": 3.0}])
+    best = first.better_of(again)
+    assert [point["bytes_per_s"] for point in best.points["copy"]] == [7.0, 9.0]
+    assert best.points["launch"][0]["seconds"] == 3.0, "what is no rate is the newer one's"
