@@ -25,7 +25,7 @@ CONTEXT_BYTES = 1.2e9
 CPU_CONTEXT_BYTES = 0.7e9
 """torch, tokenizers and the loader of a process that computes on a CPU, as seen on Linux"""
 CPU_TRAINER_BYTES = 0.32e9
-"""of them, what a trainer takes beyond an engine's process: exchanges, the optimiser's and autograd's own, recordings of
+"""of them, what a trainer takes beyond an engine's process: exchanges, optimiser and autograd, recordings of
 steps. Trainers held 0.70 to 0.77 GB beside their tensors where an engine held 0.41 GB (two x86 cores, 2026-11-17)"""
 FRAGMENTATION = 0.04
 """share of the allocator's peak that lies between blocks"""
