@@ -44,8 +44,8 @@ def test_every_example_is_tried() -> None:
     assert found == set(EXAMPLES)
 
 
-SLOW = {"ddp_scaling"}
-"""starts seven processes, each of which imports torch"""
+SLOW = {"ddp_scaling", "precision_cnn", "resnet50_profile"}
+"""the first starts seven processes, each of which imports torch; the others train networks of images"""
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in EXAMPLES])

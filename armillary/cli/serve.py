@@ -71,12 +71,12 @@ def serve(
     say(dtype.warning or f"dtype {dtype.reason or f'{dtype.dtype}: as asked'}")
     threads = resolve_threads(home, source, asked, dtype, tp=tp, device=device)
     if threads is not None:
-        asked = replace(asked, serve=replace(asked.serve, threads=threads.count))
         say(f"threads {threads.reason or f'{threads.count}: as asked'}")
     door = Door(host=host, port=port, keys=read_keys(asked.serve.api_key_file))
     with recorded(home, source, asked, text=recipe.read_text() if recipe else "", overrides=overrides, tp=tp,
                   dtype=dtype, threads=threads, device=device, say=say) as folder:  # fmt: skip
-        orders = Orders(model=str(source.folder), serve=with_dtype(asked.serve, dtype), home=home, device=device,
+        settings = replace(with_dtype(asked.serve, dtype), threads=threads.count if threads else asked.serve.threads)
+        orders = Orders(model=str(source.folder), serve=settings, home=home, device=device,
                         gauges=folder.gauges if folder else None)  # fmt: skip
         run(source, orders, door, ranks=tp, say=say)
 

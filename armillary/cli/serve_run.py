@@ -57,6 +57,8 @@ def begin_run(
     plan = serve_plan(home, source, recipe, layout, tables, device)
     why = {"serve.dtype": dtype.reason, "serve.threads": threads.reason if threads else ""}
     plan = replace(plan, chosen={key: reason for key, reason in why.items() if reason})
+    if threads is not None and plan.serve is not None:
+        plan = replace(plan, serve=replace(plan.serve, threads=threads.count))
     return create_run(home, tables, text=text, overrides=overrides, plan=plan, model=source.config.name)
 
 

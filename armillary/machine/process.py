@@ -17,14 +17,19 @@ def resident_bytes() -> float:
         return peak_resident_bytes()
 
 
+def peak_of(pid: int | str) -> float | None:
+    """The most memory that a process had so far; none where the system does not say, or the process is gone."""
+    try:
+        found = re.search(r"^VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return float(found.group(1)) * 1024 if found else None
+
+
 def peak_resident_bytes() -> float:
     """Its largest so far, of this program alone: what the system counts of the process began before it, with the one
     that started it."""
-    try:
-        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    if found:
-        return float(found.group(1)) * 1024
+    if (found := peak_of("self")) is not None:
+        return found
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(most if sys.platform == "darwin" else most * 1024)

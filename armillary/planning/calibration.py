@@ -1,85 +1,70 @@
-"""What a small model in a process of its own tells the planner: the cost of a torch call in an engine step on this CPU,
+"""What a small model in an engine's process tells the planner: the cost of a torch call in an engine step on this CPU,
 and the memory that a process takes beside its tensors.
 
-Small models spend most of a step outside their arithmetic: Python, dispatch, threads that meet. Libraries differ by
-hundreds of megabytes between architectures and builds. Both differ too much between machines to be constants, so they
-are measured with the real engine and kept with the ceilings, as kinds "calls" and "process".
+Small models spend most of a step outside their arithmetic: Python, dispatch, threads that meet, messages to the server.
+Libraries differ by hundreds of megabytes between architectures and builds. Both differ too much between machines to be
+constants, so a model is served as `armillary serve` does it, and what is found is kept with the ceilings, as kinds
+"calls" and "process".
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import asyncio
 import time
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from armillary.errors import ArmillaryError
+from armillary.errors import ArmillaryError, missing
 from armillary.store.home import Home
 
 if TYPE_CHECKING:
     from armillary.planning.replica import Replica
-    from armillary.serving.engine.engine import Engine
+    from armillary.serving.api.engine_process import EngineProcess
     from armillary.spec.service import Serve
 
 MODEL, VOCAB = "armillary-5m", 4096
-ROWS = (1, 2)
-"""requests decoded together"""
-PROMPT, SHORT, LONG = 128, 8, 24
-"""tokens of a prompt, and of answers of two lengths, whose difference is decode steps alone"""
-TRIES, REST_S = 5, 0.03
-"""answers of each kind, and the pause before each: a server's caches are cold when a request comes"""
+ROWS = (1, 1, 2, 1, 2, 1)
+"""requests at once, one after the other; after a pause, as a server's caches are cold when a request comes"""
+PROMPT, TOKENS = 128, 24
+"""of a request"""
+PAUSE_S = 0.05
 ENOUGH_S = 5.0
-"""of answers; where they are slow, two of each kind will do"""
-TIMEOUT_S = 60.0
+"""of answers; where they are slow, the first few will do"""
+START_S = 60.0
 KV_BYTES = 16_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What the process found."""
+    """What the process showed."""
 
     call_s: float
     """a torch call in an engine step"""
-    process_bytes: float
-    """of the process at its most, beside weights, KV cache and activations"""
+    process_bytes: float | None
+    """of the process at its most, beside weights, KV cache and activations; none where the system does not say"""
 
 
 def calibrate(home: Home) -> Calibration:
-    """Measured in a fresh process and kept with this CPU's ceilings; they must be there, as arithmetic comes off."""
+    """Measured and kept with this CPU's ceilings, which must be there: by them the arithmetic of a step comes off."""
     from armillary.machine.device_name import device_name
     from armillary.store.peaks import new_peaks, save_peaks
 
-    line = [sys.executable, "-m", "armillary.planning.calibration", str(home.cache)]
-    try:
-        ran = subprocess.run(line, capture_output=True, text=True, timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise ArmillaryError(f"a small engine did not answer within {TIMEOUT_S:g} s; armillary doctor looks at the "
-                             "machine") from None  # fmt: skip
-    if ran.returncode:
-        said = ran.stderr.strip().splitlines()
-        raise ArmillaryError(f"a small engine could not be run: {said[-1] if said else 'without a word'}; armillary "
-                             "doctor looks at the machine")  # fmt: skip
-    found = Calibration(**json.loads(ran.stdout.splitlines()[-1]))
+    if find_spec("msgspec") is None:
+        raise missing("msgspec", "an engine in its own process", "http")
+    replica, serve = small_replica(home)
+    with TemporaryDirectory(prefix="armillary-engine-") as folder:
+        gaps, most = asyncio.run(_served(_saved(Path(folder)), serve, home))
+    found = Calibration(call_s=median(_call_s(replica, rows, gap_s) for rows, gap_s in gaps),
+                        process_bytes=None if most is None else most - _tensor_bytes(replica, serve))  # fmt: skip
     peaks = new_peaks(device_name("cpu")).with_points("calls", [{"what": "engine", "seconds": found.call_s}])
-    save_peaks(home, peaks.with_points("process", [{"what": "engine", "resident_bytes": found.process_bytes}]))
+    if found.process_bytes is not None:
+        peaks = peaks.with_points("process", [{"what": "engine", "resident_bytes": found.process_bytes}])
+    save_peaks(home, peaks)
     return found
-
-
-# --- inside the process
-
-
-def main() -> None:
-    import armillary.serving.api.engine_main  # noqa: F401  # what an engine's process imports
-    from armillary.machine.process import peak_resident_bytes
-
-    replica, serve = small_replica(Home.at(sys.argv[1]))
-    engine, end = _engine(serve), time.monotonic() + ENOUGH_S
-    call_s = median(_call_s(engine, replica, rows, end) for rows in ROWS)
-    found = Calibration(call_s=call_s, process_bytes=peak_resident_bytes() - _tensor_bytes(replica, serve))
-    print(json.dumps(found.__dict__))
 
 
 def small_replica(home: Home) -> tuple[Replica, Serve]:
@@ -89,54 +74,32 @@ def small_replica(home: Home) -> tuple[Replica, Serve]:
     from armillary.planning.serving_plan import serving_request
     from armillary.spec.recipe import recipe_from_dict
 
-    length = PROMPT + 2 * LONG
     recipe = recipe_from_dict({
         "model": {"name": MODEL, "vocab": VOCAB},
-        "serve": {"dtype": "fp32", "max_model_len": length, "kv_bytes": KV_BYTES, "max_running": max(ROWS),
+        "serve": {"dtype": "fp32", "max_model_len": 2 * PROMPT, "kv_bytes": KV_BYTES, "max_running": max(ROWS),
                   "prefix_cache": False},
-        "traffic": {"tokens_in": PROMPT, "tokens_out": LONG},
+        "traffic": {"tokens_in": PROMPT, "tokens_out": TOKENS},
     })  # fmt: skip
     request = serving_request(recipe, recipe.model_config(), here(device="cpu"), home)
     return server_of(request, recipe.layout).replica, request.serve
 
 
-def _engine(serve: Serve) -> Engine:
+def _saved(folder: Path) -> Path:
+    """The small model with random weights, on disk."""
     import torch
 
     from armillary.model.transformer import build
-    from armillary.serving.engine.make import make_engine
+    from armillary.model.weights import save_model
     from armillary.spec.catalogue import models
 
     config = replace(models()[MODEL].config, vocab=VOCAB)
-    model = build(config, dtype=torch.float32, device="cpu", seed=0)
-    return make_engine(model, None, serve, warm=False, owns_model=True)[0]
+    return save_model(build(config, dtype=torch.float32, device="cpu", seed=0), folder / "model")
 
 
-def _call_s(engine: Engine, replica: Replica, rows: int, end: float) -> float:
-    """(a decode step − its arithmetic) / its calls."""
-    times: dict[int, list[float]] = {SHORT: [], LONG: []}
-    for number in range(TRIES):
-        if number < 2 or time.monotonic() < end:
-            for tokens, found in times.items():
-                found.append(_answer_s(engine, rows, tokens))
-    short, long = map(median, times.values())
-    planned = replica.decode(rows, PROMPT + SHORT)
-    step_s = max(0.0, long - short) / (LONG - SHORT)
-    return max(0.1 * step_s, step_s - (planned.total_s - planned.host_s)) / replica.calls(rows)
-
-
-def _answer_s(engine: Engine, rows: int, tokens: int) -> float:
-    from armillary.serving.engine.params import SamplingParams
-    from armillary.serving.engine.request import Request
-
-    params = SamplingParams(max_tokens=tokens, temperature=0.7, ignore_eos=True, seed=1)
-    prompts = [[(i * 31 + k * 7 + tokens) % VOCAB for k in range(PROMPT)] for i in range(rows)]
-    asked = [Request(id=f"{rows}-{tokens}-{i}-{time.monotonic_ns()}", prompt=prompt, params=params)
-             for i, prompt in enumerate(prompts)]  # fmt: skip
-    time.sleep(REST_S)
-    begin = time.perf_counter()
-    engine.generate(asked, {})
-    return time.perf_counter() - begin
+def _call_s(replica: Replica, rows: int, gap_s: float) -> float:
+    """(the gap between tokens − a step's arithmetic) / its calls."""
+    planned = replica.decode(rows, PROMPT + TOKENS // 2)
+    return max(0.1 * gap_s, gap_s - (planned.total_s - planned.host_s)) / replica.calls(rows)
 
 
 def _tensor_bytes(replica: Replica, serve: Serve) -> float:
@@ -146,5 +109,50 @@ def _tensor_bytes(replica: Replica, serve: Serve) -> float:
     return weight_bytes(replica) + KV_BYTES + step_bytes(replica, serve)
 
 
-if __name__ == "__main__":
-    main()
+# --- as a server would
+
+
+async def _served(model: Path, serve: Serve, home: Home) -> tuple[list[tuple[int, float]], float | None]:
+    """((requests at once, median gap between tokens) …, most memory of the engine's process)."""
+    from armillary.machine.process import peak_of
+    from armillary.serving.api.channel import Orders
+    from armillary.serving.api.engine_process import EngineProcess
+    from armillary.serving.api.metrics import Metrics
+
+    orders = Orders(model=str(model), serve=serve, home=home, device="cpu", gauges=model.with_name("gauges.jsonl"))
+    engine, found = EngineProcess(orders, ranks=1, metrics=Metrics(), say=lambda line: None), []
+    try:
+        async with asyncio.timeout(START_S):
+            await engine.start()
+            await _gap_s(engine, 1)
+            end = time.monotonic() + ENOUGH_S
+            for number, rows in enumerate(ROWS):
+                if number < 2 or time.monotonic() < end:
+                    found.append((rows, await _gap_s(engine, rows)))
+        return found, None if engine.pid is None else peak_of(engine.pid)
+    except TimeoutError:
+        raise ArmillaryError(f"a small engine did not answer within {START_S:g} s; armillary doctor looks at the "
+                             "machine") from None  # fmt: skip
+    finally:
+        await engine.stop()
+
+
+async def _gap_s(engine: EngineProcess, rows: int) -> float:
+    """Between tokens of `rows` requests that came together."""
+    from armillary.serving.api.mailbox import Mailbox
+    from armillary.serving.engine.params import SamplingParams
+
+    await asyncio.sleep(PAUSE_S)
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.7, ignore_eos=True, seed=1)
+    box = Mailbox(rows, eager=True)
+    for row in range(rows):
+        engine.submit([(row * 31 + at * 7) % VOCAB for at in range(PROMPT)], params, box, row)
+    last: dict[int, float] = {}
+    gaps = []
+    while box.left:
+        for event in await box.take():
+            now = time.perf_counter()
+            if event.token is not None and event.choice in last:
+                gaps.append(now - last[event.choice])
+            last[event.choice] = now
+    return median(gaps)

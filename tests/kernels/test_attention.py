@@ -212,7 +212,7 @@ def test_the_op_can_be_traced() -> None:
     torch.library.opcheck(_attention, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(1, 200), st.sampled_from(["", "runs", "scattered"]), st.sampled_from([0, 5]), st.booleans())
 def test_sdpa_with_a_dense_mask(length: int, documents: str, window: int, sparse: bool) -> None:
     q, k, v, options = random(length, documents=documents, window=window)

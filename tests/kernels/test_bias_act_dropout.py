@@ -26,7 +26,7 @@ cases = st.builds(
 
 @needs_interpreter
 @given(cases)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=7, deadline=None)
 def test_agrees(case: DropoutCase) -> None:
     assert_agrees(BIAS_ACT_DROPOUT, case)
 

@@ -32,7 +32,7 @@ def exact(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @needs_interpreter
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     st.integers(0, 70), st.integers(1, 90), SCALINGS, st.sampled_from([E4M3, E5M2]),
     st.sampled_from([1e-20, 1.0, 1e9]),
@@ -65,7 +65,7 @@ def test_forward_and_backward_agree(m: int, n: int, k: int, scaling: str) -> Non
 
 
 @needs_interpreter
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=7, deadline=None, derandomize=True)
 @given(st.integers(0, 9), st.integers(1, 40), st.integers(1, 90), SCALINGS, st.sampled_from(["", "norm", "gated"]))
 def test_a_product_with_a_weight_in_fp8(m: int, n: int, k: int, scaling: str, producer: str) -> None:
     """What the producer gives is quantised as if it had been written out."""

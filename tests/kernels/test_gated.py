@@ -22,7 +22,7 @@ kinds = st.one_of(
 
 @needs_interpreter
 @given(kinds, st.integers(0, 5), st.integers(1, 700), st.sampled_from(["fp32", "bf16", "fp16"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_agrees(kind: tuple[str, bool], rows: int, ffn: int, dtype: str) -> None:
     activation, is_gated = kind
     case = ActivationCase(rows=rows, ffn=ffn, activation=activation, gated=is_gated, dtype=dtype, device="cpu")

@@ -31,7 +31,7 @@ cases = st.builds(
 
 
 @given(cases, st.sampled_from([1, 1, 3]))
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_a_row_alone_is_normed_as_among_others(case: NormCase, rows: int) -> None:
     generator = torch.Generator().manual_seed(case.columns)
     x, residual = (torch.randn(rows, case.columns, generator=generator).to(case.torch_dtype) for _ in range(2))
@@ -45,7 +45,7 @@ def test_a_row_alone_is_normed_as_among_others(case: NormCase, rows: int) -> Non
 
 @needs_interpreter
 @given(cases)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=7, deadline=None)
 @example(NormCase(rows=0, columns=8, dtype="fp32", device="cpu", bias=True))
 def test_norm_agrees(case: NormCase) -> None:
     assert_agrees(NORM, case)
@@ -53,7 +53,7 @@ def test_norm_agrees(case: NormCase) -> None:
 
 @needs_interpreter
 @given(cases)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=7, deadline=None)
 def test_add_norm_agrees(case: NormCase) -> None:
     assert_agrees(ADD_NORM, case)
 

@@ -63,7 +63,7 @@ def extras(how: dict[str, object], shape: Shape) -> dict[str, object]:
 
 
 @needs_interpreter
-@settings(max_examples=9, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(shape=shapes(), how=hows())
 def test_decoding_agrees(shape: Shape, how: dict[str, object]) -> None:
     inputs = batch(shape, **extras(how, shape))
@@ -206,7 +206,7 @@ def test_pages_hold_a_sequence_in_order() -> None:
     assert values.flatten().tolist() == [14, 15, 6]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(shape=shapes(longest_query=33), window=st.sampled_from([None, 1, 20]), together=st.booleans(),
        in_order=st.booleans())  # fmt: skip
 def test_one_sequence_at_a_time_through_torch_agrees(

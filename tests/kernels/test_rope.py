@@ -30,7 +30,7 @@ def cases(draw: st.DrawFn) -> RopeCase:
 
 @needs_interpreter
 @given(cases())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_agrees(case: RopeCase) -> None:
     assert_agrees(ROPE, case)
 

@@ -81,7 +81,7 @@ def test_kernels_draw_the_tokens_of_plain_torch(call: tuple[Any, ...]) -> None:
     assert fast()(*call).tolist() == sample(*call).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(call=calls())
 def test_a_row_at_a_time_gives_the_same_tokens(call: tuple[Any, ...]) -> None:
     assert row_by_row(*call).tolist() == sample(*call).tolist()

@@ -35,7 +35,7 @@ def assert_agrees(run, inputs) -> None:
 
 
 @needs_interpreter
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=7, deadline=None, derandomize=True)
 @given(
     st.integers(0, 70), st.integers(1, 150), st.integers(1, 300), st.booleans(), st.booleans(), st.booleans(),
     st.integers(1, 4),

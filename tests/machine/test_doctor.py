@@ -94,7 +94,7 @@ def test_number_formats() -> None:
     plain = machine()
     without = replace(plain, cpu=replace(plain.cpu, units={"bf16": "", "fp16": "asimdhp", "int8": "asimddp"}))
     assert module._number_formats(without).found == "bf16: emulated; fp16: asimdhp; int8: asimddp"
-    assert "fp32" in module._number_formats(without).fix
+    assert "auto" in module._number_formats(without).fix
     having = replace(plain, cpu=replace(plain.cpu, units={"bf16": "amx_bf16", "fp16": "", "int8": "amx_int8"}))
     assert module._number_formats(having).state == "ok"
     unknown = replace(plain, cpu=replace(plain.cpu, units={}))

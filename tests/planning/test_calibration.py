@@ -21,7 +21,7 @@ def test_it_is_measured_and_kept(home: Home) -> None:
     known = load_peaks(home, device_name("cpu"))
     assert known is not None and known.points["calls"][0]["seconds"] == found.call_s > 0
     assert known.points["process"][0]["resident_bytes"] == found.process_bytes
-    assert 0.1e9 < found.process_bytes < 2e9, "torch and what it brings"
+    assert found.process_bytes is not None and 0.1e9 < found.process_bytes < 2e9, "torch and what it brings"
 
 
 def test_steps_are_planned_by_calls(home: Home) -> None:

@@ -16,7 +16,7 @@ from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
 if TYPE_CHECKING:
     from armillary.profiling.ceilings import Ceilings
 
-LIMITS_S = {"gemm": 4.0, "bandwidth": 4.0, "attention": 3.0, "passes": 1.0, "launch": 1.0}
+LIMITS_S = {"gemm": 4.0, "bandwidth": 4.0, "passes": 1.0, "launch": 1.0, "attention": 3.0}
 """sections of `bench ceilings` that plans and rooflines rest on, the weightiest first, and how long each may take where
 the machine is busy"""
 TOTAL_S = 15.0
@@ -26,7 +26,7 @@ SECOND_S = 18.0
 others use as well stand still now and then"""
 AGAIN = ("gemm", "bandwidth", "passes")
 
-ALONE = ("gemm", "attention", "passes")
+ALONE = ("gemm", "passes", "attention")
 """of them, what is measured again for the threads of one rank: cores share memory, and not the units that multiply"""
 
 

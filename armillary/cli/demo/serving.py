@@ -19,6 +19,7 @@ from armillary.cli.output import Output
 from armillary.diagnosis.circle import Served
 from armillary.diagnosis.read_run import read_run
 from armillary.errors import ArmillaryError
+from armillary.machine.process import peak_of
 from armillary.serving.load.run import LoadReport, Test
 from armillary.serving.load.words import LATENCY_HEADS, errors_text, latency_rows
 from armillary.spec.plan import Plan
@@ -168,12 +169,10 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def peak_memory(pid: int) -> float | None:
     """Most memory that the largest of a process and its children had; none where the system does not say."""
-    found = []
-    with suppress(OSError):  # one may end meanwhile
-        for of in (pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())):
-            status = Path(f"/proc/{of}/status").read_text()
-            found += [float(size) * 1024 for size in re.findall(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)]
-    return max(found, default=None)
+    pids = [pid]
+    with suppress(OSError):  # it may end meanwhile
+        pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return max((found for one in pids if (found := peak_of(one)) is not None), default=None)
 
 
 def ask(url: str, prompt: str, tokens: int = 32) -> str:

@@ -110,6 +110,11 @@ class EngineProcess:
         self._fail_all("the server is shutting down; ask again later")
 
     @property
+    def pid(self) -> int | None:
+        """Of the process that answers; none while there is none."""
+        return self._ranks.pid
+
+    @property
     def num_requests(self) -> int:
         """Prompts that are with the engine."""
         return len(self._sent)

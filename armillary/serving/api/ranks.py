@@ -36,6 +36,11 @@ class Ranks:
         """Whether there is somebody to talk to."""
         return self._writer is not None
 
+    @property
+    def pid(self) -> int | None:
+        """Of the first one; none where none runs."""
+        return self._processes[0].pid if self._processes else None
+
     def lost_one(self) -> bool:
         """Whether a rank that follows has ended, without which the first one waits for ever."""
         return any(process.poll() is not None for process in self._processes[1:])

@@ -30,7 +30,7 @@ ROOM = 500_000_000
 LAYERS, HEADS, DIM, CONTEXT = 4, 128, 256, 1024
 TOKEN_BYTES = 2 * LAYERS * HEADS * DIM * 4
 """keys and values of a token in fp32"""
-PROMPT, ANSWER = 200, 6
+PROMPT, ANSWER = 200, 14
 IN_GROUP = 'for file in $GROUPS_OF_TEST; do echo $$ > "$file" || exit 97; done; exec "$@"'
 
 
