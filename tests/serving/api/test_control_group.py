@@ -27,10 +27,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="control groups 
 LIMIT = 4_000_000_000
 ROOM = 500_000_000
 """of the limit that the cache must leave to weights, activations and the server's two processes"""
-LAYERS, HEADS, DIM, CONTEXT = 4, 128, 256, 1024
+LAYERS, HEADS, DIM, CONTEXT = 2, 128, 256, 1024
 TOKEN_BYTES = 2 * LAYERS * HEADS * DIM * 4
 """keys and values of a token in fp32"""
-PROMPT, ANSWER = 200, 14
+PROMPT, ANSWER = 200, 20
 IN_GROUP = 'for file in $GROUPS_OF_TEST; do echo $$ > "$file" || exit 97; done; exec "$@"'
 
 
