@@ -23,7 +23,7 @@ def planned_service(server: Server, kv_tokens: float) -> dict[str, float]:
     """Percentiles and rates of one server under its traffic; `kv_tokens` is what its cache holds."""
     traffic, config = server.traffic, server.replica.config
     context = max(1, traffic.tokens_in + traffic.tokens_out // 2)
-    cost = planned_step_cost(server.replica, context=context)
+    cost = planned_step_cost(server.replica, context=context, prompt=traffic.tokens_in)
     sizes = plan_kv(config, server.serve, 1 << 62, dtype="bf16")
     ahead = server.serve.decides_ahead(server.replica.cluster.chip.kind)
     system = System(settings=settings_for(config, server.serve), block_tokens=sizes.block_tokens, groups=sizes.groups,

@@ -298,16 +298,20 @@ def beyond_rows(cost: StepCost, planned: StepCost, rows: int, context: float) ->
                    basis=f"{cost.basis}, more rows by the planner")  # fmt: skip
 
 
-def planned_step_cost(replica: Replica, *, context: int = 512, steps: Sequence[Mapping[str, Any]] = ()) -> StepCost:
-    """The planner's roofline as a line, through a few of its steps; scaled to measured ones where there are any."""
-    few, many, chunk = 1, 64, 512
+def planned_step_cost(
+    replica: Replica, *, context: int = 512, prompt: int = 512, steps: Sequence[Mapping[str, Any]] = ()
+) -> StepCost:
+    """The planner's roofline as a line, through a few of its steps, a `prompt` of that length among them; scaled to
+    measured ones where there are any."""
+    few, many = 1, 64
     one, lots = replica.decode(few, context).total_s, replica.decode(many, context).total_s
     longer = replica.decode(many, 2 * context).total_s
     key_s = max(0.0, longer - lots) / (many * context)
     decode_s = max(0.0, (lots - one) / (many - few) - context * key_s)
-    short, long = replica.prefill(chunk).total_s, replica.prefill(2 * chunk).total_s
-    made = StepCost(base_s=max(0.0, one - decode_s - context * key_s), prefill_s=max(0.0, (long - short) / chunk),
-                    decode_s=decode_s, context_s=key_s, waits=True, basis="planner's roofline")  # fmt: skip
+    base_s = max(0.0, one - decode_s - context * key_s)
+    prefill_s = max(0.0, replica.prefill(prompt).total_s - base_s) / prompt
+    made = StepCost(base_s=base_s, prefill_s=prefill_s, decode_s=decode_s, context_s=key_s, waits=True,
+                    basis="planner's roofline")  # fmt: skip
     ratios = [one["engine_step_s"] / made.of(one) for one in steps if one.get("engine_step_s", 0) > 0 and made.of(one)]
     if not ratios:
         return made
