@@ -24,9 +24,10 @@ CONTEXT_BYTES = 1.2e9
 """CUDA context, libraries and communication buffers of a process"""
 CPU_CONTEXT_BYTES = 0.7e9
 """torch, tokenizers and the loader of a process that computes on a CPU, as seen on Linux"""
-CPU_TRAINER_BYTES = 0.32e9
-"""of them, what a trainer takes beyond an engine's process: exchanges, optimiser and autograd, recordings of
-steps. Trainers held 0.70 to 0.77 GB beside their tensors where an engine held 0.41 GB (two x86 cores, 2026-11-17)"""
+CPU_TRAINER_BYTES = 0.36e9
+"""of them, what a trainer takes beyond an engine's process: exchanges, autograd, recordings, and blocks that malloc
+cannot join. It grows over the first hundred steps: trainers held 0.70 to 0.83 GB beside their tensors where an engine
+held 0.41 GB (two x86 cores, torch 2.13 for CPUs, 2026-11-17); with CUDA's libraries 0.83 and 0.64 GB"""
 FRAGMENTATION = 0.04
 """share of the allocator's peak that lies between blocks"""
 

@@ -25,10 +25,10 @@ ENOUGH_STEPS, LEAST_STEPS = 100, 30
 """a larger model is taken where it leaves so many steps; the smallest one takes no fewer than these"""
 QUARTERS = 4
 """validations and recordings of a run; the run with a lever pulled is one of them long"""
-BUSY = 0.3
+BUSY = 0.4
 """share of its time that a server has requests, one after the other: few meet, so that what clients see follows from
 the plan's steps and not from a queue, which would multiply every error of the plan"""
-LOAD_S = 14.0
+LOAD_S = 20.0
 """how long requests come"""
 
 
