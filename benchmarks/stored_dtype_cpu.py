@@ -57,12 +57,12 @@ def main() -> None:
             for rows in given.rows:
                 for name, llm in loaded.items():
                     rates.setdefault((name, rows), []).append(decode_rate(llm, rows))
-        dtypes = {name: str(next(llm.engine.loop.executor.forward.model.parameters()).dtype)
-                  for name, llm in loaded.items() if hasattr(llm.engine.loop.executor.forward, "model")}  # fmt: skip
+        dtypes = {name: str(llm.engine.loop.executor.rows.blocks.dtype) for name, llm in loaded.items()}
     table = {f"{rows} rows": {**{name: round(median(rates[name, rows]), 1) for name in STORED},
                               "bf16 over fp32": round(median(rates["bf16", rows]) / median(rates["fp32", rows]), 3)}
              for rows in given.rows}  # fmt: skip
-    print(json.dumps({"device": device_name("cpu"), "model": given.model, "computed in": dtypes, "tokens_per_s": table}))
+    found = {"device": device_name("cpu"), "model": given.model, "computed in": dtypes, "tokens_per_s": table}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
