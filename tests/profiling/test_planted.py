@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import wraps
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,6 @@ from armillary.profiling.profile import Profile
 from armillary.store.home import Home
 from armillary.store.peaks import new_peaks, save_peaks
 from tests.ranks import Ranks
-
-TRIES = 3
-"""shares of real runs depend on what else the machine does: one of a few looks has to see what was planted"""
 
 HERE = Path(__file__).name
 FLOPS, BYTES_PER_S = 1e12, 20e9
@@ -55,24 +50,6 @@ def first(found: Profile) -> str:
     return found.findings[0].lower()
 
 
-def looked(test: Callable[..., None]) -> Callable[..., None]:
-    """A test that other programs may disturb: tried again, and left out where they take more than there is."""
-
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        for _ in range(TRIES - 1):
-            with suppress(AssertionError):
-                return test(*args, **kwargs)
-        try:
-            return test(*args, **kwargs)
-        except AssertionError:
-            if os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1):
-                pytest.skip("the machine is too busy with other programs to see what was planted")
-            raise
-
-    return run
-
-
 class Slow(Dataset[torch.Tensor]):
     """Items that take their time."""
 
@@ -84,7 +61,7 @@ class Slow(Dataset[torch.Tensor]):
         return torch.randn(64)
 
 
-@looked
+@pytest.mark.slow
 def test_a_sleeping_loader(here: Home) -> None:
     batches, layer = iter(DataLoader(Slow(), batch_size=2)), nn.Linear(64, 64)
     found = whole(profile(lambda: layer(next(batches)).sum().backward(), steps=3, warmup=1, home=here))
@@ -93,7 +70,7 @@ def test_a_sleeping_loader(here: Home) -> None:
     assert found.fraction("host") > 0.5
 
 
-@looked
+@pytest.mark.slow
 def test_an_item_in_the_loop_is_pointed_at(here: Home) -> None:
     x = torch.randn(256, 256)
     found = whole(profile(lambda: sum((x @ x).sum().item() for _ in range(20)), steps=2, warmup=1, home=here))
@@ -101,7 +78,7 @@ def test_an_item_in_the_loop_is_pointed_at(here: Home) -> None:
     assert any("20 times a step" in note and ".item()" in note for note in found.notes), found.notes
 
 
-@looked
+@pytest.mark.slow
 def test_five_thousand_tiny_operations(here: Home) -> None:
     x = torch.zeros(4)
 
@@ -114,7 +91,7 @@ def test_five_thousand_tiny_operations(here: Home) -> None:
     assert next(row for row in found.rows if row.name == "aten::neg_").calls == 10_000
 
 
-@looked
+@pytest.mark.slow
 def test_a_big_gemm(here: Home) -> None:
     a = torch.randn(768, 768)
     found = whole(profile(lambda: a @ a, steps=3, warmup=1, home=here))
@@ -124,7 +101,7 @@ def test_a_big_gemm(here: Home) -> None:
     assert top.flops == 3 * 2 * 768**3
 
 
-@looked
+@pytest.mark.slow
 def test_a_memory_bound_chain(here: Home) -> None:
     x = torch.randn(4_000_000)
 
@@ -138,7 +115,7 @@ def test_a_memory_bound_chain(here: Home) -> None:
     assert found.operators[0].bound == "memory"
 
 
-@looked
+@pytest.mark.slow
 def test_a_thread_that_holds_the_interpreter(here: Home) -> None:
     x = torch.randn(192, 192)
 
@@ -185,7 +162,7 @@ def slow_collective(folder: str) -> dict[str, Any]:
     return {"findings": found.findings, "comm": found.fraction("comm_exposed"), "unknown": found.fraction("unknown")}
 
 
-@looked
+@pytest.mark.slow
 def test_a_slow_collective(ranks: Ranks, tmp_path: Path) -> None:
     seen = ranks.run(2, slow_collective, str(tmp_path))[0]
     assert any(word in seen["findings"][0] for word in ("collective", "communication", "all_reduce")), seen
@@ -204,7 +181,7 @@ def training_step() -> Callable[[], object]:
     return step
 
 
-@looked
+@pytest.mark.slow
 def test_a_training_step_adds_up(here: Home) -> None:
     found = whole(profile(training_step(), steps=4, warmup=2, home=here))
     assert found.steps == 4
@@ -215,7 +192,7 @@ def test_a_training_step_adds_up(here: Home) -> None:
 
 
 @pytest.mark.gpu
-@looked
+@pytest.mark.slow
 def test_an_item_in_the_loop_on_a_gpu(here: Home) -> None:
     x = torch.randn(512, 512, device="cuda")
     found = whole(profile(lambda: [(x @ x).sum().item() for _ in range(50)], steps=3, warmup=2, home=here))
@@ -224,7 +201,7 @@ def test_an_item_in_the_loop_on_a_gpu(here: Home) -> None:
 
 
 @pytest.mark.gpu
-@looked
+@pytest.mark.slow
 def test_a_pageable_copy(here: Home) -> None:
     x, layer = torch.randn(64_000_000), nn.Linear(16, 16, device="cuda")
     found = whole(profile(lambda: layer(x.cuda()[:16]), steps=3, warmup=2, home=here))
@@ -233,7 +210,7 @@ def test_a_pageable_copy(here: Home) -> None:
 
 
 @pytest.mark.gpu
-@looked
+@pytest.mark.slow
 def test_five_thousand_tiny_kernels(here: Home) -> None:
     x = torch.zeros(4, device="cuda")
     found = whole(profile(lambda: [x.add_(1) for _ in range(5000)], steps=2, warmup=1, home=here))
@@ -243,7 +220,7 @@ def test_five_thousand_tiny_kernels(here: Home) -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # torch's compiler warns about its own code and about fp32 products
 @pytest.mark.parametrize("compiled", [False, True])
-@looked
+@pytest.mark.slow
 def test_a_training_step_on_a_gpu_adds_up(here: Home, compiled: bool) -> None:
     model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.LayerNorm(4096), nn.Linear(4096, 1024)).cuda()
     run, optimizer = torch.compile(model) if compiled else model, torch.optim.AdamW(model.parameters())
@@ -259,7 +236,7 @@ def test_a_training_step_on_a_gpu_adds_up(here: Home, compiled: bool) -> None:
 
 
 @pytest.mark.gpu
-@looked
+@pytest.mark.slow
 def test_a_graph_of_kernels_adds_up(here: Home) -> None:
     x = torch.randn(512, 512, device="cuda")
     graph = torch.cuda.CUDAGraph()
