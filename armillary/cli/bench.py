@@ -13,11 +13,10 @@ from armillary.cli.bench_serve import serve
 from armillary.cli.bench_tables import bests, shares, show_peaks
 from armillary.cli.data import on_bar as on_bytes
 from armillary.cli.data import say_prepared
-from armillary.cli.measuring import device_option, on_bar, pick, quick_option
+from armillary.cli.measuring import device_option, measure_engine, on_bar, pick, quick_option
 from armillary.cli.output import Output
 from armillary.cli.verb import VerbGroup
-from armillary.errors import BadInput, MissingPart, NotFound
-from armillary.planning.calibration import calibrate
+from armillary.errors import BadInput, NotFound
 from armillary.store.home import Home
 from armillary.store.peaks import Peaks, Point, load_peaks, new_peaks, peaks_path, save_peaks
 from armillary.units import scaled, seconds_text
@@ -28,17 +27,12 @@ if TYPE_CHECKING:
     from armillary.cli.feeding import TrainingBatches
     from armillary.profiling.loader import Fed
 
+ENGINE_S = 30.0
+"""how long a small engine may take to start and to answer"""
+
 bench = VerbGroup("bench", help="Measure what this machine can reach, and keep it as peaks.")
 bench.add_command(kernels)
 bench.add_command(serve)
-
-
-def _calibrated(out: Output, home: Home) -> None:
-    try:
-        with out.progress("measuring a small engine"):
-            calibrate(home)
-    except MissingPart as error:
-        out.warn(f"torch calls are not timed: {error}")
 
 
 @bench.verb
@@ -69,7 +63,7 @@ def ceilings(
         found = measure_ceilings(target, quick=quick, folder=where, only=only, watch=on_bar(bar))
     save_peaks(home, found.peaks)
     if target.type == "cpu" and not only:
-        _calibrated(out, home)
+        measure_engine(out, home, ENGINE_S)
     if target.type == "cpu" and (found.other_cores or 0) > BUSY_CORES:
         busy = f"other work kept {found.other_cores:.1f} cores busy"
         out.warn(f"{busy}, so these figures are too low; measure again when the machine is quiet")

@@ -34,7 +34,7 @@ _BATCHES = 6
 @click.option("--requests", default=48, show_default=True, help="Requests of a run.")
 @click.option("--tokens-in", default=64, show_default=True, help="Longest prompt.")
 @click.option("--tokens-out", default=96, show_default=True, help="Longest answer.")
-@click.option("--dtype", help="fp32, bf16 or fp16.  [default: as stored]")
+@click.option("--dtype", help="fp32, bf16 or fp16.  [default: as serve.dtype=auto resolves it]")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--weights", type=click.Choice(["auto", "int8", "fp8"]), default="auto", help="Round the weights.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write bars there: .html or .svg.")

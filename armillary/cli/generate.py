@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability.  [default: the model's, "
               "else 0.95]")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, help="Same seed, same text.")
-@click.option("--dtype", help="fp32, bf16 or fp16.  [default: as stored]")
+@click.option("--dtype", help="fp32, bf16 or fp16.  [default: as serve.dtype=auto resolves it]")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--random-weights", is_flag=True, help="Run a shape that has no weights.")
 def generate(

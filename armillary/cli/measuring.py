@@ -7,7 +7,10 @@ from typing import Any
 import click
 
 from armillary.cli.open_model import need_torch
+from armillary.cli.output import Output
 from armillary.cli.progress import Bar
+from armillary.errors import ArmillaryError
+from armillary.store.home import Home
 
 device_option = click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 quick_option = click.option("--quick", is_flag=True, help="Fewer sizes and shorter looks.")
@@ -25,3 +28,14 @@ def pick(device: str | None) -> Any:
 def on_bar(bar: Bar) -> Any:
     """A watch(done, total, what) that moves the bar."""
     return lambda done, total, what: bar.at(done, total, now=what)
+
+
+def measure_engine(out: Output, home: Home, limit_s: float) -> None:
+    """What a small engine tells the planner (planning/calibration.py); plans are rougher where it cannot be had."""
+    from armillary.planning.calibration import calibrate
+
+    try:
+        with out.progress("measuring a small engine"):
+            calibrate(home, limit_s)
+    except ArmillaryError as error:
+        out.warn(f"torch calls were not timed, so plans for this CPU are rough: {error}")

@@ -13,6 +13,7 @@ from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_dict
+from armillary.spec.service import Traffic
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
 from armillary.store.source import ModelSource
@@ -120,6 +121,9 @@ def resolve_threads(
 
     layout = replace(asked.layout, tp=tp, precision=dtype.dtype)
     recipe = replace(asked, layout=layout, serve=with_dtype(asked.serve, dtype))
+    longest, traffic = asked.serve.max_model_len or source.config.context, asked.traffic
+    if traffic.tokens_in + traffic.tokens_out > longest:  # nobody said what is asked of so short a model
+        recipe = replace(recipe, traffic=Traffic(tokens_in=max(1, longest // 2), tokens_out=max(1, longest // 4)))
     try:
         return serving_request(recipe, source.config, here(device=device), home).threads
     except ArmillaryError:  # one that it cannot price is served as torch sets itself

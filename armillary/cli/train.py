@@ -153,7 +153,7 @@ def _with_compile(begun: Start) -> Start:
     from armillary.planning.compile_choice import compile_choice
     from armillary.planning.question import question
 
-    asked = question(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home)
+    asked = question(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home, settled=True)
     reason = compile_choice(asked)
     if not reason:
         return begun
@@ -170,7 +170,7 @@ def plan_of(begun: Start) -> TrainingPlan:
     from armillary.planning.question import question
     from armillary.planning.training_plan import training_plan
 
-    asked = question(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home)
+    asked = question(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home, settled=True)
     made = training_plan(asked, predict(asked.case, of([asked.layout])))
     if not made.fits:
         said = made.shortage.replace("it ", f"{begun.plan.model.name} ", 1)

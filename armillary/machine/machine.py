@@ -19,6 +19,7 @@ from armillary.machine.gpus import Gpu, gpu_links, gpus
 from armillary.machine.host_info import Cpu, Disk, Interface
 from armillary.machine.memory import available_bytes, memory_limit
 from armillary.machine.numa import NumaNode, numa_nodes
+from armillary.machine.torch_build import torch_sees_gpus
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Link, Tier
 
@@ -80,9 +81,11 @@ def machine(root: Path = Path("/")) -> Machine:
 
 
 def here(found: Machine | None = None, *, device: str | None = None) -> Cluster:
-    """This machine as a cluster: its GPUs, or else its CPU cores, each one a device; cores where `device` is cpu."""
+    """This machine (or one that was `found`) as a cluster: its GPUs, or else its CPU cores, each one a device; cores
+    where `device` is cpu, or where nothing was said and torch cannot use the GPUs."""
+    use_gpus = device != "cpu" and (found is not None or device is not None or torch_sees_gpus())
     found = found or machine()
-    return _of_gpus(found) if found.gpus and device != "cpu" else _of_cores(found)
+    return _of_gpus(found) if found.gpus and use_gpus else _of_cores(found)
 
 
 def chip_of(gpu: Gpu) -> Chip:

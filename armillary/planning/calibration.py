@@ -35,7 +35,6 @@ PROMPT, TOKENS = 128, 24
 PAUSE_S = 0.05
 ENOUGH_S = 5.0
 """of answers; where they are slow, the first few will do"""
-START_S = 60.0
 KV_BYTES = 16_000_000
 
 
@@ -49,8 +48,8 @@ class Calibration:
     """of the process at its most, beside weights, KV cache and activations; none where the system does not say"""
 
 
-def calibrate(home: Home) -> Calibration:
-    """Measured and kept with this CPU's ceilings, which must be there: by them the arithmetic of a step comes off."""
+def calibrate(home: Home, limit_s: float = 60.0) -> Calibration:
+    """Measured within `limit_s`, kept with this CPU's ceilings; they must be there: they say what arithmetic is."""
     from armillary.machine.device_name import device_name
     from armillary.store.peaks import new_peaks, save_peaks
 
@@ -58,7 +57,7 @@ def calibrate(home: Home) -> Calibration:
         raise missing("msgspec", "an engine in its own process", "http")
     replica, serve = small_replica(home)
     with TemporaryDirectory(prefix="armillary-engine-") as folder:
-        gaps, most = asyncio.run(_served(_saved(Path(folder)), serve, home))
+        gaps, most = asyncio.run(_served(_saved(Path(folder)), serve, home, limit_s))
     found = Calibration(call_s=sorted(_call_s(replica, rows, gap_s) for rows, gap_s in gaps)[len(gaps) // 4],
                         process_bytes=None if most is None else most - _tensor_bytes(replica, serve))  # fmt: skip
     peaks = new_peaks(device_name("cpu")).with_points("calls", [{"what": "engine", "seconds": found.call_s}])
@@ -113,7 +112,9 @@ def _tensor_bytes(replica: Replica, serve: Serve) -> float:
 # --- as a server would
 
 
-async def _served(model: Path, serve: Serve, home: Home) -> tuple[list[tuple[int, float]], float | None]:
+async def _served(
+    model: Path, serve: Serve, home: Home, limit_s: float
+) -> tuple[list[tuple[int, float]], float | None]:
     """((requests at once, median gap between tokens) …, most memory of the engine's process)."""
     from armillary.machine.process import peak_of
     from armillary.serving.api.channel import Orders
@@ -123,7 +124,7 @@ async def _served(model: Path, serve: Serve, home: Home) -> tuple[list[tuple[int
     orders = Orders(model=str(model), serve=serve, home=home, device="cpu", gauges=model.with_name("gauges.jsonl"))
     engine, found = EngineProcess(orders, ranks=1, metrics=Metrics(), say=lambda line: None), []
     try:
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(max(1.0, limit_s)):
             await engine.start()
             await _gap_s(engine, 1)
             end = time.monotonic() + ENOUGH_S
@@ -132,7 +133,7 @@ async def _served(model: Path, serve: Serve, home: Home) -> tuple[list[tuple[int
                     found.append((rows, await _gap_s(engine, rows)))
         return found, None if engine.pid is None else peak_of(engine.pid)
     except TimeoutError:
-        raise ArmillaryError(f"a small engine did not answer within {START_S:g} s; armillary doctor looks at the "
+        raise ArmillaryError(f"a small engine did not answer within {limit_s:.0f} s; armillary doctor looks at the "
                              "machine") from None  # fmt: skip
     finally:
         await engine.stop()
@@ -156,4 +157,6 @@ async def _gap_s(engine: EngineProcess, rows: int) -> float:
             if event.token is not None and event.choice in last:
                 gaps.append(now - last[event.choice])
             last[event.choice] = now
+    if not gaps:
+        raise ArmillaryError("a small engine answered without tokens; armillary doctor looks at the machine")
     return median(gaps)

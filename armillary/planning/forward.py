@@ -135,8 +135,8 @@ class Forward:
 
     @property
     def dtype(self) -> str:
-        """Of activations, embedding and head: fp32 where the products are, else 16 bits."""
-        return "fp32" if self.formats.compute == "fp32" else "bf16"
+        """Of activations, embedding and head: fp32 or fp16 where the products are, else bf16."""
+        return self.formats.compute if self.formats.compute in ("fp32", "fp16") else "bf16"
 
     @cached_property
     def mine(self) -> ModelConfig:

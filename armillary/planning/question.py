@@ -15,7 +15,7 @@ from armillary.planning.adapters import lora_of
 from armillary.planning.case import Lora, TrainCase, read_lora
 from armillary.planning.measured import measured_peaks, processor_peaks
 from armillary.planning.software import OURS, OURS_BY_LAYER, OURS_ON_CPU, Software, runs_whole
-from armillary.profiling.dtype_choice import resolve_training, with_precision
+from armillary.profiling.dtype_choice import Resolved, resolve_training, with_precision
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Tier
 from armillary.spec.layout import Layout
@@ -56,11 +56,14 @@ class Question:
         return self.recipe.layout
 
 
-def question(recipe: Recipe, model: ModelConfig, cluster: Cluster, home: Home, lora: str | None = None) -> Question:
+def question(
+    recipe: Recipe, model: ModelConfig, cluster: Cluster, home: Home, lora: str | None = None, *, settled: bool = False
+) -> Question:
     """The recipe's training job on its cluster, with the ceilings of this device where there are any; a precision of
-    auto is resolved for the device."""
+    auto is resolved for the device. A `settled` one is that of a run, and not questioned however slow it is here."""
     asked, job = recipe, recipe.train
-    resolved = resolve_training(recipe.layout, model, job, cluster, home)
+    resolved = (Resolved(dtype=recipe.layout.precision) if settled and recipe.layout.precision != "auto"
+                else resolve_training(recipe.layout, model, job, cluster, home))  # fmt: skip
     recipe = replace(recipe, layout=with_precision(recipe.layout, resolved))
     cluster, measured, share, notes = _devices(cluster, recipe.layout, home)
     adapters = read_lora(lora, model) if lora is not None else lora_of(model, job)

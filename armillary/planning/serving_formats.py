@@ -6,7 +6,7 @@ from armillary.errors import unknown
 from armillary.planning.forward import Formats
 from armillary.spec.hardware import Chip
 
-STORED = {"bf16": "bf16", "fp16": "bf16", "fp32": "fp32", "tf32": "fp32", "fp8": "fp8", "fp4": "fp4", "nvfp4": "fp4",
+STORED = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32", "fp8": "fp8", "fp4": "fp4", "nvfp4": "fp4",
           "mxfp4": "fp4", "int8": "int8", "int4": "int4"}  # fmt: skip
 """what people write -> format of the weights"""
 
@@ -18,6 +18,6 @@ def serving_formats(weights: str, chip: Chip, kv: str = "auto") -> Formats:
         raise unknown("precision", weights, STORED)
     stored = STORED[weights]
     narrow = stored in ("fp8", "fp4")
-    compute = stored if stored == "fp32" or (narrow and chip.peak(stored)) else "bf16"
+    compute = stored if stored in ("fp32", "fp16") or (narrow and chip.peak(stored)) else "bf16"
     cache = ("fp8" if narrow else compute) if kv == "auto" else STORED.get(kv, "bf16")
     return Formats(weights=stored, compute=compute, kv=cache)

@@ -16,11 +16,9 @@ from armillary.errors import BadInput
 from armillary.planning.replica import Replica
 from armillary.spec.ops import size_of
 from armillary.spec.params import kv_bytes, parameters
-from armillary.spec.service import Serve
+from armillary.spec.service import MEMORY_FRACTION, Serve
 from armillary.units import bytes_text
 
-USABLE = 0.9
-"""share of device memory an engine fills; the rest is left to the allocator and its neighbours"""
 FRAMEWORK_BYTES = 1.5e9
 """CUDA context, libraries, captured graphs, communication buffers"""
 CPU_FRAMEWORK_BYTES = 0.43e9
@@ -47,9 +45,10 @@ class ServingMemory:
         return self.room_bytes > 0
 
 
-def serving_memory(replica: Replica, serve: Serve | None = None, usable: float = USABLE) -> ServingMemory:
-    """Weights, working memory and room for the KV cache on one device, of which `usable` is filled."""
-    serve = serve or Serve()
+def serving_memory(replica: Replica, serve: Serve | None = None, usable: float | None = None) -> ServingMemory:
+    """Weights, working memory and room for the KV cache on one device, of which `usable` is filled; none: as an engine
+    does where nothing is said."""
+    serve, usable = serve or Serve(), usable or usable_fraction(replica)
     memory = replica.cluster.chip.memory_bytes
     if not memory:
         raise BadInput(f"the memory of {replica.cluster.chip.title} is not known; name another chip with --on")
@@ -58,6 +57,11 @@ def serving_memory(replica: Replica, serve: Serve | None = None, usable: float =
     if serve.kv_bytes is not None:
         room = min(room, float(serve.kv_bytes)) if room > 0 else room
     return ServingMemory(weights_bytes=weights, working_bytes=working, room_bytes=room, device_bytes=memory)
+
+
+def usable_fraction(replica: Replica) -> float:
+    """Share of its device that an engine fills; the rest is left to the allocator and its neighbours."""
+    return MEMORY_FRACTION["cpu" if replica.cluster.chip.kind == "cpu" else "gpu"]
 
 
 def weight_bytes(replica: Replica) -> float:
@@ -114,7 +118,7 @@ def refuse_too_big(replica: Replica, memory: ServingMemory) -> None:
     if memory.fits:
         return
     chip, split = replica.cluster.chip, replica.split
-    needed = (memory.weights_bytes + memory.working_bytes) / USABLE
+    needed = (memory.weights_bytes + memory.working_bytes) / usable_fraction(replica)
     factor = 2 ** max(1, ceil(needed / memory.device_bytes) - 1).bit_length()
     narrower = "" if size_of(replica.formats.weights) < 2 else " or --set layout.precision=fp8"
     raise BadInput(

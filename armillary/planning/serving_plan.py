@@ -22,7 +22,7 @@ from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_dict
 from armillary.store.home import Home
 
-_PRECISIONS: dict[str, Precision] = {"fp32": "fp32", "bf16": "bf16", "fp8": "fp8", "fp4": "fp8"}
+_PRECISIONS: dict[str, Precision] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "fp4": "fp8"}
 """format of the products -> what a layout can say; fp4 stands beside fp8 and is noted"""
 
 

@@ -299,18 +299,21 @@ def beyond_rows(cost: StepCost, planned: StepCost, rows: int, context: float) ->
 
 
 def planned_step_cost(
-    replica: Replica, *, context: int = 512, prompt: int = 512, steps: Sequence[Mapping[str, Any]] = ()
+    replica: Replica, *, context: int = 512, prompt: int | None = None, steps: Sequence[Mapping[str, Any]] = ()
 ) -> StepCost:
-    """The planner's roofline as a line, through a few of its steps, a `prompt` of that length among them; scaled to
-    measured ones where there are any."""
-    few, many = 1, 64
+    """The planner's roofline as a line, through a few of its steps; scaled to measured ones where there are any. On a
+    CPU, where even short prompts are bound by arithmetic, it goes through a `prompt` of the usual length."""
+    few, many, chunk = 1, 64, 512
     one, lots = replica.decode(few, context).total_s, replica.decode(many, context).total_s
     longer = replica.decode(many, 2 * context).total_s
     key_s = max(0.0, longer - lots) / (many * context)
     decode_s = max(0.0, (lots - one) / (many - few) - context * key_s)
     base_s = max(0.0, one - decode_s - context * key_s)
-    prefill_s = max(0.0, replica.prefill(prompt).total_s - base_s) / prompt
-    made = StepCost(base_s=base_s, prefill_s=prefill_s, decode_s=decode_s, context_s=key_s, waits=True,
+    if prompt is not None and replica.cluster.chip.kind == "cpu":
+        prefill_s = (replica.prefill(prompt).total_s - base_s) / prompt
+    else:
+        prefill_s = (replica.prefill(2 * chunk).total_s - replica.prefill(chunk).total_s) / chunk
+    made = StepCost(base_s=base_s, prefill_s=max(0.0, prefill_s), decode_s=decode_s, context_s=key_s, waits=True,
                     basis="planner's roofline")  # fmt: skip
     ratios = [one["engine_step_s"] / made.of(one) for one in steps if one.get("engine_step_s", 0) > 0 and made.of(one)]
     if not ratios:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import log
 
+from armillary.errors import BadInput
 from armillary.machine.device_name import device_name
 from armillary.machine.features import has_native
 from armillary.machine.gpus import Gpu, gpus
@@ -91,7 +92,12 @@ def _probed(home: Home, device: str, shape: RunShape) -> DtypeRates | None:
         return None
     from armillary.profiling.dtype_probe import probe
 
-    return probe_rates(save_peaks(home, probe(device, shape)).points[PROBE])
+    try:
+        found = probe(device, shape)
+    except (RuntimeError, AssertionError) as error:  # torch's own, of a GPU whose driver does not do
+        raise BadInput(f"{device} cannot be used ({str(error).splitlines()[0]}); take --device cpu, or see armillary "
+                       "doctor") from None  # fmt: skip
+    return probe_rates(save_peaks(home, found).points[PROBE])
 
 
 # --- where rates come from

@@ -10,6 +10,9 @@ from typing import Literal
 
 from armillary.spec.table_checks import above_zero, at_least, refuse
 
+MEMORY_FRACTION = {"gpu": 0.9, "cpu": 0.7}
+"""of a device's memory where serve.memory_fraction is left out: vLLM's for GPUs; a CPU's memory is others' as well"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Serve:

@@ -23,6 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -147,7 +148,8 @@ def age_s(folder: Path) -> float:
     except OSError:
         return time.time() - beaten
     finally:
-        probe.unlink(missing_ok=True)
+        with suppress(OSError):  # a share that is mounted read-only
+            probe.unlink(missing_ok=True)
 
 
 def keeps_beating(folder: Path, lease: Lease, say: Callable[[str], None] = lambda text: None) -> bool:

@@ -130,7 +130,7 @@ def start(
     if until is not None:
         until.check(recipe.train, held_out=may_hold_out(recipe.data))
     check_trackers(recipe.train.track)
-    cluster = recipe.cluster(here())
+    cluster = recipe.cluster(here(device=device))
     job = recipe.train
     there = max(cluster.num_devices, room if cluster.chip.kind == "cpu" else 0)
     check_layout(

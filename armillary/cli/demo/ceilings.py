@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from armillary.cli.demo.walk import Walk
-from armillary.cli.measuring import on_bar, pick
-from armillary.planning.calibration import calibrate
+from armillary.cli.measuring import measure_engine, on_bar, pick
 from armillary.store.peaks import Peaks, load_peaks, save_peaks
 from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
 
@@ -25,6 +24,8 @@ SECOND_S = 18.0
 """so long after the beginning, sections of AGAIN are looked at a second time, and the better of two counts: cores that
 others use as well stand still now and then"""
 AGAIN = ("gemm", "bandwidth", "passes")
+LONGEST_S = 35.0
+"""a small engine that has not answered by then is left out"""
 
 ALONE = ("gemm", "passes", "attention")
 """of them, what is measured again for the threads of one rank: cores share memory, and not the units that multiply"""
@@ -48,7 +49,8 @@ def is_known(peaks: Peaks, ranks: int) -> bool:
     """Whether all that is needed was measured today, the ranks' link included where there are several."""
     linked = ranks < 2 or any(point["world"] == ranks for point in peaks.points.get("collective", ()))
     both = all(peaks.best_gemm(dtype) for dtype in ("fp32", "bf16"))
-    whole = both and all(peaks.points.get(kind) for kind in ("copy", "attention", "launch"))
+    kinds = ("copy", "attention", "launch", *(("calls",) if " thread" in peaks.device else ()))
+    whole = both and all(peaks.points.get(kind) for kind in kinds)
     return whole and linked and peaks.date == time.strftime("%Y-%m-%d")
 
 
@@ -70,8 +72,7 @@ def _measured(walk: Walk, device: Any) -> Peaks:
         if section in AGAIN and device.type == "cpu" and left > 1.0:
             _look(walk, device, section, threads, min(limit, left))
     if device.type == "cpu":
-        with walk.out.progress("measuring a small engine"):
-            calibrate(walk.home)
+        measure_engine(walk.out, walk.home, begin + LONGEST_S - time.monotonic())
     skipped = sum(found.skipped for found in looks)
     busy = max(found.other_cores or 0.0 for found in looks) if device.type == "cpu" else 0.0
     for note in _notes(busy if busy > BUSY_CORES else 0.0, skipped):

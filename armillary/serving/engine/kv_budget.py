@@ -19,16 +19,14 @@ from armillary.machine.memory import available_bytes, limit_bytes
 from armillary.machine.process import resident_bytes
 from armillary.serving.engine.fast_executor import FastExecutor
 from armillary.spec.model import ModelConfig
+from armillary.spec.service import MEMORY_FRACTION
 from armillary.units import bytes_text
-
-FRACTIONS = {"cuda": 0.9, "cpu": 0.7}
-"""of a device's memory where serve.memory_fraction is left out: vLLM's for GPUs; a CPU's memory is others' as well"""
 
 
 def kv_budget(executor: FastExecutor, fraction: float | None, *, graphs: bool) -> int:
     """Bytes for the KV cache; `graphs` where they will be captured before the first request."""
     kind = executor.device.type
-    share = FRACTIONS[kind] if fraction is None else fraction
+    share = MEMORY_FRACTION["cpu" if kind == "cpu" else "gpu"] if fraction is None else fraction
     total, used = _of_gpu(executor, graphs) if kind == "cuda" else _of_host(executor)
     found = int(share * total - used)
     if found <= 0:

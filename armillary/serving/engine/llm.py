@@ -43,7 +43,9 @@ from armillary.store.source import ModelSource, resolve_model
 Prompt = str | Items[int]
 
 
-def _dtype(source: ModelSource, serve: Serve, home: Home, device: torch.device, group: Group | None) -> str:
+def dtype_to_load(
+    source: ModelSource, serve: Serve, home: Home, device: torch.device, group: Group | None = None
+) -> str:
     """serve.dtype with auto resolved for the device; ranks that would differ all take the narrowest."""
     if serve.dtype != "auto":
         return serve.dtype
@@ -72,7 +74,7 @@ class LLM:
             refuse_uncuttable(source.config, group.size)
         serve = serve or Serve()
         where = world.device if world else pick_device(device)
-        dtype = dtype or _dtype(source, serve, home or Home.default(), where, group)
+        dtype = dtype or dtype_to_load(source, serve, home or Home.default(), where, group)
         loaded = load_model(source.folder, dtype=dtype, device=where)
         if phase is not None:
             phase("weights", time.monotonic() - begin)

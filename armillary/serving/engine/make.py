@@ -68,7 +68,7 @@ def make_engine(
     begin = time.monotonic()
     fit_threads()
     if serve.threads is not None and _device_type(model) == "cpu":
-        torch.set_num_threads(serve.threads)
+        torch.set_num_threads(max(1, serve.threads // (group.size if group is not None else 1)))
     settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else eos_ids))
     run_fp8 = pick_fp8(model.blocks["0"].attention.out.weight, settings.max_running) if serve.weights == "fp8" else None
     executor = make_executor(model, settings, serve, seed, group)

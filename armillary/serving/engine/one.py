@@ -14,6 +14,7 @@ from armillary.model.transformer import Transformer
 from armillary.model.weights import load_model
 from armillary.serving.engine.answers import Piece
 from armillary.serving.engine.engine import Engine
+from armillary.serving.engine.llm import dtype_to_load
 from armillary.serving.engine.make import Phase, make_engine
 from armillary.serving.engine.params import SamplingParams
 from armillary.serving.engine.request import Request
@@ -33,7 +34,9 @@ def generate(
     """Complete `prompts` with a Hugging Face folder, a Hub id, a run or a release; prompt i draws with seed + i."""
     source = resolve_model(str(model), home or Home.default(), need_weights=True)
     assert source.folder is not None
-    loaded = load_model(source.folder, dtype=dtype, device=pick_device(device))
+    where = pick_device(device)
+    loaded = load_model(source.folder, dtype=dtype or dtype_to_load(source, Serve(), home or Home.default(), where),
+                        device=where)  # fmt: skip
     tokenizer, wished = Tokenizer.load(source.folder), sampling or default_sampling(source.folder)
     check_tokenizer(loaded, tokenizer)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
@@ -51,7 +54,8 @@ def _engine(
 ) -> Engine:  # fmt: skip
     check_prompts(model, prompts, sampling)
     longest = max(map(len, prompts)) + sampling.max_tokens
-    serve = Serve(max_running=min(len(prompts), _TOGETHER), max_model_len=longest, prefix_cache=False)
+    serve = Serve(max_running=min(len(prompts), _TOGETHER), max_model_len=longest, prefix_cache=False,
+                  memory_fraction=1.0)  # fmt: skip
     return make_engine(model, tokenizer, serve, warm=False, phase=phase)[0]
 
 
