@@ -125,3 +125,18 @@ def test_a_busy_processor_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("armillary.machine.background_load.Others.cores", lambda self: 1.5)
     ran = cli("bench", "ceilings", "--quick", "--device", "cpu", "--only", "launch", "--json")
     assert "other work kept 1.5 cores busy" in ran.err and ran.json["about"]["other_cores"] == 1.5
+
+
+def test_an_engine_that_does_not_start_is_no_reason_to_stop(
+    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from armillary.cli.measuring import measure_engine
+    from armillary.cli.output import Output
+    from armillary.errors import ArmillaryError
+
+    def fails(home: Home, limit_s: float) -> None:
+        raise ArmillaryError("it did not answer")
+
+    monkeypatch.setattr("armillary.planning.calibration.calibrate", fails)
+    measure_engine(Output("human"), home, 1.0)
+    assert "torch calls were not timed" in "".join(capsys.readouterr())

@@ -186,3 +186,13 @@ def test_a_cut_of_zero() -> None:
 def test_rates_that_are_none() -> None:
     with pytest.raises(BadInput, match=r"link=0\.0 must be above 0"):
         replace(physics(), link=0.0)
+
+
+def test_fp16_is_computed_in_fp16() -> None:
+    from armillary.planning.serving_formats import serving_formats
+    from armillary.spec import catalogue
+
+    chip = catalogue.chip("h100-sxm")
+    formats = serving_formats("fp16", chip)
+    assert (formats.weights, formats.compute, formats.kv) == ("fp16", "fp16", "fp16")
+    assert serving_formats("bf16", chip).compute == "bf16"

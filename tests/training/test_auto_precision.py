@@ -65,6 +65,17 @@ def test_the_ceilings_decide_and_the_plan_says_why(
     assert cli("plan", file(), "--json").json["plan"]["layout"]["precision"] == taken
 
 
+def test_a_run_in_bf16_goes_on_where_bf16_is_hopelessly_slow(cli: Cli, file: Callable[..., str], home: Home) -> None:
+    measured(home, 400e9)
+    assert cli("train", file("train.steps=2"), "--run", "kept").code == 0
+    measured(home, 0.3e9)
+    ran = cli("train", file("train.steps=3"), "--run", "kept")
+    assert ran.code == 0, ran.err
+    assert "keeps bf16" in ran.out + ran.err
+    asked = cli("train", file("train.steps=3", "layout.precision=bf16"), "--run", "asked")
+    assert asked.code == 2 and "--set layout.precision=auto" in asked.err, "but nobody begins one there"
+
+
 def test_a_resumed_run_keeps_its_dtype_and_says_where_auto_would_differ(
     cli: Cli, file: Callable[..., str], home: Home
 ) -> None:
