@@ -16,6 +16,7 @@ from armillary.machine.device_name import device_name, names_here
 from armillary.profiling import attention, bandwidth, disk, fma, gemm, host_copy, launch, passes
 from armillary.profiling.ceilings import measure_ceilings, name_of
 from armillary.profiling.settings import Settings, cache_bytes
+from armillary.serving.engine.int8 import int_mm_is_exact
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks, new_peaks, save_peaks
 
@@ -102,6 +103,8 @@ def test_the_product_is_of_random_matrices_and_right(settings: Settings, dtype: 
     monkeypatch.setitem(gemm._CALLS, dtype, lambda a, b: seen.append((a, b)) or real(a, b))
     call, *others = gemm.make_calls({"m": 32, "n": 48, "k": 64, "dtype": dtype}, settings)
     (a, b), *_ = seen
+    if dtype == "int8" and not int_mm_is_exact():
+        pytest.skip("int8 GEMMs saturate on this CPU: it has no VNNI")
     expected = a.double() @ (b.double().t() if dtype == "int8" else b.double())
     assert expected.norm() > 0 and others, "several sets, none of zeros"
     assert (call().double() - expected).norm() / expected.norm() < {"fp32": 1e-5, "int8": 1e-12}.get(dtype, 1e-2)

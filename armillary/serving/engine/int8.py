@@ -36,7 +36,7 @@ class Int8Dense:
     def _product(self, rounded_TK: Tensor) -> Tensor:
         """Sums in int32, times the weight's scales, in fp32."""
         if self._ops is None:
-            return torch._int_mm(rounded_TK, self._weight_KN).float() * self.scale_N
+            return int_product(rounded_TK, self._weight_KN) * self.scale_N
         return _onednn_product(self._ops, rounded_TK, self._packed, self.scale_N, self._zeros_N)
 
 
@@ -50,6 +50,18 @@ def has_onednn() -> bool:
     """Whether this build of torch has oneDNN's products of whole numbers."""
     ops: Any = torch.ops.onednn
     return torch.backends.mkldnn.is_available() and hasattr(ops, "qlinear_pointwise")
+
+
+def int_product(a_TK: Tensor, b_KN: Tensor) -> Tensor:
+    """Sums of products of 8-bit numbers, as fp32; by fp32 where the CPU's own would saturate."""
+    return torch._int_mm(a_TK, b_KN).float() if int_mm_is_exact() else a_TK.float() @ b_KN.float()
+
+
+@cache
+def int_mm_is_exact() -> bool:
+    """Whether torch's int8 GEMM sums in int32 on this CPU, shown by the largest numbers there are."""
+    largest = torch.full((32, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(largest, largest.t()) == 127 * 127 * 64).all())
 
 
 @cache
