@@ -68,7 +68,8 @@ def calibrate(home: Home, limit_s: float = 60.0) -> Calibration:
 
 
 def small_replica(home: Home) -> tuple[Replica, Serve]:
-    """The small model as the planner sees it, with what a server of it would be set to."""
+    """The small model as the planner sees it, with what a server of it is set to: bound by calls, it leaves a core."""
+    from armillary.machine.cores import compute_threads
     from armillary.machine.machine import here
     from armillary.planning.serving_choices import server_of
     from armillary.planning.serving_plan import serving_request
@@ -77,7 +78,7 @@ def small_replica(home: Home) -> tuple[Replica, Serve]:
     recipe = recipe_from_dict({
         "model": {"name": MODEL, "vocab": VOCAB},
         "serve": {"dtype": "fp32", "max_model_len": 2 * PROMPT, "kv_bytes": KV_BYTES, "max_running": max(ROWS),
-                  "prefix_cache": False},
+                  "prefix_cache": False, "threads": max(1, compute_threads() - 1)},
         "traffic": {"tokens_in": PROMPT, "tokens_out": TOKENS},
     })  # fmt: skip
     request = serving_request(recipe, recipe.model_config(), here(device="cpu"), home)
