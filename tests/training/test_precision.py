@@ -52,7 +52,7 @@ def test_overflow_whatever_the_scale_ends_the_run(recipe: Make, home: Home) -> N
     with Trainer(begun.plan, alone()) as trainer:
         with torch.no_grad():
             next(trainer.model.parameters()).fill_(float("nan"))
-        with pytest.raises(ArmillaryError, match=r"fp16 overflows at step \d+ .*; try --set layout.precision=bf16"):
+        with pytest.raises(ArmillaryError, match=r"fp16 overflows at step \d+ .*; try --set layout.precision=fp32"):
             reports(trainer, 60)
 
 
