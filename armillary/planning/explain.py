@@ -259,7 +259,8 @@ def _memory(found: Prediction) -> list[Term]:
          f"{tokens:g} · {case.model.vocab:,} / {int(layouts.tp[0])} · {logit:g}, on the last stage"),
         ("buffers", "two gathered layers and a gradient (zero 3), or two buckets", f"zero {zero}"),
         ("other", "context + fragmentation · the rest",
-         f"{bytes_text(context_bytes(case))} + {FRAGMENTATION:g} · {bytes_text(float(held.allocated[0]))}"),
+         f"{bytes_text(float(context_bytes(case, layouts)[0]))} + {FRAGMENTATION:g} · "
+         f"{bytes_text(float(held.allocated[0]))}"),
     ]  # fmt: skip
     terms = [_bytes(f"memory, {name}", formula, numbers, held.parts()[name]) for name, formula, numbers in rows]
     when = MOMENTS[int(held.moment[0])]

@@ -13,6 +13,7 @@ import numpy as np
 
 from armillary.planning.activations import GPIPE, in_flight
 from armillary.planning.case import TrainCase
+from armillary.planning.efficiency import WIDE
 from armillary.planning.layouts import Array, Bools, Ints, Layouts
 from armillary.planning.moments import Moment, Stage
 from armillary.planning.offload import host_bytes, host_room, master_stays, optimizer_out
@@ -24,10 +25,11 @@ CONTEXT_BYTES = 1.2e9
 """CUDA context, libraries and communication buffers of a process"""
 CPU_CONTEXT_BYTES = 0.7e9
 """torch, tokenizers and the loader of a process that computes on a CPU, as seen on Linux"""
-CPU_TRAINER_BYTES = 0.36e9
+CPU_TRAINER_BYTES = {"fp32": 0.36e9, "16 bits": 0.27e9}
 """of them, what a trainer takes beyond an engine's process: exchanges, autograd, recordings, and blocks that malloc
-cannot join. It grows over the first hundred steps: trainers held 0.70 to 0.83 GB beside their tensors where an engine
-held 0.41 GB (two x86 cores, torch 2.13 for CPUs, 2026-11-17); with CUDA's libraries 0.83 and 0.64 GB"""
+cannot join, which are smaller in 16 bits. It grows over the first hundred steps: in fp32 trainers held 0.70 to 0.83 GB
+beside their tensors where an engine held 0.41 GB (two x86 cores, torch 2.13 for CPUs, 2026-11-17), in bf16 0.1 GB less;
+with CUDA's libraries 0.83 and 0.64 GB in bf16"""
 FRAGMENTATION = 0.04
 """share of the allocator's peak that lies between blocks"""
 
@@ -139,13 +141,15 @@ def _stage(case: TrainCase, layouts: Layouts, mine: Held, flying: Array, *, loss
             for field in fields(Moment)}  # fmt: skip
     parts = always | then | {"weights": always["weights"] + then["weights"]}
     allocated = sum(parts.values(), np.zeros(len(layouts)))
-    return Memory(**parts, other=context_bytes(case) + FRAGMENTATION * allocated, moment=fullest,
+    return Memory(**parts, other=context_bytes(case, layouts) + FRAGMENTATION * allocated, moment=fullest,
                   host=host_bytes(case, layouts, mine, flying))  # fmt: skip
 
 
-def context_bytes(case: TrainCase) -> float:
-    """What a process holds before it trains anything."""
+def context_bytes(case: TrainCase, layouts: Layouts) -> Array:
+    """What a process holds before it trains anything, and beside its tensors."""
     if case.cluster.chip.kind != "cpu":
-        return CONTEXT_BYTES
+        return np.full(len(layouts), CONTEXT_BYTES)
     engine = case.measured.best("process", "resident_bytes", what="engine") if case.measured else None
-    return CPU_CONTEXT_BYTES if engine is None else engine + CPU_TRAINER_BYTES
+    if engine is None:
+        return np.full(len(layouts), CPU_CONTEXT_BYTES)
+    return engine + np.where(WIDE[layouts.precision], CPU_TRAINER_BYTES["fp32"], CPU_TRAINER_BYTES["16 bits"])
