@@ -69,7 +69,7 @@ def serve(
     say = partial(click.echo, err=out.mode != "human")
     dtype = resolve_dtype(home, source, asked, device)
     say(dtype.warning or f"dtype {dtype.reason or f'{dtype.dtype}: as asked'}")
-    threads = resolve_threads(home, source, asked, dtype, tp=tp, device=device)
+    threads = resolve_threads(home, source, asked, dtype, tp=tp, device=device, say=say)
     if threads is not None:
         say(f"threads {threads.reason or f'{threads.count}: as asked'}")
     door = Door(host=host, port=port, keys=read_keys(asked.serve.api_key_file))

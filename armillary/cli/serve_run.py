@@ -112,19 +112,23 @@ def resolve_dtype(home: Home, source: ModelSource, asked: Recipe, device: str | 
 
 
 def resolve_threads(
-    home: Home, source: ModelSource, asked: Recipe, dtype: Resolved, *, tp: int, device: str | None
+    home: Home, source: ModelSource, asked: Recipe, dtype: Resolved, *, tp: int, device: str | None, say: Say
 ) -> Threads | None:
     """serve.threads for a model that a CPU of this machine serves; none where the planner cannot say."""
     from armillary.machine.machine import here
     from armillary.planning.serving_plan import serving_request
     from armillary.profiling.dtype_choice import with_dtype
 
+    cluster = here(device=device)
+    if cluster.chip.kind != "cpu":
+        return None
     layout = replace(asked.layout, tp=tp, precision=dtype.dtype)
     recipe = replace(asked, layout=layout, serve=with_dtype(asked.serve, dtype))
     longest, traffic = asked.serve.max_model_len or source.config.context, asked.traffic
     if traffic.tokens_in + traffic.tokens_out > longest:  # nobody said what is asked of so short a model
         recipe = replace(recipe, traffic=Traffic(tokens_in=max(1, longest // 2), tokens_out=max(1, longest // 4)))
     try:
-        return serving_request(recipe, source.config, here(device=device), home).threads
-    except ArmillaryError:  # one that it cannot price is served as torch sets itself
+        return serving_request(recipe, source.config, cluster, home).threads
+    except ArmillaryError as error:  # one that it cannot price is served as torch sets itself
+        say(f"threads are left to torch: {error}")
         return None

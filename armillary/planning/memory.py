@@ -27,9 +27,9 @@ CPU_CONTEXT_BYTES = 0.7e9
 """torch, tokenizers and the loader of a process that computes on a CPU, as seen on Linux"""
 CPU_TRAINER_BYTES = {"fp32": 0.36e9, "16 bits": 0.27e9}
 """of them, what a trainer takes beyond an engine's process: exchanges, autograd, recordings, and blocks that malloc
-cannot join, which are smaller in 16 bits. It grows over the first hundred steps: in fp32 trainers held 0.70 to 0.83 GB
-beside their tensors where an engine held 0.41 GB (two x86 cores, torch 2.13 for CPUs, 2026-11-17), in bf16 0.1 GB less;
-with CUDA's libraries 0.83 and 0.64 GB in bf16"""
+cannot join, which are smaller in 16 bits. It grows over the first hundred steps: in fp32 seven trainers held 0.70 to
+0.83 GB beside their tensors where an engine held 0.41 GB (two x86 cores, torch 2.13 for CPUs, 2026-11-17), in bf16 one
+trainer of 24 steps some 0.1 GB less; with CUDA's libraries 0.83 and 0.64 GB in bf16. A fit on one small model"""
 FRAGMENTATION = 0.04
 """share of the allocator's peak that lies between blocks"""
 
