@@ -42,6 +42,7 @@ peers: $(PEERS_READY) ## against other people's programs, in a venv of their own
 
 lint: $(READY)
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 
 sizes: ## lines per file

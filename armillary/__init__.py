@@ -62,10 +62,30 @@ _API = {
 }
 
 __all__ = [
-    "LLM", "ArmillaryError", "Home", "ModelConfig", "SamplingParams", "Structure", "__version__", "chips", "convert",
-    "doctor", "generate", "hardware", "here", "load_model", "load_test", "models", "prepare", "profile",
-    "resolve_model", "runs", "save_model", "this_machine", "train",
-]  # fmt: skip
+    "LLM",
+    "ArmillaryError",
+    "Home",
+    "ModelConfig",
+    "SamplingParams",
+    "Structure",
+    "__version__",
+    "chips",
+    "convert",
+    "doctor",
+    "generate",
+    "hardware",
+    "here",
+    "load_model",
+    "load_test",
+    "models",
+    "prepare",
+    "profile",
+    "resolve_model",
+    "runs",
+    "save_model",
+    "this_machine",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

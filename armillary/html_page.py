@@ -101,7 +101,7 @@ def drawing(draw: Callable[[Frame], str], label: str, frames: tuple[Frame, Frame
         f"<svg class='{kind}' viewBox='0 0 {frame.width} {frame.height}' role='img' aria-label='{escape(label)}'>"
         f"{draw(frame)}</svg>"
         for kind, frame in kinds
-    )  # fmt: skip
+    )
 
 
 # --- tables
@@ -135,8 +135,10 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, wide: bool = F
     kinds = [_kind(column, [row[column] for row in cells]) for column in range(len(heads))]
     head = "".join(f"<th{kind}>{escape(text)}</th>" for kind, text in zip(kinds, heads, strict=True))
     body = "".join(f"<tr>{''.join(map(_cell, kinds, row))}</tr>" for row in cells)
-    return (f"<div class='scroll'><table{' class=' + repr('wide') if wide else ''}>"
-            f"{f'<tr>{head}</tr>' if any(heads) else ''}{body}</table></div>")  # fmt: skip
+    return (
+        f"<div class='scroll'><table{' class=' + repr('wide') if wide else ''}>"
+        f"{f'<tr>{head}</tr>' if any(heads) else ''}{body}</table></div>"
+    )
 
 
 def _cell(kind: str, text: str) -> str:

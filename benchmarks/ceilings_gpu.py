@@ -96,24 +96,29 @@ def main(file: Path | None) -> None:
         table = {"device": found.peaks.device, "date": found.peaks.date, "about": found.peaks.about, "points": points}
         file.write_text(json.dumps(table | {"compared": compared}, indent=1))
     gemms = points["gemm"]
-    print(json.dumps({
-        "device": found.peaks.device,
-        "torch": torch.__version__,
-        "date": found.peaks.date,
-        "compared": compared,
-        "tflops": {name: round(best(gemms, "flops", dtype=name) / 1e12, 1) for name in gemm.dtypes(device)},
-        "sustained_tflops": {
-            p["dtype"]: round(p["beside"]["sustained_flops"] / 1e12, 1)
-            for p in gemms
-            if "sustained_flops" in p["beside"]
-        },
-        "fma_tflops": round((best(points.get("fma", ()), "flops") or 0) / 1e12, 1),
-        "tb_per_s": {op: round(best(points[op], "bytes_per_s") / 1e12, 3) for op in bandwidth.OPS},
-        "launch_us": {p["mode"]: round(p["seconds"] * 1e6, 2) for p in points["launch"]},
-        "ceilings_s": round(found.seconds, 1),
-        "skipped": found.skipped,
-        "whole_s": round(time.monotonic() - begin, 1),
-    }, ensure_ascii=False))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "device": found.peaks.device,
+                "torch": torch.__version__,
+                "date": found.peaks.date,
+                "compared": compared,
+                "tflops": {name: round(best(gemms, "flops", dtype=name) / 1e12, 1) for name in gemm.dtypes(device)},
+                "sustained_tflops": {
+                    p["dtype"]: round(p["beside"]["sustained_flops"] / 1e12, 1)
+                    for p in gemms
+                    if "sustained_flops" in p["beside"]
+                },
+                "fma_tflops": round((best(points.get("fma", ()), "flops") or 0) / 1e12, 1),
+                "tb_per_s": {op: round(best(points[op], "bytes_per_s") / 1e12, 3) for op in bandwidth.OPS},
+                "launch_us": {p["mode"]: round(p["seconds"] * 1e6, 2) for p in points["launch"]},
+                "ceilings_s": round(found.seconds, 1),
+                "skipped": found.skipped,
+                "whole_s": round(time.monotonic() - begin, 1),
+            },
+            ensure_ascii=False,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -20,16 +20,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SHAPE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 12,
-         "intermediate_size": 2048, "vocab_size": 32000, "max_position_embeddings": 2048}  # fmt: skip
+SHAPE = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "intermediate_size": 2048,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
 """134M weights, 109M of which a token is multiplied by"""
 OURS, THEIRS = ("fp32", "bf16", "int8"), ("F32", "F16", "BF16", "Q8_0")
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "F32": 4, "F16": 2, "BF16": 2, "Q8_0": 34 / 32}
 """of a weight; int8 keeps the head in bf16"""
-NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-         "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-         "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-         "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}  # fmt: skip
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
 Answer = Callable[[list[int], int], tuple[float, float, list[int]]]
 """(prompt, tokens wanted) -> seconds of the prompt, seconds of the rest, tokens"""
 
@@ -189,8 +206,13 @@ class Contestant:
         hidden, ffn, vocab = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["vocab_size"]
         layers = SHAPE["num_hidden_layers"] * (4 * hidden * hidden + 3 * hidden * ffn) * BYTES[self.kind]
         read = layers + vocab * hidden * (2 if self.kind == "int8" else BYTES[self.kind])
-        return {"kind": self.kind, "prompt_tokens_per_s": 1 / min(self.prompt_s), "decode_tokens_per_s":
-                1 / min(self.token_s), "read_bytes_per_s": read / min(self.token_s), "tokens": self.tokens}  # fmt: skip
+        return {
+            "kind": self.kind,
+            "prompt_tokens_per_s": 1 / min(self.prompt_s),
+            "decode_tokens_per_s": 1 / min(self.token_s),
+            "read_bytes_per_s": read / min(self.token_s),
+            "tokens": self.tokens,
+        }
 
     def end(self) -> None:
         assert self._process.stdin is not None
@@ -237,8 +259,10 @@ def main() -> None:
     print(f"{options.threads} threads, {options.prompt} tokens in, {options.answer} out, best of {options.rounds}")
     for row in rows:
         side = "armillary" if row["kind"] in OURS else "llama.cpp"
-        print(f"{side} {row['kind']:<5} prompt {row['prompt_tokens_per_s']:7.0f} tokens/s   decode "
-              f"{row['decode_tokens_per_s']:6.1f} tokens/s = {row['read_bytes_per_s'] / 1e9:5.1f} GB/s")  # fmt: skip
+        print(
+            f"{side} {row['kind']:<5} prompt {row['prompt_tokens_per_s']:7.0f} tokens/s   decode "
+            f"{row['decode_tokens_per_s']:6.1f} tokens/s = {row['read_bytes_per_s'] / 1e9:5.1f} GB/s"
+        )
 
 
 if __name__ == "__main__":

@@ -25,11 +25,25 @@ from armillary.serving.engine.params import SamplingParams
 from armillary.serving.engine.request import Request
 from armillary.spec.service import Serve
 
-SHAPE = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
-         "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": True,
-         "rms_norm_eps": 1e-6}  # fmt: skip
-SMALL = SHAPE | {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-                 "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+SHAPE = {
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+}
+SMALL = SHAPE | {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 
 
 def transformers_model(args: Any) -> Any:
@@ -83,8 +97,9 @@ def of_answers(engine: Any, texts: Tensor, num_prompt: int) -> list[Tensor]:
     plain_admitted, executor.encoder._admitted, sampler.quick = executor.encoder._admitted, admitted, quick
     executor.warm()
     params = SamplingParams(max_tokens=length - num_prompt, temperature=0.0, ignore_eos=True)
-    engine.generate([Request(id=str(i), prompt=text[:num_prompt], params=params)
-                     for i, text in enumerate(texts.tolist())])  # fmt: skip
+    engine.generate(
+        [Request(id=str(i), prompt=text[:num_prompt], params=params) for i, text in enumerate(texts.tolist())]
+    )
     return [caught[rows[i], num_prompt:length] for i in range(count)]
 
 
@@ -120,11 +135,14 @@ def _compared(mine: list[Tensor], exact: list[Tensor], half: list[Tensor]) -> di
         bad += int((gap > 2 * error).sum())
     ours_max, theirs_max = (float(torch.cat(errors).max()) for errors in (our_errors, their_errors))
     ours_mean, theirs_mean = (float(torch.cat(errors).mean()) for errors in (our_errors, their_errors))
-    return {"largest": {"engine": ours_max, "transformers": theirs_max, "ratio": ours_max / theirs_max},
-            "mean of largest a token": {"engine": ours_mean, "transformers": theirs_mean,
-                                        "ratio": ours_mean / theirs_mean},
-            "tokens": sum(map(len, exact)), "other likeliest": differ, "beyond the bar": bad,
-            "bars": {"ratio": 2.0, "beyond the bar": 0}}  # fmt: skip
+    return {
+        "largest": {"engine": ours_max, "transformers": theirs_max, "ratio": ours_max / theirs_max},
+        "mean of largest a token": {"engine": ours_mean, "transformers": theirs_mean, "ratio": ours_mean / theirs_mean},
+        "tokens": sum(map(len, exact)),
+        "other likeliest": differ,
+        "beyond the bar": bad,
+        "bars": {"ratio": 2.0, "beyond the bar": 0},
+    }
 
 
 def main() -> None:

@@ -30,11 +30,20 @@ from armillary.spec.catalogue import models
 from armillary.spec.service import Serve
 from benchmarks.engine_times import StepTimes, top_kernels
 
-PEERS = {"qwen3-0.6b": {"nano-vllm, measured": 15_800, "nano-vllm, published": 19_638, "mini-sglang, published": 20_711,
-                        "bar": 25_000, "byte and FLOP limit": 36_000},
-         "qwen3-8b": {"nano-vllm, measured": 7_900, "bar": 9_500, "byte and FLOP limit": 12_300}}  # fmt: skip
-SINGLE = {"qwen3-8b": {"nano-vllm": 169, "bar, of read bandwidth": 0.85},
-          "tinyllama-1.1b": {"gpt-fast": 653, "bar, of read bandwidth": 0.65}}  # fmt: skip
+PEERS = {
+    "qwen3-0.6b": {
+        "nano-vllm, measured": 15_800,
+        "nano-vllm, published": 19_638,
+        "mini-sglang, published": 20_711,
+        "bar": 25_000,
+        "byte and FLOP limit": 36_000,
+    },
+    "qwen3-8b": {"nano-vllm, measured": 7_900, "bar": 9_500, "byte and FLOP limit": 12_300},
+}
+SINGLE = {
+    "qwen3-8b": {"nano-vllm": 169, "bar, of read bandwidth": 0.85},
+    "tinyllama-1.1b": {"gpt-fast": 653, "bar, of read bandwidth": 0.65},
+}
 
 
 def drawn(name: str, device: str, dtype: torch.dtype, layers: int | None = None) -> Transformer:
@@ -76,9 +85,17 @@ def started(model: Transformer, serve: Serve) -> tuple[Engine, dict[str, float]]
 def throughput(model: Transformer, args: Any) -> dict[str, Any]:
     """256 requests at once, 100 to 1,024 tokens in and out."""
     longest = 4096 if not args.tiny else 64
-    engine, phases = started(model, Serve(max_model_len=longest, max_running=256 if not args.tiny else 8,
-                                          max_tokens_per_step=args.step_tokens, overlap=not args.no_overlap,
-                                          kv_bytes=args.kv_bytes, graphs=not args.no_graphs))  # fmt: skip
+    engine, phases = started(
+        model,
+        Serve(
+            max_model_len=longest,
+            max_running=256 if not args.tiny else 8,
+            max_tokens_per_step=args.step_tokens,
+            overlap=not args.no_overlap,
+            kv_bytes=args.kv_bytes,
+            graphs=not args.no_graphs,
+        ),
+    )
     requests = nano_vllm() if not args.tiny else nano_vllm(12, least=3, most=20, vocab=100)
     serve_all(engine, fixed(2, tokens_in=8, tokens_out=4, vocab=100, name="warm"))
     gc.collect()
@@ -116,9 +133,16 @@ def _rounded(found: dict[str, Any]) -> dict[str, Any]:
 def single(model: Transformer, args: Any) -> dict[str, Any]:
     """One request, 128 in, 256 out: bytes a second against the read bandwidth."""
     tokens_in, tokens_out = (128, 256) if not args.tiny else (8, 16)
-    engine, phases = started(model, Serve(max_model_len=1024 if not args.tiny else 64, max_running=1,
-                                          max_tokens_per_step=128, kv_bytes=args.kv_bytes,
-                                          graphs=not args.no_graphs))  # fmt: skip
+    engine, phases = started(
+        model,
+        Serve(
+            max_model_len=1024 if not args.tiny else 64,
+            max_running=1,
+            max_tokens_per_step=128,
+            kv_bytes=args.kv_bytes,
+            graphs=not args.no_graphs,
+        ),
+    )
     best: dict[str, Any] = {"tokens_per_s": 0.0}
     for turn in range(3):
         found = serve_all(engine, fixed(1, tokens_in=tokens_in, tokens_out=tokens_out, vocab=100, name=f"t{turn}-"))
@@ -126,8 +150,12 @@ def single(model: Transformer, args: Any) -> dict[str, Any]:
         rate = (tokens_out - 1) / decode_s
         if rate > best["tokens_per_s"]:
             moved = decode_bytes(model, tokens_in + tokens_out / 2) * rate
-            best = {"tokens_per_s": rate, "bytes_per_s": moved, "of_read_bandwidth": moved / args.read,
-                    "ttft_s": found.ttft_p50_s}  # fmt: skip
+            best = {
+                "tokens_per_s": rate,
+                "bytes_per_s": moved,
+                "of_read_bandwidth": moved / args.read,
+                "ttft_s": found.ttft_p50_s,
+            }
     if args.explain:
         best |= _explained_single(engine, args, tokens_in, tokens_out)
     return _rounded(best) | {"peers": SINGLE.get(args.model, {}), "start_s": phases}
@@ -151,10 +179,19 @@ def mixed(model: Transformer, args: Any) -> dict[str, Any]:
     """32k-token prompts alone; 32 streams at 1k context alone, and beside such a prompt that is always in prefill."""
     streams, context, long = (32, 1024, 32_768) if not args.tiny else (3, 8, 24)
     longest = max(long + 8, context + 4000) if not args.tiny else 64
-    engine, phases = started(model, Serve(
-        max_model_len=min(longest, model.config.context), max_running=streams + 2, max_tokens_per_step=args.step_tokens,
-        prefill_tokens=args.prefill_tokens, prefill_slowdown=args.slowdown, prefix_cache=False, kv_bytes=args.kv_bytes,
-        graphs=not args.no_graphs))  # fmt: skip
+    engine, phases = started(
+        model,
+        Serve(
+            max_model_len=min(longest, model.config.context),
+            max_running=streams + 2,
+            max_tokens_per_step=args.step_tokens,
+            prefill_tokens=args.prefill_tokens,
+            prefill_slowdown=args.slowdown,
+            prefix_cache=False,
+            kv_bytes=args.kv_bytes,
+            graphs=not args.no_graphs,
+        ),
+    )
     watch, grow = Watch(engine), 110 * args.prompts if not args.tiny else 0
     gc.collect()
     gc.freeze()  # as a server does
@@ -173,11 +210,22 @@ def mixed(model: Transformer, args: Any) -> dict[str, Any]:
     spread = {f"p{at}": round(1000 * percentile(watch.gaps, at), 2) for at in (5, 25, 50, 75, 90, 95, 98, 99, 100)}
     kernels = _explained_mixed(watch, prompts) if args.explain and args.device == "cuda" else {}
     watch.give_up()
-    return times.text() | kernels | {
-            "itl_ms": spread, "itl_alone_p50_s": quiet, "itl_p50_s": p50, "itl_p99_s": p99,
+    return (
+        times.text()
+        | kernels
+        | {
+            "itl_ms": spread,
+            "itl_alone_p50_s": quiet,
+            "itl_p50_s": p50,
+            "itl_p99_s": p99,
             "itl_p99_over_alone_p50": p99 / quiet,
-            "prefill_alone_tokens_per_s": alone, "prefill_tokens_per_s": beside, "prefill_share": beside / alone,
-            "bars": {"itl_p99_over_alone_p50": 2.0, "prefill_share": 0.6}, "start_s": phases}  # fmt: skip
+            "prefill_alone_tokens_per_s": alone,
+            "prefill_tokens_per_s": beside,
+            "prefill_share": beside / alone,
+            "bars": {"itl_p99_over_alone_p50": 2.0, "prefill_share": 0.6},
+            "start_s": phases,
+        }
+    )
 
 
 def slowdowns(model: Transformer, args: Any) -> dict[str, Any]:
@@ -229,8 +277,13 @@ def graphs(model: Transformer, args: Any) -> dict[str, Any]:
     """Graphs on and off give the same tokens, drawn and greedy."""
     found = []
     for on in (True, False):
-        serve = Serve(max_model_len=256 if not args.tiny else 64, max_running=16, max_tokens_per_step=256,
-                      kv_bytes=args.kv_bytes, graphs=on)  # fmt: skip
+        serve = Serve(
+            max_model_len=256 if not args.tiny else 64,
+            max_running=16,
+            max_tokens_per_step=256,
+            kv_bytes=args.kv_bytes,
+            graphs=on,
+        )
         engine, _ = started(model, serve)
         if not on:  # the same padding, so that products have the same sizes
             engine.loop.executor.encoder.fit = found[0][1].encoder.fit  # type: ignore[attr-defined]
@@ -241,9 +294,12 @@ def graphs(model: Transformer, args: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[Transformer, Any], dict[str, Any]]] = {
-    "throughput": throughput, "single": single, "mixed": mixed, "graphs": graphs,
+    "throughput": throughput,
+    "single": single,
+    "mixed": mixed,
+    "graphs": graphs,
     "slowdowns": slowdowns,
-}  # fmt: skip
+}
 
 
 def main() -> None:
@@ -268,8 +324,11 @@ def main() -> None:
     model = drawn(args.model, args.device, torch.bfloat16 if args.device == "cuda" else torch.float32, args.layers)
     args.read = read_bandwidth(args.device)
     _wait(args.device)
-    found: dict[str, Any] = {"model": args.model, "read_bytes_per_s": args.read,
-                             "weights_s": round(time.monotonic() - begin, 2)}  # fmt: skip
+    found: dict[str, Any] = {
+        "model": args.model,
+        "read_bytes_per_s": args.read,
+        "weights_s": round(time.monotonic() - begin, 2),
+    }
     for name in args.case:
         try:
             found[name] = CASES[name](model, args)

@@ -58,8 +58,13 @@ def started(folder: Path, since: float, device: str) -> dict[str, float]:
         torch.zeros(1, device="cuda")
     lap("CUDA")
     own: dict[str, float] = {}
-    llm = LLM(folder, Serve(max_model_len=1024), device=device, phase=lambda name, seconds: own.update({name: seconds}),
-              record=lambda gauges, **of: None)  # as a server does, which then rehearses  # fmt: skip
+    llm = LLM(
+        folder,
+        Serve(max_model_len=1024),
+        device=device,
+        phase=lambda name, seconds: own.update({name: seconds}),
+        record=lambda gauges, **of: None,
+    )  # as a server does, which then rehearses
     lap("the rest of LLM(folder)")
     phases["the rest of LLM(folder)"] -= sum(own.values())
     phases |= own

@@ -64,8 +64,12 @@ class StepTimes:
         for (tokens, decodes, begin), (_, _, end) in zip(self.steps, self.steps[1:], strict=False):
             found[_bucket(tokens, decodes)].append(end - begin)
         order = sorted(found, key=lambda name: (name[0], int(name.split("≤")[1])))
-        return {"us_a_step": host, "step_ms": {name: f"{1e3 * sum(found[name]) / len(found[name]):.2f} × "
-                                                     f"{len(found[name])}" for name in order}}  # fmt: skip
+        return {
+            "us_a_step": host,
+            "step_ms": {
+                name: f"{1e3 * sum(found[name]) / len(found[name]):.2f} × {len(found[name])}" for name in order
+            },
+        }
 
 
 def _bucket(tokens: int, decodes: bool) -> str:
@@ -97,8 +101,12 @@ def top_kernels(step: Callable[[], Any], count: int, *, most: int = 14) -> dict[
     order = sorted(spent, key=lambda name: -spent[name][0])
     kernels = {name: f"{spent[name][0]:.1f} µs / {spent[name][1]:.4g}" for name in order[:most]}
     total = sum(entry[0] for entry in spent.values())
-    return {"step_us": round(plain_s * 1e6), "kernels_us": round(total),
-            "launches": round(sum(entry[1] for entry in spent.values())), "top": kernels}  # fmt: skip
+    return {
+        "step_us": round(plain_s * 1e6),
+        "kernels_us": round(total),
+        "launches": round(sum(entry[1] for entry in spent.values())),
+        "top": kernels,
+    }
 
 
 def timeline(replay: Callable[[], Any], marker: str = "decode") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -120,9 +128,18 @@ def timeline(replay: Callable[[], Any], marker: str = "decode") -> tuple[list[di
     at = [i for i, row in enumerate(rows) if row["name"] == marker]
     period = at[1] - at[0] if len(at) > 1 else 0
     cycles = [rows[i : i + period] for i in at[1:-1]]
-    means = [{"name": cycles[0][place]["name"]} | {
-                 key: round(sum(cycle[place][key] for cycle in cycles) / len(cycles), 2)
-                 for key in ("ran", "added", "gap")} for place in range(period)] if cycles else []  # fmt: skip
+    means = (
+        [
+            {"name": cycles[0][place]["name"]}
+            | {
+                key: round(sum(cycle[place][key] for cycle in cycles) / len(cycles), 2)
+                for key in ("ran", "added", "gap")
+            }
+            for place in range(period)
+        ]
+        if cycles
+        else []
+    )
     return rows, means
 
 

@@ -37,16 +37,27 @@ from armillary.training.balance import Routers
 
 PEAK_FLOPS = 989e12
 MIXTURE: dict[str, Any] = SMALL | {
-    "ffn": 0, "family": "mixtral", "moe_every": 1, "moe": {"num_experts": 8, "top_k": 2, "ffn": 4096, "aux_loss": 0.01},
-}  # fmt: skip
+    "ffn": 0,
+    "family": "mixtral",
+    "moe_every": 1,
+    "moe": {"num_experts": 8, "top_k": 2, "ffn": 4096, "aux_loss": 0.01},
+}
 NAMES = {
-    "norm": "triton", "add_norm": "triton", "activate": "triton", "rope": "triton", "attention": "cudnn",
-    "attention, documents": "triton", "linear_cross_entropy": "triton", "block": "fused",
-}  # fmt: skip
+    "norm": "triton",
+    "add_norm": "triton",
+    "activate": "triton",
+    "rope": "triton",
+    "attention": "cudnn",
+    "attention, documents": "triton",
+    "linear_cross_entropy": "triton",
+    "block": "fused",
+}
 SHAPES = {"up": (8192, 2048), "down": (2048, 4096)}
 TILES = {
-    "128x256x64 s3": (128, 256, 64, 8, 3), "128x128x64 s4": (128, 128, 64, 4, 4), "256x128x64 s3": (256, 128, 64, 8, 3),
-}  # fmt: skip
+    "128x256x64 s3": (128, 256, 64, 8, 3),
+    "128x128x64 s4": (128, 128, 64, 4, 4),
+    "256x128x64 s3": (256, 128, 64, 8, 3),
+}
 
 
 class Mixture(Ours):
@@ -79,11 +90,14 @@ def step_of(home: Home, rows: int, steps: int, grouped: str, **fields: Any) -> d
     seconds = (time.perf_counter() - begin) / steps
     rate = rows * SEQUENCE / seconds
     return {
-        "step_ms": round(1e3 * seconds, 1), "tokens_per_s": round(rate), "loss": round(float(loss), 3),
+        "step_ms": round(1e3 * seconds, 1),
+        "tokens_per_s": round(rate),
+        "loss": round(float(loss), 3),
         "mfu": round(100 * model_flops_per_token(step.config, SEQUENCE) * rate / PEAK_FLOPS, 2),
-        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2), "memory": step.memory(),
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "memory": step.memory(),
         "gauges": {name: round(float(value), 4) for name, value in step.gauges.items()},
-    }  # fmt: skip
+    }
 
 
 def parts_of(home: Home, rows: int) -> dict[str, float]:

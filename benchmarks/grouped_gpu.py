@@ -38,19 +38,24 @@ def main() -> None:
     for name, case in CASES.items():
         versions = tuple(
             replace(version, refuses=takes_all)
-            for version in GROUPED_LINEAR.versions if version.name not in SKIPPED.get(name, ())
-        )  # fmt: skip
+            for version in GROUPED_LINEAR.versions
+            if version.name not in SKIPPED.get(name, ())
+        )
         op, work = replace(GROUPED_LINEAR, versions=versions), GROUPED_LINEAR.work(case)
         print(f"{name}: {case.label}", flush=True)
         for trial in try_versions(op, case, budget_s=arguments.budget):
             if trial.refused or trial.forward_s is None or trial.backward_s is None:
                 print(f"  {trial.version}: {trial.refused or 'not timed'}", flush=True)
                 continue
-            rates = [flops / seconds / 1e12 for flops, seconds in
-                     ((work.flops, trial.forward_s), (work.backward_flops, trial.backward_s))]  # fmt: skip
-            print(f"  {trial.version}: forward {1e6 * trial.forward_s:.1f} µs ({rates[0]:.0f} TFLOP/s), backward "
-                  f"{1e6 * trial.backward_s:.1f} µs ({rates[1]:.0f}), off by {trial.error:.1e}, {trial.method}",
-                  flush=True)  # fmt: skip
+            rates = [
+                flops / seconds / 1e12
+                for flops, seconds in ((work.flops, trial.forward_s), (work.backward_flops, trial.backward_s))
+            ]
+            print(
+                f"  {trial.version}: forward {1e6 * trial.forward_s:.1f} µs ({rates[0]:.0f} TFLOP/s), backward "
+                f"{1e6 * trial.backward_s:.1f} µs ({rates[1]:.0f}), off by {trial.error:.1e}, {trial.method}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

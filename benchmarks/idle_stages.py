@@ -159,8 +159,12 @@ def measured_idle(pipeline: Pipeline, *, num_micro_batches: int, steps: int = 2)
     step, which makes connections, does not count."""
     tokens = torch.zeros(num_micro_batches, 4, dtype=torch.int64)
     rows = Rows(tokens_BT=tokens, positions_BT=tokens, targets_BT=tokens, documents_BT=None)
-    passing = Passing(attends=lambda _: None, autocast=nullcontext, scale=lambda loss: loss,  # type: ignore[arg-type, return-value]
-                      loss=lambda chunk, hidden, targets: hidden.sum())  # fmt: skip
+    passing = Passing(
+        attends=lambda _: None,
+        autocast=nullcontext,
+        scale=lambda loss: loss,  # type: ignore[arg-type, return-value]
+        loss=lambda chunk, hidden, targets: hidden.sum(),
+    )
     found = []
     for _ in range(steps + 1):
         dist.barrier(pipeline.group)

@@ -83,18 +83,21 @@ def summary(bench: KernelBench) -> dict[str, object]:
         "device": bench.device,
         "torch": torch.__version__,
         "ceilings": {name: round(top / 1e12, 3) for name, top in bench.ceilings.items()},
-        "rows": {f"{row.op}/{row.name}": [row.chosen, percent(row.of(row.chosen)), percent(row.ours)]
-                 for row in bench.rows},
+        "rows": {
+            f"{row.op}/{row.name}": [row.chosen, percent(row.of(row.chosen)), percent(row.ours)] for row in bench.rows
+        },
         "bars": f"{len(barred) - len(missed)} of {len(barred)} hold",
         "missed": missed,
         "behind": behind(bench),
         "left": bench.left,
         "held_gb": round(max((row.held_bytes for row in bench.rows), default=0.0) / 1e9, 2),
-        "slowest": {f"{row.op}/{row.name}": round(row.seconds, 1)
-                    for row in sorted(bench.rows, key=lambda row: -row.seconds)[:6]},
+        "slowest": {
+            f"{row.op}/{row.name}": round(row.seconds, 1)
+            for row in sorted(bench.rows, key=lambda row: -row.seconds)[:6]
+        },
         "warm_s": round(bench.warm_s, 1),
         "seconds": round(bench.seconds, 1),
-    }  # fmt: skip
+    }
 
 
 def writer(folder: Path) -> Callable[[KernelBench], None]:

@@ -121,9 +121,18 @@ def _pulled(case: LeverCase, home: Home, where: str, most: int) -> Pulled:
         off.append(read_run(case.run(case.recipe, home), home))
         gains.append(_gain(lever.of, off[-2:], on[-1:]))
     each = [figure(lever.of, [run]) for run in off]
-    return Pulled(name=case.name, change=lever.sets, of=lever.of, predicted=lever.speedup, where=where,
-                  obtained=_gain(lever.of, off, on), rounds=len(gains), spread=_spread(gains),
-                  drift=each[-1] / each[0], unsteady=max(each) / min(each))  # fmt: skip
+    return Pulled(
+        name=case.name,
+        change=lever.sets,
+        of=lever.of,
+        predicted=lever.speedup,
+        where=where,
+        obtained=_gain(lever.of, off, on),
+        rounds=len(gains),
+        spread=_spread(gains),
+        drift=each[-1] / each[0],
+        unsteady=max(each) / min(each),
+    )
 
 
 def _predicted(case: LeverCase, before: Run, home: Home) -> tuple[Lever, Recipe]:

@@ -34,8 +34,15 @@ from benchmarks.planted.train_small import model_of, recipe_of, step_s, train_re
 PAGE = Path(__file__).parent / "levers.md"
 ENOUGH, WORTH, MANY = 6, 1.15, 4
 """levers that must be within what is allowed, and a gain that so many of them must obtain"""
-CLAIMED = {"batch size": ("H200",), "loader workers": ("cpu",), "compile": ("cpu",), "recompute off": ("H200",),
-           "CUDA graphs": ("H200",), "prefix cache": ("H200",), "chunk size": ("H200",)}  # fmt: skip
+CLAIMED = {
+    "batch size": ("H200",),
+    "loader workers": ("cpu",),
+    "compile": ("cpu",),
+    "recompute off": ("H200",),
+    "CUDA graphs": ("H200",),
+    "prefix cache": ("H200",),
+    "chunk size": ("H200",),
+}
 """where each kind of lever is said to come out as predicted: on the H200 where it was pulled there, which is the
 quieter of the two, else on the cores; elsewhere it is pulled and shown all the same. Said after many runs: on two
 shared cores gains move by more than is allowed"""
@@ -48,7 +55,7 @@ REASONS = {
     "2.74 × were predicted and 1.92 to 2.30 obtained",
     ("chunk size", "cpu"): "the longest gap of a hundred on two cores is as long as whatever else they did in that "
     "moment, once steps are short; on a machine that is not shared it is the step",
-}  # fmt: skip
+}
 """why some are outside of what is allowed, as far as that is known"""
 _WISH = Wish()
 
@@ -66,8 +73,13 @@ def recompute_off(home: Home) -> LeverCase:
 
 def loader_workers(home: Home) -> LeverCase:
     """A store that takes twice as long for a batch as a step does."""
-    return _trained("loader workers", "data.workers", home, Fault(kind="slow source", amount=2 * step_s(_WISH, home)),
-                    train={"steps": 20})  # fmt: skip
+    return _trained(
+        "loader workers",
+        "data.workers",
+        home,
+        Fault(kind="slow source", amount=2 * step_s(_WISH, home)),
+        train={"steps": 20},
+    )
 
 
 def compiled(home: Home) -> LeverCase:
@@ -75,9 +87,7 @@ def compiled(home: Home) -> LeverCase:
     return _trained("compile", "train.compile", home)
 
 
-def _trained(
-    name: str, key: str, home: Home, fault: Fault | None = None, **tables: Mapping[str, Any]
-) -> LeverCase:  # fmt: skip
+def _trained(name: str, key: str, home: Home, fault: Fault | None = None, **tables: Mapping[str, Any]) -> LeverCase:
     job = {"batch_tokens": 2048, "steps": 40, **tables.get("train", {})}
     recipe = recipe_of(_WISH, {**tables, "train": job}, home)
     return LeverCase(name=name, key=key, recipe=recipe, run=partial(train_recipe, fault=fault))
@@ -94,8 +104,12 @@ def chunk_size(home: Home) -> LeverCase:
     chats = mixed(8, tokens_in=(16, 32), tokens_out=(380, 400), seed=0)
     essays = mixed(30, tokens_in=(1200, 1300), tokens_out=(4, 8), seed=1, name="long")
     lasts_s = len(chats) / bearable(serving_recipe(_WISH, {}), chats)
-    return _served("chunk size", "serve.prefill_tokens", {"prefill_tokens": None, "max_tokens_per_step": 8192},
-                   [*at_once(chats), *at_rate(essays, len(essays) / lasts_s, 0)])  # fmt: skip
+    return _served(
+        "chunk size",
+        "serve.prefill_tokens",
+        {"prefill_tokens": None, "max_tokens_per_step": 8192},
+        [*at_once(chats), *at_rate(essays, len(essays) / lasts_s, 0)],
+    )
 
 
 def _served(name: str, key: str, serve: dict[str, object], arrivals: Sequence[Arrival]) -> LeverCase:
@@ -106,22 +120,51 @@ def _served(name: str, key: str, serve: dict[str, object], arrivals: Sequence[Ar
     return LeverCase(name=name, key=key, recipe=serving_recipe(_WISH, {"serve": serve}), run=run)
 
 
-CASES = {"batch-size": batch_size, "recompute": recompute_off, "workers": loader_workers, "compile": compiled,
-         "prefix-cache": prefix_cache, "chunk-size": chunk_size}  # fmt: skip
+CASES = {
+    "batch-size": batch_size,
+    "recompute": recompute_off,
+    "workers": loader_workers,
+    "compile": compiled,
+    "prefix-cache": prefix_cache,
+    "chunk-size": chunk_size,
+}
 
 
 # --- the table
 
 
-COLUMNS = ("lever", "on", "change", "of", "predicted", "obtained", "off by", "allowed", "within", "spread", "pulled",
-           "runs without it differ")  # fmt: skip
+COLUMNS = (
+    "lever",
+    "on",
+    "change",
+    "of",
+    "predicted",
+    "obtained",
+    "off by",
+    "allowed",
+    "within",
+    "spread",
+    "pulled",
+    "runs without it differ",
+)
 
 
 def line(one: Pulled) -> list[str]:
     said = "yes" if one.within else "no" if is_claimed(one) else "no (not claimed)"
-    return [one.name, one.where, one.change, one.of, f"{one.predicted:.2f} ×", f"{one.obtained:.2f} ×",
-            f"{abs(one.obtained - one.predicted):.2f}", f"{one.allowed:.2f}", said,
-            f"{one.spread:.0%}" if one.rounds > 1 else "–", str(one.rounds), f"{one.unsteady:.2f} ×"]  # fmt: skip
+    return [
+        one.name,
+        one.where,
+        one.change,
+        one.of,
+        f"{one.predicted:.2f} ×",
+        f"{one.obtained:.2f} ×",
+        f"{abs(one.obtained - one.predicted):.2f}",
+        f"{one.allowed:.2f}",
+        said,
+        f"{one.spread:.0%}" if one.rounds > 1 else "–",
+        str(one.rounds),
+        f"{one.unsteady:.2f} ×",
+    ]
 
 
 def is_claimed(one: Pulled) -> bool:
@@ -148,28 +191,48 @@ def summary(rows: Sequence[Pulled]) -> str:
     good = kept(rows)
     worth = sum(gain >= WORTH for gain in good.values())
     outside = [f"{one.name} on {one.where}" for one in rows if not one.within]
-    return (f"{len(good)} of {len(CLAIMED)} kinds of lever came out as predicted ({', '.join(good) or 'none'}), each "
-            f"on every device that it is claimed for; {worth} of these obtained at least {WORTH} ×. Outside of what "
-            f"is allowed: {', '.join(outside) or 'none'}.")  # fmt: skip
+    return (
+        f"{len(good)} of {len(CLAIMED)} kinds of lever came out as predicted ({', '.join(good) or 'none'}), each "
+        f"on every device that it is claimed for; {worth} of these obtained at least {WORTH} ×. Outside of what "
+        f"is allowed: {', '.join(outside) or 'none'}."
+    )
 
 
 def as_page(rows: Sequence[Pulled]) -> str:
-    lines = ["# Levers: predicted and obtained", "",
-             f"`python -m benchmarks.levers --write`, {time.strftime('%Y-%m-%d', time.gmtime())}, {here().text()}; "
-             "rows of the H200 are recorded (`benchmarks/planted/record_levers.py`, `record_serving.py`). The "
-             "prediction is written down before the lever is pulled; allowed is max(0.03, 0.3 × (predicted − 1)). Runs "
-             "with and without the lever take turns; obtained is from their means, and of steps that wait for nothing "
-             "from the quickest tenth of all of them each way, since whatever else a machine does only ever adds "
-             "time; spread is what single turns differ by. Where runs without the lever differ by more than a quarter "
-             "the machine changed meanwhile: then all is done once more, and the steadier of the two counts.", "",
-             summary(rows), "",
-             "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]  # fmt: skip
-    why = [f"- {one.name} on {one.where}: {REASONS[one.name, one.where]}." for one in rows
-           if not one.within and (one.name, one.where) in REASONS]  # fmt: skip
+    lines = [
+        "# Levers: predicted and obtained",
+        "",
+        f"`python -m benchmarks.levers --write`, {time.strftime('%Y-%m-%d', time.gmtime())}, {here().text()}; "
+        "rows of the H200 are recorded (`benchmarks/planted/record_levers.py`, `record_serving.py`). The "
+        "prediction is written down before the lever is pulled; allowed is max(0.03, 0.3 × (predicted − 1)). Runs "
+        "with and without the lever take turns; obtained is from their means, and of steps that wait for nothing "
+        "from the quickest tenth of all of them each way, since whatever else a machine does only ever adds "
+        "time; spread is what single turns differ by. Where runs without the lever differ by more than a quarter "
+        "the machine changed meanwhile: then all is done once more, and the steadier of the two counts.",
+        "",
+        summary(rows),
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|" + "---|" * len(COLUMNS),
+    ]
+    why = [
+        f"- {one.name} on {one.where}: {REASONS[one.name, one.where]}."
+        for one in rows
+        if not one.within and (one.name, one.where) in REASONS
+    ]
     notes = [f"- {one.name} on {one.where}: {one.note}" for one in rows if one.note]
     table = ["| " + " | ".join(line(one)) + " |" for one in rows]
-    return "\n".join([*lines, *table, *(["", "Why some are outside:", "", *why] if why else []),
-                      *(["", "How some rows came about:", "", *notes] if notes else [])]) + "\n"  # fmt: skip
+    return (
+        "\n".join(
+            [
+                *lines,
+                *table,
+                *(["", "Why some are outside:", "", *why] if why else []),
+                *(["", "How some rows came about:", "", *notes] if notes else []),
+            ]
+        )
+        + "\n"
+    )
 
 
 def main() -> int:

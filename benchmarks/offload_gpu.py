@@ -49,13 +49,37 @@ from armillary.training.precision import autocast
 from armillary.training.scaler import LossScaler
 
 MODEL: dict[str, Any] = {
-    "name": "1.14B", "hidden": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 8192, "vocab": 32000,
-    "context": 4096, "num_layers": 16,
-}  # fmt: skip
-TINY = MODEL | {"name": "tiny", "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 256,
-                "num_layers": 4, "context": 128}  # fmt: skip
-KERNELS = {"norm": "triton", "add_norm": "triton", "activate": "triton", "rope": "triton", "attention": "cudnn",
-           "attention, documents": "triton", "linear_cross_entropy": "triton", "block": "fused"}  # fmt: skip
+    "name": "1.14B",
+    "hidden": 2048,
+    "heads": 16,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "ffn": 8192,
+    "vocab": 32000,
+    "context": 4096,
+    "num_layers": 16,
+}
+TINY = MODEL | {
+    "name": "tiny",
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "ffn": 128,
+    "vocab": 256,
+    "num_layers": 4,
+    "context": 128,
+}
+KERNELS = {
+    "norm": "triton",
+    "add_norm": "triton",
+    "activate": "triton",
+    "rope": "triton",
+    "attention": "cudnn",
+    "attention, documents": "triton",
+    "linear_cross_entropy": "triton",
+    "block": "fused",
+}
 """those that an H200 chooses, products as the library has them: nothing is left to choose"""
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -145,16 +169,21 @@ def planned(config: ModelConfig, job: TrainJob, layout: Layout, home: Home) -> d
     recipe = Recipe(model=ModelTable(name=config.name), layout=layout, train=job)
     found = predict(question(recipe, config, here(), home).case, of([layout]))
     return {
-        "step_ms": 1e3 * float(found.time.total[0]), "peak_gb": float(found.memory.allocated[0]) / 1e9,
-        "host_gb": float(found.memory.host[0]) / 1e9, "stood_ms": 1e3 * float(found.time.offload[0]),
-    }  # fmt: skip
+        "step_ms": 1e3 * float(found.time.total[0]),
+        "peak_gb": float(found.memory.allocated[0]) / 1e9,
+        "host_gb": float(found.memory.host[0]) / 1e9,
+        "stood_ms": 1e3 * float(found.time.offload[0]),
+    }
 
 
 def measure_host(device: torch.device, home: Home) -> dict[str, float]:
     """GB/s of pinned copies and of AdamW on the host, into `home`, where the planner finds them."""
     settings = settings_for(device)
-    cases = [case for case in host_copy.cases(settings) if case["direction"] == host_copy.ADAMW
-             or (case["pinned"] and case["bytes"] == 1 << 28)]  # fmt: skip
+    cases = [
+        case
+        for case in host_copy.cases(settings)
+        if case["direction"] == host_copy.ADAMW or (case["pinned"] and case["bytes"] == 1 << 28)
+    ]
     peaks = new_peaks(name_of(device), about(device))
     rates = {}
     for kind, point in host_copy.measure(cases, settings):
@@ -172,8 +201,10 @@ def _sync(device: torch.device, *, reset: bool = False) -> None:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> list[str]:
-    lines = ["| offload | step ms | plan | stood still ms | plan | peak GB | plan | off | host GB | plan | loss off |",
-             "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
+    lines = [
+        "| offload | step ms | plan | stood still ms | plan | peak GB | plan | off | host GB | plan | loss off |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
     for name, row in rows.items():
         plan, peak = row["plan"], row.get("peak_gb", float("nan"))
         alike = rows.get("plain", row)["losses"]

@@ -46,8 +46,17 @@ SEQUENCE, ROWS, MICRO_BATCHES, STEPS = 256, 2, 2, 9
 def model() -> ModelConfig:
     """Eight equal layers and hardly a head, so that two stages take equally long; wide, so that products are most of
     the work and both halves of a backward pass take about as long as a forward pass."""
-    return ModelConfig(name="even", hidden=512, heads=4, kv_heads=4, head_dim=128, ffn=2048, vocab=64, context=256,
-                       layers=(LayerKind(),) * 8)  # fmt: skip
+    return ModelConfig(
+        name="even",
+        hidden=512,
+        heads=4,
+        kv_heads=4,
+        head_dim=128,
+        ffn=2048,
+        vocab=64,
+        context=256,
+        layers=(LayerKind(),) * 8,
+    )
 
 
 # --- as one of the ranks
@@ -74,8 +83,13 @@ def awake(schedule: str, chunks: int, world: Any) -> dict[str, Any]:
             parameter.grad = None
     quick = sorted(found[1:], key=lambda step: step[1])[: len(found) // 2]
     measured, seconds, works = sorted(quick)[len(quick) // 2]
-    return {"measured": measured, "works": works, "seconds": seconds, "orders": gathered(pipeline.busy.order),
-            "all": [round(share, 4) for share, _, _ in found]}  # fmt: skip
+    return {
+        "measured": measured,
+        "works": works,
+        "seconds": seconds,
+        "orders": gathered(pipeline.busy.order),
+        "all": [round(share, 4) for share, _, _ in found],
+    }
 
 
 def real_stages(schedule: str, chunks: int, world: Any) -> tuple[Pipeline, Passing, Rows]:
@@ -87,10 +101,15 @@ def real_stages(schedule: str, chunks: int, world: Any) -> tuple[Pipeline, Passi
     materialise(held, "cpu")
     fill_random(held, seed=0)
     tokens = torch.randint(64, (MICRO_BATCHES * ROWS, SEQUENCE), generator=torch.Generator().manual_seed(0))
-    rows = Rows(tokens_BT=tokens, positions_BT=torch.arange(SEQUENCE).expand_as(tokens), targets_BT=tokens,
-                documents_BT=None)  # fmt: skip
-    passing = Passing(attends=lambda _: plain, autocast=nullcontext, scale=lambda loss: loss,
-                      loss=lambda chunk, hidden, y: sharded.loss_sum(hidden, y, model=chunk))  # fmt: skip
+    rows = Rows(
+        tokens_BT=tokens, positions_BT=torch.arange(SEQUENCE).expand_as(tokens), targets_BT=tokens, documents_BT=None
+    )
+    passing = Passing(
+        attends=lambda _: plain,
+        autocast=nullcontext,
+        scale=lambda loss: loss,
+        loss=lambda chunk, hidden, y: sharded.loss_sum(hidden, y, model=chunk),
+    )
     assert sharded.pipeline is not None
     return sharded.pipeline, passing, rows
 
@@ -159,8 +178,12 @@ def show(what: str, stages: int, micro_batches: int, found: Iterator[dict[str, A
         )
         if "seconds" in each:
             times = [[round(1e3 * part) for part in work] for work in each["works"]]
-            print(f"{name}: step {each['seconds']:.2f} s, forward, inputs, weights in ms by stage {times}, idle of all "
-                  f"steps {each['all']}", file=sys.stderr, flush=True)  # fmt: skip
+            print(
+                f"{name}: step {each['seconds']:.2f} s, forward, inputs, weights in ms by stage {times}, idle of all "
+                f"steps {each['all']}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def main() -> None:

@@ -81,10 +81,15 @@ def row(name: str, changes: Sequence[str], home: Home, steps: int) -> list[str]:
 
 def as_page(rows: Sequence[Sequence[str]]) -> str:
     day = time.strftime("%Y-%m-%d", time.gmtime())
-    lines = ["# Steps on a processor: planned and measured", "",
-             f"`python -m benchmarks.planned_on_cpu --write`, {day}, {here().text()}. Medians of a step; "
-             "the last column is processor time of the main rank's thread.", "",
-             "| " + " | ".join(HEADS) + " |", "|---|" + "---:|" * (len(HEADS) - 1)]  # fmt: skip
+    lines = [
+        "# Steps on a processor: planned and measured",
+        "",
+        f"`python -m benchmarks.planned_on_cpu --write`, {day}, {here().text()}. Medians of a step; "
+        "the last column is processor time of the main rank's thread.",
+        "",
+        "| " + " | ".join(HEADS) + " |",
+        "|---|" + "---:|" * (len(HEADS) - 1),
+    ]
     return "\n".join([*lines, *("| " + " | ".join(cells) + " |" for cells in rows)]) + "\n"
 
 

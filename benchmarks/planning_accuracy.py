@@ -1,6 +1,6 @@
 """The planner's errors on published training runs, as the tables of planning_accuracy.md.
 
-    python benchmarks/planning_accuracy.py published_training.csv
+python benchmarks/planning_accuracy.py published_training.csv
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ def main(training: Path) -> None:
         print(row(f"all {name}", part))
     whole = found | {"held_out": found["held_out"]["mape"], "physics_only": found["physics_only"]["mape"]}
     print(row("all", whole))
-    print(f"\npredicted {percent(found['predicted'])}; rows not fitted: median {percent(found['held_out']['median'])}; "
-          f"physics only: median {percent(found['physics_only']['median'])}")  # fmt: skip
+    print(
+        f"\npredicted {percent(found['predicted'])}; rows not fitted: median {percent(found['held_out']['median'])}; "
+        f"physics only: median {percent(found['physics_only']['median'])}"
+    )
     memory = judge(training).summary["memory"]
     print(f"\nmemory: {memory['by_framework']}; out of memory called {memory['oom_called']} of {memory['oom_rows']}")
 

@@ -28,14 +28,22 @@ LAST, EVERY = 20, 50
 
 def recipe_of(name: str, arguments: argparse.Namespace) -> Recipe:
     precision, _, scaling = name.partition("-")
-    return recipe_from_dict({
-        "model": {"name": arguments.model},
-        "hardware": {"on": "here"},
-        "data": {"source": arguments.data},
-        "layout": {"precision": precision, "fp8_scaling": scaling or "token", "micro_batch": arguments.rows},
-        "train": {"sequence": arguments.sequence, "batch_tokens": arguments.rows * arguments.sequence,
-                  "steps": arguments.steps, "eval_every": arguments.steps, "eval_batches": 8, "profile_every": 0},
-    })  # fmt: skip
+    return recipe_from_dict(
+        {
+            "model": {"name": arguments.model},
+            "hardware": {"on": "here"},
+            "data": {"source": arguments.data},
+            "layout": {"precision": precision, "fp8_scaling": scaling or "token", "micro_batch": arguments.rows},
+            "train": {
+                "sequence": arguments.sequence,
+                "batch_tokens": arguments.rows * arguments.sequence,
+                "steps": arguments.steps,
+                "eval_every": arguments.steps,
+                "eval_batches": 8,
+                "profile_every": 0,
+            },
+        }
+    )
 
 
 def run(name: str, arguments: argparse.Namespace, home: Home, found: dict[str, dict[str, Any]]) -> None:
@@ -47,8 +55,13 @@ def run(name: str, arguments: argparse.Namespace, home: Home, found: dict[str, d
     def note(**more: Any) -> None:
         last = losses[-LAST:]
         curve[len(losses)] = sum(last) / len(last)
-        found[name] = {"steps": len(losses), "loss": curve[len(losses)], "first": losses[0], "curve": curve,
-                       "seconds": round(time.perf_counter() - begin, 1)} | more  # fmt: skip
+        found[name] = {
+            "steps": len(losses),
+            "loss": curve[len(losses)],
+            "first": losses[0],
+            "curve": curve,
+            "seconds": round(time.perf_counter() - begin, 1),
+        } | more
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1))
 
@@ -68,8 +81,10 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
         cells = [str(row["steps"])]
         for key in ("loss", "val_loss"):
             mine, right = row.get(key), plain.get(key)
-            cells += ["-" if mine is None else f"{mine:.4f}",
-                      f"{100 * (mine / right - 1):+.2f} %" if mine and right and name != "fp32" else ""]  # fmt: skip
+            cells += [
+                "-" if mine is None else f"{mine:.4f}",
+                f"{100 * (mine / right - 1):+.2f} %" if mine and right and name != "fp32" else "",
+            ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 

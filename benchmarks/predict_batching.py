@@ -112,8 +112,10 @@ def row(title: str, found: Found, rows: float) -> str:
     best = found.ran.summary
     failed = next((one for one in reversed(found.trials) if one.requests_per_s == found.failed), None)
     why = f"{failed.requests_per_s:.0f}/s: {'; '.join(failed.broken)}" if failed else "–"
-    return (f"| {title} | {found.best or 0:.0f} | {1e3 * best.due_e2e.p50_s:.1f} | {1e3 * best.due_e2e.p99_s:.1f} | "
-            f"{rows:.1f} | {why} |")  # fmt: skip
+    return (
+        f"| {title} | {found.best or 0:.0f} | {1e3 * best.due_e2e.p50_s:.1f} | {1e3 * best.due_e2e.p99_s:.1f} | "
+        f"{rows:.1f} | {why} |"
+    )
 
 
 def mean_rows(url: str) -> float:
@@ -128,8 +130,19 @@ def mean_rows(url: str) -> float:
 
 @contextmanager
 def server(file: Path, max_batch: int) -> Iterator[str]:
-    command = [sys.executable, "-m", "armillary", "serve", str(file), "--port", "0", "--set", "predict.threads=1",
-               "--set", f"predict.max_batch={max_batch}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "armillary",
+        "serve",
+        str(file),
+        "--port",
+        "0",
+        "--set",
+        "predict.threads=1",
+        "--set",
+        f"predict.max_batch={max_batch}",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -32,8 +32,9 @@ GROUPS = {"all": WHOLE, "window": (Group(), Group(sees="window", reach=1024))}
 
 
 def make(running: int, num_blocks: int, groups: tuple[Group, ...] = WHOLE) -> Scheduler:
-    settings = Settings(max_model_len=131_072, vocab=VOCAB, max_running=running, attention_tokens=20_000.0,
-                        ageing_s=5.0)  # fmt: skip
+    settings = Settings(
+        max_model_len=131_072, vocab=VOCAB, max_running=running, attention_tokens=20_000.0, ageing_s=5.0
+    )
     made = Scheduler(settings, KVCache(num_blocks, 16, groups=groups))
     gc.collect()
     gc.freeze()  # as an engine does: what stays for good need not be looked at by every collection
@@ -80,12 +81,19 @@ class Steps:
 def row(case: str, cost_s: list[float], note: str = "") -> Row:
     ordered = sorted(cost_s)
     at_99 = ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
-    return {"case": case, "steps": len(ordered), "median_us": median(ordered) * 1e6, "p99_us": at_99 * 1e6,
-            "most_us": ordered[-1] * 1e6, "note": note}  # fmt: skip
+    return {
+        "case": case,
+        "steps": len(ordered),
+        "median_us": median(ordered) * 1e6,
+        "p99_us": at_99 * 1e6,
+        "most_us": ordered[-1] * 1e6,
+        "note": note,
+    }
 
 
 def plain_loop(steps: int) -> Row:
     """Five attributes of 256 objects read and written: how quick this machine's Python is just now."""
+
     class Plain:
         __slots__ = ("a", "b", "c", "d", "tokens")
 
@@ -170,9 +178,14 @@ def long_prompts(running: int) -> list[list[float]]:
     return [*costs, [time.thread_time() - begin], submits]
 
 
-LONG_NOTES = ("nothing else: what the rows below are beside", "a prompt of 100k comes",
-              "the same comes again and is found", "one comes and is answered four times",
-              "abort of a prompt of 100k, the call alone", "submitting 100k tokens, outside the steps")  # fmt: skip
+LONG_NOTES = (
+    "nothing else: what the rows below are beside",
+    "a prompt of 100k comes",
+    "the same comes again and is found",
+    "one comes and is answered four times",
+    "abort of a prompt of 100k, the call alone",
+    "submitting 100k tokens, outside the steps",
+)
 
 
 def least(repeats: int, measure: Callable[[], list[list[float]]]) -> list[list[float]]:
@@ -200,8 +213,10 @@ def main() -> None:
         return
     print(f"Python {platform.python_version()}, {options.running} running; µs of one step")
     for found in rows:
-        print(f"{found['case']:<28} median {found['median_us']:7.0f}  p99 {found['p99_us']:7.0f}  most "
-              f"{found['most_us']:7.0f}   {found['note']}")  # fmt: skip
+        print(
+            f"{found['case']:<28} median {found['median_us']:7.0f}  p99 {found['p99_us']:7.0f}  most "
+            f"{found['most_us']:7.0f}   {found['note']}"
+        )
 
 
 if __name__ == "__main__":

@@ -87,13 +87,16 @@ def together(server: Server, wishes: dict[str, Any]) -> dict[str, Any]:
     counts = [count for _, _, count in answers]
     ends: Counter[str] = sum((Counter(one["ends"]) for one in found), Counter())
     return {
-        "seconds": max(one["ended_at"] for one in found) - at, "late_s": max(one["late_s"] for one in found),
-        "answers": answers, "differ": differing(answers), "ends": dict(ends),
+        "seconds": max(one["ended_at"] for one in found) - at,
+        "late_s": max(one["late_s"] for one in found),
+        "answers": answers,
+        "differ": differing(answers),
+        "ends": dict(ends),
         "wrong_length": None if None in counts else sum(count != wishes["tokens"] for count in counts),
         "firsts": [first for one in found for first in one["firsts"]],
         "cpu_s": {"server": cpu[0], "engine": cpu[1], "clients": sum(one["cpu_s"] for one in found)},
         "tokens_an_event": wishes["streams"] * wishes["tokens"] / max(1, sum(one["events"] for one in found)),
-    }  # fmt: skip
+    }
 
 
 def whole(server: Server, wishes: dict[str, Any]) -> dict[str, Any]:
@@ -125,9 +128,12 @@ def low_load(folder: str, server: Server, wishes: dict[str, Any], alone: Times) 
     added = added_ms(alone, through)
     medians = [1e3 * statistics.median(seconds for _, seconds in times) for times in (alone, through)]
     tell(f"first text at low load: {medians[0]:.2f} ms, through HTTP {medians[1]:.2f}")
-    return {"ttft_alone_ms": round(medians[0], 3), "ttft_http_ms": round(medians[1], 3),
-            "added_ttft_ms": round(statistics.median(added), 3),
-            "added_by_prompt_ms": [round(one, 2) for one in added]}  # fmt: skip
+    return {
+        "ttft_alone_ms": round(medians[0], 3),
+        "ttft_http_ms": round(medians[1], 3),
+        "added_ttft_ms": round(statistics.median(added), 3),
+        "added_by_prompt_ms": [round(one, 2) for one in added],
+    }
 
 
 def soak(server: Server, wishes: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -144,13 +150,20 @@ def soak(server: Server, wishes: dict[str, Any], seconds: float) -> dict[str, An
     while time.time() - begin < seconds:
         found = whole(server, wishes)
         rounds, differ = rounds + 1, differ + found["differ"]
-        tell(f"soak {time.time() - begin:.0f} s: {' and '.join(f'{size / 1e6:.1f}' for size in server.memory())} MB, "
-             f"{rounds * wishes['streams']:,} streams, {differ} other texts")  # fmt: skip
+        tell(
+            f"soak {time.time() - begin:.0f} s: {' and '.join(f'{size / 1e6:.1f}' for size in server.memory())} MB, "
+            f"{rounds * wishes['streams']:,} streams, {differ} other texts"
+        )
     over.set()
     watcher.join()
-    return {"seconds": round(time.time() - begin), "rounds": rounds, "streams": rounds * wishes["streams"],
-            "differ": differ, "server": _flat([at for at, _, _ in seen], [size for _, size, _ in seen]),
-            "engine": _flat([at for at, _, _ in seen], [size for _, _, size in seen])}  # fmt: skip
+    return {
+        "seconds": round(time.time() - begin),
+        "rounds": rounds,
+        "streams": rounds * wishes["streams"],
+        "differ": differ,
+        "server": _flat([at for at, _, _ in seen], [size for _, size, _ in seen]),
+        "engine": _flat([at for at, _, _ in seen], [size for _, _, size in seen]),
+    }
 
 
 def _flat(times: list[float], sizes: list[int]) -> dict[str, Any]:
@@ -159,8 +172,12 @@ def _flat(times: list[float], sizes: list[int]) -> dict[str, Any]:
     slope = statistics.linear_regression(times[half:], sizes[half:]).slope if len(sizes) - half > 1 else 0.0
     cuts = [i * len(sizes) // 4 for i in range(5)]
     quarters = [statistics.mean(sizes[a:b]) for a, b in pairwise(cuts) if b > a]
-    return {"samples": len(sizes), "quarters_mb": [round(size / 1e6, 2) for size in quarters],
-            "most_mb": round(max(sizes, default=0) / 1e6, 2), "mb_in_10_min": round(slope * 600 / 1e6, 3)}  # fmt: skip
+    return {
+        "samples": len(sizes),
+        "quarters_mb": [round(size / 1e6, 2) for size in quarters],
+        "most_mb": round(max(sizes, default=0) / 1e6, 2),
+        "mb_in_10_min": round(slope * 600 / 1e6, 3),
+    }
 
 
 def killed(server: Server, wishes: dict[str, Any]) -> dict[str, Any]:
@@ -181,8 +198,13 @@ def killed(server: Server, wishes: dict[str, Any]) -> dict[str, Any]:
     ends: Counter[str] = sum((Counter(one["ends"]) for one in found), Counter())
     after = whole(server, wishes | {"streams": 20, "tokens": 8})
     told_s = max(one["ended_at"] for one in found) - killed_at
-    return {"streams": wishes["streams"], "ends": dict(ends), "all_told_after_s": round(told_s, 2),
-            "back_after_s": round(away_s, 2), "answers_after": after["ends"]["whole"]}  # fmt: skip
+    return {
+        "streams": wishes["streams"],
+        "ends": dict(ends),
+        "all_told_after_s": round(told_s, 2),
+        "back_after_s": round(away_s, 2),
+        "answers_after": after["ends"]["whole"],
+    }
 
 
 def measure(folder: str, wishes: dict[str, Any], soak_s: float, kill: int) -> dict[str, Any]:
@@ -201,15 +223,24 @@ def measure(folder: str, wishes: dict[str, Any], soak_s: float, kill: int) -> di
     known = {(prompt, digest) for prompt, digest, _ in alone["answers"]}
     other = sum((prompt, digest) not in known for prompt, digest, _ in found["answers"])
     return {
-        "streams": wishes["streams"], "tokens": wishes["tokens"], "offline_tokens_per_s": round(offline_rate, 1),
-        "http_tokens_per_s": round(rate, 1), "share": round(rate / offline_rate, 4),
-        "offline_s": [round(one, 3) for one in alone["seconds"]], "http_s": round(found["seconds"], 3),
-        "late_s": round(found["late_s"], 3), "cpu_s": {who: round(s, 2) for who, s in found["cpu_s"].items()},
-        "engine_ms": found["engine_ms"], "tokens_an_event": round(found["tokens_an_event"], 2),
+        "streams": wishes["streams"],
+        "tokens": wishes["tokens"],
+        "offline_tokens_per_s": round(offline_rate, 1),
+        "http_tokens_per_s": round(rate, 1),
+        "share": round(rate / offline_rate, 4),
+        "offline_s": [round(one, 3) for one in alone["seconds"]],
+        "http_s": round(found["seconds"], 3),
+        "late_s": round(found["late_s"], 3),
+        "cpu_s": {who: round(s, 2) for who, s in found["cpu_s"].items()},
+        "engine_ms": found["engine_ms"],
+        "tokens_an_event": round(found["tokens_an_event"], 2),
         "ttft_together_p50_s": round(statistics.median(found["firsts"]), 4),
         "differ": {"offline": differing(alone["answers"]), "http": found["differ"], "from_offline": other},
-        "wrong_length": found["wrong_length"], "exit": exits[0], "cores": os.cpu_count(), **more,
-    }  # fmt: skip
+        "wrong_length": found["wrong_length"],
+        "exit": exits[0],
+        "cores": os.cpu_count(),
+        **more,
+    }
 
 
 def main() -> None:
@@ -218,8 +249,16 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
-    counts = {"streams": 256, "tokens": 128, "prompt": 128, "clients": 4, "one": 100, "rounds": 1, "kill": 0,
-              "kill_tokens": 1000}  # fmt: skip
+    counts = {
+        "streams": 256,
+        "tokens": 128,
+        "prompt": 128,
+        "clients": 4,
+        "one": 100,
+        "rounds": 1,
+        "kill": 0,
+        "kill_tokens": 1000,
+    }
     for name, default in counts.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--soak", type=float, default=0.0)

@@ -98,11 +98,14 @@ async def together(address: Address, wishes: dict[str, Any], part: int) -> dict[
     cpu_s, ends = time.process_time(), [one.how_ended for one in found]  # what follows is no client's work
     whole = [(i % PROMPTS, one.text) for i, one in zip(mine, found, strict=True) if one.how_ended == "whole"]
     return {
-        "firsts": [one.first_s for one in found], "late_s": max(one.late_s for one in found),
-        "ended_at": max(one.ended_at for one in found), "cpu_s": cpu_s,
-        "events": sum(len(one.events) - 1 for one in found), "answers": [brief(key, text) for key, text in whole],
+        "firsts": [one.first_s for one in found],
+        "late_s": max(one.late_s for one in found),
+        "ended_at": max(one.ended_at for one in found),
+        "cpu_s": cpu_s,
+        "events": sum(len(one.events) - 1 for one in found),
+        "answers": [brief(key, text) for key, text in whole],
         "ends": {kind: ends.count(kind) for kind in ("whole", "error", "cut")},
-    }  # fmt: skip
+    }
 
 
 async def one_by_one(address: Address, wishes: dict[str, Any]) -> list[tuple[int, float]]:

@@ -116,12 +116,13 @@ def look(name: str, step: Step, home: Home, pages: Path | None, **more: Any) -> 
 def summary(name: str, found: Profile, on_device: float | None) -> dict[str, Any]:
     kernels = sum(row.device_s for row in found.kernels)
     return {
-        "name": name, "step_ms": round(found.step_s * 1e3, 3),
+        "name": name,
+        "step_ms": round(found.step_s * 1e3, 3),
         "sum_percent": round(100 * sum(found.budget.values()) / found.wall_s, 4),
         **{part: round(100 * found.fraction(part), 1) for part in BUDGET},
         "kernels_over_trace": round(kernels / on_device, 6) if on_device else None,
         "notes": [note for note in found.notes if "profil" in note or "no model" in note],
-    }  # fmt: skip
+    }
 
 
 def looks(device: str, home: Home, pages: Path | None, only: str) -> Iterator[dict[str, Any]]:
@@ -141,13 +142,21 @@ def cases(model: Transformer, size: dict[str, Any], device: str) -> Iterator[tup
     yield "decode eager", lambda: (decoding().several(size["tokens"]), {})
     if device == "cuda":
         yield "decode in a CUDA graph", lambda: (decoding().as_graph(size["tokens"]), {})
-        yield "decode in a CUDA graph, with its twin", lambda: (
-            decoding().as_graph(size["tokens"]), {"twin": decoding().token},
-        )  # fmt: skip
+        yield (
+            "decode in a CUDA graph, with its twin",
+            lambda: (
+                decoding().as_graph(size["tokens"]),
+                {"twin": decoding().token},
+            ),
+        )
     for compiled in (False, True):
-        yield f"train {'compiled' if compiled else 'eager'}", lambda compiled=compiled: (
-            training(model, size["batch"], size["length"], compiled=compiled), {},
-        )  # fmt: skip
+        yield (
+            f"train {'compiled' if compiled else 'eager'}",
+            lambda compiled=compiled: (
+                training(model, size["batch"], size["length"], compiled=compiled),
+                {},
+            ),
+        )
 
 
 def main() -> None:

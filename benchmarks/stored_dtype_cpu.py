@@ -58,9 +58,13 @@ def main() -> None:
                 for name, llm in loaded.items():
                     rates.setdefault((name, rows), []).append(decode_rate(llm, rows))
         dtypes = {name: str(llm.engine.loop.executor.rows.blocks.dtype) for name, llm in loaded.items()}
-    table = {f"{rows} rows": {**{name: round(median(rates[name, rows]), 1) for name in STORED},
-                              "bf16 over fp32": round(median(rates["bf16", rows]) / median(rates["fp32", rows]), 3)}
-             for rows in given.rows}  # fmt: skip
+    table = {
+        f"{rows} rows": {
+            **{name: round(median(rates[name, rows]), 1) for name in STORED},
+            "bf16 over fp32": round(median(rates["bf16", rows]) / median(rates["fp32", rows]), 3),
+        }
+        for rows in given.rows
+    }
     found = {"device": device_name("cpu"), "model": given.model, "computed in": dtypes, "tokens_per_s": table}
     print(json.dumps(found))
 

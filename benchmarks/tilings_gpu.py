@@ -88,17 +88,27 @@ def paged(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         return patched(run, paged_attention_triton, split_tiling=lambda *args: replace(plain(*args), **other))
 
     others: list[dict[str, Any]] = [
-        {"ahead": 0}, {"ahead": 2}, {"stages": 4}, {"workers": 3, "stages": 3}, {"n": 32, "stages": 5},
-        {"n": 64, "stages": 4}, {"warps": 8},
-    ]  # fmt: skip
+        {"ahead": 0},
+        {"ahead": 2},
+        {"stages": 4},
+        {"workers": 3, "stages": 3},
+        {"n": 32, "stages": 5},
+        {"n": 64, "stages": 4},
+        {"warps": 8},
+    ]
     ways: Ways = {"rule": run}
     for count in (1024, 2048):
         ways[f"{count} added at a time"] = patched(run, paged_attention_triton, _COMBINE_ELEMENTS=count)
     ways |= {" ".join(f"{k}={v}" for k, v in other.items()): way(**other) for other in others}
-    for case in (PagedCase(batch=256, context=1024, heads=16, kv_heads=2), PagedCase(batch=256, context=1024),
-                 PagedCase(batch=256, context=1024, heads=16, ragged=True), PagedCase(batch=1, context=32768),
-                 PagedCase(batch=64, context=2048), PagedCase(batch=32, context=4096, head_dim=64),
-                 PagedCase(batch=256, context=1024, cache="fp8")):  # fmt: skip
+    for case in (
+        PagedCase(batch=256, context=1024, heads=16, kv_heads=2),
+        PagedCase(batch=256, context=1024),
+        PagedCase(batch=256, context=1024, heads=16, ragged=True),
+        PagedCase(batch=1, context=32768),
+        PagedCase(batch=64, context=2048),
+        PagedCase(batch=32, context=4096, head_dim=64),
+        PagedCase(batch=256, context=1024, cache="fp8"),
+    ):
         sets = input_sets(PAGED_ATTENTION, case)
         yield case.label, shares(ways, sets, PAGED_ATTENTION.work(case).bytes, roofs["read"])
 
@@ -114,10 +124,16 @@ def small(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         for tokens in (1, 8, 32, 64):
             mine = plan(tokens, outputs, inputs)
             ways: Ways = {"torch": F.linear, "rule": small_linear}
-            for change in ({"stages": mine.stages + 1}, {"stages": mine.stages - 1}, {"early": not mine.early},
-                           {"splits": mine.splits + 1}, {"splits": max(1, mine.splits // 2)}, {"warps": 8},
-                           {"rows": 128, "splits": max(1, mine.splits * mine.rows // 128)},
-                           {"depth": 256, "stages": 2}):  # fmt: skip
+            for change in (
+                {"stages": mine.stages + 1},
+                {"stages": mine.stages - 1},
+                {"early": not mine.early},
+                {"splits": mine.splits + 1},
+                {"splits": max(1, mine.splits // 2)},
+                {"warps": 8},
+                {"rows": 128, "splits": max(1, mine.splits * mine.rows // 128)},
+                {"depth": 256, "stages": 2},
+            ):
                 ways[" ".join(f"{k}={v}" for k, v in change.items())] = way(replace(mine, **change))
             x = torch.randn(tokens, inputs, device=CUDA).bfloat16()
             moved = 2.0 * (outputs * inputs + tokens * (inputs + outputs))
@@ -148,8 +164,11 @@ def fp8(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     def way(library: bool, fast: bool) -> Callable[..., Any]:
         return lambda a, b: fp8_product_triton.multiplied(a, b, torch.bfloat16, fast=fast, library=library)
 
-    ways = {f"{'library' if library else 'own'}{'' if fast else ', sums in fp32'}": way(library, fast)
-            for library in (True, False) for fast in (True, False)}  # fmt: skip
+    ways = {
+        f"{'library' if library else 'own'}{'' if fast else ', sums in fp32'}": way(library, fast)
+        for library in (True, False)
+        for fast in (True, False)
+    }
     yield "8192³ TFLOP/s", shares(ways, [(a, b)], 2.0 * 8192**3, rest_s=0.05)
 
 
@@ -173,9 +192,13 @@ def _backward_sets(case: NormCase, residual: bool) -> list[tuple[Any, ...]]:
 def bare(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Launch shapes of the backward of norms without weights, which leave nothing to add up."""
     layer, rms = {"kind": "layer", "weight": False}, {"weight": False}
-    for rows, columns, how, residual in ((16384, 4096, layer, False), (16384, 4096, layer, True),
-                                         (8192, 8192, layer, False), (8192, 5120, rms, False),
-                                         (8192, 12288, rms, False)):  # fmt: skip
+    for rows, columns, how, residual in (
+        (16384, 4096, layer, False),
+        (16384, 4096, layer, True),
+        (8192, 8192, layer, False),
+        (8192, 5120, rms, False),
+        (8192, 12288, rms, False),
+    ):
         case = NormCase(rows=rows, columns=columns, **how)
         shapes = [Shape(held, 256 * warps, warps) for held, warps in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16), (2, 4))]
         yield _backwards(case, residual, shapes, roofs)
@@ -206,8 +229,12 @@ def _backwards(case: NormCase, residual: bool, shapes: list[Shape], roofs: dict[
 def norm(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Rows held or read twice, by rows and warps of a program, and by pieces; forward."""
     run = NORM.version("triton").load()  # type: ignore[union-attr]
-    for case in (NormCase(rows=16384, columns=4096), NormCase(rows=8192, columns=8192),
-                 NormCase(rows=8192, columns=8192, kind="layer"), NormCase(rows=8192, columns=12288)):  # fmt: skip
+    for case in (
+        NormCase(rows=16384, columns=4096),
+        NormCase(rows=8192, columns=8192),
+        NormCase(rows=8192, columns=8192, kind="layer"),
+        NormCase(rows=8192, columns=12288),
+    ):
         ways: Ways = {"rule": run}
         for held, warps in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16)):
             shape = Shape(held, 256 * warps, warps)
@@ -236,8 +263,16 @@ def slopes(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         run, light = bias_act_dropout_triton._run_backward, bias_act_dropout_triton._LIGHT
         name = "_BACKWARD_LIGHT" if sets[0][4] in light else "_BACKWARD"
         ways: Ways = {"rule": run}
-        for size in ((1024, 4096, 4, 5), (1024, 4096, 4, 4), (1024, 2048, 4, 8), (1024, 2048, 4, 6), (2048, 4096, 8, 2),
-                     (1024, 4096, 8, 4), (2048, 2048, 8, 4), (2048, 4096, 8, 4)):  # fmt: skip
+        for size in (
+            (1024, 4096, 4, 5),
+            (1024, 4096, 4, 4),
+            (1024, 2048, 4, 8),
+            (1024, 2048, 4, 6),
+            (2048, 4096, 8, 2),
+            (1024, 4096, 8, 4),
+            (2048, 2048, 8, 4),
+            (2048, 4096, 8, 4),
+        ):
             ways[f"{size}"] = patched(run, bias_act_dropout_triton, **{name: size})
         yield f"{case.label} backward", shares(ways, sets, BIAS_ACT_DROPOUT.work(case).backward_bytes, roofs["copy"])
 
@@ -254,8 +289,16 @@ def vector(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         tiles = plan(1, outputs, inputs)
         ways: Ways = {"torch": F.linear, "rule": small_linear, "rule again": small_linear}
         ways["tensor cores"] = lambda x, w, tiles=tiles: run_tiles(x, w, None, None, 1e-6, False, tiles)
-        for sizes in ((2, 1024, 4), (4, 1024, 4), (8, 1024, 4), (4, 2048, 8), (4, 512, 2), (8, 512, 2), (2, 2048, 4),
-                      (1, 2048, 4)):  # fmt: skip
+        for sizes in (
+            (2, 1024, 4),
+            (4, 1024, 4),
+            (8, 1024, 4),
+            (4, 2048, 8),
+            (4, 512, 2),
+            (8, 512, 2),
+            (2, 2048, 4),
+            (1, 2048, 4),
+        ):
             for early in (True, False):
                 ways[f"{sizes}{' early' if early else ''}"] = way(VectorTiles(*sizes, early))
         moved = 2.0 * (outputs * inputs + inputs + outputs)
@@ -274,8 +317,19 @@ def dropout(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         yield case.label, shares(ways, input_sets(BIAS_ACT_DROPOUT, case), moved, roofs["copy"])
 
 
-PARTS = {"paged": paged, "small": small, "vector": vector, "qkv": qkv, "fp8": fp8, "norm": norm, "bare": bare,
-         "weights": weights, "rope": rope, "dropout": dropout, "slopes": slopes}  # fmt: skip
+PARTS = {
+    "paged": paged,
+    "small": small,
+    "vector": vector,
+    "qkv": qkv,
+    "fp8": fp8,
+    "norm": norm,
+    "bare": bare,
+    "weights": weights,
+    "rope": rope,
+    "dropout": dropout,
+    "slopes": slopes,
+}
 
 
 def main(parts: list[str]) -> None:

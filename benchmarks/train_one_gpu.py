@@ -77,11 +77,14 @@ def measure(
         seconds = (time.perf_counter() - begin) / steps
     rate = tokens / seconds
     return {
-        "power_w": watch.power_w, "clock_mhz": watch.clock_mhz,
-        "step_ms": round(1e3 * seconds, 1), "tokens_per_s": round(rate), "loss": round(float(loss), 3),
+        "power_w": watch.power_w,
+        "clock_mhz": watch.clock_mhz,
+        "step_ms": round(1e3 * seconds, 1),
+        "tokens_per_s": round(rate),
+        "loss": round(float(loss), 3),
         "mfu": round(100 * flops_per_token * rate / PEAK_FLOPS, 2),
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
-    }  # fmt: skip
+    }
 
 
 def ours(config: ModelConfig, home: Home, rows: int, steps: int, warm: int = WARM, **options: Any) -> dict[str, Any]:
@@ -92,9 +95,11 @@ def ours(config: ModelConfig, home: Home, rows: int, steps: int, warm: int = WAR
     flops = model_flops_per_token(config, step.job.sequence, frozen=frozen, adapters=adapters)
     found = measure(step, flops, step.job.batch_tokens, steps, warm)
     return found | {
-        "choose_s": round(step.choose_s, 1), "memory_gb": step.memory(), "kernels": step.choices.names,
+        "choose_s": round(step.choose_s, 1),
+        "memory_gb": step.memory(),
+        "kernels": step.choices.names,
         "predicted": predicted(config, step.job, step.layout, home),
-    }  # fmt: skip
+    }
 
 
 def trainer(
@@ -160,8 +165,9 @@ def rows_of(
     yield "memory: lora", lambda: ours(small, home, rows // 2, few, names=chosen(), lora_rank=16)
     yield f"ours, {MANY} micro-batches", lambda: ours(small, home, rows, several, **summed)
     yield f"torch, {MANY} micro-batches", lambda: peer(plain_torch(small, rows), small, rows, several, MANY)
-    yield "ours, the trainer on documents", lambda: trainer(
-        small, home, rows, few, found["ours"]["kernels"], documents=True
+    yield (
+        "ours, the trainer on documents",
+        lambda: trainer(small, home, rows, few, found["ours"]["kernels"], documents=True),
     )
     yield "torch's products", lambda: ours(small, home, rows, steps, names=chosen())
     yield "hf-compiled", lambda: peer(hugging_face(small, rows, compiled=True), small, rows, steps)

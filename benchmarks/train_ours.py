@@ -22,9 +22,15 @@ from armillary.training.lora import add_lora, base_dtype
 from armillary.training.optim import make_optimizer, set_learning_rate
 
 SMALL: dict[str, Any] = {
-    "hidden": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 8192, "vocab": 32000, "context": SEQUENCE,
+    "hidden": 2048,
+    "heads": 16,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "ffn": 8192,
+    "vocab": 32000,
+    "context": SEQUENCE,
     "num_layers": 16,
-}  # fmt: skip
+}
 LARGE: dict[str, Any] = SMALL | {"hidden": 3072, "heads": 24, "num_layers": 28}
 
 
@@ -32,11 +38,23 @@ class Ours:
     """Model, kernels, optimiser and tokens; called, it takes one step."""
 
     def __init__(
-        self, config: ModelConfig, home: Home, *, rows: int, kind: str = "none", every: int = 1,
-        micro_batches: int = 1, tokens: Callable[[ModelConfig, int], list[Tensor]] = drawn,
-        names: dict[str, str] | None = None, run_steps: int = 1000, timed: bool = True, precision: str = "bf16",
-        scaling: str = "token", sequence: int = SEQUENCE, **job: Any,
-    ) -> None:  # fmt: skip
+        self,
+        config: ModelConfig,
+        home: Home,
+        *,
+        rows: int,
+        kind: str = "none",
+        every: int = 1,
+        micro_batches: int = 1,
+        tokens: Callable[[ModelConfig, int], list[Tensor]] = drawn,
+        names: dict[str, str] | None = None,
+        run_steps: int = 1000,
+        timed: bool = True,
+        precision: str = "bf16",
+        scaling: str = "token",
+        sequence: int = SEQUENCE,
+        **job: Any,
+    ) -> None:
         """`home` keeps the kernels that were chosen, for the next of the same shapes; `names` leaves nothing to choose.
         Products are timed for runs that last: `run_steps` says how long this one is. `timed` False takes the first
         kernels that agree. `job` are further settings of the job, adapters for example."""
@@ -85,9 +103,11 @@ class Ours:
         """GB by what it is for; the rest of the peak is activations and what kernels need in passing."""
         states = (value for state in self.optimizer.state.values() for value in state.values())
         held = {
-            "weights": bytes_of(self.model.parameters()), "copies": bytes_of(self.choices.copies.values()),
-            "gradients": self.gradient_bytes, "optimizer": bytes_of(states),
-        }  # fmt: skip
+            "weights": bytes_of(self.model.parameters()),
+            "copies": bytes_of(self.choices.copies.values()),
+            "gradients": self.gradient_bytes,
+            "optimizer": bytes_of(states),
+        }
         held["activations"] = torch.cuda.max_memory_allocated() - sum(held.values())
         return {name: round(size / 1e9, 2) for name, size in held.items()}
 

@@ -28,8 +28,7 @@ def drawn(config: ModelConfig, rows: int, count: int = 64, sequence: int = SEQUE
 
 
 def words(config: ModelConfig, rows: int, count: int = 64) -> list[Tensor]:
-    """Words and signs of the Python library on this machine, numbered by how often they come; rare ones share a number.
-    """
+    """Words of this machine's Python library, numbered by how often they occur; rare ones share a number."""
     need, found = count * rows * (SEQUENCE + 1), []
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if len(found) < need and "site-packages" not in path.parts:
@@ -73,10 +72,17 @@ def hugging_face(config: ModelConfig, rows: int, *, compiled: bool) -> Peer:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = LlamaConfig(
-        hidden_size=config.hidden, intermediate_size=config.ffn, num_hidden_layers=config.num_layers,
-        num_attention_heads=config.heads, num_key_value_heads=config.kv_heads, head_dim=config.head_dim,
-        vocab_size=config.vocab, max_position_embeddings=SEQUENCE, tie_word_embeddings=False, use_cache=False,
-    )  # fmt: skip
+        hidden_size=config.hidden,
+        intermediate_size=config.ffn,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab,
+        max_position_embeddings=SEQUENCE,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
     with torch.device("cuda"):
         model = LlamaForCausalLM._from_config(shape, dtype=torch.bfloat16, attn_implementation="sdpa")
     if compiled:

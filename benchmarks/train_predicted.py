@@ -64,10 +64,11 @@ def predicted(config: ModelConfig, job: TrainJob, layout: Layout, home: Home) ->
     time = found.time
     terms = {name: float(getattr(time, name)[0]) for name in ("gemm", "attention", "memory", "recompute", "overhead")}
     return {
-        "step_ms": 1e3 * float(time.total[0]), "peak_gb": float(found.memory.allocated[0]) / 1e9,
+        "step_ms": 1e3 * float(time.total[0]),
+        "peak_gb": float(found.memory.allocated[0]) / 1e9,
         "terms_ms": {name: round(1e3 * value, 1) for name, value in terms.items()},
         "parts_gb": {name: round(size / 1e9, 2) for name, size in found.memory.parts().items()},
-    }  # fmt: skip
+    }
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -37,9 +37,10 @@ def trainer_step(
     text.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
     recipe = Recipe(
         model=ModelTable(name="tinyllama-1.1b", overrides={key: SMALL[key] for key in SMALL if key != "vocab"}),
-        layout=Layout(micro_batch=rows, precision="bf16"), data=Data(source=str(text), held_out=0.0),
+        layout=Layout(micro_batch=rows, precision="bf16"),
+        data=Data(source=str(text), held_out=0.0),
         train=TrainJob(sequence=SEQUENCE, batch_tokens=rows * SEQUENCE, profile_every=0),
-    )  # fmt: skip
+    )
     seconds: list[float] = []
     begun, steps = start(recipe, home, starting_point(recipe, home)), count()
     begun.prepare()

@@ -130,8 +130,13 @@ def measured(settings: list[Setting], rounds: int, budget_s: float) -> list[Time
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     job = json.dumps({"settings": [vars(one) for one in settings], "rounds": rounds, "budget_s": budget_s})
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ran = subprocess.run([sys.executable, *launch, __file__, "--rank", job], env=environment, text=True,
-                         stdout=subprocess.PIPE, check=True)  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, *launch, __file__, "--rank", job],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
     rows = json.loads(ran.stdout.strip().splitlines()[-1])
     return [Timed(**{field.name: row[field.name] for field in fields(Timed)}) for row in rows]
 
@@ -148,8 +153,11 @@ def be_a_rank(job: str) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    lines = ["| model | tokens a rank | tokens/s on 1 | on 2 | efficiency | predicted: hidden … bare | communication "
-             "| crossover |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| model | tokens a rank | tokens/s on 1 | on 2 | efficiency | predicted: hidden … bare | communication "
+        "| crossover |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         size = count_text(parameters(row.setting.config()).total)
         rates = [f"{row.tokens_per_s(ranks):,.0f}" for ranks in (1, 2)]
@@ -258,9 +266,11 @@ def main() -> None:
     expected = [(predict(setting, peaks, 1), predict(setting, peaks, 2)) for setting in settings]
     for setting, (one, two) in zip(settings, expected, strict=True):
         alone_s, comm_s = float(one.total[0]), float(two.comm[0])
-        print(f"  {setting.model}, {setting.tokens} tokens a rank: step {seconds_text(alone_s)} alone, exchange "
-              f"{seconds_text(comm_s)}: efficiency {100 * alone_s / float(two.total[0]):.0f} % if it hides, "
-              f"{100 * alone_s / (alone_s + comm_s):.0f} % if not")  # fmt: skip
+        print(
+            f"  {setting.model}, {setting.tokens} tokens a rank: step {seconds_text(alone_s)} alone, exchange "
+            f"{seconds_text(comm_s)}: efficiency {100 * alone_s / float(two.total[0]):.0f} % if it hides, "
+            f"{100 * alone_s / (alone_s + comm_s):.0f} % if not"
+        )
     print("measuring: one rank, both without and both with the exchange, in turns …")
     found = measured(settings, rounds, budget_s)
     rows = [Row(setting=s, timed=t, predicted=p) for s, t, p in zip(settings, found, expected, strict=True)]

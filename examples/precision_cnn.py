@@ -154,8 +154,10 @@ class Training:
     def accuracy(self, images: Tensor, labels: Tensor) -> float:
         self.model.eval()
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32):
-            right = [(self.model(part).argmax(1) == want).sum() for part, want in
-                     zip(images.split(500), labels.split(500), strict=True)]  # fmt: skip
+            right = [
+                (self.model(part).argmax(1) == want).sum()
+                for part, want in zip(images.split(500), labels.split(500), strict=True)
+            ]
         self.model.train()
         return float(sum(right)) / len(labels)  # type: ignore[arg-type]
 
@@ -195,8 +197,9 @@ class Course:
         )
 
 
-def measure(settings: Settings, device: torch.device, train: tuple[Tensor, Tensor],
-            test: tuple[Tensor, Tensor]) -> list[Result]:  # fmt: skip
+def measure(
+    settings: Settings, device: torch.device, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]
+) -> list[Result]:
     """Every precision; on a CPU they take turns, step by step, so that what else it does slows all alike. On a GPU one
     after the other: its peak memory is that of all tensors there are."""
     if device.type == "cpu":
@@ -239,8 +242,10 @@ def zeros(training: Training, scale: float) -> float:
 
 def table(results: list[Result]) -> str:
     base = results[0]
-    lines = ["| precision | images/s | against fp32 | peak memory | against fp32 | accuracy |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| precision | images/s | against fp32 | peak memory | against fp32 | accuracy |",
+        "|---|---|---|---|---|---|",
+    ]
     for one in results:
         lines.append(
             f"| {one.name} | {one.images_per_s:,.0f} | {one.images_per_s / base.images_per_s:.2f} × | "
@@ -259,8 +264,10 @@ def scaler_words(result: Result) -> list[str]:
     ]
     if result.vanished:
         bare, scaled = (100 * share for share in result.vanished)
-        lines.append(f"gradients of the first convolution that are 0 in fp16: {bare:.1f} % at scale 1, {scaled:.1f} % "
-                     f"at {power(result.scales[-1])}")  # fmt: skip
+        lines.append(
+            f"gradients of the first convolution that are 0 in fp16: {bare:.1f} % at scale 1, {scaled:.1f} % "
+            f"at {power(result.scales[-1])}"
+        )
     return lines
 
 
@@ -309,8 +316,10 @@ def put_into(page: Path, words: list[str], plotted: str) -> None:
         image.parent.mkdir(exist_ok=True)
         shutil.copy(plotted, image)
     cpu = machine().cpu
-    said = (f"{datetime.date.today()} · {cpu.usable} cores of {cpu.model} · torch {torch.__version__} · "
-            "`python examples/precision_cnn.py --device cpu`:")  # fmt: skip
+    said = (
+        f"{datetime.date.today()} · {cpu.usable} cores of {cpu.model} · torch {torch.__version__} · "
+        "`python examples/precision_cnn.py --device cpu`:"
+    )
     lines = [page.read_text().partition(HEADING)[0].rstrip(), "", HEADING, "", said, "", *words]
     if image.is_file():
         lines += ["", f"![speed, memory, loss and scale](images/{image.name})"]
@@ -329,8 +338,10 @@ def main() -> None:
     settings = SETTINGS["quick" if quick else device.type]
     settings = Settings(**{**vars(settings), "steps": steps or settings.steps})
     count = min(settings.batch * settings.steps, 20_000)
-    train, test = (tuple(part.to(device) for part in digits(number, seed=seed))
-                   for number, seed in ((count, 1), (settings.test, 2)))  # fmt: skip
+    train, test = (
+        tuple(part.to(device) for part in digits(number, seed=seed))
+        for number, seed in ((count, 1), (settings.test, 2))
+    )
     print(f"{settings.steps} steps of {settings.batch} pictures on {device.type} …")
     results = measure(settings, device, train, test)  # type: ignore[arg-type]
     words = [table(results), "", *(line for one in results if one.scales for line in scaler_words(one))]

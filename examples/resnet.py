@@ -33,9 +33,11 @@ class ResNet(nn.Module):
     def __init__(self, depths: tuple[int, ...] = (3, 4, 6, 3), classes: int = 1000) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True),
+            nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(inplace=True),
             nn.MaxPool2d(3, stride=2, padding=1),
-        )  # fmt: skip
+        )
         inside, stages = 64, []
         for number, depth in enumerate(depths):
             width = 64 * 2**number

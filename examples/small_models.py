@@ -1,7 +1,7 @@
 """Two small models to serve: a wide MLP, whose weights a single row reads in vain, and a ResNet for 16 × 16 images.
 
-    armillary convert examples/small_models.py:resnet resnet.pt2 --to pt2
-    armillary serve resnet.pt2
+armillary convert examples/small_models.py:resnet resnet.pt2 --to pt2
+armillary serve resnet.pt2
 """
 
 from __future__ import annotations

@@ -36,8 +36,14 @@ class Ran:
         return json.loads(self.out)
 
 
-LONG = ("training/test_verb.py", "training/test_kernels.py", "test_recipes_and_examples.py", "model/test_agreement.py",
-        "training/test_balance.py", "training/test_checkpoint.py")  # fmt: skip
+LONG = (
+    "training/test_verb.py",
+    "training/test_kernels.py",
+    "test_recipes_and_examples.py",
+    "model/test_agreement.py",
+    "training/test_balance.py",
+    "training/test_checkpoint.py",
+)
 """files that take long by themselves"""
 
 

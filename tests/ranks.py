@@ -179,8 +179,7 @@ def _one_thread() -> None:
 
 
 def _answer(message: tuple[Any, ...]) -> bytes:
-    actions: dict[str, Callable[..., Any]] = {"join": _join_group, "call": _call_function,
-                                              "groups": _num_groups}  # fmt: skip
+    actions: dict[str, Callable[..., Any]] = {"join": _join_group, "call": _call_function, "groups": _num_groups}
     try:
         return pickle.dumps((True, actions[message[0]](*message[1:])))
     except BaseException:

@@ -41,8 +41,13 @@ def test_llama_cpp_continues_as_we_do(capsys: pytest.CaptureFixture[str]) -> Non
     """The same weights on both sides, and what each makes of them in a second; speeds are shown, not judged."""
     pytest.importorskip("llama_cpp")
     script = Path(__file__).parents[1] / "benchmarks" / "cpu_peers.py"
-    made = subprocess.run([sys.executable, str(script), "--rounds", "3", "--json"], capture_output=True, text=True,
-                          check=True, timeout=1200)  # fmt: skip
+    made = subprocess.run(
+        [sys.executable, str(script), "--rounds", "3", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=1200,
+    )
     rows = {row["kind"]: row for row in json.loads(made.stdout)}
     with capsys.disabled():
         for kind, row in rows.items():

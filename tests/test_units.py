@@ -39,9 +39,18 @@ def test_as_people_write_them(made: str, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("16M", 16_000_000), ("32_768", 32_768), ("80GB", 80 * 10**9), ("64GiB", 64 * 2**30), ("1.5k", 1500),
-     ("7b", 7 * 10**9), ("5,000", 5000), ("2e3", 2000), (12, 12)],
-)  # fmt: skip
+    [
+        ("16M", 16_000_000),
+        ("32_768", 32_768),
+        ("80GB", 80 * 10**9),
+        ("64GiB", 64 * 2**30),
+        ("1.5k", 1500),
+        ("7b", 7 * 10**9),
+        ("5,000", 5000),
+        ("2e3", 2000),
+        (12, 12),
+    ],
+)
 def test_as_people_type_them(text: str, value: int) -> None:
     assert units.parse_count(text) == value
 

@@ -38,8 +38,12 @@ bench.add_command(serve)
 @bench.verb
 @device_option
 @quick_option
-@click.option("--only", multiple=True, metavar="SECTION",
-              help="bandwidth, gemm, attention, passes, fma, launch, host_copy, disk; often.")  # fmt: skip
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="SECTION",
+    help="bandwidth, gemm, attention, passes, fma, launch, host_copy, disk; often.",
+)
 @click.option("--folder", type=click.Path(path_type=Path), help="Whose disk is measured.  [default: this folder]")
 @click.option("--show", is_flag=True, help="Print what is stored, measure nothing.")
 def ceilings(
@@ -80,9 +84,14 @@ def ceilings(
 @click.option("--op", "ops", multiple=True, help="all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send.")
 @click.option("--size", "sizes", multiple=True, help="Bytes, like 4MiB; at least two.  [default: 1 kiB to 64 MiB]")
 def collectives(
-    out: Output, home: Home, device: str | None, quick: bool, worlds: tuple[int, ...], ops: tuple[str, ...],
+    out: Output,
+    home: Home,
+    device: str | None,
+    quick: bool,
+    worlds: tuple[int, ...],
+    ops: tuple[str, ...],
     sizes: tuple[str, ...],
-) -> None:  # fmt: skip
+) -> None:
     """Measure collectives between local ranks and fit latency and bandwidth.
 
     gloo between processes on a CPU, NCCL between GPUs.
@@ -99,9 +108,13 @@ def collectives(
     spans = tuple(map(parse_count, sizes)) or (QUICK_SIZES if quick else SIZES)
     with out.progress("measuring", unit="case") as bar:
         found = measure_collectives(
-            target, worlds=chosen, ops=ops or tuple(OPS), sizes=spans, budget_s=0.05 if quick else 0.15,
+            target,
+            worlds=chosen,
+            ops=ops or tuple(OPS),
+            sizes=spans,
+            budget_s=0.05 if quick else 0.15,
             watch=on_bar(bar),
-        )  # fmt: skip
+        )
     save_peaks(home, found.peaks)
     _say_times(out, found.peaks)
     _answer(out, found.peaks)
@@ -115,9 +128,15 @@ def collectives(
 @click.option("--batch", default=32, show_default=True, help="Rows in a batch.")
 @click.option("--workers", "workers", multiple=True, type=int, help="Loader processes; often.  [default: 0, 1, 2]")
 def loader(
-    out: Output, home: Home, data: Path | None, device: str | None, quick: bool, sequence: int, batch: int,
+    out: Output,
+    home: Home,
+    data: Path | None,
+    device: str | None,
+    quick: bool,
+    sequence: int,
+    batch: int,
     workers: tuple[int, ...],
-) -> None:  # fmt: skip
+) -> None:
     """Measure how fast the data path feeds a trainer.
 
     DATA is a folder of prepared shards (armillary data prepare); without it the standard library is prepared.
@@ -194,11 +213,17 @@ def _say_times(out: Output, peaks: Peaks) -> None:
     from armillary.units import bandwidth_text, bytes_text
 
     rows = [
-        [p["op"].replace("_", " "), p["world"], bytes_text(p["bytes"]), seconds_text(p["seconds"]),
-         bandwidth_text(p["beside"]["algorithm_bytes_per_s"]), bandwidth_text(p["beside"]["bus_bytes_per_s"]),
-         f"{50 * p['beside']['spread']:.1f}%"]
+        [
+            p["op"].replace("_", " "),
+            p["world"],
+            bytes_text(p["bytes"]),
+            seconds_text(p["seconds"]),
+            bandwidth_text(p["beside"]["algorithm_bytes_per_s"]),
+            bandwidth_text(p["beside"]["bus_bytes_per_s"]),
+            f"{50 * p['beside']['spread']:.1f}%",
+        ]
         for p in peaks.points["collective_time"]
-    ]  # fmt: skip
+    ]
     out.table("", ["operation", "ranks", "size", "time", "algorithm", "bus", "spread"], rows)
     out.say()
 
@@ -213,8 +238,9 @@ def _prepared(out: Output, home: Home) -> Path:
     return made.folder
 
 
-def _paths_fed(reading: TrainingBatches, workers: Sequence[int], watch: Any, *, device: torch.device, budget_s: float
-               ) -> dict[str, list[Fed]]:  # fmt: skip
+def _paths_fed(
+    reading: TrainingBatches, workers: Sequence[int], watch: Any, *, device: torch.device, budget_s: float
+) -> dict[str, list[Fed]]:
     """Files as plainly as they can be read; batches made in this process, by torch's workers, by training's loader."""
     from armillary.cli.feeding import PlainReads, through_loader
     from armillary.profiling.loader import Way, measure_loader
@@ -235,7 +261,13 @@ def _loader_point(path: str, fed: Fed, tokens: int) -> dict[str, Any]:
     import time
 
     way = fed.way
-    tried = {"path": path, "tokens": tokens, "workers": way.workers, "prefetch": way.prefetch, "pinned": way.pinned,
-             "to_device": way.to_device}  # fmt: skip
+    tried = {
+        "path": path,
+        "tokens": tokens,
+        "workers": way.workers,
+        "prefetch": way.prefetch,
+        "pinned": way.pinned,
+        "to_device": way.to_device,
+    }
     seen = {"tokens_per_s": fed.tokens_per_s, "bytes_per_s": fed.bytes_per_s, "batches": fed.batches}
     return {**tried, "seconds": fed.seconds, "beside": seen | {"date": time.strftime("%Y-%m-%d")}}

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 @quick_option
 @click.option("--op", "ops", multiple=True, metavar="NAME", help="norm, rope, attention …; often.  [default: all]")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write a page of bars (HTML) there.")
-def kernels(
-    out: Output, home: Home, device: str | None, quick: bool, ops: tuple[str, ...], plot: Path | None
-) -> None:
+def kernels(out: Output, home: Home, device: str | None, quick: bool, ops: tuple[str, ...], plot: Path | None) -> None:
     """Time every version of every kernel, check it, name the winner.
 
     Shapes of real models, random data past the caches; what wins is remembered and used from then on.

@@ -39,9 +39,18 @@ _BATCHES = 6
 @click.option("--weights", type=click.Choice(["auto", "int8", "fp8"]), default="auto", help="Round the weights.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write bars there: .html or .svg.")
 def serve(
-    out: Output, home: Home, model: str, modes: tuple[str, ...], requests: int, tokens_in: int, tokens_out: int,
-    dtype: str | None, device: str | None, weights: str, plot: Path | None,
-) -> None:  # fmt: skip
+    out: Output,
+    home: Home,
+    model: str,
+    modes: tuple[str, ...],
+    requests: int,
+    tokens_in: int,
+    tokens_out: int,
+    dtype: str | None,
+    device: str | None,
+    weights: str,
+    plot: Path | None,
+) -> None:
     """Serve random requests with MODEL: a single stream, then every batching mode on the same requests.
 
     A shape that has no weights gets random ones. A run folder holds what was recorded of continuous batching (of the
@@ -51,8 +60,10 @@ def serve(
         raise BadInput("requests and tokens must be at least 1; give larger numbers")
     source, loaded = _opened(out, home, model, dtype, device)
     if tokens_in + tokens_out > loaded.config.context:
-        raise BadInput(f"{tokens_in} + {tokens_out} tokens exceed the context of {source.name}; ask for at most "
-                       f"{loaded.config.context} together")  # fmt: skip
+        raise BadInput(
+            f"{tokens_in} + {tokens_out} tokens exceed the context of {source.name}; ask for at most "
+            f"{loaded.config.context} together"
+        )
     from armillary.cli.serve_run import recorded
     from armillary.profiling.dtype_choice import Resolved
     from armillary.serving.bench import bench_serve
@@ -63,8 +74,16 @@ def serve(
     asked = _asked(loaded, shown, weights, together=-(-requests // _BATCHES), longest=tokens_in + tokens_out)
     ran_in = Resolved(dtype=asked.layout.precision)
     with recorded(home, source, asked, dtype=ran_in, device=device, say=out.say) as run:
-        found = bench_serve(loaded, asked.serve, modes=chosen, requests=requests, tokens_in=tokens_in,
-                            tokens_out=tokens_out, keep=kept.__setitem__, peaks=_peaks(home, loaded))  # fmt: skip
+        found = bench_serve(
+            loaded,
+            asked.serve,
+            modes=chosen,
+            requests=requests,
+            tokens_in=tokens_in,
+            tokens_out=tokens_out,
+            keep=kept.__setitem__,
+            peaks=_peaks(home, loaded),
+        )
         if run is not None:
             _write(run, kept[shown])
     if plot is not None:
@@ -84,7 +103,7 @@ def _chosen(modes: tuple[str, ...]) -> tuple[str, ...]:
 
 def _opened(
     out: Output, home: Home, model: str, dtype: str | None, device: str | None
-) -> tuple[ModelSource, Transformer]:  # fmt: skip
+) -> tuple[ModelSource, Transformer]:
     from armillary.cli.find_model import find_model
 
     random = find_model(out, home, model, need_weights=False).folder is None
@@ -97,8 +116,13 @@ def _asked(loaded: Transformer, mode: str, weights: str, *, together: int, longe
     from armillary.spec.recipe import recipe_from_dict
 
     dtype = next(name for name, kind in DTYPES.items() if kind == next(loaded.parameters()).dtype)
-    keys: dict[str, Any] = {"weights": weights, "dtype": dtype, "max_running": together, "max_model_len": longest,
-                            "batching": mode}  # fmt: skip
+    keys: dict[str, Any] = {
+        "weights": weights,
+        "dtype": dtype,
+        "max_running": together,
+        "max_model_len": longest,
+        "batching": mode,
+    }
     return recipe_from_dict({"model": {"name": loaded.config.name}, "serve": keys, "layout": {"precision": dtype}})
 
 
@@ -136,6 +160,8 @@ def _show(out: Output, found: ServeBench) -> None:
 
     one, rate = found.single, found.single_tokens_per_s
     out.say(f"{found.model} on {found.device}, {found.dtype}")
-    out.say(f"single stream: {one.tokens_in} in {seconds_text(one.ttft_p50_s)}, then {rate:,.1f} tokens/s = "
-            f"{bandwidth_text(found.single_bytes_per_s)}")  # fmt: skip
+    out.say(
+        f"single stream: {one.tokens_in} in {seconds_text(one.ttft_p50_s)}, then {rate:,.1f} tokens/s = "
+        f"{bandwidth_text(found.single_bytes_per_s)}"
+    )
     out.table(workload(found), list(COLUMNS), list(map(cells, found.modes)))

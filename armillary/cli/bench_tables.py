@@ -110,10 +110,15 @@ def _gemm(out: Output, peaks: Peaks, chip: Chip | None) -> None:
 
 def _attention(out: Output, peaks: Peaks, chip: Chip | None) -> None:
     rows = [
-        [f"{p['keys']:,} keys, head dim {p['head_dim']}", p["dtype"], "backward" if p["backward"] else "forward",
-         flops_per_s_text(p["flops"]), _percent(_share(p["flops"], chip.peak(p["dtype"]) if chip else None))]
+        [
+            f"{p['keys']:,} keys, head dim {p['head_dim']}",
+            p["dtype"],
+            "backward" if p["backward"] else "forward",
+            flops_per_s_text(p["flops"]),
+            _percent(_share(p["flops"], chip.peak(p["dtype"]) if chip else None)),
+        ]
         for p in peaks.points["attention"]
-    ]  # fmt: skip
+    ]
     out.table("causal attention, without rests", ["shape", "dtype", "pass", "measured", "of catalogue"], rows)
 
 
@@ -123,8 +128,10 @@ def _passes(out: Output, peaks: Peaks, chip: Chip | None) -> None:
 
 
 def _fma(out: Output, peaks: Peaks, chip: Chip | None) -> None:
-    rows = [[dtype, flops_per_s_text(best), _percent(_share(best, chip.peak(dtype) if chip else None))]
-            for dtype, best in bests(peaks, "fma")]  # fmt: skip
+    rows = [
+        [dtype, flops_per_s_text(best), _percent(_share(best, chip.peak(dtype) if chip else None))]
+        for dtype, best in bests(peaks, "fma")
+    ]
     out.table("plain multiply-adds, without the matrix units", ["dtype", "measured", "of catalogue"], rows)
 
 
@@ -135,40 +142,63 @@ def _launch(out: Output, peaks: Peaks, chip: Chip | None) -> None:
 
 def _host_copy(out: Output, peaks: Peaks, chip: Chip | None) -> None:
     rows = [
-        [{"adamw": "AdamW on the host"}.get(p["direction"], p["direction"].replace("_", " ")),
-         "pinned" if p.get("pinned") else "pageable", bytes_text(p["bytes"]),
-         bandwidth_text(p["bytes_per_s"]), _spread(p)]
+        [
+            {"adamw": "AdamW on the host"}.get(p["direction"], p["direction"].replace("_", " ")),
+            "pinned" if p.get("pinned") else "pageable",
+            bytes_text(p["bytes"]),
+            bandwidth_text(p["bytes_per_s"]),
+            _spread(p),
+        ]
         for p in peaks.points["host_copy"]
-    ]  # fmt: skip
+    ]
     out.table("host and device", ["direction", "host memory", "size", "bandwidth", "spread"], rows)
 
 
 def _disk(out: Output, peaks: Peaks, chip: Chip | None) -> None:
     rows = [
-        [p["op"].replace("_", " "), p.get("threads"), bytes_text(p.get("block_bytes", 0)),
-         bandwidth_text(p["bytes_per_s"]), _spread(p), p.get("beside", {}).get("page_cache", ""), p.get("path", "")]
+        [
+            p["op"].replace("_", " "),
+            p.get("threads"),
+            bytes_text(p.get("block_bytes", 0)),
+            bandwidth_text(p["bytes_per_s"]),
+            _spread(p),
+            p.get("beside", {}).get("page_cache", ""),
+            p.get("path", ""),
+        ]
         for p in peaks.points["disk"]
-    ]  # fmt: skip
+    ]
     out.table("disk", ["operation", "threads", "block", "bandwidth", "spread", "page cache", "on"], rows)
 
 
 def _collective(out: Output, peaks: Peaks, chip: Chip | None) -> None:
     rows = [
-        [p["op"].replace("_", " "), p["world"], p.get("backend", ""), seconds_text(p["alpha_s"]),
-         bandwidth_text(p["bytes_per_s"]), bandwidth_text(p["beside"]["bus_bytes_per_s"]),
-         _percent(p["beside"]["error"])]
+        [
+            p["op"].replace("_", " "),
+            p["world"],
+            p.get("backend", ""),
+            seconds_text(p["alpha_s"]),
+            bandwidth_text(p["bytes_per_s"]),
+            bandwidth_text(p["beside"]["bus_bytes_per_s"]),
+            _percent(p["beside"]["error"]),
+        ]
         for p in peaks.points["collective"]
-    ]  # fmt: skip
+    ]
     columns = ["operation", "ranks", "backend", "latency", "algorithm", "bus", "fit off by"]
     out.table("collectives: time = latency + bytes / bandwidth", columns, rows)
 
 
 def _loader(out: Output, peaks: Peaks, chip: Chip | None) -> None:
     rows = [
-        [p["path"], p.get("workers"), p.get("prefetch") if p.get("workers") else None,
-         _how(p), f"{scaled(p['beside']['tokens_per_s'])} tok/s", seconds_text(p["seconds"])]
+        [
+            p["path"],
+            p.get("workers"),
+            p.get("prefetch") if p.get("workers") else None,
+            _how(p),
+            f"{scaled(p['beside']['tokens_per_s'])} tok/s",
+            seconds_text(p["seconds"]),
+        ]
         for p in peaks.points["loader"]
-    ]  # fmt: skip
+    ]
     out.table("loader", ["path", "workers", "ahead", "to", "speed", "batch"], rows)
 
 

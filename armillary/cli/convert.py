@@ -25,10 +25,21 @@ from armillary.units import bytes_text, count_text, parse_count
 @click.option("--seed", default=0, show_default=True, help="Of the random weights.")
 @click.option("--shard-size", default="5GB", show_default=True, help="Largest weight file.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing folder or file.")
-@click.option("--to", "form", type=click.Choice(["hf", "pt2", "onnx"]), default="hf", show_default=True,
-              help="A Hugging Face folder, or one file for `armillary serve` and other runtimes.")  # fmt: skip
-@click.option("--input", "inputs", multiple=True, metavar="SHAPE",
-              help="Of FILE.py:NAME: a row of each input, like 3x32x32, int64:128 or float32:*x80.")  # fmt: skip
+@click.option(
+    "--to",
+    "form",
+    type=click.Choice(["hf", "pt2", "onnx"]),
+    default="hf",
+    show_default=True,
+    help="A Hugging Face folder, or one file for `armillary serve` and other runtimes.",
+)
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="SHAPE",
+    help="Of FILE.py:NAME: a row of each input, like 3x32x32, int64:128 or float32:*x80.",
+)
 @click.option("--rows", type=click.IntRange(1), help="Fix the number of rows of pt2 and onnx.  [default: any]")
 def convert(
     out: Output,
@@ -50,8 +61,19 @@ def convert(
     or onnx also FILE.py:NAME, a torch module or what makes one.
     """
     if form != "hf":
-        export_model(out, home, model, target, form, inputs=inputs, rows=rows, dtype=dtype,
-                     random_weights=random_weights, seed=seed, overwrite=overwrite)  # fmt: skip
+        export_model(
+            out,
+            home,
+            model,
+            target,
+            form,
+            inputs=inputs,
+            rows=rows,
+            dtype=dtype,
+            random_weights=random_weights,
+            seed=seed,
+            overwrite=overwrite,
+        )
         return
     if inputs or rows:
         raise BadInput("--input and --rows are for --to pt2 and --to onnx; leave them out for a folder")

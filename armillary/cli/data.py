@@ -140,8 +140,9 @@ def inspect(out: Output, home: Home, folder: str, sequence: int, show: int) -> N
 
 def _say_sizes(out: Output, folder: str, splits: Sequence[About]) -> None:
     heads = ["split", "tokens", "documents", "median length", "longest", "shards", "size"]
-    rows = [[a.split, a.tokens, a.documents, a.median_length, a.longest, a.shards, bytes_text(a.num_bytes)]
-            for a in splits]  # fmt: skip
+    rows = [
+        [a.split, a.tokens, a.documents, a.median_length, a.longest, a.shards, bytes_text(a.num_bytes)] for a in splits
+    ]
     out.table(folder, heads, rows)
 
 

@@ -40,9 +40,12 @@ class DiagnoseGroup(VerbGroup):
         return super().parse_args(ctx, args)
 
 
-diagnose = DiagnoseGroup("diagnose", help="Name the loop that limits, and price what would help.\n\n"
-                         "`armillary diagnose RUN` also takes a server's URL, a trace, gauges.jsonl, or a log of "
-                         "someone else's training; `--apply N` writes the recipe with lever N pulled.")  # fmt: skip
+diagnose = DiagnoseGroup(
+    "diagnose",
+    help="Name the loop that limits, and price what would help.\n\n"
+    "`armillary diagnose RUN` also takes a server's URL, a trace, gauges.jsonl, or a log of "
+    "someone else's training; `--apply N` writes the recipe with lever N pulled.",
+)
 
 
 @diagnose.verb
@@ -92,9 +95,11 @@ def say_comparison(out: Output, home: Home, found: Comparison) -> None:
     name = "step" if found.of == "step_s" else found.of
     told = f"predicted {found.predicted:.2f} ×" if found.predicted else "nobody predicted this change"
     changed = ", ".join(f"{key}={value}" for key, value in found.change.items()) or "no key of the recipe"
-    out.say(f"{name} {value_text(found.of, found.before)} → {value_text(found.of, found.after)}   obtained "
-            f"{found.obtained:.2f} ×   {'nothing is booked' if found.notes else told}   "
-            f"(track record: {_record(out, home).summary})")  # fmt: skip
+    out.say(
+        f"{name} {value_text(found.of, found.before)} → {value_text(found.of, found.after)}   obtained "
+        f"{found.obtained:.2f} ×   {'nothing is booked' if found.notes else told}   "
+        f"(track record: {_record(out, home).summary})"
+    )
     out.say(f"changed: {changed}")
     for note in found.notes:
         out.say(f"note: {note}")
@@ -115,9 +120,17 @@ def track_record(out: Output, home: Home) -> None:
     """Every lever that was applied or compared: predicted, obtained, and the median error."""
     record = _record(out, home)
     if record.levers:
-        rows = [[one.run, one.title, one.of, f"{one.predicted:.2f} ×",
-                 f"{one.obtained:.2f} ×" if one.obtained is not None else None,
-                 f"{one.error:.0%}" if one.error is not None else None] for one in record.levers]  # fmt: skip
+        rows = [
+            [
+                one.run,
+                one.title,
+                one.of,
+                f"{one.predicted:.2f} ×",
+                f"{one.obtained:.2f} ×" if one.obtained is not None else None,
+                f"{one.error:.0%}" if one.error is not None else None,
+            ]
+            for one in record.levers
+        ]
         out.table("", ["run", "lever", "of", "predicted", "obtained", "error"], rows)
     out.say(f"track record: {record.summary}")
     out.result({"levers": record.levers, "median_error": record.median_error}, quiet=record.summary)

@@ -33,11 +33,16 @@ def _machine_pairs(found: Machine) -> list[tuple[str, object]]:
     gpus = [f"{gpu.name} {bytes_text(gpu.memory_bytes or 0)}" for gpu in found.gpus]
     links = sorted(set(found.gpu_links.values()))
     pairs: list[tuple[str, object]] = [
-        ("system", found.system), ("CPU", f"{cpu.model}, {cpu.cores} cores, {cpu.usable} usable{_because(cpu.why)}"),
-        ("extensions", " ".join(cpu.isa)), ("memory", bytes_text(found.memory_bytes) + _because(found.memory_why)),
+        ("system", found.system),
+        ("CPU", f"{cpu.model}, {cpu.cores} cores, {cpu.usable} usable{_because(cpu.why)}"),
+        ("extensions", " ".join(cpu.isa)),
+        ("memory", bytes_text(found.memory_bytes) + _because(found.memory_why)),
         ("NUMA nodes", [_node_text(node) for node in found.numa if len(found.numa) > 1]),
-        ("accelerators", gpus), ("between them", links), ("disks", disks), ("network", network),
-    ]  # fmt: skip
+        ("accelerators", gpus),
+        ("between them", links),
+        ("disks", disks),
+        ("network", network),
+    ]
     return [(name, value) for name, value in pairs if value not in ("", [])]
 
 

@@ -19,9 +19,19 @@ if TYPE_CHECKING:
 
 
 def export_model(
-    out: Output, home: Home, model: str, target: Path, form: Literal["pt2", "onnx"], *, inputs: tuple[str, ...],
-    rows: int | None, dtype: str | None, random_weights: bool, seed: int, overwrite: bool,
-) -> None:  # fmt: skip
+    out: Output,
+    home: Home,
+    model: str,
+    target: Path,
+    form: Literal["pt2", "onnx"],
+    *,
+    inputs: tuple[str, ...],
+    rows: int | None,
+    dtype: str | None,
+    random_weights: bool,
+    seed: int,
+    overwrite: bool,
+) -> None:
     """Write `model` to the file `target` and say how it was checked."""
     if target.suffix != f".{form}":
         raise BadInput(f"{target} does not end in .{form}; call it {target.with_suffix('.' + form)}")
@@ -42,8 +52,10 @@ def export_model(
         made = export(module, wanted, target, form, rows=rows)
         remember(home, target)
     taken = "any number of rows" if made.rows is None else f"{made.rows} rows"
-    out.say(f"{path_text(target.resolve())} · {bytes_text(made.bytes)} · takes {taken} · differs from the model by "
-            f"{made.error:.1g} · serve it: armillary serve {path_text(target.resolve())}")  # fmt: skip
+    out.say(
+        f"{path_text(target.resolve())} · {bytes_text(made.bytes)} · takes {taken} · differs from the model by "
+        f"{made.error:.1g} · serve it: armillary serve {path_text(target.resolve())}"
+    )
     out.result({"file": str(target), "bytes": made.bytes, "rows": made.rows, "error": made.error}, quiet=str(target))
 
 

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 @click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
 @click.option("--max-tokens", default=128, show_default=True, help="Tokens to make at most.")
 @click.option("--temperature", type=float, help="0 is greedy.  [default: the model's own, else 0.8]")
-@click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability.  [default: the model's, "
-              "else 0.95]")  # fmt: skip
+@click.option(
+    "--top-p", type=float, help="Keep the likeliest tokens up to this probability.  [default: the model's, else 0.95]"
+)
 @click.option("--seed", default=0, show_default=True, help="Same seed, same text.")
 @click.option("--dtype", help="fp32, bf16 or fp16.  [default: as serve.dtype=auto resolves it]")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
@@ -64,8 +65,9 @@ def generate(
     source, loaded = open_model(out, home, model, random_weights=random_weights, seed=seed, dtype=dtype, device=device)
     phases = {"weights": time.monotonic() - begin}
     own = sampling_defaults(source.files)
-    sampling = replace(sampling, **{name: value for name, value in own.given.items()
-                                    if name in MODELS_OWN and name not in given})  # fmt: skip
+    sampling = replace(
+        sampling, **{name: value for name, value in own.given.items() if name in MODELS_OWN and name not in given}
+    )
     if source.files is None or not (source.files / "tokenizer.json").is_file():
         return generate_ids(out, loaded, source.name, text, sampling)
     from armillary.model.tokenizer import Tokenizer
@@ -75,8 +77,9 @@ def generate(
         text = tokenizer.chat([{"role": "user", "content": text}])
     prompt_shown = "" if chat else text
     begin = time.monotonic()
-    made = stream_completion(out.stream, loaded, tokenizer, text, sampling, special=not chat, before=prompt_shown,
-                             phases=phases)  # fmt: skip
+    made = stream_completion(
+        out.stream, loaded, tokenizer, text, sampling, special=not chat, before=prompt_shown, phases=phases
+    )
     seconds = time.monotonic() - begin
     out.say(f"\n\n{len(made.tokens)} tokens · {len(made.tokens) / seconds:.1f} tokens/s · {made.finish}")
     if own.given:

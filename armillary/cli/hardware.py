@@ -79,10 +79,14 @@ def _show_chips(out: Output) -> None:
 def _chip_row(chip: Chip) -> list[object]:
     rents = [price.usd_per_hour for price in catalogue.prices() if price.chip == chip.name]
     return [
-        chip.name, _known(bytes_text, chip.memory_bytes), _known(bandwidth_text, chip.memory_bytes_per_s),
-        *(_peak(chip, dtype) for dtype in ("fp16", "bf16", "fp8")), f"{chip.tdp_w:,.0f} W" if chip.tdp_w else None,
-        dollars_text(median(rents)) if rents else None, str(chip.year or ""),
-    ]  # fmt: skip
+        chip.name,
+        _known(bytes_text, chip.memory_bytes),
+        _known(bandwidth_text, chip.memory_bytes_per_s),
+        *(_peak(chip, dtype) for dtype in ("fp16", "bf16", "fp8")),
+        f"{chip.tdp_w:,.0f} W" if chip.tdp_w else None,
+        dollars_text(median(rents)) if rents else None,
+        str(chip.year or ""),
+    ]
 
 
 def _show_nodes(out: Output) -> None:
@@ -90,11 +94,14 @@ def _show_nodes(out: Output) -> None:
     columns = ["name", "chips", "between chips", "to other nodes", "memory"]
     rows: list[list[object]] = [
         [
-            node.name, f"{node.num_chips} × {node.chip}", node.link, node.network,
+            node.name,
+            f"{node.num_chips} × {node.chip}",
+            node.link,
+            node.network,
             _known(bytes_text, node.memory_bytes),
         ]
         for node in nodes.values()
-    ]  # fmt: skip
+    ]
     out.table("", columns, rows)
     out.result(list(nodes.values()), quiet=nodes)
 
@@ -111,11 +118,15 @@ def _show_storage(out: Output) -> None:
     tiers = catalogue.storages()
     rows: list[list[object]] = [
         [
-            tier.name, tier.title, bandwidth_text(tier.read_bytes_per_s), bandwidth_text(tier.write_bytes_per_s),
-            seconds_text(tier.latency_s), _known("${:.3f}".format, tier.usd_per_gb_month),
+            tier.name,
+            tier.title,
+            bandwidth_text(tier.read_bytes_per_s),
+            bandwidth_text(tier.write_bytes_per_s),
+            seconds_text(tier.latency_s),
+            _known("${:.3f}".format, tier.usd_per_gb_month),
         ]
         for tier in tiers.values()
-    ]  # fmt: skip
+    ]
     out.table("", ["name", "title", "read", "write", "latency", "$/GB/month"], rows)
     out.result(list(tiers.values()), quiet=tiers)
 

@@ -39,9 +39,14 @@ class Launched:
 
 
 def launch(
-    program: str, orders: Mapping[str, Any], *, num_ranks: int, threads: int | None, logs: Path,
+    program: str,
+    orders: Mapping[str, Any],
+    *,
+    num_ranks: int,
+    threads: int | None,
+    logs: Path,
     then: str = "the same command goes on from the last checkpoint",
-) -> Launched:  # fmt: skip
+) -> Launched:
     """Run `python -m PROGRAM ORDERS` as ranks of one machine, and wait for them. The main rank shows what it does; what
     others print goes to `logs`. `threads` are those of a rank that computes on the CPU; `then` is what to do when one
     fails."""
@@ -68,19 +73,27 @@ def _start(program: str, orders: str, num_ranks: int, threads: int | None, folde
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # we say how it ended
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
-        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": "armillary", "TORCHELASTIC_MAX_RESTARTS": "0",
-    }  # fmt: skip
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "armillary",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
     if threads is not None:
         common |= {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": _loopback()}
     envs = {n: {**common, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(num_ranks)}
     before = {number: signal.getsignal(number) for number in _all_signals()}
     try:
         ranks = start_processes(
-            name="rank", entrypoint=sys.executable, args={n: ("-m", program, orders) for n in range(num_ranks)},
-            envs=envs, logs_specs=DefaultLogsSpecs(folder),
-        )  # fmt: skip
+            name="rank",
+            entrypoint=sys.executable,
+            args={n: ("-m", program, orders) for n in range(num_ranks)},
+            envs=envs,
+            logs_specs=DefaultLogsSpecs(folder),
+        )
     finally:
         for number, handler in before.items():  # torch takes the signals; passing them on is done here
             signal.signal(number, handler)

@@ -34,9 +34,18 @@ if TYPE_CHECKING:
 @moved("--trace", "try --set load.trace=FILE")
 @moved("--price", "try --set cost.usd_per_device_hour=2.5")
 def load(
-    out: Output, home: Home, url: str, recipe: Path | None, rate: float | None, clients: int | None,
-    duration: float | None, search: bool, page: Path | None, key: str, overrides: tuple[str, ...],
-) -> None:  # fmt: skip
+    out: Output,
+    home: Home,
+    url: str,
+    recipe: Path | None,
+    rate: float | None,
+    clients: int | None,
+    duration: float | None,
+    search: bool,
+    page: Path | None,
+    key: str,
+    overrides: tuple[str, ...],
+) -> None:
     """Send requests to the OpenAI-compatible server at URL and report TTFT, ITL, TPOT, throughput and goodput.
 
     Lengths, bursts, ramps, repeats and objectives are keys of a recipe: --set traffic.tokens_in=128, --set
@@ -99,7 +108,7 @@ def _more_files() -> None:
 
 def run_load(
     out: Output, url: str, test: Test, *, key: str = "", search: bool = False
-) -> tuple[LoadReport, Found | None]:  # fmt: skip
+) -> tuple[LoadReport, Found | None]:
     """The test with its progress shown, and with `search` the highest rate that is sustained."""
     from armillary.serving.load.probe import probe
     from armillary.serving.load.run import report_of, run_once
@@ -158,4 +167,3 @@ def _show(out: Output, report: LoadReport, found: Found | None, hour: float | No
         out.say(f"note: {note}")
     where = f"report: {path_text(page.resolve())}" if page else "plots: --page report.html"
     out.say(f"{where} · what each figure means: docs/load.md, and `definitions` of --json")
-

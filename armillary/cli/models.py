@@ -48,11 +48,18 @@ def summary(config: ModelConfig) -> dict[str, Any]:
     """One model in a few numbers."""
     count = parameters(config)
     return {
-        "name": config.name, "family": config.family, "parameters": count.total, "active_parameters": count.active,
-        "num_layers": config.num_layers, "hidden": config.hidden, "heads": config.heads, "kv_heads": config.kv_heads,
-        "context": config.context, "kv_bytes_per_token": kv_bytes_per_token(config),
+        "name": config.name,
+        "family": config.family,
+        "parameters": count.total,
+        "active_parameters": count.active,
+        "num_layers": config.num_layers,
+        "hidden": config.hidden,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "context": config.context,
+        "kv_bytes_per_token": kv_bytes_per_token(config),
         "buildable": unbuildable(config) is None,
-    }  # fmt: skip
+    }
 
 
 def _row(config: ModelConfig) -> list[object]:
@@ -60,9 +67,16 @@ def _row(config: ModelConfig) -> list[object]:
     active = facts["active_parameters"]
     heads = "latent" if config.mla else f"{config.heads}/{config.kv_heads}"
     return [
-        config.name, count_text(facts["parameters"]), count_text(active) if active != facts["parameters"] else None,
-        config.num_layers, config.hidden, heads, config.context, bytes_text(facts["kv_bytes_per_token"]), config.family,
-    ]  # fmt: skip
+        config.name,
+        count_text(facts["parameters"]),
+        count_text(active) if active != facts["parameters"] else None,
+        config.num_layers,
+        config.hidden,
+        heads,
+        config.context,
+        bytes_text(facts["kv_bytes_per_token"]),
+        config.family,
+    ]
 
 
 # --- one model
@@ -95,15 +109,21 @@ def _find(out: Output, home: Home, name: str) -> tuple[ModelConfig, dict[str, An
 def _pairs(config: ModelConfig, about: dict[str, Any]) -> list[tuple[str, object]]:
     count, reason = parameters(config), unbuildable(config)
     pairs = [
-        ("name", config.name), ("family", config.family), ("parameters", _counted(count.total)),
+        ("name", config.name),
+        ("family", config.family),
+        ("parameters", _counted(count.total)),
         ("active a token", _counted(count.active) if count.active != count.total else ""),
-        ("published as", about.get("published_parameters")), *_shape_pairs(config),
+        ("published as", about.get("published_parameters")),
+        *_shape_pairs(config),
         ("weights in bf16", bytes_text(count.total * _BF16_BYTES)),
-        ("KV cache in bf16", _kv_text(config)), ("forward", f"{flops_text(2 * count.multiplied)} a token + attention"),
+        ("KV cache in bf16", _kv_text(config)),
+        ("forward", f"{flops_text(2 * count.multiplied)} a token + attention"),
         ("the module", f"cannot build it: {reason}" if reason else "can build it"),
-        ("hub", about.get("hub")), ("also called", about.get("aliases")), ("source", about.get("source")),
+        ("hub", about.get("hub")),
+        ("also called", about.get("aliases")),
+        ("source", about.get("source")),
         ("note", about.get("note")),
-    ]  # fmt: skip
+    ]
     return [(name, value) for name, value in pairs if value not in (None, "", [])]
 
 
@@ -114,11 +134,16 @@ def _shape_pairs(config: ModelConfig) -> list[tuple[str, object]]:
     dense = config.num_moe_layers < config.num_layers
     kind = f"{config.activation}, gated" if config.gated else config.activation
     return [
-        ("layers", _layers_text(config)), ("hidden", config.hidden), ("attention", heads),
-        ("MLP", f"{config.ffn:,}, {kind}" if dense else ""), ("experts", _experts_text(config)),
-        ("vocabulary", f"{config.vocab:,}{', tied' if config.tied else ''}"), ("context", config.context),
-        ("positions", _positions_text(config)), ("norm", _norm_text(config)),
-    ]  # fmt: skip
+        ("layers", _layers_text(config)),
+        ("hidden", config.hidden),
+        ("attention", heads),
+        ("MLP", f"{config.ffn:,}, {kind}" if dense else ""),
+        ("experts", _experts_text(config)),
+        ("vocabulary", f"{config.vocab:,}{', tied' if config.tied else ''}"),
+        ("context", config.context),
+        ("positions", _positions_text(config)),
+        ("norm", _norm_text(config)),
+    ]
 
 
 def _layers_text(config: ModelConfig) -> str:

@@ -54,8 +54,10 @@ def the_recipe(words: Sequence[str]) -> Path:
     if not words:
         raise BadInput("armillary train needs a recipe; give its file, like recipes/tour.toml, or --parity")
     if len(words) > 1:
-        raise BadInput(f"armillary train takes one recipe and got {len(words)} ({', '.join(words[:3])}); give one, or "
-                       "add --parity to name strategies")  # fmt: skip
+        raise BadInput(
+            f"armillary train takes one recipe and got {len(words)} ({', '.join(words[:3])}); give one, or "
+            "add --parity to name strategies"
+        )
     return Path(words[0])
 
 
@@ -97,8 +99,10 @@ def _of_recipe(recipe: Recipe, home: Home, devices: int | None, only: Sequence[s
 
     layout = recipe.layout if devices is None else recipe.layout.on_devices(devices)
     if not 2 <= layout.num_devices <= MOST_RANKS:
-        raise BadInput(f"{layout.text()} is {layout.num_devices} ranks and --parity runs 2 to {MOST_RANKS} on this "
-                       "machine; try fewer with --devices or --set layout.dp=2")  # fmt: skip
+        raise BadInput(
+            f"{layout.text()} is {layout.num_devices} ranks and --parity runs 2 to {MOST_RANKS} on this "
+            "machine; try fewer with --devices or --set layout.dp=2"
+        )
     if unknown := [word for word in only if word not in FORMATS]:
         raise BadInput(f"{unknown[0]} chooses among strategies and a recipe is one; leave it or the recipe out")
     found = resolve_model(recipe.model.source, home, need_weights=False)
@@ -107,8 +111,13 @@ def _of_recipe(recipe: Recipe, home: Home, devices: int | None, only: Sequence[s
     check_layout(case.layout, case.config, num_devices=layout.num_devices)
     formats = [name for name in FORMATS if name in only] or list(FORMATS)
     name = f"recipe: {layout.text('dp', 'tp', 'pp', 'cp', 'ep')}" + f", zero {layout.zero}" * (layout.zero > 0)
-    return {"world": layout.num_devices, "strategies": [name], "experts": experts,
-            "layout": asdict(layout), "formats": formats}  # fmt: skip
+    return {
+        "world": layout.num_devices,
+        "strategies": [name],
+        "experts": experts,
+        "layout": asdict(layout),
+        "formats": formats,
+    }
 
 
 def layout_in(orders: dict[str, Any]) -> Layout | None:
@@ -119,8 +128,10 @@ def layout_in(orders: dict[str, Any]) -> Layout | None:
 def _launched(out: Output, home: Home, orders: dict[str, Any]) -> list[Row]:
     """All strategies, a few in each launch."""
     names, world = orders["strategies"], orders["world"]
-    out.say(f"{len(names)} strateg{'ies' if len(names) > 1 else 'y'} on {world} ranks against one process, "
-            f"{' and '.join(orders['formats'])}")  # fmt: skip
+    out.say(
+        f"{len(names)} strateg{'ies' if len(names) > 1 else 'y'} on {world} ranks against one process, "
+        f"{' and '.join(orders['formats'])}"
+    )
     rows: list[Row] = []
     for at in range(0, len(names), _A_LAUNCH):
         some = {"strategies": names[at : at + _A_LAUNCH], "done": at, "total": len(names)}
@@ -135,15 +146,25 @@ def _launched_some(out: Output, home: Home, orders: dict[str, Any]) -> list[Row]
 
     world = orders["world"]
     threads = compute_threads(world)
-    ended = launch("armillary.cli.parity_rank", {**orders, "mode": out.mode}, num_ranks=world,
-                   logs=home.cache / "parity", threads=threads, then="run it again")  # fmt: skip
+    ended = launch(
+        "armillary.cli.parity_rank",
+        {**orders, "mode": out.mode},
+        num_ranks=world,
+        logs=home.cache / "parity",
+        threads=threads,
+        then="run it again",
+    )
     if ended.interrupted or not ended.outcome:
         raise KeyboardInterrupt
     return [
-        Row(row["strategy"], row["world"], row["variants"],
-            {kind: {name: float(value) for name, value in errors.items()} for kind, errors in row["errors"].items()})
+        Row(
+            row["strategy"],
+            row["world"],
+            row["variants"],
+            {kind: {name: float(value) for name, value in errors.items()} for kind, errors in row["errors"].items()},
+        )
         for row in ended.outcome["rows"]
-    ]  # fmt: skip
+    ]
 
 
 def _show(out: Output, rows: list[Row], page: Path | None) -> None:

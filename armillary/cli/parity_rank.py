@@ -19,9 +19,11 @@ def measure_rows(orders: dict[str, Any], out: Output) -> dict[str, Any]:
     with join_world("cpu"), out.progress("parity", total=orders["total"], unit="row") as bar:
         bar.update(orders["done"])
         for name in orders["strategies"]:
-            given = cases_of(name, world, formats) if layout is None else cases_of_layout(
-                layout, formats, experts=orders["experts"]
-            )  # fmt: skip
+            given = (
+                cases_of(name, world, formats)
+                if layout is None
+                else cases_of_layout(layout, formats, experts=orders["experts"])
+            )
             rows.append(measure(name, world, given))
             bar.update(1, row=f"{name}: {'does not hold' if rows[-1].over else 'holds'}")
     return {"rows": [asdict(row) for row in rows]}

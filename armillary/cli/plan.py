@@ -18,8 +18,14 @@ from armillary.profiling.amdahl import speedup
 from armillary.spec.recipe import check_recipe
 from armillary.store.home import Home
 
-FOR = click.option("--for", "purpose", type=click.Choice(["train", "serve"]), default="train", show_default=True,
-                   help="What is planned.")  # fmt: skip
+FOR = click.option(
+    "--for",
+    "purpose",
+    type=click.Choice(["train", "serve"]),
+    default="train",
+    show_default=True,
+    help="What is planned.",
+)
 ANY = re.compile(r"any(?:x(\d+))?")
 ANY_DEVICES, ANY_SHOWN = 64, 10
 
@@ -37,8 +43,11 @@ class PlanGroup(VerbGroup):
         return super().parse_args(ctx, args)
 
 
-plan = PlanGroup("plan", help="Predict memory, step time, cost and layout before anything runs.\n\n"
-                 "`armillary plan RECIPE` or `armillary plan --model M --on h100x64` predicts one plan.")  # fmt: skip
+plan = PlanGroup(
+    "plan",
+    help="Predict memory, step time, cost and layout before anything runs.\n\n"
+    "`armillary plan RECIPE` or `armillary plan --model M --on h100x64` predicts one plan.",
+)
 
 
 @plan.verb
@@ -111,15 +120,25 @@ def _priced(out: Output, home: Home, asked: dict[str, Any]) -> tuple[Any, Any, s
             question = replace(question, recipe=replace(question.recipe, layout=found.best.layout()))
             return question, found.best, f"   (the quickest of {found.num_fitting:,} that fit)"
     job = question.recipe.train
-    check_layout(question.layout, question.model, num_devices=_room(question), sequence=job.sequence,
-                 batch_tokens=job.batch_tokens, by_trainer=True, compiled=job.compiled)  # fmt: skip
+    check_layout(
+        question.layout,
+        question.model,
+        num_devices=_room(question),
+        sequence=job.sequence,
+        batch_tokens=job.batch_tokens,
+        by_trainer=True,
+        compiled=job.compiled,
+    )
     return question, price(question.case, of([question.layout])), ""
 
 
 def _fixed(question: Any, asked: dict[str, Any]) -> dict[str, Any]:
     """What --set says of the layout: kept by a search."""
-    names = [text.partition("=")[0].strip().removeprefix("layout.") for text in asked["overrides"]
-             if text.startswith("layout.")]  # fmt: skip
+    names = [
+        text.partition("=")[0].strip().removeprefix("layout.")
+        for text in asked["overrides"]
+        if text.startswith("layout.")
+    ]
     return {name: getattr(question.layout, name) for name in names}
 
 
@@ -181,8 +200,13 @@ def _rank(out: Output, home: Home, asked: dict[str, Any], devices: int) -> None:
     question = ask(out, home, **{**asked, "on": f"h100x{devices if devices < 8 else (devices + 7) // 8 * 8}"})
     recipe = question.recipe
     with out.progress("trying nodes", unit="node") as bar:
-        ranked = rank_nodes(question.case, devices=devices, steps=recipe.train.steps, cost=recipe.cost,
-                            watch=lambda done, total, what: bar.at(done, total, now=what))  # fmt: skip
+        ranked = rank_nodes(
+            question.case,
+            devices=devices,
+            steps=recipe.train.steps,
+            cost=recipe.cost,
+            watch=lambda done, total, what: bar.at(done, total, now=what),
+        )
     say_ranking(out, ranked)
 
 
@@ -219,8 +243,9 @@ def _serve(out: Output, home: Home, asked: dict[str, Any], how: str) -> None:
         raise BadInput("--lora is for training: merge the adapters and leave --lora out to plan serving")
     every_node = _any_node(asked) is not None
     on = "h100" if every_node else asked["on"]  # any chip stands in for all of them
-    recipe = read_recipe(asked["recipe"], asked["model"], on, asked["sequence"], asked["batch_tokens"],
-                         asked["overrides"])  # fmt: skip
+    recipe = read_recipe(
+        asked["recipe"], asked["model"], on, asked["sequence"], asked["batch_tokens"], asked["overrides"]
+    )
     config = model_config(out, home, recipe)
     check_recipe(recipe, config, for_training=False)
     if every_node:
@@ -230,8 +255,11 @@ def _serve(out: Output, home: Home, asked: dict[str, Any], how: str) -> None:
             ranked = rank_serving(serving_request(recipe, config, find_cluster(recipe), home))
         plan_serving.say_serving_ranking(out, ranked)
         return
-    say = {"predict": plan_serving.say_serving, "search": plan_serving.say_serving_search,
-           "explain": plan_serving.explain_serving}[how]  # fmt: skip
+    say = {
+        "predict": plan_serving.say_serving,
+        "search": plan_serving.say_serving_search,
+        "explain": plan_serving.explain_serving,
+    }[how]
     say(out, serving_plan(recipe, config, find_cluster(recipe), home, search=how == "search"))
 
 

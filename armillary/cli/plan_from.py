@@ -37,11 +37,16 @@ def from_run(out: Output, home: Home, name: str) -> Changed:
     worth = [lever for lever in found.levers if lever.change and lever.speedup > WORTH and not found.is_healthy]
     lever = worth[0] if worth else None
     out.say(_pulled(found, run, found.levers.index(lever) + 1) if lever else f"{run.name} as it is: {found.headline}")
-    return Changed(recipe=run.recipe, overrides=tuple(overrides_of(lever.change)) if lever else (),
-                   purpose="serve" if found.kind == "serving" else "train")  # fmt: skip
+    return Changed(
+        recipe=run.recipe,
+        overrides=tuple(overrides_of(lever.change)) if lever else (),
+        purpose="serve" if found.kind == "serving" else "train",
+    )
 
 
 def _pulled(found: Diagnosis, run: Run, number: int) -> str:
     lever = found.lever(number)
-    return (f"{run.name} with lever {number} pulled: {lever.title} ({lever.sets}), predicted {lever.speedup:.2f} × in "
-            f"{lever.of} on what was measured\napply:   armillary diagnose {run.name} --apply {number}")  # fmt: skip
+    return (
+        f"{run.name} with lever {number} pulled: {lever.title} ({lever.sets}), predicted {lever.speedup:.2f} × in "
+        f"{lever.of} on what was measured\napply:   armillary diagnose {run.name} --apply {number}"
+    )

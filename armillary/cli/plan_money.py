@@ -25,8 +25,13 @@ _SHORTEST_S = 1.0
 def run_storage_of(made: TrainingPlan) -> RunStorage:
     """What the plan's run asks of storage: written beside the training, read by one copy of the model."""
     job, seconds = made.question.recipe.train, float(made.found.time.total[0])
-    return run_storage(made.question.model, tokens_per_s=job.batch_tokens / seconds, total_tokens=job.total_tokens,
-                       interval_s=max(_SHORTEST_S, made.goodput.interval_s), steps=job.steps)  # fmt: skip
+    return run_storage(
+        made.question.model,
+        tokens_per_s=job.batch_tokens / seconds,
+        total_tokens=job.total_tokens,
+        interval_s=max(_SHORTEST_S, made.goodput.interval_s),
+        steps=job.steps,
+    )
 
 
 def say_money(out: Output, made: TrainingPlan) -> None:
@@ -45,7 +50,13 @@ def money_plain(made: TrainingPlan) -> dict[str, Any]:
     found: Goodput = made.goodput
     return {
         "offers": [to_plain(one) for one in offers(cost, cluster)] if made.cost is not None else [],
-        "failures": {"mtbf_s": found.failures.mtbf_s, "interval_s": found.interval_s, "young_s": found.young_s,
-                     "daly_s": found.daly_s, "goodput_fraction": found.goodput_fraction, "lost": found.lost()},
+        "failures": {
+            "mtbf_s": found.failures.mtbf_s,
+            "interval_s": found.interval_s,
+            "young_s": found.young_s,
+            "daly_s": found.daly_s,
+            "goodput_fraction": found.goodput_fraction,
+            "lost": found.lost(),
+        },
         "storage": [to_plain(need) for need in run_storage_of(made).needs],
-    }  # fmt: skip
+    }

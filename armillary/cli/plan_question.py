@@ -28,23 +28,29 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def question_options(function: Function) -> Function:
     """RECIPE, --model, --on, --sequence, --batch-tokens, --lora and --set."""
-    for option in reversed((
-        click.argument("recipe", type=click.Path(path_type=Path), required=False),
-        click.option("--model", metavar="M", help="Instead of a recipe: a model.", shell_complete=complete.models),
-        click.option("--on", metavar="HARDWARE", help="Devices, like h100x64 or dgx-h200x8; over the recipe's."),
-        click.option("--sequence", metavar="N", help="Tokens of a sequence; over the recipe's."),
-        click.option("--batch-tokens", metavar="N", help="Tokens of a step, like 4M; over the recipe's."),
-        click.option("--lora", metavar="R", help="Fine-tune with adapters of rank R; 16:nf4 beside 4-bit weights."),
-        set_option,
-    )):  # fmt: skip
+    for option in reversed(
+        (
+            click.argument("recipe", type=click.Path(path_type=Path), required=False),
+            click.option("--model", metavar="M", help="Instead of a recipe: a model.", shell_complete=complete.models),
+            click.option("--on", metavar="HARDWARE", help="Devices, like h100x64 or dgx-h200x8; over the recipe's."),
+            click.option("--sequence", metavar="N", help="Tokens of a sequence; over the recipe's."),
+            click.option("--batch-tokens", metavar="N", help="Tokens of a step, like 4M; over the recipe's."),
+            click.option("--lora", metavar="R", help="Fine-tune with adapters of rank R; 16:nf4 beside 4-bit weights."),
+            set_option,
+        )
+    ):
         function = option(function)
     return function
 
 
 def read_recipe(
-    recipe: Path | Mapping[str, Any] | None, model: str | None, on: str | None, sequence: str | None,
-    batch_tokens: str | None, overrides: tuple[str, ...],
-) -> Recipe:  # fmt: skip
+    recipe: Path | Mapping[str, Any] | None,
+    model: str | None,
+    on: str | None,
+    sequence: str | None,
+    batch_tokens: str | None,
+    overrides: tuple[str, ...],
+) -> Recipe:
     """The recipe (a file, or the tables of a run) with the flags over it, or a recipe made of the flags."""
     from armillary.spec.recipe import load_recipe, recipe_from_dict
 
@@ -70,9 +76,17 @@ def _first(sequence: str | None, batch_tokens: str | None) -> dict[str, Any]:
 
 
 def ask(
-    out: Output, home: Home, *, recipe: Path | Mapping[str, Any] | None, model: str | None, on: str | None,
-    sequence: str | None, batch_tokens: str | None, lora: str | None, overrides: tuple[str, ...],
-) -> Question:  # fmt: skip
+    out: Output,
+    home: Home,
+    *,
+    recipe: Path | Mapping[str, Any] | None,
+    model: str | None,
+    on: str | None,
+    sequence: str | None,
+    batch_tokens: str | None,
+    lora: str | None,
+    overrides: tuple[str, ...],
+) -> Question:
     """The question with model and devices found; what the flags leave out is derived and noted."""
     from armillary.planning.question import question
     from armillary.spec.recipe import check_recipe

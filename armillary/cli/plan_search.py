@@ -15,19 +15,39 @@ from armillary.planning.search import Found, why
 from armillary.spec.fields import to_plain
 from armillary.units import bytes_text, dollars_text, scaled, seconds_text
 
-COLUMNS = ["", "tp", "pp", "×v", "cp", "ep", "dp", "zero", "micro", "redo", "in", "memory", "step",
-           "tok/s/dev", "MFU", "$/1T tok"]  # fmt: skip
+COLUMNS = [
+    "",
+    "tp",
+    "pp",
+    "×v",
+    "cp",
+    "ep",
+    "dp",
+    "zero",
+    "micro",
+    "redo",
+    "in",
+    "memory",
+    "step",
+    "tok/s/dev",
+    "MFU",
+    "$/1T tok",
+]
 
 _SHORT = {"none": "–", "selective": "some", "full": "all"}
 
 
 def say_search(out: Output, question: Question, found: Found) -> None:
     price = _price(question)
-    out.say(f"{question.model.name} on {question.case.cluster.text()}, {question.case.batch_tokens:,} tokens a step of "
-            f"sequences of {question.case.sequence:,}")  # fmt: skip
+    out.say(
+        f"{question.model.name} on {question.case.cluster.text()}, {question.case.batch_tokens:,} tokens a step of "
+        f"sequences of {question.case.sequence:,}"
+    )
     out.table("", COLUMNS, [_cells(question, found.best, i, price) for i in range(len(found.best.layouts))])
-    out.say("×v: chunks a stage; redo: what the backward pass makes again (some: selective, all: full); in: format of "
-            "the products")  # fmt: skip
+    out.say(
+        "×v: chunks a stage; redo: what the backward pass makes again (some: selective, all: full); in: format of "
+        "the products"
+    )
     out.say(f"{found.num_valid:,} valid layouts, {found.num_fitting:,} fit, {found.seconds:.1f} s")
     for line in why(found):
         out.say(f"why: {line}")
@@ -41,11 +61,14 @@ def say_search(out: Output, question: Question, found: Found) -> None:
 
 def search_answer(question: Question, found: Found, price: float | None) -> dict[str, Any]:
     return {
-        "valid": found.num_valid, "fitting": found.num_fitting, "seconds": found.seconds, "why": why(found),
+        "valid": found.num_valid,
+        "fitting": found.num_fitting,
+        "seconds": found.seconds,
+        "why": why(found),
         "best": [_answer(question, found.best, i, price) for i in range(len(found.best.layouts))],
         "front": [_answer(question, found.front, i, price) for i in range(len(found.front.layouts))],
         "notes": list(question.notes),
-    }  # fmt: skip
+    }
 
 
 def _answer(question: Question, found: Prediction, i: int, price: float | None) -> dict[str, Any]:
@@ -58,11 +81,23 @@ def _cells(question: Question, found: Prediction, i: int, price: float | None) -
     each = float(found.tokens_per_s[i]) / layout.num_devices
     dollars = _trillion(question, found, i, price)
     return [
-        i + 1, layout.tp, layout.pp, f"×{layout.interleave}", layout.cp, layout.ep, layout.dp,
-        f"{layout.zero}" + (f"/{layout.shard}" if layout.shard else ""), layout.micro_batch, _SHORT[layout.recompute],
-        found.precision(i), bytes_text(float(found.memory.total[i])), seconds_text(float(found.time.total[i])),
-        scaled(each), f"{found.mfu[i] * 100:.0f} %", dollars_text(dollars) if dollars is not None else None,
-    ]  # fmt: skip
+        i + 1,
+        layout.tp,
+        layout.pp,
+        f"×{layout.interleave}",
+        layout.cp,
+        layout.ep,
+        layout.dp,
+        f"{layout.zero}" + (f"/{layout.shard}" if layout.shard else ""),
+        layout.micro_batch,
+        _SHORT[layout.recompute],
+        found.precision(i),
+        bytes_text(float(found.memory.total[i])),
+        seconds_text(float(found.time.total[i])),
+        scaled(each),
+        f"{found.mfu[i] * 100:.0f} %",
+        dollars_text(dollars) if dollars is not None else None,
+    ]
 
 
 def _price(question: Question) -> float | None:
@@ -76,8 +111,13 @@ def _trillion(question: Question, found: Prediction, i: int, price: float | None
     """Dollars for a trillion tokens."""
     if price is None:
         return None
-    cost = training_cost(step_s=float(found.time.total[i]), batch_tokens=question.case.batch_tokens, steps=1,
-                         num_devices=found.layout(i).num_devices, usd_per_device_hour=price)  # fmt: skip
+    cost = training_cost(
+        step_s=float(found.time.total[i]),
+        batch_tokens=question.case.batch_tokens,
+        steps=1,
+        num_devices=found.layout(i).num_devices,
+        usd_per_device_hour=price,
+    )
     return cost.million_trained_tokens_usd * 1e6
 
 
@@ -106,17 +146,27 @@ def _node_cells(one: Ranked) -> list[object]:
     assert one.best is not None and one.cluster is not None
     layout = one.best.layout()
     return [
-        one.node.name, one.cluster.num_devices, layout.text("tp", "pp", "cp", "ep", "dp").replace(" × ", " "),
-        bytes_text(float(one.best.memory.total[0])), seconds_text(float(one.best.time.total[0])),
-        f"{one.best.mfu[0] * 100:.0f} %", seconds_text(one.run_s or 0.0),
-        dollars_text(one.run_usd) if one.run_usd is not None else None, ", ".join(one.frameworks[:2]),
-    ]  # fmt: skip
+        one.node.name,
+        one.cluster.num_devices,
+        layout.text("tp", "pp", "cp", "ep", "dp").replace(" × ", " "),
+        bytes_text(float(one.best.memory.total[0])),
+        seconds_text(float(one.best.time.total[0])),
+        f"{one.best.mfu[0] * 100:.0f} %",
+        seconds_text(one.run_s or 0.0),
+        dollars_text(one.run_usd) if one.run_usd is not None else None,
+        ", ".join(one.frameworks[:2]),
+    ]
 
 
 def _node_answer(one: Ranked) -> dict[str, Any]:
     return {
-        "node": one.node.name, "devices": one.cluster.num_devices if one.cluster else None,
-        "fits": one.best is not None, "layout": to_plain(one.best.layout()) if one.best else None,
-        "predicted": one.best.gauges() if one.best else {}, "run_s": one.run_s, "run_usd": one.run_usd,
-        "software": list(one.frameworks), "reason": one.reason or None,
-    }  # fmt: skip
+        "node": one.node.name,
+        "devices": one.cluster.num_devices if one.cluster else None,
+        "fits": one.best is not None,
+        "layout": to_plain(one.best.layout()) if one.best else None,
+        "predicted": one.best.gauges() if one.best else {},
+        "run_s": one.run_s,
+        "run_usd": one.run_usd,
+        "software": list(one.frameworks),
+        "reason": one.reason or None,
+    }

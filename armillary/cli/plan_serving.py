@@ -73,17 +73,23 @@ def _node_cells(one: RankedServing, cells: list[str]) -> list[object]:
 def _node_answer(one: RankedServing) -> dict[str, Any]:
     chosen = one.best
     return {
-        "node": one.node.name, "meets": chosen is not None, "replica": to_plain(chosen.split) if chosen else None,
-        "formats": to_plain(chosen.formats) if chosen else None, "predicted": chosen.predicted() if chosen else {},
-        "software": list(one.software), "reason": one.reason or None,
-    }  # fmt: skip
+        "node": one.node.name,
+        "meets": chosen is not None,
+        "replica": to_plain(chosen.split) if chosen else None,
+        "formats": to_plain(chosen.formats) if chosen else None,
+        "predicted": chosen.predicted() if chosen else {},
+        "software": list(one.software),
+        "reason": one.reason or None,
+    }
 
 
 def _head(out: Output, made: ServingPlan) -> None:
     asked, traffic = made.request, made.request.traffic
     lengths = f"{traffic.tokens_in:,} + {traffic.tokens_out:,} tokens"
-    out.say(f"{asked.config.name} on {asked.cluster.text()} · {count_text(parameters(asked.config).total)} parameters"
-            f" · {traffic.requests_per_s:g} requests/s of {lengths}")  # fmt: skip
+    out.say(
+        f"{asked.config.name} on {asked.cluster.text()} · {count_text(parameters(asked.config).total)} parameters"
+        f" · {traffic.requests_per_s:g} requests/s of {lengths}"
+    )
 
 
 def _say_ways(out: Output, made: ServingPlan, shown: int) -> None:

@@ -32,8 +32,10 @@ def say_training(out: Output, made: TrainingPlan, how: str, confidence: str = ""
     found, question = made.found, made.question
     count = parameters(question.model)
     width = min(WIDTH, get_terminal_size((WIDTH, 0)).columns)
-    head = (f"{question.model.name} on {question.case.cluster.text()} · {count_text(count.total)} parameters, "
-            f"{flops_text(found.model_flops)} a token")  # fmt: skip
+    head = (
+        f"{question.model.name} on {question.case.cluster.text()} · {count_text(count.total)} parameters, "
+        f"{flops_text(found.model_flops)} a token"
+    )
     out.say("\n".join(wrap(head, width)))
     rows = [
         ("layout", f"{layout_text(found)}{how}"),
@@ -87,8 +89,10 @@ def say_stages(out: Output, found: Prediction) -> None:
     if len(stages) < 2:
         return
     names = list(stages[0].parts())
-    cells = [[i, f"{layers[i]:g}", *(bytes_text(size) for size in one.parts().values()),
-              bytes_text(float(one.total[0]))] for i, one in enumerate(stages)]  # fmt: skip
+    cells = [
+        [i, f"{layers[i]:g}", *(bytes_text(size) for size in one.parts().values()), bytes_text(float(one.total[0]))]
+        for i, one in enumerate(stages)
+    ]
     out.table("\nmemory by pipeline stage", ["stage", "layers", *names, "all"], cells)
 
 
@@ -116,8 +120,10 @@ def offload_rows(found: Prediction, i: int = 0) -> list[tuple[str, str]]:
     freed, size = float(before.total[0] - found.memory.total[i]), float(found.memory.host[i])
     where = "on disk" if layout.offload == "nvme" else "on the host"
     gain = f"frees {bytes_text(freed)}" if freed > 0 else "frees nothing"
-    text = (f"{gain} of the device for {bytes_text(size)} {where}  the step stands still "
-            f"{seconds_text(float(found.time.offload[i]))} for it")  # fmt: skip
+    text = (
+        f"{gain} of the device for {bytes_text(size)} {where}  the step stands still "
+        f"{seconds_text(float(found.time.offload[i]))} for it"
+    )
     if layout.offload != "activations":
         seconds = host_adamw_s(found.case, one, taken(found.time.held, np.array([i])))
         text += f"  (AdamW there takes {seconds_text(float(seconds[0]))})"
@@ -126,9 +132,15 @@ def offload_rows(found: Prediction, i: int = 0) -> list[tuple[str, str]]:
 
 def step_parts(found: Prediction, i: int = 0) -> dict[str, float]:
     time = found.time
-    parts = {"products": time.gemm, "attention": time.attention, "memory-bound": time.memory,
-             "recompute": time.recompute + time.contention, "comm exposed": time.exposed, "bubble": time.bubble,
-             "overhead": time.overhead}  # fmt: skip
+    parts = {
+        "products": time.gemm,
+        "attention": time.attention,
+        "memory-bound": time.memory,
+        "recompute": time.recompute + time.contention,
+        "comm exposed": time.exposed,
+        "bubble": time.bubble,
+        "overhead": time.overhead,
+    }
     return {name: max(0.0, float(seconds[i])) for name, seconds in parts.items()}
 
 
@@ -138,16 +150,22 @@ def step_text(found: Prediction, i: int = 0) -> str:
         max(0.0, float(array[i]))
         for array in (time.compute, time.exposed, time.comm, time.bubble, time.overhead, time.total)
     )
-    parts = (f"compute {seconds_text(compute)}", f"comm exposed {seconds_text(exposed)} of {seconds_text(comm)}",
-             f"bubble {seconds_text(bubble)}", f"overhead {seconds_text(overhead)}",
-             f"→ {seconds_text(total)}")  # fmt: skip
+    parts = (
+        f"compute {seconds_text(compute)}",
+        f"comm exposed {seconds_text(exposed)} of {seconds_text(comm)}",
+        f"bubble {seconds_text(bubble)}",
+        f"overhead {seconds_text(overhead)}",
+        f"→ {seconds_text(total)}",
+    )
     return "  ".join(glued(part) for part in parts)
 
 
 def throughput_text(found: Prediction, i: int = 0) -> str:
     each = float(found.tokens_per_s[i]) / float(found.layouts.num_devices[i])
-    return (f"{scaled(each)} tokens/s/device   {found.mfu[i] * 100:.0f} % MFU, {found.hfu(i) * 100:.0f} % HFU "
-            f"(6·N, causal attention as half, of the dense 16-bit peak)   ceilings: {found.case.curves.source}")
+    return (
+        f"{scaled(each)} tokens/s/device   {found.mfu[i] * 100:.0f} % MFU, {found.hfu(i) * 100:.0f} % HFU "
+        f"(6·N, causal attention as half, of the dense 16-bit peak)   ceilings: {found.case.curves.source}"
+    )
 
 
 def limit_text(found: Prediction, i: int = 0) -> str:

@@ -42,11 +42,20 @@ class Asked:
 @verb
 @click.argument("target", nargs=-1, required=True, type=click.UNPROCESSED, metavar="TARGET")
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="How many steps to record.")
-@click.option("--html", default="profile.html", show_default=True, type=click.Path(dir_okay=False, path_type=Path),
-              help="Where the page goes.")  # fmt: skip
+@click.option(
+    "--html",
+    default="profile.html",
+    show_default=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where the page goes.",
+)
 @click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Keep the trace, for Perfetto.")
-@click.option("--compare", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="An earlier trace, or what --json printed.")  # fmt: skip
+@click.option(
+    "--compare",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="An earlier trace, or what --json printed.",
+)
 @click.option("--stop", is_flag=True, help="End the script when its steps are recorded.")
 @click.option("--device", help="cpu, cuda … for a recipe.  [default: the best there is]")
 @set_option
@@ -117,9 +126,7 @@ def _script(out: Output, home: Home, target: tuple[str, ...], asked: Asked) -> t
     # with --json or --quiet stdout is for the answer alone
     stdout = None if out.mode == "human" else sys.stderr.fileno()
     sys.stdout.flush()
-    ran = profile_script(
-        target, home=home, steps=asked.steps, stop=asked.stop, trace_path=asked.trace, stdout=stdout
-    )
+    ran = profile_script(target, home=home, steps=asked.steps, stop=asked.stop, trace_path=asked.trace, stdout=stdout)
     if ran.code:
         out.warn(f"the script ended with exit code {ran.code}; the profile is of what ran before")
     return ran.profile, ran.code

@@ -91,10 +91,14 @@ class RichBar:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[amount]}"),
-            TextColumn("{task.fields[live]}", style="cyan"), TimeRemainingColumn(compact=True),
-            console=Console(stderr=True, highlight=False, emoji=False), redirect_stdout=False,
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[amount]}"),
+            TextColumn("{task.fields[live]}", style="cyan"),
+            TimeRemainingColumn(compact=True),
+            console=Console(stderr=True, highlight=False, emoji=False),
+            redirect_stdout=False,
+        )
         self._unit = unit
         self._task = self._progress.add_task(what, total=total, amount=amount_text(0, total, unit), live="")
         self._live: dict[str, object] = {}

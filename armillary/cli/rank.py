@@ -76,8 +76,16 @@ def train_run(orders: dict[str, Any], out: Output) -> dict[str, Any]:
     plan = Plan.from_json(run.plan.read_text(), str(run.plan))
     until = Until.parse(orders["until"]) if orders["until"] else None
     with TrainView(out, plan, run, brief=orders["brief"]) as view:
-        done = train(plan, run, device=orders["device"], until=until, watch=view, say=out.warn, home=home,
-                     parent=orders["parent"])  # fmt: skip
+        done = train(
+            plan,
+            run,
+            device=orders["device"],
+            until=until,
+            watch=view,
+            say=out.warn,
+            home=home,
+            parent=orders["parent"],
+        )
     return outcome_of(done)
 
 

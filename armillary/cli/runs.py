@@ -45,11 +45,19 @@ def _show_one(out: Output, run: Run) -> None:
     state = run.progress
     facts = _facts(run, state)
     pairs: list[tuple[str, object]] = [
-        ("model", state.model), ("state", state.shown), ("error", state.error), ("step", _step(state)),
-        ("loss", state.loss), ("started", _ago(state.started)), ("took", _took(state)), ("host", state.host),
-        ("checkpoints", facts["checkpoints"]), ("export", facts["export"]), ("overrides", facts["overrides"]),
+        ("model", state.model),
+        ("state", state.shown),
+        ("error", state.error),
+        ("step", _step(state)),
+        ("loss", state.loss),
+        ("started", _ago(state.started)),
+        ("took", _took(state)),
+        ("host", state.host),
+        ("checkpoints", facts["checkpoints"]),
+        ("export", facts["export"]),
+        ("overrides", facts["overrides"]),
         ("folder", str(run.folder)),
-    ]  # fmt: skip
+    ]
     out.fields(run.id, [(name, value) for name, value in pairs if value not in (None, "", [])])
     if facts["export"]:
         out.say(f"next: armillary generate {run.name}")

@@ -35,9 +35,18 @@ from armillary.store.home import Home
 @moved("--tools", "try --set serve.tools=hermes")
 @moved("--otlp", "try --set serve.otlp=http://…")
 def serve(
-    out: Output, home: Home, model: str, host: str, port: int, max_model_len: int | None, tp: int, trust: bool,
-    device: str | None, recipe: Path | None, overrides: tuple[str, ...],
-) -> None:  # fmt: skip
+    out: Output,
+    home: Home,
+    model: str,
+    host: str,
+    port: int,
+    max_model_len: int | None,
+    tp: int,
+    trust: bool,
+    device: str | None,
+    recipe: Path | None,
+    overrides: tuple[str, ...],
+) -> None:
     """Serve MODEL to OpenAI's clients: chats, completions, tools, structures; a chat page at /.
 
     MODEL is a Hugging Face folder, a Hub id, a run or a release. SIGTERM lets requests under way finish. The rest is
@@ -52,8 +61,9 @@ def serve(
     if is_model_file(Path(model)):
         from armillary.cli.serve_file import serve_file
 
-        return serve_file(out, home, Path(model), host=host, port=port, device=device, recipe=recipe,
-                          overrides=overrides, trust=trust)  # fmt: skip
+        return serve_file(
+            out, home, Path(model), host=host, port=port, device=device, recipe=recipe, overrides=overrides, trust=trust
+        )
     if trust:
         raise BadInput("--trust is for model files; a model folder holds no code, leave it out")
     asked = _asked(recipe, overrides, max_model_len)
@@ -73,11 +83,22 @@ def serve(
     if threads is not None:
         say(f"threads {threads.reason or f'{threads.count}: as asked'}")
     door = Door(host=host, port=port, keys=read_keys(asked.serve.api_key_file))
-    with recorded(home, source, asked, text=recipe.read_text() if recipe else "", overrides=overrides, tp=tp,
-                  dtype=dtype, threads=threads, device=device, say=say) as folder:  # fmt: skip
+    with recorded(
+        home,
+        source,
+        asked,
+        text=recipe.read_text() if recipe else "",
+        overrides=overrides,
+        tp=tp,
+        dtype=dtype,
+        threads=threads,
+        device=device,
+        say=say,
+    ) as folder:
         settings = replace(with_dtype(asked.serve, dtype), threads=threads.count if threads else asked.serve.threads)
-        orders = Orders(model=str(source.folder), serve=settings, home=home, device=device,
-                        gauges=folder.gauges if folder else None)  # fmt: skip
+        orders = Orders(
+            model=str(source.folder), serve=settings, home=home, device=device, gauges=folder.gauges if folder else None
+        )
         run(source, orders, door, ranks=tp, say=say)
 
 

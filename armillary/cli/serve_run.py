@@ -48,9 +48,17 @@ def recorded(home: Home, source: ModelSource, asked: Recipe, *, say: Say, **more
 
 
 def begin_run(
-    home: Home, source: ModelSource, recipe: Recipe, *, dtype: Resolved, threads: Threads | None = None,
-    text: str = "", overrides: tuple[str, ...] = (), tp: int = 1, device: str | None = None,
-) -> Run:  # fmt: skip
+    home: Home,
+    source: ModelSource,
+    recipe: Recipe,
+    *,
+    dtype: Resolved,
+    threads: Threads | None = None,
+    text: str = "",
+    overrides: tuple[str, ...] = (),
+    tp: int = 1,
+    device: str | None = None,
+) -> Run:
     """A folder for what this server measures; ArmillaryError where it cannot be written."""
     layout = replace(recipe.layout, tp=tp, precision=dtype.dtype)
     recipe = replace(recipe, layout=layout)
@@ -72,9 +80,17 @@ def serve_plan(
     cluster = recipe.cluster(here(device=device))
     is_said = recipe.traffic != type(recipe.traffic)()
     predicted, notes = _predicted(home, source, recipe, cluster) if is_said else ({}, ())
-    return Plan(created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), recipe=tables, model=source.config,
-                cluster=cluster, layout=layout, serve=recipe.serve, weights=str(source.folder or ""),
-                predicted=predicted, notes=notes)  # fmt: skip
+    return Plan(
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        recipe=tables,
+        model=source.config,
+        cluster=cluster,
+        layout=layout,
+        serve=recipe.serve,
+        weights=str(source.folder or ""),
+        predicted=predicted,
+        notes=notes,
+    )
 
 
 def _predicted(

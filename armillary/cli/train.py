@@ -51,10 +51,19 @@ DAY_S = 86_400.0
 @moved("--from", "try --set model.path=FOLDER, or --set model.name=NAME for a run or a Hub id")
 @moved("--until", "try --set train.until=val_loss=3.2")
 def train(
-    out: Output, home: Home, words: tuple[str, ...], overrides: tuple[str, ...], devices: int | None,
-    name: str | None, new: bool, take_over: bool, device: str | None, dry_run: bool, as_parity: bool,
+    out: Output,
+    home: Home,
+    words: tuple[str, ...],
+    overrides: tuple[str, ...],
+    devices: int | None,
+    name: str | None,
+    new: bool,
+    take_over: bool,
+    device: str | None,
+    dry_run: bool,
+    as_parity: bool,
     yes: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Train the model of RECIPE, on one device or many, and export it as a Hugging Face folder.
 
     A name of the catalogue starts from scratch; a folder, a run or a Hub id (--set model.path=…, model.name=…) goes on
@@ -111,9 +120,15 @@ def _goal(recipe: Recipe) -> Until | None:
 
 
 def begin(
-    out: Output, home: Home, recipe: Recipe, *, device: str | None = None, devices: int | None = None,
-    fills: int | None = None, until: Until | None = None,
-) -> Start:  # fmt: skip
+    out: Output,
+    home: Home,
+    recipe: Recipe,
+    *,
+    device: str | None = None,
+    devices: int | None = None,
+    fills: int | None = None,
+    until: Until | None = None,
+) -> Start:
     """Find the model, fetching its weights if it must, check everything, plan it, and say what was planned."""
     need_torch("training")
     from armillary.model.device import pick_device
@@ -158,8 +173,9 @@ def _with_compile(begun: Start) -> Start:
     if not reason:
         return begun
     assert begun.plan.train is not None
-    plan = replace(begun.plan, train=replace(begun.plan.train, compile=True),
-                   chosen={**begun.plan.chosen, "train.compile": reason})  # fmt: skip
+    plan = replace(
+        begun.plan, train=replace(begun.plan.train, compile=True), chosen={**begun.plan.chosen, "train.compile": reason}
+    )
     return replace(begun, plan=plan)
 
 
@@ -187,9 +203,14 @@ def say_start(out: Output, begun: Start, made: TrainingPlan) -> None:
     count = count_text(parameters(plan.model).total)
     out.say(f"{plan.model.name} on {plan.cluster.text()} · {count} parameters · {origin}")
     chosen = [(key.partition(".")[2], why) for key, why in plan.chosen.items()]
-    rows = [("layout", layout_text(made.found)), *chosen, ("memory / device", memory_text(made.found)),
-            *offload_rows(made.found), ("step", step_text(made.found)),
-            ("learning rate", _rate_text(begun))]  # fmt: skip
+    rows = [
+        ("layout", layout_text(made.found)),
+        *chosen,
+        ("memory / device", memory_text(made.found)),
+        *offload_rows(made.found),
+        ("step", step_text(made.found)),
+        ("learning rate", _rate_text(begun)),
+    ]
     for name, text in rows:
         out.say(line_text(name, text))
 
@@ -208,9 +229,16 @@ def _rate_text(begun: Start) -> str:
 
 
 def run_training(
-    out: Output, begun: Start, *, text: str, overrides: tuple[str, ...], device: str | None = None,
-    until: Until | None = None, brief: bool = False, **choice: Any,
-) -> dict[str, Any]:  # fmt: skip
+    out: Output,
+    begun: Start,
+    *,
+    text: str,
+    overrides: tuple[str, ...],
+    device: str | None = None,
+    until: Until | None = None,
+    brief: bool = False,
+    **choice: Any,
+) -> dict[str, Any]:
     """Prepare the data, open the run, train, and say how it ended; `brief` leaves out what single steps tell, and
     `choice` (name, new, take_over, file) says which run it is."""
     from armillary.training.start import refuse_elsewhere
@@ -227,7 +255,7 @@ def run_training(
 
 def _open_run(
     out: Output, begun: Start, text: str, overrides: tuple[str, ...], choice: dict[str, Any], *, brief: bool = False
-) -> tuple[Start, Run]:  # fmt: skip
+) -> tuple[Start, Run]:
     from armillary.training.resume import Choice
 
     chosen = Choice(**choice)
@@ -247,9 +275,11 @@ def _open_run(
     job, goes_on = begun.recipe.train, goes_on or f"new run {run.id}"
     planned = begun.plan.predicted
     saves = _saves(job, planned["step_s"])
-    out.say(f"planned {seconds_text(planned['step_s'])}/step, {bytes_text(planned['memory_peak_bytes'])}/device · "
-            f"{goes_on} · {job.steps:,} steps of {count_text(job.batch_tokens)} tokens · {saves} · "
-            f"{end_text(begun, run)}")  # fmt: skip
+    out.say(
+        f"planned {seconds_text(planned['step_s'])}/step, {bytes_text(planned['memory_peak_bytes'])}/device · "
+        f"{goes_on} · {job.steps:,} steps of {count_text(job.batch_tokens)} tokens · {saves} · "
+        f"{end_text(begun, run)}"
+    )
     return begun, run
 
 
@@ -285,8 +315,10 @@ def refuse_days(begun: Start, *, yes: bool) -> None:
     left = seconds_left(begun, None)
     if yes or begun.plan.cluster.chip.kind != "cpu" or left <= DAY_S:
         return
-    raise BadInput(f"{begun.recipe.train.steps:,} steps would take {seconds_text(left)} on this CPU; start it all the "
-                   "same with --yes, or take fewer steps (--set train.steps=…) or a smaller model")  # fmt: skip
+    raise BadInput(
+        f"{begun.recipe.train.steps:,} steps would take {seconds_text(left)} on this CPU; start it all the "
+        "same with --yes, or take fewer steps (--set train.steps=…) or a smaller model"
+    )
 
 
 def _saves(job: TrainJob, step_s: float) -> str:
@@ -314,7 +346,7 @@ def _goes_on(out: Output, begun: Start, run: Run) -> str:
 
 def _train_here(
     out: Output, begun: Start, run: Run, device: str | None, until: Until | None, *, brief: bool
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     from armillary.training.loop import train as library_train
 
     with TrainView(out, begun.plan, run, brief=brief) as view:
@@ -324,7 +356,7 @@ def _train_here(
 
 def _launch(
     out: Output, begun: Start, run: Run, device: str | None, until: Until | None, *, brief: bool
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Ranks of our own; how the run ended is noted here, because a rank may not live to do it."""
     from armillary.cli.launch import launch
     from armillary.machine.cores import compute_threads
@@ -332,12 +364,22 @@ def _launch(
 
     count = begun.plan.layout.num_devices
     on_cpu = begun.plan.cluster.chip.kind == "cpu" or device == "cpu"
-    orders = {"run": str(run.folder), "mode": out.mode, "device": device, "brief": brief,
-              "home": {"work": str(begun.home.work), "cache": str(begun.home.cache)},
-              "until": f"{until.gauge}={until.value!r}" if until else ""}  # fmt: skip
+    orders = {
+        "run": str(run.folder),
+        "mode": out.mode,
+        "device": device,
+        "brief": brief,
+        "home": {"work": str(begun.home.work), "cache": str(begun.home.cache)},
+        "until": f"{until.gauge}={until.value!r}" if until else "",
+    }
     try:
-        ended = launch("armillary.cli.rank", orders, num_ranks=count, logs=run.folder / "logs",
-                       threads=compute_threads(count) if on_cpu else None)  # fmt: skip
+        ended = launch(
+            "armillary.cli.rank",
+            orders,
+            num_ranks=count,
+            logs=run.folder / "logs",
+            threads=compute_threads(count) if on_cpu else None,
+        )
     except BaseException as error:
         note_failure(run, error)
         raise
@@ -347,9 +389,17 @@ def _launch(
 
 
 def train_joined(
-    out: Output, home: Home, recipe: Recipe, planning: dict[str, Any], *, text: str, overrides: tuple[str, ...],
-    device: str | None, until: Until | None, **choice: Any,
-) -> None:  # fmt: skip
+    out: Output,
+    home: Home,
+    recipe: Recipe,
+    planning: dict[str, Any],
+    *,
+    text: str,
+    overrides: tuple[str, ...],
+    device: str | None,
+    until: Until | None,
+    **choice: Any,
+) -> None:
     """As one of the ranks that torchrun or srun started: the main one speaks, and opens the run for all."""
     from armillary.parallel.world import join_world
     from armillary.training.loop import agreement
@@ -360,8 +410,7 @@ def train_joined(
         try:
             asked = {**planning, "devices": world.size}
             begun = ranks.patiently("find the model", lambda: begin(shown, home, recipe, **asked))
-            opened = ranks.patiently("prepare the data",
-                                     lambda: _opened(shown, begun, world, text, overrides, choice))  # fmt: skip
+            opened = ranks.patiently("prepare the data", lambda: _opened(shown, begun, world, text, overrides, choice))
             run = ranks.tell(opened)
             assert run is not None
             plan = Plan.from_json(run.plan.read_text(), str(run.plan))  # as the main rank resolved it
@@ -390,12 +439,14 @@ def _as_said(error: Exception, *, rank: int) -> BaseException:
     if rank and (lost or isinstance(error, AgreedError)):
         return SystemExit(USER_ERROR)
     if lost:
-        return ArmillaryError(f"another rank ended ({' '.join(str(error).split())[:200]}); see what it said, and train "
-                              "again: the run goes on from the last whole checkpoint")  # fmt: skip
+        return ArmillaryError(
+            f"another rank ended ({' '.join(str(error).split())[:200]}); see what it said, and train "
+            "again: the run goes on from the last whole checkpoint"
+        )
     return error
 
 
 def _opened(
     out: Output, begun: Start, world: World, text: str, overrides: tuple[str, ...], choice: dict[str, Any]
-) -> Run | None:  # fmt: skip
+) -> Run | None:
     return _open_run(out, begun, text, overrides, choice)[1] if world.is_main else None

@@ -97,8 +97,10 @@ def _error(planned: float | None, measured: float | None) -> str | None:
 
 def split_text(step: int, gauges: dict[str, float], planned: Any) -> str:
     """One line on where the time of a recorded step went."""
-    parts = [f"{name.removesuffix('_s').replace('_', ' ')} {seconds_text(gauges[name])}"
-             + _plan(planned, name, seconds_text) for name in _SPLIT]  # fmt: skip
+    parts = [
+        f"{name.removesuffix('_s').replace('_', ' ')} {seconds_text(gauges[name])}" + _plan(planned, name, seconds_text)
+        for name in _SPLIT
+    ]
     return f"step {step}, recorded: " + "  ".join(parts)
 
 

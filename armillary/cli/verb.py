@@ -33,7 +33,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 set_option = click.option(
     "--set", "overrides", multiple=True, metavar="A.B=C", help="Override a key of the recipe; may be given often."
-)  # fmt: skip
+)
 
 
 yes_option = click.option("--yes", is_flag=True, help="Start what takes days without being asked.")
@@ -94,11 +94,15 @@ def refuse_verb(name: str, options: list[str], ctx: click.Context) -> NoReturn:
 
 def _common() -> list[click.Parameter]:
     return [
-        click.Option(["--home", "home_dir"], metavar="DIR", type=click.Path(file_okay=False),
-                     help="Where runs, data and measured peaks are kept."),
+        click.Option(
+            ["--home", "home_dir"],
+            metavar="DIR",
+            type=click.Path(file_okay=False),
+            help="Where runs, data and measured peaks are kept.",
+        ),
         click.Option(["-q", "--quiet"], is_flag=True, help="Print only the bare answer."),
         click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON document."),
-    ]  # fmt: skip
+    ]
 
 
 def _home(directory: str | None) -> Home:

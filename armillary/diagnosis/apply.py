@@ -42,8 +42,10 @@ def _refuse(lever: Lever, kind: Kind) -> None:
         raise BadInput(f"'{lever.title}' changes no key of the recipe; {lever.action or 'do it by hand'}")
     unread = [key for key in lever.change if kind == "serving" and not key.startswith(SERVED)]
     if unread:
-        raise BadInput(f"'{lever.title}' changes {', '.join(unread)}, which armillary serve does not read; "
-                       f"{lever.action or 'do it by hand'}")  # fmt: skip
+        raise BadInput(
+            f"'{lever.title}' changes {', '.join(unread)}, which armillary serve does not read; "
+            f"{lever.action or 'do it by hand'}"
+        )
 
 
 def overrides_of(change: Mapping[str, Any]) -> list[str]:

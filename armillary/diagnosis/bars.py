@@ -58,6 +58,8 @@ def _bars(rows: Sequence[Row], series: Sequence[str], frame: Frame, most: float,
 
 
 def _bar(x: float, y: float, width: float, colour: str, name: str, value: str) -> str:
-    return (f"<rect x='{x}' y='{y:.1f}' width='{width:.1f}' height='{THICK}' rx='3' fill='{colour}'>"
-            f"<title>{escape(name)} {escape(value)}</title></rect>"
-            f"<text x='{x + width + 8:.1f}' y='{y + THICK - 3:.1f}'>{escape(value)}</text>")  # fmt: skip
+    return (
+        f"<rect x='{x}' y='{y:.1f}' width='{width:.1f}' height='{THICK}' rx='3' fill='{colour}'>"
+        f"<title>{escape(name)} {escape(value)}</title></rect>"
+        f"<text x='{x + width + 8:.1f}' y='{y + THICK - 3:.1f}'>{escape(value)}</text>"
+    )

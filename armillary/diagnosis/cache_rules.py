@@ -71,13 +71,19 @@ def _blocks_lacking(here: Service, cause: str) -> Finding | None:
     if share < GAINS:
         return None
     times = here.total("preemptions_total")
-    how = (f"{times:.0f} times a running request was put back, {again:,.0f} tokens computed again" if times else
-           f"{here.decoding:.0f} of {here.serve.max_running} rows decode while {here.wanted:.0f} requests are there")
+    how = (
+        f"{times:.0f} times a running request was put back, {again:,.0f} tokens computed again"
+        if times
+        else f"{here.decoding:.0f} of {here.serve.max_running} rows decode while {here.wanted:.0f} requests are there"
+    )
     return Finding(
-        loop="product", cause="preemption" if cause == "preemption" else "kv_pressure", rule=cause, share=share,
+        loop="product",
+        cause="preemption" if cause == "preemption" else "kv_pressure",
+        rule=cause,
+        share=share,
         says=f"the KV cache of {reading.get('kv_capacity_tokens') or 0:,.0f} tokens is too small for what comes: {how}",
         evidence=(blocks(here), Evidence(gauge="preemptions_total", value=times), waiting(here), queue(here)),
-    )  # fmt: skip
+    )
 
 
 def in_vain(here: Service) -> float:
@@ -95,11 +101,19 @@ def _misses(here: Service, rule: str, why: str) -> Finding | None:
     if share < GAINS:
         return None
     return Finding(
-        loop="product", cause="cache_misses", rule=rule, share=share,
+        loop="product",
+        cause="cache_misses",
+        rule=rule,
+        share=share,
         says=f"{here.not_found / max(1.0, asked):.0%} of prompt tokens were there before and are computed again: {why}",
         evidence=(
-            Evidence(gauge="prefix_hits_total", value=here.total("prefix_hits_total"), expected=here.repeated,
-                     against="prompt tokens that came before"),
+            Evidence(
+                gauge="prefix_hits_total",
+                value=here.total("prefix_hits_total"),
+                expected=here.repeated,
+                against="prompt tokens that came before",
+            ),
             Evidence(gauge="prefix_evicted_total", value=here.total("prefix_evicted_total")),
-            Evidence(gauge="tokens_in_total", value=asked)),
-    )  # fmt: skip
+            Evidence(gauge="tokens_in_total", value=asked),
+        ),
+    )

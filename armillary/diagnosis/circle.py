@@ -80,10 +80,12 @@ class Circle:
             if one is not None:
                 rows += predicted_of(one.reading, of, _of_server(one.reading, one.peak_bytes) | _of_clients(one.load))
         return rows + tuple(
-            Predicted(of=f"lever: {one.title}", gauge=one.of, predicted=one.predicted, measured=one.obtained,
-                      is_speedup=True)
-            for one in self.pulled if one.predicted is not None
-        )  # fmt: skip
+            Predicted(
+                of=f"lever: {one.title}", gauge=one.of, predicted=one.predicted, measured=one.obtained, is_speedup=True
+            )
+            for one in self.pulled
+            if one.predicted is not None
+        )
 
 
 def _of_run(records: tuple[Record, ...]) -> dict[str, float]:
@@ -126,7 +128,14 @@ def _of_clients(report: LoadReport) -> dict[str, float]:
     """What a plan for serving predicts, as the clients measured it."""
     last = report.last
     spreads = {"ttft": last.ttft, "itl": last.itl, "tpot": last.tpot, "e2e": last.e2e}
-    found = {f"{name}_p{percent}_s": getattr(spread, f"p{percent}_s")
-             for name, spread in spreads.items() for percent in (50, 90, 99) if spread.count}  # fmt: skip
-    return found | {"requests_per_s": last.requests_per_s, "tokens_in_per_s": last.tokens_in_per_s,
-                    "tokens_out_per_s": last.tokens_out_per_s}  # fmt: skip
+    found = {
+        f"{name}_p{percent}_s": getattr(spread, f"p{percent}_s")
+        for name, spread in spreads.items()
+        for percent in (50, 90, 99)
+        if spread.count
+    }
+    return found | {
+        "requests_per_s": last.requests_per_s,
+        "tokens_in_per_s": last.tokens_in_per_s,
+        "tokens_out_per_s": last.tokens_out_per_s,
+    }

@@ -66,8 +66,10 @@ def compare(a: Run, b: Run, home: Home) -> Comparison:
         raise BadInput(f"run {a.name} is {first.kind} and run {b.name} is {second.kind}; compare two of a kind")
     told, notes = _told(a, b, home, first.kind)
     if told is not None:
-        notes += [f"{one}, so {told.title} is not held to its {told.predicted:.2f} ×"
-                  for one in other_conditions(first, second)]  # fmt: skip
+        notes += [
+            f"{one}, so {told.title} is not held to its {told.predicted:.2f} ×"
+            for one in other_conditions(first, second)
+        ]
     found = _measured_both(a, b, first, second, told)
     if told is None or notes:
         return replace(found, notes=tuple(notes))
@@ -118,8 +120,17 @@ def predictions(run: Run, home: Home) -> list[Kept]:
 def as_kept(run: Run, lever: Lever, *, at: float, value: float | None = None, recipe: str = "") -> Kept:
     """A lever as a prediction; `value` is what its gauge is now."""
     expected = None if value is None else value * lever.speedup if is_rate(lever.of) else value / lever.speedup
-    return Kept(run=run.id, title=lever.title, change=dict(lever.change), of=lever.of, value=value,
-                predicted=lever.speedup, expected=expected, predicted_at=at, recipe=recipe)  # fmt: skip
+    return Kept(
+        run=run.id,
+        title=lever.title,
+        change=dict(lever.change),
+        of=lever.of,
+        value=value,
+        predicted=lever.speedup,
+        expected=expected,
+        predicted_at=at,
+        recipe=recipe,
+    )
 
 
 def made_at(found: Diagnosis) -> float:
@@ -132,8 +143,9 @@ def made_at(found: Diagnosis) -> float:
 
 def _told(a: Run, b: Run, home: Home, kind: Kind) -> tuple[Kept | None, list[str]]:
     """The first prediction of what differs between the runs, and what speaks against holding it to its word."""
-    pulled = [(one, others) for one in predictions(a, home)
-              if (others := other_keys(a, b, one.change, kind)) is not None]  # fmt: skip
+    pulled = [
+        (one, others) for one in predictions(a, home) if (others := other_keys(a, b, one.change, kind)) is not None
+    ]
     if not pulled:
         return None, []
     began = b.state.started

@@ -67,11 +67,19 @@ def diagnose(reading: Reading, home: Home) -> Diagnosis:
     gain = _gain(levers, limiting)
     judged = limiting is not None or is_enough(reading)
     return Diagnosis(
-        source=reading.source, kind=reading.kind, created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        loop=limiting.loop if limiting else None, cause=limiting.cause if limiting else None,
-        headline=_headline(limiting, kept, gain) if judged else f"cannot be judged: {_lacks(reading)}", judged=judged,
-        gain=gain, budget=budget_of(reading), findings=tuple(kept), levers=levers, notes=reading.notes,
-    )  # fmt: skip
+        source=reading.source,
+        kind=reading.kind,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        loop=limiting.loop if limiting else None,
+        cause=limiting.cause if limiting else None,
+        headline=_headline(limiting, kept, gain) if judged else f"cannot be judged: {_lacks(reading)}",
+        judged=judged,
+        gain=gain,
+        budget=budget_of(reading),
+        findings=tuple(kept),
+        levers=levers,
+        notes=reading.notes,
+    )
 
 
 def limits(finding: Finding, reading: Reading) -> bool:
@@ -141,8 +149,10 @@ def _each_once(findings: list[Finding]) -> list[Finding]:
     causes = {lever.sets for one in findings if one.cause not in GENERAL for lever in one.levers if lever.sets}
     return [
         replace(one, levers=tuple(lever for lever in one.levers if lever.sets not in causes))
-        if one.cause in GENERAL else one for one in findings
-    ]  # fmt: skip
+        if one.cause in GENERAL
+        else one
+        for one in findings
+    ]
 
 
 def _levers(finding: Finding, reading: Reading, home: Home) -> tuple[Lever, ...]:
@@ -182,8 +192,12 @@ def budget_of(reading: Reading) -> dict[str, float]:
     if parts is None:
         return inside
     stood = parts.share(parts.step - parts.data_wait)
-    beside = {"data_wait": parts.data_wait, "checkpoints": parts.checkpoint, "validation": parts.validation,
-              "between_steps": parts.between}  # fmt: skip
+    beside = {
+        "data_wait": parts.data_wait,
+        "checkpoints": parts.checkpoint,
+        "validation": parts.validation,
+        "between_steps": parts.between,
+    }
     return {part: share * stood for part, share in inside.items()} | {
         name: parts.share(seconds) for name, seconds in beside.items()
     }

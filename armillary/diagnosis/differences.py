@@ -21,9 +21,23 @@ from armillary.store.runs import Run
 NEITHER = ("traffic", "objective", "predict", "load", "cost")
 """tables that change neither training nor an engine; requests are compared as they came, not as they were planned"""
 UNREAD: Mapping[Kind, tuple[str, ...]] = {"training": (*NEITHER, "serve"), "serving": (*NEITHER, "train", "data")}
-SAME_STEP = tuple(f"train.{name}" for name in (
-    "steps", "lr", "lr_base_batch", "min_lr", "warmup_steps", "schedule", "decay_fraction", "weight_decay", "betas",
-    "eps", "seed", "profile_every"))  # fmt: skip
+SAME_STEP = tuple(
+    f"train.{name}"
+    for name in (
+        "steps",
+        "lr",
+        "lr_base_batch",
+        "min_lr",
+        "warmup_steps",
+        "schedule",
+        "decay_fraction",
+        "weight_decay",
+        "betas",
+        "eps",
+        "seed",
+        "profile_every",
+    )
+)
 """keys that leave the time of a step as it is; recorded steps are not timed"""
 TOLD = ("serve.dtype", "serve.name", "serve.tools", "serve.api_key_file", "serve.otlp")
 """keys of a server that change no figure by themselves: what its number format came to stands in layout.precision"""

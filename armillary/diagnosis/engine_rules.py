@@ -39,16 +39,28 @@ def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
         return None
     alone = min(worst, _alone_s(here))
     return Finding(
-        loop="product", cause="prefill_interference", rule="prefill_interference", share=1 - max(alone, limit) / worst
-        if here.objective.itl_p99_s else 1 - alone / worst,
+        loop="product",
+        cause="prefill_interference",
+        rule="prefill_interference",
+        share=1 - max(alone, limit) / worst if here.objective.itl_p99_s else 1 - alone / worst,
         says=f"one gap in a hundred between tokens is {seconds_text(worst)} or more, {worst / alone:.0f} times a step "
-             f"without prompts: up to {_largest(here):,.0f} prompt tokens go into a step beside decodes", evidence=(
-            Evidence(gauge="itl_p99_s", value=worst, expected=limit,
-                     against="objective" if here.objective.itl_p99_s else f"{times:g} × a step without prompts"),
+        f"without prompts: up to {_largest(here):,.0f} prompt tokens go into a step beside decodes",
+        evidence=(
+            Evidence(
+                gauge="itl_p99_s",
+                value=worst,
+                expected=limit,
+                against="objective" if here.objective.itl_p99_s else f"{times:g} × a step without prompts",
+            ),
             Evidence(gauge="itl_p50_s", value=usual),
-            Evidence(gauge="prefill_tokens", value=_largest(here), expected=float(here.serve.max_tokens_per_step),
-                     against="budget of a step")),
-    )  # fmt: skip
+            Evidence(
+                gauge="prefill_tokens",
+                value=_largest(here),
+                expected=float(here.serve.max_tokens_per_step),
+                against="budget of a step",
+            ),
+        ),
+    )
 
 
 def graphs_off(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -64,13 +76,18 @@ def graphs_off(reading: Reading, plan: Plan | None) -> Finding | None:
     share = 1 - (waited or 0.0) / step
     found = [Evidence(gauge="engine_wait_s", value=waited or 0.0, expected=step, against="a whole step")]
     if reached is not None:
-        found.append(Evidence(gauge="engine_roof_fraction", value=reached, expected=FAR_BELOW,
-                              against="launches hidden"))  # fmt: skip
+        found.append(
+            Evidence(gauge="engine_roof_fraction", value=reached, expected=FAR_BELOW, against="launches hidden")
+        )
     return Finding(
-        loop="inner", cause="launch_overhead", rule="graphs_off", share=share,
+        loop="inner",
+        cause="launch_overhead",
+        rule="graphs_off",
+        share=share,
         says=f"CUDA graphs are off and the host is busy for {share:.0%} of a step of {seconds_text(step)}, launching "
-             "kernels that the device is done with before the next comes", evidence=tuple(found),
-    )  # fmt: skip
+        "kernels that the device is done with before the next comes",
+        evidence=tuple(found),
+    )
 
 
 def deciding_alone(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -80,11 +97,17 @@ def deciding_alone(reading: Reading, plan: Plan | None) -> Finding | None:
     if here.serve.overlap or not _on_gpu(plan) or not decided or not step or decided < OVERHEAD * step:
         return None
     return Finding(
-        loop="inner", cause="sync", rule="deciding_alone", share=min(0.99, decided / step),
+        loop="inner",
+        cause="sync",
+        rule="deciding_alone",
+        share=min(0.99, decided / step),
         says=f"the device waits {seconds_text(decided)} of every {seconds_text(step)} while the next step is decided",
-        evidence=(Evidence(gauge="engine_schedule_s", value=decided, expected=OVERHEAD * step,
-                           against="most a healthy run has"),),
-    )  # fmt: skip
+        evidence=(
+            Evidence(
+                gauge="engine_schedule_s", value=decided, expected=OVERHEAD * step, against="most a healthy run has"
+            ),
+        ),
+    )
 
 
 def _alone_s(here: Service) -> float:
@@ -94,8 +117,11 @@ def _alone_s(here: Service) -> float:
 
 
 def _largest(here: Service) -> float:
-    found = [float(one["prefill_tokens"]) for one in here.reading.steps
-             if one.get("decode_tokens") and one.get("prefill_tokens")]  # fmt: skip
+    found = [
+        float(one["prefill_tokens"])
+        for one in here.reading.steps
+        if one.get("decode_tokens") and one.get("prefill_tokens")
+    ]
     return max(found, default=0.0)
 
 

@@ -10,14 +10,32 @@ from armillary.spec.gauges import Loop
 
 Cause = Literal[
     # inner loop: one device
-    "compute", "memory_bandwidth", "launch_overhead", "data_starvation", "sync", "precision",
+    "compute",
+    "memory_bandwidth",
+    "launch_overhead",
+    "data_starvation",
+    "sync",
+    "precision",
     # training loop: many devices
-    "exposed_communication", "bubble", "straggler", "memory_pressure", "needless_recompute", "needless_offload",
-    "expert_imbalance", "checkpoint_stall", "validation_stall",
+    "exposed_communication",
+    "bubble",
+    "straggler",
+    "memory_pressure",
+    "needless_recompute",
+    "needless_offload",
+    "expert_imbalance",
+    "checkpoint_stall",
+    "validation_stall",
     # product loop: serving
-    "queueing", "prefill_interference", "kv_pressure", "preemption", "cache_misses", "too_few_replicas",
-    "batch_too_small", "static_batching",
-]  # fmt: skip
+    "queueing",
+    "prefill_interference",
+    "kv_pressure",
+    "preemption",
+    "cache_misses",
+    "too_few_replicas",
+    "batch_too_small",
+    "static_batching",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,15 +42,25 @@ def reading_of(profile: Profile, source: str) -> Reading:
     parts = {part: profile.budget.get(part, 0.0) for part in BUDGET}
     parts["host"] = max(0.0, parts["host"] - wait)
     values = {f"{part}_fraction": seconds / rest for part, seconds in parts.items()}
-    values |= {"step_s": profile.step_s, "data_wait_s": wait / profile.steps,
-               "data_wait_fraction": wait / profile.wall_s if profile.wall_s else 0.0,
-               "comm_exposed_s": parts["comm_exposed"] / profile.steps}  # fmt: skip
+    values |= {
+        "step_s": profile.step_s,
+        "data_wait_s": wait / profile.steps,
+        "data_wait_fraction": wait / profile.wall_s if profile.wall_s else 0.0,
+        "comm_exposed_s": parts["comm_exposed"] / profile.steps,
+    }
     values |= _kernels(profile, rest)
     values["host_stall_fraction"] = _stalled(profile.gaps, rest, parts["host"] + parts["sync"])
     if profile.memory is not None:
         values["memory_peak_bytes"] = profile.memory.peak_bytes
-    return Reading(source=source, kind="profile", by="torch-profiler", values=values, profile=profile,
-                   settings=_settings(profile), notes=profile.notes)  # fmt: skip
+    return Reading(
+        source=source,
+        kind="profile",
+        by="torch-profiler",
+        values=values,
+        profile=profile,
+        settings=_settings(profile),
+        notes=profile.notes,
+    )
 
 
 def _waited(profile: Profile) -> float:
@@ -67,8 +77,10 @@ def _kernels(profile: Profile, rest: float) -> dict[str, float]:
     found = {"roof_fraction": profile.budget["useful"] / judged} if judged > 0.5 * worked > 0 else {}
     if profile.kernels:
         found["device_busy_fraction"] = min(1.0, worked / profile.wall_s) if profile.wall_s else 0.0
-    return found | {"kernels": sum(row.calls for row in rows) / profile.steps,
-                    "short_kernels_fraction": min(1.0, _short_s(rows) / rest)}  # fmt: skip
+    return found | {
+        "kernels": sum(row.calls for row in rows) / profile.steps,
+        "short_kernels_fraction": min(1.0, _short_s(rows) / rest),
+    }
 
 
 def _short_s(rows: tuple[Row, ...]) -> float:

@@ -43,8 +43,14 @@ def _starved(share: float, parts: Parts | None) -> Finding:
     evidence = [Evidence(gauge="data_wait_fraction", value=share, expected=STARVED, against="most a healthy run has")]
     if parts:
         evidence.append(Evidence(gauge="data_wait_s", value=parts.data_wait))
-    return Finding(loop="inner", cause="data_starvation", rule="data_starvation", share=share, evidence=tuple(evidence),
-                   says=f"every step waits {each} for its batch: the loader delivers too little")  # fmt: skip
+    return Finding(
+        loop="inner",
+        cause="data_starvation",
+        rule="data_starvation",
+        share=share,
+        evidence=tuple(evidence),
+        says=f"every step waits {each} for its batch: the loader delivers too little",
+    )
 
 
 def launch_overhead(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -57,8 +63,14 @@ def launch_overhead(reading: Reading, plan: Plan | None) -> Finding | None:
     gauges = ("launch_gap_fraction", "short_kernels_fraction", "kernels")
     evidence = [Evidence(gauge=name, value=value) for name in gauges if (value := reading.get(name)) is not None]
     many = f"{count:,.0f} kernels a step, most too short to be worth a launch" if count else "kernels come too late"
-    return Finding(loop="inner", cause="launch_overhead", rule="launch_overhead", share=share, evidence=tuple(evidence),
-                   says=f"{share:.0%} of the time goes into launching: {many}")  # fmt: skip
+    return Finding(
+        loop="inner",
+        cause="launch_overhead",
+        rule="launch_overhead",
+        share=share,
+        evidence=tuple(evidence),
+        says=f"{share:.0%} of the time goes into launching: {many}",
+    )
 
 
 def sync(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -72,13 +84,22 @@ def sync(reading: Reading, plan: Plan | None) -> Finding | None:
     between = parts.share(parts.between) if parts else 0.0
     if share + between < HELD_UP:
         return None
-    evidence = [Evidence(gauge=name, value=value) for name in ("host_stall_fraction", "host_fraction", "sync_fraction")
-                if (value := reading.get(name)) is not None]  # fmt: skip
+    evidence = [
+        Evidence(gauge=name, value=value)
+        for name in ("host_stall_fraction", "host_fraction", "sync_fraction")
+        if (value := reading.get(name)) is not None
+    ]
     if parts and between:
         evidence.append(Evidence(gauge="between_steps_s", value=parts.between))
     where = "between steps" if between > share else "inside the step"
-    return Finding(loop="inner", cause="sync", rule="sync", share=share + between, evidence=tuple(evidence),
-                   says=f"the host holds the device up for {share + between:.0%} of the time, {where}")  # fmt: skip
+    return Finding(
+        loop="inner",
+        cause="sync",
+        rule="sync",
+        share=share + between,
+        evidence=tuple(evidence),
+        says=f"the host holds the device up for {share + between:.0%} of the time, {where}",
+    )
 
 
 def _asks(reading: Reading) -> float:
@@ -116,16 +137,25 @@ def _kernels(reading: Reading, *, bound: str) -> Finding | None:
     if busy < 0.5 or _bound(reading) != bound:
         return None
     reached = reading.get("roof_fraction")
-    evidence = [Evidence(gauge=f"{name}_fraction", value=value) for name in ("useful", "inefficiency", "unjudged")
-                if (value := reading.get(f"{name}_fraction"))]  # fmt: skip
+    evidence = [
+        Evidence(gauge=f"{name}_fraction", value=value)
+        for name in ("useful", "inefficiency", "unjudged")
+        if (value := reading.get(f"{name}_fraction"))
+    ]
     if reached is not None:
         evidence.append(Evidence(gauge="roof_fraction", value=reached, expected=1.0, against="measured ceiling"))
     at = f" at {reached:.0%} of the {_roof(reading)} roof" if reached is not None else ""
     if (reading.get("unjudged_fraction") or 0.0) > busy / 2:
         at = f": kernels take {busy:.0%} of the time, and most of them cannot be judged"
     cause, says = ("compute", "compute-bound") if bound == "compute" else ("memory_bandwidth", "memory-bound")
-    return Finding(loop="inner", cause=cause, rule=cause, share=0.0,  # type: ignore[arg-type]
-                   evidence=tuple(evidence), says=says + at)  # fmt: skip
+    return Finding(
+        loop="inner",
+        cause=cause,  # type: ignore[arg-type]
+        rule=cause,
+        share=0.0,
+        evidence=tuple(evidence),
+        says=says + at,
+    )
 
 
 def _roof(reading: Reading) -> str:

@@ -48,8 +48,11 @@ class Late:
 def late_rank(reading: Reading, plan: Plan | None) -> Late | None:
     """The rank that is slowest nearly always, and by how much on the whole: steps in which another one was count
     against it."""
-    found = [(int(one["slowest_rank"]), float(one["rank_spread_s"])) for one in reading.steps
-             if "rank_spread_s" in one and "slowest_rank" in one]  # fmt: skip
+    found = [
+        (int(one["slowest_rank"]), float(one["rank_spread_s"]))
+        for one in reading.steps
+        if "rank_spread_s" in one and "slowest_rank" in one
+    ]
     if len(found) < FEWEST:
         return None
     rank, times = Counter(rank for rank, _ in found).most_common(1)[0]
@@ -64,8 +67,11 @@ def late_rank(reading: Reading, plan: Plan | None) -> Late | None:
 def waited_for_others(reading: Reading) -> float:
     """Seconds a step that the main rank stood still because another one was late, whichever it was: no exchange takes
     that long, and no layout makes it shorter."""
-    found = [float(one["rank_spread_s"]) if int(one["slowest_rank"]) != 0 else 0.0 for one in reading.steps
-             if "rank_spread_s" in one and "slowest_rank" in one]  # fmt: skip
+    found = [
+        float(one["rank_spread_s"]) if int(one["slowest_rank"]) != 0 else 0.0
+        for one in reading.steps
+        if "rank_spread_s" in one and "slowest_rank" in one
+    ]
     return steady(found)
 
 

@@ -26,8 +26,11 @@ def launching(reading: Reading, plan: Plan | None) -> float | None:
     calls, ran = reading.get("kernels"), reading.get("host_cpu_s")
     if plan is None or plan.cluster.chip.kind != "cpu" or not calls or not ran:
         return min(MOST, seen)
-    beside = [calls * float(one["call_s"]) / float(one["host_cpu_s"]) for one in reading.steps
-              if "call_s" in one and one.get("host_cpu_s")]  # fmt: skip
+    beside = [
+        calls * float(one["call_s"]) / float(one["host_cpu_s"])
+        for one in reading.steps
+        if "call_s" in one and one.get("host_cpu_s")
+    ]
     return min(MOST, median(beside) if beside else calls * CALL_S / ran)
 
 
@@ -39,6 +42,9 @@ def a_micro_batch(reading: Reading) -> float | None:
     if not found:
         return None
     steps = [one for one in reading.steps if one.get("step_s") and "optimizer_s" in one]
-    updating = [float(one["optimizer_s"]) / (float(one["step_s"]) - float(one.get("data_wait_s", 0.0))) for one in steps
-                if float(one["step_s"]) > float(one.get("data_wait_s", 0.0))]  # fmt: skip
+    updating = [
+        float(one["optimizer_s"]) / (float(one["step_s"]) - float(one.get("data_wait_s", 0.0)))
+        for one in steps
+        if float(one["step_s"]) > float(one.get("data_wait_s", 0.0))
+    ]
     return min(MOST, found[-1] * max(0.0, 1 - (median(updating) if updating else 0.0)))

@@ -71,21 +71,32 @@ def slowing_down(reading: Reading, plan: Plan | None) -> Finding | None:
     if len(timed) < FEWEST_STEPS or (_run_s(reading) or 0.0) < LONG_S:
         return None
     third = len(timed) // 3
-    first, middle, last = (median(seconds for _, seconds in part) for part in
-                           (timed[:third], timed[third:-third], timed[-third:]))  # fmt: skip
+    first, middle, last = (
+        median(seconds for _, seconds in part) for part in (timed[:third], timed[third:-third], timed[-third:])
+    )
     if last < SLOWER * first or not 0.98 * first <= middle <= 1.02 * last:
         return None
     fuller = _grows(reading.series("memory_reserved_bytes"))
     cause: Cause = "memory_pressure" if fuller else "straggler"
     why = "while memory fills" if fuller else "as when a device gets hot or shares its machine"
-    action = ("find what is kept: armillary profile shows memory over time" if fuller else
-              "look at clocks and temperature (nvidia-smi -q -d PERFORMANCE), then try another node")  # fmt: skip
-    lever = Lever(title="as quick as at the beginning", action=action, speedup=last / first,
-                  basis="the log's own beginning")  # fmt: skip
+    action = (
+        "find what is kept: armillary profile shows memory over time"
+        if fuller
+        else "look at clocks and temperature (nvidia-smi -q -d PERFORMANCE), then try another node"
+    )
+    lever = Lever(
+        title="as quick as at the beginning", action=action, speedup=last / first, basis="the log's own beginning"
+    )
     share = 1 - first / mean(seconds for _, seconds in timed)
-    return Finding(loop="training", cause=cause, rule="slowing_down", share=max(0.0, share), levers=(lever,),
-                   evidence=(Evidence(gauge="step_s", value=last, expected=first, against="the beginning"),),
-                   says=f"steps take {last / first:.2f} times as long as at the beginning, {why}")  # fmt: skip
+    return Finding(
+        loop="training",
+        cause=cause,
+        rule="slowing_down",
+        share=max(0.0, share),
+        levers=(lever,),
+        evidence=(Evidence(gauge="step_s", value=last, expected=first, against="the beginning"),),
+        says=f"steps take {last / first:.2f} times as long as at the beginning, {why}",
+    )
 
 
 def nearly_full(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -96,12 +107,22 @@ def nearly_full(reading: Reading, plan: Plan | None) -> Finding | None:
     times, tried = [seconds for _, seconds in _timed(reading)], reading.settings.get("retries", "0")
     lost = 1 - sorted(times)[len(times) // 10] / mean(times) if times and tried != "0" else 0.0
     again = f", and the allocator had to try again {tried} times" if tried != "0" else ""
-    lever = Lever(title="leave the allocator some room", speedup=without(lost), basis="the log's own quickest steps",
-                  action="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, a smaller micro-batch, or recompute",
-                  risk="recompute takes time")  # fmt: skip
-    return Finding(loop="training", cause="memory_pressure", rule="nearly_full", share=max(0.0, lost), levers=(lever,),
-                   evidence=(Evidence(gauge="memory_used_fraction", value=used, expected=FULL, against="full"),),
-                   says=f"{used:.0%} of the device's memory is taken{again}: a longer batch ends the run")  # fmt: skip
+    lever = Lever(
+        title="leave the allocator some room",
+        speedup=without(lost),
+        basis="the log's own quickest steps",
+        action="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, a smaller micro-batch, or recompute",
+        risk="recompute takes time",
+    )
+    return Finding(
+        loop="training",
+        cause="memory_pressure",
+        rule="nearly_full",
+        share=max(0.0, lost),
+        levers=(lever,),
+        evidence=(Evidence(gauge="memory_used_fraction", value=used, expected=FULL, against="full"),),
+        says=f"{used:.0%} of the device's memory is taken{again}: a longer batch ends the run",
+    )
 
 
 # --- what the rules share
@@ -185,14 +206,36 @@ def _stalled(reading: Reading, cause: Cause, share: float, period: int | None, s
     often, beside = _SAY.get((reading.by, cause), ("every {} steps", ""))
     times = ceil(share / CALM)
     every = often.format(period * times) if period else f"{times} times less often"
-    levers = [Lever(title=f"{times} times less often", action=every, speedup=speedup(share, times),
-                    basis="Amdahl over the log's times", risk="more to do again after a crash"
-                    if cause == "checkpoint_stall" else "the best moment is seen less exactly")]  # fmt: skip
+    levers = [
+        Lever(
+            title=f"{times} times less often",
+            action=every,
+            speedup=speedup(share, times),
+            basis="Amdahl over the log's times",
+            risk="more to do again after a crash"
+            if cause == "checkpoint_stall"
+            else "the best moment is seen less exactly",
+        )
+    ]
     if beside:
-        levers.append(Lever(title="beside the steps", action=beside, speedup=without(share),
-                            risk="host memory for a copy", basis="at most: Amdahl over the log's times"))  # fmt: skip
-    return Finding(loop="training", cause=cause, rule=cause, share=share, evidence=(seen,), says=says,
-                   levers=tuple(sorted(levers, key=lambda lever: -lever.speedup)))  # fmt: skip
+        levers.append(
+            Lever(
+                title="beside the steps",
+                action=beside,
+                speedup=without(share),
+                risk="host memory for a copy",
+                basis="at most: Amdahl over the log's times",
+            )
+        )
+    return Finding(
+        loop="training",
+        cause=cause,
+        rule=cause,
+        share=share,
+        evidence=(seen,),
+        says=says,
+        levers=tuple(sorted(levers, key=lambda lever: -lever.speedup)),
+    )
 
 
 RULES: tuple[Rule, ...] = (saving, validating, rhythm, slowing_down, nearly_full, *SETTINGS_RULES, *TRACE_RULES)

@@ -17,8 +17,11 @@ _ENOUGH = 30
 _PERCENTILES = (50, 90, 99)
 _APART = 3.0
 """times that gaps between tokens are longer where a step computes prompts too, for the two kinds to be told apart"""
-_RATES = {"requests_total": "requests_per_s", "tokens_in_total": "tokens_in_per_s",
-          "tokens_out_total": "tokens_out_per_s"}  # fmt: skip
+_RATES = {
+    "requests_total": "requests_per_s",
+    "tokens_in_total": "tokens_in_per_s",
+    "tokens_out_total": "tokens_out_per_s",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +107,9 @@ class Looks:
     def _derived(self, values: Mapping[str, float]) -> dict[str, float]:
         """What a page leaves out and its other figures tell: requests answered, lengths of a mean request."""
         found: dict[str, float] = {}
-        ended = next((one for name in self.server.histograms.get("e2e_s", ())
-                      if (one := self.now.histogram(name))), None)  # fmt: skip
+        ended = next(
+            (one for name in self.server.histograms.get("e2e_s", ()) if (one := self.now.histogram(name))), None
+        )
         requests = values.get("requests_total") or (ended.count if ended is not None else 0.0)
         if requests and "requests_total" not in values:
             found["requests_total"] = requests
@@ -120,8 +124,9 @@ class Looks:
 
     def _rates(self, gained: Mapping[str, float]) -> dict[str, float]:
         """Per second, and per request where enough of them ended."""
-        found = {rate: gained[total] / self.seconds for total, rate in _RATES.items()
-                 if total in gained and self.seconds > 0}  # fmt: skip
+        found = {
+            rate: gained[total] / self.seconds for total, rate in _RATES.items() if total in gained and self.seconds > 0
+        }
         requests = gained.get("requests_total", 0.0)
         if requests >= _ENOUGH and "preemptions_total" in gained:
             found["preemptions_per_request"] = gained["preemptions_total"] / requests

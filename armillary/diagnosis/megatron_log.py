@@ -26,9 +26,12 @@ _FIELDS = {
 _TIMER = re.compile(r"^\s*([a-z][a-z0-9-]+)\s*\.*:\s*\(?([\d.]+)(?:,\s*([\d.]+)\))?\s*$")
 _OLD_TIMERS = re.compile(r"([a-z][a-z0-9-]+):\s*([\d.]+)")
 _TIMERS = {
-    "batch-generator": "data_wait_s", "optimizer": "optimizer_s", "all-grads-sync": "comm_exposed_s",
-    "params-all-gather": "comm_exposed_s", "backward-params-all-reduce": "comm_exposed_s",
-}  # fmt: skip
+    "batch-generator": "data_wait_s",
+    "optimizer": "optimizer_s",
+    "all-grads-sync": "comm_exposed_s",
+    "params-all-gather": "comm_exposed_s",
+    "backward-params-all-reduce": "comm_exposed_s",
+}
 _MEMORY = {
     "memory_peak_bytes": re.compile(r"memory \(MB\).*\bmax allocated:\s*([\d.]+)"),
     "memory_reserved_bytes": re.compile(r"memory \(MB\).*\bmax reserved:\s*([\d.]+)"),

@@ -28,8 +28,9 @@ _MOST_BYTES = 16_000_000
 _READS = ", ".join(server.name for server in SERVERS.values())
 
 
-def read_metrics(target: str, home: Home | None = None, *, apart_s: float = APART_S,
-                 wait: Callable[[float], None] = time.sleep) -> Reading:  # fmt: skip
+def read_metrics(
+    target: str, home: Home | None = None, *, apart_s: float = APART_S, wait: Callable[[float], None] = time.sleep
+) -> Reading:
     """The page behind a URL, looked at twice, or the page in a file."""
     if not target.startswith(("http://", "https://")):
         return reading_of_page(_file(Path(target)), source=target)
@@ -81,8 +82,9 @@ def reading_of_page(text: str, *, source: str, earlier: str | None = None, secon
     settings, more = _settings(page, server, values)
     means = busy_means(looks, values | more)
     notes = (*notes, *_notes(looks, values), *((NOTE,) if means else ()))
-    return Reading(source=source, kind="serving", by=server.name, settings=settings, values=values | more | means,
-                   notes=notes)  # fmt: skip
+    return Reading(
+        source=source, kind="serving", by=server.name, settings=settings, values=values | more | means, notes=notes
+    )
 
 
 def _notes(looks: Looks, values: Mapping[str, float]) -> Iterator[str]:

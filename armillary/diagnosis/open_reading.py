@@ -11,8 +11,10 @@ from armillary.errors import BadData, NotFound
 from armillary.store.home import Home
 from armillary.store.runs import Run, find_run, is_run_folder
 
-_KNOWN = ("gauges.jsonl, a torch-profiler or nsys trace, a metrics page of vLLM, SGLang or TGI, or a log of "
-          "torchtitan, Megatron or the Hugging Face Trainer")  # fmt: skip
+_KNOWN = (
+    "gauges.jsonl, a torch-profiler or nsys trace, a metrics page of vLLM, SGLang or TGI, or a log of "
+    "torchtitan, Megatron or the Hugging Face Trainer"
+)
 _HEAD = 65_536
 _BINARY = (b"\x1f\x8b", b"SQLite format 3\x00")
 _JSON = re.compile(rb'\{\s*"|\[\s*\{')

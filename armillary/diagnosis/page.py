@@ -23,8 +23,11 @@ from armillary.serving.load.run import LoadReport
 from armillary.units import seconds_text
 
 _LEVERS = 6
-_LATENCIES = (("Time to first token", "TTFT", "ttft"), ("Inter-token latency", "ITL", "itl"),
-              ("End to end", "end to end", "e2e"))  # fmt: skip
+_LATENCIES = (
+    ("Time to first token", "TTFT", "ttft"),
+    ("Inter-token latency", "ITL", "itl"),
+    ("End to end", "end to end", "e2e"),
+)
 
 
 def page(circle: Circle) -> str:
@@ -46,8 +49,10 @@ def _stages(circle: Circle) -> str:
 
 
 def _loss(circle: Circle) -> str:
-    lines = [(name, [(float(one["step"]) + 1, float(one[gauge])) for one in circle.records if gauge in one])
-             for name, gauge in (("loss", "loss"), ("held-out loss", "val_loss"))]  # fmt: skip
+    lines = [
+        (name, [(float(one["step"]) + 1, float(one[gauge])) for one in circle.records if gauge in one])
+        for name, gauge in (("loss", "loss"), ("held-out loss", "val_loss"))
+    ]
     lowest = min((value for _, points in lines for _, value in points), default=0.0)
     marks = [(float(step), f"interrupted after step {step}, resumed") for step in circle.stops]
     plot = line_plot(lines, label="Loss over steps", x_name="step", marks=marks, above=lowest)
@@ -95,8 +100,10 @@ def _latency(circle: Circle) -> str:
         return ""
     plots = ""
     for label, short, name in _LATENCIES:
-        rows = [(f"{short} {percent}", [_percentile(one, name, percent) for _, one in reports])
-                for percent in ("p50", "p90", "p99")]  # fmt: skip
+        rows = [
+            (f"{short} {percent}", [_percentile(one, name, percent) for _, one in reports])
+            for percent in ("p50", "p90", "p99")
+        ]
         plots += bar_plot(rows, [name for name, _ in reports], label=label, text=seconds_text)
     rates = "; ".join(f"{name}: {_rates(one)}" for name, one in reports)
     return section("Latency under load", f"{plots}<div class='note'>{escape(rates)}</div>")
@@ -108,8 +115,10 @@ def _percentile(report: LoadReport, name: str, percent: str) -> float:
 
 def _rates(report: LoadReport) -> str:
     last = report.last
-    return (f"{last.offered_per_s:.3g} requests/s offered, {last.requests_per_s:.3g} completed, "
-            f"{last.tokens_out_per_s:,.0f} tokens/s out, {last.failed} failed")  # fmt: skip
+    return (
+        f"{last.offered_per_s:.3g} requests/s offered, {last.requests_per_s:.3g} completed, "
+        f"{last.tokens_out_per_s:,.0f} tokens/s out, {last.failed} failed"
+    )
 
 
 # --- levers
@@ -127,15 +136,21 @@ def _lever_row(number: int, lever: Lever, pulled: tuple[Comparison, ...]) -> lis
     done = next((one for one in pulled if one.title == lever.title and one.of == lever.of), None)
     risk = f"risk {lever.risk} · " if lever.speedup > WORTH or lever.at_most is not None else "not worth it · "
     told = Below(lever.gain_text, "" if lever.of == "step_s" else f"in {lever.of}")
-    return [f"{number}", Below(lever.title, risk + (lever.sets or lever.action)), told,
-            f"{done.obtained:.2f} ×" if done else "–"]  # fmt: skip
+    return [
+        f"{number}",
+        Below(lever.title, risk + (lever.sets or lever.action)),
+        told,
+        f"{done.obtained:.2f} ×" if done else "–",
+    ]
 
 
 def _pulled(circle: Circle) -> str:
     rows = [(one.title, [one.predicted, one.obtained]) for one in circle.pulled]
     plot = bar_plot(rows, ["predicted", "obtained"], label="Levers", text=lambda value: f"{value:.2f} ×")
-    texts = [f"{one.title}: {one.of} {value_text(one.of, one.before)} → {value_text(one.of, one.after)}"
-             for one in circle.pulled]  # fmt: skip
+    texts = [
+        f"{one.title}: {one.of} {value_text(one.of, one.before)} → {value_text(one.of, one.after)}"
+        for one in circle.pulled
+    ]
     return section("Levers pulled: predicted and obtained", plot + items(texts, kind="note") if plot else "")
 
 

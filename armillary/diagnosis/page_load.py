@@ -133,14 +133,24 @@ def load_of(reading: Reading) -> Load | None:
     came = requests + reading.values.get("unanswered", running + waiting)
     prompts, alone = reading.get("prefill_tokens") or 0.0, reading.values.get("decode_gap_s")
     return Load(
-        running=max(1.0, running / replicas), waiting=waiting / replicas, queue_s=queue, prefill_s=prefill,
-        decode_s=decode, gap_s=gap, usual_gap_s=min(gap, alone or reading.get("itl_p50_s") or gap), tokens_in=prompt,
-        computed=prompt * (1 - hit), tokens_out=out,
+        running=max(1.0, running / replicas),
+        waiting=waiting / replicas,
+        queue_s=queue,
+        prefill_s=prefill,
+        decode_s=decode,
+        gap_s=gap,
+        usual_gap_s=min(gap, alone or reading.get("itl_p50_s") or gap),
+        tokens_in=prompt,
+        computed=prompt * (1 - hit),
+        tokens_out=out,
         preempted=_preempted(reading, requests),
         demand=came / requests if requests else 1.0,
-        step_tokens=prompts + (reading.get("decode_tokens") or 0.0), step_prompts=prompts, parted=bool(alone),
-        full_step=reading.values.get("full_step_tokens", inf), over="unanswered" in reading.values,
-    )  # fmt: skip
+        step_tokens=prompts + (reading.get("decode_tokens") or 0.0),
+        step_prompts=prompts,
+        parted=bool(alone),
+        full_step=reading.values.get("full_step_tokens", inf),
+        over="unanswered" in reading.values,
+    )
 
 
 def _preempted(reading: Reading, requests: float) -> float:
@@ -154,8 +164,9 @@ def _preempted(reading: Reading, requests: float) -> float:
 def _times(reading: Reading, gap: float, out: float) -> tuple[float, float | None, float]:
     """Queue, prefill and decode of a mean request; a queue that is there and was not timed has its share of the whole
     by Little's law, W / (R + W), and then nobody knows the prefill."""
-    queue, ttft, e2e, prefill, decode = (reading.get(name) for name in
-                                         ("queue_s", "ttft_s", "e2e_s", "prefill_s", "decode_s"))  # fmt: skip
+    queue, ttft, e2e, prefill, decode = (
+        reading.get(name) for name in ("queue_s", "ttft_s", "e2e_s", "prefill_s", "decode_s")
+    )
     if decode is None:
         decode = e2e - ttft if e2e is not None and ttft is not None and e2e > ttft else gap * max(0.0, out - 1)
     first = ttft if ttft is not None else max(0.0, (e2e or decode) - decode)

@@ -62,8 +62,15 @@ def preemption(reading: Reading, plan: Plan | None) -> Finding | None:
     levers = tuple(_more_kv(reading, load))
     share = min(0.95, load.again_share + _queued(load) * (1 - load.again_share))
     gauges = ("preemptions_total", "kv_used_fraction", "waiting")
-    return _finding("preemption", share, f"{load.preempted:.2f} times a request is thrown out of a full KV cache and "
-                    f"computed again; {_queue_text(load)}", reading, gauges, levers)  # fmt: skip
+    return _finding(
+        "preemption",
+        share,
+        f"{load.preempted:.2f} times a request is thrown out of a full KV cache and "
+        f"computed again; {_queue_text(load)}",
+        reading,
+        gauges,
+        levers,
+    )
 
 
 def kv_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -72,8 +79,14 @@ def kv_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
     if load is None or used is None or used < FULL or load.preempted >= OFTEN or not _waits(load):
         return None
     levers = tuple(_more_kv(reading, load))
-    return _finding("kv_pressure", _queued(load), f"the KV cache is {used:.0%} full and requests wait for it: "
-                    f"{_queue_text(load)}", reading, ("kv_used_fraction", "waiting", "queue_s"), levers)  # fmt: skip
+    return _finding(
+        "kv_pressure",
+        _queued(load),
+        f"the KV cache is {used:.0%} full and requests wait for it: {_queue_text(load)}",
+        reading,
+        ("kv_used_fraction", "waiting", "queue_s"),
+        levers,
+    )
 
 
 def batch_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -86,13 +99,26 @@ def batch_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
     if load.prompts_share >= MOSTLY:  # requests are kept out by the prompts before them, not by a limit of the batch
         return None
     batch = _batch(load, used)
-    lever = _change(reading, "serve.max_running", batch, f"batch of {load.running:.0f} → {batch} requests",
-                    load.gain(batch), risk="longer gaps between tokens", basis=AT_MOST)  # fmt: skip
+    lever = _change(
+        reading,
+        "serve.max_running",
+        batch,
+        f"batch of {load.running:.0f} → {batch} requests",
+        load.gain(batch),
+        risk="longer gaps between tokens",
+        basis=AT_MOST,
+    )
     if lever.speedup <= WORTH:
         return None
-    return _finding("batch_too_small", _queued(load), f"{load.running:.0f} requests run while {load.waiting:.0f} wait, "
-                    f"and the KV cache is {used:.0%} full: the batch is limited, {_queue_text(load)}", reading,
-                    ("running", "waiting", "kv_used_fraction", "queue_s"), (lever,))  # fmt: skip
+    return _finding(
+        "batch_too_small",
+        _queued(load),
+        f"{load.running:.0f} requests run while {load.waiting:.0f} wait, "
+        f"and the KV cache is {used:.0%} full: the batch is limited, {_queue_text(load)}",
+        reading,
+        ("running", "waiting", "kv_used_fraction", "queue_s"),
+        (lever,),
+    )
 
 
 def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -102,10 +128,15 @@ def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
         return None
     if any(other(reading, plan) is not None for other in (preemption, kv_pressure, batch_too_small)):
         return None
-    return _finding("too_few_replicas", _queued(load), f"{load.waiting:.0f} requests wait for {load.running:.0f} that "
-                    f"run, and a larger batch would slow them as much: {_queue_text(load)}", reading,
-                    ("waiting", "running", "queue_s", "kv_used_fraction"),
-                    (*_replicas(reading, load), *_fuller_steps(reading, load)))  # fmt: skip
+    return _finding(
+        "too_few_replicas",
+        _queued(load),
+        f"{load.waiting:.0f} requests wait for {load.running:.0f} that "
+        f"run, and a larger batch would slow them as much: {_queue_text(load)}",
+        reading,
+        ("waiting", "running", "queue_s", "kv_used_fraction"),
+        (*_replicas(reading, load), *_fuller_steps(reading, load)),
+    )
 
 
 def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -113,11 +144,22 @@ def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
     load = load_of(reading)
     if load is None or load.waiting >= 1 or _queued(load) < QUEUES or load.preempted >= OFTEN:
         return None
-    without = Lever(title="one more replica for the bursts", action=_replica_text(reading, 2), of="e2e_s",
-                    speedup=speedup(min(0.95, _queued(load)), float("inf")), risk="a device more",
-                    basis="at most: no queue at all")  # fmt: skip
-    return _finding("queueing", _queued(load), f"nobody waits now, but {_queue_text(load)}: requests come in bursts",
-                    reading, ("queue_s", "waiting", "e2e_s"), (without,))  # fmt: skip
+    without = Lever(
+        title="one more replica for the bursts",
+        action=_replica_text(reading, 2),
+        of="e2e_s",
+        speedup=speedup(min(0.95, _queued(load)), float("inf")),
+        risk="a device more",
+        basis="at most: no queue at all",
+    )
+    return _finding(
+        "queueing",
+        _queued(load),
+        f"nobody waits now, but {_queue_text(load)}: requests come in bursts",
+        reading,
+        ("queue_s", "waiting", "e2e_s"),
+        (without,),
+    )
 
 
 def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -133,9 +175,15 @@ def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
         levers = tuple(_replicas(reading, load))
     if all(lever.speedup <= WORTH for lever in levers):
         return None
-    return _finding("prefill_interference", load.prompts_share, f"one gap in a hundred between tokens is "
-                    f"{worst / usual:.0f} times the usual {seconds_text(usual)}: prompts hold decodes up", reading,
-                    ("itl_p99_s", "itl_p50_s", "prefill_s"), levers)  # fmt: skip
+    return _finding(
+        "prefill_interference",
+        load.prompts_share,
+        f"one gap in a hundred between tokens is "
+        f"{worst / usual:.0f} times the usual {seconds_text(usual)}: prompts hold decodes up",
+        reading,
+        ("itl_p99_s", "itl_p50_s", "prefill_s"),
+        levers,
+    )
 
 
 def cache_misses(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -148,12 +196,25 @@ def cache_misses(reading: Reading, plan: Plan | None) -> Finding | None:
     told = seen / asked if asked and seen is not None else None
     share = load.prompts_share * (told or 0.0)
     most = None if told is not None else speedup(min(0.95, load.prompts_share), float("inf"))
-    lever = _change(reading, "serve.prefix_cache", True, "keep the KV blocks of prompts that begin alike",
-                    speedup(min(0.95, share), float("inf")), risk="none", at_most=most,
-                    basis="Amdahl over the engine's time on prompts that repeat")  # fmt: skip
+    lever = _change(
+        reading,
+        "serve.prefix_cache",
+        True,
+        "keep the KV blocks of prompts that begin alike",
+        speedup(min(0.95, share), float("inf")),
+        risk="none",
+        at_most=most,
+        basis="Amdahl over the engine's time on prompts that repeat",
+    )
     unknown = "" if most is None else "; how much of them repeats the page does not say, and trying costs nothing"
-    return _finding("cache_misses", share, f"{load.prompts_share:.0%} of the engine's time computes prompts, and the "
-                    f"prefix cache is off{unknown}", reading, ("tokens_in", "prefill_s"), (lever,))  # fmt: skip
+    return _finding(
+        "cache_misses",
+        share,
+        f"{load.prompts_share:.0%} of the engine's time computes prompts, and the prefix cache is off{unknown}",
+        reading,
+        ("tokens_in", "prefill_s"),
+        (lever,),
+    )
 
 
 # --- what the rules share
@@ -196,9 +257,16 @@ def _smaller_chunks(reading: Reading, load: Load, worst: float) -> Iterator[Leve
     tokens = wanted if wanted >= least else _power_of_two(2 * least - 1)
     if tokens <= load.full_step / 2:
         then = load.usual_gap_s + tokens * load.prompt_token_s
-        yield _change(reading, "serve.max_tokens_per_step", tokens, f"at most {tokens} tokens a step", worst / then,
-                      of="itl_p99_s", risk="long prompts take more steps",
-                      basis="a step's time is its decodes' and its prompt tokens', both from the page")  # fmt: skip
+        yield _change(
+            reading,
+            "serve.max_tokens_per_step",
+            tokens,
+            f"at most {tokens} tokens a step",
+            worst / then,
+            of="itl_p99_s",
+            risk="long prompts take more steps",
+            basis="a step's time is its decodes' and its prompt tokens', both from the page",
+        )
 
 
 def _more_kv(reading: Reading, load: Load) -> Iterator[Lever]:
@@ -208,14 +276,24 @@ def _more_kv(reading: Reading, load: Load) -> Iterator[Lever]:
     wide, gain = "8" not in reading.settings.get("cache_dtype", reading.settings.get("kv_dtype", "")), 0.0
     if wide:
         gain = load.gain(min(2 * load.running, load.running + load.waiting)) * again
-        yield _change(reading, "serve.kv_dtype", "fp8", "KV cache in 8 bits: twice the tokens", gain,
-                      risk="answers may differ a little")  # fmt: skip
+        yield _change(
+            reading,
+            "serve.kv_dtype",
+            "fp8",
+            "KV cache in 8 bits: twice the tokens",
+            gain,
+            risk="answers may differ a little",
+        )
     share = number_of(reading.settings.get("gpu_memory_utilization"))
     if share is not None and share < MOST_MEMORY:
-        yield Lever(title=f"more of the device for the cache: {share:g} → {MOST_MEMORY:g}",
-                    speedup=load.gain(load.running * MOST_MEMORY / share),
-                    action=f"--gpu-memory-utilization {MOST_MEMORY:g}", of="tokens_out_per_s",
-                    basis=f"at least: {LITTLE}", risk="less to spare for long prompts")  # fmt: skip
+        yield Lever(
+            title=f"more of the device for the cache: {share:g} → {MOST_MEMORY:g}",
+            speedup=load.gain(load.running * MOST_MEMORY / share),
+            action=f"--gpu-memory-utilization {MOST_MEMORY:g}",
+            of="tokens_out_per_s",
+            basis=f"at least: {LITTLE}",
+            risk="less to spare for long prompts",
+        )
     if not wide or gain <= WORTH:
         yield from _replicas(reading, load, again=again)
 
@@ -229,41 +307,73 @@ def _replicas(reading: Reading, load: Load, again: float = 1.0) -> Iterator[Leve
     else:
         times = min(MOST_REPLICAS, max(2, ceil((load.running + load.waiting) / load.running)))
         gain, basis = min(float(times), load.gain(load.running, times)) * again, LITTLE
-    yield Lever(title=f"replicas {now} → {now * times}", action=_replica_text(reading, now * times), speedup=gain,
-                of="tokens_out_per_s", risk=f"{times} times the devices", basis=basis)  # fmt: skip
+    yield Lever(
+        title=f"replicas {now} → {now * times}",
+        action=_replica_text(reading, now * times),
+        speedup=gain,
+        of="tokens_out_per_s",
+        risk=f"{times} times the devices",
+        basis=basis,
+    )
 
 
 def _fuller_steps(reading: Reading, load: Load) -> Iterator[Lever]:
     if load.step_tokens and load.prompts_share >= MOSTLY and load.fuller_steps(2.0) > WORTH:
         tokens = 4 * _power_of_two(load.step_tokens - 1)
-        yield _change(reading, "serve.max_tokens_per_step", tokens, f"up to {tokens} tokens a step",
-                      load.fuller_steps(2.0), risk="longer gaps between tokens",
-                      basis="what a step costs beside its tokens, paid half as often")  # fmt: skip
+        yield _change(
+            reading,
+            "serve.max_tokens_per_step",
+            tokens,
+            f"up to {tokens} tokens a step",
+            load.fuller_steps(2.0),
+            risk="longer gaps between tokens",
+            basis="what a step costs beside its tokens, paid half as often",
+        )
 
 
 def _replica_text(reading: Reading, count: int) -> str:
     return SERVERS[reading.by].replica.format(value=count)
 
 
-def _change(reading: Reading, key: str, value: object, title: str, gain: float, *, risk: str,
-            of: str = "tokens_out_per_s", basis: str = LITTLE, at_most: float | None = None) -> Lever:  # fmt: skip
+def _change(
+    reading: Reading,
+    key: str,
+    value: object,
+    title: str,
+    gain: float,
+    *,
+    risk: str,
+    of: str = "tokens_out_per_s",
+    basis: str = LITTLE,
+    at_most: float | None = None,
+) -> Lever:
     """In the server's own words; ours are keys of the recipe."""
     flag = SERVERS[reading.by].flags.get(key)
     said = Lever(title=title, speedup=gain, at_most=at_most, of=of, risk=risk, basis=basis)
     return replace(said, change={key: value}) if flag is None else replace(said, action=flag.format(value=value))
 
 
-def _finding(cause: Cause, share: float, says: str, reading: Reading, gauges: tuple[str, ...],
-             levers: tuple[Lever, ...]) -> Finding:  # fmt: skip
+def _finding(
+    cause: Cause, share: float, says: str, reading: Reading, gauges: tuple[str, ...], levers: tuple[Lever, ...]
+) -> Finding:
     limits = {"kv_used_fraction": (FULL, "full"), "waiting": (0.0, "nobody waits")}
     evidence = tuple(
-        Evidence(gauge=name, value=value, expected=limits[name][0], against=limits[name][1]) if name in limits
+        Evidence(gauge=name, value=value, expected=limits[name][0], against=limits[name][1])
+        if name in limits
         else Evidence(gauge=name, value=value)
-        for name in gauges if (value := reading.get(name)) is not None
-    )  # fmt: skip
+        for name in gauges
+        if (value := reading.get(name)) is not None
+    )
     best = tuple(sorted(levers, key=lambda lever: -lever.speedup))
     return Finding(loop="product", cause=cause, rule=cause, says=says, share=share, evidence=evidence, levers=best)
 
 
-RULES: tuple[Rule, ...] = (preemption, kv_pressure, batch_too_small, too_few_replicas, queueing, prefill_interference,
-                           cache_misses)  # fmt: skip
+RULES: tuple[Rule, ...] = (
+    preemption,
+    kv_pressure,
+    batch_too_small,
+    too_few_replicas,
+    queueing,
+    prefill_interference,
+    cache_misses,
+)

@@ -14,14 +14,16 @@ from armillary.spec.gauges import GAUGES
 
 SMALL_S = 1e-4
 """a predicted time below this is nothing: a share of it says nothing about the plan"""
-_CATEGORIES = tuple(f"memory_{name}_bytes" for name in (
-    "weights", "gradients", "optimizer", "master", "activations", "loss", "buffers"))  # fmt: skip
+_CATEGORIES = tuple(
+    f"memory_{name}_bytes" for name in ("weights", "gradients", "optimizer", "master", "activations", "loss", "buffers")
+)
 _WHY = {
     "model_flops_per_token": "a count by definition",
-    "step_usd": "what is charged is not measured here", "run_usd": "what is charged is not measured here",
+    "step_usd": "what is charged is not measured here",
+    "run_usd": "what is charged is not measured here",
     "million_trained_tokens_usd": "what is charged is not measured here",
     "million_tokens_usd": "what is charged is not measured here",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)

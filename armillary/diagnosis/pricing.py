@@ -124,8 +124,14 @@ class Pricing:
         try:
             recipe = recipe_from_dict(self.plan.recipe, overrides_of(change))
             job = recipe.train
-            check_layout(recipe.layout, self.plan.model, num_devices=self._devices, sequence=job.sequence,
-                         batch_tokens=job.batch_tokens, by_trainer=True)  # fmt: skip
+            check_layout(
+                recipe.layout,
+                self.plan.model,
+                num_devices=self._devices,
+                sequence=job.sequence,
+                batch_tokens=job.batch_tokens,
+                by_trainer=True,
+            )
             return self._predict(recipe)
         except ArmillaryError:
             return None
@@ -151,8 +157,15 @@ class Pricing:
         idle = _carried(parts.bubble, now.time.bubble[0], then.time.bubble[0])
         busy = work + exposed + idle
         wait = max(0.0, parts.step - busy) if parts.data_wait > 0.02 * parts.step else parts.data_wait
-        return Parts(step=busy + wait, data_wait=wait, comm_exposed=exposed, bubble=idle, checkpoint=parts.checkpoint,
-                     validation=parts.validation, between=parts.between)  # fmt: skip
+        return Parts(
+            step=busy + wait,
+            data_wait=wait,
+            comm_exposed=exposed,
+            bubble=idle,
+            checkpoint=parts.checkpoint,
+            validation=parts.validation,
+            between=parts.between,
+        )
 
     def _worked(self, parts: Parts, then: Prediction) -> float:
         """Seconds that are neither waiting nor idling. Where nothing but the rows of a micro-batch differs, and the
@@ -224,8 +237,11 @@ def without_calls(found: Prediction, apart: bool = False) -> float:
 
 def _same_but_rows(now: Layouts, then: Layouts) -> bool:
     """Whether nothing but the rows of a micro-batch differs."""
-    return all(bool((getattr(now, field.name) == getattr(then, field.name)).all()) for field in fields(now)
-               if field.name != "micro_batch")  # fmt: skip
+    return all(
+        bool((getattr(now, field.name) == getattr(then, field.name)).all())
+        for field in fields(now)
+        if field.name != "micro_batch"
+    )
 
 
 def _of(found: Prediction, *names: str) -> float:

@@ -38,13 +38,23 @@ def static_batching(reading: Reading, plan: Plan | None) -> Finding | None:
     if share < GAINS:
         return None
     return Finding(
-        loop="product", cause="static_batching", rule="static_batching", share=share,
+        loop="product",
+        cause="static_batching",
+        rule="static_batching",
+        share=share,
         says=f"batching is {here.serve.batching}: {here.decoding:.1f} of {here.serve.max_running} rows decode while "
-             f"{here.wanted:.0f} requests are there", evidence=(
-            Evidence(gauge="decode_tokens", value=here.decoding, expected=float(here.serve.max_running),
-                     against="rows of the batch"),
-            waiting(here), queue(here)),
-    )  # fmt: skip
+        f"{here.wanted:.0f} requests are there",
+        evidence=(
+            Evidence(
+                gauge="decode_tokens",
+                value=here.decoding,
+                expected=float(here.serve.max_running),
+                against="rows of the batch",
+            ),
+            waiting(here),
+            queue(here),
+        ),
+    )
 
 
 def batch_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -56,13 +66,19 @@ def batch_too_small(reading: Reading, plan: Plan | None) -> Finding | None:
     if saved < GAINS:
         return None
     return Finding(
-        loop="product", cause="batch_too_small", rule="batch_too_small",
+        loop="product",
+        cause="batch_too_small",
+        rule="batch_too_small",
         share=with_queue(here, saved),
         says=f"all {here.serve.max_running} rows are taken while {here.wanted - here.serve.max_running:.0f} wait and "
-             f"{1 - (reading.get('kv_used_fraction') or 0):.0%} of the KV cache is free", evidence=(
+        f"{1 - (reading.get('kv_used_fraction') or 0):.0%} of the KV cache is free",
+        evidence=(
             Evidence(gauge="running", value=here.serve.max_running, expected=here.wanted, against="requests there"),
-            waiting(here), blocks(here), queue(here)),
-    )  # fmt: skip
+            waiting(here),
+            blocks(here),
+            queue(here),
+        ),
+    )
 
 
 def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -75,18 +91,31 @@ def queueing(reading: Reading, plan: Plan | None) -> Finding | None:
         return None
     tokens = mean_of(reading, "prefill_tokens")
     alone = [one for one in reading.steps if one.get("prefill_tokens") and not one.get("decode_tokens")]
-    saved = max(here.share_saved(min(here.wanted, here.rows)), len(alone) * here.cost.base_s / 2 / here.busy_s,
-                prompt_of_ttft(here) * here.filled_share if late else 0.0)  # fmt: skip
+    saved = max(
+        here.share_saved(min(here.wanted, here.rows)),
+        len(alone) * here.cost.base_s / 2 / here.busy_s,
+        prompt_of_ttft(here) * here.filled_share if late else 0.0,
+    )
     if saved < GAINS:
         return None
     return Finding(
-        loop="product", cause="queueing", rule="queueing", share=with_queue(here, min(0.99, saved)),
+        loop="product",
+        cause="queueing",
+        rule="queueing",
+        share=with_queue(here, min(0.99, saved)),
         says=f"requests wait while steps take {tokens:.0f} prompt tokens at a time, which cost "
-             f"{tokens * here.cost.prefill_s / max(here.cost.base_s, 1e-12):.1f} times what a step costs anyway",
+        f"{tokens * here.cost.prefill_s / max(here.cost.base_s, 1e-12):.1f} times what a step costs anyway",
         evidence=(
-            Evidence(gauge="prefill_tokens", value=tokens, expected=float(here.serve.max_tokens_per_step),
-                     against="budget of a step"), waiting(here), queue(here)),
-    )  # fmt: skip
+            Evidence(
+                gauge="prefill_tokens",
+                value=tokens,
+                expected=float(here.serve.max_tokens_per_step),
+                against="budget of a step",
+            ),
+            waiting(here),
+            queue(here),
+        ),
+    )
 
 
 def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -100,12 +129,18 @@ def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
     deeper = [found.share for rule in DEEPER if (found := rule(reading, plan)) is not None]
     share = max(here.queue_share, CROWDED if refused else 0.0)
     return Finding(
-        loop="product", cause="too_few_replicas", rule="too_few_replicas", share=min([share, *_behind(deeper, share)]),
+        loop="product",
+        cause="too_few_replicas",
+        rule="too_few_replicas",
+        share=min([share, *_behind(deeper, share)]),
         says=f"requests come faster than one server answers them: they spend {here.queue_share:.0%} of their time "
-             "waiting", evidence=(
-            queue(here), waiting(here),
-            Evidence(gauge="running", value=mean_of(reading, "running"), expected=float(here.rows), against="rows")),
-    )  # fmt: skip
+        "waiting",
+        evidence=(
+            queue(here),
+            waiting(here),
+            Evidence(gauge="running", value=mean_of(reading, "running"), expected=float(here.rows), against="rows"),
+        ),
+    )
 
 
 def _behind(shares: list[float], queue_share: float) -> list[float]:
@@ -120,7 +155,15 @@ def _rows_that_fit(here: Service) -> float:
     return sum(float(one["running"]) for one in full) / used if used else float("inf")
 
 
-DEEPER: tuple[Rule, ...] = (static_batching, batch_too_small, kv_pressure, preemption, prefix_cache_off,
-                            prefix_cache_too_small, queueing, graphs_off)  # fmt: skip
+DEEPER: tuple[Rule, ...] = (
+    static_batching,
+    batch_too_small,
+    kv_pressure,
+    preemption,
+    prefix_cache_off,
+    prefix_cache_too_small,
+    queueing,
+    graphs_off,
+)
 """what a server that cannot keep up may suffer from instead of being too few"""
 RULES: tuple[Rule, ...] = (*DEEPER, prefill_interference, too_few_replicas, deciding_alone)

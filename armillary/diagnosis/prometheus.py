@@ -74,8 +74,11 @@ class Histogram:
         """Its buckets that hold anything, from the lowest; the last has no upper end and counts as its lower one."""
         lows, belows = (0.0, *self.bounds), (0.0, *self.counts)
         found = zip(lows, self.bounds, self.counts, belows, strict=False)
-        return tuple(Cell(low, high if isfinite(high) else low, count - below)
-                     for low, high, count, below in found if count > below)  # fmt: skip
+        return tuple(
+            Cell(low, high if isfinite(high) else low, count - below)
+            for low, high, count, below in found
+            if count > below
+        )
 
     def lower_group(self, apart: float) -> float | None:
         """Mean of the lower group, where values fall into two whose middles are `apart` times apart; else None.
@@ -89,8 +92,10 @@ class Histogram:
         count = sum(one.count for one in lower)
         if count < _GROUP * self.count or not lower or _log_mean(upper) - _log_mean(lower) < log(apart):
             return None
-        least, most = (sum(end * one.count for one, end in ends) / count
-                       for ends in ([(one, one.low) for one in lower], [(one, one.high) for one in lower]))  # fmt: skip
+        least, most = (
+            sum(end * one.count for one, end in ends) / count
+            for ends in ([(one, one.low) for one in lower], [(one, one.high) for one in lower])
+        )
         left = (self.sum - sum(one.middle * one.count for one in upper)) / count
         return min(most, max(least, left))
 
@@ -168,8 +173,9 @@ def _between(lower: Sequence[Cell], upper: Sequence[Cell]) -> float:
 
 
 def _labels(text: str) -> dict[str, str]:
-    return {name: re.sub(r"\\.", lambda one: _ESCAPED.get(one[0], one[0]), value)
-            for name, value in _BRACED.findall(text)}  # fmt: skip
+    return {
+        name: re.sub(r"\\.", lambda one: _ESCAPED.get(one[0], one[0]), value) for name, value in _BRACED.findall(text)
+    }
 
 
 def number_of(text: str | None) -> float | None:

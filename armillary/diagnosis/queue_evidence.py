@@ -39,11 +39,16 @@ def waiting(here: Service) -> Evidence:
 
 
 def queue(here: Service) -> Evidence:
-    return Evidence(gauge="queue_p50_s", value=here.reading.get("queue_p50_s") or 0.0,
-                    expected=here.reading.get("e2e_p50_s"), against="the whole time of a request")  # fmt: skip
+    return Evidence(
+        gauge="queue_p50_s",
+        value=here.reading.get("queue_p50_s") or 0.0,
+        expected=here.reading.get("e2e_p50_s"),
+        against="the whole time of a request",
+    )
 
 
 def blocks(here: Service) -> Evidence:
     values = [float(one["kv_used_fraction"]) for one in here.queued or here.reading.steps if "kv_used_fraction" in one]
-    return Evidence(gauge="kv_used_fraction", value=sum(values) / len(values) if values else 0.0, expected=1.0,
-                    against="all blocks")  # fmt: skip
+    return Evidence(
+        gauge="kv_used_fraction", value=sum(values) / len(values) if values else 0.0, expected=1.0, against="all blocks"
+    )

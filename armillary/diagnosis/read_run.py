@@ -27,8 +27,20 @@ FEWEST = 4
 """steps that must remain"""
 DISTURBED = 0.15
 """share of a step that the main thread waits for a core, from which that is worth saying"""
-_TIMES = ("step_s", "data_wait_s", "data_wait_fraction", "tokens_per_s", "tokens_per_s_per_device", "mfu",
-          "between_steps_s", "optimizer_s", "comm_exposed_s", "bubble_s", "host_cpu_s", "host_queue_s")  # fmt: skip
+_TIMES = (
+    "step_s",
+    "data_wait_s",
+    "data_wait_fraction",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "mfu",
+    "between_steps_s",
+    "optimizer_s",
+    "comm_exposed_s",
+    "bubble_s",
+    "host_cpu_s",
+    "host_queue_s",
+)
 """what a recording falsifies in the step it records; who was slowest is told of the step before, and only where that
 one was not recorded"""
 
@@ -83,8 +95,11 @@ def _training(records: Sequence[Record], source: str, plan: Plan | None) -> Read
         notes = (*notes, "few steps were measured: a longer run says more")
     reading = Reading(source=source, kind="training", steps=tuple(found), values=_last(records), plan=plan)
     if is_disturbed(reading):
-        notes = (*notes, f"the main thread waited for a core {_queued(reading):.0%} of the time: something else runs "
-                 "on this machine, and shares are rough")  # fmt: skip
+        notes = (
+            *notes,
+            f"the main thread waited for a core {_queued(reading):.0%} of the time: something else runs "
+            "on this machine, and shares are rough",
+        )
     return replace(reading, notes=notes)
 
 
@@ -131,8 +146,15 @@ def _serving(records: Sequence[Record], source: str, plan: Plan | None) -> Readi
     steps = tuple(record for record in records if "engine_step_s" in record and "request" not in record)
     rehearsed = {strict_json.dumps(_kind_of(record)): record for record in records if "rehearsed_s" in record}
     values = _last(records) | served_gauges(steps, requests)
-    return Reading(source=source, kind="serving", steps=steps, requests=requests, values=values, plan=plan,
-                   rehearsed=tuple(rehearsed.values()))  # fmt: skip
+    return Reading(
+        source=source,
+        kind="serving",
+        steps=steps,
+        requests=requests,
+        values=values,
+        plan=plan,
+        rehearsed=tuple(rehearsed.values()),
+    )
 
 
 def _kind_of(record: Record) -> Record:

@@ -76,8 +76,14 @@ class Replay:
             blocks = max(1, round(blocks * serve.kv_bytes / self.kv_bytes))
         plan = self.service.plan
         ahead = serve.decides_ahead("gpu" if plan is None else plan.cluster.chip.kind)
-        return System(settings=settings_for(self.config, serve), num_blocks=blocks, block_tokens=kv.block_tokens,
-                      groups=kv.groups, prefix=serve.prefix_cache, overlap=ahead)  # fmt: skip
+        return System(
+            settings=settings_for(self.config, serve),
+            num_blocks=blocks,
+            block_tokens=kv.block_tokens,
+            groups=kv.groups,
+            prefix=serve.prefix_cache,
+            overlap=ahead,
+        )
 
     def speedup(self, gauge: str, change: Mapping[str, Any], cost: StepCost | None = None) -> float | None:
         """Of a gauge, now over then (then over now for rates); None where it cannot be said."""

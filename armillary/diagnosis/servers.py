@@ -39,7 +39,10 @@ class Server:
 
 
 _VLLM = Server(
-    name="vllm", prefix="vllm:", info="vllm:cache_config_info", step_tokens="vllm:iteration_tokens_total",
+    name="vllm",
+    prefix="vllm:",
+    info="vllm:cache_config_info",
+    step_tokens="vllm:iteration_tokens_total",
     values={
         "running": ("vllm:num_requests_running",),
         "waiting": ("vllm:num_requests_waiting",),
@@ -71,10 +74,11 @@ _VLLM = Server(
         "serve.prefix_cache": "--enable-prefix-caching",
     },
     replica="one more server behind a router, or --data-parallel-size {value}",
-)  # fmt: skip
+)
 
 _SGLANG = Server(
-    name="sglang", prefix="sglang:",
+    name="sglang",
+    prefix="sglang:",
     values={
         "running": ("sglang:num_running_reqs",),
         "waiting": ("sglang:num_queue_reqs",),
@@ -104,10 +108,11 @@ _SGLANG = Server(
         "serve.prefix_cache": "without --disable-radix-cache",
     },
     replica="one more server behind a router, or --dp-size {value}",
-)  # fmt: skip
+)
 
 _TGI = Server(
-    name="tgi", prefix="tgi_",
+    name="tgi",
+    prefix="tgi_",
     values={"running": ("tgi_batch_current_size",), "waiting": ("tgi_queue_size",)},
     totals={"requests_total": ("tgi_request_success", "tgi_request_success_total", "tgi_request_count")},
     histograms={
@@ -124,16 +129,22 @@ _TGI = Server(
         "serve.prefix_cache": "USE_PREFIX_CACHING=1",
     },
     replica="one more server behind a load balancer",
-)  # fmt: skip
+)
 
 
 def _ours() -> Server:
     def named(kind: str) -> Names:
         return {name: (prometheus_name(name),) for name, gauge in GAUGES.items() if gauge.kind == kind}
 
-    return Server(name="armillary", prefix="armillary_", values=named("value"), totals=named("counter"),
-                  histograms=named("histogram"), info="armillary_serve_info",
-                  replica="one more server, or a gateway over {value}")  # fmt: skip
+    return Server(
+        name="armillary",
+        prefix="armillary_",
+        values=named("value"),
+        totals=named("counter"),
+        histograms=named("histogram"),
+        info="armillary_serve_info",
+        replica="one more server, or a gateway over {value}",
+    )
 
 
 SERVERS = {server.name: server for server in (_ours(), _VLLM, _SGLANG, _TGI)}

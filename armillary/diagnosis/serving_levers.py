@@ -82,8 +82,11 @@ def settled(findings: list[Finding]) -> list[Finding]:
     if crowd is None:
         return findings
     whole = crowd.levers[0]
-    gains = {one.rule: max((lever.speedup for lever in one.levers if lever.of == whole.of), default=0.0)
-             for one in findings if one is not crowd}  # fmt: skip
+    gains = {
+        one.rule: max((lever.speedup for lever in one.levers if lever.of == whole.of), default=0.0)
+        for one in findings
+        if one is not crowd
+    }
     weak = {rule: gain for rule, gain in gains.items() if gain and gain - 1 < CLEARS * (whole.speedup - 1)}
     if not weak:
         return findings
@@ -132,8 +135,9 @@ def _more_blocks(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     tried = [{"serve.kv_bytes": int(now * times)} for times in (1.5, 2, 3, 4, 8) if now * (times - 1) <= room]
     if not tried:  # the device is full: only another one helps
         return _more_replicas(finding, replay, home)
-    return _one(finding, replay, tried,
-                lambda change: f"KV cache {bytes_text(now)} → {bytes_text(change['serve.kv_bytes'])}")  # fmt: skip
+    return _one(
+        finding, replay, tried, lambda change: f"KV cache {bytes_text(now)} → {bytes_text(change['serve.kv_bytes'])}"
+    )
 
 
 def _cache_on(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
@@ -150,8 +154,12 @@ def _smaller_chunks(finding: Finding, replay: Replay, home: Home) -> list[Lever]
         tried.append({"serve.prefill_tokens": size})
         size *= 2
     kept = [change for change in tried if not harms(replay, change)]
-    return _one(finding, replay, kept[::-1],
-                lambda change: f"{change['serve.prefill_tokens']} prompt tokens a step beside decodes")  # fmt: skip
+    return _one(
+        finding,
+        replay,
+        kept[::-1],
+        lambda change: f"{change['serve.prefill_tokens']} prompt tokens a step beside decodes",
+    )
 
 
 def _larger_steps(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
@@ -169,8 +177,15 @@ def _more_replicas(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     enough = next((count for count in counts if not waits(replay, {"layout.dp": count})), counts[-1] if counts else 0)
     tried: list[Change] = [{"layout.dp": enough}] if enough else []
     found = _one(finding, replay, tried, lambda change: f"{change['layout.dp']} servers behind one address")
-    return [replace(lever, change={}, action=f"start {enough} servers and deal requests out to them in turn",
-                    risk=f"{enough} × the devices") for lever in found]  # fmt: skip
+    return [
+        replace(
+            lever,
+            change={},
+            action=f"start {enough} servers and deal requests out to them in turn",
+            risk=f"{enough} × the devices",
+        )
+        for lever in found
+    ]
 
 
 def _graphs(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
@@ -184,9 +199,16 @@ def _graphs(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     gain = replay.speedup(gauge, change, cost)
     if gain is None:
         return []
-    return [Lever(title="launch steps as CUDA graphs", change=change, speedup=gain, of=gauge,
-                  risk="some seconds to capture them at the start",
-                  basis="planner's device time of the same steps, requests played again")]  # fmt: skip
+    return [
+        Lever(
+            title="launch steps as CUDA graphs",
+            change=change,
+            speedup=gain,
+            of=gauge,
+            risk="some seconds to capture them at the start",
+            basis="planner's device time of the same steps, requests played again",
+        )
+    ]
 
 
 def launched_at_once(service: Service) -> StepCost | None:
@@ -224,8 +246,15 @@ def _overlap(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
     step, decided = reading.get("engine_step_s") or 0.0, reading.get("engine_schedule_s") or 0.0
     if step <= decided:
         return []
-    return [Lever(title="decide the next step while one runs", change={"serve.overlap": True}, of="engine_step_s",
-                  speedup=step / max(step - decided, decided), basis="Amdahl over the parts of a step")]  # fmt: skip
+    return [
+        Lever(
+            title="decide the next step while one runs",
+            change={"serve.overlap": True},
+            of="engine_step_s",
+            speedup=step / max(step - decided, decided),
+            basis="Amdahl over the parts of a step",
+        )
+    ]
 
 
 # --- parts
@@ -242,9 +271,18 @@ def _one(
     tried = list(tried)
     gains = [_gain(replay, by, change) or 0.0 for change in tried]
     enough = [change for change, gain in zip(tried, gains, strict=True) if gain - 1 >= NEARLY * (max(gains) - 1)]
-    return [Lever(title=title(change), change=change, speedup=gain, of=gauge, risk=risk_of(replay, change),
-                  basis=_basis(replay, gauge))
-            for change in enough[:1] if (gain := _gain(replay, gauge, change)) is not None]  # fmt: skip
+    return [
+        Lever(
+            title=title(change),
+            change=change,
+            speedup=gain,
+            of=gauge,
+            risk=risk_of(replay, change),
+            basis=_basis(replay, gauge),
+        )
+        for change in enough[:1]
+        if (gain := _gain(replay, gauge, change)) is not None
+    ]
 
 
 def _gain(replay: Replay, gauge: str, change: Change) -> float | None:
@@ -270,9 +308,16 @@ def _room_bytes(replay: Replay) -> float:
 
 
 _LEVERS: dict[str, Callable[[Finding, Replay, Home], list[Lever]]] = {
-    "static_batching": _batching, "batch_too_small": _more_rows, "kv_pressure": _more_blocks,
-    "preemption": _more_blocks, "prefix_cache_off": _cache_on, "prefix_cache_too_small": _more_blocks,
-    "prefill_interference": _smaller_chunks, "queueing": _larger_steps, "too_few_replicas": _more_replicas,
-    "graphs_off": _graphs, "deciding_alone": _overlap,
-}  # fmt: skip
+    "static_batching": _batching,
+    "batch_too_small": _more_rows,
+    "kv_pressure": _more_blocks,
+    "preemption": _more_blocks,
+    "prefix_cache_off": _cache_on,
+    "prefix_cache_too_small": _more_blocks,
+    "prefill_interference": _smaller_chunks,
+    "queueing": _larger_steps,
+    "too_few_replicas": _more_replicas,
+    "graphs_off": _graphs,
+    "deciding_alone": _overlap,
+}
 """rule -> who prices its levers"""

@@ -40,13 +40,26 @@ def idle_stages(reading: Reading, plan: Plan | None) -> Finding | None:
         action, then = f"--num-layers-per-virtual-pipeline-stage {each // 2}", _idle(stages, 2 * virtual, count)
         levers.append(_pipe_lever("twice the virtual stages", action, share, then, "twice the exchanges"))
     batch = number(reading.settings.get("global_batch_size")) or 0.0
-    levers.append(_pipe_lever("twice the micro-batches a step", f"--global-batch-size {2 * batch:.0f}", share,
-                              _idle(stages, virtual, 2 * count), "a larger batch learns less a token"))  # fmt: skip
+    levers.append(
+        _pipe_lever(
+            "twice the micro-batches a step",
+            f"--global-batch-size {2 * batch:.0f}",
+            share,
+            _idle(stages, virtual, 2 * count),
+            "a larger batch learns less a token",
+        )
+    )
     evidence = (Evidence(gauge="micro_batches", value=count), Evidence(gauge="bubble_s", value=share * _step(reading)))
-    return Finding(loop="training", cause="bubble", rule="idle_stages", share=share, evidence=evidence,
-                   levers=tuple(sorted(levers, key=lambda lever: -lever.speedup)),
-                   says=f"{count:.0f} micro-batches a step are few for {stages} pipeline stages: they stand idle "
-                   f"{share:.0%} of the time")  # fmt: skip
+    return Finding(
+        loop="training",
+        cause="bubble",
+        rule="idle_stages",
+        share=share,
+        evidence=evidence,
+        levers=tuple(sorted(levers, key=lambda lever: -lever.speedup)),
+        says=f"{count:.0f} micro-batches a step are few for {stages} pipeline stages: they stand idle "
+        f"{share:.0%} of the time",
+    )
 
 
 def _pipeline(reading: Reading) -> tuple[int, int, float, int] | None:
@@ -72,8 +85,13 @@ def _idle(stages: int, virtual: int, count: float) -> float:
 
 
 def _pipe_lever(title: str, action: str, now: float, then: float, risk: str) -> Lever:
-    return Lever(title=title, action=action, speedup=(1 - then) / (1 - now), risk=risk,
-                 basis="idle time of the pipeline's schedule")  # fmt: skip
+    return Lever(
+        title=title,
+        action=action,
+        speedup=(1 - then) / (1 - now),
+        risk=risk,
+        basis="idle time of the pipeline's schedule",
+    )
 
 
 def recompute_with_room(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -83,15 +101,26 @@ def recompute_with_room(reading: Reading, plan: Plan | None) -> Finding | None:
     if reading.by not in ("torchtitan", "megatron") or kind not in AGAIN or used is None or used > ROOMY:
         return None
     share = AGAIN[kind]
-    action = ("--activation_checkpoint.mode=selective" if reading.by == "torchtitan" else
-              "--recompute-granularity selective")  # fmt: skip
-    lever = Lever(title="recompute less", action=action, speedup=speedup(share, float("inf")),
-                  basis="at most: FLOPs of a step, 6 instead of 8 a weight and token",
-                  risk=f"more memory: {used:.0%} are in use now")  # fmt: skip
+    action = (
+        "--activation_checkpoint.mode=selective" if reading.by == "torchtitan" else "--recompute-granularity selective"
+    )
+    lever = Lever(
+        title="recompute less",
+        action=action,
+        speedup=speedup(share, float("inf")),
+        basis="at most: FLOPs of a step, 6 instead of 8 a weight and token",
+        risk=f"more memory: {used:.0%} are in use now",
+    )
     evidence = Evidence(gauge="memory_used_fraction", value=used, expected=ROOMY, against="roomy")
-    return Finding(loop="training", cause="needless_recompute", rule="recompute_with_room", share=share,
-                   evidence=(evidence,), levers=(lever,), says="a quarter of the arithmetic makes activations again, "
-                   f"and {1 - used:.0%} of the memory is free")  # fmt: skip
+    return Finding(
+        loop="training",
+        cause="needless_recompute",
+        rule="recompute_with_room",
+        share=share,
+        evidence=(evidence,),
+        levers=(lever,),
+        says=f"a quarter of the arithmetic makes activations again, and {1 - used:.0%} of the memory is free",
+    )
 
 
 def low_mfu(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -103,12 +132,23 @@ def low_mfu(reading: Reading, plan: Plan | None) -> Finding | None:
     usual = USUAL * products
     if mfu >= usual:
         return None
-    lever = Lever(title="find what takes the rest", speedup=usual / mfu, basis="what well-set runs keep at least",
-                  action="record some steps with torch.profiler, then armillary diagnose TRACE")  # fmt: skip
+    lever = Lever(
+        title="find what takes the rest",
+        speedup=usual / mfu,
+        basis="what well-set runs keep at least",
+        action="record some steps with torch.profiler, then armillary diagnose TRACE",
+    )
     evidence = Evidence(gauge="mfu", value=mfu, expected=usual, against="what runs on this chip usually keep")
-    return Finding(loop="inner", cause="compute", rule="low_mfu", share=1 - mfu / usual, evidence=(evidence,),
-                   levers=(lever,), says=f"{mfu:.0%} MFU, where the chip's own products reach {products:.0%} of its "
-                   f"peak and runs usually keep {usual:.0%}")  # fmt: skip
+    return Finding(
+        loop="inner",
+        cause="compute",
+        rule="low_mfu",
+        share=1 - mfu / usual,
+        evidence=(evidence,),
+        levers=(lever,),
+        says=f"{mfu:.0%} MFU, where the chip's own products reach {products:.0%} of its "
+        f"peak and runs usually keep {usual:.0%}",
+    )
 
 
 def _reached(reading: Reading) -> tuple[float, float] | None:

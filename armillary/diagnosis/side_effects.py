@@ -35,8 +35,11 @@ def harms(replay: Replay, change: Change) -> bool:
     """Whether others lose more than they should. Where gaps are longer than was asked for, times of which nothing was
     asked may pay for them: only answers a second count, and what was asked for and is kept so far."""
     service, then = replay.service, replay.simulated(change).gauges
-    kept = {name: limit for name in OBJECTIVES if (limit := getattr(service.objective, name)) is not None
-            and name not in service.missed}  # fmt: skip
+    kept = {
+        name: limit
+        for name in OBJECTIVES
+        if (limit := getattr(service.objective, name)) is not None and name not in service.missed
+    }
     if any(then.get(name, 0.0) > limit for name, limit in kept.items()):
         return True
     rate, shorter = (replay.speedup(gauge, change) or 1.0 for gauge in ("tokens_out_per_s", "itl_p99_s"))

@@ -45,9 +45,13 @@ def workers(step_s: float, busy_s: float, now: int = 1) -> int:
 
 def read_ahead(finding: Finding, reading: Reading) -> Iterator[Lever]:
     """Enough processes to make a batch while a step computes."""
-    yield Lever(title="read ahead in loader processes", action=f"DataLoader(…, num_workers="
-                f"{workers(1.0, 1 - finding.share)})", speedup=without(finding.share), basis=AT_MOST,
-                risk="a core and a copy of the reader each")  # fmt: skip
+    yield Lever(
+        title="read ahead in loader processes",
+        action=f"DataLoader(…, num_workers={workers(1.0, 1 - finding.share)})",
+        speedup=without(finding.share),
+        basis=AT_MOST,
+        risk="a core and a copy of the reader each",
+    )
 
 
 def _launches(finding: Finding, reading: Reading) -> Iterator[Lever]:
@@ -56,8 +60,13 @@ def _launches(finding: Finding, reading: Reading) -> Iterator[Lever]:
     on_gpu = bool(reading.profile and reading.profile.kernels)
     action = 'torch.compile(model, mode="reduce-overhead")' if on_gpu else "torch.compile(model)"
     title = "launch the step as CUDA graphs" if on_gpu else "compile: fewer and larger operators"
-    yield Lever(title=title, action=action, speedup=without(gaps * computing(reading)), basis=AT_MOST,
-                risk="time to compile; fixed shapes")  # fmt: skip
+    yield Lever(
+        title=title,
+        action=action,
+        speedup=without(gaps * computing(reading)),
+        basis=AT_MOST,
+        risk="time to compile; fixed shapes",
+    )
 
 
 def _between(reading: Reading) -> float:
@@ -69,8 +78,12 @@ def _host(finding: Finding, reading: Reading) -> Iterator[Lever]:
     """By the line where the trace has one."""
     where = reading.settings.get("sync") or reading.settings.get("host") or ""
     at = f" ({where})" if where else ""
-    yield Lever(title="take the host's work out of the step", speedup=without(finding.share), basis=AT_MOST,
-                action=f"read values later, log less often, move work to a process{at}")  # fmt: skip
+    yield Lever(
+        title="take the host's work out of the step",
+        speedup=without(finding.share),
+        basis=AT_MOST,
+        action=f"read values later, log less often, move work to a process{at}",
+    )
 
 
 def _fuse(finding: Finding, reading: Reading) -> Iterator[Lever]:
@@ -79,24 +92,40 @@ def _fuse(finding: Finding, reading: Reading) -> Iterator[Lever]:
         return
     share = sum(row.seconds for row in _passes(reading.profile)) / max(1e-12, reading.profile.wall_s)
     if share > 0:
-        yield Lever(title="fuse passes over memory", action="torch.compile(model)", risk="time to compile",
-                    speedup=speedup(min(MOST, share), FUSED), basis=AMDAHL)  # fmt: skip
+        yield Lever(
+            title="fuse passes over memory",
+            action="torch.compile(model)",
+            risk="time to compile",
+            speedup=speedup(min(MOST, share), FUSED),
+            basis=AMDAHL,
+        )
 
 
 def _passes(profile: Profile) -> list[Row]:
     """By their kind where no roof says that memory holds them up; what a compiler has fused is left out."""
     rows = profile.kernels or tuple(row for row in profile.operators if row.device_s)
     fused = ("triton_", "Memcpy", "Memset")
-    return [row for row in rows if row.work in _PASSES and row.bound in ("memory", "unknown")
-            and not row.name.startswith(fused)]  # fmt: skip
+    return [
+        row
+        for row in rows
+        if row.work in _PASSES and row.bound in ("memory", "unknown") and not row.name.startswith(fused)
+    ]
 
 
 def _overlap(finding: Finding, reading: Reading) -> Iterator[Lever]:
-    yield Lever(title="hide communication behind computation", speedup=without(finding.share), basis=AT_MOST,
-                action="DDP: larger buckets; FSDP: prefetch; larger micro-batches between exchanges")  # fmt: skip
+    yield Lever(
+        title="hide communication behind computation",
+        speedup=without(finding.share),
+        basis=AT_MOST,
+        action="DDP: larger buckets; FSDP: prefetch; larger micro-batches between exchanges",
+    )
 
 
 _AGAINST: dict[Cause, _Levers] = {
-    "data_starvation": read_ahead, "launch_overhead": _launches, "sync": _host, "memory_bandwidth": _fuse,
-    "compute": _fuse, "exposed_communication": _overlap,
-}  # fmt: skip
+    "data_starvation": read_ahead,
+    "launch_overhead": _launches,
+    "sync": _host,
+    "memory_bandwidth": _fuse,
+    "compute": _fuse,
+    "exposed_communication": _overlap,
+}

@@ -28,10 +28,19 @@ def late_launches(reading: Reading, plan: Plan | None) -> Finding | None:
     share = computing(reading) * (gaps + max(0.0, host - (reading.get("host_stall_fraction") or 0.0)))
     if share < LATE:
         return None
-    evidence = tuple(Evidence(gauge=name, value=value) for name in ("launch_gap_fraction", "host_fraction", "kernels")
-                     if (value := reading.get(name)) is not None)  # fmt: skip
-    return Finding(loop="inner", cause="launch_overhead", rule="late_launches", share=share, evidence=evidence,
-                   says=f"the device waits {share:.0%} of the time for Python to come to the next launch")  # fmt: skip
+    evidence = tuple(
+        Evidence(gauge=name, value=value)
+        for name in ("launch_gap_fraction", "host_fraction", "kernels")
+        if (value := reading.get(name)) is not None
+    )
+    return Finding(
+        loop="inner",
+        cause="launch_overhead",
+        rule="late_launches",
+        share=share,
+        evidence=evidence,
+        says=f"the device waits {share:.0%} of the time for Python to come to the next launch",
+    )
 
 
 def wide_products(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -47,13 +56,28 @@ def wide_products(reading: Reading, plan: Plan | None) -> Finding | None:
             gain, share = speedup(min(1.0, part), profile.roof.flops["bf16"] / peak), part
     if share < WIDE:
         return None
-    lever = Lever(title="matrix products in bf16", action='torch.autocast("cuda", dtype=torch.bfloat16)', speedup=gain,
-                  risk="products lose digits; weights and sums stay in fp32",
-                  basis="at most: Amdahl with the ratio of the chip's peaks")  # fmt: skip
-    evidence = Evidence(gauge="gemm_flops_per_s", value=profile.roof.flops.get("fp32", 0.0),
-                        expected=profile.roof.flops["bf16"], against="the chip's bf16 peak")  # fmt: skip
-    return Finding(loop="inner", cause="precision", rule="wide_products", share=share, evidence=(evidence,),
-                   levers=(lever,), says=f"{share:.0%} of the time are products in 32 bits; bf16 is there")  # fmt: skip
+    lever = Lever(
+        title="matrix products in bf16",
+        action='torch.autocast("cuda", dtype=torch.bfloat16)',
+        speedup=gain,
+        risk="products lose digits; weights and sums stay in fp32",
+        basis="at most: Amdahl with the ratio of the chip's peaks",
+    )
+    evidence = Evidence(
+        gauge="gemm_flops_per_s",
+        value=profile.roof.flops.get("fp32", 0.0),
+        expected=profile.roof.flops["bf16"],
+        against="the chip's bf16 peak",
+    )
+    return Finding(
+        loop="inner",
+        cause="precision",
+        rule="wide_products",
+        share=share,
+        evidence=(evidence,),
+        levers=(lever,),
+        says=f"{share:.0%} of the time are products in 32 bits; bf16 is there",
+    )
 
 
 RULES: tuple[Rule, ...] = (late_launches, wide_products)

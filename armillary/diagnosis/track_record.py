@@ -115,9 +115,12 @@ def read_record(home: Home) -> TrackRecord:
     found = {number: _parse(text, path) for number, text in enumerate(texts, 1) if text.strip()}
     return TrackRecord(
         lines=tuple(line for line in found.values() if line is not None),
-        notes=tuple(f"line {number} of {path} is broken and left out; delete it"
-                    for number, line in found.items() if line is None),
-    )  # fmt: skip
+        notes=tuple(
+            f"line {number} of {path} is broken and left out; delete it"
+            for number, line in found.items()
+            if line is None
+        ),
+    )
 
 
 def _parse(text: bytes, path: Path) -> Kept | None:

@@ -16,16 +16,28 @@ from armillary.diagnosis.reading import Reading
 from armillary.store.gauges import Record
 
 _DICT = re.compile(r"\{'(?:loss|eval_\w+|train_\w+|grad_norm|learning_rate)':.*?\}")
-_BAR = re.compile(
-    r"(\d+)/(\d+) \[((?:\d+:)?\d+:\d\d)<(?:(?:\d+ days?, )?(?:\d+:)?\d+:\d\d|\?),\s*([\d.]+)(s/it|it/s)"
-)
-_NAMES = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr", "eval_loss": "val_loss",
-          "eval_runtime": "validation_s", "num_input_tokens_seen": "tokens_total",
-          "train_tokens_per_second": "tokens_per_s", "tokens_per_second": "tokens_per_s"}  # fmt: skip
+_BAR = re.compile(r"(\d+)/(\d+) \[((?:\d+:)?\d+:\d\d)<(?:(?:\d+ days?, )?(?:\d+:)?\d+:\d\d|\?),\s*([\d.]+)(s/it|it/s)")
+_NAMES = {
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "learning_rate": "lr",
+    "eval_loss": "val_loss",
+    "eval_runtime": "validation_s",
+    "num_input_tokens_seen": "tokens_total",
+    "train_tokens_per_second": "tokens_per_s",
+    "tokens_per_second": "tokens_per_s",
+}
 _COARSE_S = 8.0
 """the bar's clock has whole seconds: below this many between two marks its own rate is more exact"""
-_STATE = ("max_steps", "save_steps", "eval_steps", "logging_steps", "train_batch_size", "num_train_epochs",
-          "global_step")  # fmt: skip
+_STATE = (
+    "max_steps",
+    "save_steps",
+    "eval_steps",
+    "logging_steps",
+    "train_batch_size",
+    "num_train_epochs",
+    "global_step",
+)
 
 
 def is_trainer(lines: Sequence[str]) -> bool:
@@ -99,14 +111,23 @@ def _reading(records: _Steps, values: dict[str, float], source: str, settings: d
     notes = [f"{skipped} steps of warm-up were left out"] if skipped else []
     if not any("step_s" in record for record in kept) and "step_s" not in values:
         notes.append("nothing says how long steps took: keep the progress bar, or the last dict with train_runtime")
-    return Reading(source=source, kind="training", by="hf-trainer", steps=tuple(kept), values=values,
-                   settings=settings, notes=tuple(notes))  # fmt: skip
+    return Reading(
+        source=source,
+        kind="training",
+        by="hf-trainer",
+        steps=tuple(kept),
+        values=values,
+        settings=settings,
+        notes=tuple(notes),
+    )
 
 
 def _whole(told: Mapping[str, Any]) -> dict[str, float]:
     """What the last dict says of all steps; step_s includes everything done between them."""
-    found = {"run_s": number(str(told.get("train_runtime"))),
-             "tokens_per_s": number(str(told.get("train_tokens_per_second")))}  # fmt: skip
+    found = {
+        "run_s": number(str(told.get("train_runtime"))),
+        "tokens_per_s": number(str(told.get("train_tokens_per_second"))),
+    }
     rate = number(str(told.get("train_steps_per_second")))
     if rate:
         found["step_s"] = 1 / rate

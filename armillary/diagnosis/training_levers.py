@@ -55,9 +55,12 @@ def _workers(finding: Finding, reading: Reading, pricing: Pricing | None) -> Ite
     if count <= pricing.plan.data.workers:
         return
     wait = max(0.0, parts.step * now / count - busy)
-    yield from _lever(pricing.priced({"data.workers": count}, data_wait=wait), f"loader workers "
-                      f"{pricing.plan.data.workers} → {count}", basis=f"at most, with cores to spare: {AMDAHL}",
-                      risk="a core and a copy of the reader each")  # fmt: skip
+    yield from _lever(
+        pricing.priced({"data.workers": count}, data_wait=wait),
+        f"loader workers {pricing.plan.data.workers} → {count}",
+        basis=f"at most, with cores to spare: {AMDAHL}",
+        risk="a core and a copy of the reader each",
+    )
 
 
 def _micro_batches(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
@@ -86,14 +89,20 @@ def _other_width(finding: Finding, reading: Reading, pricing: Pricing | None) ->
     if pricing is not None and pricing.plan.layout.precision in SIXTEEN_BIT:
         yield from _lever(pricing.price({"layout.precision": "fp32"}), "GEMMs in fp32", risk="activations take twice")
     elif pricing is not None:
-        yield from _lever(pricing.price({"layout.precision": "bf16"}), "GEMMs in bf16",
-                          risk="GEMMs lose digits; weights and sums stay in fp32")  # fmt: skip
+        yield from _lever(
+            pricing.price({"layout.precision": "bf16"}),
+            "GEMMs in bf16",
+            risk="GEMMs lose digits; weights and sums stay in fp32",
+        )
 
 
 def _off_the_host(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
-    yield Lever(title="take the host's work out of the step", speedup=speedup(min(0.99, finding.share), float("inf")),
-                action="armillary profile names the line: read values later, log less often, move work to a process",
-                basis=AMDAHL)  # fmt: skip
+    yield Lever(
+        title="take the host's work out of the step",
+        speedup=speedup(min(0.99, finding.share), float("inf")),
+        action="armillary profile names the line: read values later, log less often, move work to a process",
+        basis=AMDAHL,
+    )
 
 
 def _computing(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
@@ -104,8 +113,9 @@ def _computing(finding: Finding, reading: Reading, pricing: Pricing | None) -> I
 def _compiled(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
     """Blocks that are kernels of our own have little left to join."""
     if pricing is not None and pricing.may_compile:
-        yield from _lever(pricing.joined({"train.compile": True}), "compile the blocks",
-                          risk="the first step takes a minute or more")  # fmt: skip
+        yield from _lever(
+            pricing.joined({"train.compile": True}), "compile the blocks", risk="the first step takes a minute or more"
+        )
 
 
 # --- training loop
@@ -139,13 +149,20 @@ def _sum_gradients(finding: Finding, pricing: Pricing) -> Iterator[Lever]:
     assert job is not None
     bucket, tokens = layout.bucket_bytes // PIECES, 2 * job.batch_tokens
     if layout.zero == 0 and bucket:
-        yield from _lever(pricing.price({"layout.bucket_bytes": bucket}),
-                          f"gradients in pieces of {bytes_text(layout.bucket_bytes)} → {bytes_text(bucket)}")
+        yield from _lever(
+            pricing.price({"layout.bucket_bytes": bucket}),
+            f"gradients in pieces of {bytes_text(layout.bucket_bytes)} → {bytes_text(bucket)}",
+        )
     priced = pricing.price({"train.batch_tokens": tokens}) if finding.share >= LARGER_BATCH else None
     if priced is not None:
-        yield Lever(title=f"sum gradients after {job.batch_tokens:,} → {tokens:,} tokens", change=priced.change,
-                    speedup=2 * priced.speedup, of="tokens_per_s", basis=PLANNER,
-                    risk="half as many updates from the same tokens: look at the learning rate")  # fmt: skip
+        yield Lever(
+            title=f"sum gradients after {job.batch_tokens:,} → {tokens:,} tokens",
+            change=priced.change,
+            speedup=2 * priced.speedup,
+            of="tokens_per_s",
+            basis=PLANNER,
+            risk="half as many updates from the same tokens: look at the learning rate",
+        )
 
 
 def _fill_the_pipe(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
@@ -155,8 +172,9 @@ def _fill_the_pipe(finding: Finding, reading: Reading, pricing: Pricing | None) 
     smaller = [size for size in range(1, layout.micro_batch) if layout.micro_batch % size == 0]
     found = [one for size in smaller if (one := pricing.price({"layout.micro_batch": size})) is not None]
     for priced in sorted(found, key=lambda one: -one.speedup)[:1]:
-        yield from _lever(priced, f"micro-batch {layout.micro_batch} → {priced.change['layout.micro_batch']}, "
-                          "so more of them")  # fmt: skip
+        yield from _lever(
+            priced, f"micro-batch {layout.micro_batch} → {priced.change['layout.micro_batch']}, so more of them"
+        )
     if layout.schedule != "zero_bubble":
         yield from _lever(pricing.price({"layout.schedule": "zero_bubble"}), "zero-bubble schedule")
     if layout.interleave == 1:
@@ -170,9 +188,12 @@ def _fill_the_pipe(finding: Finding, reading: Reading, pricing: Pricing | None) 
 
 def _replace_rank(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
     rank = next((int(one.value) for one in finding.evidence if one.gauge == "slowest_rank"), 0)
-    yield Lever(title=f"look at rank {rank}", speedup=speedup(min(0.99, finding.share), float("inf")), basis=AMDAHL,
-                action=f"see what else runs beside rank {rank}, its clock and its links; take the machine out if it "
-                "stays slow")  # fmt: skip
+    yield Lever(
+        title=f"look at rank {rank}",
+        speedup=speedup(min(0.99, finding.share), float("inf")),
+        basis=AMDAHL,
+        action=f"see what else runs beside rank {rank}, its clock and its links; take the machine out if it stays slow",
+    )
 
 
 def _keep_activations(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
@@ -211,8 +232,14 @@ def _make_room(finding: Finding, reading: Reading, pricing: Pricing | None) -> I
         if priced is None or priced.memory_bytes > -FREED * held:
             continue
         slower = f"a step takes {1 / priced.speedup:.2f} times as long" if priced.speedup < 0.995 else "none"
-        yield Lever(title=title, change=change, speedup=held / (held + priced.memory_bytes), of="memory_peak_bytes",
-                    risk=slower, basis="planner")  # fmt: skip
+        yield Lever(
+            title=title,
+            change=change,
+            speedup=held / (held + priced.memory_bytes),
+            of="memory_peak_bytes",
+            risk=slower,
+            basis="planner",
+        )
 
 
 def _balance(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
@@ -226,10 +253,15 @@ def _balance(finding: Finding, reading: Reading, pricing: Pricing | None) -> Ite
         weight = moe.aux_loss if job.balance_loss is None else job.balance_loss
         change = {"train.balance_loss": max(0.01, 10 * weight)} if weight < 0.1 else {"train.expert_capacity": EVEN}
     least = min([EVEN, *reading.series("expert_load_max_over_mean")])
-    yield Lever(title="balance the experts", change=change, speedup=max(1.0, heavy / max(1.0, least)),
-                of="expert_load_max_over_mean", basis="the load that balanced routers come to, or this run's own best",
-                action="" if change else "raise the weight of the balance loss",
-                risk="the loss has one more term")  # fmt: skip
+    yield Lever(
+        title="balance the experts",
+        change=change,
+        speedup=max(1.0, heavy / max(1.0, least)),
+        of="expert_load_max_over_mean",
+        basis="the load that balanced routers come to, or this run's own best",
+        action="" if change else "raise the weight of the balance loss",
+        risk="the loss has one more term",
+    )
 
 
 def _save_less(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
@@ -240,9 +272,12 @@ def _save_less(finding: Finding, reading: Reading, pricing: Pricing | None) -> I
         return
     period = _rounded(every * pricing.parts.share(pricing.parts.checkpoint) / CALM, every)
     seconds = pricing.parts.checkpoint * every / period
-    yield from _lever(pricing.priced({"train.save_every": period}, checkpoint=seconds),
-                      f"checkpoints every {every} → {period} steps", basis=AMDAHL,
-                      risk=f"a failure costs up to {period} steps")  # fmt: skip
+    yield from _lever(
+        pricing.priced({"train.save_every": period}, checkpoint=seconds),
+        f"checkpoints every {every} → {period} steps",
+        basis=AMDAHL,
+        risk=f"a failure costs up to {period} steps",
+    )
 
 
 def _validate_less(finding: Finding, reading: Reading, pricing: Pricing | None) -> Iterator[Lever]:
@@ -251,9 +286,12 @@ def _validate_less(finding: Finding, reading: Reading, pricing: Pricing | None) 
     every = pricing.plan.train.eval_every
     period = _rounded(every * pricing.parts.share(pricing.parts.validation) / CALM, every)
     seconds = pricing.parts.validation * every / period
-    yield from _lever(pricing.priced({"train.eval_every": period}, validation=seconds),
-                      f"validation every {every} → {period} steps", basis=AMDAHL,
-                      risk="the validation loss is seen less often")  # fmt: skip
+    yield from _lever(
+        pricing.priced({"train.eval_every": period}, validation=seconds),
+        f"validation every {every} → {period} steps",
+        basis=AMDAHL,
+        risk="the validation loss is seen less often",
+    )
 
 
 def _rounded(wanted: float, least: int) -> int:
@@ -264,9 +302,19 @@ def _rounded(wanted: float, least: int) -> int:
 
 
 _AGAINST: dict[Cause, _Levers] = {
-    "data_starvation": _workers, "launch_overhead": _computing, "sync": _off_the_host, "precision": _other_width,
-    "compute": _computing, "memory_bandwidth": _computing, "exposed_communication": _talk_less,
-    "bubble": _fill_the_pipe, "straggler": _replace_rank, "needless_recompute": _keep_activations,
-    "needless_offload": _keep_here, "memory_pressure": _make_room, "expert_imbalance": _balance,
-    "checkpoint_stall": _save_less, "validation_stall": _validate_less,
-}  # fmt: skip
+    "data_starvation": _workers,
+    "launch_overhead": _computing,
+    "sync": _off_the_host,
+    "precision": _other_width,
+    "compute": _computing,
+    "memory_bandwidth": _computing,
+    "exposed_communication": _talk_less,
+    "bubble": _fill_the_pipe,
+    "straggler": _replace_rank,
+    "needless_recompute": _keep_activations,
+    "needless_offload": _keep_here,
+    "memory_pressure": _make_room,
+    "expert_imbalance": _balance,
+    "checkpoint_stall": _save_less,
+    "validation_stall": _validate_less,
+}

@@ -44,9 +44,15 @@ def exposed_communication(reading: Reading, plan: Plan | None) -> Finding | None
 def _exposed(share: float, seconds: float, reading: Reading) -> Finding:
     expected = reading.predicted("comm_exposed_s")
     evidence = Evidence(gauge="comm_exposed_s", value=seconds, expected=expected, against="plan" if expected else "")
-    return Finding(loop="training", cause="exposed_communication", rule="exposed_communication", share=share,
-                   evidence=(evidence,), says=f"ranks talk for {seconds_text(seconds)} a step with nothing computing "
-                   f"beside it ({share:.0%} of the time)")  # fmt: skip
+    return Finding(
+        loop="training",
+        cause="exposed_communication",
+        rule="exposed_communication",
+        share=share,
+        evidence=(evidence,),
+        says=f"ranks talk for {seconds_text(seconds)} a step with nothing computing "
+        f"beside it ({share:.0%} of the time)",
+    )
 
 
 def bubble(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -63,8 +69,14 @@ def bubble(reading: Reading, plan: Plan | None) -> Finding | None:
     if count:
         evidence.append(Evidence(gauge="micro_batches", value=count))
     few = f"; micro-batches a step: {count:.0f}, few for {plan.layout.pp} stages" if plan and count else ""
-    return Finding(loop="training", cause="bubble", rule="bubble", share=share, evidence=tuple(evidence),
-                   says=f"pipeline stages stand idle {share:.0%} of the time{few}")  # fmt: skip
+    return Finding(
+        loop="training",
+        cause="bubble",
+        rule="bubble",
+        share=share,
+        evidence=tuple(evidence),
+        says=f"pipeline stages stand idle {share:.0%} of the time{few}",
+    )
 
 
 def straggler(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -75,12 +87,21 @@ def straggler(reading: Reading, plan: Plan | None) -> Finding | None:
     share, usual = parts.share(late.seconds), _usual_spread(parts, plan)
     if late.seconds < usual:
         return None
-    evidence = (Evidence(gauge="rank_spread_s", value=late.seconds, expected=usual,
-                         against="most that equal machines differ by"),
-                Evidence(gauge="slowest_rank", value=float(late.rank)))  # fmt: skip
-    return Finding(loop="training", cause="straggler", rule="straggler", share=share, evidence=evidence,
-                   says=f"rank {late.rank} takes {seconds_text(late.seconds)} longer than the others, in "
-                   f"{late.often:.0%} of the steps; all wait for it")  # fmt: skip
+    evidence = (
+        Evidence(
+            gauge="rank_spread_s", value=late.seconds, expected=usual, against="most that equal machines differ by"
+        ),
+        Evidence(gauge="slowest_rank", value=float(late.rank)),
+    )
+    return Finding(
+        loop="training",
+        cause="straggler",
+        rule="straggler",
+        share=share,
+        evidence=evidence,
+        says=f"rank {late.rank} takes {seconds_text(late.seconds)} longer than the others, in "
+        f"{late.often:.0%} of the steps; all wait for it",
+    )
 
 
 def _usual_spread(parts: Parts, plan: Plan | None) -> float:
@@ -99,9 +120,14 @@ def needless_recompute(reading: Reading, plan: Plan | None) -> Finding | None:
         return None
     spent = share * step
     evidence = [Evidence(gauge="recompute_s", value=spent), *_memory(reading, plan)]
-    return Finding(loop="training", cause="needless_recompute", rule="needless_recompute", share=share,
-                   evidence=tuple(evidence), says=f"{seconds_text(spent)} of a step make activations again though "
-                   "there is memory to keep them")  # fmt: skip
+    return Finding(
+        loop="training",
+        cause="needless_recompute",
+        rule="needless_recompute",
+        share=share,
+        evidence=tuple(evidence),
+        says=f"{seconds_text(spent)} of a step make activations again though there is memory to keep them",
+    )
 
 
 def needless_offload(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -114,9 +140,14 @@ def needless_offload(reading: Reading, plan: Plan | None) -> Finding | None:
     moved = reading.get("offloaded_bytes") or reading.predicted("offloaded_bytes") or 0.0
     share = min(1.0, (spent or 0.0) / step) if step else 0.0
     evidence = [Evidence(gauge="offloaded_bytes", value=moved), *_memory(reading, plan)]
-    return Finding(loop="training", cause="needless_offload", rule="needless_offload", share=share,
-                   evidence=tuple(evidence), says=f"{bytes_text(moved)} wait in host memory or on disk though the "
-                   "device has room for them")  # fmt: skip
+    return Finding(
+        loop="training",
+        cause="needless_offload",
+        rule="needless_offload",
+        share=share,
+        evidence=tuple(evidence),
+        says=f"{bytes_text(moved)} wait in host memory or on disk though the device has room for them",
+    )
 
 
 def memory_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
@@ -125,9 +156,14 @@ def memory_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
     room = plan.cluster.chip.memory_bytes if plan is not None else None
     if plan is None or not used or not room or plan.cluster.chip.kind == "cpu" or used / room < FULL:
         return None
-    return Finding(loop="training", cause="memory_pressure", rule="memory_pressure", share=QUALITY,
-                   evidence=tuple(_memory(reading, plan)), says=f"{bytes_text(used)} of {bytes_text(room)} are taken: "
-                   "the allocator has nothing to spare")  # fmt: skip
+    return Finding(
+        loop="training",
+        cause="memory_pressure",
+        rule="memory_pressure",
+        share=QUALITY,
+        evidence=tuple(_memory(reading, plan)),
+        says=f"{bytes_text(used)} of {bytes_text(room)} are taken: the allocator has nothing to spare",
+    )
 
 
 def _memory(reading: Reading, plan: Plan) -> list[Evidence]:
@@ -150,10 +186,14 @@ def expert_imbalance(reading: Reading, plan: Plan | None) -> Finding | None:
     evidence = [Evidence(gauge="expert_load_max_over_mean", value=heavy, expected=1.0, against="even load")]
     if unused is not None:
         evidence.append(Evidence(gauge="expert_tail_fraction", value=unused, expected=0.0, against="even load"))
-    return Finding(loop="training", cause="expert_imbalance", rule="expert_imbalance",
-                   share=max(_waited_for_experts(heavy, plan), WASTED * max(skew, COLLAPSED)), evidence=tuple(evidence),
-                   says=f"the busiest expert gets {heavy:.1f} times the mean load, {unused or 0.0:.0%} of the experts "
-                   "hardly any")  # fmt: skip
+    return Finding(
+        loop="training",
+        cause="expert_imbalance",
+        rule="expert_imbalance",
+        share=max(_waited_for_experts(heavy, plan), WASTED * max(skew, COLLAPSED)),
+        evidence=tuple(evidence),
+        says=f"the busiest expert gets {heavy:.1f} times the mean load, {unused or 0.0:.0%} of the experts hardly any",
+    )
 
 
 def _waited_for_experts(heavy: float, plan: Plan | None) -> float:
@@ -187,15 +227,34 @@ def validation_stall(reading: Reading, plan: Plan | None) -> Finding | None:
 
 def _stall(cause: Cause, gauge: str, parts: Parts, each: float, period: int, doing: str) -> Finding:
     share, once = parts.share(each), each * period
-    evidence = (Evidence(gauge=gauge, value=once, expected=STALLS * parts.whole * period,
-                         against=f"most a healthy run has in {period} steps"),
-                Evidence(gauge="step_s", value=parts.step))  # fmt: skip
-    return Finding(loop="training", cause=cause, rule=cause, share=share, evidence=evidence,
-                   says=f"{doing} takes {seconds_text(once)} every {period} steps of {seconds_text(parts.step)}: "
-                   f"{share:.0%} of the time")  # fmt: skip
+    evidence = (
+        Evidence(
+            gauge=gauge,
+            value=once,
+            expected=STALLS * parts.whole * period,
+            against=f"most a healthy run has in {period} steps",
+        ),
+        Evidence(gauge="step_s", value=parts.step),
+    )
+    return Finding(
+        loop="training",
+        cause=cause,
+        rule=cause,
+        share=share,
+        evidence=evidence,
+        says=f"{doing} takes {seconds_text(once)} every {period} steps of {seconds_text(parts.step)}: "
+        f"{share:.0%} of the time",
+    )
 
 
 RULES: tuple[Rule, ...] = (
-    exposed_communication, bubble, straggler, needless_recompute, needless_offload, memory_pressure, expert_imbalance,
-    checkpoint_stall, validation_stall,
-)  # fmt: skip
+    exposed_communication,
+    bubble,
+    straggler,
+    needless_recompute,
+    needless_offload,
+    memory_pressure,
+    expert_imbalance,
+    checkpoint_stall,
+    validation_stall,
+)

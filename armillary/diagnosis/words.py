@@ -19,9 +19,11 @@ def value_text(gauge: str, value: float) -> str:
     """A figure as its unit is read: 38 ms, 1.2 GB, 41 %, 12.0 k tokens/s."""
     unit = GAUGES[gauge].unit if gauge in GAUGES else ""
     by_unit: dict[str, Callable[[float], str]] = {
-        "s": lambda x: seconds_text(x) if x else "0 s", "B": bytes_text, "fraction": lambda x: f"{100 * x:.3g} %",
+        "s": lambda x: seconds_text(x) if x else "0 s",
+        "B": bytes_text,
+        "fraction": lambda x: f"{100 * x:.3g} %",
         "USD": dollars_text,
-    }  # fmt: skip
+    }
     if unit in by_unit:
         return by_unit[unit](value)
     if unit.endswith("/s"):

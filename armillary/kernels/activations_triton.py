@@ -81,8 +81,8 @@ def _far_tail(x):
     log = log * far + 6.81817601e-03
     log = log * far - 4.96614265e-02
     log = log * far - 4.63634263e-01
-    log = log * far - 1.14892164e+00
-    return far, tl.exp2(log * far - 1.00016915e+00)
+    log = log * far - 1.14892164e00
+    return far, tl.exp2(log * far - 1.00016915e00)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None, check: Tensor | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`scale`, one number on the device, multiplies every gradient on the way. Where `check`, another one, is not
         finite, the device changes nothing: whoever learns of it on the host then calls `uncount`."""
         from armillary.kernels.adamw_triton import adamw_
@@ -42,10 +42,19 @@ class AdamW(torch.optim.AdamW):
                 state["step"] += 1
                 self._counted.append(state)
                 adamw_(
-                    p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(p), scale,
-                    lr=float(group["lr"]), betas=group["betas"], eps=group["eps"], decay=group["weight_decay"],
-                    step=int(state["step"]), check=check,
-                )  # fmt: skip
+                    p.detach(),
+                    p.grad,
+                    state["exp_avg"],
+                    state["exp_avg_sq"],
+                    self.copies.get(p),
+                    scale,
+                    lr=float(group["lr"]),
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    decay=group["weight_decay"],
+                    step=int(state["step"]),
+                    check=check,
+                )
                 if p not in self.copies:  # a kernel of ours leaves no trace: whoever keeps something made of p must see
                     torch.autograd.graph.increment_version(p)
 

@@ -21,9 +21,20 @@ _SUM_BLOCK, _SUMS = 4096, 8
 
 
 def adamw_(
-    p: Tensor, grad: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, scale: Tensor | None, *, lr: float,
-    betas: tuple[float, float], eps: float, decay: float, step: int, check: Tensor | None = None,
-) -> None:  # fmt: skip
+    p: Tensor,
+    grad: Tensor,
+    m: Tensor,
+    v: Tensor,
+    copy: Tensor | None,
+    scale: Tensor | None,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+    step: int,
+    check: Tensor | None = None,
+) -> None:
     """One parameter, in place; `scale` (one number on the device) multiplies the gradient, `copy` gets p's new value.
     Where `check` (another one) is not finite, nothing is written.
 
@@ -36,10 +47,27 @@ def adamw_(
     first, second = 1 - betas[0] ** step, (1 - betas[1] ** step) ** 0.5
     with on(p):
         adamw_kernel[(ceil_div(count, _BLOCK),)](
-            p, grad, m, v, p if copy is None else copy, grad if scale is None else scale, count, 1 - lr * decay,
-            lr / first, 1 - betas[0], 1 - betas[1], betas[1], 1 / second, eps, grad if check is None else check,
-            SCALED=scale is not None, COPY=copy is not None, CHECKED=check is not None, BLOCK=_BLOCK, num_warps=_WARPS,
-        )  # fmt: skip
+            p,
+            grad,
+            m,
+            v,
+            p if copy is None else copy,
+            grad if scale is None else scale,
+            count,
+            1 - lr * decay,
+            lr / first,
+            1 - betas[0],
+            1 - betas[1],
+            betas[1],
+            1 / second,
+            eps,
+            grad if check is None else check,
+            SCALED=scale is not None,
+            COPY=copy is not None,
+            CHECKED=check is not None,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )
 
 
 def squares(grads: Sequence[Tensor]) -> Tensor:
@@ -61,9 +89,26 @@ def squares(grads: Sequence[Tensor]) -> Tensor:
 
 @triton.jit
 def adamw_kernel(
-    p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, scale_ptr, count, keep, rate, move_m, move_v, keep_v, correct, eps,
-    check_ptr, SCALED: tl.constexpr, COPY: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    p_ptr,
+    g_ptr,
+    m_ptr,
+    v_ptr,
+    copy_ptr,
+    scale_ptr,
+    count,
+    keep,
+    rate,
+    move_m,
+    move_v,
+    keep_v,
+    correct,
+    eps,
+    check_ptr,
+    SCALED: tl.constexpr,
+    COPY: tl.constexpr,
+    CHECKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """`keep` is 1 − lr·decay, `rate` lr / (1 − β₁ᵗ), `correct` 1 / √(1 − β₂ᵗ)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count

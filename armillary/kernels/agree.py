@@ -115,8 +115,9 @@ def relative_error(mine: Tensor | None, wide: Tensor | None) -> float:
 
 def with_grad(inputs: tuple[Any, ...], grads: tuple[int, ...]) -> tuple[Any, ...]:
     """The same numbers, as leaves that collect gradients where asked; strides are kept."""
-    return tuple(x.detach().requires_grad_() if i in grads and isinstance(x, Tensor) else x
-                 for i, x in enumerate(inputs))  # fmt: skip
+    return tuple(
+        x.detach().requires_grad_() if i in grads and isinstance(x, Tensor) else x for i, x in enumerate(inputs)
+    )
 
 
 def _copied(inputs: tuple[Any, ...], writes: tuple[int, ...]) -> tuple[Any, ...]:

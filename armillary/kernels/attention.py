@@ -103,9 +103,14 @@ def sdpa(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptio
     plain = free and (T == S or not options.causal)
     mask = None if plain else seen_keys(distances(T, S, q.device), options)
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=plain and options.causal, scale=options.scale,
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=plain and options.causal,
+        scale=options.scale,
         enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+    )
     return out.transpose(1, 2)
 
 
@@ -245,7 +250,9 @@ ATTENTION = Op(
         Version(name="cudnn", run=cudnn, refuses=_not_plain, needs=("cuda",), deterministic=False),
         Version(name="flash", run=flash, refuses=_not_plain, needs=("cuda",), deterministic=False),
         Version(
-            name="flex", run=Late("armillary.kernels.attention_flex", "attention"), refuses=_not_flex,
+            name="flex",
+            run=Late("armillary.kernels.attention_flex", "attention"),
+            refuses=_not_flex,
             needs=("compile", "cuda"),
         ),
         Version(name="sdpa", run=sdpa, refuses=_not_sdpa, deterministic=False),

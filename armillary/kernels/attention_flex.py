@@ -25,9 +25,14 @@ def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Attention
         seen = _seen(shift, options.window, options.causal, documents_BT, blocks_XY)
         mask = _compiled_mask()(seen, None if documents_BT is None else len(q), None, T, S, device=q.device)
     out = _compiled_flex()(
-        q, k, v, score_mod=_change(shift, options.softcap, options.slopes_N), block_mask=mask, scale=options.scale,
+        q,
+        k,
+        v,
+        score_mod=_change(shift, options.softcap, options.slopes_N),
+        block_mask=mask,
+        scale=options.scale,
         enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+    )
     return out.transpose(1, 2)
 
 

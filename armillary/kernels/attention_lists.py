@@ -26,14 +26,25 @@ class Lists:
 
 
 def boil_down(
-    documents: Tensor | None, blocks: Tensor | None, window: int, softcap: float, causal: bool, slopes: Tensor | None,
-    T: int, S: int, step: int,
-) -> tuple[dict[str, Any], Runs, Lists | None]:  # fmt: skip
+    documents: Tensor | None,
+    blocks: Tensor | None,
+    window: int,
+    softcap: float,
+    causal: bool,
+    slopes: Tensor | None,
+    T: int,
+    S: int,
+    step: int,
+) -> tuple[dict[str, Any], Runs, Lists | None]:
     """The kernels' flags, and what they skip by; `step` is how many tokens a kernel goes along a list at a time."""
     flags = {
-        "CAUSAL": causal, "WINDOW": 0 < window < S, "DOCS": documents is not None, "SLOPES": slopes is not None,
-        "CAPPED": softcap != 0.0, "LISTED": 0 if blocks is None else BLOCK // step,
-    }  # fmt: skip
+        "CAUSAL": causal,
+        "WINDOW": 0 < window < S,
+        "DOCS": documents is not None,
+        "SLOPES": slopes is not None,
+        "CAPPED": softcap != 0.0,
+        "LISTED": 0 if blocks is None else BLOCK // step,
+    }
     runs = Runs() if documents is None else document_runs(documents)
     return flags, runs, None if blocks is None else _lists(blocks, causal, T, S)
 

@@ -34,9 +34,18 @@ def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Attention
         return reference(q_BTND, k_BSKD, v_BSKD, options)
     scale = q_BTND.shape[-1] ** -0.5 if options.scale is None else options.scale
     return _attention(
-        q_BTND, k_BSKD, v_BSKD, options.documents_BT, options.blocks_XY, options.sinks_N, options.slopes_N, scale,
-        options.window, options.softcap, options.causal,
-    )[0]  # fmt: skip
+        q_BTND,
+        k_BSKD,
+        v_BSKD,
+        options.documents_BT,
+        options.blocks_XY,
+        options.sinks_N,
+        options.slopes_N,
+        scale,
+        options.window,
+        options.softcap,
+        options.causal,
+    )[0]
 
 
 def _cannot(q_BTND: Tensor, v_BSKD: Tensor) -> str | None:
@@ -56,9 +65,18 @@ _SCHEMA = (
 
 @torch.library.custom_op("armillary::attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, blocks: Tensor | None, sinks: Tensor | None,
-    slopes: Tensor | None, scale: float, window: int, softcap: float, causal: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    blocks: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp in base 2 [B, N, T])."""
     out, lse = _empty(q, k, v, documents, blocks, sinks, slopes, scale, window, softcap, causal)
     if not out.numel() or not k.numel():
@@ -73,33 +91,82 @@ def _attention(
     k_src, v_src = (described(x, tiles.keys) if tma else x for x in (k, v))
     with on(q):
         forward_kernel[(ceil_div(T, tiles.queries), N, B)](
-            q, k_src, v_src, out, lse, mask.documents, mask.begin, mask.run, listed, counts, sinks, slopes,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T, S, N, N // K, *_scales(scale, softcap)[1:], window,
-            listed.shape[-1], **flags, SINKS=sinks is not None, FP32=q.dtype == torch.float32, D=D,
-            BLOCK_D=max(16, power_of_two(D)), BLOCK_M=tiles.queries, BLOCK_N=tiles.keys, STAGES=tiles.stages,
-            RAW=scale > 0 and not softcap and slopes is None, TMA=tma, num_warps=tiles.warps,
-        )  # fmt: skip
+            q,
+            k_src,
+            v_src,
+            out,
+            lse,
+            mask.documents,
+            mask.begin,
+            mask.run,
+            listed,
+            counts,
+            sinks,
+            slopes,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            T,
+            S,
+            N,
+            N // K,
+            *_scales(scale, softcap)[1:],
+            window,
+            listed.shape[-1],
+            **flags,
+            SINKS=sinks is not None,
+            FP32=q.dtype == torch.float32,
+            D=D,
+            BLOCK_D=max(16, power_of_two(D)),
+            BLOCK_M=tiles.queries,
+            BLOCK_N=tiles.keys,
+            STAGES=tiles.stages,
+            RAW=scale > 0 and not softcap and slopes is None,
+            TMA=tma,
+            num_warps=tiles.warps,
+        )
     return out, lse
 
 
 @_attention.register_fake
 def _empty(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, blocks: Tensor | None, sinks: Tensor | None,
-    slopes: Tensor | None, scale: float, window: int, softcap: float, causal: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    blocks: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
     B, T, N, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(B, N, T, dtype=torch.float32)
 
 
 @torch.library.custom_op(
-    "armillary::attention_backward", mutates_args=(),
+    "armillary::attention_backward",
+    mutates_args=(),
     schema=f"(Tensor grad, Tensor out, Tensor lse, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-)  # fmt: skip
+)
 def _attention_backward(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
-    blocks: Tensor | None, sinks: Tensor | None, slopes: Tensor | None, scale: float, window: int, softcap: float,
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    blocks: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
     causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dQ, dK, dV, gradient of the sinks or empty)."""
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if not out.numel() or not k.numel():
@@ -122,20 +189,62 @@ def _attention_backward(
         tma = can_copy(q, grad)
         q_src, grad_src = (described(x, tiles.queries) if tma else x for x in (q, grad))
         key_kernel[(ceil_div(S, tiles.keys), K, B)](
-            q_src, k, v, grad_src, dk, dv, lse, delta, mask.documents, mask.end, mask.run_end, listed, counts, slopes,
-            *strides, *sizes, listed.shape[-1], **flags, **shared, EVEN=T % tiles.queries == 0,
-            BLOCK_M=tiles.queries, BLOCK_N=tiles.keys, STAGES=tiles.stages, TMA=tma, num_warps=tiles.warps,
-        )  # fmt: skip
+            q_src,
+            k,
+            v,
+            grad_src,
+            dk,
+            dv,
+            lse,
+            delta,
+            mask.documents,
+            mask.end,
+            mask.run_end,
+            listed,
+            counts,
+            slopes,
+            *strides,
+            *sizes,
+            listed.shape[-1],
+            **flags,
+            **shared,
+            EVEN=T % tiles.queries == 0,
+            BLOCK_M=tiles.queries,
+            BLOCK_N=tiles.keys,
+            STAGES=tiles.stages,
+            TMA=tma,
+            num_warps=tiles.warps,
+        )
         tiles = query_tiles(q)
         flags["LISTED"] = BLOCK // tiles.keys if lists else 0
         listed, counts = lists.by_query if lists else (lse, lse)
         tma = can_copy(k, v)
         k_src, v_src = (described(x, tiles.keys) if tma else x for x in (k, v))
         query_kernel[(ceil_div(T, tiles.queries), N, B)](
-            q, k_src, v_src, grad, dq, lse, delta, mask.documents, mask.begin, mask.run, listed, counts, slopes,
-            *strides, *sizes, listed.shape[-1], **flags, **shared,
-            BLOCK_M=tiles.queries, BLOCK_N=tiles.keys, STAGES=tiles.stages, TMA=tma, num_warps=tiles.warps,
-        )  # fmt: skip
+            q,
+            k_src,
+            v_src,
+            grad,
+            dq,
+            lse,
+            delta,
+            mask.documents,
+            mask.begin,
+            mask.run,
+            listed,
+            counts,
+            slopes,
+            *strides,
+            *sizes,
+            listed.shape[-1],
+            **flags,
+            **shared,
+            BLOCK_M=tiles.queries,
+            BLOCK_N=tiles.keys,
+            STAGES=tiles.stages,
+            TMA=tma,
+            num_warps=tiles.warps,
+        )
     if sinks is None:
         return dq, dk, dv, q.new_empty(0)
     weights = torch.exp2(sinks.float()[:, None] * _LOG2E - lse)
@@ -144,10 +253,21 @@ def _attention_backward(
 
 @_attention_backward.register_fake
 def _(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
-    blocks: Tensor | None, sinks: Tensor | None, slopes: Tensor | None, scale: float, window: int, softcap: float,
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    blocks: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
     causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 

@@ -14,10 +14,25 @@ import triton.language as tl
 
 @triton.jit
 def scores(
-    qk, query, key, query_doc, key_doc, slope, scale2, softcap, T, S, window, shift,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, SLOPES: tl.constexpr,
+    qk,
+    query,
+    key,
+    query_doc,
+    key_doc,
+    slope,
+    scale2,
+    softcap,
+    T,
+    S,
+    window,
+    shift,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCS: tl.constexpr,
+    SLOPES: tl.constexpr,
     CAPPED: tl.constexpr,
-):  # fmt: skip
+):
     """Raw products to scores in base-2 units, -inf where not seen. query, key and their documents broadcast to qk."""
     qk = qk * scale2
     if CAPPED:  # scale2 is then scale / softcap, and softcap in base-2 units
@@ -38,9 +53,7 @@ def scores(
 
 
 @triton.jit
-def rows(
-    base, stride, first, limit, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
-):
+def rows(base, stride, first, limit, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """A tile of rows from `first` on; those from `limit` on and columns from D on are zero. Only the base moves, so
     offsets stay the same from tile to tile and cost few registers."""
     index, d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
@@ -56,9 +69,18 @@ def rows(
 
 @triton.jit
 def tile(
-    source, stride, batch, head, first, limit, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    source,
+    stride,
+    batch,
+    head,
+    first,
+    limit,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """Rows of one head by the copy engine, from a descriptor of [B, T, heads, D]; or from a pointer to the head."""
     if TMA:  # the compiler also visits what stands after a return, hence the else
         x = source.load([batch, first, head, 0]).reshape(BLOCK, BLOCK_D)
@@ -69,9 +91,20 @@ def tile(
 
 @triton.jit
 def key_range(
-    block, begin_ptr, run_ptr, row, T, S, window, shift,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    block,
+    begin_ptr,
+    run_ptr,
+    row,
+    T,
+    S,
+    window,
+    shift,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Key blocks of a query block: from the first to the last seen at least in part, in the stretch within whole."""
     first_query, last_query = block * BLOCK_M, tl.minimum(block * BLOCK_M + BLOCK_M, T) - 1
     begin, whole = 0, 0
@@ -96,12 +129,44 @@ def key_range(
 
 @triton.jit
 def _over_keys(
-    acc, total, top, q, query, query_doc, k_src, v_src, k_stride, v_stride, batch, kv_head, doc_ptr, list_ptr,
-    first, last, slope, scale2, softcap, T, S, window, shift,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, SLOPES: tl.constexpr,
-    CAPPED: tl.constexpr, LISTED: tl.constexpr, FP32: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, RAW: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    acc,
+    total,
+    top,
+    q,
+    query,
+    query_doc,
+    k_src,
+    v_src,
+    k_stride,
+    v_stride,
+    batch,
+    kv_head,
+    doc_ptr,
+    list_ptr,
+    first,
+    last,
+    slope,
+    scale2,
+    softcap,
+    T,
+    S,
+    window,
+    shift,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCS: tl.constexpr,
+    SLOPES: tl.constexpr,
+    CAPPED: tl.constexpr,
+    LISTED: tl.constexpr,
+    FP32: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    RAW: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """RAW leaves the scale to the exponential, where it costs nothing."""
     for step in tl.range(first, last, num_stages=STAGES):
         if LISTED > 0:  # LISTED steps share a listed block
@@ -115,9 +180,25 @@ def _over_keys(
         if MASKED and DOCS:
             key_doc = tl.load(doc_ptr + key, mask=key < S, other=-1)
         qk = scores(
-            qk, query[:, None], key[None, :], query_doc[:, None], key_doc[None, :], slope, 1.0 if RAW else scale2,
-            softcap, T, S, window, shift, MASKED, CAUSAL, WINDOW, DOCS, SLOPES, CAPPED,
-        )  # fmt: skip
+            qk,
+            query[:, None],
+            key[None, :],
+            query_doc[:, None],
+            key_doc[None, :],
+            slope,
+            1.0 if RAW else scale2,
+            softcap,
+            T,
+            S,
+            window,
+            shift,
+            MASKED,
+            CAUSAL,
+            WINDOW,
+            DOCS,
+            SLOPES,
+            CAPPED,
+        )
         highest = tl.max(qk, 1)
         new = tl.maximum(top, highest * scale2 if RAW else highest)
         base = new
@@ -135,12 +216,51 @@ def _over_keys(
 
 @triton.jit
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, doc_ptr, begin_ptr, run_ptr, list_ptr, count_ptr, sink_ptr, slope_ptr,
-    q_b, q_t, q_n, k_b, k_s, k_n, v_b, v_s, v_n, T, S, N, group, scale2, softcap, window, lists,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, SLOPES: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, LISTED: tl.constexpr, FP32: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, RAW: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    doc_ptr,
+    begin_ptr,
+    run_ptr,
+    list_ptr,
+    count_ptr,
+    sink_ptr,
+    slope_ptr,
+    q_b,
+    q_t,
+    q_n,
+    k_b,
+    k_s,
+    k_n,
+    v_b,
+    v_s,
+    v_n,
+    T,
+    S,
+    N,
+    group,
+    scale2,
+    softcap,
+    window,
+    lists,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCS: tl.constexpr,
+    SLOPES: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+    LISTED: tl.constexpr,
+    FP32: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    RAW: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """Queries of one block and head; late blocks, which see most, come first."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -167,31 +287,178 @@ def forward_kernel(
         many: tl.constexpr = LISTED * BLOCK_N // BLOCK_M
         listed = block // many
         acc, total, top = _over_keys(
-            acc, total, top, q, query, query_doc, k_src, v_src, k_s, v_s, batch, kv_head, doc_ptr,
-            list_ptr + listed * lists, 0, tl.load(count_ptr + listed) * LISTED, slope, scale2, softcap, T, S, window,
-            shift, True, CAUSAL, WINDOW, DOCS, SLOPES, CAPPED, LISTED, FP32, D, BLOCK_D, BLOCK_N, STAGES, RAW, TMA,
-        )  # fmt: skip
+            acc,
+            total,
+            top,
+            q,
+            query,
+            query_doc,
+            k_src,
+            v_src,
+            k_s,
+            v_s,
+            batch,
+            kv_head,
+            doc_ptr,
+            list_ptr + listed * lists,
+            0,
+            tl.load(count_ptr + listed) * LISTED,
+            slope,
+            scale2,
+            softcap,
+            T,
+            S,
+            window,
+            shift,
+            True,
+            CAUSAL,
+            WINDOW,
+            DOCS,
+            SLOPES,
+            CAPPED,
+            LISTED,
+            FP32,
+            D,
+            BLOCK_D,
+            BLOCK_N,
+            STAGES,
+            RAW,
+            TMA,
+        )
     else:
         first, full_first, full_last, last = key_range(
-            block, begin_ptr, run_ptr, batch.to(tl.int64) * S, T, S, window, shift, CAUSAL, WINDOW, DOCS,
-            BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+            block,
+            begin_ptr,
+            run_ptr,
+            batch.to(tl.int64) * S,
+            T,
+            S,
+            window,
+            shift,
+            CAUSAL,
+            WINDOW,
+            DOCS,
+            BLOCK_M,
+            BLOCK_N,
+        )
         if WINDOW or DOCS:
             acc, total, top = _over_keys(
-                acc, total, top, q, query, query_doc, k_src, v_src, k_s, v_s, batch, kv_head, doc_ptr, list_ptr,
-                first, full_first, slope, scale2, softcap, T, S, window, shift, True,
-                CAUSAL, WINDOW, DOCS, SLOPES, CAPPED, LISTED, FP32, D, BLOCK_D, BLOCK_N, STAGES, RAW, TMA,
-            )  # fmt: skip
+                acc,
+                total,
+                top,
+                q,
+                query,
+                query_doc,
+                k_src,
+                v_src,
+                k_s,
+                v_s,
+                batch,
+                kv_head,
+                doc_ptr,
+                list_ptr,
+                first,
+                full_first,
+                slope,
+                scale2,
+                softcap,
+                T,
+                S,
+                window,
+                shift,
+                True,
+                CAUSAL,
+                WINDOW,
+                DOCS,
+                SLOPES,
+                CAPPED,
+                LISTED,
+                FP32,
+                D,
+                BLOCK_D,
+                BLOCK_N,
+                STAGES,
+                RAW,
+                TMA,
+            )
         acc, total, top = _over_keys(
-            acc, total, top, q, query, query_doc, k_src, v_src, k_s, v_s, batch, kv_head, doc_ptr, list_ptr,
-            full_first, full_last, slope, scale2, softcap, T, S, window, shift, False,
-            CAUSAL, WINDOW, DOCS, SLOPES, CAPPED, LISTED, FP32, D, BLOCK_D, BLOCK_N, STAGES, RAW, TMA,
-        )  # fmt: skip
+            acc,
+            total,
+            top,
+            q,
+            query,
+            query_doc,
+            k_src,
+            v_src,
+            k_s,
+            v_s,
+            batch,
+            kv_head,
+            doc_ptr,
+            list_ptr,
+            full_first,
+            full_last,
+            slope,
+            scale2,
+            softcap,
+            T,
+            S,
+            window,
+            shift,
+            False,
+            CAUSAL,
+            WINDOW,
+            DOCS,
+            SLOPES,
+            CAPPED,
+            LISTED,
+            FP32,
+            D,
+            BLOCK_D,
+            BLOCK_N,
+            STAGES,
+            RAW,
+            TMA,
+        )
         acc, total, top = _over_keys(
-            acc, total, top, q, query, query_doc, k_src, v_src, k_s, v_s, batch, kv_head, doc_ptr, list_ptr,
-            full_last, last, slope, scale2, softcap, T, S, window, shift, True,
-            CAUSAL, WINDOW, DOCS, SLOPES, CAPPED, LISTED, FP32, D, BLOCK_D, BLOCK_N, STAGES, RAW, TMA,
-        )  # fmt: skip
+            acc,
+            total,
+            top,
+            q,
+            query,
+            query_doc,
+            k_src,
+            v_src,
+            k_s,
+            v_s,
+            batch,
+            kv_head,
+            doc_ptr,
+            list_ptr,
+            full_last,
+            last,
+            slope,
+            scale2,
+            softcap,
+            T,
+            S,
+            window,
+            shift,
+            True,
+            CAUSAL,
+            WINDOW,
+            DOCS,
+            SLOPES,
+            CAPPED,
+            LISTED,
+            FP32,
+            D,
+            BLOCK_D,
+            BLOCK_N,
+            STAGES,
+            RAW,
+            TMA,
+        )
     if SINKS:
         sink = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
         new = tl.maximum(top, sink)

@@ -83,4 +83,4 @@ BIAS_ACT_DROPOUT = Op(
         "gpt-2-xl, up": DropoutCase(rows=32768, columns=6400, activation="gelu_tanh"),
     },
     small=lambda case: replace(case, rows=rows_to_check(case, case.rows, 2 * case.columns)),
-)  # fmt: skip
+)

@@ -34,9 +34,10 @@ def bias_act_dropout(x: Tensor, bias: Tensor | None, seed: Tensor, activation: s
 
 
 @torch.library.custom_op(
-    "armillary::bias_act_dropout", mutates_args=(),
+    "armillary::bias_act_dropout",
+    mutates_args=(),
     schema="(Tensor x, Tensor? bias, Tensor seed, str activation, float p) -> Tensor",
-)  # fmt: skip
+)
 def _run(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float) -> Tensor:
     y = _empty(x, bias, seed, activation, p)
     if not x.numel():
@@ -51,10 +52,25 @@ def _run(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float
     kernel, least = (forward_pairs, _least(p) * 0x10001) if pairs else (_forward_kernel, _least(p) << 17)
     with on(x):
         kernel[(ceil_div(rows, held) * pieces,)](
-            x, bias, seed, y, rows, columns, pieces, least, keep_scale(p), _over(p), BIAS=bias is not None, DROP=p > 0,
-            ACT=_activation(activation, p), HELD=held, BLOCK=block, MASKED=bool(columns % block or rows % held),
-            num_warps=warps, **_flags(pairs, columns),
-        )  # fmt: skip
+            x,
+            bias,
+            seed,
+            y,
+            rows,
+            columns,
+            pieces,
+            least,
+            keep_scale(p),
+            _over(p),
+            BIAS=bias is not None,
+            DROP=p > 0,
+            ACT=_activation(activation, p),
+            HELD=held,
+            BLOCK=block,
+            MASKED=bool(columns % block or rows % held),
+            num_warps=warps,
+            **_flags(pairs, columns),
+        )
     return y
 
 
@@ -64,9 +80,10 @@ def _empty(x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: flo
 
 
 @torch.library.custom_op(
-    "armillary::bias_act_dropout_backward", mutates_args=(),
+    "armillary::bias_act_dropout_backward",
+    mutates_args=(),
     schema="(Tensor dy, Tensor x, Tensor? bias, Tensor seed, str activation, float p) -> (Tensor, Tensor)",
-)  # fmt: skip
+)
 def _run_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, seed: Tensor, activation: str, p: float
 ) -> tuple[Tensor, Tensor]:
@@ -85,10 +102,25 @@ def _run_backward(
     kernel, least = (backward_pairs, _least(p) * 0x10001) if pairs else (_backward_kernel, _least(p) << 17)
     with on(x):
         kernel[(pieces, programs)](
-            dy, x, dense(bias), seed, dx, parts, rows, columns, least, keep_scale(p), BIAS=bias is not None,
-            DROP=p > 0, ACT=activation, HELD=held, BLOCK=block, MASKED=bool(columns % block or rows % held),
-            num_warps=warps, **_flags(pairs, columns),
-        )  # fmt: skip
+            dy,
+            x,
+            dense(bias),
+            seed,
+            dx,
+            parts,
+            rows,
+            columns,
+            least,
+            keep_scale(p),
+            BIAS=bias is not None,
+            DROP=p > 0,
+            ACT=activation,
+            HELD=held,
+            BLOCK=block,
+            MASKED=bool(columns % block or rows % held),
+            num_warps=warps,
+            **_flags(pairs, columns),
+        )
     if bias is not None:
         column_sums(parts[None], db)
     return dx, db
@@ -174,10 +206,24 @@ def _kept(seed, row, start, columns, threshold, ALIGNED: tl.constexpr, HELD: tl.
 
 @triton.jit
 def _forward_kernel(
-    x_ptr, bias_ptr, seed_ptr, y_ptr, rows, columns, pieces, threshold, scale, over, BIAS: tl.constexpr,
-    DROP: tl.constexpr, ALIGNED: tl.constexpr, ACT: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr,
+    bias_ptr,
+    seed_ptr,
+    y_ptr,
+    rows,
+    columns,
+    pieces,
+    threshold,
+    scale,
+    over,
+    BIAS: tl.constexpr,
+    DROP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ACT: tl.constexpr,
+    HELD: tl.constexpr,
+    BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
-):  # fmt: skip
+):
     """A program is HELD rows of one of `pieces` of BLOCK columns; `over` is 1 / scale."""
     FAST: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     start = (tl.program_id(0) % pieces) * BLOCK
@@ -201,10 +247,24 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr, x_ptr, bias_ptr, seed_ptr, dx_ptr, parts_ptr, rows, columns, threshold, scale, BIAS: tl.constexpr,
-    DROP: tl.constexpr, ALIGNED: tl.constexpr, ACT: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
+    dy_ptr,
+    x_ptr,
+    bias_ptr,
+    seed_ptr,
+    dx_ptr,
+    parts_ptr,
+    rows,
+    columns,
+    threshold,
+    scale,
+    BIAS: tl.constexpr,
+    DROP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ACT: tl.constexpr,
+    HELD: tl.constexpr,
+    BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
-):  # fmt: skip
+):
     """Program (BLOCK columns, some rows, HELD at a time); `parts` gets what it adds to the bias's gradient."""
     start = tl.program_id(0) * BLOCK
     column = (start + tl.arange(0, BLOCK))[None, :]

@@ -73,9 +73,14 @@ class Choice:
 
 
 def choose(
-    op: Op, case: Case, *, home: Home | None = None, deterministic: bool = False, budget_s: float = BUDGET_S,
+    op: Op,
+    case: Case,
+    *,
+    home: Home | None = None,
+    deterministic: bool = False,
+    budget_s: float = BUDGET_S,
     again: bool = False,
-) -> Choice:  # fmt: skip
+) -> Choice:
     """The version of `op` for `case`; `budget_s` is the time to look at each version, a direction. `again` tries anew
     what is remembered."""
     _check(case)
@@ -139,14 +144,10 @@ def time_rivals(op: Op, case: Case, *, budget_s: float = BUDGET_S) -> Iterator[T
         except Exception as error:  # a rival's compiler may fail in its own way; it is timed beside, no more
             yield Trial(version=version.name, refused=_failure(error))
             continue
-        yield Trial(
-            version=version.name, forward_s=times.forward_s, backward_s=times.backward_s, method=times.method
-        )
+        yield Trial(version=version.name, forward_s=times.forward_s, backward_s=times.backward_s, method=times.method)
 
 
-def _tried(
-    op: Op, version: Version, case: Case, expected: Expected, sets: list[Any], how: dict[str, float]
-) -> Trial:
+def _tried(op: Op, version: Version, case: Case, expected: Expected, sets: list[Any], how: dict[str, float]) -> Trial:
     try:
         run = version.load()
         written = replace(op, writes=(*op.writes, *version.overwrites))

@@ -21,15 +21,23 @@ def column_sums(parts_GPN: Tensor, *outs: Tensor) -> None:
     early = can_start_early(parts_GPN.device)
     with on(parts_GPN):
         _kernel[(ceil_div(columns, _COLUMNS), groups)](
-            parts_GPN, outs[0], outs[-1], rows, columns, ROWS=min(_MOST_ROWS, power_of_two(rows)), BLOCK=_COLUMNS,
-            EARLY=early, num_warps=8, **early_launch(early),
-        )  # fmt: skip
+            parts_GPN,
+            outs[0],
+            outs[-1],
+            rows,
+            columns,
+            ROWS=min(_MOST_ROWS, power_of_two(rows)),
+            BLOCK=_COLUMNS,
+            EARLY=early,
+            num_warps=8,
+            **early_launch(early),
+        )
 
 
 @triton.jit
 def _kernel(
     parts_ptr, first_ptr, second_ptr, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
+):
     if EARLY:  # it is set up while the kernel ahead still runs, whose sums it waits for
         tl.extra.cuda.gdc_wait()
     group = tl.program_id(1)

@@ -57,9 +57,7 @@ def _inputs(case: CrossEntropyCase, generator: torch.Generator) -> tuple[Any, ..
 
 def _work(case: CrossEntropyCase) -> Work:
     forward = layer_ops.cross_entropy("cross_entropy", case.rows, case.vocab, dtype=case.dtype)
-    return Work.of(
-        forward, layer_ops.cross_entropy_backward("cross_entropy", case.rows, case.vocab, dtype=case.dtype)
-    )
+    return Work.of(forward, layer_ops.cross_entropy_backward("cross_entropy", case.rows, case.vocab, dtype=case.dtype))
 
 
 CROSS_ENTROPY = Op(
@@ -81,4 +79,4 @@ CROSS_ENTROPY = Op(
         "gpt-2 (odd vocabulary)": CrossEntropyCase(rows=16384, vocab=50257),
     },
     small=lambda case: replace(case, rows=rows_to_check(case, case.rows, case.vocab)),
-)  # fmt: skip
+)

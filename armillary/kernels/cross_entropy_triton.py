@@ -25,19 +25,24 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, ignore_index: int = IGNORED, smoothing: float = 0.0, z_loss: float = 0.0,
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int = IGNORED,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
     overwrite: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """cross_entropy.cross_entropy in one kernel; `overwrite` lets the backward write the gradient over the logits."""
     losses: Tensor = _cross_entropy(logits, targets, ignore_index, smoothing, z_loss, overwrite)[0]
     return losses
 
 
 @torch.library.custom_op(
-    "armillary::cross_entropy", mutates_args=(),
+    "armillary::cross_entropy",
+    mutates_args=(),
     schema="(Tensor logits, Tensor targets, int ignore_index, float smoothing, float z_loss, bool overwrite)"
     " -> (Tensor, Tensor)",
-)  # fmt: skip
+)
 def _cross_entropy(
     logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, z_loss: float, overwrite: bool
 ) -> tuple[Tensor, Tensor]:
@@ -51,10 +56,22 @@ def _cross_entropy(
     widest, warps, stages = _FORWARD
     with on(logits):
         _forward_kernel[(rows,)](
-            logits_MV, targets.contiguous(), losses, kept, vocab, logits_MV.stride(0), ignore_index, smoothing, z_loss,
-            SMOOTH=smoothing != 0, ALIGNED=aligned, LANES=16 // logits.element_size(),
-            BLOCK=min(widest, max(_LINE.value, power_of_two(vocab))), STAGES=stages, num_warps=warps,
-        )  # fmt: skip
+            logits_MV,
+            targets.contiguous(),
+            losses,
+            kept,
+            vocab,
+            logits_MV.stride(0),
+            ignore_index,
+            smoothing,
+            z_loss,
+            SMOOTH=smoothing != 0,
+            ALIGNED=aligned,
+            LANES=16 // logits.element_size(),
+            BLOCK=min(widest, max(_LINE.value, power_of_two(vocab))),
+            STAGES=stages,
+            num_warps=warps,
+        )
     return losses, kept
 
 
@@ -67,10 +84,11 @@ def _empty_cross_entropy(
 
 
 @torch.library.custom_op(
-    "armillary::cross_entropy_backward", mutates_args=(),
+    "armillary::cross_entropy_backward",
+    mutates_args=(),
     schema="(Tensor dloss, Tensor logits, Tensor targets, Tensor kept, int ignore_index, float smoothing, float z_loss)"
     " -> Tensor",
-)  # fmt: skip
+)
 def _backward(
     dloss: Tensor, logits: Tensor, targets: Tensor, kept: Tensor, ignore_index: int, smoothing: float, z_loss: float
 ) -> Tensor:
@@ -87,10 +105,11 @@ def _empty_backward(
 
 
 @torch.library.custom_op(
-    "armillary::cross_entropy_backward_", mutates_args=("logits",),
+    "armillary::cross_entropy_backward_",
+    mutates_args=("logits",),
     schema="(Tensor dloss, Tensor(a!) logits, Tensor targets, Tensor kept, int ignore_index, float smoothing,"
     " float z_loss) -> ()",
-)  # fmt: skip
+)
 def _backward_in_place(
     dloss: Tensor, logits: Tensor, targets: Tensor, kept: Tensor, ignore_index: int, smoothing: float, z_loss: float
 ) -> None:
@@ -98,9 +117,15 @@ def _backward_in_place(
 
 
 def _write_gradient(
-    out: Tensor, dloss: Tensor, logits: Tensor, targets: Tensor, kept: Tensor, ignore_index: int, smoothing: float,
+    out: Tensor,
+    dloss: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    kept: Tensor,
+    ignore_index: int,
+    smoothing: float,
     z_loss: float,
-) -> None:  # fmt: skip
+) -> None:
     if not logits.numel():
         return
     logits_MV, out_MV = as_rows(logits), out.view(-1, out.shape[-1])
@@ -113,9 +138,22 @@ def _write_gradient(
     pieces = ceil_div(vocab + (0 if aligned else _LINE.value - 1), block)
     with on(logits):
         _backward_kernel[(rows * pieces,)](
-            logits_MV, targets.contiguous(), dloss.contiguous(), kept, out_MV, vocab, pieces, logits_MV.stride(0),
-            out_MV.stride(0), ignore_index, smoothing, z_loss, ALIGNED=aligned, BLOCK=block, num_warps=warps,
-        )  # fmt: skip
+            logits_MV,
+            targets.contiguous(),
+            dloss.contiguous(),
+            kept,
+            out_MV,
+            vocab,
+            pieces,
+            logits_MV.stride(0),
+            out_MV.stride(0),
+            ignore_index,
+            smoothing,
+            z_loss,
+            ALIGNED=aligned,
+            BLOCK=block,
+            num_warps=warps,
+        )
 
 
 def _aligned(logits_MV: Tensor) -> bool:
@@ -181,9 +219,21 @@ def _end(ptr, at, first, last, bound, largest, sums, plain, SMOOTH: tl.constexpr
 
 @triton.jit
 def _forward_kernel(
-    logits_ptr, targets_ptr, losses_ptr, kept_ptr, vocab, stride, ignore_index, smoothing, z_loss,
-    SMOOTH: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    targets_ptr,
+    losses_ptr,
+    kept_ptr,
+    vocab,
+    stride,
+    ignore_index,
+    smoothing,
+    z_loss,
+    SMOOTH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
     if target == ignore_index:
@@ -232,9 +282,21 @@ def _joined(largest, sums):
 
 @triton.jit
 def _backward_kernel(
-    logits_ptr, targets_ptr, dloss_ptr, kept_ptr, out_ptr, vocab, pieces, stride, out_stride, ignore_index, smoothing,
-    z_loss, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    targets_ptr,
+    dloss_ptr,
+    kept_ptr,
+    out_ptr,
+    vocab,
+    pieces,
+    stride,
+    out_stride,
+    ignore_index,
+    smoothing,
+    z_loss,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = (tl.program_id(0) // pieces).to(tl.int64)
     begin, first, last, bound = _span(row * stride, vocab, ALIGNED)
     start = (tl.program_id(0) % pieces) * BLOCK

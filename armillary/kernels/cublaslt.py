@@ -18,8 +18,12 @@ from torch import Tensor
 
 _COMPUTE_32F, _R_32F = 68, 0
 _TYPES = {
-    torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29,
-}  # fmt: skip
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
 _TRANS_A, _TRANS_B, _MOST_WORKSPACE = 3, 4, 1
 _SCALES, _SCALE_MODES, _FAST_SUMS, _A_SCALE_EACH_ROW = (17, 18), (31, 32), 25, 3
 _WORKSPACE_BYTES, _ASKED = 32 << 20, 16
@@ -30,8 +34,13 @@ _SWIZZLE, _OPTION, _OPTIONS = 4, 5, range(8)
 class _Heuristic(ctypes.Structure):
     """What the library proposes: an algorithm, and what it knows of it."""
 
-    _fields_ = (("algorithm", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
-                ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4))  # fmt: skip
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
 
 
 class Form(NamedTuple):
@@ -93,10 +102,23 @@ class Product:
         stream = torch.cuda.current_stream(first.device).cuda_stream
         a, b, d = self.layouts
         status = self.lib.cublasLtMatmul(
-            self.handle, self.desc, _ONE, _at(second), a, _at(first), b, _ZERO if add is None else _ONE,
-            _at(out if add is None else add), d, _at(out), d, ctypes.byref(algorithm.algorithm),
-            _at(_workspace(first.device, stream)), ctypes.c_size_t(_WORKSPACE_BYTES), ctypes.c_void_p(stream),
-        )  # fmt: skip
+            self.handle,
+            self.desc,
+            _ONE,
+            _at(second),
+            a,
+            _at(first),
+            b,
+            _ZERO if add is None else _ONE,
+            _at(out if add is None else add),
+            d,
+            _at(out),
+            d,
+            ctypes.byref(algorithm.algorithm),
+            _at(_workspace(first.device, stream)),
+            ctypes.c_size_t(_WORKSPACE_BYTES),
+            ctypes.c_void_p(stream),
+        )
         _check(status)
         return out
 
@@ -162,9 +184,13 @@ class Fp8Product(Product):
         self.proposed = self._proposed()
 
     def scaled(
-        self, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], algorithm: Any, add: Tensor | None = None,
+        self,
+        a: tuple[Tensor, Tensor],
+        b: tuple[Tensor, Tensor],
+        algorithm: Any,
+        add: Tensor | None = None,
         out: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """(values, scale) of both; `add` as in `Product`."""
         self._point(a[1], b[1])
         return self(a[0], b[0], algorithm, add, out)

@@ -58,8 +58,12 @@ def _kept(pair, words, threshold, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(
             "{ .reg .b32 drawn, kept; abs.bf16x2 drawn, $2; set.geu.bf16x2.bf16x2 kept, drawn, $3;"
             " mul.rn.bf16x2 $0, $1, kept; }",
-            "=r,r,r,r", [pair, words, threshold], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+            "=r,r,r,r",
+            [pair, words, threshold],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
     low, high = _apart(pair)
     low *= ((words & 0x7FFF) >= (threshold & 0x7FFF)).to(tl.float32)
     high *= ((words & 0x7FFF0000) >= (threshold & 0x7FFF0000)).to(tl.float32)
@@ -112,10 +116,24 @@ def _bias_of(bias_ptr, start, columns, BIAS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def forward_pairs(
-    x_ptr, bias_ptr, seed_ptr, y_ptr, rows, columns, pieces, threshold, scale, over, BIAS: tl.constexpr,
-    DROP: tl.constexpr, ACT: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    x_ptr,
+    bias_ptr,
+    seed_ptr,
+    y_ptr,
+    rows,
+    columns,
+    pieces,
+    threshold,
+    scale,
+    over,
+    BIAS: tl.constexpr,
+    DROP: tl.constexpr,
+    ACT: tl.constexpr,
+    HELD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
     ASM: tl.constexpr,
-):  # fmt: skip
+):
     """A program is HELD rows of one of `pieces` of BLOCK columns. `threshold` stands in both halves of 32 bits."""
     start = (tl.program_id(0) % pieces) * BLOCK
     row = (tl.program_id(0) // pieces).to(tl.int64) * HELD + tl.arange(0, HELD)[:, None]
@@ -133,10 +151,24 @@ def forward_pairs(
 
 @triton.jit
 def backward_pairs(
-    dy_ptr, x_ptr, bias_ptr, seed_ptr, dx_ptr, parts_ptr, rows, columns, threshold, scale, BIAS: tl.constexpr,
-    DROP: tl.constexpr, ACT: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    dy_ptr,
+    x_ptr,
+    bias_ptr,
+    seed_ptr,
+    dx_ptr,
+    parts_ptr,
+    rows,
+    columns,
+    threshold,
+    scale,
+    BIAS: tl.constexpr,
+    DROP: tl.constexpr,
+    ACT: tl.constexpr,
+    HELD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
     ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Program (BLOCK columns, some rows, HELD at a time); `parts` gets what it adds to the bias's gradient."""
     start = tl.program_id(0) * BLOCK
     column = (start // 2 + tl.arange(0, BLOCK // 2))[None, :]

@@ -15,10 +15,28 @@ from armillary.kernels.fp8_rows_triton import made
 
 @triton.jit
 def amax_kernel(
-    x_ptr, dy_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, amax_ptr, M, K, x_stride, dy_stride,
-    KIND: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, RMS: tl.constexpr, WEIGHT: tl.constexpr,
-    PLUS_ONE: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    dy_ptr,
+    weight_ptr,
+    bias_ptr,
+    mean_ptr,
+    rstd_ptr,
+    amax_ptr,
+    M,
+    K,
+    x_stride,
+    dy_stride,
+    KIND: tl.constexpr,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    RMS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Columns of a stretch of rows; the order of maxima does not matter, so atomics give the same every time."""
     first = tl.program_id(0) * BLOCK_K
     k = first + tl.arange(0, BLOCK_K)
@@ -27,19 +45,59 @@ def amax_kernel(
     for step in tl.range(0, ROWS, BLOCK_M):
         m = begin + step + tl.arange(0, BLOCK_M)
         y = made(
-            x_ptr, dy_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, m, first, M, K, x_stride, dy_stride, KIND, ACT,
-            GATED, RMS, WEIGHT, PLUS_ONE, BIAS, BLOCK_M, BLOCK_K,
-        )  # fmt: skip
+            x_ptr,
+            dy_ptr,
+            weight_ptr,
+            bias_ptr,
+            mean_ptr,
+            rstd_ptr,
+            m,
+            first,
+            M,
+            K,
+            x_stride,
+            dy_stride,
+            KIND,
+            ACT,
+            GATED,
+            RMS,
+            WEIGHT,
+            PLUS_ONE,
+            BIAS,
+            BLOCK_M,
+            BLOCK_K,
+        )
         top = tl.maximum(top, tl.abs(y))
     tl.atomic_max(amax_ptr + k, tl.max(top, 0), mask=k < K, sem="relaxed")
 
 
 @triton.jit
 def cast_kernel(
-    x_ptr, dy_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, amax_ptr, turned_ptr, scale_ptr, M, K, padded, x_stride,
-    dy_stride, KIND: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, RMS: tl.constexpr, WEIGHT: tl.constexpr,
-    PLUS_ONE: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    dy_ptr,
+    weight_ptr,
+    bias_ptr,
+    mean_ptr,
+    rstd_ptr,
+    amax_ptr,
+    turned_ptr,
+    scale_ptr,
+    M,
+    K,
+    padded,
+    x_stride,
+    dy_stride,
+    KIND: tl.constexpr,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    RMS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """A tile whose columns' largest values are known, transposed. The last tiles come first: the pass before left them
     in the cache."""
     across = tl.cdiv(K, BLOCK_K)
@@ -48,9 +106,28 @@ def cast_kernel(
     first = tile % across * BLOCK_K
     k = first + tl.arange(0, BLOCK_K)
     y = made(
-        x_ptr, dy_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, m, first, M, K, x_stride, dy_stride, KIND, ACT, GATED,
-        RMS, WEIGHT, PLUS_ONE, BIAS, BLOCK_M, BLOCK_K,
-    )  # fmt: skip
+        x_ptr,
+        dy_ptr,
+        weight_ptr,
+        bias_ptr,
+        mean_ptr,
+        rstd_ptr,
+        m,
+        first,
+        M,
+        K,
+        x_stride,
+        dy_stride,
+        KIND,
+        ACT,
+        GATED,
+        RMS,
+        WEIGHT,
+        PLUS_ONE,
+        BIAS,
+        BLOCK_M,
+        BLOCK_K,
+    )
     top = tl.maximum(tl.load(amax_ptr + k, mask=k < K, other=1.0), _TINY)
     if tile // across == 0:
         tl.store(scale_ptr + k, _scale(top, LARGEST), mask=k < K)

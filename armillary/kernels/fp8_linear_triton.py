@@ -39,9 +39,10 @@ def _run(x: Tensor, weight: Tensor, scaling: str, *, library: bool) -> Tensor:
 
 
 @torch.library.custom_op(
-    "armillary::fp8_linear", mutates_args=(),
+    "armillary::fp8_linear",
+    mutates_args=(),
     schema="(Tensor x, Tensor weight, str scaling, bool library) -> Tensor",
-)  # fmt: skip
+)
 def _linear(x: Tensor, weight: Tensor, scaling: str, library: bool) -> Tensor:
     with on(x):
         if scaling == "token":
@@ -63,10 +64,11 @@ def _(x: Tensor, weight: Tensor, scaling: str, library: bool) -> Tensor:
 
 
 @torch.library.custom_op(
-    "armillary::fp8_linear_backward", mutates_args=(),
+    "armillary::fp8_linear_backward",
+    mutates_args=(),
     schema="(Tensor dy, Tensor x, Tensor weight, str scaling, bool library, bool grad_x, bool grad_w)"
     " -> (Tensor, Tensor)",
-)  # fmt: skip
+)
 def _gradients(
     dy: Tensor, x: Tensor, weight: Tensor, scaling: str, library: bool, grad_x: bool, grad_w: bool
 ) -> tuple[Tensor, Tensor]:
@@ -102,8 +104,10 @@ def _both_ways(dy: Tensor, scaling: str, rows: bool, turned: bool) -> tuple[Any,
         made = make_operand(Source(x=dy), E5M2, scaling, rows=rows, turned=turned)
         return made.rows, made.turned
     amax = amax_of(dy, by_column=False) if scaling == "tensor" else None
-    return (quantise(dy, E5M2, scaling, amax) if rows else None,
-            quantise_columns(dy, E5M2, scaling, amax) if turned else None)  # fmt: skip
+    return (
+        quantise(dy, E5M2, scaling, amax) if rows else None,
+        quantise_columns(dy, E5M2, scaling, amax) if turned else None,
+    )
 
 
 @_gradients.register_fake

@@ -74,8 +74,11 @@ def inputs(case: Fp8Matmul, generator: torch.Generator) -> tuple[object, ...]:
 def work(case: Fp8Matmul) -> Work:
     """2·M·N·K; x and the weight read, the result written."""
     read = 2.0 * case.tokens * case.inputs * (2 if case.gated else 1) + case.outputs * case.inputs
-    return Work(flops=2.0 * case.tokens * case.outputs * case.inputs, bytes=read + 2.0 * case.tokens * case.outputs,
-                ceiling="fp8")  # fmt: skip
+    return Work(
+        flops=2.0 * case.tokens * case.outputs * case.inputs,
+        bytes=read + 2.0 * case.tokens * case.outputs,
+        ceiling="fp8",
+    )
 
 
 def refuses(case: Fp8Matmul) -> str | None:

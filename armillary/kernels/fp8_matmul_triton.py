@@ -55,7 +55,5 @@ _matmul = torch.library.custom_op("armillary::fp8_matmul", _launched, mutates_ar
 
 
 @_matmul.register_fake
-def _(
-    x: Tensor, weight: Tensor, scale: Tensor, norm: Tensor | None, gated: bool, eps: float, library: bool
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, scale: Tensor, norm: Tensor | None, gated: bool, eps: float, library: bool) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight))

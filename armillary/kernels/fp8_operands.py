@@ -90,31 +90,43 @@ class Source:
         """(tensors, strides of x and dy, flags) as kernels take them."""
         x = as_rows(self.x)
         dy = x if self.dy is None else as_rows(self.dy)
-        tensors = [x, dy, dense(self.weight), dense(self.bias), x if self.mean is None else self.mean,
-                   x if self.rstd is None else self.rstd]  # fmt: skip
+        tensors = [
+            x,
+            dy,
+            dense(self.weight),
+            dense(self.bias),
+            x if self.mean is None else self.mean,
+            x if self.rstd is None else self.rstd,
+        ]
         flags = {
-            "KIND": self.kind, "ACT": self.activation, "GATED": self.gated, "RMS": self.rms,
-            "WEIGHT": self.weight is not None, "PLUS_ONE": self.plus_one, "BIAS": self.bias is not None,
-        }  # fmt: skip
+            "KIND": self.kind,
+            "ACT": self.activation,
+            "GATED": self.gated,
+            "RMS": self.rms,
+            "WEIGHT": self.weight is not None,
+            "PLUS_ONE": self.plus_one,
+            "BIAS": self.bias is not None,
+        }
         return tensors, [x.stride(0), dy.stride(0)], flags
 
 
-def norm_source(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, plus_one: bool
-) -> Source:
+def norm_source(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, plus_one: bool) -> Source:
     """norm(x), with room for its statistics."""
     x = as_rows(x)
     mean = x.new_empty(0 if rms else len(x), dtype=torch.float32)
     rstd = x.new_empty(len(x), dtype=torch.float32)
-    return Source(
-        kind="norm", x=x, weight=weight, bias=bias, eps=eps, plus_one=plus_one, mean=mean, rstd=rstd, rms=rms
-    )  # fmt: skip
+    return Source(kind="norm", x=x, weight=weight, bias=bias, eps=eps, plus_one=plus_one, mean=mean, rstd=rstd, rms=rms)
 
 
 def make_operand(
-    source: Source, dtype: torch.dtype, scaling: str, *, rows: bool = True, turned: bool = True,
+    source: Source,
+    dtype: torch.dtype,
+    scaling: str,
+    *,
+    rows: bool = True,
+    turned: bool = True,
     known: Tensor | None = None,
-) -> Operand:  # fmt: skip
+) -> Operand:
     """Both ways, or one; `known` where it was made before."""
     if scaling == "row":
         made = _rows(source, dtype, "row", _number(source)) if rows else None
@@ -163,9 +175,21 @@ def _launch_rows(source: Source, mode: str, q: Tensor, scale: Tensor, top: Tenso
     held = max(1, _NUMBERS // block)
     with on(source.x):
         rows_kernel[(ceil_div(M, held),)](
-            *tensors, q, scale, top, M, K, *strides, source.eps, **flags, MODE=mode, LARGEST=most, HELD=held,
-            BLOCK=block, num_warps=max(4, min(32, held * block // _A_WARP)),
-        )  # fmt: skip
+            *tensors,
+            q,
+            scale,
+            top,
+            M,
+            K,
+            *strides,
+            source.eps,
+            **flags,
+            MODE=mode,
+            LARGEST=most,
+            HELD=held,
+            BLOCK=block,
+            num_warps=max(4, min(32, held * block // _A_WARP)),
+        )
 
 
 def _turn(rows: Scaled, top: Tensor) -> Scaled:
@@ -179,9 +203,19 @@ def _turn(rows: Scaled, top: Tensor) -> Scaled:
     if turned.numel():
         with on(turned):
             turn_kernel[(ceil_div(padded, block_m) * ceil_div(K, block_k),)](
-                rows.values, rows.scale, top, turned, M, K, padded, ONE_SCALE=one, LARGEST=torch.finfo(dtype).max,
-                BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
-            )  # fmt: skip
+                rows.values,
+                rows.scale,
+                top,
+                turned,
+                M,
+                K,
+                padded,
+                ONE_SCALE=one,
+                LARGEST=torch.finfo(dtype).max,
+                BLOCK_M=block_m,
+                BLOCK_K=block_k,
+                num_warps=warps,
+            )
     return Scaled(turned, rows.scale if one else top)
 
 
@@ -215,9 +249,20 @@ def _by_columns(source: Source, dtype: torch.dtype, amax: Tensor) -> Scaled:
     if turned.numel():
         with on(amax):
             cast_kernel[(ceil_div(padded, block_m) * ceil_div(K, block_k),)](
-                *tensors, amax, turned, scale, M, K, padded, *strides, **flags, LARGEST=most, BLOCK_M=block_m,
-                BLOCK_K=block_k, num_warps=warps,
-            )  # fmt: skip
+                *tensors,
+                amax,
+                turned,
+                scale,
+                M,
+                K,
+                padded,
+                *strides,
+                **flags,
+                LARGEST=most,
+                BLOCK_M=block_m,
+                BLOCK_K=block_k,
+                num_warps=warps,
+            )
     else:
         scale.fill_(TINY / most)
     return Scaled(turned, scale[:, None])

@@ -32,10 +32,23 @@ def product(
     block_n = _SMALL if N <= _SMALL else _BLOCK_N if fast else _BLOCK_N // 2
     stages = fitting_stages(a_q, (block_m + block_n) * _BLOCK_K, stages)
     product_kernel[(ceil_div(M, block_m) * ceil_div(N, block_n),)](
-        TensorDescriptor.from_tensor(a_q, [block_m, _BLOCK_K]), TensorDescriptor.from_tensor(b_q, [block_n, _BLOCK_K]),
-        out, a_scale, b_scale, M, N, K, BY_ROW=a_scale.numel() > 1 or a_scale.dim() == 2, FAST=fast,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=_BLOCK_K, GROUP=_GROUP, STAGES=stages, num_warps=8,
-    )  # fmt: skip
+        TensorDescriptor.from_tensor(a_q, [block_m, _BLOCK_K]),
+        TensorDescriptor.from_tensor(b_q, [block_n, _BLOCK_K]),
+        out,
+        a_scale,
+        b_scale,
+        M,
+        N,
+        K,
+        BY_ROW=a_scale.numel() > 1 or a_scale.dim() == 2,
+        FAST=fast,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=_BLOCK_K,
+        GROUP=_GROUP,
+        STAGES=stages,
+        num_warps=8,
+    )
     return out
 
 
@@ -46,17 +59,27 @@ def multiplied(
     (a_q, a_scale), (b_q, b_scale) = a, b
     if not library or not a_q.numel():
         return product(a, b, dtype, fast=fast)
-    return torch._scaled_mm(
-        a_q, b_q.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=dtype, use_fast_accum=fast
-    )  # fmt: skip
+    return torch._scaled_mm(a_q, b_q.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=dtype, use_fast_accum=fast)
 
 
 @triton.jit
 def product_kernel(
-    a_desc, b_desc, out_ptr, a_scale_ptr, b_scale_ptr, M, N, K,
-    BY_ROW: tl.constexpr, FAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    a_desc,
+    b_desc,
+    out_ptr,
+    a_scale_ptr,
+    b_scale_ptr,
+    M,
+    N,
+    K,
+    BY_ROW: tl.constexpr,
+    FAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """One tile of the result; programs that follow each other share rows of a and b, so these stay in L2."""
     down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0) // (GROUP * across) * GROUP

@@ -31,9 +31,15 @@ class Fp8Products:
         self._made: dict[tuple[Any, ...], Made] = {}
 
     def __call__(
-        self, a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool, add: Tensor | None = None,
+        self,
+        a: Scaled,
+        b: Scaled,
+        dtype: torch.dtype,
+        *,
+        fast: bool,
+        add: Tensor | None = None,
         out: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """In `dtype`, plus `add` where it is given, which may be `out` itself."""
         if not a.values.is_cuda or not a.values.numel() or not b.values.numel():
             return _plain(a, b, dtype, add, out)

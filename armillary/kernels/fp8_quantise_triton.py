@@ -43,10 +43,21 @@ def quantise_rows(
     if q.numel():
         block = min(power_of_two(q.shape[1]), _ROW_IN_REGISTERS)
         row_kernel[(M,)](
-            x, norm, q, scale, K, q.shape[1], x.stride(0), eps, NORM=norm is not None, GATED=gated,
-            LARGEST=torch.finfo(dtype).max, ONE=q.shape[1] <= block, BLOCK=block,
+            x,
+            norm,
+            q,
+            scale,
+            K,
+            q.shape[1],
+            x.stride(0),
+            eps,
+            NORM=norm is not None,
+            GATED=gated,
+            LARGEST=torch.finfo(dtype).max,
+            ONE=q.shape[1] <= block,
+            BLOCK=block,
             num_warps=max(1, min(16, block // _A_WARP)),
-        )  # fmt: skip
+        )
     return q, scale
 
 
@@ -58,9 +69,7 @@ def _room(rows: int, columns: int, x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(rows, ceil_div(columns, _ALIGN) * _ALIGN, dtype=dtype, device=x.device)
 
 
-def quantise_columns(
-    x: Tensor, dtype: torch.dtype, scaling: str, amax: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def quantise_columns(x: Tensor, dtype: torch.dtype, scaling: str, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The same of xᵀ: fp8 [K, M'] and scales [K, 1] or []."""
     x, q = _unit_stride(x), _room(x.shape[1], len(x), x, dtype)
     amax = amax_of(x, by_column=scaling == "row") if amax is None else amax
@@ -76,9 +85,21 @@ def _cast_tiles(x: Tensor, q: Tensor, amax: Tensor, largest: float, padded: int,
     if not q.numel():
         return scale.fill_(TINY / largest)
     cast_kernel[(ceil_div(rows, block_m) * ceil_div(columns, block_k),)](
-        x, q, amax, scale, M, K, padded, x.stride(0), LARGEST=largest, TRANSPOSE=transpose, BY_COLUMN=amax.dim() == 1,
-        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
-    )  # fmt: skip
+        x,
+        q,
+        amax,
+        scale,
+        M,
+        K,
+        padded,
+        x.stride(0),
+        LARGEST=largest,
+        TRANSPOSE=transpose,
+        BY_COLUMN=amax.dim() == 1,
+        BLOCK_M=block_m,
+        BLOCK_K=block_k,
+        num_warps=warps,
+    )
     return scale
 
 
@@ -88,9 +109,17 @@ def amax_of(x: Tensor, *, by_column: bool) -> Tensor:
     if x.numel():
         rows = 128
         amax_kernel[(ceil_div(x.shape[1], 512), ceil_div(len(x), rows))](
-            x, amax, len(x), x.shape[1], x.stride(0), BY_COLUMN=by_column, ROWS=rows, BLOCK_M=8, BLOCK_K=512,
+            x,
+            amax,
+            len(x),
+            x.shape[1],
+            x.stride(0),
+            BY_COLUMN=by_column,
+            ROWS=rows,
+            BLOCK_M=8,
+            BLOCK_K=512,
             num_warps=8,
-        )  # fmt: skip
+        )
     return amax
 
 
@@ -136,9 +165,20 @@ def _inverse(x_ptr, K, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def row_kernel(
-    x_ptr, norm_ptr, q_ptr, scale_ptr, K, padded, stride, eps,
-    NORM: tl.constexpr, GATED: tl.constexpr, LARGEST: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    norm_ptr,
+    q_ptr,
+    scale_ptr,
+    K,
+    padded,
+    stride,
+    eps,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A program a row: producer, amax, scale and cast; a row that fits registers is read once."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride
@@ -162,9 +202,16 @@ def row_kernel(
 
 @triton.jit
 def amax_kernel(
-    x_ptr, amax_ptr, M, K, stride,
-    BY_COLUMN: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    amax_ptr,
+    M,
+    K,
+    stride,
+    BY_COLUMN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Columns of a stretch of rows."""
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     first = tl.program_id(1).to(tl.int64) * ROWS
@@ -181,10 +228,20 @@ def amax_kernel(
 
 @triton.jit
 def cast_kernel(
-    x_ptr, q_ptr, amax_ptr, scale_ptr, M, K, padded, stride,
-    LARGEST: tl.constexpr, TRANSPOSE: tl.constexpr, BY_COLUMN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    q_ptr,
+    amax_ptr,
+    scale_ptr,
+    M,
+    K,
+    padded,
+    stride,
+    LARGEST: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """A tile whose largest values are known, as it stands or transposed; beyond x there are zeros. The last tiles come
     first: `amax_kernel` left them in the cache."""
     across = tl.cdiv(K if TRANSPOSE else padded, BLOCK_K)

@@ -22,10 +22,28 @@ _FRACTION: tl.constexpr = tl.constexpr(0x7FFFFF)
 
 @triton.jit
 def made(
-    x_ptr, dy_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, m, first, M, K, x_stride, dy_stride,
-    KIND: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, RMS: tl.constexpr, WEIGHT: tl.constexpr,
-    PLUS_ONE: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    dy_ptr,
+    weight_ptr,
+    bias_ptr,
+    mean_ptr,
+    rstd_ptr,
+    m,
+    first,
+    M,
+    K,
+    x_stride,
+    dy_stride,
+    KIND: tl.constexpr,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    RMS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Columns first … first + BLOCK_K of rows m, in fp32; zeros beyond. A norm's statistics are known."""
     FAST: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     k = first + tl.arange(0, BLOCK_K)
@@ -76,9 +94,22 @@ def _weighed(y, weight_ptr, bias_ptr, k, K, WEIGHT: tl.constexpr, PLUS_ONE: tl.c
 
 @triton.jit
 def _normed(
-    x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, m, M, K, x_stride, eps,
-    RMS: tl.constexpr, WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    mean_ptr,
+    rstd_ptr,
+    m,
+    M,
+    K,
+    x_stride,
+    eps,
+    RMS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Whole rows of a norm, whose statistics are made and stored here."""
     k = tl.arange(0, BLOCK)
     there, inside = m < M, (m[:, None] < M) & (k[None, :] < K)
@@ -108,11 +139,32 @@ def _held(x, LARGEST: tl.constexpr):
 
 @triton.jit
 def rows_kernel(
-    x_ptr, dy_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, q_ptr, scale_ptr, top_ptr, M, K, x_stride, dy_stride, eps,
-    KIND: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, RMS: tl.constexpr, WEIGHT: tl.constexpr,
-    PLUS_ONE: tl.constexpr, BIAS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, HELD: tl.constexpr,
+    x_ptr,
+    dy_ptr,
+    weight_ptr,
+    bias_ptr,
+    mean_ptr,
+    rstd_ptr,
+    q_ptr,
+    scale_ptr,
+    top_ptr,
+    M,
+    K,
+    x_stride,
+    dy_stride,
+    eps,
+    KIND: tl.constexpr,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    RMS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    BIAS: tl.constexpr,
+    MODE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HELD: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Rows of fp8 and their scales. MODE 'token': powers of two, the largest of which goes to `top`; 'row': so that the
     largest number is the format's; 'tensor': one for all, from the largest number in `top`, which 'look' finds."""
     m = tl.program_id(0).to(tl.int64) * HELD + tl.arange(0, HELD)
@@ -124,9 +176,28 @@ def rows_kernel(
         )
     else:
         y = made(
-            x_ptr, dy_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, m, 0, M, K, x_stride, dy_stride, KIND, ACT, GATED,
-            RMS, WEIGHT, PLUS_ONE, BIAS, HELD, BLOCK,
-        )  # fmt: skip
+            x_ptr,
+            dy_ptr,
+            weight_ptr,
+            bias_ptr,
+            mean_ptr,
+            rstd_ptr,
+            m,
+            0,
+            M,
+            K,
+            x_stride,
+            dy_stride,
+            KIND,
+            ACT,
+            GATED,
+            RMS,
+            WEIGHT,
+            PLUS_ONE,
+            BIAS,
+            HELD,
+            BLOCK,
+        )
     most = tl.zeros((HELD,), tl.float32) + LARGEST  # divided by as a tensor: a number would become a reciprocal
     if MODE == "look":
         tl.atomic_max(top_ptr, tl.max(tl.max(tl.abs(y), 1), 0), sem="relaxed")
@@ -152,9 +223,18 @@ def rows_kernel(
 
 @triton.jit
 def turn_kernel(
-    q_ptr, scale_ptr, top_ptr, turned_ptr, M, K, padded,
-    ONE_SCALE: tl.constexpr, LARGEST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    scale_ptr,
+    top_ptr,
+    turned_ptr,
+    M,
+    K,
+    padded,
+    ONE_SCALE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """A tile of the rows, transposed, at the largest of their scales; beyond the rows there are zeros. The last tiles
     come first: the pass before left them in the cache."""
     across = tl.cdiv(K, BLOCK_K)

@@ -43,18 +43,27 @@ def _empty_activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 
 
 @torch.library.custom_op(
-    "armillary::activate_backward", mutates_args=(),
+    "armillary::activate_backward",
+    mutates_args=(),
     schema="(Tensor dy, Tensor x, str activation, bool gated) -> Tensor",
-)  # fmt: skip
+)
 def _activate_backward(dy: Tensor, x: Tensor, activation: str, gated: bool) -> Tensor:
     dx = _empty_backward(dy, x, activation, gated)
     count = dy.numel()
     if count:
         with on(x):
             _backward_kernel[(ceil_div(count, _BLOCK),)](
-                dy.contiguous(), x.contiguous(), dx, dx, count, ACT=activation, GATED=gated, AGAIN=False, BLOCK=_BLOCK,
+                dy.contiguous(),
+                x.contiguous(),
+                dx,
+                dx,
+                count,
+                ACT=activation,
+                GATED=gated,
+                AGAIN=False,
+                BLOCK=_BLOCK,
                 num_warps=_WARPS,
-            )  # fmt: skip
+            )
     return dx
 
 
@@ -64,9 +73,10 @@ def _empty_backward(dy: Tensor, x: Tensor, activation: str, gated: bool) -> Tens
 
 
 @torch.library.custom_op(
-    "armillary::activate_backward_again", mutates_args=(),
+    "armillary::activate_backward_again",
+    mutates_args=(),
     schema="(Tensor dy, Tensor x, str activation, bool gated) -> (Tensor, Tensor)",
-)  # fmt: skip
+)
 def _activate_backward_again(dy: Tensor, x: Tensor, activation: str, gated: bool) -> tuple[Tensor, Tensor]:
     """The gradient, and the activation itself made again on the way: for those who did not keep it."""
     dx, y = _empty_backward_again(dy, x, activation, gated)
@@ -74,9 +84,17 @@ def _activate_backward_again(dy: Tensor, x: Tensor, activation: str, gated: bool
     if count:
         with on(x):
             _backward_kernel[(ceil_div(count, _BLOCK),)](
-                dy.contiguous(), x.contiguous(), dx, y, count, ACT=activation, GATED=gated, AGAIN=True, BLOCK=_BLOCK,
+                dy.contiguous(),
+                x.contiguous(),
+                dx,
+                y,
+                count,
+                ACT=activation,
+                GATED=gated,
+                AGAIN=True,
+                BLOCK=_BLOCK,
                 num_warps=_WARPS,
-            )  # fmt: skip
+            )
     return dx, y
 
 
@@ -155,9 +173,16 @@ def _forward_kernel(x_ptr, y_ptr, count, ACT: tl.constexpr, GATED: tl.constexpr,
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr, x_ptr, dx_ptr, y_ptr, count, ACT: tl.constexpr, GATED: tl.constexpr, AGAIN: tl.constexpr,
+    dy_ptr,
+    x_ptr,
+    dx_ptr,
+    y_ptr,
+    count,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    AGAIN: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     FAST: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = start + tl.arange(0, BLOCK)

@@ -53,9 +53,11 @@ def _inputs(case: GroupedCase, generator: torch.Generator) -> tuple[Any, ...]:
     if case.even:
         cuts = torch.arange(1, case.experts, device=generator.device) * case.rows // case.experts
     else:
-        cuts = torch.randint(
-            case.rows + 1, (case.experts - 1,), generator=generator, device=generator.device
-        ).sort().values
+        cuts = (
+            torch.randint(case.rows + 1, (case.experts - 1,), generator=generator, device=generator.device)
+            .sort()
+            .values
+        )
     ends = torch.cat((cuts, cuts.new_tensor([case.rows]))).to(torch.int32)
     return normal(case.rows, case.inputs), normal(case.experts, case.outputs, case.inputs) * case.inputs**-0.5, ends
 
@@ -99,12 +101,24 @@ GROUPED_LINEAR = Op(
     name="grouped_linear",
     reference=grouped_linear,
     versions=(
-        Version(name="triton", run=Late("armillary.kernels.grouped_linear_triton", "grouped_linear"),
-                refuses=_not_triton, needs=("triton", "tma")),
-        Version(name="triton, pointers", run=Late("armillary.kernels.grouped_linear_triton", "grouped_linear_pointers"),
-                refuses=_not_pointers, needs=("triton",)),
-        Version(name="torch", run=Late("armillary.kernels.grouped_linear_torch", "grouped_linear"),
-                refuses=_not_torch, needs=("grouped_gemm",)),
+        Version(
+            name="triton",
+            run=Late("armillary.kernels.grouped_linear_triton", "grouped_linear"),
+            refuses=_not_triton,
+            needs=("triton", "tma"),
+        ),
+        Version(
+            name="triton, pointers",
+            run=Late("armillary.kernels.grouped_linear_triton", "grouped_linear_pointers"),
+            refuses=_not_pointers,
+            needs=("triton",),
+        ),
+        Version(
+            name="torch",
+            run=Late("armillary.kernels.grouped_linear_torch", "grouped_linear"),
+            refuses=_not_torch,
+            needs=("grouped_gemm",),
+        ),
     ),
     inputs=_inputs,
     work=_work,
@@ -116,5 +130,5 @@ GROUPED_LINEAR = Op(
         "qwen3-30b-a3b": GroupedCase(rows=65536, experts=128, outputs=1536, inputs=2048),
     },
     small=_small,
-)  # fmt: skip
+)
 """for `choose()` and the bench"""

@@ -76,9 +76,10 @@ def _empty(x: Tensor, weight: Tensor, ends: Tensor, tma: bool) -> Tensor:
 
 
 @torch.library.custom_op(
-    "armillary::grouped_linear_backward", mutates_args=(),
+    "armillary::grouped_linear_backward",
+    mutates_args=(),
     schema="(Tensor dy, Tensor x, Tensor weight, Tensor ends, bool dx, bool dweight, bool tma) -> (Tensor, Tensor)",
-)  # fmt: skip
+)
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, ends: Tensor, dx: bool, dweight: bool, tma: bool
 ) -> tuple[Tensor, Tensor]:
@@ -130,9 +131,19 @@ def _product(a: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool, tma: 
     down = ceil_div(P, tile.rows) + experts  # every stretch but the first may begin a tile more
     with on(a):
         product_kernel[(down * ceil_div(columns, tile.columns),)](
-            a_src, weight_src, out, ends, down, P, columns, R, E=experts, SLOTS=power_of_two(experts + 1),
-            TRANSPOSED=transposed, **_options(tile, a, tma),
-        )  # fmt: skip
+            a_src,
+            weight_src,
+            out,
+            ends,
+            down,
+            P,
+            columns,
+            R,
+            E=experts,
+            SLOTS=power_of_two(experts + 1),
+            TRANSPOSED=transposed,
+            **_options(tile, a, tma),
+        )
     return out
 
 
@@ -167,6 +178,12 @@ def _tile(a: Tensor, rows: int, *, forward: bool, tma: bool) -> Tile:
 def _options(tile: Tile, a: Tensor, tma: bool) -> dict[str, Any]:
     """What both kernels are compiled for; fp32 inputs are multiplied as fp32, not as tf32."""
     return {
-        "EXACT": "ieee" if a.dtype == torch.float32 else "tf32", "ROWS": tile.rows, "COLUMNS": tile.columns,
-        "STEP": tile.step, "GROUP": _GROUP, "TMA": tma, "num_warps": tile.warps, "num_stages": tile.stages,
-    }  # fmt: skip
+        "EXACT": "ieee" if a.dtype == torch.float32 else "tf32",
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "STEP": tile.step,
+        "GROUP": _GROUP,
+        "TMA": tma,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }

@@ -23,10 +23,24 @@ def _matrix_tile(ptr, row, column, row_end, column_end, stride, HEIGHT: tl.const
 
 @triton.jit
 def product_kernel(
-    a_src, weight_src, out_ptr, ends_ptr, down, P, columns, R, E: tl.constexpr, SLOTS: tl.constexpr,
-    TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    GROUP: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    a_src,
+    weight_src,
+    out_ptr,
+    ends_ptr,
+    down,
+    P,
+    columns,
+    R,
+    E: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """One tile of one expert's rows. Rows behind the last expert's are one more stretch, which is written as zeros."""
     across = tl.cdiv(columns, COLUMNS)
     first = tl.program_id(0) // (GROUP * across) * GROUP
@@ -69,9 +83,19 @@ def product_kernel(
 
 @triton.jit
 def row_sums_kernel(
-    dy_src, x_src, out_ptr, ends_ptr, N, K, EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STEP: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    dy_src,
+    x_src,
+    out_ptr,
+    ends_ptr,
+    N,
+    K,
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """One tile of one expert's weight gradient: a sum over its rows."""
     down, across = tl.cdiv(N, ROWS), tl.cdiv(K, COLUMNS)
     expert = tl.program_id(0) // (down * across)

@@ -21,9 +21,14 @@ def norm(
 
 
 def add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms",
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str = "rms",
     plus_one: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """norm.add_norm by Liger."""
     y, summed = liger.liger_fused_add_rms_norm(x, residual, weight, eps, float(plus_one), _mode(plus_one), False)
     return y, summed
@@ -51,15 +56,24 @@ def cross_entropy(
 ) -> Tensor:
     """cross_entropy.cross_entropy by Liger, which puts the gradient in the logits' place."""
     return liger.liger_cross_entropy(
-        logits, targets, ignore_index=ignore_index, reduction="none", label_smoothing=smoothing,
+        logits,
+        targets,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=smoothing,
         lse_square_scale=z_loss,
-    )  # fmt: skip
+    )
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, reduction: str = "mean",
-    softcap: float = 0.0, scale: float = 1.0,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    softcap: float = 0.0,
+    scale: float = 1.0,
+) -> Tensor:
     """linear_cross_entropy.reference by Liger, in chunks of its own."""
     x = x.flatten(0, -2) if scale == 1.0 else x.flatten(0, -2) * scale
     return liger.liger_fused_linear_cross_entropy(

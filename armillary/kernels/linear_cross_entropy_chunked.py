@@ -32,9 +32,16 @@ def chunked(
     x, targets = x_MH.flatten(0, -2), targets_M.flatten().contiguous()
     grad = torch.is_grad_enabled()
     total, _, _ = _loss(
-        x, weight_VH, targets, ignore_index, softcap, scale,
-        grad and x.requires_grad, grad and weight_VH.requires_grad, SPARE_BYTES,
-    )  # fmt: skip
+        x,
+        weight_VH,
+        targets,
+        ignore_index,
+        softcap,
+        scale,
+        grad and x.requires_grad,
+        grad and weight_VH.requires_grad,
+        SPARE_BYTES,
+    )
     if reduction == "sum":
         return total
     count = (targets != ignore_index).sum()
@@ -46,10 +53,11 @@ def chunked(
 
 
 @torch.library.custom_op(
-    "armillary::linear_cross_entropy", mutates_args=(),
+    "armillary::linear_cross_entropy",
+    mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor targets, int ignore_index, float softcap, float scale, bool grad_x,"
     " bool grad_w, int spare_bytes) -> (Tensor, Tensor, Tensor)",
-)  # fmt: skip
+)
 def _loss(
     x: Tensor,
     weight: Tensor,

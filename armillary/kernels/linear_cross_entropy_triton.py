@@ -13,20 +13,43 @@ from armillary.kernels.launch import ceil_div, on, power_of_two
 
 
 def to_gradient_(
-    z_mV: Tensor, targets_m: Tensor, losses_m: Tensor, ignore_index: int, softcap: float, scale: float, *,
-    write: bool, warps: int = 32, stages: int = 3,
-) -> None:  # fmt: skip
+    z_mV: Tensor,
+    targets_m: Tensor,
+    losses_m: Tensor,
+    ignore_index: int,
+    softcap: float,
+    scale: float,
+    *,
+    write: bool,
+    warps: int = 32,
+    stages: int = 3,
+) -> None:
     """Writes the losses; `write` also turns the logits into d loss / d logits, in place. Rows may be further apart than
     they are long, so that each begins on 16 bytes; what lies between is ignored and overwritten."""
     vocab, padded, each = z_mV.shape[1], z_mV.stride(0), 16 // z_mV.element_size()
     warps = min(warps, max(4, power_of_two(ceil_div(vocab, 32 * each))))
     with on(z_mV):
         gradient_kernel[(len(z_mV),)](
-            z_mV, targets_m, losses_m, vocab, padded, ignore_index, softcap, scale, scale * math.log2(math.e),
-            CAPPED=softcap != 0.0, RAW=softcap == 0.0 and scale > 0, UNIT=scale == 1.0 and softcap == 0.0, WRITE=write,
-            EXACT=vocab == padded, EVEN=padded % (32 * warps * each) == 0, LANES=32 * warps, EACH=each, STAGES=stages,
+            z_mV,
+            targets_m,
+            losses_m,
+            vocab,
+            padded,
+            ignore_index,
+            softcap,
+            scale,
+            scale * math.log2(math.e),
+            CAPPED=softcap != 0.0,
+            RAW=softcap == 0.0 and scale > 0,
+            UNIT=scale == 1.0 and softcap == 0.0,
+            WRITE=write,
+            EXACT=vocab == padded,
+            EVEN=padded % (32 * warps * each) == 0,
+            LANES=32 * warps,
+            EACH=each,
+            STAGES=stages,
             num_warps=warps,
-        )  # fmt: skip
+        )
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,10 +87,25 @@ def _load(pointers, at, V, padded, EXACT: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def gradient_kernel(
-    z_ptr, target_ptr, loss_ptr, V, padded, ignore_index, softcap, scale, scale2,
-    CAPPED: tl.constexpr, RAW: tl.constexpr, UNIT: tl.constexpr, WRITE: tl.constexpr, EXACT: tl.constexpr,
-    EVEN: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    z_ptr,
+    target_ptr,
+    loss_ptr,
+    V,
+    padded,
+    ignore_index,
+    softcap,
+    scale,
+    scale2,
+    CAPPED: tl.constexpr,
+    RAW: tl.constexpr,
+    UNIT: tl.constexpr,
+    WRITE: tl.constexpr,
+    EXACT: tl.constexpr,
+    EVEN: tl.constexpr,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """A program a row, in two passes; the second goes backwards and finds part of the row in L2. Every thread keeps a
     maximum and a sum of its own, so threads meet once a row. RAW: the scale is left to the exponential, where it costs
     nothing (scale2 is in base-2 units); UNIT: it is 1."""

@@ -67,8 +67,9 @@ LOGPROBS = Op(
     name="logprobs",
     reference=logprobs,
     versions=(
-        Version(name="triton", run=Late("armillary.kernels.logprobs_triton", "logprobs"), refuses=refuses,
-                needs=("triton",)),
+        Version(
+            name="triton", run=Late("armillary.kernels.logprobs_triton", "logprobs"), refuses=refuses, needs=("triton",)
+        ),
         Version(name="topk", run=by_topk),
     ),
     inputs=_inputs,
@@ -78,5 +79,5 @@ LOGPROBS = Op(
         "256 rows, 20 likeliest": LogprobCase(batch=256),
         "2048 rows of a prompt": LogprobCase(batch=2048, num_top=1),
     },
-)  # fmt: skip
+)
 """for `choose()` and the bench"""

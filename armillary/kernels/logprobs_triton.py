@@ -36,9 +36,16 @@ def _value(rank):
 
 @triton.jit
 def _pieces(
-    logits, tops, sums, group_tops, bests,
-    V: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, IN_BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    tops,
+    sums,
+    group_tops,
+    bests,
+    V: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IN_BLOCK: tl.constexpr,
+):
     """Program (row, piece): its largest logit, the sum of exponentials, and what the likeliest are found by: the
     largest logit of each group, or the largest rank where one is asked for."""
     b, piece, pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -56,10 +63,26 @@ def _pieces(
 
 @triton.jit
 def _rows(
-    logits, tokens, tops, sums, group_tops, bests, normalizers, bounds, arrived, chosen, values, ids,
-    V: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, GROUPS: tl.constexpr,
-    GROUPS_PAD: tl.constexpr, BISECTIONS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    tokens,
+    tops,
+    sums,
+    group_tops,
+    bests,
+    normalizers,
+    bounds,
+    arrived,
+    chosen,
+    values,
+    ids,
+    V: tl.constexpr,
+    N: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECES_PAD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PAD: tl.constexpr,
+    BISECTIONS: tl.constexpr,
+):
     """Program (row): its normaliser, the chosen token, and the likeliest or a logit that N groups reach."""
     b = tl.program_id(0)
     piece, group = tl.arange(0, PIECES_PAD), tl.arange(0, GROUPS_PAD)
@@ -119,9 +142,7 @@ def _next(logits, found, b, size, last, V: tl.constexpr, CAPACITY: tl.constexpr)
 
 
 @triton.jit
-def _order(
-    logits, normalizers, arrived, found, values, ids, V: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr
-):
+def _order(logits, normalizers, arrived, found, values, ids, V: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr):
     """Program (row): the likeliest, one after the other."""
     b = tl.program_id(0)
     size, normalizer = tl.load(arrived + b), tl.load(normalizers + b)
@@ -159,14 +180,29 @@ def _launched(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Ten
             logits, tops, sums, group_tops, bests, V=vocab, N=num_top, BLOCK=_BLOCK, IN_BLOCK=in_block
         )
         _rows[(batch,)](
-            logits, tokens, tops, sums, group_tops, bests, normalizers, bounds, arrived, *out, V=vocab, N=num_top,
-            PIECES=pieces, PIECES_PAD=power_of_two(pieces), GROUPS=groups, GROUPS_PAD=power_of_two(groups),
+            logits,
+            tokens,
+            tops,
+            sums,
+            group_tops,
+            bests,
+            normalizers,
+            bounds,
+            arrived,
+            *out,
+            V=vocab,
+            N=num_top,
+            PIECES=pieces,
+            PIECES_PAD=power_of_two(pieces),
+            GROUPS=groups,
+            GROUPS_PAD=power_of_two(groups),
             BISECTIONS=_BISECTIONS,
-        )  # fmt: skip
+        )
         if num_top > 1:
             _collect[(batch, pieces)](logits, bounds, arrived, found, V=vocab, BLOCK=_BLOCK, CAPACITY=_CAPACITY)
-            _order[(batch,)](logits, normalizers, arrived, found, *out[1:], V=vocab, N=num_top, CAPACITY=_CAPACITY,
-                             num_warps=1)  # fmt: skip
+            _order[(batch,)](
+                logits, normalizers, arrived, found, *out[1:], V=vocab, N=num_top, CAPACITY=_CAPACITY, num_warps=1
+            )
     return out
 
 

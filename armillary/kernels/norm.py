@@ -52,9 +52,14 @@ def norm(
 
 
 def add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms",
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str = "rms",
     plus_one: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual): what a block does between two sublayers."""
     summed = x + residual
     return norm(summed, weight, bias, eps, kind, plus_one), summed
@@ -77,9 +82,14 @@ def row_norm(
 
 
 def row_add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms",
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str = "rms",
     plus_one: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """`add_norm` by `row_norm`."""
     summed = x + residual
     return row_norm(summed, weight, bias, eps, kind, plus_one), summed
@@ -100,9 +110,14 @@ def torch_norm(
 
 
 def torch_add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms",
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str = "rms",
     plus_one: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     summed = x + residual
     return torch_norm(summed, weight, bias, eps, kind, plus_one), summed
 

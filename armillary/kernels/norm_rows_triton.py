@@ -38,11 +38,30 @@ def _weighted(dy, weight, PLUS_ONE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, summed_ptr, mean_ptr, rstd_ptr, rows, columns, x_stride,
-    residual_stride, eps, RMS: tl.constexpr, WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    summed_ptr,
+    mean_ptr,
+    rstd_ptr,
+    rows,
+    columns,
+    x_stride,
+    residual_stride,
+    eps,
+    RMS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HELD: tl.constexpr,
+    STAGES: tl.constexpr,
     MASKED: tl.constexpr,
-):  # fmt: skip
+):
     lane = tl.arange(0, WIDTH)[None, :]
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, HELD), tl.num_programs(0), num_stages=STAGES):
         row = block * HELD + tl.arange(0, HELD).to(tl.int64)[:, None]
@@ -88,11 +107,32 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def backward_kernel(
-    dy_ptr, dsummed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, parts_ptr, rows, columns, dy_stride,
-    dsummed_stride, x_stride, RMS: tl.constexpr, WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr,
-    MASKED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    dsummed_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    parts_ptr,
+    rows,
+    columns,
+    dy_stride,
+    dsummed_stride,
+    x_stride,
+    RMS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HELD: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """`parts` gets the program's sums, those for the weight before those for the bias. AHEAD: the weight is read once.
     EARLY: the kernel that adds up is set up meanwhile."""
     lane = tl.arange(0, WIDTH)[None, :]

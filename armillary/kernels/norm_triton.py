@@ -38,25 +38,41 @@ def norm_pairs(
 
 
 def add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms",
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str = "rms",
     plus_one: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """norm.add_norm in one kernel."""
     return _add_norm(x, residual, weight, bias, eps, kind == "rms", plus_one, False)
 
 
 def add_norm_pairs(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str = "rms",
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str = "rms",
     plus_one: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """As norm_pairs."""
     return _add_norm(x, residual, weight, bias, eps, kind == "rms", plus_one, True)
 
 
 def _add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, plus_one: bool,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    plus_one: bool,
     pairs: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     if x.dtype != residual.dtype:  # a wider residual stream: the sum is as wide
         wider = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(wider), residual.to(wider)
@@ -68,14 +84,21 @@ def _add_norm(
 
 
 @torch.library.custom_op(
-    "armillary::norm", mutates_args=(),
+    "armillary::norm",
+    mutates_args=(),
     schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, bool plus_one, bool pairs)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-)  # fmt: skip
+)
 def _norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool,
-    plus_one: bool, pairs: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    plus_one: bool,
+    pairs: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(normed, summed or empty, mean or empty, 1 / deviation)."""
     y, summed, mean, rstd = _empty_norm(x, residual, weight, bias, eps, rms, plus_one, pairs)
     x_MN, weight, bias = as_rows(x), dense(weight), dense(bias)
@@ -84,13 +107,27 @@ def _norm(
         return y, summed, mean, rstd
     residual_MN = x_MN if residual is None else as_rows(residual)
     flags = {
-        "RMS": rms, "WEIGHT": weight is not None, "PLUS_ONE": plus_one, "BIAS": bias is not None,
+        "RMS": rms,
+        "WEIGHT": weight is not None,
+        "PLUS_ONE": plus_one,
+        "BIAS": bias is not None,
         "RESIDUAL": residual is not None,
-    }  # fmt: skip
+    }
     arguments = (
-        x_MN, residual_MN, weight, bias, y, summed, mean, rstd, rows, columns, x_MN.stride(0), residual_MN.stride(0),
+        x_MN,
+        residual_MN,
+        weight,
+        bias,
+        y,
+        summed,
+        mean,
+        rstd,
+        rows,
+        columns,
+        x_MN.stride(0),
+        residual_MN.stride(0),
         eps,
-    )  # fmt: skip
+    )
     with on(x):
         twice = columns > WIDEST_FORWARD or (rms and residual is None and reads_twice(columns, x.element_size(), pairs))
         if twice:
@@ -105,18 +142,29 @@ def _norm(
             if shape.programs:
                 programs = min(programs, num_programs(x, shape.programs))
             forward_kernel[(programs,)](
-                *arguments, **flags, PIECES=pieces, WIDTH=shape.width, HELD=shape.held,
+                *arguments,
+                **flags,
+                PIECES=pieces,
+                WIDTH=shape.width,
+                HELD=shape.held,
                 STAGES=fitting_stages(x, stage_bytes, shape.stages),
-                MASKED=bool(columns % shape.width or rows % shape.held), num_warps=shape.warps,
-            )  # fmt: skip
+                MASKED=bool(columns % shape.width or rows % shape.held),
+                num_warps=shape.warps,
+            )
     return y, summed, mean, rstd
 
 
 @_norm.register_fake
 def _empty_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool,
-    plus_one: bool, pairs: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    plus_one: bool,
+    pairs: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     summed = torch.empty_like(y) if residual is not None else x.new_empty(0)
@@ -125,14 +173,22 @@ def _empty_norm(
 
 
 @torch.library.custom_op(
-    "armillary::norm_backward", mutates_args=(),
+    "armillary::norm_backward",
+    mutates_args=(),
     schema="(Tensor dy, Tensor? dsummed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool plus_one, bool bias,"
     " bool pairs) -> (Tensor, Tensor, Tensor)",
-)  # fmt: skip
+)
 def _norm_backward(
-    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, plus_one: bool,
-    bias: bool, pairs: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    dsummed: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    plus_one: bool,
+    bias: bool,
+    pairs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of x, of weight or empty, of bias or empty)."""
     dx, dw, db = _empty_norm_backward(dy, dsummed, x, weight, mean, rstd, plus_one, bias, pairs)
     if not x.numel():
@@ -141,9 +197,12 @@ def _norm_backward(
     rows, columns = x_MN.shape
     dsummed_MN = dy_MN if dsummed is None else as_rows(dsummed)
     flags = {
-        "RMS": not mean.numel(), "WEIGHT": weight is not None, "PLUS_ONE": plus_one, "BIAS": bias,
+        "RMS": not mean.numel(),
+        "WEIGHT": weight is not None,
+        "PLUS_ONE": plus_one,
+        "BIAS": bias,
         "RESIDUAL": dsummed is not None,
-    }  # fmt: skip
+    }
     strides = (dy_MN.stride(0), dsummed_MN.stride(0), x_MN.stride(0))
     if columns > (WIDEST_TWO_SUMS if weight is not None and bias else WIDEST_BACKWARD):
         _wide_backward(dy_MN, dsummed_MN, x_MN, weight, mean, rstd, dx, dw, db, strides, flags)
@@ -161,10 +220,27 @@ def _norm_backward(
     parts = x.new_empty(len(sums), programs, columns, dtype=torch.float32)
     with on(x):
         backward_kernel[(programs,)](
-            dy_MN, dsummed_MN, x_MN, weight, mean, rstd, dx, parts, rows, columns, *strides, **flags, PIECES=pieces,
-            WIDTH=shape.width, HELD=shape.held, STAGES=stages, MASKED=bool(columns % shape.width or rows % shape.held),
-            AHEAD=shape.ahead, EARLY=bool(sums) and can_start_early(x.device), num_warps=shape.warps,
-        )  # fmt: skip
+            dy_MN,
+            dsummed_MN,
+            x_MN,
+            weight,
+            mean,
+            rstd,
+            dx,
+            parts,
+            rows,
+            columns,
+            *strides,
+            **flags,
+            PIECES=pieces,
+            WIDTH=shape.width,
+            HELD=shape.held,
+            STAGES=stages,
+            MASKED=bool(columns % shape.width or rows % shape.held),
+            AHEAD=shape.ahead,
+            EARLY=bool(sums) and can_start_early(x.device),
+            num_warps=shape.warps,
+        )
     if sums:
         column_sums(parts, *sums)
     return dx, dw, db
@@ -172,9 +248,16 @@ def _norm_backward(
 
 @_norm_backward.register_fake
 def _empty_norm_backward(
-    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, plus_one: bool,
-    bias: bool, pairs: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    dsummed: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    plus_one: bool,
+    bias: bool,
+    pairs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dw = x.new_empty(0) if weight is None else torch.empty_like(weight)
     db = x.new_empty(x.shape[-1] if bias else 0, dtype=torch.float32 if weight is None else weight.dtype)
@@ -198,26 +281,67 @@ def _gradients(ctx: Any, dy: Tensor | None, dsummed: Tensor | None, *_: Any) -> 
     if not ctx.has_residual:
         dsummed = None
     dx, dw, db = _norm_backward(dy, dsummed, x, weight, mean, rstd, ctx.plus_one, has_bias, ctx.pairs)
-    return (dx, dx if ctx.has_residual else None, None if weight is None else dw,
-            db.to(ctx.bias_dtype) if has_bias else None, *none)  # fmt: skip
+    return (
+        dx,
+        dx if ctx.has_residual else None,
+        None if weight is None else dw,
+        db.to(ctx.bias_dtype) if has_bias else None,
+        *none,
+    )
 
 
 _norm.register_autograd(_gradients, setup_context=_keep)
 
 
 def _wide_backward(
-    dy_MN: Tensor, dsummed_MN: Tensor, x_MN: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, dx: Tensor,
-    dw: Tensor, db: Tensor, strides: tuple[int, int, int], flags: dict[str, bool],
-) -> None:  # fmt: skip
+    dy_MN: Tensor,
+    dsummed_MN: Tensor,
+    x_MN: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    dx: Tensor,
+    dw: Tensor,
+    db: Tensor,
+    strides: tuple[int, int, int],
+    flags: dict[str, bool],
+) -> None:
     """Rows in pieces for dx, then columns in blocks for the weights: x and dy are read from memory twice."""
     rows, columns = x_MN.shape
     with on(x_MN):
         backward_wide_kernel[(rows,)](
-            dy_MN, dsummed_MN, x_MN, weight, mean, rstd, dx, dw, db, rows, columns, *strides, **flags, BLOCK=_PIECE,
+            dy_MN,
+            dsummed_MN,
+            x_MN,
+            weight,
+            mean,
+            rstd,
+            dx,
+            dw,
+            db,
+            rows,
+            columns,
+            *strides,
+            **flags,
+            BLOCK=_PIECE,
             num_warps=8,
-        )  # fmt: skip
+        )
         if flags["WEIGHT"] or flags["BIAS"]:
             weights_wide_kernel[(ceil_div(columns, 64),)](
-                dy_MN, x_MN, mean, rstd, dw, db, rows, columns, strides[0], strides[2], RMS=flags["RMS"],
-                WEIGHT=flags["WEIGHT"], BIAS=flags["BIAS"], ROWS=64, BLOCK=64, num_warps=4,
-            )  # fmt: skip
+                dy_MN,
+                x_MN,
+                mean,
+                rstd,
+                dw,
+                db,
+                rows,
+                columns,
+                strides[0],
+                strides[2],
+                RMS=flags["RMS"],
+                WEIGHT=flags["WEIGHT"],
+                BIAS=flags["BIAS"],
+                ROWS=64,
+                BLOCK=64,
+                num_warps=4,
+            )

@@ -18,10 +18,26 @@ def _wide_load(x_ptr, residual_ptr, x_at, residual_at, inside, RESIDUAL: tl.cons
 
 @triton.jit
 def forward_wide_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, summed_ptr, mean_ptr, rstd_ptr, rows, columns, x_stride,
-    residual_stride, eps, RMS: tl.constexpr, WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    summed_ptr,
+    mean_ptr,
+    rstd_ptr,
+    rows,
+    columns,
+    x_stride,
+    residual_stride,
+    eps,
+    RMS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     residual_ptr += row * residual_stride
@@ -64,10 +80,27 @@ def forward_wide_kernel(
 
 @triton.jit
 def backward_wide_kernel(
-    dy_ptr, dsummed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, rows, columns, dy_stride,
-    dsummed_stride, x_stride, RMS: tl.constexpr, WEIGHT: tl.constexpr, PLUS_ONE: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    dsummed_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dw_ptr,
+    db_ptr,
+    rows,
+    columns,
+    dy_stride,
+    dsummed_stride,
+    x_stride,
+    RMS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A row's gradient in two passes of pieces; the weights' come from weights_wide_kernel."""
     row = tl.program_id(0).to(tl.int64)
     rstd = tl.load(rstd_ptr + row)
@@ -106,9 +139,22 @@ def backward_wide_kernel(
 
 @triton.jit
 def weights_wide_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, rows, columns, dy_stride, x_stride, RMS: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dw_ptr,
+    db_ptr,
+    rows,
+    columns,
+    dy_stride,
+    x_stride,
+    RMS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradients of weight and bias for a block of columns, over all rows."""
     column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     dw = tl.zeros([ROWS, BLOCK], tl.float32)

@@ -68,8 +68,9 @@ class Work:
     def of(cls, forward: spec_ops.Op, *backward: spec_ops.Op, ceiling: Ceiling = "copy") -> Self:
         """From the operations that the planner and the profiler count with."""
         flops, moved = spec_ops.total(backward)
-        return cls(flops=forward.flops, bytes=forward.bytes, backward_flops=flops, backward_bytes=moved,
-                   ceiling=ceiling)  # fmt: skip
+        return cls(
+            flops=forward.flops, bytes=forward.bytes, backward_flops=flops, backward_bytes=moved, ceiling=ceiling
+        )
 
 
 class Late:

@@ -24,7 +24,7 @@ OPS: dict[str, str] = {
     "qkv_cache": "qkv_cache:QKV_CACHE",
     "sample": "sampling:SAMPLE",
     "logprobs": "logprobs:LOGPROBS",
-}  # fmt: skip
+}
 """name -> module and attribute that hold its Op"""
 
 

@@ -166,8 +166,9 @@ def _sdpa(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: PagedOptions) ->
     if not whole and (queries > 1 or limited):
         mask = _seen(_distance(queries, keys, q_TND.device), window)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_TND, k_SKD, v_SKD))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole and queries > 1, scale=options.scale,
-                                         enable_gqa=True)  # fmt: skip
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=whole and queries > 1, scale=options.scale, enable_gqa=True
+    )
     return out[0].transpose(0, 1)
 
 
@@ -223,8 +224,9 @@ class PagedCase(Case):
         if not self.ragged:
             return [self.context] * self.batch
         least = max(self.queries, self.context // 8)
-        return [self.context - (self.context - least) * (i * 7919 % self.batch) // self.batch
-                for i in range(self.batch)]  # fmt: skip
+        return [
+            self.context - (self.context - least) * (i * 7919 % self.batch) // self.batch for i in range(self.batch)
+        ]
 
 
 def _inputs(case: PagedCase, generator: torch.Generator) -> tuple[Any, ...]:
@@ -294,8 +296,12 @@ PAGED_ATTENTION = Op(
     name="paged_attention",
     reference=paged_attention,
     versions=(
-        Version(name="triton", run=Late("armillary.kernels.paged_attention_triton", "paged_attention"),
-                refuses=refuses, needs=("triton",)),
+        Version(
+            name="triton",
+            run=Late("armillary.kernels.paged_attention_triton", "paged_attention"),
+            refuses=refuses,
+            needs=("triton",),
+        ),
         Version(name="sdpa", run=by_sdpa, refuses=_not_one_by_one),
     ),
     inputs=_inputs,
@@ -312,5 +318,5 @@ PAGED_ATTENTION = Op(
         "decode 1 × 32k": PagedCase(batch=1, context=32768),
         "chunk of 2k at 16k": PagedCase(batch=1, context=16384, queries=2048),
     },
-)  # fmt: skip
+)
 """for `choose()` and the bench"""

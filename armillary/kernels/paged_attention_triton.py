@@ -76,9 +76,19 @@ _PROMPT_REGISTERS, _DECODE_REGISTERS = 192, 128
 def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
     """See `armillary.kernels.paged_attention.paged_attention`."""
     return (_launched if is_bare(q_TND) else _paged_attention)(
-        q_TND, cache, batch.tables_BP, batch.starts, batch.lengths_B, options.sinks_N, options.slopes_N,
-        options.scales_2K, options.scale, batch.max_query, options.window or 0, options.softcap or 0.0,
-    )  # fmt: skip
+        q_TND,
+        cache,
+        batch.tables_BP,
+        batch.starts,
+        batch.lengths_B,
+        options.sinks_N,
+        options.slopes_N,
+        options.scales_2K,
+        options.scale,
+        batch.max_query,
+        options.window or 0,
+        options.softcap or 0.0,
+    )
 
 
 def _launched(
@@ -109,11 +119,20 @@ def _launched(
     strides = (q.stride(0), *cache.stride()[:4], tables.stride(0))
     split = split_tiling(q.device, group, max_query, q.shape[2], cache.dtype)
     shape = {
-        "WINDOW": window, "QUERIES": split.queries, "ROWS": _padded(num_rows), "HEADS": heads,
-        "GROUP": group, "D": q.shape[2], "D_PAD": max(16, power_of_two(q.shape[2])), "PAGE": cache.shape[3],
-        "HAS_CAP": softcap > 0, "HAS_SINKS": sinks is not None, "HAS_SLOPES": slopes is not None,
-        "HAS_SCALES": scales is not None, "PRECISION": "tf32x3",  # for fp32: three products that keep its precision
-    }  # fmt: skip
+        "WINDOW": window,
+        "QUERIES": split.queries,
+        "ROWS": _padded(num_rows),
+        "HEADS": heads,
+        "GROUP": group,
+        "D": q.shape[2],
+        "D_PAD": max(16, power_of_two(q.shape[2])),
+        "PAGE": cache.shape[3],
+        "HAS_CAP": softcap > 0,
+        "HAS_SINKS": sinks is not None,
+        "HAS_SLOPES": slopes is not None,
+        "HAS_SCALES": scales is not None,
+        "PRECISION": "tf32x3",  # for fp32: three products that keep its precision
+    }
     with on(q):
         if max_query <= split.queries:
             _launch_split(pointers, strides, shape, split, scale, softcap, num_rows)
@@ -225,18 +244,46 @@ def _launch_split(pointers, strides, shape, tiling, scale, softcap, num_rows):
     shared = torch.empty(5 * workers, dtype=torch.int32, device=q.device)
     early = tiling.early and can_start_early(q.device)
     decode[(workers,)](
-        *pointers, partial, peaks, shared, scale, softcap, num_rows, q.shape[0], pointers[2].shape[1],
-        pointers[1].shape[0], *strides, **shape, M=tiling.m, N=tiling.n, EARLY=early, PAIRS=_in_pairs(*pointers[:2]),
-        AHEAD=tiling.ahead if pointers[1].numel() and pointers[2].numel() else 0, num_warps=tiling.warps,
-        num_stages=tiling.stages, **register_limit(q.device, tiling.registers), **early_launch(early),
-    )  # fmt: skip
+        *pointers,
+        partial,
+        peaks,
+        shared,
+        scale,
+        softcap,
+        num_rows,
+        q.shape[0],
+        pointers[2].shape[1],
+        pointers[1].shape[0],
+        *strides,
+        **shape,
+        M=tiling.m,
+        N=tiling.n,
+        EARLY=early,
+        PAIRS=_in_pairs(*pointers[:2]),
+        AHEAD=tiling.ahead if pointers[1].numel() and pointers[2].numel() else 0,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **register_limit(q.device, tiling.registers),
+        **early_launch(early),
+    )
     rows = shape["GROUP"] * tiling.queries
     at_once, parts = combine_tiling(num_rows * shape["HEADS"], workers, rows, width)
     names = ("HEADS", "GROUP", "D", "D_PAD", "HAS_SINKS", "HAS_SCALES")
     combine[(workers, ceil_div(rows, at_once))](
-        partial, peaks, shared, sinks, scales, out, **{name: shape[name] for name in names}, M=tiling.m, R=at_once,
-        PARTS=parts, EARLY=early, num_warps=4, **early_launch(early),
-    )  # fmt: skip
+        partial,
+        peaks,
+        shared,
+        sinks,
+        scales,
+        out,
+        **{name: shape[name] for name in names},
+        M=tiling.m,
+        R=at_once,
+        PARTS=parts,
+        EARLY=early,
+        num_warps=4,
+        **early_launch(early),
+    )
 
 
 def _in_pairs(q: Tensor, cache: Tensor) -> bool:
@@ -255,12 +302,32 @@ def _launch_prefill(pointers, strides, shape, tiling, splits, scale, softcap, nu
     peaks = torch.empty(programs * 2 * tiling.m, dtype=torch.float32, device=q.device)
     parts = {"M": tiling.m, "N": tiling.n, "SPLITS": splits, "LEAST": max(1, _SPLIT_KEYS // tiling.n), "SLOTS": slots}
     prefill[(slots if splits > 1 else most,)](
-        *pointers, partial, peaks, scale, softcap, num_rows, *strides, **shape, **parts, num_warps=tiling.warps,
-        num_stages=tiling.stages, **register_limit(q.device, tiling.registers),
-    )  # fmt: skip
+        *pointers,
+        partial,
+        peaks,
+        scale,
+        softcap,
+        num_rows,
+        *strides,
+        **shape,
+        **parts,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **register_limit(q.device, tiling.registers),
+    )
     if splits > 1:
         names = ("WINDOW", "QUERIES", "ROWS", "HEADS", "GROUP", "D", "D_PAD", "HAS_SINKS", "HAS_SCALES")
         combine_prefill[(4 * slots,)](
-            partial, peaks, starts, lengths, sinks, scales, out, num_rows, **{name: shape[name] for name in names},
-            **parts, R=min(_COMBINE_ROWS, tiling.m), num_warps=4,
-        )  # fmt: skip
+            partial,
+            peaks,
+            starts,
+            lengths,
+            sinks,
+            scales,
+            out,
+            num_rows,
+            **{name: shape[name] for name in names},
+            **parts,
+            R=min(_COMBINE_ROWS, tiling.m),
+            num_warps=4,
+        )

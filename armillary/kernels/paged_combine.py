@@ -14,10 +14,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def combine(
-    partial, peaks, shared, sinks, scales, out,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_SCALES: tl.constexpr, M: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    partial,
+    peaks,
+    shared,
+    sinks,
+    scales,
+    out,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    M: tl.constexpr,
+    R: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Program (worker, R rows of the product): the sum of the partial results that begin with this worker's."""
     if EARLY:
         gdc_launch_dependents()

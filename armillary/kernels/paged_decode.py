@@ -60,9 +60,19 @@ def _row_tiles(first_tile, length, N: tl.constexpr):
 
 
 @triton.jit
-def _start(starts, lengths, num_rows, worker, num_workers, N: tl.constexpr, WINDOW: tl.constexpr,
-           QUERIES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
-           CACHE: tl.constexpr):  # fmt: skip
+def _start(
+    starts,
+    lengths,
+    num_rows,
+    worker,
+    num_workers,
+    N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    CACHE: tl.constexpr,
+):
     """Where a worker begins and stops: tiles of a worker, the first and the last, its row, and how many tiles of that
     row lie before."""
     row = tl.arange(0, ROWS)
@@ -87,8 +97,7 @@ def _start(starts, lengths, num_rows, worker, num_workers, N: tl.constexpr, WIND
 
 
 @triton.jit
-def _fetch_lists(tables, starts, lengths, num_rows, table_pages, worker, num_workers, table_stride,
-                 ROWS: tl.constexpr):  # fmt: skip
+def _fetch_lists(tables, starts, lengths, num_rows, table_pages, worker, num_workers, table_stride, ROWS: tl.constexpr):
     """What says where the work is into L2, while the kernel ahead still runs and may yet write it: all rows, and the
     tables of those that a worker would begin with if all were alike."""
     line: tl.constexpr = 32  # numbers in 128 bytes
@@ -106,10 +115,31 @@ def _within(x, count):
 
 
 @triton.jit
-def _fetch_keys(cache, tables, starts, lengths, num_rows, table_pages, num_pages, worker, num_workers,
-                page_stride, kv_stride, head_stride, slot_stride, table_stride,
-                N: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
-                D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+def _fetch_keys(
+    cache,
+    tables,
+    starts,
+    lengths,
+    num_rows,
+    table_pages,
+    num_pages,
+    worker,
+    num_workers,
+    page_stride,
+    kv_stride,
+    head_stride,
+    slot_stride,
+    table_stride,
+    N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILES: tl.constexpr,
+):
     """The first TILES of a worker into L2 too, as the lists have it that the kernel ahead may yet write: a guess, kept
     inside the cache. Lists are read past L1, which would still have them as they were after the wait."""
     _, _, _, b, inside = _start(starts, lengths, num_rows, worker, num_workers, N, WINDOW, QUERIES, ROWS, HEADS, ".cg")
@@ -132,15 +162,49 @@ def _fetch_keys(cache, tables, starts, lengths, num_rows, table_pages, num_pages
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "table_pages", "num_pages"])
 def decode(
-    q, cache, tables, starts, lengths, sinks, slopes, scales, out, partial, peaks, shared,
-    scale, softcap, num_rows, num_tokens, table_pages, num_pages,
-    q_stride, page_stride, kv_stride, head_stride, slot_stride, table_stride,
-    WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SCALES: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, PAIRS: tl.constexpr,
+    q,
+    cache,
+    tables,
+    starts,
+    lengths,
+    sinks,
+    slopes,
+    scales,
+    out,
+    partial,
+    peaks,
+    shared,
+    scale,
+    softcap,
+    num_rows,
+    num_tokens,
+    table_pages,
+    num_pages,
+    q_stride,
+    page_stride,
+    kv_stride,
+    head_stride,
+    slot_stride,
+    table_stride,
+    WINDOW: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+    PAIRS: tl.constexpr,
     AHEAD: tl.constexpr,
-):  # fmt: skip
+):
     """q, out [T, HEADS·GROUP, D]. A worker leaves at most two partial results, of the first and the last (sequence,
     head) it works on; `shared` tells of one that begins here. To keep the loop free of searches every sequence has a
     tile at least; that of one without queries for this kernel writes nothing."""
@@ -150,14 +214,37 @@ def decode(
     query, member = m_row // GROUP, m_row % GROUP
     if EARLY:
         if AHEAD > 0:
-            _fetch_keys(cache, tables, starts, lengths, num_rows, table_pages, num_pages, worker, num_workers,
-                        page_stride, kv_stride, head_stride, slot_stride, table_stride, N, WINDOW, QUERIES, ROWS,
-                        HEADS, D, D_PAD, PAGE, AHEAD)  # fmt: skip
+            _fetch_keys(
+                cache,
+                tables,
+                starts,
+                lengths,
+                num_rows,
+                table_pages,
+                num_pages,
+                worker,
+                num_workers,
+                page_stride,
+                kv_stride,
+                head_stride,
+                slot_stride,
+                table_stride,
+                N,
+                WINDOW,
+                QUERIES,
+                ROWS,
+                HEADS,
+                D,
+                D_PAD,
+                PAGE,
+                AHEAD,
+            )
         else:
             _fetch_lists(tables, starts, lengths, num_rows, table_pages, worker, num_workers, table_stride, ROWS)
         gdc_wait()
-    per, at_first, stop, b, inside = _start(starts, lengths, num_rows, worker, num_workers, N, WINDOW, QUERIES, ROWS,
-                                            HEADS, "")  # fmt: skip
+    per, at_first, stop, b, inside = _start(
+        starts, lengths, num_rows, worker, num_workers, N, WINDOW, QUERIES, ROWS, HEADS, ""
+    )
     begin, count, length = _row(starts, lengths, b, num_rows, QUERIES, "")
     row_tiles = _row_tiles(_first_tile(count, length, N, WINDOW), length, N)
     head, tile = inside // row_tiles, _first_tile(count, length, N, WINDOW) + inside % row_tiles
@@ -204,14 +291,28 @@ def decode(
             slope = tl.load(slopes + q_head, mask=used, other=0.0).to(tl.float32) * LOG2E
         key = tile * N + tl.arange(0, N)
         there = (key < length) & (key >= lowest)
-        scores, factor = scores_of(q_MD, k_ND, factor, softcap * LOG2E, slope, key, position, there, True, WINDOW,
-                                   HAS_CAP, HAS_SLOPES, PRECISION)  # fmt: skip
+        scores, factor = scores_of(
+            q_MD,
+            k_ND,
+            factor,
+            softcap * LOG2E,
+            slope,
+            key,
+            position,
+            there,
+            True,
+            WINDOW,
+            HAS_CAP,
+            HAS_SLOPES,
+            PRECISION,
+        )
         if PAIRS:
             top, totals, weights, keep = weighed(top, totals, scores, factor, True, True)
             sums = absorbed_pairs(sums, weights, keep, v_ND)
         else:
-            top, totals, summed = absorbed(top, totals, sums[0], scores, factor, v_ND, q_MD.dtype, True, True,
-                                           PRECISION)  # fmt: skip
+            top, totals, summed = absorbed(
+                top, totals, sums[0], scores, factor, v_ND, q_MD.dtype, True, True, PRECISION
+            )
             sums = (summed,)
 
         if last | (at_tile + 1 == stop):

@@ -20,8 +20,12 @@ def in_fp16(x):
     return tl.inline_asm_elementwise(
         "{ .reg .b32 low, high; shl.b32 low, $1, 16; and.b32 high, $1, 0xffff0000;"
         " cvt.rn.satfinite.f16x2.f32 $0, high, low; }",
-        "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2,
-    )  # fmt: skip
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit

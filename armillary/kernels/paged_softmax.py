@@ -47,10 +47,20 @@ def softcapped(scores, cap):
 
 @triton.jit
 def scores_of(
-    q_MD, k_ND, factor, cap, slope, key, position, there,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    q_MD,
+    k_ND,
+    factor,
+    cap,
+    slope,
+    key,
+    position,
+    there,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """(scores, what multiplies them); -inf where a query must not see a key. `cap` and `slope` are in base 2."""
     scores = tl.dot(q_MD, tl.trans(k_ND.to(q_MD.dtype)), input_precision=PRECISION)
     if HAS_CAP:
@@ -80,9 +90,17 @@ def weighed(top, total, scores, factor, MASKED: tl.constexpr, LATE: tl.constexpr
 
 @triton.jit
 def absorbed(
-    top, total, sums, scores, factor, v_ND, kind: tl.constexpr,
-    MASKED: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    top,
+    total,
+    sums,
+    scores,
+    factor,
+    v_ND,
+    kind: tl.constexpr,
+    MASKED: tl.constexpr,
+    LATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """(largest score, sum of weights, weighted values) with one more tile; products are of `kind`."""
     top, total, weights, keep = weighed(top, total, scores, factor, MASKED, LATE)
     sums = tl.dot(weights.to(kind), v_ND.to(kind), sums * keep[:, None], input_precision=PRECISION)

@@ -17,9 +17,15 @@ MOST_SEQUENCES, MOST_TOKENS = 4, 65536
 
 
 def attend_tokens(
-    qkv: Tensor, cache: Tensor, slots_T: Tensor, cos_TR: Tensor | None, sin_TR: Tensor | None, heads: QkvOptions,
-    batch: PagedBatch, options: PagedOptions,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor,
+    cache: Tensor,
+    slots_T: Tensor,
+    cos_TR: Tensor | None,
+    sin_TR: Tensor | None,
+    heads: QkvOptions,
+    batch: PagedBatch,
+    options: PagedOptions,
+) -> Tensor:
     """[T, N·D]: attention of token t, which is the newest of sequence t; its key and value are in the cache then."""
     q_TND, cache = qkv_cache(qkv, cache, slots_T, cos_TR, sin_TR, heads)
     return paged_attention(q_TND, cache, batch, options).flatten(1)
@@ -35,7 +41,14 @@ def plain(
     turns = cos_TR is not None and 2 * cos_TR.shape[-1] == size and not heads.interleaved
     sizes = {None if weight is None else weight.numel() for weight in (heads.q_weight, heads.k_weight)}
     normed = heads.norm == "none" or (heads.norm == "rms" and sizes == {size})
-    more = (heads.clip, heads.scales_2K, options.scales_2K, options.window, options.softcap, options.sinks_N,
-            options.slopes_N)  # fmt: skip
+    more = (
+        heads.clip,
+        heads.scales_2K,
+        options.scales_2K,
+        options.window,
+        options.softcap,
+        options.sinks_N,
+        options.slopes_N,
+    )
     numbers = cache.dtype == qkv.dtype != torch.float64 and power_of_two(size) == size and 32 <= size <= 256
     return few and turns and normed and numbers and options.scale > 0 and all(x is None for x in more)

@@ -30,9 +30,15 @@ _SHORT = 4096
 
 
 def attend_tokens(
-    qkv: Tensor, cache: Tensor, slots_T: Tensor, cos_TR: Tensor | None, sin_TR: Tensor | None, heads: QkvOptions,
-    batch: PagedBatch, options: PagedOptions,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor,
+    cache: Tensor,
+    slots_T: Tensor,
+    cos_TR: Tensor | None,
+    sin_TR: Tensor | None,
+    heads: QkvOptions,
+    batch: PagedBatch,
+    options: PagedOptions,
+) -> Tensor:
     """See `armillary.kernels.paged_token.attend_tokens`; what is not plain goes to the reference."""
     if not plain(qkv, cache, cos_TR, heads, batch, options):
         return reference(qkv, cache, slots_T, cos_TR, sin_TR, heads, batch, options)
@@ -52,15 +58,47 @@ def attend_tokens(
     q_weight, k_weight = (heads.q_weight, heads.k_weight) if normed else (qkv, qkv)
     with on(qkv):
         attend[(programs,)](
-            qkv, cos_TR, sin_TR, q_weight, k_weight, slots_T, tables, lengths_B, cache, partial, peaks,
-            options.scale, heads.eps, qkv.stride(0), *cache.stride()[:4], tables.stride(0),
-            HEADS=kv_heads, GROUP=group, D=size, PAGE=cache.shape[3], SPLITS=splits, NORM=normed,
-            PLUS_ONE=heads.plus_one, M=m, N=keys, EARLY=early, num_warps=4, **early_launch(early),
-        )  # fmt: skip
-        join[(rows * kv_heads * group,)](
-            partial, peaks, out, GROUP=group, D=size, SPLITS=splits, M=m, EARLY=early, num_warps=4,
+            qkv,
+            cos_TR,
+            sin_TR,
+            q_weight,
+            k_weight,
+            slots_T,
+            tables,
+            lengths_B,
+            cache,
+            partial,
+            peaks,
+            options.scale,
+            heads.eps,
+            qkv.stride(0),
+            *cache.stride()[:4],
+            tables.stride(0),
+            HEADS=kv_heads,
+            GROUP=group,
+            D=size,
+            PAGE=cache.shape[3],
+            SPLITS=splits,
+            NORM=normed,
+            PLUS_ONE=heads.plus_one,
+            M=m,
+            N=keys,
+            EARLY=early,
+            num_warps=4,
             **early_launch(early),
-        )  # fmt: skip
+        )
+        join[(rows * kv_heads * group,)](
+            partial,
+            peaks,
+            out,
+            GROUP=group,
+            D=size,
+            SPLITS=splits,
+            M=m,
+            EARLY=early,
+            num_warps=4,
+            **early_launch(early),
+        )
     return out
 
 
@@ -73,8 +111,19 @@ def tiling(pairs: int, key_bytes: int, tokens: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _tile(cache, table, tile, stop, past, page_stride, kv_stride, slot_stride, D: tl.constexpr, PAGE: tl.constexpr,
-          N: tl.constexpr):  # fmt: skip
+def _tile(
+    cache,
+    table,
+    tile,
+    stop,
+    past,
+    page_stride,
+    kv_stride,
+    slot_stride,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    N: tl.constexpr,
+):
     """Keys and values of a tile, and which are there. Past L1: each is read once, and may have been written since this
     kernel began."""
     key = tile * N + tl.arange(0, N)
@@ -120,11 +169,36 @@ def _more(top, total, sums, q, keys, values, there, factor):
 
 @triton.jit
 def attend(
-    qkv, cos, sin, q_weight, k_weight, slots, tables, lengths, cache, partial, peaks,
-    scale, eps, qkv_stride, page_stride, kv_stride, head_stride, slot_stride, table_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-    NORM: tl.constexpr, PLUS_ONE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    slots,
+    tables,
+    lengths,
+    cache,
+    partial,
+    peaks,
+    scale,
+    eps,
+    qkv_stride,
+    page_stride,
+    kv_stride,
+    head_stride,
+    slot_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Program (sequence, KV head, split): some tiles of the past. Split 0 has the new token too, the last one, which
     has least to do, writes it."""
     if EARLY:
@@ -180,9 +254,15 @@ def attend(
 
 @triton.jit
 def join(
-    partial, peaks, out, GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr,
+    partial,
+    peaks,
+    out,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    M: tl.constexpr,
     EARLY: tl.constexpr,
-):  # fmt: skip
+):
     """Program (sequence, query head): what the splits have, added up."""
     if EARLY:
         gdc_launch_dependents()

@@ -115,9 +115,7 @@ def _chosen_sum(shape: Shape, dy: Tensor, x: Tensor, names: Mapping[str, str]) -
 class Library:
     """What cuBLASLt has for a product: the algorithms whose result is torch's up to the order of sums."""
 
-    def __init__(
-        self, shape: Shape, expected: Tensor, given: tuple[Tensor, ...], total: Tensor | None = None
-    ) -> None:
+    def __init__(self, shape: Shape, expected: Tensor, given: tuple[Tensor, ...], total: Tensor | None = None) -> None:
         """`total`: what the result is added to, in place."""
         self.expected, self.given, self.total = expected, given, total
         self.product: Product | None = None

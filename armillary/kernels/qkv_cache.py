@@ -197,8 +197,14 @@ def refuses(case: QkvCase) -> str | None:
 QKV_CACHE = Op(
     name="qkv_cache",
     reference=qkv_cache,
-    versions=(Version(name="triton", run=Late("armillary.kernels.qkv_cache_triton", "qkv_cache"), refuses=refuses,
-                      needs=("triton",)),),
+    versions=(
+        Version(
+            name="triton",
+            run=Late("armillary.kernels.qkv_cache_triton", "qkv_cache"),
+            refuses=refuses,
+            needs=("triton",),
+        ),
+    ),
     inputs=_inputs,
     work=_work,
     writes=(1,),
@@ -209,5 +215,5 @@ QKV_CACHE = Op(
         "Qwen3-8B, 256 decoding": QkvCase(tokens=256),
         "Qwen3-8B, 1 decoding": QkvCase(tokens=1),
     },
-)  # fmt: skip
+)
 """for `choose()` and the bench"""

@@ -20,8 +20,17 @@ from armillary.kernels.qkv_cache import QkvOptions
 
 
 @triton.jit
-def _read(rows, there, R: tl.constexpr, R_PAD: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr,
-          INTERLEAVED: tl.constexpr, B: tl.constexpr, H: tl.constexpr):  # fmt: skip
+def _read(
+    rows,
+    there,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    B: tl.constexpr,
+    H: tl.constexpr,
+):
     """Rows at pointers [B, H, 1] in three parts: those that turn with each other, and the rest."""
     pair = tl.arange(0, R_PAD)[None, None, :]
     extra = tl.arange(0, REST_PAD)[None, None, :]
@@ -42,9 +51,23 @@ def _clipped(x, clip):
 
 
 @triton.jit
-def _write(rows, there, first, second, rest, scale, R: tl.constexpr, R_PAD: tl.constexpr, REST: tl.constexpr,
-           REST_PAD: tl.constexpr, INTERLEAVED: tl.constexpr, B: tl.constexpr, H: tl.constexpr,
-           HAS_SCALE: tl.constexpr, LARGEST: tl.constexpr):  # fmt: skip
+def _write(
+    rows,
+    there,
+    first,
+    second,
+    rest,
+    scale,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    B: tl.constexpr,
+    H: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
     """The reverse of `_read`, in the format of `rows`; divided by `scale` for a quantised cache."""
     if HAS_SCALE:
         first = _clipped(first / scale, LARGEST)
@@ -76,9 +99,21 @@ def _scaled(x, mean, inverse, weight, dim, size: tl.constexpr, PLUS_ONE: tl.cons
 
 
 @triton.jit
-def _normed(first, second, rest, weight, eps, R: tl.constexpr, R_PAD: tl.constexpr, REST: tl.constexpr,
-            REST_PAD: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
-            HAS_WEIGHT: tl.constexpr):  # fmt: skip
+def _normed(
+    first,
+    second,
+    rest,
+    weight,
+    eps,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+):
     """RMS (NORM 1) or layer norm (NORM 2) of rows in three parts."""
     D: tl.constexpr = 2 * R + REST
     pair, extra = tl.arange(0, R_PAD), tl.arange(0, REST_PAD)
@@ -103,13 +138,42 @@ def _normed(first, second, rest, weight, eps, R: tl.constexpr, R_PAD: tl.constex
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _kernel(
-    qkv, cos, sin, q_weight, k_weight, scales, slots, cache, q_out,
-    num_tokens, eps, clip, qkv_stride, page_stride, kv_stride, head_stride, slot_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, G_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
-    REST: tl.constexpr, REST_PAD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
-    Q_WEIGHT: tl.constexpr, K_WEIGHT: tl.constexpr, HAS_CLIP: tl.constexpr, HAS_SCALES: tl.constexpr,
-    LARGEST: tl.constexpr, INTERLEAVED: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    scales,
+    slots,
+    cache,
+    q_out,
+    num_tokens,
+    eps,
+    clip,
+    qkv_stride,
+    page_stride,
+    kv_stride,
+    head_stride,
+    slot_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    G_PAD: tl.constexpr,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    Q_WEIGHT: tl.constexpr,
+    K_WEIGHT: tl.constexpr,
+    HAS_CLIP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    B: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Program (B tokens, KV head); heads vary first, so that programs that run together read and write neighbours.
     EARLY: it is set up while the kernel ahead runs, and sets up the next one."""
     if EARLY:
@@ -130,10 +194,8 @@ def _kernel(
         ka, kb, kc = _clipped(ka, clip), _clipped(kb, clip), _clipped(kc, clip)
         va, vb, vc = _clipped(va, clip), _clipped(vb, clip), _clipped(vc, clip)
     if NORM > 0:
-        qa, qb, qc = _normed(qa, qb, qc, q_weight, eps, R, R_PAD, REST, REST_PAD, INTERLEAVED, NORM, PLUS_ONE,
-                             Q_WEIGHT)  # fmt: skip
-        ka, kb, kc = _normed(ka, kb, kc, k_weight, eps, R, R_PAD, REST, REST_PAD, INTERLEAVED, NORM, PLUS_ONE,
-                             K_WEIGHT)  # fmt: skip
+        qa, qb, qc = _normed(qa, qb, qc, q_weight, eps, R, R_PAD, REST, REST_PAD, INTERLEAVED, NORM, PLUS_ONE, Q_WEIGHT)
+        ka, kb, kc = _normed(ka, kb, kc, k_weight, eps, R, R_PAD, REST, REST_PAD, INTERLEAVED, NORM, PLUS_ONE, K_WEIGHT)
     if R > 0:
         pair = tl.arange(0, R_PAD)[None, None, :]
         at, there = token[:, None, None] * R + pair, live & (pair < R)
@@ -151,8 +213,9 @@ def _kernel(
         k_scale, v_scale = tl.load(scales + head), tl.load(scales + HEADS + head)
     kept = live & (slot >= 0)
     _write(place, kept, ka, kb, kc, k_scale, R, R_PAD, REST, REST_PAD, INTERLEAVED, B, 1, HAS_SCALES, LARGEST)
-    _write(place + kv_stride, kept, va, vb, vc, v_scale, R, R_PAD, REST, REST_PAD, INTERLEAVED, B, 1, HAS_SCALES,
-           LARGEST)  # fmt: skip
+    _write(
+        place + kv_stride, kept, va, vb, vc, v_scale, R, R_PAD, REST, REST_PAD, INTERLEAVED, B, 1, HAS_SCALES, LARGEST
+    )
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}
@@ -163,9 +226,20 @@ def qkv_cache(
 ) -> tuple[Tensor, Tensor]:
     """See `armillary.kernels.qkv_cache.qkv_cache`."""
     q = (_launched if is_bare(qkv) else _qkv_cache)(
-        qkv, cache, slots_T, cos_TR, sin_TR, options.q_weight, options.k_weight, options.scales_2K,
-        NORMS[options.norm], options.eps, options.plus_one, options.interleaved, options.clip or 0.0,
-    )  # fmt: skip
+        qkv,
+        cache,
+        slots_T,
+        cos_TR,
+        sin_TR,
+        options.q_weight,
+        options.k_weight,
+        options.scales_2K,
+        NORMS[options.norm],
+        options.eps,
+        options.plus_one,
+        options.interleaved,
+        options.clip or 0.0,
+    )
     return q, cache
 
 
@@ -198,13 +272,36 @@ def _launched(
     pointers = [qkv, *(qkv if x is None else x.contiguous() for x in (cos, sin, q_weight, k_weight, scales))]
     with on(qkv):
         _kernel[(ceil_div(tokens, at_once) * heads,)](
-            *pointers, slots.contiguous(), cache, q, tokens, eps, clip, qkv.stride(0), *cache.stride()[:4],
-            HEADS=heads, GROUP=group, G_PAD=power_of_two(group), R=turns, R_PAD=power_of_two(turns), REST=rest,
-            REST_PAD=power_of_two(rest), PAGE=cache.shape[3], NORM=norm, PLUS_ONE=plus_one,
-            Q_WEIGHT=q_weight is not None, K_WEIGHT=k_weight is not None, HAS_CLIP=clip > 0,
-            HAS_SCALES=scales is not None, LARGEST=torch.finfo(cache.dtype).max,
-            INTERLEAVED=interleaved and turns > 0, B=at_once, EARLY=early, num_warps=warps, **early_launch(early),
-        )  # fmt: skip
+            *pointers,
+            slots.contiguous(),
+            cache,
+            q,
+            tokens,
+            eps,
+            clip,
+            qkv.stride(0),
+            *cache.stride()[:4],
+            HEADS=heads,
+            GROUP=group,
+            G_PAD=power_of_two(group),
+            R=turns,
+            R_PAD=power_of_two(turns),
+            REST=rest,
+            REST_PAD=power_of_two(rest),
+            PAGE=cache.shape[3],
+            NORM=norm,
+            PLUS_ONE=plus_one,
+            Q_WEIGHT=q_weight is not None,
+            K_WEIGHT=k_weight is not None,
+            HAS_CLIP=clip > 0,
+            HAS_SCALES=scales is not None,
+            LARGEST=torch.finfo(cache.dtype).max,
+            INTERLEAVED=interleaved and turns > 0,
+            B=at_once,
+            EARLY=early,
+            num_warps=warps,
+            **early_launch(early),
+        )
     return q
 
 

@@ -35,10 +35,11 @@ def rope(
 
 
 @torch.library.custom_op(
-    "armillary::rope", mutates_args=(),
+    "armillary::rope",
+    mutates_args=(),
     schema="(Tensor qkv, Tensor cos, Tensor sin, int group, int head_dim, bool interleaved)"
     " -> (Tensor, Tensor, Tensor)",
-)  # fmt: skip
+)
 def _rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, group: int, head_dim: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,9 +59,10 @@ def _empty_rope(
 
 
 @torch.library.custom_op(
-    "armillary::rope_backward", mutates_args=(),
+    "armillary::rope_backward",
+    mutates_args=(),
     schema="(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, bool interleaved) -> Tensor",
-)  # fmt: skip
+)
 def _rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     dqkv = _empty_backward(dq, dk, dv, cos, sin, interleaved)
     group = dq.shape[-2] // dk.shape[-2]
@@ -88,9 +90,17 @@ _rope.register_autograd(_gradients, setup_context=_keep)
 
 
 def _launch(
-    qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, group: int, interleaved: bool, *,
+    qkv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    group: int,
+    interleaved: bool,
+    *,
     backward: bool,
-) -> None:  # fmt: skip
+) -> None:
     if not qkv.numel():
         return
     dim, turned = q.shape[-1], cos.shape[-1]
@@ -104,10 +114,24 @@ def _launch(
         warps = 1 << max(0, round(log2(held * dim / (32 * of_a_thread))))
         with on(qkv):
             _whole_kernel[(tokens, ceil_div(slots, held))](
-                qkv, q, k, v, cos, sin, slots, GROUP=group, DIM=dim, TURNED=turned, FRONT=front,
-                FRONT_MORE=front_more, REST=rest, REST_MORE=rest_more, BACKWARD=backward, HELD=held,
+                qkv,
+                q,
+                k,
+                v,
+                cos,
+                sin,
+                slots,
+                GROUP=group,
+                DIM=dim,
+                TURNED=turned,
+                FRONT=front,
+                FRONT_MORE=front_more,
+                REST=rest,
+                REST_MORE=rest_more,
+                BACKWARD=backward,
+                HELD=held,
                 num_warps=min(16, warps),
-            )  # fmt: skip
+            )
         return
     elements, of_a_thread = _HALVES
     held = max(1, min(power_of_two(slots), elements // power_of_two(dim)))
@@ -115,10 +139,25 @@ def _launch(
     rest, rest_more = pieces(dim - 2 * turned)
     with on(qkv):
         _kernel[(tokens, ceil_div(slots, held))](
-            qkv, q, k, v, cos, sin, slots, GROUP=group, DIM=dim, TURNED=turned, HALF=half, HALF_MORE=half_more,
-            REST=rest, REST_MORE=rest_more, INTERLEAVED=interleaved, BACKWARD=backward, HELD=held,
+            qkv,
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            slots,
+            GROUP=group,
+            DIM=dim,
+            TURNED=turned,
+            HALF=half,
+            HALF_MORE=half_more,
+            REST=rest,
+            REST_MORE=rest_more,
+            INTERLEAVED=interleaved,
+            BACKWARD=backward,
+            HELD=held,
             num_warps=max(1, min(16, held * power_of_two(dim) // (32 * of_a_thread))),
-        )  # fmt: skip
+        )
 
 
 def _halves_share_sectors(turned: int, element_size: int) -> bool:
@@ -145,8 +184,19 @@ def _turned(first, second, cos, sin, is_value):
 
 
 @triton.jit
-def _turn(source, target, cos_ptr, sin_ptr, there, is_value, TURNED: tl.constexpr, START: tl.constexpr,
-          SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr):  # fmt: skip
+def _turn(
+    source,
+    target,
+    cos_ptr,
+    sin_ptr,
+    there,
+    is_value,
+    TURNED: tl.constexpr,
+    START: tl.constexpr,
+    SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
     """Pairs START … START + SIZE of all heads."""
     pair = START + tl.arange(0, SIZE)[None, :]
     cos = tl.load(cos_ptr + pair, mask=pair < TURNED, other=0.0)
@@ -179,8 +229,9 @@ def _pass(source, target, there, START: tl.constexpr, SIZE: tl.constexpr, DIM: t
 
 
 @triton.jit
-def _places(qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP: tl.constexpr, DIM: tl.constexpr,
-            BACKWARD: tl.constexpr):  # fmt: skip
+def _places(
+    qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr
+):
     """Where heads are read and written, and whether each is a value. Heads are counted as they are written, so that a
     program writes one stretch of memory and rather reads from several."""
     kv_heads = slots // (GROUP + 2)
@@ -204,10 +255,24 @@ def _places(qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP: tl.constexp
 
 @triton.jit
 def _kernel(
-    qkv_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slots, GROUP: tl.constexpr, DIM: tl.constexpr,
-    TURNED: tl.constexpr, HALF: tl.constexpr, HALF_MORE: tl.constexpr, REST: tl.constexpr, REST_MORE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    TURNED: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_MORE: tl.constexpr,
+    REST: tl.constexpr,
+    REST_MORE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    HELD: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * HELD + tl.arange(0, HELD)[:, None]
     source, target, is_value = _places(qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP, DIM, BACKWARD)
@@ -237,8 +302,18 @@ def _stored(target, x, there, START: tl.constexpr, SIZE: tl.constexpr, DIM: tl.c
 
 
 @triton.jit
-def _turned_in_place(source, cos_ptr, sin_ptr, there, is_value, TURNED: tl.constexpr, START: tl.constexpr,
-                     SIZE: tl.constexpr, DIM: tl.constexpr, BACKWARD: tl.constexpr):  # fmt: skip
+def _turned_in_place(
+    source,
+    cos_ptr,
+    sin_ptr,
+    there,
+    is_value,
+    TURNED: tl.constexpr,
+    START: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
     """The same turned, where they do. What a dim turns with is read once more, out of L1."""
     at = START + tl.arange(0, SIZE)[None, :]
     upper, turns = at >= TURNED, at < 2 * TURNED
@@ -254,10 +329,23 @@ def _turned_in_place(source, cos_ptr, sin_ptr, there, is_value, TURNED: tl.const
 
 @triton.jit
 def _whole_kernel(
-    qkv_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slots, GROUP: tl.constexpr, DIM: tl.constexpr,
-    TURNED: tl.constexpr, FRONT: tl.constexpr, FRONT_MORE: tl.constexpr, REST: tl.constexpr,
-    REST_MORE: tl.constexpr, BACKWARD: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    TURNED: tl.constexpr,
+    FRONT: tl.constexpr,
+    FRONT_MORE: tl.constexpr,
+    REST: tl.constexpr,
+    REST_MORE: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    HELD: tl.constexpr,
+):
     """By halves that begin inside a sector: all that turns is one piece, or two. All is loaded before anything is
     stored, because a load does not pass a store."""
     token = tl.program_id(0).to(tl.int64)

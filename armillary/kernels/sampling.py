@@ -19,8 +19,14 @@ from armillary.kernels.philox import philox
 # B rows, V vocabulary, S rows of the penalty tables, W words of 32 tokens
 
 LOG2E = 1.4426950408889634
-EXP2 = (0.6931471824645996, 0.24022650718688965, 0.055503569543361664, 0.009618056938052177,
-        0.0013390866806730628, 0.00015461447765119374)  # fmt: skip
+EXP2 = (
+    0.6931471824645996,
+    0.24022650718688965,
+    0.055503569543361664,
+    0.009618056938052177,
+    0.0013390866806730628,
+    0.00015461447765119374,
+)
 """(2^f - 1) / f on [-1/2, 1/2] as a polynomial, good to 1e-7; fitted at Chebyshev nodes"""
 ONE = 40
 """the most likely token weighs 2^ONE; what weighs less than 1 cannot be drawn"""
@@ -218,5 +224,5 @@ SAMPLE = Op(
         "top-p 0.9, 1 row": SampleCase(batch=1, top_p=0.9),
         "penalties and top-k, 64 rows, 262k tokens": SampleCase(batch=64, vocab=262_144, top_k=50, penalties=True),
     },
-)  # fmt: skip
+)
 """for `choose()` and the bench"""

@@ -105,10 +105,22 @@ def _token_beyond(values, tokens, size, least, bits, target, V: tl.constexpr, CA
 
 @triton.jit
 def _unfiltered(
-    b, source, top, factor, least, random, piece_masses,
-    V: tl.constexpr, WORDS: tl.constexpr, PENALTIES: tl.constexpr, ROWS: tl.constexpr, ALLOWED: tl.constexpr,
-    BLOCK: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr,
-):  # fmt: skip
+    b,
+    source,
+    top,
+    factor,
+    least,
+    random,
+    piece_masses,
+    V: tl.constexpr,
+    WORDS: tl.constexpr,
+    PENALTIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALLOWED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECES_PAD: tl.constexpr,
+):
     """With min-p at most: the masses of the pieces lead to the piece, its tokens to the token."""
     piece = tl.arange(0, PIECES_PAD)
     target = share_of(tl.sum(piece_masses, 0), random, 31)
@@ -122,11 +134,37 @@ def _unfiltered(
 
 @triton.jit
 def draw(
-    logits, repetition, presence, frequency, counts, prompt, rows, allowed,
-    temperature, top_k, top_p, min_p, seeds, steps, row_tops, masses, arrived, found, found_at, out,
-    V: tl.constexpr, WORDS: tl.constexpr, PENALTIES: tl.constexpr, ROWS: tl.constexpr, ALLOWED: tl.constexpr,
-    BLOCK: tl.constexpr, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    logits,
+    repetition,
+    presence,
+    frequency,
+    counts,
+    prompt,
+    rows,
+    allowed,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seeds,
+    steps,
+    row_tops,
+    masses,
+    arrived,
+    found,
+    found_at,
+    out,
+    V: tl.constexpr,
+    WORDS: tl.constexpr,
+    PENALTIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALLOWED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECES_PAD: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Program (row). `found` has CAPACITY candidates of each row, then room for all its weights."""
     if EARLY:
         gdc_launch_dependents()
@@ -144,12 +182,32 @@ def draw(
     p = tl.load(top_p + b).to(tl.float32)
     least = least_of(min_p, b)
     step = tl.load(steps + b)
-    words = tl.philox(tl.load(seeds + b), (step & 0xFFFFFFFF).to(tl.uint32), (step >> 32).to(tl.uint32),
-                      tl.zeros([], tl.uint32), tl.zeros([], tl.uint32))  # fmt: skip
+    words = tl.philox(
+        tl.load(seeds + b),
+        (step & 0xFFFFFFFF).to(tl.uint32),
+        (step >> 32).to(tl.uint32),
+        tl.zeros([], tl.uint32),
+        tl.zeros([], tl.uint32),
+    )
     random = (words[0].to(tl.uint32) >> 1).to(tl.int64)
     if (k == 0) & (p >= 1.0):
-        token = _unfiltered(b, source, top, factor, least, random, piece_masses, V, WORDS, PENALTIES, ROWS, ALLOWED,
-                            BLOCK, PIECES, PIECES_PAD)  # fmt: skip
+        token = _unfiltered(
+            b,
+            source,
+            top,
+            factor,
+            least,
+            random,
+            piece_masses,
+            V,
+            WORDS,
+            PENALTIES,
+            ROWS,
+            ALLOWED,
+            BLOCK,
+            PIECES,
+            PIECES_PAD,
+        )
         tl.store(out + b, token.to(tl.int64))
         return
 

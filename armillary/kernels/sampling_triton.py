@@ -34,10 +34,27 @@ _REACH: tl.constexpr = tl.constexpr(40.0)
 
 @triton.jit
 def _maxima(
-    logits, repetition, presence, frequency, counts, prompt, rows, allowed, tops, bests, group_tops,
-    V: tl.constexpr, WORDS: tl.constexpr, PENALTIES: tl.constexpr, ROWS: tl.constexpr, ALLOWED: tl.constexpr,
-    BLOCK: tl.constexpr, PIECES: tl.constexpr, IN_BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    logits,
+    repetition,
+    presence,
+    frequency,
+    counts,
+    prompt,
+    rows,
+    allowed,
+    tops,
+    bests,
+    group_tops,
+    V: tl.constexpr,
+    WORDS: tl.constexpr,
+    PENALTIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALLOWED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+    IN_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Program (row, piece): the largest score (NaN where there is one), its first token, the largest of each group."""
     if EARLY:
         gdc_launch_dependents()
@@ -57,10 +74,24 @@ def _maxima(
 
 @triton.jit
 def _rows(
-    temperature, top_k, top_p, tops, bests, group_tops, row_tops, bounds, arrived, out,
-    PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
-    LARGEST: tl.constexpr, BISECTIONS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    temperature,
+    top_k,
+    top_p,
+    tops,
+    bests,
+    group_tops,
+    row_tops,
+    bounds,
+    arrived,
+    out,
+    PIECES: tl.constexpr,
+    PIECES_PAD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PAD: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BISECTIONS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Program (row): its largest score, the answer where that is all it takes, and, for a row that has filters, a score
     that LARGEST groups reach or that is close below it: so many tokens reach it too."""
     if EARLY:
@@ -93,11 +124,34 @@ def _rows(
 
 @triton.jit
 def _collect(
-    logits, repetition, presence, frequency, counts, prompt, rows, allowed,
-    temperature, top_k, top_p, min_p, row_tops, bounds, masses, arrived, found, found_at,
-    V: tl.constexpr, WORDS: tl.constexpr, PENALTIES: tl.constexpr, ROWS: tl.constexpr, ALLOWED: tl.constexpr,
-    BLOCK: tl.constexpr, PIECES: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    logits,
+    repetition,
+    presence,
+    frequency,
+    counts,
+    prompt,
+    rows,
+    allowed,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    row_tops,
+    bounds,
+    masses,
+    arrived,
+    found,
+    found_at,
+    V: tl.constexpr,
+    WORDS: tl.constexpr,
+    PENALTIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALLOWED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Program (row, piece): the mass of a piece after min-p, and its tokens that may be among the likeliest."""
     if EARLY:
         gdc_launch_dependents()
@@ -131,9 +185,7 @@ def sample(
     if p is not None:
         against = (p.repetition_B, p.presence_B, p.frequency_B, p.counts_SV, p.prompt_SV, p.rows_B)
     run: Callable[..., Tensor] = _launched if is_bare(logits_BV) else _sample
-    return run(
-        logits_BV, d.temperature_B, d.top_k_B, d.top_p_B, d.min_p_B, d.seeds_B, d.steps_B, *against, allowed_BW
-    )
+    return run(logits_BV, d.temperature_B, d.top_k_B, d.top_p_B, d.min_p_B, d.seeds_B, d.steps_B, *against, allowed_BW)
 
 
 def _launched(
@@ -173,25 +225,55 @@ def _launched(
     how = [x.contiguous() for x in (temperature, top_k, top_p, min_p, seeds, steps)]
     early = can_start_early(logits.device)
     shape = {
-        "V": vocab, "WORDS": 0 if allowed is None else allowed.shape[1], "PENALTIES": counts is not None,
-        "ROWS": rows is not None, "ALLOWED": allowed is not None, "BLOCK": _BLOCK, "PIECES": pieces,
-        "num_warps": _WARPS, "enable_fp_fusion": False, "EARLY": early, **early_launch(early),
-    }  # fmt: skip
+        "V": vocab,
+        "WORDS": 0 if allowed is None else allowed.shape[1],
+        "PENALTIES": counts is not None,
+        "ROWS": rows is not None,
+        "ALLOWED": allowed is not None,
+        "BLOCK": _BLOCK,
+        "PIECES": pieces,
+        "num_warps": _WARPS,
+        "enable_fp_fusion": False,
+        "EARLY": early,
+        **early_launch(early),
+    }
     padded = {"PIECES_PAD": power_of_two(pieces)}
     with on(logits):
         _maxima[(batch, pieces)](*source, tops, bests, group_tops, IN_BLOCK=in_block, **shape)
         _rows[(batch,)](
-            *how[:3], tops, bests, group_tops, row_tops, bounds, arrived, out, PIECES=pieces, GROUPS=groups,
-            GROUPS_PAD=power_of_two(groups), LARGEST=_LARGEST, BISECTIONS=_BISECTIONS, EARLY=early, **padded,
+            *how[:3],
+            tops,
+            bests,
+            group_tops,
+            row_tops,
+            bounds,
+            arrived,
+            out,
+            PIECES=pieces,
+            GROUPS=groups,
+            GROUPS_PAD=power_of_two(groups),
+            LARGEST=_LARGEST,
+            BISECTIONS=_BISECTIONS,
+            EARLY=early,
+            **padded,
             **early_launch(early),
-        )  # fmt: skip
+        )
         _collect[(batch, pieces)](
             *source, *how[:4], row_tops, bounds, masses, arrived, found, found_at, CAPACITY=_CAPACITY, **shape
         )
         draw[(batch,)](
-            *source, *how, row_tops, masses, arrived, found, found_at, out, CAPACITY=_CAPACITY,
-            **padded, **(shape | {"num_warps": 8}),
-        )  # fmt: skip
+            *source,
+            *how,
+            row_tops,
+            masses,
+            arrived,
+            found,
+            found_at,
+            out,
+            CAPACITY=_CAPACITY,
+            **padded,
+            **(shape | {"num_warps": 8}),
+        )
     return out
 
 

@@ -18,9 +18,15 @@ _UNIT: tl.constexpr = tl.constexpr(2.0**ONE)
 
 @triton.jit
 def scores_of(
-    b, token, source,
-    V: tl.constexpr, WORDS: tl.constexpr, PENALTIES: tl.constexpr, ROWS: tl.constexpr, ALLOWED: tl.constexpr,
-):  # fmt: skip
+    b,
+    token,
+    source,
+    V: tl.constexpr,
+    WORDS: tl.constexpr,
+    PENALTIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALLOWED: tl.constexpr,
+):
     """Scores of some tokens of row b; -inf where there are none. `source` is (logits, repetition, presence,
     frequency, counts, prompt, rows, allowed)."""
     logits, repetition, presence, frequency, counts, prompt, rows, allowed = source

@@ -74,9 +74,7 @@ def work(case: SmallLinear) -> Work:
     """The weight is read once; so are x and the residual, and the result is written once."""
     size, width = case.torch_dtype.itemsize, case.outputs // 2 if case.gated else case.outputs
     moved = case.outputs * case.inputs + case.tokens * (case.inputs + width * (2 if case.residual else 1))
-    return Work(
-        flops=2.0 * case.tokens * case.outputs * case.inputs, bytes=float(size * moved), ceiling="read"
-    )
+    return Work(flops=2.0 * case.tokens * case.outputs * case.inputs, bytes=float(size * moved), ceiling="read")
 
 
 def refuses(case: SmallLinear) -> str | None:

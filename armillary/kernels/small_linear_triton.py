@@ -122,24 +122,56 @@ def run_tiles(
         if norm is not None:
             flat = normed(flat, norm.contiguous(), eps, early)
         linear_kernel[(ceil_div(N, tiles.rows), tiles.splits)](
-            flat, weight, residual, out, parts, M, N, K, **options, EARLY=early, SPLIT=parts is not None,
-            EVEN=K % tiles.depth == 0, FP32=x.dtype == torch.float32, BLOCK_N=tiles.rows, BLOCK_K=tiles.depth,
-            STAGES=stages, num_warps=tiles.warps, **early_launch(early),
-        )  # fmt: skip
+            flat,
+            weight,
+            residual,
+            out,
+            parts,
+            M,
+            N,
+            K,
+            **options,
+            EARLY=early,
+            SPLIT=parts is not None,
+            EVEN=K % tiles.depth == 0,
+            FP32=x.dtype == torch.float32,
+            BLOCK_N=tiles.rows,
+            BLOCK_K=tiles.depth,
+            STAGES=stages,
+            num_warps=tiles.warps,
+            **early_launch(early),
+        )
         if parts is not None:
             early = can and tiles.early
             sum_kernel[(ceil_div(N, 32),)](
-                parts, residual, out, M, N, **options, EARLY=early, SPLITS=tiles.splits, BLOCK_N=32, num_warps=4,
+                parts,
+                residual,
+                out,
+                M,
+                N,
+                **options,
+                EARLY=early,
+                SPLITS=tiles.splits,
+                BLOCK_N=32,
+                num_warps=4,
                 **early_launch(early),
-            )  # fmt: skip
+            )
     return out.view(*x.shape[:-1], width)
 
 
 @triton.jit
 def _finish(
-    acc, residual_ptr, out_ptr, first, M, N,
-    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    acc,
+    residual_ptr,
+    out_ptr,
+    first,
+    M,
+    N,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Sums [N, M] of rows from `first` on become results: activation, residual."""
     rows: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     width = N
@@ -161,10 +193,25 @@ def _finish(
 
 @triton.jit
 def linear_kernel(
-    x_ptr, w_ptr, residual_ptr, out_ptr, part_ptr, M, N, K,
-    EARLY: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr,
-    FP32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    residual_ptr,
+    out_ptr,
+    part_ptr,
+    M,
+    N,
+    K,
+    EARLY: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    FP32: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Rows of the weight times all tokens, over one stretch of the inner dim."""
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     m = tl.arange(0, BLOCK_M)
@@ -197,10 +244,18 @@ def linear_kernel(
 
 @triton.jit
 def sum_kernel(
-    part_ptr, residual_ptr, out_ptr, M, N,
-    EARLY: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    part_ptr,
+    residual_ptr,
+    out_ptr,
+    M,
+    N,
+    EARLY: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Adds the parts, always in the same order, and finishes."""
     if EARLY:
         gdc_launch_dependents()

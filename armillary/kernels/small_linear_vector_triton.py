@@ -56,10 +56,25 @@ def run_vector(
     early = can_start_early(x.device) and tiles.early
     with on(x):
         vector_kernel[(ceil_div(N, tiles.rows),)](
-            flat, weight, norm, residual, out, N, K, eps, EARLY=early, HAS_NORM=norm is not None,
-            HAS_RESIDUAL=residual is not None, GATED=gated, EVEN=K % tiles.depth == 0, ONCE=tiles.depth >= K,
-            ROWS=tiles.rows, DEPTH=tiles.depth, num_warps=tiles.warps, **early_launch(early),
-        )  # fmt: skip
+            flat,
+            weight,
+            norm,
+            residual,
+            out,
+            N,
+            K,
+            eps,
+            EARLY=early,
+            HAS_NORM=norm is not None,
+            HAS_RESIDUAL=residual is not None,
+            GATED=gated,
+            EVEN=K % tiles.depth == 0,
+            ONCE=tiles.depth >= K,
+            ROWS=tiles.rows,
+            DEPTH=tiles.depth,
+            num_warps=tiles.warps,
+            **early_launch(early),
+        )
     return out.view(*x.shape[:-1], len(out))
 
 
@@ -92,10 +107,23 @@ def _added(sums, squares, w, x, norm, HAS_NORM: tl.constexpr):
 
 @triton.jit
 def vector_kernel(
-    x_ptr, w_ptr, norm_ptr, residual_ptr, out_ptr, N, K, eps, EARLY: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr,
+    w_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    N,
+    K,
+    eps,
+    EARLY: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    ONCE: tl.constexpr,
+    ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
-):  # fmt: skip
+):
     """ROWS of the weight times x; GATED: rows alternate between gate and up. Each step's loads begin a step ahead."""
     if EARLY:
         gdc_launch_dependents()

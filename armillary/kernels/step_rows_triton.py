@@ -36,9 +36,15 @@ class LookedUp:
 
 
 def look_up(
-    packed: Tensor, places: dict[str, int], rows: int, tokens_RT: Tensor, tables_GRP: Tensor,
-    turns: tuple[Tensor, Tensor], floats_FR: Tensor, ints_IR: Tensor,
-) -> LookedUp:  # fmt: skip
+    packed: Tensor,
+    places: dict[str, int],
+    rows: int,
+    tokens_RT: Tensor,
+    tables_GRP: Tensor,
+    turns: tuple[Tensor, Tensor],
+    floats_FR: Tensor,
+    ints_IR: Tensor,
+) -> LookedUp:
     """Of `rows` sequences, each with one new token. `places`: where rows_T, positions_T, angles_T and rows_B begin;
     `turns`: cos and sin of all positions."""
     cos, sin = turns
@@ -49,18 +55,46 @@ def look_up(
     groups, num_rows, pages = tables_GRP.shape
     begins = (places[name] for name in ("rows_T", "positions_T", "angles_T", "rows_B"))
     found = LookedUp(
-        wide=new(len(packed), dtype=torch.int64), tokens_B=new(rows, dtype=torch.int64),
-        tables_GBP=new(groups, rows, pages, dtype=torch.int32), cos_BA=new(rows, cos.shape[1], dtype=cos.dtype),
-        sin_BA=new(rows, cos.shape[1], dtype=sin.dtype), floats_FB=new(len(floats_FR), rows, dtype=floats_FR.dtype),
-        ints_IB=new(len(ints_IR), rows, dtype=torch.int64), top_k_B=new(rows, dtype=torch.int32),
-    )  # fmt: skip
+        wide=new(len(packed), dtype=torch.int64),
+        tokens_B=new(rows, dtype=torch.int64),
+        tables_GBP=new(groups, rows, pages, dtype=torch.int32),
+        cos_BA=new(rows, cos.shape[1], dtype=cos.dtype),
+        sin_BA=new(rows, cos.shape[1], dtype=sin.dtype),
+        floats_FB=new(len(floats_FR), rows, dtype=floats_FR.dtype),
+        ints_IB=new(len(ints_IR), rows, dtype=torch.int64),
+        top_k_B=new(rows, dtype=torch.int32),
+    )
     with on(packed):
         _look[(rows,)](
-            packed, tokens_RT, tables_GRP, cos, sin, floats_FR, ints_IR, found.wide, found.tokens_B, found.tables_GBP,
-            found.cos_BA, found.sin_BA, found.floats_FB, found.ints_IB, found.top_k_B, len(packed), rows, num_rows,
-            tokens_RT.shape[1], *begins, groups, pages, cos.shape[1], FLOATS=len(floats_FR), INTS=len(ints_IR),
-            TURN=power_of_two(cos.shape[1]), BLOCK=256, num_warps=4,
-        )  # fmt: skip
+            packed,
+            tokens_RT,
+            tables_GRP,
+            cos,
+            sin,
+            floats_FR,
+            ints_IR,
+            found.wide,
+            found.tokens_B,
+            found.tables_GBP,
+            found.cos_BA,
+            found.sin_BA,
+            found.floats_FB,
+            found.ints_IB,
+            found.top_k_B,
+            len(packed),
+            rows,
+            num_rows,
+            tokens_RT.shape[1],
+            *begins,
+            groups,
+            pages,
+            cos.shape[1],
+            FLOATS=len(floats_FR),
+            INTS=len(ints_IR),
+            TURN=power_of_two(cos.shape[1]),
+            BLOCK=256,
+            num_warps=4,
+        )
     return found
 
 
@@ -72,10 +106,37 @@ def put(tokens_B: Tensor, wide: Tensor, rows_at: int, positions_at: int, tokens_
 
 @triton.jit(do_not_specialize=["size", "rows", "num_rows", "longest", "rows_T", "positions_T", "angles_T", "rows_B"])
 def _look(
-    packed, tokens, tables, cos, sin, floats, ints, wide, token_out, table_out, cos_out, sin_out, float_out, int_out,
-    top_k_out, size, rows, num_rows, longest, rows_T, positions_T, angles_T, rows_B, groups, pages, turn,
-    FLOATS: tl.constexpr, INTS: tl.constexpr, TURN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    packed,
+    tokens,
+    tables,
+    cos,
+    sin,
+    floats,
+    ints,
+    wide,
+    token_out,
+    table_out,
+    cos_out,
+    sin_out,
+    float_out,
+    int_out,
+    top_k_out,
+    size,
+    rows,
+    num_rows,
+    longest,
+    rows_T,
+    positions_T,
+    angles_T,
+    rows_B,
+    groups,
+    pages,
+    turn,
+    FLOATS: tl.constexpr,
+    INTS: tl.constexpr,
+    TURN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Program (sequence)."""
     b, each = tl.program_id(0), tl.arange(0, BLOCK)
     row, place = tl.load(packed + rows_T + b).to(tl.int64), tl.load(packed + positions_T + b)

@@ -107,9 +107,7 @@ def _clocked(turns: Any, count: int) -> float:
 # --- on a GPU
 
 
-def _on_cuda(
-    calls: Sequence[Call], device: torch.device, budget_s: float, rest_s: float, graph: bool | None
-) -> Timing:
+def _on_cuda(calls: Sequence[Call], device: torch.device, budget_s: float, rest_s: float, graph: bool | None) -> Timing:
     turns = cycle(calls)
     _warm(turns, len(calls), device)
     once = _evented(lambda: _take(turns, len(calls)), 3)[-1] / len(calls)

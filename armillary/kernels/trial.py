@@ -63,9 +63,15 @@ def input_sets(op: Op, case: Case) -> list[tuple[Any, ...]]:
 
 
 def time_version(
-    run: Callable[..., Any], op: Op, sets: list[tuple[Any, ...]], *, budget_s: float, rest_s: float = 0.0,
-    hopeless_s: float = inf, name: str = "",
-) -> Times:  # fmt: skip
+    run: Callable[..., Any],
+    op: Op,
+    sets: list[tuple[Any, ...]],
+    *,
+    budget_s: float,
+    rest_s: float = 0.0,
+    hopeless_s: float = inf,
+    name: str = "",
+) -> Times:
     """Time `run`, version `name`, on these sets for about `budget_s` a direction; `rest_s` as in time_calls. What takes
     longer than `hopeless_s`, and long at all, is timed by one call."""
     device = next(x.device for x in sets[0] if isinstance(x, Tensor))

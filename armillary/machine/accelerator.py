@@ -78,8 +78,13 @@ class Accelerator:
 def of_nvidia(capability: Capability, *, shared_bytes: int = 0, multiprocessors: int = 1) -> Accelerator:
     """A chip of this compute capability; its shared memory by the table where the driver does not say."""
     shared = shared_bytes or SHARED_BYTES.get(capability) or _EVERY_CHIP_HAS
-    return Accelerator(vendor="nvidia", arch=f"sm_{capability[0]}{capability[1]}", capability=capability,
-                       shared_bytes=shared, multiprocessors=multiprocessors)  # fmt: skip
+    return Accelerator(
+        vendor="nvidia",
+        arch=f"sm_{capability[0]}{capability[1]}",
+        capability=capability,
+        shared_bytes=shared,
+        multiprocessors=multiprocessors,
+    )
 
 
 @cache

@@ -126,15 +126,25 @@ def _import_torch() -> Any:
 
 def _torch(torch: Any) -> Check:
     if torch is None:
-        return Check(name="torch", state="missing", found="not installed", means=f"no {_EXTRA_FOR['torch']}",
-                     fix="pip install 'armillary[torch]'")  # fmt: skip
+        return Check(
+            name="torch",
+            state="missing",
+            found="not installed",
+            means=f"no {_EXTRA_FOR['torch']}",
+            fix="pip install 'armillary[torch]'",
+        )
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "ROCm" if torch.version.hip else "CPU build"
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     low, high = (".".join(map(str, bound)) for bound in TORCH_TESTED)
     if TORCH_TESTED[0] <= version <= TORCH_TESTED[1]:
         return Check(name="torch", state="ok", found=f"{torch.__version__}, {build}")
-    return Check(name="torch", state="warn", found=f"{torch.__version__}, {build}",
-                 means=f"tested with {low} to {high} only", fix=f"pip install 'torch=={high}.*'")  # fmt: skip
+    return Check(
+        name="torch",
+        state="warn",
+        found=f"{torch.__version__}, {build}",
+        means=f"tested with {low} to {high} only",
+        fix=f"pip install 'torch=={high}.*'",
+    )
 
 
 def _accelerators(torch: Any, found: Machine) -> Check:
@@ -144,21 +154,33 @@ def _accelerators(torch: Any, found: Machine) -> Check:
     if torch is not None and torch.backends.mps.is_available():
         return Check(name="accelerator", state="ok", found="Apple GPU (mps)")
     if found.gpus:
-        return Check(name="accelerator", state="missing", found=f"{found.gpus[0].name}, but torch cannot use it",
-                     means="work runs on the CPU",
-                     fix="install a CUDA or ROCm build of torch that suits the driver")  # fmt: skip
+        return Check(
+            name="accelerator",
+            state="missing",
+            found=f"{found.gpus[0].name}, but torch cannot use it",
+            means="work runs on the CPU",
+            fix="install a CUDA or ROCm build of torch that suits the driver",
+        )
     isa = " ".join(flag for flag in ("amx_bf16", "avx512f", "avx2", "sve") if flag in found.cpu.isa)
-    return Check(name="accelerator", state="warn", found=f"none; {found.cpu.usable} CPU cores {isa}".rstrip(),
-                 means="small models only; CUDA paths are off and their tests skip")  # fmt: skip
+    return Check(
+        name="accelerator",
+        state="warn",
+        found=f"none; {found.cpu.usable} CPU cores {isa}".rstrip(),
+        means="small models only; CUDA paths are off and their tests skip",
+    )
 
 
 def _triton() -> Check:
     version = _version("triton")
     if version:
         return Check(name="triton", state="ok", found=version)
-    return Check(name="triton", state="warn", found="not installed",
-                 means="Triton kernels are off; references are used",
-                 fix="comes with CUDA builds of torch on Linux, and with 'armillary[dev]'")  # fmt: skip
+    return Check(
+        name="triton",
+        state="warn",
+        found="not installed",
+        means="Triton kernels are off; references are used",
+        fix="comes with CUDA builds of torch on Linux, and with 'armillary[dev]'",
+    )
 
 
 def _compiler() -> Check:
@@ -167,21 +189,35 @@ def _compiler() -> Check:
     if compiler and headers:
         return Check(name="C++ compiler", state="ok", found=compiler)
     lacking = "no compiler" if not compiler else "no Python.h"
-    return Check(name="C++ compiler", state="warn", found=lacking,
-                 means="torch.compile on the CPU is off; its tests skip",
-                 fix="Debian: apt install g++ python3-dev; macOS: xcode-select --install")  # fmt: skip
+    return Check(
+        name="C++ compiler",
+        state="warn",
+        found=lacking,
+        means="torch.compile on the CPU is off; its tests skip",
+        fix="Debian: apt install g++ python3-dev; macOS: xcode-select --install",
+    )
 
 
 def _collectives(torch: Any) -> Check:
     if torch is None or not torch.distributed.is_available():
-        return Check(name="collectives", state="missing", found="none", means="one process only",
-                     fix="install torch with distributed support")  # fmt: skip
+        return Check(
+            name="collectives",
+            state="missing",
+            found="none",
+            means="one process only",
+            fix="install torch with distributed support",
+        )
     dist = torch.distributed
     backends = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available(), "mpi": dist.is_mpi_available()}
     present = [name for name, there in backends.items() if there]
     if torch.cuda.is_available() and "nccl" not in present:
-        return Check(name="collectives", state="warn", found=", ".join(present), means="many GPUs will be slow",
-                     fix="install a torch build with NCCL")  # fmt: skip
+        return Check(
+            name="collectives",
+            state="warn",
+            found=", ".join(present),
+            means="many GPUs will be slow",
+            fix="install a torch build with NCCL",
+        )
     return Check(name="collectives", state="ok" if present else "missing", found=", ".join(present) or "none")
 
 
@@ -194,9 +230,13 @@ def _extra(name: str, modules: tuple[str, ...]) -> Check:
     absent = [module for module in modules if importlib.util.find_spec(module) is None]
     if not absent:
         return Check(name=f"extra {name}", state="ok", found=", ".join(modules))
-    return Check(name=f"extra {name}", state="warn", found=f"without {', '.join(absent)}",
-                 means=f"{'no' if len(absent) == len(modules) else 'not all of'} {_EXTRA_FOR[name]}",
-                 fix=f"pip install 'armillary[{name}]'")  # fmt: skip
+    return Check(
+        name=f"extra {name}",
+        state="warn",
+        found=f"without {', '.join(absent)}",
+        means=f"{'no' if len(absent) == len(modules) else 'not all of'} {_EXTRA_FOR[name]}",
+        fix=f"pip install 'armillary[{name}]'",
+    )
 
 
 def _version(package: str) -> str | None:
@@ -214,8 +254,13 @@ def _cores(found: Machine) -> Check:
     text = f"{cpu.usable} of {cpu.present} usable, {cpu.threads} compute"
     if not cpu.why:
         return Check(name="cores", state="ok", found=text)
-    return Check(name="cores", state="warn", found=f"{text} ({cpu.why})", means="work uses these cores only",
-                 fix="raise the container's CPU limit, or start without taskset or numactl")  # fmt: skip
+    return Check(
+        name="cores",
+        state="warn",
+        found=f"{text} ({cpu.why})",
+        means="work uses these cores only",
+        fix="raise the container's CPU limit, or start without taskset or numactl",
+    )
 
 
 def _number_formats(found: Machine) -> Check:
@@ -226,9 +271,13 @@ def _number_formats(found: Machine) -> Check:
     text = "; ".join(f"{dtype}: {unit or 'emulated'}" for dtype, unit in units.items())
     if units["bf16"]:
         return Check(name="number formats", state="ok", found=text)
-    return Check(name="number formats", state="warn", found=text,
-                 means="bf16 on this CPU may be far slower than fp32",
-                 fix="leave layout.precision and serve.dtype at auto, which takes the faster one")  # fmt: skip
+    return Check(
+        name="number formats",
+        state="warn",
+        found=text,
+        means="bf16 on this CPU may be far slower than fp32",
+        fix="leave layout.precision and serve.dtype at auto, which takes the faster one",
+    )
 
 
 def _memory(found: Machine) -> Check:
@@ -237,17 +286,26 @@ def _memory(found: Machine) -> Check:
     text += f" ({found.memory_why})" if found.memory_why else ""
     if (found.memory_bytes if free is None else free) >= _LOW_MEMORY_BYTES:
         return Check(name="memory", state="ok", found=text)
-    return Check(name="memory", state="warn", found=text, means="training may be killed for lack of memory",
-                 fix="close other programs, or lower train.batch_tokens")  # fmt: skip
+    return Check(
+        name="memory",
+        state="warn",
+        found=text,
+        means="training may be killed for lack of memory",
+        fix="close other programs, or lower train.batch_tokens",
+    )
 
 
 def _shm(found: Machine) -> Check:
     if found.shm_bytes is None or found.shm_bytes >= _LOW_SHM_BYTES:
         text = bytes_text(found.shm_bytes) if found.shm_bytes is not None else "not used on this system"
         return Check(name="shared memory", state="ok", found=text)
-    return Check(name="shared memory", state="warn", found=bytes_text(found.shm_bytes),
-                 means="loader workers and ranks may die with a bus error",
-                 fix="in a container: docker run --shm-size=8g (or --ipc=host)")  # fmt: skip
+    return Check(
+        name="shared memory",
+        state="warn",
+        found=bytes_text(found.shm_bytes),
+        means="loader workers and ranks may die with a bus error",
+        fix="in a container: docker run --shm-size=8g (or --ipc=host)",
+    )
 
 
 def _disk(directory: Path) -> Check:
@@ -256,8 +314,13 @@ def _disk(directory: Path) -> Check:
     text = f"{bytes_text(free)} free at {there}"
     if free >= _LOW_DISK_BYTES:
         return Check(name="disk", state="ok", found=text)
-    return Check(name="disk", state="warn", found=text, means="checkpoints may not fit",
-                 fix="free some space, or name another place with --home DIR")  # fmt: skip
+    return Check(
+        name="disk",
+        state="warn",
+        found=text,
+        means="checkpoints may not fit",
+        fix="free some space, or name another place with --home DIR",
+    )
 
 
 def _open_files() -> Check:
@@ -269,8 +332,13 @@ def _open_files() -> Check:
     text = f"{soft:,} (may be raised to {hard:,})"
     if soft >= _LOW_FILES or soft == resource.RLIM_INFINITY:
         return Check(name="open files", state="ok", found=text)
-    return Check(name="open files", state="warn", found=text, means="many ranks, shards or connections may run out",
-                 fix=f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}")  # fmt: skip
+    return Check(
+        name="open files",
+        state="warn",
+        found=text,
+        means="many ranks, shards or connections may run out",
+        fix=f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}",
+    )
 
 
 def _hub(environment: Mapping[str, str]) -> Check:
@@ -278,8 +346,13 @@ def _hub(environment: Mapping[str, str]) -> Check:
     cache = Path(environment.get("HF_HOME") or Path.home() / ".cache/huggingface")
     token = bool(environment.get("HF_TOKEN")) or (cache / "token").is_file()
     if environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return Check(name="Hugging Face Hub", state="warn", found=f"offline mode; cache at {cache}",
-                     means="only models already in the cache", fix="unset HF_HUB_OFFLINE")  # fmt: skip
+        return Check(
+            name="Hugging Face Hub",
+            state="warn",
+            found=f"offline mode; cache at {cache}",
+            means="only models already in the cache",
+            fix="unset HF_HUB_OFFLINE",
+        )
     text = f"{'token set' if token else 'no token'}; cache at {cache}"
     means = "" if token else "gated models (Llama, Gemma) cannot be downloaded"
     return Check(name="Hugging Face Hub", state="ok", found=text, means=means, fix="" if token else "hf auth login")

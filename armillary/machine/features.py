@@ -20,10 +20,23 @@ UNITS: Mapping[str, frozenset[str]] = {
     "int8": frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "i8mm", "svei8mm", "asimddp"}),
 }
 """format -> the features each of which computes in it"""
-VECTORS = frozenset({
-    "sse4_1", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "amx_tile", "asimd", "sve", "sve2",
-    "sme",
-})  # fmt: skip
+VECTORS = frozenset(
+    {
+        "sse4_1",
+        "avx",
+        "avx2",
+        "fma",
+        "avx512f",
+        "avx512bw",
+        "avx512vl",
+        "avx512dq",
+        "amx_tile",
+        "asimd",
+        "sve",
+        "sve2",
+        "sme",
+    }
+)
 """features that say how wide the vectors and tiles are"""
 KNOWN = VECTORS.union(*UNITS.values())
 
@@ -41,16 +54,27 @@ _LADDER: tuple[tuple[str, frozenset[str]], ...] = (
     ("avx512_core_amx_fp16", frozenset({"amx_fp16"})),
 )
 """levels of oneDNN on x86, lowest first, with what each adds (ONEDNN_MAX_CPU_ISA of its documentation)"""
-_SAME_LEVEL = {"avx10_1_512": "avx512_core_fp16", "avx10_1_512_amx": "avx512_core_amx",
-               "avx10_1_512_amx_fp16": "avx512_core_amx_fp16"}  # fmt: skip
+_SAME_LEVEL = {
+    "avx10_1_512": "avx512_core_fp16",
+    "avx10_1_512_amx": "avx512_core_amx",
+    "avx10_1_512_amx_fp16": "avx512_core_amx_fp16",
+}
 _OF_ATEN = {"default": "sse41", "avx2": "avx2"}
 """levels of ATEN_CPU_CAPABILITY; its avx512 and above leave the tiles to oneDNN"""
 _OF_A_MAC = {
-    "hw.optional.AdvSIMD": "asimd", "hw.optional.arm.FEAT_FP16": "asimdhp", "hw.optional.arm.FEAT_BF16": "bf16",
-    "hw.optional.arm.FEAT_I8MM": "i8mm", "hw.optional.arm.FEAT_DotProd": "asimddp", "hw.optional.arm.FEAT_SME": "sme",
-    "hw.optional.sse4_1": "sse4_1", "hw.optional.avx1_0": "avx", "hw.optional.avx2_0": "avx2",
-    "hw.optional.fma": "fma", "hw.optional.avx512f": "avx512f", "hw.optional.avx512vnni": "avx512_vnni",
-}  # fmt: skip
+    "hw.optional.AdvSIMD": "asimd",
+    "hw.optional.arm.FEAT_FP16": "asimdhp",
+    "hw.optional.arm.FEAT_BF16": "bf16",
+    "hw.optional.arm.FEAT_I8MM": "i8mm",
+    "hw.optional.arm.FEAT_DotProd": "asimddp",
+    "hw.optional.arm.FEAT_SME": "sme",
+    "hw.optional.sse4_1": "sse4_1",
+    "hw.optional.avx1_0": "avx",
+    "hw.optional.avx2_0": "avx2",
+    "hw.optional.fma": "fma",
+    "hw.optional.avx512f": "avx512f",
+    "hw.optional.avx512vnni": "avx512_vnni",
+}
 
 
 def cpu_features(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> frozenset[str]:

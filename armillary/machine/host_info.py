@@ -18,9 +18,27 @@ from armillary.machine.features import UNITS, cpu_features, has_native, present_
 from armillary.machine.system_files import text
 
 ISA_FLAGS = (
-    "avx", "avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni",
-    "amx_tile", "amx_bf16", "amx_int8", "amx_fp16", "asimd", "asimdhp", "asimddp", "sve", "sve2", "bf16", "i8mm", "sme",
-)  # fmt: skip
+    "avx",
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_fp16",
+    "avx512_vnni",
+    "avx_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "amx_fp16",
+    "asimd",
+    "asimdhp",
+    "asimddp",
+    "sve",
+    "sve2",
+    "bf16",
+    "i8mm",
+    "sme",
+)
 
 
 _IMAGES = ("squashfs", "iso9660", "erofs")
@@ -101,8 +119,9 @@ def read_cpu(root: Path) -> Cpu:
 def _units(root: Path) -> dict[str, str]:
     """Units that torch may use, format by format."""
     usable = cpu_features(root)
-    return {dtype: " ".join(sorted(known & usable)) for dtype, known in UNITS.items()
-            if has_native(dtype, root) is not None}  # fmt: skip
+    return {
+        dtype: " ".join(sorted(known & usable)) for dtype, known in UNITS.items() if has_native(dtype, root) is not None
+    }
 
 
 def read_shm(root: Path) -> float | None:

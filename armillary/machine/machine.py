@@ -144,8 +144,13 @@ def _of_cores(found: Machine) -> Cluster:
     cpu = found.cpu
     best = next((name for flag, name in _BEST_ISA.items() if flag in cpu.isa), "")
     chip = Chip(
-        name=f"cpu-core-{best}".rstrip("-"), title=f"core of {cpu.model}", vendor=cpu.vendor, kind="cpu",
-        memory_bytes=found.memory_bytes / cpu.threads, memory_type="shared DRAM", num_sms=1,
-    )  # fmt: skip
+        name=f"cpu-core-{best}".rstrip("-"),
+        title=f"core of {cpu.model}",
+        vendor=cpu.vendor,
+        kind="cpu",
+        memory_bytes=found.memory_bytes / cpu.threads,
+        memory_type="shared DRAM",
+        num_sms=1,
+    )
     tiers = (Tier(link=_SHARED_MEMORY, count=cpu.threads),) if cpu.threads > 1 else ()
     return Cluster(name="here", chip=chip, tiers=tiers)

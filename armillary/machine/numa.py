@@ -32,13 +32,15 @@ def numa_nodes(root: Path = ROOT) -> tuple[NumaNode, ...]:
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         index = int(folder.name.removeprefix("node"))
         memory = _meminfo(text(folder / "meminfo"))
-        found.append(NumaNode(
-            index=index,
-            cores=numbers(text(folder / "cpulist")),
-            memory_bytes=memory.get("MemTotal", 0.0),
-            free_bytes=memory.get("MemFree", 0.0) + memory.get("Inactive(file)", 0.0),
-            allowed=not allowed or index in allowed,
-        ))  # fmt: skip
+        found.append(
+            NumaNode(
+                index=index,
+                cores=numbers(text(folder / "cpulist")),
+                memory_bytes=memory.get("MemTotal", 0.0),
+                free_bytes=memory.get("MemFree", 0.0) + memory.get("Inactive(file)", 0.0),
+                allowed=not allowed or index in allowed,
+            )
+        )
     return tuple(sorted(found, key=lambda node: node.index))
 
 

@@ -89,9 +89,13 @@ def chosen(functions: Mapping[tuple[int | None, bool], AttentionFunction], docum
         if run is None:
             return otherwise()(layer, q_BTND, k_BTKD, v_BTKD, how)
         options = AttentionOptions(
-            documents_BT=documents_BT, sinks_N=how.sinks_N, slopes_N=how.slopes_N, scale=how.scale,
-            window=how.window or 0, softcap=how.softcap or 0.0,
-        )  # fmt: skip
+            documents_BT=documents_BT,
+            sinks_N=how.sinks_N,
+            slopes_N=how.slopes_N,
+            scale=how.scale,
+            window=how.window or 0,
+            softcap=how.softcap or 0.0,
+        )
         return run(q_BTND, k_BTKD, v_BTKD, options)
 
     return attend

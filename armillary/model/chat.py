@@ -109,8 +109,10 @@ def _open(text: str) -> str:
     space too)."""
     at = text.rfind(_END.strip())
     if at < 0:
-        raise BadInput("the chat template leaves out what the last message says, so it cannot be continued; leave out "
-                       "continue_final_message")  # fmt: skip
+        raise BadInput(
+            "the chat template leaves out what the last message says, so it cannot be continued; leave out "
+            "continue_final_message"
+        )
     return text[:at] if text[at:].startswith(_END) else text[:at].rstrip()
 
 

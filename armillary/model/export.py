@@ -101,9 +101,7 @@ def of_transformer(model: Transformer) -> tuple[nn.Module, tuple[Input, ...]]:
     return Logits(model), (Input(sizes=(None,), dtype=torch.int64, longest=config.context, below=config.vocab),)
 
 
-def export(
-    module: nn.Module, inputs: Sequence[Input], path: Path, form: Form, *, rows: int | None = None
-) -> Exported:
+def export(module: nn.Module, inputs: Sequence[Input], path: Path, form: Form, *, rows: int | None = None) -> Exported:
     """Write `module` to `path`; `rows` fixes their number, which is free else."""
     module = module.eval().requires_grad_(False)
     examples = tuple(one.example(rows or _TRACED_ROWS) for one in inputs)
@@ -132,8 +130,10 @@ def _traced(module: nn.Module, examples: tuple[Tensor, ...], shapes: Any) -> tor
             return torch.export.export(module, examples, dynamic_shapes=shapes)
     except Exception as error:  # the tracer and the module raise anything
         said = " ".join(str(error).split())[:240]
-        raise BadModel(f"it cannot be exported ({type(error).__name__}: {said}); check --input, or fix the number of "
-                       "rows with --rows") from None  # fmt: skip
+        raise BadModel(
+            f"it cannot be exported ({type(error).__name__}: {said}); check --input, or fix the number of "
+            "rows with --rows"
+        ) from None
 
 
 def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
@@ -177,8 +177,10 @@ def _check(module: nn.Module, inputs: Sequence[Input], path: Path, form: Form, r
             worst = max(worst, _error(want, got))
     bound = 2e-2 if any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters()) else 1e-3
     if not worst <= bound:
-        raise BadModel(f"{path} gives other results than the model it was made from ({worst:.2g} apart); it may depend "
-                       "on its values or on how many rows there are: fix them with --rows")  # fmt: skip
+        raise BadModel(
+            f"{path} gives other results than the model it was made from ({worst:.2g} apart); it may depend "
+            "on its values or on how many rows there are: fix them with --rows"
+        )
     return worst
 
 

@@ -30,9 +30,7 @@ class Fp8Linear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def use_fp8(
-    model: Any, *, scaling: str, kept: Collection[str] = (), multiply: Multiply = reference
-) -> list[str]:  # fmt: skip
+def use_fp8(model: Any, *, scaling: str, kept: Collection[str] = (), multiply: Multiply = reference) -> list[str]:
     """Projections of attention and of dense MLPs, but for those `kept` and those that are something else already
     (adapters), become Fp8Linear; gives the names of those that did, within a block."""
     made: dict[str, None] = {}

@@ -69,9 +69,17 @@ class Project(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, qkv: Tensor, cos: Tensor,
-        sin: Tensor, fused: Fused, norm: tuple[float, bool, bool], heads: tuple[int, int, bool],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        fused: Fused,
+        norm: tuple[float, bool, bool],
+        heads: tuple[int, int, bool],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ops = torch.ops.armillary
         eps, rms, plus_one = norm
         weight = fused.weight(qkv)  # type: ignore[arg-type]
@@ -79,9 +87,7 @@ class Project(torch.autograd.Function):
         packed = fused.products.forward(normed, weight)
         q, k, v = ops.rope(packed, cos, sin, *heads)
         ctx.fused, ctx.norm, ctx.interleaved, ctx.qkv = fused, norm, heads[2], qkv
-        ctx.save_for_backward(
-            x, norm_weight, norm_bias, mean, rstd, weight, cos, sin, None if fused.again else normed
-        )
+        ctx.save_for_backward(x, norm_weight, norm_bias, mean, rstd, weight, cos, sin, None if fused.again else normed)
         return q, k, v, x.view_as(x)
 
     @staticmethod
@@ -95,9 +101,7 @@ class Project(torch.autograd.Function):
         dqkv = fused.gradient(ctx.qkv, dpacked, normed.flatten(0, 1))
         del dpacked, normed
         has_bias = norm_bias is not None
-        dx, dweight, dbias = ops.norm_backward(
-            dnormed, dx, x, norm_weight, mean, rstd, plus_one, has_bias, fused.pairs
-        )
+        dx, dweight, dbias = ops.norm_backward(dnormed, dx, x, norm_weight, mean, rstd, plus_one, has_bias, fused.pairs)
         return dx, _or_none(dweight, norm_weight), _or_none(dbias, norm_bias), dqkv, None, None, None, None, None
 
 
@@ -106,9 +110,18 @@ class Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mixed: Tensor, x: Tensor, out: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
-        up: Tensor, down: Tensor, fused: Fused, norm: tuple[float, bool, bool], activation: tuple[str, bool],
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        mixed: Tensor,
+        x: Tensor,
+        out: Tensor,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        up: Tensor,
+        down: Tensor,
+        fused: Fused,
+        norm: tuple[float, bool, bool],
+        activation: tuple[str, bool],
+    ) -> Tensor:
         ops = torch.ops.armillary
         weights = [fused.weight(w) for w in (out, up, down)]  # type: ignore[arg-type]
         summed, normed, mean, rstd = _sum_and_norm(fused, mixed, weights[0], x, norm_weight, norm_bias, norm)
@@ -149,9 +162,14 @@ class Finish(torch.autograd.Function):
 
 
 def _sum_and_norm(
-    fused: Fused, mixed: Tensor, weight: Tensor, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    fused: Fused,
+    mixed: Tensor,
+    weight: Tensor,
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
     norm: tuple[float, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(sum of the residual and the projection, its norm, mean, 1 / deviation): added by the product or by the norm."""
     norm_of, (eps, rms, plus_one) = torch.ops.armillary.norm, norm
     arguments = (norm_weight, norm_bias, eps, rms, plus_one, fused.pairs)

@@ -52,9 +52,17 @@ def run(block: Any, x: Tensor, cos_sin: CosSin, attend: Attend, layer: int, fuse
     mixed = attend(layer, q, k, v, attention.how()).flatten(2)
     weight, bias, *norm = norm_arguments(block.mlp_norm)
     out: Tensor = finish.apply(
-        mixed, x, attention.out.weight, weight, bias, mlp.up.weight, mlp.down.weight, fused, tuple(norm),
+        mixed,
+        x,
+        attention.out.weight,
+        weight,
+        bias,
+        mlp.up.weight,
+        mlp.down.weight,
+        fused,
+        tuple(norm),
         (mlp.activation, mlp.gated),
-    )  # fmt: skip
+    )
     return out
 
 

@@ -84,9 +84,17 @@ class Fp8Project(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, qkv: nn.Parameter, cos: Tensor,
-        sin: Tensor, fused: Fused, norm: tuple[float, bool, bool], heads: tuple[int, int, bool],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        qkv: nn.Parameter,
+        cos: Tensor,
+        sin: Tensor,
+        fused: Fused,
+        norm: tuple[float, bool, bool],
+        heads: tuple[int, int, bool],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         fp8, again = fused.fp8, fused.again
         assert fp8 is not None
         source = norm_source(x, norm_weight, norm_bias, *norm)
@@ -118,10 +126,18 @@ class Fp8Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mixed: Tensor, x: Tensor, out: nn.Parameter, norm_weight: Tensor | None, norm_bias: Tensor | None,
-        up: nn.Parameter, down: nn.Parameter, fused: Fused, norm: tuple[float, bool, bool],
+        ctx: Any,
+        mixed: Tensor,
+        x: Tensor,
+        out: nn.Parameter,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        up: nn.Parameter,
+        down: nn.Parameter,
+        fused: Fused,
+        norm: tuple[float, bool, bool],
         activation: tuple[str, bool],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         fp8, again = fused.fp8, fused.again
         assert fp8 is not None
         heads = fp8.of(mixed, E4M3)
@@ -177,9 +193,16 @@ def _normed_again(fused: Fused, norm: tuple[Any, ...], kept: list[Tensor]) -> Sc
         return Scaled(*kept)
     x, weight, bias, mean, rstd, eps, rms, plus_one = norm
     source = Source(
-        kind="norm", x=x.flatten(0, -2), weight=weight, bias=bias, mean=mean, rstd=rstd, eps=eps, rms=rms,
+        kind="norm",
+        x=x.flatten(0, -2),
+        weight=weight,
+        bias=bias,
+        mean=mean,
+        rstd=rstd,
+        eps=eps,
+        rms=rms,
         plus_one=plus_one,
-    )  # fmt: skip
+    )
     return _turned_again(source, fused, kept[0])
 
 

@@ -147,8 +147,10 @@ def generate_tokens(
     done = [False] * len(prompts)
     logits_BV = _prefill(model, cache, prompts, device)
     for step in range(sampling.max_tokens):
-        chosen = [_draw(logits_V, [*prompt, *tokens], sampling, draw)
-                  for logits_V, prompt, tokens, draw in zip(logits_BV, prompts, made, draws, strict=True)]  # fmt: skip
+        chosen = [
+            _draw(logits_V, [*prompt, *tokens], sampling, draw)
+            for logits_V, prompt, tokens, draw in zip(logits_BV, prompts, made, draws, strict=True)
+        ]
         for i, token in enumerate(chosen):
             if not done[i]:
                 made[i].append(token)

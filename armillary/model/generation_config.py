@@ -10,8 +10,14 @@ from typing import Any
 
 from armillary.errors import BadModel
 
-_RANGES = {"temperature": (0, 1e4), "top_p": (0, 1), "top_k": (-1, 2**31 - 1), "min_p": (0, 1),
-           "repetition_penalty": (0, 100), "max_new_tokens": (1, 2**31 - 1)}  # fmt: skip
+_RANGES = {
+    "temperature": (0, 1e4),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, 100),
+    "max_new_tokens": (1, 2**31 - 1),
+}
 _WHOLE = ("top_k", "max_new_tokens")
 _ABOVE_ZERO = ("top_p", "repetition_penalty")
 
@@ -48,17 +54,25 @@ def sampling_defaults(folder: Path | None) -> SamplingDefaults:
         raise BadModel(f"{path} is not JSON ({error}); fetch the folder again") from None
     if not isinstance(table, dict):
         raise BadModel(f"{path} does not hold a JSON object; fetch the folder again")
-    return SamplingDefaults(**{name: _checked(name, table[name], path) for name in _RANGES
-                               if table.get(name) is not None})  # fmt: skip
+    return SamplingDefaults(
+        **{name: _checked(name, table[name], path) for name in _RANGES if table.get(name) is not None}
+    )
 
 
 def _checked(name: str, value: Any, path: Path) -> Any:
     low, high = _RANGES[name]
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not isfinite(value) or not low <= value <= high or (name in _ABOVE_ZERO and not value > 0) or (
-            name in _WHOLE and value != int(value)):  # fmt: skip
-        raise BadModel(f"{path} has {name}={value!r}, which cannot be sampled with; correct it, or try --set "
-                       "serve.generation_config=none")  # fmt: skip
+    if (
+        not number
+        or not isfinite(value)
+        or not low <= value <= high
+        or (name in _ABOVE_ZERO and not value > 0)
+        or (name in _WHOLE and value != int(value))
+    ):
+        raise BadModel(
+            f"{path} has {name}={value!r}, which cannot be sampled with; correct it, or try --set "
+            "serve.generation_config=none"
+        )
     if name in _WHOLE:
         return max(0, int(value))
     return float(value)

@@ -99,5 +99,6 @@ class TensorFolder:
         entry = header[name]
         if entry["dtype"] not in _FLOATS:
             self.read(name)  # which says what is wrong with it
-        return Stored(self.folder / file, begin + entry["data_offsets"][0], torch.Size(entry["shape"]),
-                      _FLOATS[entry["dtype"]])  # fmt: skip
+        return Stored(
+            self.folder / file, begin + entry["data_offsets"][0], torch.Size(entry["shape"]), _FLOATS[entry["dtype"]]
+        )

@@ -126,9 +126,14 @@ class Tokenizer:
         source = chat.pick(self.templates, tools=tools) if template is None else template
         variables = dict(self.named) | extra
         return chat.render(
-            source, messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables,
-            marks=marks, continue_final=continue_final,
-        )  # fmt: skip
+            source,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+            marks=marks,
+            continue_final=continue_final,
+        )
 
     @cached_property
     def vocab_size(self) -> int:
@@ -179,9 +184,7 @@ class Detokenizer:
     (a leading space). All pieces joined, with `finish()`, equal one decode of all ids.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, skip_special: bool = True, keep: frozenset[int] = frozenset()
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, keep: frozenset[int] = frozenset()) -> None:
         """Special tokens are left out, but for those in `keep`."""
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_ids - keep if skip_special else frozenset[int]()

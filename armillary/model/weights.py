@@ -33,9 +33,12 @@ from armillary.store.atomic import staged_folder
 from armillary.store.hf_folder import read_config
 
 _ALONGSIDE = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
     "generation_config.json",
-)  # fmt: skip
+)
 Read = Callable[[str], Tensor]
 """a whole parameter by our name"""
 
@@ -124,8 +127,10 @@ def _checked(rule: Rule, stored: TensorFolder, wanted: torch.Size, name: str) ->
     made = rule.made_shape([part.shape for part in parts])
     if made != wanted:
         found = list(made) if made is not None else [list(part.shape) for part in parts[:3]]
-        raise BadModel(f"{name}: {rule.theirs[0]} makes {found} where config.json says {list(wanted)}; config.json and "
-                       "weights are not of one model")  # fmt: skip
+        raise BadModel(
+            f"{name}: {rule.theirs[0]} makes {found} where config.json says {list(wanted)}; config.json and "
+            "weights are not of one model"
+        )
     return parts
 
 

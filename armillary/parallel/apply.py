@@ -64,17 +64,35 @@ def apply(
             unseen = layout.recompute == "selective"
             shard_experts(chunk, mesh, data.policy_of(layout.precision), again=layout.zero == 3, unseen=unseen)
             data.shard_out(chunk, mesh.along(*axes), zero=layout.zero, precision=layout.precision)
-    return Sharded(model, layout, mesh, chunks=chunks, tp=tp, ep=ep, cut_tokens=bool(cut_tokens), loss=loss,
-                   activations=activations)  # fmt: skip
+    return Sharded(
+        model,
+        layout,
+        mesh,
+        chunks=chunks,
+        tp=tp,
+        ep=ep,
+        cut_tokens=bool(cut_tokens),
+        loss=loss,
+        activations=activations,
+    )
 
 
 class Sharded:
     """A model spread over a mesh, and what a training step asks of it."""
 
     def __init__(
-        self, model: Transformer, layout: Layout, mesh: Mesh, *, chunks: list[Any], tp: Group | None,
-        ep: Group | None, cut_tokens: bool, loss: LossSum | None, activations: Activations | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Transformer,
+        layout: Layout,
+        mesh: Mesh,
+        *,
+        chunks: list[Any],
+        tp: Group | None,
+        ep: Group | None,
+        cut_tokens: bool,
+        loss: LossSum | None,
+        activations: Activations | None = None,
+    ) -> None:
         self.model, self.layout, self.mesh, self._chunks = model, layout, mesh, chunks
         self._tp, self._ep, self._cut_tokens, self._loss = tp, ep, cut_tokens, loss
         self.context = None if mesh.context is None else Context.of(mesh.context)
@@ -124,8 +142,9 @@ class Sharded:
         by_group = {self.mesh.group("replicate"): others, self.mesh.group("expert_replicate"): experts}
         return [
             Replicas(parameters, group, bucket_bytes=self.layout.bucket_bytes)
-            for group, parameters in by_group.items() if group is not None
-        ]  # fmt: skip
+            for group, parameters in by_group.items()
+            if group is not None
+        ]
 
     def finish_gradients(self) -> None:
         """Sum over ranks what the backward passes of a step left as parts."""

@@ -15,8 +15,16 @@ from torch.distributed.tensor import DTensor
 from armillary.parallel.mesh import Mesh
 from armillary.parallel.replicate import local_of
 
-CUTS = ((), ("shard",), ("tp",), ("shard", "tp"), ("ep",), ("ep", "tp"), ("expert_shard", "ep"),
-        ("expert_shard", "ep", "tp"))  # fmt: skip
+CUTS = (
+    (),
+    ("shard",),
+    ("tp",),
+    ("shard", "tp"),
+    ("ep",),
+    ("ep", "tp"),
+    ("expert_shard", "ep"),
+    ("expert_shard", "ep", "tp"),
+)
 """the axes along which a parameter may be cut"""
 
 

@@ -62,18 +62,14 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """The shards of all ranks side by side along `dim`."""
     x = x.contiguous()
-    gathered = timed(
-        group, lambda: _ops.wait_tensor(_ops.all_gather_into_tensor(x, group.size, group.name))
-    )
+    gathered = timed(group, lambda: _ops.wait_tensor(_ops.all_gather_into_tensor(x, group.size, group.name)))
     return gathered if dim == 0 else torch.cat(gathered.chunk(group.size, dim=0), dim=dim)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """The sum over ranks, of which each keeps its piece along `dim`."""
     whole = (x if dim == 0 else torch.cat(x.chunk(group.size, dim=dim), dim=0)).contiguous()
-    return timed(
-        group, lambda: _ops.wait_tensor(_ops.reduce_scatter_tensor(whole, "sum", group.size, group.name))
-    )
+    return timed(group, lambda: _ops.wait_tensor(_ops.reduce_scatter_tensor(whole, "sum", group.size, group.name)))
 
 
 class _Gather(torch.autograd.Function):

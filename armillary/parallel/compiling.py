@@ -49,4 +49,3 @@ def _fold_exchanges(tp: Group) -> None:
 def _with_pieces(block: nn.Module, compiled: Callable[..., Tensor], *args: Any) -> Tensor:
     with pieces_ready(block):
         return compiled(*args)
-

@@ -40,8 +40,10 @@ class Context:
     def cut(self, x_BT: Tensor) -> Tensor:
         """This rank's tokens of whole rows: two pieces of 2·cp, from both ends."""
         if x_BT.shape[1] % (2 * self.size):
-            raise BadLayout(f"cp={self.size} does not cut {x_BT.shape[1]} tokens into {2 * self.size} equal pieces; "
-                            "try --set layout.cp=1")  # fmt: skip
+            raise BadLayout(
+                f"cp={self.size} does not cut {x_BT.shape[1]} tokens into {2 * self.size} equal pieces; "
+                "try --set layout.cp=1"
+            )
         cuts = x_BT.chunk(2 * self.size, dim=1)
         return torch.cat([cuts[piece] for piece in pieces(self.rank, self.size)], dim=1)
 
@@ -51,8 +53,11 @@ class Context:
         of_ranks = [torch.empty_like(x_BT) for _ in range(self.size)]
         group = dist.distributed_c10d._resolve_process_group(self.group)
         dist.all_gather(of_ranks, x_BT.contiguous(), group=group)
-        cuts = {piece: part for rank, mine in enumerate(of_ranks)
-                for piece, part in zip(pieces(rank, self.size), mine.chunk(2, dim=1), strict=True)}  # fmt: skip
+        cuts = {
+            piece: part
+            for rank, mine in enumerate(of_ranks)
+            for piece, part in zip(pieces(rank, self.size), mine.chunk(2, dim=1), strict=True)
+        }
         return torch.cat([cuts[piece] for piece in range(2 * self.size)], dim=1)
 
     def attend(self, documents_BW: Tensor | None) -> Attend:
@@ -62,9 +67,15 @@ class Context:
 
 
 def _attend(
-    group: str, documents_BW: Tensor | None, known: list[int], layer: int, q_BTND: Tensor, k_BTKD: Tensor,
-    v_BTKD: Tensor, how: How,
-) -> Tensor:  # fmt: skip
+    group: str,
+    documents_BW: Tensor | None,
+    known: list[int],
+    layer: int,
+    q_BTND: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    how: How,
+) -> Tensor:
     q, k, v = (x.to(v_BTKD.dtype) for x in (q_BTND, k_BTKD, v_BTKD))
     window, softcap = how.window or 0, how.softcap or 0.0
     meeting = [] if torch.compiler.is_compiling() else known  # or every step's documents would be compiled anew

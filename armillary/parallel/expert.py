@@ -84,9 +84,7 @@ def _of_all_tokens(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"AllTokens{kind.__name__}", (kind,), {"forward": forward})
 
 
-def shard_experts(
-    model: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy, *, again: bool, unseen: bool
-) -> None:
+def shard_experts(model: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy, *, again: bool, unseen: bool) -> None:
     """ZeRO over the ranks that hold the same experts; `again` lets weights go after the forward pass. With `unseen`,
     selective recompute, inside of which they are gathered, does not see that: it is done again or not as need be."""
     if mesh.experts is None:
@@ -113,4 +111,3 @@ def _outside(hook: Callable[..., Any]) -> Callable[..., Any]:
 def is_of_expert(parameter: Tensor) -> bool:
     """Whether only some ranks hold this parameter, because ep shares it out."""
     return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
-

@@ -97,8 +97,10 @@ class MappedFile:
             try:
                 os.posix_fallocate(file.fileno(), 0, max(size, 1))  # a full disk is an error now, not a signal later
             except OSError as error:
-                raise ArmillaryError(f"no room for {size / 1e9:.1f} GB of optimiser states in {folder} "
-                                     f"({error.strerror}); free some, or --set layout.offload=optimizer") from error
+                raise ArmillaryError(
+                    f"no room for {size / 1e9:.1f} GB of optimiser states in {folder} "
+                    f"({error.strerror}); free some, or --set layout.offload=optimizer"
+                ) from error
             self._map = mmap.mmap(file.fileno(), max(size, 1))
         self.bytes = size
 

@@ -80,8 +80,11 @@ class LongWait:
             for other in range(self._size):
                 self._wait_for(other, count, what)
         except dist.DistError as error:
-            raise RankLost(0, f"the store that ranks meet in went away while they had to {what}: the rank or launcher "
-                           "that held it ended; see what it said, and start again") from error  # fmt: skip
+            raise RankLost(
+                0,
+                f"the store that ranks meet in went away while they had to {what}: the rank or launcher "
+                "that held it ended; see what it said, and start again",
+            ) from error
 
     def _wait_for(self, other: int, count: int, what: str) -> None:
         """One after the other: the store is asked for one rank at a time, however many there are."""

@@ -31,10 +31,15 @@ class Mesh:
     """The ranks of a layout, by axis."""
 
     def __init__(
-        self, sizes: dict[str, int], world: World, torch_mesh: DeviceMesh | None = None,
-        machines: tuple[str, ...] = (), cp: int = 1, context: dist.ProcessGroup | None = None,
+        self,
+        sizes: dict[str, int],
+        world: World,
+        torch_mesh: DeviceMesh | None = None,
+        machines: tuple[str, ...] = (),
+        cp: int = 1,
+        context: dist.ProcessGroup | None = None,
         experts: DeviceMesh | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.sizes, self.world, self.torch_mesh = sizes, world, torch_mesh
         self.machines = machines
         """of each rank"""

@@ -24,8 +24,17 @@ LEAST_BYTES = 1 << 14
 """what is smaller is not worth a copy"""
 MOST_TIMES = 4
 """the memory that a tensor lies in moves as a whole, unless it is so many times larger"""
-_FORMS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0",
-          "UnsafeViewBackward0", "AliasBackward0", "_ToTorchTensorBackward", "_StandingBackward")  # fmt: skip
+_FORMS = (
+    "ToCopyBackward0",
+    "TBackward0",
+    "TransposeBackward0",
+    "PermuteBackward0",
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "AliasBackward0",
+    "_ToTorchTensorBackward",
+    "_StandingBackward",
+)
 """what makes another form of a weight"""
 
 

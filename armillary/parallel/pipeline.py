@@ -69,9 +69,15 @@ class Pipeline:
     """The stage of this rank: its chunks, and its place among the stages."""
 
     def __init__(
-        self, held: Held, chunks: list[Chunk], group: dist.ProcessGroup, *, schedule: str, device: torch.device,
+        self,
+        held: Held,
+        chunks: list[Chunk],
+        group: dist.ProcessGroup,
+        *,
+        schedule: str,
+        device: torch.device,
         cut_tokens: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`cut_tokens`: into how many pieces hidden states are cut along their tokens (sequence parallelism)."""
         self.held, self.chunks, self.group, self.schedule = held, chunks, group, schedule
         self.rank, self.size, self.device = group.rank(), group.size(), device
@@ -127,9 +133,14 @@ class Pipeline:
         hidden = torch.empty(self._hidden_shape(shape), dtype=chunk.wire, device="meta", requires_grad=True)
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
         stage = PipelineStage(
-            chunk, chunk.span.index, num_chunks, self.device, group=self.group,
-            input_args=(tokens if chunk.span.first else hidden,), output_args=(hidden,),
-        )  # fmt: skip
+            chunk,
+            chunk.span.index,
+            num_chunks,
+            self.device,
+            group=self.group,
+            input_args=(tokens if chunk.span.first else hidden,),
+            output_args=(hidden,),
+        )
         return timed(stage, self.busy)
 
     def _hidden_shape(self, shape: tuple[int, int]) -> tuple[int, int, int]:

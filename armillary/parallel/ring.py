@@ -56,9 +56,18 @@ def seen_pairs(rank: int, source: int, size: int) -> Iterator[tuple[int, int]]:
 
 @torch.library.custom_op("armillary::ring_attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
-    scale: float, window: int, softcap: float, group: str, meeting: list[int],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    group: str,
+    meeting: list[int],
+) -> tuple[Tensor, Tensor]:
     """(output [B, T, N, D], log Σ exp [B, N, T]) of this rank's queries over the keys of all; `documents` [B, W] are
     those of the whole row, and `meeting` says of every piece and every other how they meet (empty: not known)."""
     ring, options = _Ring(group), Options(scale=scale, window=window, softcap=softcap, slopes_N=slopes)
@@ -78,22 +87,43 @@ def ring_attention(
 
 @ring_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None, slopes: Tensor | None,
-    scale: float, window: int, softcap: float, group: str, meeting: list[int],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    group: str,
+    meeting: list[int],
+) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
 
 
 @torch.library.custom_op(
-    "armillary::ring_attention_backward", mutates_args=(),
+    "armillary::ring_attention_backward",
+    mutates_args=(),
     schema=f"(Tensor grad, Tensor out, Tensor lse, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-)  # fmt: skip
+)
 def _ring_backward(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
-    sinks: Tensor | None, slopes: Tensor | None, scale: float, window: int, softcap: float, group: str,
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    group: str,
     meeting: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dQ, dK, dV, this rank's part of the gradient of the sinks or empty); gradients of keys and values travel round
     behind them, and are at home after the last turn."""
     ring, options = _Ring(group), Options(scale=scale, window=window, softcap=softcap, slopes_N=slopes)
@@ -119,10 +149,21 @@ def _ring_backward(
 
 @_ring_backward.register_fake
 def _(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
-    sinks: Tensor | None, slopes: Tensor | None, scale: float, window: int, softcap: float, group: str,
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    group: str,
     meeting: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
@@ -145,7 +186,7 @@ ring_attention.register_autograd(_gradients, setup_context=_keep)
 
 def _places(
     ring: _Ring, source: int, num_tokens: int, documents_BW: Tensor | None, meeting: list[int]
-) -> Iterator[tuple[slice, slice, Place]]:  # fmt: skip
+) -> Iterator[tuple[slice, slice, Place]]:
     """(this rank's tokens, the source's tokens, where they lie) of every pair of pieces that may meet."""
     size = num_tokens // 2
     for query, key in seen_pairs(ring.rank, source, ring.size):
@@ -182,8 +223,10 @@ class _Ring:
 
     def _swap(self, tensor: Tensor) -> Any:
         got = torch.empty_like(tensor)
-        ops = [dist.P2POp(dist.isend, tensor, self._next, self._group),
-               dist.P2POp(dist.irecv, got, self._last, self._group)]  # fmt: skip
+        ops = [
+            dist.P2POp(dist.isend, tensor, self._next, self._group),
+            dist.P2POp(dist.irecv, got, self._last, self._group),
+        ]
         works = dist.batch_isend_irecv(ops)
 
         def arrived() -> Tensor:

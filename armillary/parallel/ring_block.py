@@ -95,13 +95,17 @@ class Whole:
         return cls(grad_BTND=grad_BTND, out_BTND=out_BTND, lse_BNT=lse_BNT, delta_BNT=delta_BNT)
 
     def queries(self, rows: slice) -> Whole:
-        return Whole(grad_BTND=self.grad_BTND[:, rows], out_BTND=self.out_BTND[:, rows],
-                     lse_BNT=self.lse_BNT[:, :, rows], delta_BNT=self.delta_BNT[:, :, rows])  # fmt: skip
+        return Whole(
+            grad_BTND=self.grad_BTND[:, rows],
+            out_BTND=self.out_BTND[:, rows],
+            lse_BNT=self.lse_BNT[:, :, rows],
+            delta_BNT=self.delta_BNT[:, :, rows],
+        )
 
 
 def backward(
     whole: Whole, q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, place: Place
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v by this block, at least fp32."""
     if _has_kernel(q_BTND, options, place):
         return _kernel_backward(whole, q_BTND, k_BSKD, v_BSKD, options, place)
@@ -154,9 +158,7 @@ def _seen(distance_TS: Tensor, window: int, place: Place) -> Tensor:
     return seen & (place.queries_BT[:, None, None, :, None] == place.keys_BS[:, None, None, None, :])
 
 
-def _forward(
-    q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, place: Place
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _forward(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, place: Place) -> tuple[Tensor, Tensor]:
     scores, _ = _scores(_grouped(q_BTND, k_BSKD.shape[2]), k_BSKD, options, place)
     lse = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - finite(lse)[..., None])
@@ -166,7 +168,7 @@ def _forward(
 
 def _backward(
     whole: Whole, q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, place: Place
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     num_kv, half = k_BSKD.shape[2], q_BTND.dtype
     q, grad = _grouped(q_BTND, num_kv), _grouped(whole.grad_BTND.to(half), num_kv)
     scores, bent = _scores(q, k_BSKD, options, place)
@@ -205,7 +207,7 @@ def _has_kernel(q: Tensor, options: Options, place: Place) -> bool:
 
 def _kernel_forward(
     q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, place: Place
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     from armillary.kernels import attention_own  # needs triton
 
     out, lse2 = attention_own._attention(q_BTND, k_BSKD, v_BSKD, *_asked(options, place))
@@ -214,7 +216,7 @@ def _kernel_forward(
 
 def _kernel_backward(
     whole: Whole, q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Options, place: Place
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     from armillary.kernels import attention_own
 
     grad, out, lse2 = whole.grad_BTND.to(q_BTND.dtype), whole.out_BTND.to(q_BTND.dtype), whole.lse_BNT / _LN2

@@ -39,8 +39,11 @@ def kept(case: TrainCase, layouts: Layouts) -> Kept:
         return each
     scale = 1.0 if plain else _factor(case, layouts)
     inner, unread = 2.0 * case.lora.inner / case.model.num_layers, _unread(case, layouts, case.lora.on)
-    return replace(each, whole=each.whole + scale * (inner - unread),
-                   selective=each.selective + scale * (inner - (0.0 if case.flash else unread)))  # fmt: skip
+    return replace(
+        each,
+        whole=each.whole + scale * (inner - unread),
+        selective=each.selective + scale * (inner - (0.0 if case.flash else unread)),
+    )
 
 
 def _fused_or_eager(case: TrainCase, layouts: Layouts) -> Kept:
@@ -63,8 +66,14 @@ def _fused_or_eager(case: TrainCase, layouts: Layouts) -> Kept:
     factor, wide = _factor(case, layouts), np.where(WIDE[layouts.precision], 2.0, 1.0)
     entry = 2.0 * model.hidden / layouts.stream_tp * wide
     again = np.where(layouts.recompute == FULL, whole * factor, 0.0)
-    return Kept(whole=whole * factor, selective=selective * factor, entry=entry, working=working * wide, again=again,
-                top=2 * entry)  # fmt: skip
+    return Kept(
+        whole=whole * factor,
+        selective=selective * factor,
+        entry=entry,
+        working=working * wide,
+        again=again,
+        top=2 * entry,
+    )
 
 
 def _narrow(model: ModelConfig, layouts: Layouts) -> tuple[Array, Array]:

@@ -54,10 +54,15 @@ def _arrival(number: int, many: Sequence[Mapping[str, Any]], begin: float) -> Ar
     first = max(many, key=lambda one: one.get("repeated_tokens", 0))  # of several answers one knows what it repeats
     out = max(1, round(sum(one["tokens_out"] for one in many) / len(many)))
     return Arrival(
-        number=number, at_s=float(first["arrived_s"]) - begin, tokens_in=int(first["tokens_in"]), tokens_out=out,
-        limit=max(out, int(first.get("tokens_limit", out))), repeated=int(first.get("repeated_tokens", 0)),
-        repeats=int(first.get("repeats_request", 0)), answers=len(many),
-    )  # fmt: skip
+        number=number,
+        at_s=float(first["arrived_s"]) - begin,
+        tokens_in=int(first["tokens_in"]),
+        tokens_out=out,
+        limit=max(out, int(first.get("tokens_limit", out))),
+        repeated=int(first.get("repeated_tokens", 0)),
+        repeats=int(first.get("repeats_request", 0)),
+        answers=len(many),
+    )
 
 
 def drawn(traffic: Traffic, count: int | None = None) -> tuple[Arrival, ...]:
@@ -68,8 +73,17 @@ def drawn(traffic: Traffic, count: int | None = None) -> tuple[Arrival, ...]:
         inside = max(1, traffic.shared_prefix + 1, round(traffic.tokens_in * dice.uniform(0.5, 1.5)))
         out = max(1, round(traffic.tokens_out * dice.uniform(0.5, 1.5)))
         shared = traffic.shared_prefix if number > 1 else 0
-        made.append(Arrival(number=number, at_s=now, tokens_in=inside, tokens_out=out, limit=out, repeated=shared,
-                            repeats=1 if shared else 0))  # fmt: skip
+        made.append(
+            Arrival(
+                number=number,
+                at_s=now,
+                tokens_in=inside,
+                tokens_out=out,
+                limit=out,
+                repeated=shared,
+                repeats=1 if shared else 0,
+            )
+        )
         now += _gap(traffic, dice)
     return tuple(made)
 

@@ -58,8 +58,10 @@ def calibrate(home: Home, limit_s: float = 60.0) -> Calibration:
     replica, serve = small_replica(home)
     with TemporaryDirectory(prefix="armillary-engine-") as folder:
         gaps, most = asyncio.run(_served(_saved(Path(folder)), serve, home, limit_s))
-    found = Calibration(call_s=sorted(_call_s(replica, rows, gap_s) for rows, gap_s in gaps)[len(gaps) // 4],
-                        process_bytes=None if most is None else most - _tensor_bytes(replica, serve))  # fmt: skip
+    found = Calibration(
+        call_s=sorted(_call_s(replica, rows, gap_s) for rows, gap_s in gaps)[len(gaps) // 4],
+        process_bytes=None if most is None else most - _tensor_bytes(replica, serve),
+    )
     peaks = new_peaks(device_name("cpu")).with_points("calls", [{"what": "engine", "seconds": found.call_s}])
     if found.process_bytes is not None:
         peaks = peaks.with_points("process", [{"what": "engine", "resident_bytes": found.process_bytes}])
@@ -75,12 +77,20 @@ def small_replica(home: Home) -> tuple[Replica, Serve]:
     from armillary.planning.serving_plan import serving_request
     from armillary.spec.recipe import recipe_from_dict
 
-    recipe = recipe_from_dict({
-        "model": {"name": MODEL, "vocab": VOCAB},
-        "serve": {"dtype": "fp32", "max_model_len": 2 * PROMPT, "kv_bytes": KV_BYTES, "max_running": max(ROWS),
-                  "prefix_cache": False, "threads": max(1, compute_threads() - 1)},
-        "traffic": {"tokens_in": PROMPT, "tokens_out": TOKENS},
-    })  # fmt: skip
+    recipe = recipe_from_dict(
+        {
+            "model": {"name": MODEL, "vocab": VOCAB},
+            "serve": {
+                "dtype": "fp32",
+                "max_model_len": 2 * PROMPT,
+                "kv_bytes": KV_BYTES,
+                "max_running": max(ROWS),
+                "prefix_cache": False,
+                "threads": max(1, compute_threads() - 1),
+            },
+            "traffic": {"tokens_in": PROMPT, "tokens_out": TOKENS},
+        }
+    )
     request = serving_request(recipe, recipe.model_config(), here(device="cpu"), home)
     return server_of(request, recipe.layout).replica, request.serve
 
@@ -134,8 +144,9 @@ async def _served(
                     found.append((rows, await _gap_s(engine, rows)))
         return found, None if engine.pid is None else peak_of(engine.pid)
     except TimeoutError:
-        raise ArmillaryError(f"a small engine did not answer within {limit_s:.0f} s; armillary doctor looks at the "
-                             "machine") from None  # fmt: skip
+        raise ArmillaryError(
+            f"a small engine did not answer within {limit_s:.0f} s; armillary doctor looks at the machine"
+        ) from None
     finally:
         await engine.stop()
 

@@ -49,17 +49,29 @@ class Capacity:
         fits = concurrency(self.server.replica, memory, lengths, self.server.serve.block_tokens)
         used = now.running / fits if fits else 0.0
         return {
-            "ttft_p50_s": now.ttft_p50_s, "ttft_p99_s": now.ttft_p99_s, "itl_p50_s": now.itl_p50_s,
-            "itl_p99_s": now.itl_p99_s, "tpot_p50_s": now.step_s, "tpot_p99_s": now.tpot_p99_s,
-            "e2e_p50_s": now.e2e_p50_s, "e2e_p99_s": now.e2e_p99_s, "prefill_s": self.server.alone_s,
-            "running": now.running, "concurrency": float(fits), "kv_used_fraction": min(1.0, used),
+            "ttft_p50_s": now.ttft_p50_s,
+            "ttft_p99_s": now.ttft_p99_s,
+            "itl_p50_s": now.itl_p50_s,
+            "itl_p99_s": now.itl_p99_s,
+            "tpot_p50_s": now.step_s,
+            "tpot_p99_s": now.tpot_p99_s,
+            "e2e_p50_s": now.e2e_p50_s,
+            "e2e_p99_s": now.e2e_p99_s,
+            "prefill_s": self.server.alone_s,
+            "running": now.running,
+            "concurrency": float(fits),
+            "kv_used_fraction": min(1.0, used),
             "kv_capacity_tokens": float(kv_capacity_tokens(self.server.replica, memory)),
-            "requests_per_s": rate, "tokens_in_per_s": rate * traffic.tokens_in,
-            "tokens_out_per_s": rate * traffic.tokens_out, "replicas": float(self.replicas),
-            "devices": float(self.devices), "memory_weights_bytes": memory.weights_bytes,
-            "memory_kv_bytes": memory.room_bytes, "memory_other_bytes": memory.working_bytes,
+            "requests_per_s": rate,
+            "tokens_in_per_s": rate * traffic.tokens_in,
+            "tokens_out_per_s": rate * traffic.tokens_out,
+            "replicas": float(self.replicas),
+            "devices": float(self.devices),
+            "memory_weights_bytes": memory.weights_bytes,
+            "memory_kv_bytes": memory.room_bytes,
+            "memory_other_bytes": memory.working_bytes,
             "memory_peak_bytes": memory.weights_bytes + memory.room_bytes + memory.working_bytes,
-        }  # fmt: skip
+        }
 
 
 def capacity(server: Server, objective: Objective | None = None) -> Capacity:
@@ -85,8 +97,10 @@ def sustainable(server: Server, objective: Objective) -> Load:
             break
     found = load(server, low)
     if found is None or low == 0:
-        raise BadInput(f"{server.replica.config.name} with {server.replica.split.text()} bears no steady traffic of "
-                       "these lengths; raise layout.tp or relax the objectives")  # fmt: skip
+        raise BadInput(
+            f"{server.replica.config.name} with {server.replica.split.text()} bears no steady traffic of "
+            "these lengths; raise layout.tp or relax the objectives"
+        )
     return found
 
 
@@ -112,16 +126,20 @@ def _refuse_hopeless(server: Server, objective: Objective) -> None:
     name = server.replica.config.name
     if server.most_running < 1:
         tokens = server.traffic.tokens_in + server.traffic.tokens_out
-        raise BadInput(f"the KV cache of {name} with {server.replica.split.text()} holds no request of {tokens:,} "
-                       "tokens; raise layout.tp or shorten traffic.tokens_in")  # fmt: skip
+        raise BadInput(
+            f"the KV cache of {name} with {server.replica.split.text()} holds no request of {tokens:,} "
+            "tokens; raise layout.tp or shorten traffic.tokens_in"
+        )
     idle = load(server, 1e-9)
     assert idle is not None, "an idle replica bears a request"
     for limit, gauge in LIMITS.items():
         wanted, least = getattr(objective, limit), getattr(idle, gauge)
         if wanted is not None and least > wanted:
-            raise BadInput(f"{limit}={seconds_text(wanted)} cannot be met: {name} with {server.replica.split.text()} "
-                           f"needs {seconds_text(least)} for a single request; raise layout.tp or "
-                           f"--set objective.{limit}={least * 1.2:.2g}")  # fmt: skip
+            raise BadInput(
+                f"{limit}={seconds_text(wanted)} cannot be met: {name} with {server.replica.split.text()} "
+                f"needs {seconds_text(least)} for a single request; raise layout.tp or "
+                f"--set objective.{limit}={least * 1.2:.2g}"
+            )
 
 
 def at_rate(server: Server, requests_per_s: float) -> Server:

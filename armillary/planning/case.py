@@ -96,8 +96,10 @@ class TrainCase:
 
     def __post_init__(self) -> None:
         if self.sequence < 1 or self.batch_tokens < 1:
-            raise BadInput(f"sequence={self.sequence} and batch_tokens={self.batch_tokens} must be at least 1; "
-                           "try --sequence 4096 --batch-tokens 4M")  # fmt: skip
+            raise BadInput(
+                f"sequence={self.sequence} and batch_tokens={self.batch_tokens} must be at least 1; "
+                "try --sequence 4096 --batch-tokens 4M"
+            )
 
     @cached_property
     def curves(self) -> Curves:

@@ -60,8 +60,13 @@ def remedy(case: TrainCase, layout: Layout, precision: str | None = None) -> Rem
 
 def _best(case: TrainCase, layout: Layout, changes: list[Change], precision: str | None) -> Remedy | None:
     """The quickest of the changed layouts that are valid and fit."""
-    rules = Case(model=case.model, num_devices=case.cluster.num_devices, sequence=case.sequence,
-                 batch_tokens=case.batch_tokens, by_trainer=case.software.fully_shard)  # fmt: skip
+    rules = Case(
+        model=case.model,
+        num_devices=case.cluster.num_devices,
+        sequence=case.sequence,
+        batch_tokens=case.batch_tokens,
+        by_trainer=case.software.fully_shard,
+    )
     tried = [(change, replace(layout, **change)) for change in changes]
     valid = [(change, changed) for change, changed in tried if not any(layout_problems(changed, rules))]
     if not valid:
@@ -72,8 +77,9 @@ def _best(case: TrainCase, layout: Layout, changes: list[Change], precision: str
         return None
     i = int(fitting[np.argmin(priced.time.total[fitting])])
     change, changed = valid[i]
-    return Remedy(change=change, layout=changed, memory_bytes=float(priced.memory.total[i]),
-                  step_s=float(priced.time.total[i]))  # fmt: skip
+    return Remedy(
+        change=change, layout=changed, memory_bytes=float(priced.memory.total[i]), step_s=float(priced.time.total[i])
+    )
 
 
 def _kept(precision: str | None) -> str | None:

@@ -70,9 +70,7 @@ class Network:
         """The same without passing anything on: every byte comes over the rank's own link of the tier it crosses."""
         return self.all_to_all_s(np.asarray(num_bytes, dtype=float), members, stride)
 
-    def all_to_all_s(
-        self, num_bytes: npt.ArrayLike, members: Ints, stride: Ints, copies: float | None = None
-    ) -> Array:
+    def all_to_all_s(self, num_bytes: npt.ArrayLike, members: Ints, stride: Ints, copies: float | None = None) -> Array:
         """Each rank sends `num_bytes`·(n−1)/n, each part over the tier its target is on; tiers work side by side. Where
         the bytes are `copies` of the same rows, a row crosses into each of u units once: u·(1−(1−1/u)^k)/k of them."""
         size = np.asarray(num_bytes, dtype=float)
@@ -127,8 +125,10 @@ def _measured_link(measured: Peaks, inner: int) -> tuple[float, float] | None:
 
 
 _RINGS: dict[str, Collective] = {
-    "all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
-}  # fmt: skip
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+}
 
 
 def _rate(tier: Tier) -> float:

@@ -43,8 +43,14 @@ def has_compiler() -> bool:
 def _is_allowed(asked: Question) -> bool:
     job = asked.recipe.train
     try:
-        check_layout(asked.layout, asked.model, sequence=job.sequence, batch_tokens=job.batch_tokens, by_trainer=True,
-                     compiled=True)  # fmt: skip
+        check_layout(
+            asked.layout,
+            asked.model,
+            sequence=job.sequence,
+            batch_tokens=job.batch_tokens,
+            by_trainer=True,
+            compiled=True,
+        )
     except ArmillaryError:
         return False
     return True

@@ -167,8 +167,10 @@ def _attention(case: TrainCase, piece: Piece, layouts: Layouts, batch: Batch, ki
     back = piece.backward[0]
     if batch.flash:
         keys = _keys(case, kind) / layouts.cp  # a step of the ring meets one rank's keys
-        rates = [curves.attention_flops(keys, dim, backward=is_back, precision=layouts.precision)
-                 for is_back in (False, True)]  # fmt: skip
+        rates = [
+            curves.attention_flops(keys, dim, backward=is_back, precision=layouts.precision)
+            for is_back in (False, True)
+        ]
         forward = piece.forward.flops * mine / rates[0] + curves.kernel_s
         backward = back.flops * mine / rates[1] + curves.kernel_s
         again, kernels = zero, 1.0
@@ -230,8 +232,10 @@ def _operators(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
     mine = share(cut, layouts)
     if piece.forward.kind == "matmul":  # weights are whole on every rank of a ring, experts apart by ep
         mine = 1.0 / (layouts.ep * layouts.expert_tp) if cut == "experts" else mine * layouts.cp
-    forward, backward = (moves * mine / case.curves.plain_rate(layouts.precision) * case.software.memory
-                         for moves in (found.forward, found.backward))  # fmt: skip
+    forward, backward = (
+        moves * mine / case.curves.plain_rate(layouts.precision) * case.software.memory
+        for moves in (found.forward, found.backward)
+    )
     calls = np.ones(len(layouts))
     return replace(
         nothing(len(layouts)),

@@ -72,8 +72,12 @@ def offers(cost: Cost, cluster: Cluster, num_devices: int | None = None) -> list
             continue  # of that kind
     full = next((offer for offer in found if offer.name in ("on demand", "rented")), None)
     if full is not None:
-        found += [Offer(name=f"reserved {years} y", usd_per_hour=full.usd_per_hour * share,
-                        source=f"{share:.0%} of {full.name}") for years, share in RESERVED.items()]  # fmt: skip
+        found += [
+            Offer(
+                name=f"reserved {years} y", usd_per_hour=full.usd_per_hour * share, source=f"{share:.0%} of {full.name}"
+            )
+            for years, share in RESERVED.items()
+        ]
     if not found:
         raise NoPrice(f"no price of {cluster.chip.title} is known; try --set cost.usd_per_device_hour=2.5")
     return sorted(found, key=lambda offer: offer.usd_per_useful_hour)
@@ -106,8 +110,9 @@ def spot_goodput(machines: int, monthly: float = SPOT_INTERRUPTED_MONTHLY) -> fl
     rate = per_month(monthly)
     if rate == 0:
         return 1.0
-    case = Failures(num_devices=machines, device_mtbf_s=HOUR / rate, checkpoint_s=SPOT_CHECKPOINT_S,
-                    restart_s=SPOT_RESTART_S)  # fmt: skip
+    case = Failures(
+        num_devices=machines, device_mtbf_s=HOUR / rate, checkpoint_s=SPOT_CHECKPOINT_S, restart_s=SPOT_RESTART_S
+    )
     return expected_goodput(case).goodput_fraction
 
 
@@ -166,9 +171,13 @@ def training_cost(
         raise BadInput(f"a price of {usd_per_device_hour} $/h is not a price; give 0 or more")
     wall = step_s / min(1.0, goodput)
     step_usd = num_devices * usd_per_device_hour * wall / HOUR
-    return TrainingCost(step_usd=step_usd, run_usd=step_usd * steps, run_s=wall * steps,
-                        million_trained_tokens_usd=step_usd / batch_tokens * 1e6,
-                        device_hour_usd=usd_per_device_hour)  # fmt: skip
+    return TrainingCost(
+        step_usd=step_usd,
+        run_usd=step_usd * steps,
+        run_s=wall * steps,
+        million_trained_tokens_usd=step_usd / batch_tokens * 1e6,
+        device_hour_usd=usd_per_device_hour,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,9 +200,14 @@ class ServingCost:
 
 
 def serving_cost(
-    *, num_devices: int, usd_per_device_hour: float, tokens_in_per_s: float, tokens_out_per_s: float,
-    prefill_fraction: float = 0.5, busy_fraction: float = 1.0,
-) -> ServingCost:  # fmt: skip
+    *,
+    num_devices: int,
+    usd_per_device_hour: float,
+    tokens_in_per_s: float,
+    tokens_out_per_s: float,
+    prefill_fraction: float = 0.5,
+    busy_fraction: float = 1.0,
+) -> ServingCost:
     """Dollars a million tokens of devices that are paid for whether busy or not. `prefill_fraction` of the busy time
     goes into prompts, which is how the cost is shared between prompts and answers."""
     _check(num_devices=num_devices, tokens_in_per_s=tokens_in_per_s, tokens_out_per_s=tokens_out_per_s)

@@ -17,14 +17,28 @@ from armillary.spec.ops import Op
 Cut = Literal["column", "row", "heads", "stream", "experts", "whole"]
 
 CUTS: dict[str, Cut] = {
-    "qkv": "column", "q": "column", "kv_up": "column", "head": "column",
-    "mlp.gate_up": "column", "mlp.up": "column", "shared.gate_up": "column",
-    "out": "row", "mlp.down": "row", "shared.down": "row",
-    "rope": "heads", "qk_norm": "heads", "attention": "heads", "mlp.act": "heads", "shared.act": "heads",
+    "qkv": "column",
+    "q": "column",
+    "kv_up": "column",
+    "head": "column",
+    "mlp.gate_up": "column",
+    "mlp.up": "column",
+    "shared.gate_up": "column",
+    "out": "row",
+    "mlp.down": "row",
+    "shared.down": "row",
+    "rope": "heads",
+    "qk_norm": "heads",
+    "attention": "heads",
+    "mlp.act": "heads",
+    "shared.act": "heads",
     "loss": "heads",
-    "moe.gate_up": "experts", "moe.down": "experts", "moe.act": "experts", "moe.dispatch": "experts",
+    "moe.gate_up": "experts",
+    "moe.down": "experts",
+    "moe.act": "experts",
+    "moe.dispatch": "experts",
     "moe.combine": "experts",
-}  # fmt: skip
+}
 """operation -> cut; what is not listed (norms, adds, router, low-rank down projections, embedding) is on the stream"""
 LOW_PRECISION_NEVER = ("head", "moe.router", "shared.gate")
 """products that stay in bf16 when the rest runs in 8 or 4 bits (Micikevicius et al., arXiv 2209.05433)"""

@@ -41,9 +41,14 @@ ATTENTION: Mapping[str, tuple[str, ...]] = {"bf16": ("bf16", "fp16"), "fp32": ("
 WIDE = np.array([name in ("fp32", "tf32") for name in PRECISIONS])
 """by code of precision: activations are 4 bytes"""
 FORMATS: Mapping[str, tuple[str, float]] = {
-    "fp32": ("fp32", 4), "tf32": ("tf32", 4), "bf16": ("bf16", 2), "fp16": ("fp16", 2), "fp8": ("fp8", 1),
-    "mxfp8": ("fp8", 1.03), "nvfp4": ("fp4", 0.56),
-}  # fmt: skip
+    "fp32": ("fp32", 4),
+    "tf32": ("tf32", 4),
+    "bf16": ("bf16", 2),
+    "fp16": ("fp16", 2),
+    "fp8": ("fp8", 1),
+    "mxfp8": ("fp8", 1.03),
+    "nvfp4": ("fp4", 0.56),
+}
 """precision -> (dtype whose peak counts, bytes an element with its share of the scales)"""
 _STAND_INS = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "fp32": "tf32"}
 
@@ -152,15 +157,15 @@ class Curves:
         return seconds
 
 
-def curves(
-    chip: Chip, measured: Peaks | None = None, *, kernel: str = "attention", share: float = 1.0
-) -> Curves:
+def curves(chip: Chip, measured: Peaks | None = None, *, kernel: str = "attention", share: float = 1.0) -> Curves:
     """The curves of a chip; `measured` ceilings of this very device replace what they cover. `kernel` names the fused
     attention: the generation's own, or flash_2. `share` is what one device has of what was measured."""
     peaks = _peaks(chip, measured, share)
     if not peaks or not (chip.memory_bytes_per_s or measured):
-        raise BadInput(f"nothing is known of the speed of {chip.title}; run armillary bench ceilings on it, "
-                       "or name another chip with --on")  # fmt: skip
+        raise BadInput(
+            f"nothing is known of the speed of {chip.title}; run armillary bench ceilings on it, "
+            "or name another chip with --on"
+        )
     generation, table = _generation(chip)
     by_precision = {name: _peak_of(peaks, dtype) for name, (dtype, _) in FORMATS.items()}
     shares: Mapping[str, float] = table["gemm"]
@@ -205,8 +210,11 @@ def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves
         held=held,
         attention_forward=_attention(curves, measured, share, backward=False),
         attention_backward=_attention(curves, measured, share, backward=True),
-        attention_at={(dtype, backward): measured_attention(measured, share, dtypes, backward=backward)
-                      for dtype, dtypes in ATTENTION.items() for backward in (False, True)},
+        attention_at={
+            (dtype, backward): measured_attention(measured, share, dtypes, backward=backward)
+            for dtype, dtypes in ATTENTION.items()
+            for backward in (False, True)
+        },
         bytes_per_s=copied,
         plain_bytes_per_s={dtype: _plain_rate(measured, dtypes, share, copied) for dtype, dtypes in ATTENTION.items()},
         row_bytes_per_s={dtype: _row_rate(measured, dtypes, share, copied) for dtype, dtypes in ATTENTION.items()},
@@ -231,8 +239,11 @@ def _plain_rate(measured: Peaks, dtypes: tuple[str, ...], share: float, copied: 
 
 def _row_rate(measured: Peaks, dtypes: tuple[str, ...], share: float, copied: float) -> float:
     """What GEMMs of one row read, by the best of them; the weights are all that such a GEMM moves."""
-    rates = [float(point["flops"]) / 2 * FORMATS[point["dtype"]][1] for point in measured.points.get("gemm", ())
-             if point["m"] == 1 and point["dtype"] in dtypes]  # fmt: skip
+    rates = [
+        float(point["flops"]) / 2 * FORMATS[point["dtype"]][1]
+        for point in measured.points.get("gemm", ())
+        if point["m"] == 1 and point["dtype"] in dtypes
+    ]
     return min(max(rates) * share, copied) if rates else copied
 
 
@@ -252,8 +263,11 @@ def _attention(curves: Curves, measured: Peaks, share: float, *, backward: bool)
 
 def _sustained(measured: Peaks, dtype: str) -> float | None:
     """The best rate without rests, where it was kept beside the burst."""
-    rates = [point.get("beside", {}).get("sustained_flops") or point.get("sustained_flops")
-             for point in measured.points.get("gemm", ()) if point.get("dtype") == dtype]  # fmt: skip
+    rates = [
+        point.get("beside", {}).get("sustained_flops") or point.get("sustained_flops")
+        for point in measured.points.get("gemm", ())
+        if point.get("dtype") == dtype
+    ]
     return max((float(rate) for rate in rates if rate), default=None)
 
 
@@ -291,5 +305,7 @@ def _table() -> dict[str, Any]:
 
 def _generation(chip: Chip) -> tuple[str, dict[str, Any]]:
     sections = ((name, section) for name, section in _table().items() if isinstance(section, dict))
-    return next(((name, section) for name, section in sections if chip.name in section["chips"]),
-                ("default", _table()["default"]))  # fmt: skip
+    return next(
+        ((name, section) for name, section in sections if chip.name in section["chips"]),
+        ("default", _table()["default"]),
+    )

@@ -115,8 +115,7 @@ def physics() -> Rates:
 def engines() -> dict[str, Engine]:
     """Every engine that declares parameters, by name."""
     return {
-        name: Engine(name=name, **table | {"match": tuple(table["match"])})
-        for name, table in _toml()["engine"].items()
+        name: Engine(name=name, **table | {"match": tuple(table["match"])}) for name, table in _toml()["engine"].items()
     }
 
 

@@ -15,9 +15,12 @@ def summarise(errors: Sequence[float]) -> dict[str, Any]:
     signed = np.asarray(errors, dtype=float)
     size = np.abs(signed)
     return {
-        "rows": len(errors), "mape": float(size.mean()), "median": float(np.median(size)), "bias": float(signed.mean()),
+        "rows": len(errors),
+        "mape": float(size.mean()),
+        "median": float(np.median(size)),
+        "bias": float(signed.mean()),
         "worst": float(signed[int(np.argmax(size))]),
-    }  # fmt: skip
+    }
 
 
 def by_group(pairs: Iterable[tuple[str, float]]) -> dict[str, dict[str, Any]]:

@@ -65,15 +65,28 @@ def _work(found: Prediction) -> list[Term]:
     attention = flops - 6 * count.multiplied
     tokens = case.batch_tokens
     return [
-        Term(name="model FLOPs a token", formula="6·N + 3·attention (causal as half)",
-             numbers=f"6·{count_text(count.multiplied)} + {flops_text(attention)}", value=flops,
-             text=flops_text(flops)),
-        Term(name="micro-batches", formula="batch / (sequence · micro_batch · dp)",
-             numbers=f"{tokens:,} / ({case.sequence:,} · {layout.micro_batch} · {layout.dp})", value=m, text=f"{m:g}"),
-        Term(name="layers of the fullest stage", formula="layers / pp; ours cut by FLOPs, the head counted",
-             numbers=f"{model.num_layers} / {layout.pp}", value=float(found.time.stages.fullest[0]),
-             text=f"{float(found.time.stages.fullest[0]):g}"),
-    ]  # fmt: skip
+        Term(
+            name="model FLOPs a token",
+            formula="6·N + 3·attention (causal as half)",
+            numbers=f"6·{count_text(count.multiplied)} + {flops_text(attention)}",
+            value=flops,
+            text=flops_text(flops),
+        ),
+        Term(
+            name="micro-batches",
+            formula="batch / (sequence · micro_batch · dp)",
+            numbers=f"{tokens:,} / ({case.sequence:,} · {layout.micro_batch} · {layout.dp})",
+            value=m,
+            text=f"{m:g}",
+        ),
+        Term(
+            name="layers of the fullest stage",
+            formula="layers / pp; ours cut by FLOPs, the head counted",
+            numbers=f"{model.num_layers} / {layout.pp}",
+            value=float(found.time.stages.fullest[0]),
+            text=f"{float(found.time.stages.fullest[0]):g}",
+        ),
+    ]
 
 
 def _products(found: Prediction) -> list[Term]:
@@ -109,19 +122,33 @@ def _compute(found: Prediction) -> list[Term]:
     peak = case.curves.peaks[found.precision()]
     hidden, width = float((time.comm - time.exposed)[0]), width_of(found.precision())
     return [
-        _seconds("matrix products", "micro-batches · layers · Σ (forward + dX + dW) + the ends",
-                 f"{m:g} · {mean:g} · products at up to {flops_per_s_text(reached)} of {flops_per_s_text(peak)}",
-                 float(time.gemm[0])),
-        _seconds("attention", "micro-batches · layers · FLOPs / reached(sequence, head dim)",
-                 f"{m:g} · {mean:g} · at up to {flops_per_s_text(case.curves.attention_forward[width])} forward, "
-                 f"{flops_per_s_text(case.curves.attention_backward[width])} backward", float(time.attention[0])),
+        _seconds(
+            "matrix products",
+            "micro-batches · layers · Σ (forward + dX + dW) + the ends",
+            f"{m:g} · {mean:g} · products at up to {flops_per_s_text(reached)} of {flops_per_s_text(peak)}",
+            float(time.gemm[0]),
+        ),
+        _seconds(
+            "attention",
+            "micro-batches · layers · FLOPs / reached(sequence, head dim)",
+            f"{m:g} · {mean:g} · at up to {flops_per_s_text(case.curves.attention_forward[width])} forward, "
+            f"{flops_per_s_text(case.curves.attention_backward[width])} backward",
+            float(time.attention[0]),
+        ),
         _passes(found),
-        _seconds("recomputation", "micro-batches · layers · forward again (full) or what memory bounds (selective)",
-                 f"{found.layout().recompute}, one layer in {found.layout().recompute_every}",
-                 float(time.recompute[0])),
-        _seconds("contention", "share of the chip · hidden communication", f"0.08 · {seconds_text(hidden)}",
-                 float(time.contention[0])),
-    ]  # fmt: skip
+        _seconds(
+            "recomputation",
+            "micro-batches · layers · forward again (full) or what memory bounds (selective)",
+            f"{found.layout().recompute}, one layer in {found.layout().recompute_every}",
+            float(time.recompute[0]),
+        ),
+        _seconds(
+            "contention",
+            "share of the chip · hidden communication",
+            f"0.08 · {seconds_text(hidden)}",
+            float(time.contention[0]),
+        ),
+    ]
 
 
 _FORMULAS = {
@@ -136,8 +163,14 @@ _FORMULAS = {
 
 def _exchanges(found: Prediction) -> list[Term]:
     layout, terms = found.layout(), []
-    sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "gradients": layout.dp, "weights": layout.dp,
-             "pp": layout.pp}  # fmt: skip
+    sizes = {
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "ep": layout.ep,
+        "gradients": layout.dp,
+        "weights": layout.dp,
+        "pp": layout.pp,
+    }
     for name, one in found.time.exchanges.items():
         total, exposed = float(one.total[0]), float(one.exposed[0])
         if total > 0:
@@ -162,8 +195,8 @@ def _amount(found: Prediction, name: str) -> str:
         "gradients": f"{count_text(weights)} · {case.software.grad_bytes:g} B",
         "weights": f"{count_text(weights)} · 2 B",
         "pp": f"{2 * layout.interleave * float(time.micro_batches[0]):g} · "
-              f"{bytes_text(tokens / (layout.tp if layout.sequence_parallel else 1) * case.model.hidden * 2)}",
-    }  # fmt: skip
+        f"{bytes_text(tokens / (layout.tp if layout.sequence_parallel else 1) * case.model.hidden * 2)}",
+    }
     return sizes[name]
 
 
@@ -173,10 +206,18 @@ def _passes(found: Prediction) -> Term:
     times = f"{float(time.micro_batches[0]):g} · {float(time.stages.mean[0]):g}"
     if found.case.software.plain_layers:
         rate = curves.plain_bytes_per_s[width_of(found.precision())]
-        return _seconds("memory-bound operations", "micro-batches · layers · bytes of torch's operators / their rate",
-                        f"{times} · at {bandwidth_text(rate)}", float(time.memory[0]))  # fmt: skip
-    return _seconds("memory-bound operations", "micro-batches · layers · (bytes / bandwidth + a kernel's start)",
-                    f"{times} · at {bytes_text(curves.bytes_per_s)}/s", float(time.memory[0]))  # fmt: skip
+        return _seconds(
+            "memory-bound operations",
+            "micro-batches · layers · bytes of torch's operators / their rate",
+            f"{times} · at {bandwidth_text(rate)}",
+            float(time.memory[0]),
+        )
+    return _seconds(
+        "memory-bound operations",
+        "micro-batches · layers · (bytes / bandwidth + a kernel's start)",
+        f"{times} · at {bytes_text(curves.bytes_per_s)}/s",
+        float(time.memory[0]),
+    )
 
 
 def _waits(found: Prediction) -> list[Term]:
@@ -188,18 +229,31 @@ def _waits(found: Prediction) -> list[Term]:
     if case.software.plain_layers:
         call_s = case.curves.call_s * case.software.host
         return [
-            _seconds("calls", "operators, those made again and the ends too · calls each · a call",
-                     f"{launch / call_s / RECORDED:,.0f} · {RECORDED:g} · {seconds_text(call_s)}", launch),
-            _seconds("slowest rank", f"{JITTER:g} · log2(ranks) · busy time",
-                     f"{JITTER:g} · log2({layout.num_devices}) · {m:g} · {mean}", straggle),
-        ]  # fmt: skip
+            _seconds(
+                "calls",
+                "operators, those made again and the ends too · calls each · a call",
+                f"{launch / call_s / RECORDED:,.0f} · {RECORDED:g} · {seconds_text(call_s)}",
+                launch,
+            ),
+            _seconds(
+                "slowest rank",
+                f"{JITTER:g} · log2(ranks) · busy time",
+                f"{JITTER:g} · log2({layout.num_devices}) · {m:g} · {mean}",
+                straggle,
+            ),
+        ]
     nodes = max(1.0, layout.num_devices / (case.cluster.node.num_chips if case.cluster.node else 1))
     return [
-        _seconds("launches waited for", "micro-batches · max(0, kernels · launch − device time)",
-                 f"{m:g} · max(0, {kernels:,.0f} · {seconds_text(case.curves.launch_s)} − {mean})", launch),
-        _seconds("slowest node", "0.008 · log2(nodes) · busy time", f"0.008 · log2({nodes:g}) · {m:g} · {mean}",
-                 straggle),
-    ]  # fmt: skip
+        _seconds(
+            "launches waited for",
+            "micro-batches · max(0, kernels · launch − device time)",
+            f"{m:g} · max(0, {kernels:,.0f} · {seconds_text(case.curves.launch_s)} − {mean})",
+            launch,
+        ),
+        _seconds(
+            "slowest node", "0.008 · log2(nodes) · busy time", f"0.008 · log2({nodes:g}) · {m:g} · {mean}", straggle
+        ),
+    ]
 
 
 def _rest(found: Prediction) -> list[Term]:
@@ -213,23 +267,46 @@ def _rest(found: Prediction) -> list[Term]:
     rounded = weights_s(case, found.layouts.take(np.array([0])), time.held)
     parts = [time.compute, time.exposed, time.bubble, time.overhead]
     return [
-        _seconds("pipeline fill and drain", "(pp−1) · (forward + backward of a stage) / interleave",
-                 f"({layout.pp}−1) · {turn} / {layout.interleave}", float(time.fill[0])),
-        _seconds("uneven stages", "micro-batches · (slowest stage − mean)", f"{m:g} · ({turn} − {mean})",
-                 float(time.imbalance[0])),
-        _seconds("optimiser", "trained weights / sharers · bytes / bandwidth + weights rounded to fp8",
-                 f"{count_text(updated)} / {sharers} · {each:g} B / {bandwidth_text(curves.bytes_per_s)}"
-                 f" + {seconds_text(float(rounded[0]))}",
-                 float(time.optimizer[0])),
+        _seconds(
+            "pipeline fill and drain",
+            "(pp−1) · (forward + backward of a stage) / interleave",
+            f"({layout.pp}−1) · {turn} / {layout.interleave}",
+            float(time.fill[0]),
+        ),
+        _seconds(
+            "uneven stages",
+            "micro-batches · (slowest stage − mean)",
+            f"{m:g} · ({turn} − {mean})",
+            float(time.imbalance[0]),
+        ),
+        _seconds(
+            "optimiser",
+            "trained weights / sharers · bytes / bandwidth + weights rounded to fp8",
+            f"{count_text(updated)} / {sharers} · {each:g} B / {bandwidth_text(curves.bytes_per_s)}"
+            f" + {seconds_text(float(rounded[0]))}",
+            float(time.optimizer[0]),
+        ),
         *_waits(found),
-        _seconds("waiting for data", "max(0, tokens of a rank / measured loader − busy time)", f"busy {m:g} · {mean}",
-                 float(time.data[0])),
+        _seconds(
+            "waiting for data",
+            "max(0, tokens of a rank / measured loader − busy time)",
+            f"busy {m:g} · {mean}",
+            float(time.data[0]),
+        ),
         _seconds("step, other", "reading, logging, a barrier", seconds_text(STEP_S), float(time.other[0])),
-        _seconds("offload", "the host's AdamW beside the next forward pass; copies − the passes they are beside",
-                 f"{layout.offload}, link {bandwidth_text(link_rate(case))}", float(time.offload[0])),
-        _seconds("step", "compute + exposed communication + bubble + overhead",
-                 " + ".join(seconds_text(max(float(part[0]), 0.0)) for part in parts), float(time.total[0])),
-    ]  # fmt: skip
+        _seconds(
+            "offload",
+            "the host's AdamW beside the next forward pass; copies − the passes they are beside",
+            f"{layout.offload}, link {bandwidth_text(link_rate(case))}",
+            float(time.offload[0]),
+        ),
+        _seconds(
+            "step",
+            "compute + exposed communication + bubble + overhead",
+            " + ".join(seconds_text(max(float(part[0]), 0.0)) for part in parts),
+            float(time.total[0]),
+        ),
+    ]
 
 
 # --- memory
@@ -247,21 +324,39 @@ def _memory(found: Prediction) -> list[Term]:
         weight, trained = case.lora.base_bytes, count_text(case.lora.parameters / float((layouts.pp * layouts.tp)[0]))
     rows = [
         ("weights", "parameters · bytes (/ sharers with zero 3)", f"{total} · {weight:g}{share[3]}"),
-        ("gradients", "trained parameters · bytes (/ sharers from zero 2), those that are there then",
-         f"{trained} · {float(states.gradient[0]):g}{share[2]}"),
-        ("optimizer", "trained parameters · 8 (/ sharers from zero 1)",
-         f"{trained} · {float(states.moments[0]):g}{share[1]}"),
-        ("master", "trained parameters · 4 below fp32 (/ sharers from zero 1)",
-         f"{trained} · {float(states.master[0]):g}{share[1]}"),
-        ("activations", "tokens · (layers · micro-batches in flight · bytes a layer + working)",
-         f"{tokens:g} · ({float(mine.layers[0]):g} · {flying:g} · up to {bytes_text(float(each.whole[0]))} + …)"),
-        ("loss", "tokens · vocabulary / tp · bytes a logit",
-         f"{tokens:g} · {case.model.vocab:,} / {int(layouts.tp[0])} · {logit:g}, on the last stage"),
+        (
+            "gradients",
+            "trained parameters · bytes (/ sharers from zero 2), those that are there then",
+            f"{trained} · {float(states.gradient[0]):g}{share[2]}",
+        ),
+        (
+            "optimizer",
+            "trained parameters · 8 (/ sharers from zero 1)",
+            f"{trained} · {float(states.moments[0]):g}{share[1]}",
+        ),
+        (
+            "master",
+            "trained parameters · 4 below fp32 (/ sharers from zero 1)",
+            f"{trained} · {float(states.master[0]):g}{share[1]}",
+        ),
+        (
+            "activations",
+            "tokens · (layers · micro-batches in flight · bytes a layer + working)",
+            f"{tokens:g} · ({float(mine.layers[0]):g} · {flying:g} · up to {bytes_text(float(each.whole[0]))} + …)",
+        ),
+        (
+            "loss",
+            "tokens · vocabulary / tp · bytes a logit",
+            f"{tokens:g} · {case.model.vocab:,} / {int(layouts.tp[0])} · {logit:g}, on the last stage",
+        ),
         ("buffers", "two gathered layers and a gradient (zero 3), or two buckets", f"zero {zero}"),
-        ("other", "context + fragmentation · the rest",
-         f"{bytes_text(float(context_bytes(case, layouts)[0]))} + {FRAGMENTATION:g} · "
-         f"{bytes_text(float(held.allocated[0]))}"),
-    ]  # fmt: skip
+        (
+            "other",
+            "context + fragmentation · the rest",
+            f"{bytes_text(float(context_bytes(case, layouts)[0]))} + {FRAGMENTATION:g} · "
+            f"{bytes_text(float(held.allocated[0]))}",
+        ),
+    ]
     terms = [_bytes(f"memory, {name}", formula, numbers, held.parts()[name]) for name, formula, numbers in rows]
     when = MOMENTS[int(held.moment[0])]
     return [*terms, _bytes("memory, all", f"Σ, most {when}", f"of {bytes_text(found.room)}", float(held.total[0]))]

@@ -149,8 +149,13 @@ def expected_goodput(failures: Failures, interval_s: float | None = None) -> Goo
     """Goodput at `interval_s`, or at the best interval."""
     # without a checkpoint cost the best interval is none at all; a second stands for a step
     chosen = interval_s if interval_s is not None else max(1.0, best_interval_s(failures))
-    return Goodput(failures=failures, interval_s=chosen, goodput_fraction=goodput(failures, chosen),
-                   young_s=young_s(failures), daly_s=daly_s(failures))  # fmt: skip
+    return Goodput(
+        failures=failures,
+        interval_s=chosen,
+        goodput_fraction=goodput(failures, chosen),
+        young_s=young_s(failures),
+        daly_s=daly_s(failures),
+    )
 
 
 def devices_for_goodput(failures: Failures, wanted: float) -> int:
@@ -159,8 +164,12 @@ def devices_for_goodput(failures: Failures, wanted: float) -> int:
         raise BadInput(f"a goodput of {wanted} is not a share; give a number between 0 and 1")
 
     def keeps(count: int) -> bool:
-        case = Failures(num_devices=count, device_mtbf_s=failures.device_mtbf_s, checkpoint_s=failures.checkpoint_s,
-                        restart_s=failures.restart_s)  # fmt: skip
+        case = Failures(
+            num_devices=count,
+            device_mtbf_s=failures.device_mtbf_s,
+            checkpoint_s=failures.checkpoint_s,
+            restart_s=failures.restart_s,
+        )
         return expected_goodput(case).goodput_fraction >= wanted
 
     low, high = 0, 1

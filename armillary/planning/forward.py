@@ -96,12 +96,16 @@ def check_split(config: ModelConfig, split: Split) -> None:
     if not tp_holds(layout, case):
         raise BadLayout(tp_says(layout, case))
     if split.pp > config.num_layers:
-        raise BadLayout(f"pp={split.pp} exceeds the {config.num_layers} layers of {config.name}; "
-                        f"try --set layout.pp={config.num_layers}")  # fmt: skip
+        raise BadLayout(
+            f"pp={split.pp} exceeds the {config.num_layers} layers of {config.name}; "
+            f"try --set layout.pp={config.num_layers}"
+        )
     if split.ep > 1 and (config.moe is None or split.ep > config.moe.num_experts):
         experts = config.moe.num_experts if config.moe else 0
-        raise BadLayout(f"ep={split.ep} needs as many experts and {config.name} has {experts}; "
-                        f"try --set layout.ep={max(1, experts)}")  # fmt: skip
+        raise BadLayout(
+            f"ep={split.ep} needs as many experts and {config.name} has {experts}; "
+            f"try --set layout.ep={max(1, experts)}"
+        )
 
 
 def sharded(config: ModelConfig, tp: int) -> ModelConfig:
@@ -113,8 +117,14 @@ def sharded(config: ModelConfig, tp: int) -> ModelConfig:
     moe = config.moe
     if moe is not None:
         moe = replace(moe, ffn=ceil(moe.ffn / tp), shared_ffn=ceil(moe.shared_ffn / tp))
-    return replace(config, heads=ceil(heads / kv_heads) * kv_heads, kv_heads=kv_heads, ffn=ceil(config.ffn / tp),
-                   vocab=ceil(config.vocab / tp), moe=moe)  # fmt: skip
+    return replace(
+        config,
+        heads=ceil(heads / kv_heads) * kv_heads,
+        kv_heads=kv_heads,
+        ffn=ceil(config.ffn / tp),
+        vocab=ceil(config.vocab / tp),
+        moe=moe,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,13 +173,20 @@ class Forward:
 
     def _ops(self, tokens: int, logits: int, decoding: bool) -> tuple[tuple[Op, int], ...]:
         span = (1, 2) if decoding else (1, 1)
-        batch = Equal(spans=(span,), copies=tokens, logits=logits, dtype=self.dtype, weight_dtype=self.formats.weights,
-                      kv_dtype=self.formats.kv)  # fmt: skip
+        batch = Equal(
+            spans=(span,),
+            copies=tokens,
+            logits=logits,
+            dtype=self.dtype,
+            weight_dtype=self.formats.weights,
+            kv_dtype=self.formats.kv,
+        )
         found = [(piece.forward, 1) for piece in embedding_pieces(self.mine, batch)]
         for kind, count in self.kinds.items():
             pieces = layer_pieces(self.mine, kind, batch)
-            found += [(self._expert(piece.forward, tokens), count) for piece in pieces
-                      if piece.forward.kind != "attention"]  # fmt: skip
+            found += [
+                (self._expert(piece.forward, tokens), count) for piece in pieces if piece.forward.kind != "attention"
+            ]
         plain = replace(batch, weight_dtype="", copies=1)
         return (*found, *((piece.forward, 1) for piece in head_pieces(self.mine, plain, loss=False)))
 
@@ -188,5 +205,6 @@ class Forward:
             return op
         moe, (_, _, n, k) = self.config.moe, op.shape
         groups = ceil(experts_used(moe, tokens * self.split.ep) / self.split.ep)
-        return grouped_matmul(op.name, tokens * moe.top_k, n, k, groups=groups, dtype=op.dtype,
-                              weight_dtype=self.formats.weights)  # fmt: skip
+        return grouped_matmul(
+            op.name, tokens * moe.top_k, n, k, groups=groups, dtype=op.dtype, weight_dtype=self.formats.weights
+        )

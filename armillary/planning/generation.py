@@ -45,8 +45,9 @@ def steady_state(replica: Replica, batch: int, tokens_in: int, tokens_out: int, 
     gap = mean_decode_s(replica, batch, tokens_in, tokens_out)
     cycle = batch * prefill + tokens_out * gap
     itl = cycle / tokens_out
-    return Generation(ttft_s=replica.prefill(tokens_in).total_s, itl_s=itl, total_s=cycle,
-                      tokens_out_per_s=batch * tokens_out / cycle)  # fmt: skip
+    return Generation(
+        ttft_s=replica.prefill(tokens_in).total_s, itl_s=itl, total_s=cycle, tokens_out_per_s=batch * tokens_out / cycle
+    )
 
 
 def offline(replica: Replica, requests: int, batch: int, tokens_in: int, tokens_out: int) -> Generation:
@@ -57,8 +58,12 @@ def offline(replica: Replica, requests: int, batch: int, tokens_in: int, tokens_
     last = mean_decode_s(replica, rest, tokens_in, tokens_out) if rest and whole else full
     waves = whole * full + (last if rest else 0.0)
     total = requests * prefill_share_s(replica, tokens_in) + tokens_out * waves
-    return Generation(ttft_s=replica.prefill(tokens_in).total_s, itl_s=full, total_s=total,
-                      tokens_out_per_s=requests * tokens_out / total)  # fmt: skip
+    return Generation(
+        ttft_s=replica.prefill(tokens_in).total_s,
+        itl_s=full,
+        total_s=total,
+        tokens_out_per_s=requests * tokens_out / total,
+    )
 
 
 def prefill_share_s(replica: Replica, tokens_in: int, chunk: int = 8192, cached: int = 0) -> float:

@@ -27,15 +27,38 @@ from armillary.spec.hardware import Chip, Cluster, Tier
 Row = Mapping[str, str]
 Kind = Literal["static batch", "batch 1", "first token", "max load", "closed loop", "prefill only", "decode only"]
 
-COLUMNS = ("source", "model", "params_b", "gpu", "n_gpus", "tp", "precision", "engine", "input_len", "output_len",
-           "concurrency_or_batch", "measured_ttft_ms", "measured_itl_ms", "measured_tokens_per_s", "note")  # fmt: skip
+COLUMNS = (
+    "source",
+    "model",
+    "params_b",
+    "gpu",
+    "n_gpus",
+    "tp",
+    "precision",
+    "engine",
+    "input_len",
+    "output_len",
+    "concurrency_or_batch",
+    "measured_ttft_ms",
+    "measured_itl_ms",
+    "measured_tokens_per_s",
+    "note",
+)
 """the columns of such a table"""
 _IDENTITY = ("engine", "model", "gpu", "n_gpus", "tp", "precision", "input_len", "output_len", "concurrency_or_batch")
 _DEFAULT_OUT, _MOST_RUNNING = 200, 2048
 _LARGEST = 1e9
 """no count or length is near it"""
-_FORMATS = (("fp8", "fp8"), ("fp4", "fp4"), ("int8", "int8"), ("int4", "int4"), ("bf16", "bf16"), ("fp16", "bf16"),
-            ("float16", "bf16"), ("bfloat16", "bf16"))  # fmt: skip
+_FORMATS = (
+    ("fp8", "fp8"),
+    ("fp4", "fp4"),
+    ("int8", "int8"),
+    ("int4", "int4"),
+    ("bf16", "bf16"),
+    ("fp16", "bf16"),
+    ("float16", "bf16"),
+    ("bfloat16", "bf16"),
+)
 _NOT_TRANSFORMERS = ("nemotron-3", "nemotron-h", "mamba", "jamba")
 
 
@@ -92,8 +115,14 @@ def inference_row(row: Row, *, physics_only: bool = False, rates: Rates | None =
         raise BadInput("no input length")
     tokens_out = max(1, int(_number(row, "output_len") or _DEFAULT_OUT))
     kind, batch = _kind(row, tokens_out, devices)
-    return InferenceRow(replica=replica, kind=kind, batch=batch, tokens_in=int(tokens_in), tokens_out=tokens_out,
-                        requests=_queued(int(tokens_in), tokens_out) if kind == "max load" else 0)  # fmt: skip
+    return InferenceRow(
+        replica=replica,
+        kind=kind,
+        batch=batch,
+        tokens_in=int(tokens_in),
+        tokens_out=tokens_out,
+        requests=_queued(int(tokens_in), tokens_out) if kind == "max load" else 0,
+    )
 
 
 def _queued(tokens_in: int, tokens_out: int) -> int:
@@ -159,8 +188,12 @@ def _share(chip: Chip, cores: int) -> Chip:
     if cores == 1:
         return chip
     flops = {dtype: peak / cores for dtype, peak in chip.flops.items()}
-    return replace(chip, memory_bytes=(chip.memory_bytes or 0) / cores, flops=flops,
-                   memory_bytes_per_s=(chip.memory_bytes_per_s or 0) / cores)  # fmt: skip
+    return replace(
+        chip,
+        memory_bytes=(chip.memory_bytes or 0) / cores,
+        flops=flops,
+        memory_bytes_per_s=(chip.memory_bytes_per_s or 0) / cores,
+    )
 
 
 def _formats(text: str, chip: Chip) -> Formats:

@@ -23,8 +23,11 @@ from armillary.planning.inference_row import InferenceRow, Row, config_id, infer
 from armillary.planning.serving_memory import concurrency, serving_memory
 from armillary.spec.service import Serve
 
-MEASURES = {"tokens_out_per_s": ("measured_tokens_per_s", 1.0), "itl_s": ("measured_itl_ms", 1e-3),
-            "ttft_s": ("measured_ttft_ms", 1e-3)}  # fmt: skip
+MEASURES = {
+    "tokens_out_per_s": ("measured_tokens_per_s", 1.0),
+    "itl_s": ("measured_itl_ms", 1e-3),
+    "ttft_s": ("measured_ttft_ms", 1e-3),
+}
 """gauge -> (column, unit); the first that a row has is the one its error is taken of"""
 OFFLINE_USABLE = 0.95
 """share of memory that throughput benchmarks fill (TensorRT-LLM's perf-overview.md, reproducing the results)"""

@@ -25,9 +25,12 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 OFFLOADS = ("none", "optimizer", "activations", "both", "nvme")
 FP8_SCALINGS = ("token", "tensor", "row")
 CODES: dict[str, tuple[str, ...]] = {
-    "precision": PRECISIONS, "recompute": RECOMPUTES, "schedule": SCHEDULES, "offload": OFFLOADS,
+    "precision": PRECISIONS,
+    "recompute": RECOMPUTES,
+    "schedule": SCHEDULES,
+    "offload": OFFLOADS,
     "fp8_scaling": FP8_SCALINGS,
-}  # fmt: skip
+}
 """field -> names that its codes stand for"""
 NONE, SELECTIVE, FULL = 0, 1, 2
 """codes of RECOMPUTES"""
@@ -162,8 +165,10 @@ def grid(**columns: npt.ArrayLike) -> Layouts:
     default = of([Layout()])
     given = {name: np.asarray(column) for name, column in columns.items()}
     shape = np.broadcast_shapes((1,), *(column.shape for column in given.values()))
-    filled = {field.name: np.broadcast_to(given.get(field.name, getattr(default, field.name)), shape)
-              for field in fields(Layouts)}  # fmt: skip
+    filled = {
+        field.name: np.broadcast_to(given.get(field.name, getattr(default, field.name)), shape)
+        for field in fields(Layouts)
+    }
     if "shard" not in given:
         filled["shard"] = filled["dp"]
     return Layouts(**filled)

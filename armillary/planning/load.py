@@ -188,10 +188,18 @@ def _times(server: Server, rate: float, running: float, busy: float) -> Load | N
     tpot_99 = crowded / (1 - busy)
     rest = (traffic.tokens_out - 1) * server.decodes
     return Load(
-        requests_per_s=rate, running=running, step_s=step, itl_p50_s=decode + _beside_s(server, rate * step, 0.5),
-        itl_p99_s=crowded + _beside_s(server, rate * step, 0.99), tpot_p99_s=tpot_99, ttft_p50_s=ttft_50,
-        ttft_p99_s=ttft_99, e2e_p50_s=ttft_50 + rest * step, e2e_p99_s=ttft_99 + rest * tpot_99, prefill_fraction=busy,
-    )  # fmt: skip
+        requests_per_s=rate,
+        running=running,
+        step_s=step,
+        itl_p50_s=decode + _beside_s(server, rate * step, 0.5),
+        itl_p99_s=crowded + _beside_s(server, rate * step, 0.99),
+        tpot_p99_s=tpot_99,
+        ttft_p50_s=ttft_50,
+        ttft_p99_s=ttft_99,
+        e2e_p50_s=ttft_50 + rest * step,
+        e2e_p99_s=ttft_99 + rest * tpot_99,
+        prefill_fraction=busy,
+    )
 
 
 def _beside_s(server: Server, arrivals: float, quantile: float) -> float:

@@ -61,8 +61,10 @@ _RATES = ("gemm", "attention", "passes", "copy")
 def shared_points(peaks: Peaks, kind: str, share: float) -> tuple[Point, ...]:
     """Points of a kind with this share of what they reached."""
     rates = ("flops", "bytes_per_s")
-    return tuple({name: value * share if name in rates else value for name, value in point.items()}
-                 for point in peaks.points.get(kind, ()))  # fmt: skip
+    return tuple(
+        {name: value * share if name in rates else value for name, value in point.items()}
+        for point in peaks.points.get(kind, ())
+    )
 
 
 def _devices(paths: list[Path]) -> list[str]:

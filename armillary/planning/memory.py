@@ -100,8 +100,12 @@ def fits(case: TrainCase, layouts: Layouts, held: Memory, room: float | None = N
 
 
 def _larger(one: Memory, other: Memory, is_other: Bools) -> Memory:
-    return Memory(**{field.name: np.where(is_other, getattr(other, field.name), getattr(one, field.name))
-                     for field in fields(Memory)})  # fmt: skip
+    return Memory(
+        **{
+            field.name: np.where(is_other, getattr(other, field.name), getattr(one, field.name))
+            for field in fields(Memory)
+        }
+    )
 
 
 def by_stage(case: TrainCase, layouts: Layouts) -> list[Memory]:
@@ -133,16 +137,26 @@ def _stage(case: TrainCase, layouts: Layouts, mine: Held, flying: Array, *, loss
         "master": np.where(out, stays, 1.0) * shared_out(case, layouts, mine, states.master, 1),
     }
     moments = Stage(
-        case=case, layouts=layouts, mine=mine, states=states, flying=flying,
-        micro_batches=_micro_batches(case, layouts), makes_logits=loss,
-    ).moments()  # fmt: skip
+        case=case,
+        layouts=layouts,
+        mine=mine,
+        states=states,
+        flying=flying,
+        micro_batches=_micro_batches(case, layouts),
+        makes_logits=loss,
+    ).moments()
     fullest = np.argmax([moment.total for moment in moments], axis=0)
-    then = {field.name: np.choose(fullest, [getattr(moment, field.name) for moment in moments])
-            for field in fields(Moment)}  # fmt: skip
+    then = {
+        field.name: np.choose(fullest, [getattr(moment, field.name) for moment in moments]) for field in fields(Moment)
+    }
     parts = always | then | {"weights": always["weights"] + then["weights"]}
     allocated = sum(parts.values(), np.zeros(len(layouts)))
-    return Memory(**parts, other=context_bytes(case, layouts) + FRAGMENTATION * allocated, moment=fullest,
-                  host=host_bytes(case, layouts, mine, flying))  # fmt: skip
+    return Memory(
+        **parts,
+        other=context_bytes(case, layouts) + FRAGMENTATION * allocated,
+        moment=fullest,
+        host=host_bytes(case, layouts, mine, flying),
+    )
 
 
 def context_bytes(case: TrainCase, layouts: Layouts) -> Array:

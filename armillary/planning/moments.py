@@ -41,9 +41,14 @@ LOSS_BYTES = 1.4e9
 """what our fused loss takes for logits beyond the bytes of the head's gradient (kernels.linear_cross_entropy)"""
 CUT_LOGIT_BYTES = 4.0
 """where our trainer cuts the vocabulary over ranks, beside the logit as made: its softmax, replaced by its gradient"""
-MOMENTS = ("at the loss", "in the last layer's backward pass", "when the last layer's weights or gradients travel",
-           "when the first layer's gradients are summed", "in the first layer's backward pass",
-           "at the end of the backward pass")  # fmt: skip
+MOMENTS = (
+    "at the loss",
+    "in the last layer's backward pass",
+    "when the last layer's weights or gradients travel",
+    "when the first layer's gradients are summed",
+    "in the first layer's backward pass",
+    "at the end of the backward pass",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +97,14 @@ class Stage:
         here = (stored, stored + top, np.maximum(stored - of_one, 0.0), others, others + of_one + inside, others)
         out = activations_out(self.layouts)
         activations = [np.where(out, left, all_) for left, all_ in zip(self._left(top, inside), here, strict=True)]
-        columns = zip(self._copies(), (early, first, first, late, late, late), activations,
-                      (self._loss(), *[none] * 5), buffers, strict=True)  # fmt: skip
+        columns = zip(
+            self._copies(),
+            (early, first, first, late, late, late),
+            activations,
+            (self._loss(), *[none] * 5),
+            buffers,
+            strict=True,
+        )
         return tuple(
             Moment(weights=weights, gradients=gradients, activations=acts, loss=loss, buffers=gathered)
             for weights, gradients, acts, loss, gathered in columns
@@ -120,8 +131,14 @@ class Stage:
         while it differentiates one."""
         one, above = stored_layer_bytes(self.case, self.layouts), top_bytes(self.case, self.layouts)
         two, others = np.minimum(self.mine.layers, 2.0) * one, (self.flying - 1) * one
-        return (others + one + above, others + two + above + top, others + two - one, others, others + two + inside,
-                others)  # fmt: skip
+        return (
+            others + one + above,
+            others + two + above + top,
+            others + two - one,
+            others,
+            others + two + inside,
+            others,
+        )
 
     def _loss(self) -> Array:
         case, layouts = self.case, self.layouts
@@ -260,8 +277,14 @@ class Stage:
         before = np.where(waits, 0.0, layer * 4.0)
         pending = np.where(waits & (not self.case.model.tied), 0.0, table)  # the head's gradient, until the root's go
         again = np.where(third | ~self._more, root + layer * weight, all_)
-        return (np.where(third, root, all_), inside + pending, first + pending + leaving, left + pending + leaving,
-                again + pending + before, left + before + self._root_leaves())  # fmt: skip
+        return (
+            np.where(third, root, all_),
+            inside + pending,
+            first + pending + leaving,
+            left + pending + leaving,
+            again + pending + before,
+            left + before + self._root_leaves(),
+        )
 
     def _root_leaves(self) -> Array:
         """Gradients of embedding and head: a tied table's two and their sum, or all as they are copied to travel."""

@@ -16,18 +16,26 @@ STORAGE_COLUMNS = ("what", "size", "kept", "read", "write", "slowest tier that d
 
 def offer_cells(one: Offer) -> list[str]:
     """One row of the table of offers."""
-    return [one.name, dollars_text(one.usd_per_hour), f"{one.useful * 100:.0f} %",
-            dollars_text(one.usd_per_useful_hour), one.source]  # fmt: skip
+    return [
+        one.name,
+        dollars_text(one.usd_per_hour),
+        f"{one.useful * 100:.0f} %",
+        dollars_text(one.usd_per_useful_hour),
+        one.source,
+    ]
 
 
 def training_rows(cost: TrainingCost) -> list[tuple[str, str]]:
     """(label, text) of what a run costs."""
     return [
-        ("cost", f"{dollars_text(cost.run_usd)} for the run, {dollars_text(cost.step_usd)} a step, "
-         f"{dollars_text(cost.million_trained_tokens_usd)} a million tokens, at {dollars_text(cost.device_hour_usd)} "
-         "a device-hour"),
+        (
+            "cost",
+            f"{dollars_text(cost.run_usd)} for the run, {dollars_text(cost.step_usd)} a step, "
+            f"{dollars_text(cost.million_trained_tokens_usd)} a million tokens, "
+            f"at {dollars_text(cost.device_hour_usd)} a device-hour",
+        ),
         ("run", f"{seconds_text(cost.run_s)}, time lost to failures included"),
-    ]  # fmt: skip
+    ]
 
 
 def buying_rows(cost: Cost, cluster: Cluster) -> list[tuple[str, str]]:
@@ -44,23 +52,35 @@ def buying_rows(cost: Cost, cluster: Cluster) -> list[tuple[str, str]]:
     pays = f"pays after {month:.0f} months" if month is not None else f"does not pay within {cost.years:g} years"
     above = f"cheaper than rent above {use * 100:.0f} % use" if use is not None else "never cheaper than rent"
     return [
-        ("owned", f"{dollars_text(one.usd_per_hour(cost.utilisation))} a device-hour at {cost.utilisation * 100:.0f} % "
-         f"use: {dollars_text(one.capex_usd)} over {one.years:g} years ({one.capex_source}), {one.power_w:,.0f} W"),
+        (
+            "owned",
+            f"{dollars_text(one.usd_per_hour(cost.utilisation))} a device-hour at {cost.utilisation * 100:.0f} % "
+            f"use: {dollars_text(one.capex_usd)} over {one.years:g} years ({one.capex_source}), {one.power_w:,.0f} W",
+        ),
         ("own or rent", f"buying {pays} against {dollars_text(rent.usd_per_hour)} {rent.name}; {above}"),
-    ]  # fmt: skip
+    ]
 
 
 def goodput_rows(found: Goodput) -> list[tuple[str, str]]:
     """(label, text) of what failures leave."""
     lost, failures = found.lost(), found.failures
     return [
-        ("failures", f"one every {seconds_text(failures.mtbf_s)} on {failures.num_devices:,} devices "
-         f"({found.interruptions_per_day:.2g} a day)"),
-        ("goodput", f"{found.goodput_fraction * 100:.1f} %: lost {lost['checkpoints'] * 100:.1f} % to checkpoints, "
-         f"{lost['repeated'] * 100:.1f} % to steps done again, {lost['restarts'] * 100:.1f} % to restarts"),
-        ("checkpoint every", f"{seconds_text(found.interval_s)} (Young {seconds_text(found.young_s)}, "
-         f"Daly {seconds_text(found.daly_s)}), each stops training for {seconds_text(failures.checkpoint_s)}"),
-    ]  # fmt: skip
+        (
+            "failures",
+            f"one every {seconds_text(failures.mtbf_s)} on {failures.num_devices:,} devices "
+            f"({found.interruptions_per_day:.2g} a day)",
+        ),
+        (
+            "goodput",
+            f"{found.goodput_fraction * 100:.1f} %: lost {lost['checkpoints'] * 100:.1f} % to checkpoints, "
+            f"{lost['repeated'] * 100:.1f} % to steps done again, {lost['restarts'] * 100:.1f} % to restarts",
+        ),
+        (
+            "checkpoint every",
+            f"{seconds_text(found.interval_s)} (Young {seconds_text(found.young_s)}, "
+            f"Daly {seconds_text(found.daly_s)}), each stops training for {seconds_text(failures.checkpoint_s)}",
+        ),
+    ]
 
 
 def storage_cells(found: RunStorage, cluster: Cluster) -> list[list[str]]:
@@ -69,6 +89,14 @@ def storage_cells(found: RunStorage, cluster: Cluster) -> list[list[str]]:
     for need in found.needs:
         first = fits(need, cluster)[0]
         tier = first.tier.title if first.holds else f"none: {first.tier.title} is {first.short:.1f} × short"
-        rows.append([need.name, bytes_text(need.size_bytes), bytes_text(need.kept_bytes),
-                     bandwidth_text(need.read_bytes_per_s), bandwidth_text(need.write_bytes_per_s), tier])  # fmt: skip
+        rows.append(
+            [
+                need.name,
+                bytes_text(need.size_bytes),
+                bytes_text(need.kept_bytes),
+                bandwidth_text(need.read_bytes_per_s),
+                bandwidth_text(need.write_bytes_per_s),
+                tier,
+            ]
+        )
     return rows

@@ -76,8 +76,9 @@ def _ranked(case: TrainCase, node: Node, devices: int, steps: int, cost: Cost) -
     except ArmillaryError as error:
         return replace(about, reason=str(error))
     seconds = float(best.time.total[0])
-    return replace(about, cluster=cluster, best=best, run_s=seconds * steps,
-                   run_usd=_dollars(case, cluster, seconds, steps, cost))  # fmt: skip
+    return replace(
+        about, cluster=cluster, best=best, run_s=seconds * steps, run_usd=_dollars(case, cluster, seconds, steps, cost)
+    )
 
 
 def _cluster(node: Node, devices: int) -> Cluster:
@@ -93,5 +94,10 @@ def _dollars(case: TrainCase, cluster: Cluster, step_s: float, steps: int, cost:
         offer = device_hour(cost, cluster)
     except ArmillaryError:
         return None
-    return training_cost(step_s=step_s, batch_tokens=case.batch_tokens, steps=steps, num_devices=cluster.num_devices,
-                         usd_per_device_hour=offer.usd_per_hour).run_usd  # fmt: skip
+    return training_cost(
+        step_s=step_s,
+        batch_tokens=case.batch_tokens,
+        steps=steps,
+        num_devices=cluster.num_devices,
+        usd_per_device_hour=offer.usd_per_hour,
+    ).run_usd

@@ -1,9 +1,9 @@
 """Owned hardware: what an hour of a bought device costs, and when buying beats renting.
 
-    a year         capex / years + power · PUE · (use + idle · (1 − use)) · 8,760 h · $/kWh + staff / devices
-    an hour used   a year / (8,760 · use)
-    month          the first at which capex + running costs so far are below the rent so far
-    utilisation    above which the hours a year that are used cost less owned than rented
+a year         capex / years + power · PUE · (use + idle · (1 − use)) · 8,760 h · $/kWh + staff / devices
+an hour used   a year / (8,760 · use)
+month          the first at which capex + running costs so far are below the rent so far
+utilisation    above which the hours a year that are used cost less owned than rented
 """
 
 from __future__ import annotations
@@ -80,9 +80,14 @@ def owned(cost: Cost, cluster: Cluster, num_devices: int | None = None) -> Owned
     devices = num_devices or cluster.num_devices
     capex, source = _capex(cost, cluster)
     return Owned(
-        capex_usd=capex, years=cost.years, power_w=power_w(cluster), pue=cost.pue, usd_per_kwh=cost.usd_per_kwh,
-        staff_usd_per_year=cost.staff_usd_per_year / devices, capex_source=source,
-    )  # fmt: skip
+        capex_usd=capex,
+        years=cost.years,
+        power_w=power_w(cluster),
+        pue=cost.pue,
+        usd_per_kwh=cost.usd_per_kwh,
+        staff_usd_per_year=cost.staff_usd_per_year / devices,
+        capex_source=source,
+    )
 
 
 def _capex(cost: Cost, cluster: Cluster) -> tuple[float, str]:

@@ -26,9 +26,15 @@ def planned_service(server: Server, kv_tokens: float) -> dict[str, float]:
     cost = planned_step_cost(server.replica, context=context, prompt=traffic.tokens_in)
     sizes = plan_kv(config, server.serve, 1 << 62, dtype="bf16")
     ahead = server.serve.decides_ahead(server.replica.cluster.chip.kind)
-    system = System(settings=settings_for(config, server.serve), block_tokens=sizes.block_tokens, groups=sizes.groups,
-                    num_blocks=max(1, int(kv_tokens) // sizes.block_tokens * len(sizes.groups)),
-                    prefix=server.serve.prefix_cache, overlap=ahead, streamed=True)  # fmt: skip
+    system = System(
+        settings=settings_for(config, server.serve),
+        block_tokens=sizes.block_tokens,
+        groups=sizes.groups,
+        num_blocks=max(1, int(kv_tokens) // sizes.block_tokens * len(sizes.groups)),
+        prefix=server.serve.prefix_cache,
+        overlap=ahead,
+        streamed=True,
+    )
     found = simulate(_requests(traffic), system, cost).gauges
     wanted = [f"{part}_p{percent}_s" for part in _PARTS for percent in (50, 99)]
     return {name: found[name] for name in (*wanted, "tokens_out_per_s", "requests_per_s") if name in found}

@@ -41,13 +41,17 @@ class Pools:
         found = self.decode.predicted()
         ttft = {name: getattr(first, name) + self.transfer_s + rest.step_s for name in ("ttft_p50_s", "ttft_p99_s")}
         steps = self.decode.server.traffic.tokens_out - 1
-        return found | ttft | {
-            "prefill_s": self.prefill.server.alone_s,
-            "e2e_p50_s": ttft["ttft_p50_s"] + steps * rest.step_s,
-            "e2e_p99_s": ttft["ttft_p99_s"] + steps * rest.tpot_p99_s,
-            "replicas": float(self.prefill.replicas + self.decode.replicas),
-            "devices": float(self.devices),
-        }  # fmt: skip
+        return (
+            found
+            | ttft
+            | {
+                "prefill_s": self.prefill.server.alone_s,
+                "e2e_p50_s": ttft["ttft_p50_s"] + steps * rest.step_s,
+                "e2e_p99_s": ttft["ttft_p99_s"] + steps * rest.tpot_p99_s,
+                "replicas": float(self.prefill.replicas + self.decode.replicas),
+                "devices": float(self.devices),
+            }
+        )
 
 
 def split_pools(prefill: Server, decode: Server, objective: Objective | None = None) -> Pools:
@@ -66,8 +70,10 @@ def _for_prompts(objective: Objective, taken_s: float) -> Objective:
         return Objective()
     left = objective.ttft_p99_s - taken_s
     if left <= 0:
-        raise BadInput(f"ttft_p99_s={seconds_text(objective.ttft_p99_s)} leaves no time for a prompt: moving its cache "
-                       f"takes {seconds_text(taken_s)}; serve prompts and tokens together")  # fmt: skip
+        raise BadInput(
+            f"ttft_p99_s={seconds_text(objective.ttft_p99_s)} leaves no time for a prompt: moving its cache "
+            f"takes {seconds_text(taken_s)}; serve prompts and tokens together"
+        )
     return Objective(ttft_p99_s=left)
 
 

@@ -63,9 +63,13 @@ class Prediction:
         """FLOPs done over the dense 16-bit peak, for one layout."""
         code, every = int(self.layouts.recompute[i]), int(self.layouts.recompute_every[i])
         done = hardware_flops_per_token(
-            self.case.model, self.case.sequence, recompute=RECOMPUTES[code],  # type: ignore[arg-type]
-            recompute_every=every, flash=self.case.flash, **self._adapters(),
-        )  # fmt: skip
+            self.case.model,
+            self.case.sequence,
+            recompute=RECOMPUTES[code],  # type: ignore[arg-type]
+            recompute_every=every,
+            flash=self.case.flash,
+            **self._adapters(),
+        )
         return float(self.mfu[i]) * done / self.model_flops
 
     def layout(self, i: int = 0) -> Layout:
@@ -76,28 +80,39 @@ class Prediction:
 
     def take(self, index: Ints) -> Prediction:
         """The same for some of the layouts only."""
-        return replace(self, layouts=self.layouts.take(index), time=taken(self.time, index),
-                       memory=taken(self.memory, index))  # fmt: skip
+        return replace(
+            self, layouts=self.layouts.take(index), time=taken(self.time, index), memory=taken(self.memory, index)
+        )
 
     def gauges(self, i: int = 0) -> dict[str, float]:
         """One layout's prediction by gauge name."""
         time, parts = self.time, self.memory.parts(i)
         speed = float(self.tokens_per_s[i])
         found = {
-            "step_s": time.total, "compute_s": time.compute, "comm_s": time.comm, "comm_exposed_s": time.exposed,
-            "bubble_s": time.bubble, "overhead_s": time.overhead, "recompute_s": time.recompute,
-            "optimizer_s": time.optimizer, "data_wait_s": time.data, "micro_batches": time.micro_batches,
+            "step_s": time.total,
+            "compute_s": time.compute,
+            "comm_s": time.comm,
+            "comm_exposed_s": time.exposed,
+            "bubble_s": time.bubble,
+            "overhead_s": time.overhead,
+            "recompute_s": time.recompute,
+            "optimizer_s": time.optimizer,
+            "data_wait_s": time.data,
+            "micro_batches": time.micro_batches,
             "mfu": self.mfu,
-        }  # fmt: skip
+        }
         gauges = {name: float(array[i]) for name, array in found.items()}
         gauges |= {f"memory_{name}_bytes": size for name, size in parts.items()}
         if self.layout(i).offload != "none":
             gauges |= {"offload_s": float(time.offload[i]), "offloaded_bytes": float(self.memory.host[i])}
         return gauges | {
-            "hfu": self.hfu(i), "tokens_per_s": speed, "batch_tokens": float(self.case.batch_tokens),
+            "hfu": self.hfu(i),
+            "tokens_per_s": speed,
+            "batch_tokens": float(self.case.batch_tokens),
             "tokens_per_s_per_device": speed / float(self.layouts.num_devices[i]),
-            "model_flops_per_token": self.model_flops, "memory_peak_bytes": float(self.memory.total[i]),
-        }  # fmt: skip
+            "model_flops_per_token": self.model_flops,
+            "memory_peak_bytes": float(self.memory.total[i]),
+        }
 
 
 def predict(case: TrainCase, layouts: Layouts, held: Memory | None = None) -> Prediction:

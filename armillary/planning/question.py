@@ -62,16 +62,26 @@ def question(
     """The recipe's training job on its cluster, with the ceilings of this device where there are any; a precision of
     auto is resolved for the device. A `settled` one is that of a run, and not questioned however slow it is here."""
     asked, job = recipe, recipe.train
-    resolved = (Resolved(dtype=recipe.layout.precision) if settled and recipe.layout.precision != "auto"
-                else resolve_training(recipe.layout, model, job, cluster, home))  # fmt: skip
+    resolved = (
+        Resolved(dtype=recipe.layout.precision)
+        if settled and recipe.layout.precision != "auto"
+        else resolve_training(recipe.layout, model, job, cluster, home)
+    )
     recipe = replace(recipe, layout=with_precision(recipe.layout, resolved))
     cluster, measured, share, notes = _devices(cluster, recipe.layout, home)
     adapters = read_lora(lora, model) if lora is not None else lora_of(model, job)
     case = TrainCase(
-        model=model, cluster=cluster, sequence=job.sequence, batch_tokens=job.batch_tokens, measured=measured,
-        measured_share=share, loss_chunk=job.chunk_tokens(model.vocab),
-        lora=adapters, software=_ours(model, cluster, adapters), compiled=job.compiled,
-    )  # fmt: skip
+        model=model,
+        cluster=cluster,
+        sequence=job.sequence,
+        batch_tokens=job.batch_tokens,
+        measured=measured,
+        measured_share=share,
+        loss_chunk=job.chunk_tokens(model.vocab),
+        lora=adapters,
+        software=_ours(model, cluster, adapters),
+        compiled=job.compiled,
+    )
     if case.lora is not None:
         notes = (*notes, f"{count_text(case.lora.parameters)} weights of adapters are trained, the model's stay frozen")
     notes = (*notes, resolved.warning) if resolved.warning else notes
@@ -88,9 +98,7 @@ def _ours(model: ModelConfig, cluster: Cluster, adapters: Lora | None) -> Softwa
     return OURS if whole else OURS_BY_LAYER
 
 
-def _devices(
-    cluster: Cluster, layout: Layout, home: Home
-) -> tuple[Cluster, Peaks | None, float, tuple[str, ...]]:
+def _devices(cluster: Cluster, layout: Layout, home: Home) -> tuple[Cluster, Peaks | None, float, tuple[str, ...]]:
     if cluster.chip.kind == "cpu" and cluster.name == "here":
         return _processor(cluster, layout.num_devices, home)
     measured = measured_peaks(home, cluster.chip)
@@ -99,9 +107,7 @@ def _devices(
     return cluster, measured, 1.0, notes
 
 
-def _processor(
-    cluster: Cluster, processes: int, home: Home
-) -> tuple[Cluster, Peaks | None, float, tuple[str, ...]]:
+def _processor(cluster: Cluster, processes: int, home: Home) -> tuple[Cluster, Peaks | None, float, tuple[str, ...]]:
     """A processor's cores work together for one process; several processes share them evenly."""
     cores, chip = cluster.num_devices, cluster.chip
     measured, share = processor_peaks(home, chip, cores, processes)
@@ -112,8 +118,13 @@ def _processor(
     memory = (cluster.chip.memory_bytes or 0.0) * cores / max(processes, 1)
     scaled = {dtype: flops / max(processes, 1) for dtype, flops in chip.flops.items()}
     bandwidth = chip.memory_bytes_per_s / max(processes, 1) if chip.memory_bytes_per_s else None
-    part = replace(chip, memory_bytes=memory, flops=scaled, memory_bytes_per_s=bandwidth,
-                   title=_share_title(cluster.chip.title, cores / max(processes, 1)))  # fmt: skip
+    part = replace(
+        chip,
+        memory_bytes=memory,
+        flops=scaled,
+        memory_bytes_per_s=bandwidth,
+        title=_share_title(cluster.chip.title, cores / max(processes, 1)),
+    )
     link = cluster.tiers[0].link if cluster.tiers else catalogue.link("pcie4-x16")
     tiers = (Tier(link=link, count=processes),) if processes > 1 else ()
     return Cluster(name="here", chip=part, tiers=tiers), measured, share, notes
@@ -129,8 +140,12 @@ def _like_the_catalogue(chip: Chip, cores: int) -> Chip:
     known = catalogue.chip("cpu")
     share = cores / (known.num_sms or cores)
     bandwidth = known.memory_bytes_per_s * min(1.0, share) if known.memory_bytes_per_s else None
-    return replace(chip, flops={dtype: flops * share for dtype, flops in known.flops.items()},
-                   memory_bytes_per_s=bandwidth, num_sms=1)  # fmt: skip
+    return replace(
+        chip,
+        flops={dtype: flops * share for dtype, flops in known.flops.items()},
+        memory_bytes_per_s=bandwidth,
+        num_sms=1,
+    )
 
 
 # --- what nobody said
@@ -148,8 +163,9 @@ def dividing_batch(wanted: int | None, sequence: int, devices: int) -> tuple[int
         batch = sequence * devices * times
         return batch, f"a batch of {batch:,} tokens was assumed; --batch-tokens says otherwise"
     if wanted < sequence:
-        raise BadInput(f"a batch of {wanted} tokens is less than one sequence of {sequence}; "
-                       f"try --batch-tokens {sequence}")  # fmt: skip
+        raise BadInput(
+            f"a batch of {wanted} tokens is less than one sequence of {sequence}; try --batch-tokens {sequence}"
+        )
     near = _dividing(wanted / sequence)
     batch = near * sequence
     return batch, "" if batch == wanted else f"the batch was taken as {near:,} sequences = {batch:,} tokens"

@@ -128,8 +128,11 @@ class Replica:
         return {}
 
     def _step(self, groups: Sequence[Group]) -> StepTime:
-        mine = [Group(count=max(1, -(-group.count // self.split.ep)), queries=group.queries, keys=group.keys)
-                for group in groups if group.count]  # fmt: skip
+        mine = [
+            Group(count=max(1, -(-group.count // self.split.ep)), queries=group.queries, keys=group.keys)
+            for group in groups
+            if group.count
+        ]
         tokens, logits = sum(group.tokens for group in mine), sum(group.count for group in mine)
         decoding = all(group.queries == 1 < group.keys for group in mine)
         found = self._operations(self.forward.ops(tokens, logits, decoding=decoding))
@@ -165,8 +168,11 @@ class Replica:
 
     def head_s(self, rows: int) -> float:
         """The output projection of `rows` tokens: with stages, what the last has to do beyond its share of layers."""
-        return sum(count * self._product_s(op) for op, count in self.forward.ops(rows, rows, decoding=True)
-                   if op.name == "head")  # fmt: skip
+        return sum(
+            count * self._product_s(op)
+            for op, count in self.forward.ops(rows, rows, decoding=True)
+            if op.name == "head"
+        )
 
     # --- parts
 
@@ -252,8 +258,9 @@ class Replica:
         sub_layers = 1 if config.parallel != "none" else 2
         seconds = config.num_layers * sub_layers * self.allreduce_s(tokens * row_bytes)
         if split.ep > 1 and config.moe is not None:
-            seconds += config.num_moe_layers * (self._exchange_s(tokens, self.formats.compute) +
-                                                self._exchange_s(tokens, "bf16"))  # fmt: skip
+            seconds += config.num_moe_layers * (
+                self._exchange_s(tokens, self.formats.compute) + self._exchange_s(tokens, "bf16")
+            )
         if split.pp > 1:
             seconds += (split.pp - 1) * self._wire_s(tokens * row_bytes / split.tp, split.num_devices, 1)
         return seconds

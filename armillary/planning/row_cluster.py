@@ -38,10 +38,12 @@ def _part(chip: Chip, parts: int) -> Chip:
     if parts == 1:
         return chip
     return replace(
-        chip, memory_bytes=(chip.memory_bytes or 0) / parts, memory_bytes_per_s=(chip.memory_bytes_per_s or 0) / parts,
+        chip,
+        memory_bytes=(chip.memory_bytes or 0) / parts,
+        memory_bytes_per_s=(chip.memory_bytes_per_s or 0) / parts,
         flops={dtype: flops / parts for dtype, flops in chip.flops.items()},
         num_sms=max(1, (chip.num_sms or 1) // parts),
-    )  # fmt: skip
+    )
 
 
 def _divided(link: Link, parts: int) -> Link:

@@ -114,7 +114,17 @@ def _build(row: Row, *, gated: bool, tied: bool) -> ModelConfig:
         moe = MoE(num_experts=experts, top_k=int(number(row, "top_k") or 1), ffn=int(number(row, "moe_ffn") or ffn))
     kind = LayerKind(mlp="moe" if experts else "dense")
     return ModelConfig(
-        name=row.get("model") or "row", hidden=hidden, heads=heads, kv_heads=int(number(row, "kv_heads") or heads),
-        head_dim=hidden // heads, ffn=ffn, vocab=int(number(row, "vocab") or 50_304), context=_LONGEST,
-        layers=(kind,) * layers, tied=tied, gated=gated, moe=moe, norm="rms" if gated else "layer",
-    )  # fmt: skip
+        name=row.get("model") or "row",
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(number(row, "kv_heads") or heads),
+        head_dim=hidden // heads,
+        ffn=ffn,
+        vocab=int(number(row, "vocab") or 50_304),
+        context=_LONGEST,
+        layers=(kind,) * layers,
+        tied=tied,
+        gated=gated,
+        moe=moe,
+        norm="rms" if gated else "layer",
+    )

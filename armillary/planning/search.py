@@ -25,8 +25,12 @@ from armillary.units import bytes_text, seconds_text
 
 SHOWN = 10
 TERMS = ("compute", "exposed", "bubble", "overhead")
-WORDS = {"compute": "computation", "exposed": "exposed communication", "bubble": "pipeline bubbles",
-         "overhead": "overhead"}  # fmt: skip
+WORDS = {
+    "compute": "computation",
+    "exposed": "exposed communication",
+    "bubble": "pipeline bubbles",
+    "overhead": "overhead",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +50,13 @@ class Found:
 
 
 def search(
-    case: TrainCase, *, precisions: Sequence[str] | None = None, memory_bytes: float | None = None, shown: int = SHOWN,
+    case: TrainCase,
+    *,
+    precisions: Sequence[str] | None = None,
+    memory_bytes: float | None = None,
+    shown: int = SHOWN,
     fixed: Mapping[str, Any] | None = None,
-) -> Found:  # fmt: skip
+) -> Found:
     """The best of all valid layouts that stay within `memory_bytes` (none: the device's). What is `fixed` (a field of
     the layout -> its value) is kept, the rest searched."""
     began = time.perf_counter()
@@ -65,8 +73,9 @@ def search(
     priced = predict(case, layouts.take(fitting), taken(held, fitting))
     best = priced.take(_distinct(priced, shown))
     front = priced.take(_front(priced.time.total, priced.memory.total))
-    return Found(num_valid=len(layouts), num_fitting=len(fitting), seconds=time.perf_counter() - began, best=best,
-                 front=front)  # fmt: skip
+    return Found(
+        num_valid=len(layouts), num_fitting=len(fitting), seconds=time.perf_counter() - began, best=best, front=front
+    )
 
 
 def _nothing_fits(case: TrainCase, layouts: Layouts, bytes_: Array, room: float) -> BadLayout:
@@ -74,8 +83,10 @@ def _nothing_fits(case: TrainCase, layouts: Layouts, bytes_: Array, room: float)
     if (bytes_ <= room).any():
         name = OFFLOADS[int(layouts.offload[0])]
         other = "nvme" if name in ("optimizer", "both") else "none"
-        return BadLayout(f"offload={name} of {case.model.name} keeps more beside {case.cluster.text()} than its hosts "
-                         f"have room for, whatever the layout; try --set layout.offload={other}")  # fmt: skip
+        return BadLayout(
+            f"offload={name} of {case.model.name} keeps more beside {case.cluster.text()} than its hosts "
+            f"have room for, whatever the layout; try --set layout.offload={other}"
+        )
     least = float(bytes_.min())
     smallest = layouts.take(np.array([int(bytes_.argmin())]))
     held = float(memory(case, smallest).allocated[0])
@@ -145,11 +156,16 @@ def limits(time: StepTime, i: int = 0) -> tuple[AmdahlRow, ...]:
     """What limits a step next: its parts as shares, largest first, with what doubling each would buy."""
     total = float(time.total[i])
     parts = {
-        "matrix products": time.gemm, "attention": time.attention, "memory-bound operations": time.memory,
-        "recomputation": time.recompute, "pipeline bubbles": time.bubble, "optimiser": time.optimizer,
-        "data": time.data, "the host, where states wait": time.offload,
+        "matrix products": time.gemm,
+        "attention": time.attention,
+        "memory-bound operations": time.memory,
+        "recomputation": time.recompute,
+        "pipeline bubbles": time.bubble,
+        "optimiser": time.optimizer,
+        "data": time.data,
+        "the host, where states wait": time.offload,
         "launches and waiting": time.launch + time.straggle + time.other + time.contention,
-    }  # fmt: skip
+    }
     parts |= {f"{name} exchanges": one.exposed for name, one in time.exchanges.items()}
     shares = {name: float(seconds[i]) / total for name, seconds in parts.items()}
     return amdahl({name: max(0.0, share) for name, share in shares.items() if share > 1e-4})

@@ -1,8 +1,8 @@
 """What a run of requests came to, from the records of its steps and requests: the same sums for measured and simulated.
 
-    latencies    percentiles over requests; of gaps (ITL) over tokens: every token of a step waited as long as it took
-    rates        tokens and requests over the time from the first arrival to the last token
-    totals       as the last record has them
+latencies    percentiles over requests; of gaps (ITL) over tokens: every token of a step waited as long as it took
+rates        tokens and requests over the time from the first arrival to the last token
+totals       as the last record has them
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ def served_gauges(steps: Records, requests: Records) -> dict[str, float]:
 def _gaps(steps: Records, requests: Records) -> list[tuple[float, float]]:
     """(gap, how many tokens had it), ordered: that of each step, and those of answers that were put back, which are
     longer than any step."""
-    found = [(float(one["engine_step_s"]), float(one["decode_tokens"])) for one in steps
-             if one.get("decode_tokens") and "engine_step_s" in one]  # fmt: skip
+    found = [
+        (float(one["engine_step_s"]), float(one["decode_tokens"]))
+        for one in steps
+        if one.get("decode_tokens") and "engine_step_s" in one
+    ]
     longest = max((gap for gap, _ in found), default=float("inf"))
     found += [(float(one["itl_max_s"]), 1.0) for one in requests if one.get("itl_max_s", 0.0) > 1.5 * longest]
     return sorted(found)
@@ -55,9 +58,11 @@ def _rates(requests: Records) -> dict[str, float]:
     seconds = max(one["arrived_s"] + one["e2e_s"] for one in timed) - min(one["arrived_s"] for one in timed)
     if seconds <= 0:
         return {}
-    return {"tokens_out_per_s": sum(one.get("tokens_out", 0) for one in timed) / seconds,
-            "tokens_in_per_s": sum(one.get("tokens_in", 0) for one in timed) / seconds,
-            "requests_per_s": len(timed) / seconds}  # fmt: skip
+    return {
+        "tokens_out_per_s": sum(one.get("tokens_out", 0) for one in timed) / seconds,
+        "tokens_in_per_s": sum(one.get("tokens_in", 0) for one in timed) / seconds,
+        "requests_per_s": len(timed) / seconds,
+    }
 
 
 def _totals(steps: Records) -> dict[str, float]:

@@ -172,11 +172,13 @@ def price(request: Request, found: Capacity) -> ServingCost | None:
     traffic, actual = request.traffic, found.actual
     busy = actual.prefill_fraction + actual.running / max(1, found.server.most_running) * (1 - actual.prefill_fraction)
     return serving_cost(
-        num_devices=found.devices, usd_per_device_hour=hour.usd_per_useful_hour,
+        num_devices=found.devices,
+        usd_per_device_hour=hour.usd_per_useful_hour,
         tokens_in_per_s=traffic.requests_per_s * traffic.tokens_in,
         tokens_out_per_s=traffic.requests_per_s * traffic.tokens_out,
-        prefill_fraction=actual.prefill_fraction, busy_fraction=max(busy, actual.prefill_fraction),
-    )  # fmt: skip
+        prefill_fraction=actual.prefill_fraction,
+        busy_fraction=max(busy, actual.prefill_fraction),
+    )
 
 
 # --- candidates
@@ -213,8 +215,14 @@ def _rank(one: Choice) -> tuple[bool, float, int]:
 
 
 def _server(request: Request, split: Split, formats: Formats) -> Server:
-    replica = Replica(config=request.config, cluster=_home_of(request.cluster, split.num_devices), split=split,
-                      formats=formats, rates=request.rates or physics(), measured=request.measured)  # fmt: skip
+    replica = Replica(
+        config=request.config,
+        cluster=_home_of(request.cluster, split.num_devices),
+        split=split,
+        formats=formats,
+        rates=request.rates or physics(),
+        measured=request.measured,
+    )
     return Server(replica=replica, serve=request.serve, traffic=request.traffic)
 
 
@@ -224,11 +232,14 @@ def _home_of(cluster: Cluster, devices: int) -> Cluster:
         return cluster
     node = cluster.node
     if node is None:
-        raise BadInput(f"{devices} devices a replica are more than the {cluster.num_devices} of {cluster.name}; "
-                       "name more with --on")  # fmt: skip
+        raise BadInput(
+            f"{devices} devices a replica are more than the {cluster.num_devices} of {cluster.name}; "
+            "name more with --on"
+        )
     inner = node.num_chips * node.domain
     tiers = [Tier(link=catalogue.link(node.link), count=min(devices, inner), shape=node.shape)]
     if devices > inner:
-        tiers.append(Tier(link=catalogue.link(node.network), count=-(-devices // inner),
-                          oversubscription=node.oversubscription))  # fmt: skip
+        tiers.append(
+            Tier(link=catalogue.link(node.network), count=-(-devices // inner), oversubscription=node.oversubscription)
+        )
     return Cluster(name=cluster.name, chip=cluster.chip, tiers=tuple(tiers), node=node)

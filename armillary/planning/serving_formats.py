@@ -6,8 +6,18 @@ from armillary.errors import unknown
 from armillary.planning.forward import Formats
 from armillary.spec.hardware import Chip
 
-STORED = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32", "fp8": "fp8", "fp4": "fp4", "nvfp4": "fp4",
-          "mxfp4": "fp4", "int8": "int8", "int4": "int4"}  # fmt: skip
+STORED = {
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp32": "fp32",
+    "tf32": "fp32",
+    "fp8": "fp8",
+    "fp4": "fp4",
+    "nvfp4": "fp4",
+    "mxfp4": "fp4",
+    "int8": "int8",
+    "int4": "int4",
+}
 """what people write -> format of the weights"""
 
 

@@ -47,17 +47,27 @@ class ServingPlan:
         """The record that engines and other verbs read."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         return Plan(
-            created=now, recipe=to_dict(self.recipe), model=self.request.config,
-            cluster=self.request.cluster, layout=self.layout(), serve=self._serve(), predicted=self.chosen.predicted(),
+            created=now,
+            recipe=to_dict(self.recipe),
+            model=self.request.config,
+            cluster=self.request.cluster,
+            layout=self.layout(),
+            serve=self._serve(),
+            predicted=self.chosen.predicted(),
             notes=self.notes(),
-        )  # fmt: skip
+        )
 
     def layout(self) -> Layout:
         """Replicas are dp ranks; with ep they are the ranks that share the experts out, times the copies."""
         split, found = self.chosen.split, self.chosen.capacity
         assert found is not None, "a refused choice is never chosen"
-        return Layout(dp=found.replicas * split.ep, tp=split.tp, pp=split.pp, ep=split.ep,
-                      precision=_PRECISIONS[self.chosen.formats.compute])  # fmt: skip
+        return Layout(
+            dp=found.replicas * split.ep,
+            tp=split.tp,
+            pp=split.pp,
+            ep=split.ep,
+            precision=_PRECISIONS[self.chosen.formats.compute],
+        )
 
     def _serve(self) -> Any:
         assert self.chosen.capacity is not None, "a refused choice is never chosen"
@@ -74,38 +84,59 @@ class ServingPlan:
             said.append(f"{formats.weights} weights can cost quality, which no planner sees: compare answers first")
         budget, given = self._serve().max_tokens_per_step, self.request.serve.max_tokens_per_step
         if budget != given:
-            said.append(f"step budget lowered to {budget} tokens, so that prompts lengthen gaps less: "
-                        f"--set serve.max_tokens_per_step={budget}")  # fmt: skip
+            said.append(
+                f"step budget lowered to {budget} tokens, so that prompts lengthen gaps less: "
+                f"--set serve.max_tokens_per_step={budget}"
+            )
         return tuple(said)
 
     def plain(self) -> dict[str, Any]:
         """For --json."""
         found = self.plan()
         return {
-            "for": "serve", "model": found.model.name, "hardware": self.request.cluster.text(),
-            "layout": to_plain(found.layout), "formats": to_plain(self.chosen.formats), "predicted": found.predicted,
+            "for": "serve",
+            "model": found.model.name,
+            "hardware": self.request.cluster.text(),
+            "layout": to_plain(found.layout),
+            "formats": to_plain(self.chosen.formats),
+            "predicted": found.predicted,
             "highest_requests_per_s": self.chosen.capacity.highest.requests_per_s if self.chosen.capacity else None,
             "cost": to_plain(self.chosen.cost) if self.chosen.cost else None,
-            "pools": self._pools_plain(), "choices": [_choice_plain(one) for one in self.tried],
+            "pools": self._pools_plain(),
+            "choices": [_choice_plain(one) for one in self.tried],
             "notes": list(found.notes),
-        }  # fmt: skip
+        }
 
     def _pools_plain(self) -> dict[str, Any] | None:
         if self.pools is None:
             return None
-        return {"prefill_replicas": self.pools.prefill.replicas, "decode_replicas": self.pools.decode.replicas,
-                "devices": self.pools.devices, "predicted": self.pools.predicted()}  # fmt: skip
+        return {
+            "prefill_replicas": self.pools.prefill.replicas,
+            "decode_replicas": self.pools.decode.replicas,
+            "devices": self.pools.devices,
+            "predicted": self.pools.predicted(),
+        }
 
 
 def _choice_plain(one: Choice) -> dict[str, Any]:
-    head = {"tp": one.split.tp, "pp": one.split.pp, "ep": one.split.ep, "weights": one.formats.weights,
-            "kv": one.formats.kv, "reason": one.reason or None}  # fmt: skip
+    head = {
+        "tp": one.split.tp,
+        "pp": one.split.pp,
+        "ep": one.split.ep,
+        "weights": one.formats.weights,
+        "kv": one.formats.kv,
+        "reason": one.reason or None,
+    }
     if one.capacity is None:
         return head
-    return head | {"replicas": one.capacity.replicas, "devices": one.devices,
-                   "highest_requests_per_s": one.capacity.highest.requests_per_s,
-                   "ttft_p99_s": one.capacity.actual.ttft_p99_s, "itl_p99_s": one.capacity.actual.itl_p99_s,
-                   "million_tokens_usd": one.cost.million_tokens_usd if one.cost else None}  # fmt: skip
+    return head | {
+        "replicas": one.capacity.replicas,
+        "devices": one.devices,
+        "highest_requests_per_s": one.capacity.highest.requests_per_s,
+        "ttft_p99_s": one.capacity.actual.ttft_p99_s,
+        "itl_p99_s": one.capacity.actual.itl_p99_s,
+        "million_tokens_usd": one.cost.million_tokens_usd if one.cost else None,
+    }
 
 
 def serving_plan(
@@ -121,8 +152,14 @@ def serving_plan(
         tried = (from_layout(request, recipe.layout),)
     if tried[0].capacity is None:
         raise BadInput(tried[0].reason)
-    return ServingPlan(recipe=recipe, request=request, chosen=tried[0], tried=tried, pools=_pools(request, tried[0]),
-                       assumed=made.notes)  # fmt: skip
+    return ServingPlan(
+        recipe=recipe,
+        request=request,
+        chosen=tried[0],
+        tried=tried,
+        pools=_pools(request, tried[0]),
+        assumed=made.notes,
+    )
 
 
 def serving_request(recipe: Recipe, config: ModelConfig, cluster: Cluster, home: Home) -> Request:
@@ -135,8 +172,15 @@ def _request(made: Question, cluster: Cluster, home: Home) -> Request:
     if cluster.chip.kind == "cpu" and cluster.name == "here":  # a server is one process, however many ranks train
         measured, _ = processor_peaks(home, cluster.chip, cluster.num_devices, 1)
     serve = replace(recipe.serve, dtype=_dtype(made, cluster, home))
-    request = Request(config=made.model, cluster=made.case.cluster, serve=serve, traffic=recipe.traffic,
-                      objective=recipe.objective, cost=recipe.cost, measured=measured)  # fmt: skip
+    request = Request(
+        config=made.model,
+        cluster=made.case.cluster,
+        serve=serve,
+        traffic=recipe.traffic,
+        objective=recipe.objective,
+        cost=recipe.cost,
+        measured=measured,
+    )
     _refuse_too_long(request)
     return _with_threads(request, recipe.layout, home) if cluster.name == "here" else request
 
@@ -180,8 +224,10 @@ def _says_how(layout: Layout) -> bool:
 def _refuse_too_long(request: Request) -> None:
     tokens = request.traffic.tokens_in + request.traffic.tokens_out
     if tokens > _longest(request):
-        raise BadInput(f"requests of {tokens:,} tokens exceed the {_longest(request):,} of {request.config.name}; "
-                       "shorten traffic.tokens_in")  # fmt: skip
+        raise BadInput(
+            f"requests of {tokens:,} tokens exceed the {_longest(request):,} of {request.config.name}; "
+            "shorten traffic.tokens_in"
+        )
 
 
 def _longest(request: Request) -> int:

@@ -55,8 +55,13 @@ class System:
 
     def scheduler(self) -> Scheduler:
         """A new one, its cache empty."""
-        cache = KVCache(self.num_blocks + 1, self.block_tokens, groups=self.groups, prefix=self.prefix,
-                        step_tokens=self.settings.max_tokens_per_step)  # fmt: skip
+        cache = KVCache(
+            self.num_blocks + 1,
+            self.block_tokens,
+            groups=self.groups,
+            prefix=self.prefix,
+            step_tokens=self.settings.max_tokens_per_step,
+        )
         made = Scheduler(replace(self.settings, vocab=VOCAB, eos_ids=frozenset({STOP})), cache)
         if self.streamed:
             made.stream()
@@ -106,8 +111,14 @@ class _Device:
 
     def launch(self, decision: Decision) -> tuple[Decision, float]:
         keys = sum(decision.positions) + len(decision.positions)
-        taken = self._cost.seconds(decision.num_prefill_tokens, len(decision.decodes), keys, decision.num_prefill_pairs,
-                                   len(decision.chunks), decision.num_past_tokens)  # fmt: skip
+        taken = self._cost.seconds(
+            decision.num_prefill_tokens,
+            len(decision.decodes),
+            keys,
+            decision.num_prefill_pairs,
+            len(decision.chunks),
+            decision.num_past_tokens,
+        )
         like = self._cost.scatter.like(decision.num_prefill_tokens > 0, taken)
         taken *= self._dice.choice(like) if like else 1.0
         self._free_at = max(self.now, self._free_at) + taken

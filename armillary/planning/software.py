@@ -93,16 +93,33 @@ class Software:
 
 PHYSICS = Software()
 OURS = Software(
-    name="armillary", fused_layers=True, fused_loss=True, whole_blocks=True, fully_shard=True, summed_bytes=4.0,
-    narrow_alone=True, balanced_stages=True, fused_experts=True, flex_dispatch=False, ep_overlap=False,
-    experts_over_tp=False, narrow_experts=False,
+    name="armillary",
+    fused_layers=True,
+    fused_loss=True,
+    whole_blocks=True,
+    fully_shard=True,
+    summed_bytes=4.0,
+    narrow_alone=True,
+    balanced_stages=True,
+    fused_experts=True,
+    flex_dispatch=False,
+    ep_overlap=False,
+    experts_over_tp=False,
+    narrow_experts=False,
 )
 """the trainer of this package on a GPU: facts of its code, nothing fitted"""
 OURS_BY_LAYER = replace(OURS, whole_blocks=False)
 """where blocks run layer by layer: the same kernels, and sums and casts between them"""
 OURS_ON_CPU = replace(
-    OURS, fused_layers=False, fused_loss=False, whole_blocks=False, narrow_alone=False, plain_layers=True,
-    fused_experts=False, dp_overlap=False, pp_overlap=False,
+    OURS,
+    fused_layers=False,
+    fused_loss=False,
+    whole_blocks=False,
+    narrow_alone=False,
+    plain_layers=True,
+    fused_experts=False,
+    dp_overlap=False,
+    pp_overlap=False,
 )
 """on a processor: plain operators, and the cores that would compute beside an exchange are the ones that carry it"""
 

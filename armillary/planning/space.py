@@ -46,17 +46,17 @@ def space(case: TrainCase, precisions: Sequence[str] | None = None) -> Layouts:
     """Every valid layout on all devices of the case's cluster."""
     axes = np.array(list(_axes(case)), dtype=np.int64)
     if not len(axes):
-        raise BadInput(f"no layout divides {case.model.name}, {case.cluster.num_devices} devices and a batch of "
-                       f"{case.batch_tokens} tokens; try a batch that is a multiple of sequence × devices")  # fmt: skip
+        raise BadInput(
+            f"no layout divides {case.model.name}, {case.cluster.num_devices} devices and a batch of "
+            f"{case.batch_tokens} tokens; try a batch that is a multiple of sequence × devices"
+        )
     names = list(precisions) if precisions else tried_dtypes(case)
     codes = [PRECISIONS.index(name) for name in names]
     free = np.array(list(product([0, 1, 2, 3], [NONE, SELECTIVE, FULL], codes)), dtype=np.int64)
     columns: dict[str, Ints] = {name: np.repeat(axes[:, i], len(free)) for i, name in enumerate(_AXES)}
     columns |= {name: np.tile(free[:, i], len(axes)) for i, name in enumerate(("zero", "recompute", "precision"))}
     interleaved = columns["interleave"] > 1
-    found = grid(
-        schedule=np.where(interleaved, SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")), **columns
-    )
+    found = grid(schedule=np.where(interleaved, SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")), **columns)
     useful = (found.zero == 0) | (found.dp * found.cp > 1)
     return found.take(np.nonzero(useful)[0])
 

@@ -54,9 +54,13 @@ def split(case: TrainCase, layouts: Layouts) -> Stages:
         return np.where(known, rows[:, column], otherwise)
 
     return Stages(
-        first=chosen(0, even.first), fullest=chosen(1, even.fullest), fullest_at=chosen(2, even.fullest_at),
-        least_last=chosen(3, even.least_last), mean=even.mean, settled=known | even.settled,
-    )  # fmt: skip
+        first=chosen(0, even.first),
+        fullest=chosen(1, even.fullest),
+        fullest_at=chosen(2, even.fullest_at),
+        least_last=chosen(3, even.least_last),
+        mean=even.mean,
+        settled=known | even.settled,
+    )
 
 
 def stage_layers(case: TrainCase, layouts: Layouts) -> list[float]:
@@ -82,5 +86,6 @@ def _even(num_layers: int, layouts: Layouts) -> Stages:
     mean = num_layers / layouts.pp
     fullest = np.where(divides, mean, np.ceil((num_layers + 2) / layouts.pp))
     least = np.where(divides, mean, np.maximum(num_layers - (layouts.pp - 1) * fullest, 0.0))
-    return Stages(first=fullest, fullest=fullest, fullest_at=np.zeros(len(layouts)), least_last=least, mean=mean,
-                  settled=divides)  # fmt: skip
+    return Stages(
+        first=fullest, fullest=fullest, fullest_at=np.zeros(len(layouts)), least_last=least, mean=mean, settled=divides
+    )

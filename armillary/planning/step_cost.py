@@ -114,14 +114,27 @@ class StepCost:
     """where it comes from"""
 
     def seconds(
-        self, prefill: float, decode: float, context: float = 0.0, pairs: float = 0.0, rows: float = 0.0,
+        self,
+        prefill: float,
+        decode: float,
+        context: float = 0.0,
+        pairs: float = 0.0,
+        rows: float = 0.0,
         past: float = 0.0,
-    ) -> float:  # fmt: skip
+    ) -> float:
         """Of a step with so many tokens of prompts and decodes."""
         more = (self.prompt_s if prefill else 0.0) + (self.mixed_s if prefill and decode else 0.0)
         pairs *= max(1.0, self.least_queries / prefill) if prefill else 0.0
-        return (self.base_s + more + prefill * self.prefill_s + decode * self.decode_s + context * self.context_s
-                + pairs * self.pair_s + rows * self.row_s + past * self.past_s)  # fmt: skip
+        return (
+            self.base_s
+            + more
+            + prefill * self.prefill_s
+            + decode * self.decode_s
+            + context * self.context_s
+            + pairs * self.pair_s
+            + rows * self.row_s
+            + past * self.past_s
+        )
 
     def of(self, step: Mapping[str, Any]) -> float:
         """Of a recorded step."""
@@ -158,12 +171,22 @@ def fit_step_cost(
     found *= _mean_ratio(parts @ found, taken)
     ratios = np.clip(taken / np.maximum(parts @ found, 1e-12), 1 / _STALL, _STALL)
     return StepCost(
-        base_s=float(found[0]), prompt_s=float(found[1]), mixed_s=float(found[2]), prefill_s=float(found[3]),
-        decode_s=float(found[3] + found[4]), context_s=float(found[5]), pair_s=float(found[6]), row_s=float(found[7]),
-        past_s=float(found[8]), least_queries=least, waits=waits, error=error, steps=len(known),
+        base_s=float(found[0]),
+        prompt_s=float(found[1]),
+        mixed_s=float(found[2]),
+        prefill_s=float(found[3]),
+        decode_s=float(found[3] + found[4]),
+        context_s=float(found[5]),
+        pair_s=float(found[6]),
+        row_s=float(found[7]),
+        past_s=float(found[8]),
+        least_queries=least,
+        waits=waits,
+        error=error,
+        steps=len(known),
         scatter=scatter_of(zip(map(bool, parts[:, 1]), parts @ found, ratios, strict=True)),
         basis=f"fitted to {len(known)} steps, ± {error:.0%} each" + (f", {len(tried[1])} rehearsed" if tried else ""),
-    )  # fmt: skip
+    )
 
 
 def _line(parts: Array, taken: Array, waited: Array | None, tried: Tried | None) -> Array:
@@ -194,8 +217,9 @@ def _columns(steps: Sequence[Mapping[str, Any]], least: float) -> Array:
     prompts = np.where(tokens > 0, 1.0, 0.0)
     pairs = pairs * np.maximum(1.0, least / np.maximum(tokens, 1.0))
     mixed = np.where(decodes > 0, prompts, 0.0)
-    return np.stack([np.ones(len(steps)), prompts, mixed, tokens + decodes, decodes, context, pairs, rows, past],
-                    axis=1)  # fmt: skip
+    return np.stack(
+        [np.ones(len(steps)), prompts, mixed, tokens + decodes, decodes, context, pairs, rows, past], axis=1
+    )
 
 
 def _tried(rehearsed: Sequence[Mapping[str, Any]], least: float) -> Tried | None:
@@ -294,8 +318,13 @@ def beyond_rows(cost: StepCost, planned: StepCost, rows: int, context: float) ->
     if each >= cost.decode_s + context * cost.context_s:
         return cost
     key_s = min(each / max(context, 1.0), pace * planned.context_s)
-    return replace(cost, base_s=now - rows * each, decode_s=each - context * key_s, context_s=key_s,
-                   basis=f"{cost.basis}, more rows by the planner")  # fmt: skip
+    return replace(
+        cost,
+        base_s=now - rows * each,
+        decode_s=each - context * key_s,
+        context_s=key_s,
+        basis=f"{cost.basis}, more rows by the planner",
+    )
 
 
 def planned_step_cost(
@@ -313,12 +342,24 @@ def planned_step_cost(
         prefill_s = (replica.prefill(prompt).total_s - base_s) / prompt
     else:
         prefill_s = (replica.prefill(2 * chunk).total_s - replica.prefill(chunk).total_s) / chunk
-    made = StepCost(base_s=base_s, prefill_s=max(0.0, prefill_s), decode_s=decode_s, context_s=key_s, waits=True,
-                    basis="planner's roofline")  # fmt: skip
+    made = StepCost(
+        base_s=base_s,
+        prefill_s=max(0.0, prefill_s),
+        decode_s=decode_s,
+        context_s=key_s,
+        waits=True,
+        basis="planner's roofline",
+    )
     ratios = [one["engine_step_s"] / made.of(one) for one in steps if one.get("engine_step_s", 0) > 0 and made.of(one)]
     if not ratios:
         return made
     times = median(ratios)
-    return StepCost(base_s=made.base_s * times, prefill_s=made.prefill_s * times, decode_s=made.decode_s * times,
-                    context_s=made.context_s * times, waits=True, steps=len(ratios),
-                    basis=f"planner's roofline × {times:.2g}, after {len(ratios)} steps")  # fmt: skip
+    return StepCost(
+        base_s=made.base_s * times,
+        prefill_s=made.prefill_s * times,
+        decode_s=made.decode_s * times,
+        context_s=made.context_s * times,
+        waits=True,
+        steps=len(ratios),
+        basis=f"planner's roofline × {times:.2g}, after {len(ratios)} steps",
+    )

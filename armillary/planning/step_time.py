@@ -103,9 +103,7 @@ def step_time(case: TrainCase, layouts: Layouts) -> StepTime:
     return _assemble(case, layouts, layer, sent, first.plus(last), last)
 
 
-def _assemble(
-    case: TrainCase, layouts: Layouts, layer: Work, sent: LayerExchanges, ends: Work, last: Work
-) -> StepTime:
+def _assemble(case: TrainCase, layouts: Layouts, layer: Work, sent: LayerExchanges, ends: Work, last: Work) -> StepTime:
     stages = split(case, layouts)
     mine = held(case, layouts, stages)
     m = np.maximum(case.batch_tokens / (case.sequence * layouts.micro_batch * layouts.dp), 1.0)
@@ -125,8 +123,12 @@ def _assemble(
         turn=turn.slowest,
         mean_turn=turn.mean,
         exchanges=exchanges,
-        fill=bubble_s(layouts, turn.slowest * turn.forward, turn.slowest * (1 - turn.forward),
-                      stages.fullest * layer.gemm_backward / 2),
+        fill=bubble_s(
+            layouts,
+            turn.slowest * turn.forward,
+            turn.slowest * (1 - turn.forward),
+            stages.fullest * layer.gemm_backward / 2,
+        ),
         imbalance=m * np.maximum(turn.slowest - turn.mean, 0.0),
         optimizer=overhead.optimizer_s(case, layouts, mine),
         launch=m * waits,
@@ -137,7 +139,7 @@ def _assemble(
         layer=layer,
         held=mine,
         stages=stages,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +156,7 @@ class _Turn:
     """of a layer's own time, the share of the forward pass"""
 
 
-def _turn(
-    layouts: Layouts, stages: Stages, layer: Work, sent: LayerExchanges, ends: Work, last: Work
-) -> _Turn:
+def _turn(layouts: Layouts, stages: Stages, layer: Work, sent: LayerExchanges, ends: Work, last: Work) -> _Turn:
     again = _again(layouts, layer)
     forward, backward = layer.forward, layer.backward + again
     per_layer = forward + backward + sent.exposed
@@ -179,9 +179,13 @@ def _exchanges(
     sends = communication.pipeline_sends(case, layouts, m, wall / layouts.interleave / 2)
     times = m * stages.mean
     return {
-        "tp": _times(sent.tp, times), "cp": _times(sent.cp, times), "ep": _times(sent.ep, times),
-        "gradients": grads, "weights": gathers, "pp": sends,
-    }, wall  # fmt: skip
+        "tp": _times(sent.tp, times),
+        "cp": _times(sent.cp, times),
+        "ep": _times(sent.ep, times),
+        "gradients": grads,
+        "weights": gathers,
+        "pp": sends,
+    }, wall
 
 
 def _backward_share(layouts: Layouts) -> Array:
@@ -237,9 +241,10 @@ def _added(one: LayerExchanges | None, other: LayerExchanges, weight: float) -> 
         new: Exchange = getattr(other, name)
         old: Exchange | None = getattr(one, name) if one is not None else None
         total, exposed = new.total * weight, new.exposed * weight
-        return Exchange(total=total, exposed=exposed) if old is None else Exchange(
-            total=old.total + total, exposed=old.exposed + exposed
-        )  # fmt: skip
+        return (
+            Exchange(total=total, exposed=exposed)
+            if old is None
+            else Exchange(total=old.total + total, exposed=old.exposed + exposed)
+        )
 
     return LayerExchanges(tp=part("tp"), cp=part("cp"), ep=part("ep"))
-

@@ -61,14 +61,18 @@ class Fit:
 
     @property
     def holds(self) -> bool:
-        return (self.read_bytes_per_s >= self.need.read_bytes_per_s
-                and self.write_bytes_per_s >= self.need.write_bytes_per_s)  # fmt: skip
+        return (
+            self.read_bytes_per_s >= self.need.read_bytes_per_s
+            and self.write_bytes_per_s >= self.need.write_bytes_per_s
+        )
 
     @property
     def short(self) -> float:
         """How many times as much bandwidth would be needed; 1 or less where it holds."""
-        pairs = ((self.need.read_bytes_per_s, self.read_bytes_per_s),
-                 (self.need.write_bytes_per_s, self.write_bytes_per_s))  # fmt: skip
+        pairs = (
+            (self.need.read_bytes_per_s, self.read_bytes_per_s),
+            (self.need.write_bytes_per_s, self.write_bytes_per_s),
+        )
         return max(asked / given for asked, given in pairs)
 
 
@@ -98,28 +102,54 @@ def checkpoint_bytes(config: ModelConfig, *, weight_bytes: float = 2.0, optimize
 
 
 def run_storage(
-    config: ModelConfig, *, tokens_per_s: float, total_tokens: float, interval_s: float, stall_s: float | None = None,
-    restart_s: float = 300.0, token_bytes: float | None = None, keep: int = 3, steps: int = 0, copies: int = 1,
+    config: ModelConfig,
+    *,
+    tokens_per_s: float,
+    total_tokens: float,
+    interval_s: float,
+    stall_s: float | None = None,
+    restart_s: float = 300.0,
+    token_bytes: float | None = None,
+    keep: int = 3,
+    steps: int = 0,
+    copies: int = 1,
     weight_bytes: float = 2.0,
-) -> RunStorage:  # fmt: skip
+) -> RunStorage:
     """Sizes and bandwidths of a run that consumes `tokens_per_s`: a checkpoint every `interval_s`, written within
     `stall_s` (none: before the next one, beside the training) and read by `copies` of the model within `restart_s`."""
-    given = {"tokens_per_s": tokens_per_s, "total_tokens": total_tokens, "interval_s": interval_s,
-             "stall_s": stall_s, "restart_s": restart_s, "keep": keep, "copies": copies}  # fmt: skip
+    given = {
+        "tokens_per_s": tokens_per_s,
+        "total_tokens": total_tokens,
+        "interval_s": interval_s,
+        "stall_s": stall_s,
+        "restart_s": restart_s,
+        "keep": keep,
+        "copies": copies,
+    }
     for name, value in given.items():
         if value is not None and not (isfinite(value) and value > 0):
             raise BadInput(f"{name}={value} must be above 0; a run reads, writes and restarts in time")
     each = token_bytes or (2.0 if config.vocab <= 65_536 else 4.0)
     size = checkpoint_bytes(config, weight_bytes=weight_bytes)
-    dataset = Need(name="dataset", size_bytes=total_tokens * each, kept_bytes=total_tokens * each,
-                   read_bytes_per_s=tokens_per_s * each * AHEAD, write_bytes_per_s=0.0)  # fmt: skip
-    checkpoint = Need(name="checkpoint", size_bytes=size, kept_bytes=keep * size,
-                      read_bytes_per_s=size * copies / restart_s,
-                      write_bytes_per_s=size / (stall_s or interval_s))  # fmt: skip
+    dataset = Need(
+        name="dataset",
+        size_bytes=total_tokens * each,
+        kept_bytes=total_tokens * each,
+        read_bytes_per_s=tokens_per_s * each * AHEAD,
+        write_bytes_per_s=0.0,
+    )
+    checkpoint = Need(
+        name="checkpoint",
+        size_bytes=size,
+        kept_bytes=keep * size,
+        read_bytes_per_s=size * copies / restart_s,
+        write_bytes_per_s=size / (stall_s or interval_s),
+    )
     line = GAUGES_A_STEP * GAUGE_BYTES
     rate = line * steps / (total_tokens / tokens_per_s) if steps else 0.0
-    logs = Need(name="logs", size_bytes=line * steps, kept_bytes=line * steps, read_bytes_per_s=0.0,
-                write_bytes_per_s=rate)  # fmt: skip
+    logs = Need(
+        name="logs", size_bytes=line * steps, kept_bytes=line * steps, read_bytes_per_s=0.0, write_bytes_per_s=rate
+    )
     return RunStorage(dataset=dataset, checkpoint=checkpoint, logs=logs)
 
 
@@ -131,8 +161,12 @@ def fit(need: Need, tier: Storage, *, nodes: int, drives: int = 1) -> Fit:
     if nodes < 1 or drives < 1:
         raise BadInput(f"{nodes} nodes with {drives} drives read nothing; give at least one of each")
     clients = 1 if tier.name in ONE_SERVER else nodes * drives
-    return Fit(need=need, tier=tier, read_bytes_per_s=tier.read_bytes_per_s * clients,
-               write_bytes_per_s=tier.write_bytes_per_s * clients)  # fmt: skip
+    return Fit(
+        need=need,
+        tier=tier,
+        read_bytes_per_s=tier.read_bytes_per_s * clients,
+        write_bytes_per_s=tier.write_bytes_per_s * clients,
+    )
 
 
 def fits(need: Need, cluster: Cluster) -> list[Fit]:

@@ -49,8 +49,10 @@ def judge(path: str | Path, filters: Sequence[str] = (), *, physics_only: bool =
 def _judged(rows: list[Row], physics_only: bool) -> Judged:
     if training_table.is_training_table(rows[0]):
         return judge_training(training_table.predict_rows(rows, physics_only=physics_only))
-    return judge_inference(inference_table.predict_rows(rows, physics_only=physics_only),
-                           inference_table.predict_rows(rows, physics_only=True))  # fmt: skip
+    return judge_inference(
+        inference_table.predict_rows(rows, physics_only=physics_only),
+        inference_table.predict_rows(rows, physics_only=True),
+    )
 
 
 def read_table(path: str | Path) -> list[Row]:
@@ -68,8 +70,10 @@ def read_table(path: str | Path) -> list[Row]:
     columns = list(rows[0])
     if not training_table.is_training_table(columns) and not inference_table.is_inference_table(columns):
         lacking = sorted(training_table.REQUIRED - set(columns))
-        raise BadData(f"{path} is neither a training nor an inference table; a training table also needs the columns "
-                      f"{', '.join(lacking)}")  # fmt: skip
+        raise BadData(
+            f"{path} is neither a training nor an inference table; a training table also needs the columns "
+            f"{', '.join(lacking)}"
+        )
     return list(rows)
 
 
@@ -148,14 +152,29 @@ def _memory(found: Sequence[TrainingPrediction]) -> dict[str, Any]:
 
 def _training_row(one: TrainingPrediction) -> dict[str, Any]:
     return {
-        "config_id": one.row.get("config_id"), "framework": one.row.get("framework"), "model": one.row.get("model"),
-        "gpu": one.row.get("gpu"), "n_gpus": one.row.get("n_gpus"), "kind": one.kind, "complete": one.complete,
-        "fitted": one.fitted, "figure": one.figure or None, "measured": one.measured, "predicted": one.predicted,
-        "error": one.error, "physics_only": one.physics, "physics_error": one.physics_error, "step_s": one.step_s,
-        "memory_measured_bytes": one.memory_measured, "memory_predicted_bytes": one.memory_predicted,
-        "memory_error": one.memory_error, "ran_out": one.ran_out, "called_out": one.called_out,
-        "assumed": list(one.assumed), "reason": one.reason or None,
-    }  # fmt: skip
+        "config_id": one.row.get("config_id"),
+        "framework": one.row.get("framework"),
+        "model": one.row.get("model"),
+        "gpu": one.row.get("gpu"),
+        "n_gpus": one.row.get("n_gpus"),
+        "kind": one.kind,
+        "complete": one.complete,
+        "fitted": one.fitted,
+        "figure": one.figure or None,
+        "measured": one.measured,
+        "predicted": one.predicted,
+        "error": one.error,
+        "physics_only": one.physics,
+        "physics_error": one.physics_error,
+        "step_s": one.step_s,
+        "memory_measured_bytes": one.memory_measured,
+        "memory_predicted_bytes": one.memory_predicted,
+        "memory_error": one.memory_error,
+        "ran_out": one.ran_out,
+        "called_out": one.called_out,
+        "assumed": list(one.assumed),
+        "reason": one.reason or None,
+    }
 
 
 # --- inference
@@ -197,12 +216,21 @@ def _inference_groups(
 
 def _inference_row(one: InferencePrediction, plain: InferencePrediction) -> dict[str, Any]:
     return {
-        "config_id": one.config_id, "framework": one.row.get("engine"), "model": one.row.get("model"),
-        "gpu": one.row.get("gpu"), "kind": one.kind, "fitted": one.fitted, "figure": one.gauge or None,
-        "measured": one.measured.get(one.gauge), "predicted": one.predicted.get(one.gauge), "error": one.error,
-        "physics_error": plain.error, "all_measured": dict(one.measured), "all_predicted": dict(one.predicted),
+        "config_id": one.config_id,
+        "framework": one.row.get("engine"),
+        "model": one.row.get("model"),
+        "gpu": one.row.get("gpu"),
+        "kind": one.kind,
+        "fitted": one.fitted,
+        "figure": one.gauge or None,
+        "measured": one.measured.get(one.gauge),
+        "predicted": one.predicted.get(one.gauge),
+        "error": one.error,
+        "physics_error": plain.error,
+        "all_measured": dict(one.measured),
+        "all_predicted": dict(one.predicted),
         "reason": one.reason or None,
-    }  # fmt: skip
+    }
 
 
 def _reasons(pairs: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:

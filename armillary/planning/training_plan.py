@@ -58,8 +58,10 @@ class TrainingPlan:
             return f"it needs {bytes_text(need)} on each device and there are {bytes_text(room)}"
         place = "disks have" if self.found.layout().offload == "nvme" else "memory has"
         have = float(host_room(self.question.case, self.found.layouts)[0])
-        return (f"it keeps {bytes_text(float(self.found.memory.host[0]))} a device elsewhere and the host's {place} "
-                f"{bytes_text(have)} for each")  # fmt: skip
+        return (
+            f"it keeps {bytes_text(float(self.found.memory.host[0]))} a device elsewhere and the host's {place} "
+            f"{bytes_text(have)} for each"
+        )
 
     def plan(self) -> Plan:
         """The record that ranks and other verbs read."""
@@ -72,11 +74,16 @@ class TrainingPlan:
         if self.cost is not None:
             predicted |= {name: getattr(self.cost, name) for name in _DOLLARS}
         return Plan(
-            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), recipe=to_dict(self.question.asked),
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            recipe=to_dict(self.question.asked),
             chosen=self.question.chosen,
-            model=self.question.model, cluster=self.question.case.cluster, layout=self.found.layout(),
-            train=recipe.train, predicted=predicted, notes=self.notes(),
-        )  # fmt: skip
+            model=self.question.model,
+            cluster=self.question.case.cluster,
+            layout=self.found.layout(),
+            train=recipe.train,
+            predicted=predicted,
+            notes=self.notes(),
+        )
 
     @property
     def run_s(self) -> float:
@@ -106,8 +113,15 @@ def training_plan(question: Question, found: Prediction) -> TrainingPlan:
     cost, source = _price(question, found, goodput)
     fits = bool(found.fits[0])
     remedy = "" if fits else remedy_text(case, found.layout(), found.precision())
-    check_layout(found.layout(), question.model, num_devices=case.cluster.num_devices, sequence=recipe.train.sequence,
-                 batch_tokens=recipe.train.batch_tokens, by_trainer=True, compiled=recipe.train.compiled)  # fmt: skip
+    check_layout(
+        found.layout(),
+        question.model,
+        num_devices=case.cluster.num_devices,
+        sequence=recipe.train.sequence,
+        batch_tokens=recipe.train.batch_tokens,
+        by_trainer=True,
+        compiled=recipe.train.compiled,
+    )
     return TrainingPlan(question=question, found=found, goodput=goodput, cost=cost, price_source=source, remedy=remedy)
 
 
@@ -118,10 +132,13 @@ def _price(question: Question, found: Prediction, goodput: Goodput) -> tuple[Tra
     except ArmillaryError as error:
         return None, str(error)
     cost = training_cost(
-        step_s=float(found.time.total[0]), batch_tokens=job.batch_tokens, steps=job.steps,
-        num_devices=found.layout().num_devices, usd_per_device_hour=offer.usd_per_hour,
+        step_s=float(found.time.total[0]),
+        batch_tokens=job.batch_tokens,
+        steps=job.steps,
+        num_devices=found.layout().num_devices,
+        usd_per_device_hour=offer.usd_per_hour,
         goodput=goodput.goodput_fraction * offer.useful,
-    )  # fmt: skip
+    )
     return cost, offer.source
 
 

@@ -23,14 +23,29 @@ from armillary.spec.model import ModelConfig
 from armillary.spec.params import parameters
 
 _PRECISIONS = (
-    ("nvfp4", "nvfp4"), ("mxfp8", "mxfp8"), ("fp8-mx", "mxfp8"), ("mx ", "mxfp8"), ("fp8", "fp8"), ("float8", "fp8"),
+    ("nvfp4", "nvfp4"),
+    ("mxfp8", "mxfp8"),
+    ("fp8-mx", "mxfp8"),
+    ("mx ", "mxfp8"),
+    ("fp8", "fp8"),
+    ("float8", "fp8"),
     ("bf16", "bf16"),
-    ("fp16", "fp16"), ("tf32", "tf32"), ("fp32", "fp32"),
-)  # fmt: skip
+    ("fp16", "fp16"),
+    ("tf32", "tf32"),
+    ("fp32", "fp32"),
+)
 _ZERO = (
-    ("full_shard", 3), ("shard_grad_op", 2), ("zero-3", 3), ("zero-2", 2), ("zero-1", 1), ("zero-0", 0), ("hsdp", 3),
-    ("fsdp", 3), ("distributed optimizer", 1), ("zero", 1),
-)  # fmt: skip
+    ("full_shard", 3),
+    ("shard_grad_op", 2),
+    ("zero-3", 3),
+    ("zero-2", 2),
+    ("zero-1", 1),
+    ("zero-0", 0),
+    ("hsdp", 3),
+    ("fsdp", 3),
+    ("distributed optimizer", 1),
+    ("zero", 1),
+)
 
 
 CORES = (1, 2, 4, 8)
@@ -70,10 +85,16 @@ def training_row(row: Row, software: Software) -> TrainingRow:
     if second := second_token_layers(row):
         model = replace(model, layers=(*model.layers, *model.layers[-1:] * second))
     case = TrainCase(
-        model=model, cluster=cluster, sequence=int(sequence), batch_tokens=int(sequence * batch),
-        software=_settings(row, software), extra_heads=second, flash=flash, lora=lora_of(row, model),
+        model=model,
+        cluster=cluster,
+        sequence=int(sequence),
+        batch_tokens=int(sequence * batch),
+        software=_settings(row, software),
+        extra_heads=second,
+        flash=flash,
+        lora=lora_of(row, model),
         pure="true" in (row.get("precision") or "").lower(),
-    )  # fmt: skip
+    )
     found = of([layout], precision)
     if not (row.get("recompute") or "").strip() and not model.num_moe_layers and measurement(row):
         found, said = _least_recompute(case, found)
@@ -135,8 +156,9 @@ def _layout(row: Row, model: ModelConfig) -> tuple[Layout, str, tuple[str, ...]]
     sizes: dict[str, Any] = {name: whole(row, name) or 1 for name in ("tp", "pp", "cp", "ep")}
     dp, assumed = _replicas(row, sizes["tp"] * sizes["pp"] * sizes["cp"])
     if sizes["tp"] > model.heads or sizes["pp"] > model.num_layers + 2:
-        raise BadInput(f"tp={sizes['tp']} × pp={sizes['pp']} cut finer than {model.heads} heads and "
-                       f"{model.num_layers} layers")  # fmt: skip
+        raise BadInput(
+            f"tp={sizes['tp']} × pp={sizes['pp']} cut finer than {model.heads} heads and {model.num_layers} layers"
+        )
     assumed += [f"{name} taken as {value}" for name, value in (("micro_batch", 1), ("vpp", 1)) if not number(row, name)]
     recompute, said = _recompute(row, model)
     inside = "hsdp" in (row.get("zero_or_fsdp") or "").lower() and dp > HSDP_GROUP and dp % HSDP_GROUP == 0
@@ -215,9 +237,11 @@ def measurement(row: Row) -> Measurement | None:
 
 
 _MEASURED: Mapping[str, str] = {
-    "tokens_per_s_per_gpu": "measured_tokens_per_s_per_gpu", "step_s": "measured_step_s",
-    "tflops_per_gpu": "measured_tflops_per_gpu", "mfu_pct": "measured_mfu_pct",
-}  # fmt: skip
+    "tokens_per_s_per_gpu": "measured_tokens_per_s_per_gpu",
+    "step_s": "measured_step_s",
+    "tflops_per_gpu": "measured_tflops_per_gpu",
+    "mfu_pct": "measured_mfu_pct",
+}
 
 
 def predicted(found: TrainingRow, name: str, step_s: float) -> float:

@@ -90,9 +90,13 @@ def predict_row(row: Row, *, physics_only: bool = False) -> TrainingPrediction:
     """One row; `physics_only` leaves every fitted number out."""
     framework = (row.get("framework") or "unknown").split(" ")[0]
     said = TrainingPrediction(
-        row=row, framework=framework, kind=row.get("kind") or "dense", complete=is_yes(row.get("complete") or "yes"),
-        fitted=is_fitted_on(row.get("config_id") or "1"), ran_out="oom" in (row.get("note") or "").lower(),
-    )  # fmt: skip
+        row=row,
+        framework=framework,
+        kind=row.get("kind") or "dense",
+        complete=is_yes(row.get("complete") or "yes"),
+        fitted=is_fitted_on(row.get("config_id") or "1"),
+        ran_out="oom" in (row.get("note") or "").lower(),
+    )
     try:
         return _priced(said, ready(row, fitted=not physics_only))
     except ArmillaryError as error:
@@ -113,9 +117,12 @@ def _priced(said: TrainingPrediction, found: TrainingRow) -> TrainingPrediction:
     bytes_ = memory(found.case, found.layouts)
     room = found.case.cluster.chip.memory_bytes or float("inf")
     said = replace(
-        said, memory_measured=held * GB if held else None, memory_predicted=float(bytes_.allocated[0]),
-        called_out=bool(bytes_.total[0] > room), assumed=found.assumed,
-    )  # fmt: skip
+        said,
+        memory_measured=held * GB if held else None,
+        memory_predicted=float(bytes_.allocated[0]),
+        called_out=bool(bytes_.total[0] > room),
+        assumed=found.assumed,
+    )
     if figure is None:
         return said
     seconds = float(step_time(found.case, found.layouts).total[0])
@@ -123,9 +130,13 @@ def _priced(said: TrainingPrediction, found: TrainingRow) -> TrainingPrediction:
     same = not found.case.software.fitted
     physics = seconds if same else float(step_time(plain, found.layouts).total[0])
     return replace(
-        said, figure=figure.name, measured=figure.value, predicted=predicted(found, figure.name, seconds),
-        physics=predicted(found, figure.name, physics), step_s=seconds,
-    )  # fmt: skip
+        said,
+        figure=figure.name,
+        measured=figure.value,
+        predicted=predicted(found, figure.name, seconds),
+        physics=predicted(found, figure.name, physics),
+        step_s=seconds,
+    )
 
 
 def is_yes(text: str) -> bool:

@@ -28,10 +28,17 @@ def analyse(trace: Trace | str | Path, *, roof: Roof, source: str = "", plain_s:
     table = rows(judged, spent)
     gaps = as_gaps(spent.stretches, judged.host, spent.window.span)
     profile = Profile(
-        source=source or trace.source, device=device_of(trace, spent), wall_s=spent.wall_s,
-        steps=spent.window.steps, budget=spent.parts, rows=table, gaps=gaps,
-        memory=memory_timeline(judged, spent.window, spent.device), roof=roof, notes=_notes(judged, spent, plain_s),
-    )  # fmt: skip
+        source=source or trace.source,
+        device=device_of(trace, spent),
+        wall_s=spent.wall_s,
+        steps=spent.window.steps,
+        budget=spent.parts,
+        rows=table,
+        gaps=gaps,
+        memory=memory_timeline(judged, spent.window, spent.device),
+        roof=roof,
+        notes=_notes(judged, spent, plain_s),
+    )
     return findings(profile, judged, spent)
 
 
@@ -67,20 +74,26 @@ def amdahl_of(profile: Profile) -> tuple[AmdahlRow, ...]:
 def _notes(judged: Judged, spent: Budget, plain_s: float | None) -> tuple[str, ...]:
     trace, notes = judged.trace, []
     if judged.roof.source == "unknown":
-        notes.append("no ceiling of this device is known, so kernel time is not judged: "
-                     "measure it with armillary bench ceilings on that machine")  # fmt: skip
+        notes.append(
+            "no ceiling of this device is known, so kernel time is not judged: "
+            "measure it with armillary bench ceilings on that machine"
+        )
     elif spent.kernels.judged < 0.95:
         share = 1 - spent.kernels.judged
-        notes.append(f"{share:.0%} of kernel time has no model of its work (no shapes in the trace, or code of "
-                     "one's own): it is not judged")  # fmt: skip
+        notes.append(
+            f"{share:.0%} of kernel time has no model of its work (no shapes in the trace, or code of "
+            "one's own): it is not judged"
+        )
     if judged.roof.source == "catalogue":
         notes.append("held against the catalogue's peaks, which no kernel quite reaches: measure with armillary bench")
     if judged.links.graph.any():
         count = int(judged.links.graph.sum())
         notes.append(f"{count:,} kernels ran in CUDA graphs, which hide operators and shapes: known by name only")
     if spent.device < 0 and any(is_launch(trace.names[name]) for name in np.unique(trace.name[trace.kind == RUNTIME])):
-        notes.append("the trace has launches but nothing of the device: record with ProfilerActivity.CUDA; "
-                     "what follows is the host's side alone")  # fmt: skip
+        notes.append(
+            "the trace has launches but nothing of the device: record with ProfilerActivity.CUDA; "
+            "what follows is the host's side alone"
+        )
     if spent.device < 0 and trace.memory is not None:
         notes.append("memory on a CPU is counted from the beginning of the recording, without what was held before")
     if spent.device < 0 and (said := _items(judged, spent)):

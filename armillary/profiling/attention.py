@@ -33,8 +33,11 @@ def cases(settings: Settings) -> list[dict[str, Any]]:
         half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
         shapes = [{"keys": _KEYS, "heads": _HEADS, "head_dim": _HEAD_DIM, "dtype": half}]
     else:
-        shapes = [{"keys": keys, "heads": _CPU_HEADS, "head_dim": dim, "dtype": dtype, "rows": rows}
-                  for keys, rows, dim in _ON_CPU for dtype in native_dtypes(settings)]  # fmt: skip
+        shapes = [
+            {"keys": keys, "heads": _CPU_HEADS, "head_dim": dim, "dtype": dtype, "rows": rows}
+            for keys, rows, dim in _ON_CPU
+            for dtype in native_dtypes(settings)
+        ]
     return [shape | {"backward": backward} for shape in shapes for backward in (False, True)]
 
 
@@ -47,8 +50,9 @@ def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tu
     """FLOP/s of one pass, by torch's first backend that has it."""
     for case in chosen:
         timing = settings.time(_call(case, settings.device), budget_s=settings.budget_s if settings.quick else _SECONDS)
-        flops = counted_flops(case["keys"], case["heads"], case["head_dim"], backward=case["backward"],
-                              rows=case.get("rows"))  # fmt: skip
+        flops = counted_flops(
+            case["keys"], case["heads"], case["head_dim"], backward=case["backward"], rows=case.get("rows")
+        )
         yield "attention", settings.point(case, timing, {"flops": flops / timing.seconds})
 
 

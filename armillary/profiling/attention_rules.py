@@ -28,8 +28,9 @@ def attention(
             return _varlen(call, query, key, value, q, masked, backward)
         b, h, t, d = query.shape if heads_first else _heads_first(query.shape)
         _, kv_h, s, _ = key.shape if heads_first else _heads_first(key.shape)
-        shape = attention_ops.AttentionShape(heads=h, kv_heads=kv_h, qk_dim=d, v_dim=value.shape[-1],
-                                             causal=masked and t <= s)  # fmt: skip
+        shape = attention_ops.AttentionShape(
+            heads=h, kv_heads=kv_h, qk_dim=d, v_dim=value.shape[-1], causal=masked and t <= s
+        )
         return _make(call, shape, [(t, s)] * b, query.dtype, backward)
 
     return rule
@@ -51,8 +52,9 @@ def _varlen(call: Call, query: Tensor, key: Tensor, value: Tensor, q: int, causa
         raise NoModel
     offsets = next((t for t in call.args[q + 3 :] if isinstance(t, Tensor) and len(t.shape) == 1), Tensor((2,)))
     sequences = max(1, offsets.count - 1)
-    shape = attention_ops.AttentionShape(heads=query.shape[1], kv_heads=key.shape[1], qk_dim=query.shape[2],
-                                         v_dim=value.shape[2], causal=causal)  # fmt: skip
+    shape = attention_ops.AttentionShape(
+        heads=query.shape[1], kv_heads=key.shape[1], qk_dim=query.shape[2], v_dim=value.shape[2], causal=causal
+    )
     spans = [(-(-query.shape[0] // sequences), -(-key.shape[0] // sequences))] * sequences
     return _make(call, shape, spans, query.dtype, backward)
 
@@ -94,9 +96,11 @@ ATTENTION: dict[str, Callable[[Call], Op]] = {
     "flash_attn::_flash_attn_varlen_forward": attention(0, 9, heads_first=False, pages=15),
     "flash_attn::_flash_attn_backward": attention(1, 11, backward=True, heads_first=False),
     "flash_attn::_flash_attn_varlen_backward": attention(1, 15, backward=True, heads_first=False),
-    **dict.fromkeys(("flash_attn_3::fwd", "flash_attn_3::_flash_attn_forward"),
-                    attention(0, 24, heads_first=False, pages=14)),
-    **dict.fromkeys(("flash_attn_3::bwd", "flash_attn_3::_flash_attn_backward"),
-                    attention(1, 16, backward=True, heads_first=False)),
+    **dict.fromkeys(
+        ("flash_attn_3::fwd", "flash_attn_3::_flash_attn_forward"), attention(0, 24, heads_first=False, pages=14)
+    ),
+    **dict.fromkeys(
+        ("flash_attn_3::bwd", "flash_attn_3::_flash_attn_backward"), attention(1, 16, backward=True, heads_first=False)
+    ),
     "aiter::fmha_v3_fwd": attention(0, 5, heads_first=False),
-}  # fmt: skip
+}

@@ -120,8 +120,9 @@ def _gpu_budget(judged: Judged, window: Window) -> Budget:
     for stretch in stretches:
         for (part, _), seconds in stretch.causes.items():
             parts[part] = parts.get(part, 0.0) + seconds
-    return Budget(window=window, parts=_whole(parts, window), stretches=stretches, kernels=kernels, events=compute,
-                  device=device)  # fmt: skip
+    return Budget(
+        window=window, parts=_whole(parts, window), stretches=stretches, kernels=kernels, events=compute, device=device
+    )
 
 
 def _running(spans: tuple[Array, Array], what: str) -> list[Stretch]:

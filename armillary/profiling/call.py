@@ -9,11 +9,22 @@ from armillary.profiling.trace import Signature
 from armillary.spec.ops import Kind, Op
 
 _TYPES = {
-    "float": ("fp32", 4), "double": ("fp64", 8), "c10::BFloat16": ("bf16", 2), "c10::Half": ("fp16", 2),
-    "signed char": ("int8", 1), "unsigned char": ("int8", 1), "bool": ("int8", 1), "int": ("fp32", 4),
-    "long int": ("fp32", 8), "long": ("fp32", 8), "short": ("fp16", 2), "c10::complex<float>": ("fp32", 8),
-    "c10::Float8_e4m3fn": ("fp8", 1), "c10::Float8_e5m2": ("fp8", 1), "c10::Float8_e4m3fnuz": ("fp8", 1),
-}  # fmt: skip
+    "float": ("fp32", 4),
+    "double": ("fp64", 8),
+    "c10::BFloat16": ("bf16", 2),
+    "c10::Half": ("fp16", 2),
+    "signed char": ("int8", 1),
+    "unsigned char": ("int8", 1),
+    "bool": ("int8", 1),
+    "int": ("fp32", 4),
+    "long int": ("fp32", 8),
+    "long": ("fp32", 8),
+    "short": ("fp16", 2),
+    "c10::complex<float>": ("fp32", 8),
+    "c10::Float8_e4m3fn": ("fp8", 1),
+    "c10::Float8_e5m2": ("fp8", 1),
+    "c10::Float8_e4m3fnuz": ("fp8", 1),
+}
 """torch's name -> arithmetic, bytes an element; integers outside the matrix units count as fp32"""
 LIST = "TensorList"
 """type of a list of tensors: torch does not tell theirs; our recordings do ('TensorList float')"""
@@ -88,8 +99,14 @@ class Call:
 
     def op(self, kind: Kind, flops: float, read: float, written: float, dtype: str = "") -> Op:
         """The work of this call."""
-        return Op(name=self.name, kind=kind, flops=flops, bytes_read=read, bytes_written=written,
-                  dtype=dtype or self.tensors[0].dtype)  # fmt: skip
+        return Op(
+            name=self.name,
+            kind=kind,
+            flops=flops,
+            bytes_read=read,
+            bytes_written=written,
+            dtype=dtype or self.tensors[0].dtype,
+        )
 
 
 class NoModel(Exception):

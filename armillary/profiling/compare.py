@@ -61,15 +61,25 @@ class Comparison:
 def compare(before: Profile, after: Profile) -> Comparison:
     """The second profile against the first."""
     parts = tuple(
-        Change(name=part, before_s=before.budget.get(part, 0.0) / before.steps,
-               after_s=after.budget.get(part, 0.0) / after.steps)
+        Change(
+            name=part,
+            before_s=before.budget.get(part, 0.0) / before.steps,
+            after_s=after.budget.get(part, 0.0) / after.steps,
+        )
         for part in BUDGET
-    )  # fmt: skip
+    )
     on_device = bool(before.kernels and after.kernels)
     operators = _changes(before.operators, after.operators, before.steps, after.steps)
     kernels = _changes(before.kernels, after.kernels, before.steps, after.steps) if on_device else operators
-    return Comparison(before=before.source, after=after.source, before_step_s=before.step_s, after_step_s=after.step_s,
-                      budget=parts, kernels=kernels, operators=operators)  # fmt: skip
+    return Comparison(
+        before=before.source,
+        after=after.source,
+        before_step_s=before.step_s,
+        after_step_s=after.step_s,
+        budget=parts,
+        kernels=kernels,
+        operators=operators,
+    )
 
 
 def _changes(before: Iterable[Row], after: Iterable[Row], steps_before: int, steps_after: int) -> tuple[Change, ...]:
@@ -81,6 +91,8 @@ def _changes(before: Iterable[Row], after: Iterable[Row], steps_before: int, ste
 def _change(name: str, old: Row | None, new: Row | None, steps_before: int, steps_after: int) -> Change:
     return Change(
         name=name,
-        before_s=old.seconds / steps_before if old else 0.0, after_s=new.seconds / steps_after if new else 0.0,
-        before_calls=old.calls / steps_before if old else 0.0, after_calls=new.calls / steps_after if new else 0.0,
-    )  # fmt: skip
+        before_s=old.seconds / steps_before if old else 0.0,
+        after_s=new.seconds / steps_after if new else 0.0,
+        before_calls=old.calls / steps_before if old else 0.0,
+        after_calls=new.calls / steps_after if new else 0.0,
+    )

@@ -12,7 +12,7 @@ from armillary.spec.ops import INDEX_BYTES, Op
 
 def conv(
     stride: int = 3, padding: int = 4, dilation: int = 5, groups: int = 8, transposed: int = 6
-) -> Callable[[Call], Op]:  # fmt: skip
+) -> Callable[[Call], Op]:
     """Places of the numbers among the arguments, after input, weight and bias."""
 
     def rule(call: Call) -> Op:
@@ -22,16 +22,25 @@ def conv(
             raise NoModel
         if transposed >= 0 and call.flag(transposed):
             return _transposed(call, steps, pads or (0,), gaps or (1,), parts[0] if parts else 1)
-        shape = ops.Conv(batch=x.shape[0], channels_in=x.shape[1], channels_out=w.shape[0], size=x.shape[2:],
-                         kernel=w.shape[2:], stride=steps, padding=pads or (0,), dilation=gaps or (1,),
-                         groups=parts[0] if parts else 1)  # fmt: skip
+        shape = ops.Conv(
+            batch=x.shape[0],
+            channels_in=x.shape[1],
+            channels_out=w.shape[0],
+            size=x.shape[2:],
+            kernel=w.shape[2:],
+            stride=steps,
+            padding=pads or (0,),
+            dilation=gaps or (1,),
+            groups=parts[0] if parts else 1,
+        )
         return ops.conv(call.name, shape, dtype=x.dtype)
 
     return rule
 
 
-def _transposed(call: Call, stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...],
-                groups: int) -> Op:  # fmt: skip
+def _transposed(
+    call: Call, stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], groups: int
+) -> Op:
     """Every input meets every tap of the channels_out / groups filters, which the weight's shape [in, out/groups, …]
     says; the result is (size − 1)·stride − 2·padding + dilation·(kernel − 1) + 1 a dim."""
     x, w = call.tensor(0), call.tensor(1)

@@ -45,13 +45,14 @@ def resolve_training(
 
 def kept_precision(kept: Precision, now: str) -> Resolved:
     """The precision that a resumed run keeps; `now` is what auto comes to by now, and why."""
-    return Resolved(dtype=kept, reason=f"{kept}: as this run was started",
-                    warning=f"this run keeps {kept}, with which it was started; auto would now take {now}")  # fmt: skip
+    return Resolved(
+        dtype=kept,
+        reason=f"{kept}: as this run was started",
+        warning=f"this run keeps {kept}, with which it was started; auto would now take {now}",
+    )
 
 
-def resolve_serving(
-    serve: Serve, rates: DtypeRates, *, stored: str, traffic: Traffic | None = None
-) -> Resolved:
+def resolve_serving(serve: Serve, rates: DtypeRates, *, stored: str, traffic: Traffic | None = None) -> Resolved:
     """The dtype of a server for a model whose weights are stored in `stored`."""
     if serve.dtype != "auto":
         return Resolved(dtype=serve.dtype, warning=check_asked(serve.dtype, rates, "serve.dtype"))

@@ -52,8 +52,13 @@ def _look(dtype: str, device: torch.device, shape: RunShape, wide: dict[str, Any
         return {"dtype": dtype, "flops": small, "small": small, "emulated": True}
     m, n, k = (min(MOST, size) for size in (shape.rows, shape.ffn, shape.hidden))
     gemm = _gemm_rate(max(m, SMALL[0]), n, k, dtype, device)
-    return {"dtype": dtype, "flops": gemm, "small": small, "decode": _decode_rate(dtype, device),
-            "attention": _attention_rate(shape, dtype, device)}  # fmt: skip
+    return {
+        "dtype": dtype,
+        "flops": gemm,
+        "small": small,
+        "decode": _decode_rate(dtype, device),
+        "attention": _attention_rate(shape, dtype, device),
+    }
 
 
 def _gemm_rate(m: int, n: int, k: int, dtype: str, device: torch.device) -> float:

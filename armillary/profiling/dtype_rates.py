@@ -95,8 +95,9 @@ def _probed(home: Home, device: str, shape: RunShape) -> DtypeRates | None:
     try:
         found = probe(device, shape)
     except (RuntimeError, AssertionError) as error:  # torch's own, of a GPU whose driver does not do
-        raise BadInput(f"{device} cannot be used ({str(error).splitlines()[0]}); take --device cpu, or see armillary "
-                       "doctor") from None  # fmt: skip
+        raise BadInput(
+            f"{device} cannot be used ({str(error).splitlines()[0]}); take --device cpu, or see armillary doctor"
+        ) from None
     return probe_rates(save_peaks(home, found).points[PROBE])
 
 
@@ -116,7 +117,7 @@ def measured_rates(peaks: Peaks, shape: RunShape) -> DtypeRates | None:
 
 def _rate_of(
     dtype: str, shape: RunShape, large: Iterable[Point], few: Iterable[Point], peaks: Peaks
-) -> DtypeRate | None:  # fmt: skip
+) -> DtypeRate | None:
     sizes = {"m": shape.rows, "n": shape.ffn, "k": shape.hidden}
     gemm = _nearest(large, dtype, sizes)
     if gemm is None:
@@ -125,9 +126,11 @@ def _rate_of(
     forward = [point for point in peaks.points.get("attention", ()) if not point["backward"]]
     attention = _nearest(forward, dtype, {"keys": shape.keys, "head_dim": shape.head_dim})
     return DtypeRate(
-        gemm=float(gemm["flops"]), emulated=bool(gemm.get("beside", {}).get("emulated")),
-        decode=float(decode["flops"]) if decode else None, attention=float(attention["flops"]) if attention else None,
-    )  # fmt: skip
+        gemm=float(gemm["flops"]),
+        emulated=bool(gemm.get("beside", {}).get("emulated")),
+        decode=float(decode["flops"]) if decode else None,
+        attention=float(attention["flops"]) if attention else None,
+    )
 
 
 def _nearest(points: Iterable[Point], dtype: str, sizes: Mapping[str, int]) -> Point | None:
@@ -141,8 +144,15 @@ def probe_rates(points: Iterable[Point]) -> DtypeRates | None:
     rows = {str(point["dtype"]): point for point in points}
     if WIDE not in rows:
         return None
-    found = {dtype: DtypeRate(gemm=float(row["flops"]), attention=row.get("attention"), decode=row.get("decode"),
-                              emulated=bool(row.get("emulated"))) for dtype, row in rows.items()}  # fmt: skip
+    found = {
+        dtype: DtypeRate(
+            gemm=float(row["flops"]),
+            attention=row.get("attention"),
+            decode=row.get("decode"),
+            emulated=bool(row.get("emulated")),
+        )
+        for dtype, row in rows.items()
+    }
     return DtypeRates(by_dtype=_marked(found), source="a short probe")
 
 
@@ -155,13 +165,18 @@ def catalogue_rates(chip: Chip) -> DtypeRates:
 
 def flag_rates() -> DtypeRates:
     """By the CPU's feature flags: a format without units is emulated, one with units twice as fast as fp32."""
-    found = {dtype: DtypeRate(gemm=2.0 if native else 0.1, emulated=not native)
-             for dtype in DTYPES[1:] if (native := has_native(dtype)) is not None}  # fmt: skip
+    found = {
+        dtype: DtypeRate(gemm=2.0 if native else 0.1, emulated=not native)
+        for dtype in DTYPES[1:]
+        if (native := has_native(dtype)) is not None
+    }
     return DtypeRates(by_dtype={WIDE: DtypeRate(gemm=1.0), **found}, source="the CPU's feature flags")
 
 
 def _marked(rates: Mapping[str, DtypeRate]) -> dict[str, DtypeRate]:
     """Emulated where marked, or where a narrower format is far slower than fp32."""
     wide = rates[WIDE].gemm
-    return {name: replace(rate, emulated=rate.emulated or (name != WIDE and rate.gemm < EMULATED * wide))
-            for name, rate in rates.items()}  # fmt: skip
+    return {
+        name: replace(rate, emulated=rate.emulated or (name != WIDE and rate.gemm < EMULATED * wide))
+        for name, rate in rates.items()
+    }

@@ -101,8 +101,9 @@ def _causes(profile: Profile, judged: Judged, spent: Budget) -> Iterator[Finding
         if cause in _SAY:
             worst = _worst(profile.gaps, cause)
             where = f" at {worst.where}" if worst and worst.where else ""
-            text = _SAY[cause].format(time=seconds_text(total / profile.steps), where=where,
-                                      what=_what(worst, cause), copying=copying)  # fmt: skip
+            text = _SAY[cause].format(
+                time=seconds_text(total / profile.steps), where=where, what=_what(worst, cause), copying=copying
+            )
             yield Finding(total / profile.wall_s, text)
 
 
@@ -143,8 +144,11 @@ def _tiny(profile: Profile) -> Iterator[Finding]:
     if calls:
         lost = sum(max(0.0, row.seconds - (row.roof_s or 0.0)) for row in rows) / profile.wall_s
         each = seconds_text(seconds / calls)
-        yield Finding(lost, f"{calls / profile.steps:,.0f} kernels a step are too short for any roof ({each} each) and "
-                            f"take {seconds / profile.wall_s:.0%} of the time; fuse them")  # fmt: skip
+        yield Finding(
+            lost,
+            f"{calls / profile.steps:,.0f} kernels a step are too short for any roof ({each} each) and "
+            f"take {seconds / profile.wall_s:.0%} of the time; fuse them",
+        )
 
 
 def _kernel(row: Row, wall_s: float) -> Finding:

@@ -31,12 +31,23 @@ _CPU_OP_S = 100e-6
 SWITCH_S = (4.5e-3, 7e-3)
 """CPython hands the interpreter lock over every 5 ms: a thread that waits for a busy one waits about that long"""
 _PART: dict[Cause, str] = {
-    "launch": "launch_gap", "loader": "host", "gil": "host", "host": "host", "sync": "sync", "copy": "sync",
-    "collective": "comm_exposed", "unrecorded": "unjudged", "unknown": "unknown",
-}  # fmt: skip
+    "launch": "launch_gap",
+    "loader": "host",
+    "gil": "host",
+    "host": "host",
+    "sync": "sync",
+    "copy": "sync",
+    "collective": "comm_exposed",
+    "unrecorded": "unjudged",
+    "unknown": "unknown",
+}
 CAUSE_OF_STATE: dict[str, Cause] = {
-    "sync": "sync", "comm": "collective", "loader": "loader", "copy": "copy", "slow": "host",
-}  # fmt: skip
+    "sync": "sync",
+    "comm": "collective",
+    "loader": "loader",
+    "copy": "copy",
+    "slow": "host",
+}
 
 
 @dataclass(slots=True)
@@ -211,8 +222,13 @@ def _as_gap(stretch: Stretch, host: Host, origin: float, gil: bool) -> Gap:
         cause = "gil"
     event = stretch.event_of("host" if cause == "gil" else cause)
     what = stretch.note or (_telling(host, event) if event >= 0 else "Python")
-    return Gap(start_s=stretch.start - origin, seconds=stretch.end - stretch.start, cause=cause, what=what,
-               where=host.where(event) if event >= 0 else "")  # fmt: skip
+    return Gap(
+        start_s=stretch.start - origin,
+        seconds=stretch.end - stretch.start,
+        cause=cause,
+        what=what,
+        where=host.where(event) if event >= 0 else "",
+    )
 
 
 def _telling(host: Host, event: int) -> str:

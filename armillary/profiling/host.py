@@ -107,8 +107,16 @@ def source_line(frame: str) -> str:
     number = rest.partition(")")[0]
     if not bracket or not number.isdigit() or not file.endswith(".py"):
         return ""
-    foreign = ("torch/", "site-packages/", "dist-packages/", "<frozen", "lib/python", "torchinductor", "contextlib.py",
-               "threading.py")  # fmt: skip
+    foreign = (
+        "torch/",
+        "site-packages/",
+        "dist-packages/",
+        "<frozen",
+        "lib/python",
+        "torchinductor",
+        "contextlib.py",
+        "threading.py",
+    )
     return "" if any(part in file for part in foreign) else f"{file}:{number}"
 
 
@@ -188,5 +196,9 @@ def _sweep(
         columns[name][events] = np.where(local >= 0, events[local], -1)
     state[events] = effective
     local = np.array(seg_event, dtype=np.int64)
-    return Segments(start=np.array(seg_start), end=np.array(seg_end), event=events[local],
-                    state=np.array(effective, dtype=np.int8)[local])  # fmt: skip
+    return Segments(
+        start=np.array(seg_start),
+        end=np.array(seg_end),
+        event=events[local],
+        state=np.array(effective, dtype=np.int8)[local],
+    )

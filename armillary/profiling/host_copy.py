@@ -65,8 +65,18 @@ def _adamw_steps(count: int, samples: int) -> list[float]:
     seconds = []
     for _ in range(samples + 1):
         begin = time.perf_counter()
-        torch._fused_adamw_(*parts, [], [torch.ones(())], lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8,
-                            amsgrad=False, maximize=False)  # fmt: skip
+        torch._fused_adamw_(
+            *parts,
+            [],
+            [torch.ones(())],
+            lr=1e-4,
+            beta1=0.9,
+            beta2=0.95,
+            weight_decay=0.1,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
         seconds.append(time.perf_counter() - begin)
     return seconds[1:]
 

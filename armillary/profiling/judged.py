@@ -15,7 +15,7 @@ from armillary.profiling.corrections import (
     drop_impossible,
     drop_impossible_kernels,
     drop_unlaunched,
-)  # fmt: skip
+)
 from armillary.profiling.host import STATES, Host, read_host, state_codes
 from armillary.profiling.links import Links, mark_blocking_copies, read_links
 from armillary.profiling.names import is_host_copy, kernel_work
@@ -170,8 +170,9 @@ def _by_twin(trace: Trace, wrong: Array, columns: dict[str, Array]) -> Array:
     seen: dict[str, int] = {}
     grids = [f"{detail.get('grid')} {detail.get('block')}" for detail in trace.details]
     shape = np.array([*(seen.setdefault(grid, len(seen)) for grid in grids), -1])  # the last is for no detail at all
-    _, key = np.unique(trace.name[kernels].astype(np.int64) << 32 | (shape[trace.detail[kernels]] + 1),
-                       return_inverse=True)  # fmt: skip
+    _, key = np.unique(
+        trace.name[kernels].astype(np.int64) << 32 | (shape[trace.detail[kernels]] + 1), return_inverse=True
+    )
     known = ~np.isnan(columns["flops"][kernels])
     count = np.bincount(key[known], minlength=key.max() + 1)
     for values in columns.values():

@@ -39,9 +39,15 @@ _SQUARE = {"cuda": 8192, "cpu": 1024}
 
 
 def bench_kernels(
-    device: torch.device, *, ops: Sequence[str] = (), quick: bool = False, home: Home | None = None,
-    limit_s: float = LIMIT_S, watch: Watch = lambda done, total, what: None, keep: Keep = lambda bench: None,
-) -> KernelBench:  # fmt: skip
+    device: torch.device,
+    *,
+    ops: Sequence[str] = (),
+    quick: bool = False,
+    home: Home | None = None,
+    limit_s: float = LIMIT_S,
+    watch: Watch = lambda done, total, what: None,
+    keep: Keep = lambda bench: None,
+) -> KernelBench:
     """Bench `ops` (default: all) on their named cases, or with `quick` on the first of each; choices are kept in
     `home`."""
     begin = time.monotonic()
@@ -58,10 +64,15 @@ def bench_kernels(
 
     def so_far(left: Sequence[Todo]) -> KernelBench:
         return KernelBench(
-            device=name_of(device), date=time.strftime("%Y-%m-%d"), ceilings=ceilings,
-            rows=tuple(sorted(rows, key=lambda row: order.index(row.op))), skipped=len(left), warm_s=warm_s,
-            seconds=time.monotonic() - begin, left=tuple(f"{op.name} {name}" for op, name, _ in left),
-        )  # fmt: skip
+            device=name_of(device),
+            date=time.strftime("%Y-%m-%d"),
+            ceilings=ceilings,
+            rows=tuple(sorted(rows, key=lambda row: order.index(row.op))),
+            skipped=len(left),
+            warm_s=warm_s,
+            seconds=time.monotonic() - begin,
+            left=tuple(f"{op.name} {name}" for op, name, _ in left),
+        )
 
     for done, (op, name, case) in enumerate(todo):
         watch(done, len(todo), f"{op.name} {name}")
@@ -106,9 +117,14 @@ def measure_some(settings: Settings, wanted: set[Any]) -> dict[str, float]:
 def _timed_row(op: Op, name: str, case: Case, ceilings: dict[str, float], home: Home | None, budget_s: float) -> Any:
     begin = time.monotonic()
     row = KernelRow(
-        op=op.name, name=name, shape=case.label, ceiling=op.work(case).ceiling, chosen="", measured=(),
+        op=op.name,
+        name=name,
+        shape=case.label,
+        ceiling=op.work(case).ceiling,
+        chosen="",
+        measured=(),
         bar=bar_of(op.name, case),
-    )  # fmt: skip
+    )
     try:
         row = _row(row, op, case, ceilings, home, budget_s)
     except RuntimeError as error:
@@ -135,10 +151,15 @@ def _with_memory(row: KernelRow, bar: Bar | None, op: Op, case: Case) -> KernelR
     if bar is None or bar.extra_bytes is None:
         return row
     names = {row.chosen, row.ours.version if row.ours else row.chosen}
-    return replace(row, measured=tuple(
-        replace(one, extra_bytes=extra_bytes(op, case, one.version)) if one.version in names and one.seconds else one
-        for one in row.measured
-    ))  # fmt: skip
+    return replace(
+        row,
+        measured=tuple(
+            replace(one, extra_bytes=extra_bytes(op, case, one.version))
+            if one.version in names and one.seconds
+            else one
+            for one in row.measured
+        ),
+    )
 
 
 def extra_bytes(op: Op, case: Case, name: str) -> float:
@@ -162,18 +183,25 @@ def extra_bytes(op: Op, case: Case, name: str) -> float:
 def _measured(trial: Trial, work: Work, ceilings: dict[str, float]) -> Measured:
     in_bytes = work.ceiling in ("copy", "read")
     if work.together:
-        work = Work(flops=work.flops + work.backward_flops, bytes=work.bytes + work.backward_bytes,
-                    ceiling=work.ceiling)  # fmt: skip
+        work = Work(
+            flops=work.flops + work.backward_flops, bytes=work.bytes + work.backward_bytes, ceiling=work.ceiling
+        )
         trial = replace(trial, forward_s=trial.seconds, backward_s=None)
     forward = _rate(work.bytes if in_bytes else work.flops, trial.forward_s)
     backward = _rate(work.backward_bytes if in_bytes else work.backward_flops, trial.backward_s)
     top = ceilings.get(work.ceiling)
     return Measured(
-        version=trial.version, forward_s=trial.forward_s, backward_s=trial.backward_s, forward_rate=forward,
-        backward_rate=backward, forward_share=forward / top if forward and top else None,
-        backward_share=backward / top if backward and top else None, error=trial.error, refused=trial.refused,
+        version=trial.version,
+        forward_s=trial.forward_s,
+        backward_s=trial.backward_s,
+        forward_rate=forward,
+        backward_rate=backward,
+        forward_share=forward / top if forward and top else None,
+        backward_share=backward / top if backward and top else None,
+        error=trial.error,
+        refused=trial.refused,
         method=trial.method,
-    )  # fmt: skip
+    )
 
 
 def _rate(amount: float, seconds: float | None) -> float | None:

@@ -9,9 +9,15 @@ from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
 
 WIDTH, LEFT, RIGHT, BAR, GAP = 1000, 330, 190, 13, 14
 _COLOURS = {
-    "triton": "#2f6fd0", "compile": "#d08a1f", "eager": "#8892a4", "torch": "#1f9d8a", "liger": "#c23b6b",
-    "cudnn": "#5b8c2a", "flash": "#7a4fc0", "flex": "#a0439c",
-}  # fmt: skip
+    "triton": "#2f6fd0",
+    "compile": "#d08a1f",
+    "eager": "#8892a4",
+    "torch": "#1f9d8a",
+    "liger": "#c23b6b",
+    "cudnn": "#5b8c2a",
+    "flash": "#7a4fc0",
+    "flex": "#a0439c",
+}
 _STYLE = (
     "body{font:14px system-ui,sans-serif;margin:2em;color:#223;background:#fff}h2{margin:1.6em 0 .3em}"
     "svg{max-width:100%;font:12px system-ui,sans-serif}.won{font-weight:600}.dim{fill:#667}"
@@ -56,8 +62,10 @@ def _bars(one: Measured, row: KernelRow, y: int) -> str:
     colour = next((c for name, c in _COLOURS.items() if one.version.startswith(name)), "#3a8fb7")
     won = " class='won'" if one.version == row.chosen else ""
     parts = [f"<text x='{LEFT - 8}' y='{y + BAR - 2}' text-anchor='end'{won}>{escape(one.version)}</text>"]
-    passes = ((one.forward_share, one.forward_rate, one.forward_s, 1.0),
-              (one.backward_share, one.backward_rate, one.backward_s, 0.45))  # fmt: skip
+    passes = (
+        (one.forward_share, one.forward_rate, one.forward_s, 1.0),
+        (one.backward_share, one.backward_rate, one.backward_s, 0.45),
+    )
     for share, rate, seconds, strength in passes:
         if share and rate and seconds:
             width = min(1.1, share) * (WIDTH - LEFT - RIGHT) / 1.1

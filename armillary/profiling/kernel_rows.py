@@ -88,10 +88,12 @@ class KernelRow:
         bar = self.bar
         found = [
             f"{way} {100 * share:.1f}% < {100 * least:.0f}%"
-            for way, share, least in (("forward", one.forward_share, bar.forward),
-                                      ("backward", one.backward_share, bar.backward))
+            for way, share, least in (
+                ("forward", one.forward_share, bar.forward),
+                ("backward", one.backward_share, bar.backward),
+            )
             if least is not None and share is not None and share < least
-        ]  # fmt: skip
+        ]
         if bar.extra_bytes is not None and one.extra_bytes is not None and one.extra_bytes > bar.extra_bytes:
             found.append(f"{one.extra_bytes / 1e9:.2f} GB extra > {bar.extra_bytes / 1e9:.1f}")
         named = [rival for rival in self.measured if rival.version.startswith(bar.never_behind)]

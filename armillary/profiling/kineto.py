@@ -14,24 +14,69 @@ from armillary.profiling.long_lists import fill_lists
 from armillary.profiling.trace import ANNOTATION, KERNEL, MEMCPY, MEMSET, OP, PYTHON, RUNTIME, Recorder, Trace
 
 CATEGORIES = {
-    "cpu_op": OP, "operator": OP, "user_annotation": ANNOTATION, "python_function": PYTHON,
-    "cuda_runtime": RUNTIME, "cuda_driver": RUNTIME, "runtime": RUNTIME, "hip_runtime": RUNTIME,
-    "xpu_runtime": RUNTIME, "xpu_driver": RUNTIME, "mtia_runtime": RUNTIME, "privateuse1_runtime": RUNTIME,
-    "kernel": KERNEL, "gpu_memcpy": MEMCPY, "memcpy": MEMCPY, "gpu_memset": MEMSET, "memset": MEMSET,
-    "mtia_ccp_events": KERNEL, "concurrent_kernel": KERNEL, "privateuse1_kernel": KERNEL,
-}  # fmt: skip
+    "cpu_op": OP,
+    "operator": OP,
+    "user_annotation": ANNOTATION,
+    "python_function": PYTHON,
+    "cuda_runtime": RUNTIME,
+    "cuda_driver": RUNTIME,
+    "runtime": RUNTIME,
+    "hip_runtime": RUNTIME,
+    "xpu_runtime": RUNTIME,
+    "xpu_driver": RUNTIME,
+    "mtia_runtime": RUNTIME,
+    "privateuse1_runtime": RUNTIME,
+    "kernel": KERNEL,
+    "gpu_memcpy": MEMCPY,
+    "memcpy": MEMCPY,
+    "gpu_memset": MEMSET,
+    "memset": MEMSET,
+    "mtia_ccp_events": KERNEL,
+    "concurrent_kernel": KERNEL,
+    "privateuse1_kernel": KERNEL,
+}
 _WITH_NUMBERS = (
-    "aten::conv", "aten::_conv", "aten::scaled_dot", "aten::_scaled_dot", "aten::_flash", "aten::_efficient",
-    "aten::sum", "aten::mean", "aten::randn", "aten::rand", "aten::zeros", "aten::ones", "aten::full", "aten::empty",
-    "flash_attn", "aten::embedding_dense", "aten::repeat", "aten::expand", "aten::index", "aten::_embedding_bag",
-    "aten::_cudnn_attention", "aten::max_pool", "aten::avg_pool", "aten::_adaptive", "aten::upsample",
-    "aten::_upsample", "aten::_index_put", "torch_attn", "mkldnn::", "aiter::fmha", "armillary::",
-)  # fmt: skip
+    "aten::conv",
+    "aten::_conv",
+    "aten::scaled_dot",
+    "aten::_scaled_dot",
+    "aten::_flash",
+    "aten::_efficient",
+    "aten::sum",
+    "aten::mean",
+    "aten::randn",
+    "aten::rand",
+    "aten::zeros",
+    "aten::ones",
+    "aten::full",
+    "aten::empty",
+    "flash_attn",
+    "aten::embedding_dense",
+    "aten::repeat",
+    "aten::expand",
+    "aten::index",
+    "aten::_embedding_bag",
+    "aten::_cudnn_attention",
+    "aten::max_pool",
+    "aten::avg_pool",
+    "aten::_adaptive",
+    "aten::upsample",
+    "aten::_upsample",
+    "aten::_index_put",
+    "torch_attn",
+    "mkldnn::",
+    "aiter::fmha",
+    "armillary::",
+)
 """operators whose numbers (stride, causal, dims …) a model of their work needs"""
 _DETAILS = {
-    "grid": "grid", "block": "block", "registers per thread": "registers", "shared memory": "shared_bytes",
-    "est. achieved occupancy %": "occupancy_percent", "warps per SM": "warps_per_sm",
-}  # fmt: skip
+    "grid": "grid",
+    "block": "block",
+    "registers per thread": "registers",
+    "shared memory": "shared_bytes",
+    "est. achieved occupancy %": "occupancy_percent",
+    "warps per SM": "warps_per_sm",
+}
 
 
 _LATEST_US = 1e17
@@ -78,19 +123,43 @@ def _keep(
     if kind == PYTHON:
         recorder.add(kind, name, start, seconds, thread)
     elif kind in (OP, ANNOTATION):
-        recorder.add(_kind_of(kind, name), name, start, seconds, thread, external=_integer(args, "External id"),
-                     sequence=_integer(args, "Sequence number"), signature=_signature(recorder, name, args, about),
-                     detail=_context(recorder, args))  # fmt: skip
+        recorder.add(
+            _kind_of(kind, name),
+            name,
+            start,
+            seconds,
+            thread,
+            external=_integer(args, "External id"),
+            sequence=_integer(args, "Sequence number"),
+            signature=_signature(recorder, name, args, about),
+            detail=_context(recorder, args),
+        )
     elif kind == RUNTIME:
-        recorder.add(kind, name, start, seconds, thread, correlation=_integer(args, "correlation"),
-                     external=_integer(args, "External id"))  # fmt: skip
+        recorder.add(
+            kind,
+            name,
+            start,
+            seconds,
+            thread,
+            correlation=_integer(args, "correlation"),
+            external=_integer(args, "External id"),
+        )
     else:
         device = _integer(args, "device")
         device = device if device >= 0 else event["pid"] if isinstance(event.get("pid"), int) else 0
         stream = args.get("stream", event.get("tid"))
-        recorder.add(kind, name, start, seconds, f"{device}/{stream}", device=device % 32768,
-                     correlation=_integer(args, "correlation"), external=_integer(args, "External id"),
-                     detail=_detail(recorder, args), size=float(_integer(args, "bytes")))  # fmt: skip
+        recorder.add(
+            kind,
+            name,
+            start,
+            seconds,
+            f"{device}/{stream}",
+            device=device % 32768,
+            correlation=_integer(args, "correlation"),
+            external=_integer(args, "External id"),
+            detail=_detail(recorder, args),
+            size=float(_integer(args, "bytes")),
+        )
 
 
 def _kind_of(kind: int, name: str) -> int:
@@ -106,10 +175,13 @@ def _keep_memory(recorder: Recorder, event: dict[str, Any], origin: float) -> No
     on_host = _integer(args, "Device Type") <= 0
     address = args.get("Addr", 0)
     recorder.add_memory(
-        (float(event["ts"]) - origin) * 1e-6, _integer(args, "Bytes", 0), _integer(args, "Total Allocated", 0),
+        (float(event["ts"]) - origin) * 1e-6,
+        _integer(args, "Bytes", 0),
+        _integer(args, "Total Allocated", 0),
         address & (2**63 - 1) if isinstance(address, int) else 0,
-        -1 if on_host else max(_integer(args, "Device Id"), 0), f"{event.get('pid')}/{event.get('tid')}",
-    )  # fmt: skip
+        -1 if on_host else max(_integer(args, "Device Id"), 0),
+        f"{event.get('pid')}/{event.get('tid')}",
+    )
 
 
 def _signature(recorder: Recorder, name: str, args: dict[str, Any], about: dict[str, Any]) -> int:

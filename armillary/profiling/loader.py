@@ -150,5 +150,3 @@ def _tokens(batch: Mapping[str, torch.Tensor]) -> int:
 
 def _bytes(batch: Mapping[str, torch.Tensor]) -> int:
     return sum(array.numel() * array.element_size() for array in batch.values())
-
-

@@ -33,10 +33,13 @@ def memory_timeline(judged: Judged, window: Window, device: int) -> MemoryTimeli
     categories[BEFORE] = max(0.0, total[peak] - sum(categories.values()))
     keep = _thin(total)
     return MemoryTimeline(
-        times_s=tuple((memory.start[mine][keep] - window.low).tolist()), bytes=tuple(total[keep].tolist()),
-        peak_bytes=float(total[peak]), peak_s=float(memory.start[mine[peak]] - window.low),
-        by_category=_largest(categories), by_module=_largest(modules),
-    )  # fmt: skip
+        times_s=tuple((memory.start[mine][keep] - window.low).tolist()),
+        bytes=tuple(total[keep].tolist()),
+        peak_bytes=float(total[peak]),
+        peak_s=float(memory.start[mine[peak]] - window.low),
+        by_category=_largest(categories),
+        by_module=_largest(modules),
+    )
 
 
 def _largest(sizes: Mapping[str, float], keep: int = 50) -> dict[str, float]:
@@ -81,5 +84,10 @@ def _thin(total: Array) -> Array:
     if len(total) <= _POINTS:
         return np.arange(len(total))
     edges = np.linspace(0, len(total), _POINTS + 1).astype(int)[:-1]
-    return np.array([low + int(total[low:high].argmax())
-                     for low, high in zip(edges, [*edges[1:], len(total)], strict=True) if high > low])  # fmt: skip
+    return np.array(
+        [
+            low + int(total[low:high].argmax())
+            for low, high in zip(edges, [*edges[1:], len(total)], strict=True)
+            if high > low
+        ]
+    )

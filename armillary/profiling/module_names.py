@@ -73,10 +73,17 @@ class ModuleNames:
     def events(self, pid: int, base_ns: int) -> list[dict[str, Any]]:
         """Trace events of the form that torch's own stacks have."""
         return [
-            {"ph": "X", "cat": "python_function", "name": PREFIX + name, "pid": pid, "tid": thread,
-             "ts": (start - base_ns) / 1e3, "dur": (end - start) / 1e3}
+            {
+                "ph": "X",
+                "cat": "python_function",
+                "name": PREFIX + name,
+                "pid": pid,
+                "tid": thread,
+                "ts": (start - base_ns) / 1e3,
+                "dur": (end - start) / 1e3,
+            }
             for name, thread, start, end in self._spans
-        ]  # fmt: skip
+        ]
 
     def _name(self, root: nn.Module, module: nn.Module) -> str:
         if id(root) not in self._names:

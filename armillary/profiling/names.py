@@ -9,31 +9,46 @@ import re
 from functools import cache
 
 _KERNELS: tuple[tuple[str, str], ...] = (
-    ("collective", r"nccl|rccl|oneccl|allreduce|all_reduce|allgather|all_gather|reducescatter|reduce_scatter"
-                   r"|alltoall|all_to_all|cross_device|symm_mem|deep_?ep|nvshmem"),
+    (
+        "collective",
+        r"nccl|rccl|oneccl|allreduce|all_reduce|allgather|all_gather|reducescatter|reduce_scatter"
+        r"|alltoall|all_to_all|cross_device|symm_mem|deep_?ep|nvshmem",
+    ),
     ("copy", r"reshape_and_cache|store_?(kv_?)?cache|kv_?cache_(update|store|write)"),
     ("attention", r"flash|fmha|attention|attn|mha_|_sdpa|cudnn_generated_fort_native_sdpa|flex_"),
     ("conv", r"conv(?!ert)|wgrad|dgrad|winograd|implicit_gemm|im2col|cudnn_infer|fprop|xdnn"),
     ("optimizer", r"adam|sgd|\blamb(?!da)|adagrad|optimizer|muon"),
     ("embedding", r"embedding|index_?select"),
-    ("gemm", r"gemm|matmul|cublas|cutlass|wgmma|_mm_|\bmm\b|addmm|bmm|cijk_|sm\d\d_xmma|gemv|splitk|dot_kernel"
-             r"|triton_tem|nvjet|dot_product|::(add)?mv_?$"),
+    (
+        "gemm",
+        r"gemm|matmul|cublas|cutlass|wgmma|_mm_|\bmm\b|addmm|bmm|cijk_|sm\d\d_xmma|gemv|splitk|dot_kernel"
+        r"|triton_tem|nvjet|dot_product|::(add)?mv_?$",
+    ),
     ("norm", r"layer_?norm|rms_?norm|batch_?norm|group_?norm|\bbn_|bn_fw|bn_bw"),
     ("softmax", r"softmax|cross_entropy|nll|logsumexp"),
     ("copy", r"memcpy|memset|copy|cat_?array|catarray|transpose|permute|fill|triton_poi_fused_clone|convert"),
-    ("elementwise", r"elementwise|triton_poi|triton_red|triton_per|pointwise|reduce|dropout|gelu|relu|silu|distribution"
-                    r"|index|scatter|sort|topk|scan|cpp_fused|multi_tensor|foreach|fused|compiledfxgraph|torch-compiled"
-                    r"|compiledfunction"),
-)  # fmt: skip
+    (
+        "elementwise",
+        r"elementwise|triton_poi|triton_red|triton_per|pointwise|reduce|dropout|gelu|relu|silu|distribution"
+        r"|index|scatter|sort|topk|scan|cpp_fused|multi_tensor|foreach|fused|compiledfxgraph|torch-compiled"
+        r"|compiledfunction",
+    ),
+)
 _KERNEL_PATTERNS = tuple((work, re.compile(pattern)) for work, pattern in _KERNELS)
 
 _SYNC_CALLS = re.compile(
     r"^(cuda|hip|cu)(Stream|Device|Event|Ctx)Synchronize|^(cuda|hip|cu)Memcpy(?!\w*(Async|DtoD))"
     r"|^ze\w+Synchronize|^ur(EventWait|QueueFinish)"
 )
-_SYNC_OPS = frozenset({
-    "aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal",
-})  # fmt: skip
+_SYNC_OPS = frozenset(
+    {
+        "aten::item",
+        "aten::_local_scalar_dense",
+        "aten::is_nonzero",
+        "aten::nonzero",
+        "aten::equal",
+    }
+)
 _COMM = re.compile(r"^(c10d::|_c10d_functional::|gloo:|nccl:|mpi:|ucc:|record_param_comms|ProcessGroup)")
 _LOADER = re.compile(
     r"^armillary loader|^enumerate\(DataLoader\)"

@@ -49,18 +49,44 @@ def _take_all(recorder: Recorder, database: sqlite3.Connection, tables: set[str]
         recorder.add(RUNTIME, name, *_span(row), _host(row), correlation=_correlation(row, processes))
     for row in _rows(database, tables, "CUPTI_ACTIVITY_KIND_KERNEL"):
         detail = _detail(row)
-        recorder.add(KERNEL, str(texts.get(row["demangledName"], "kernel")), *_span(row), _stream(row),
-                     device=row["deviceId"], correlation=_correlation(row, processes),
-                     detail=recorder.intern_detail(str(detail), detail))  # fmt: skip
+        recorder.add(
+            KERNEL,
+            str(texts.get(row["demangledName"], "kernel")),
+            *_span(row),
+            _stream(row),
+            device=row["deviceId"],
+            correlation=_correlation(row, processes),
+            detail=recorder.intern_detail(str(detail), detail),
+        )
     for row in _rows(database, tables, "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"):  # a graph as one, unless nodes are asked for
-        recorder.add(KERNEL, "CUDA graph", *_span(row), _stream(row), device=row["deviceId"],
-                     correlation=_correlation(row, processes))  # fmt: skip
+        recorder.add(
+            KERNEL,
+            "CUDA graph",
+            *_span(row),
+            _stream(row),
+            device=row["deviceId"],
+            correlation=_correlation(row, processes),
+        )
     for row in _rows(database, tables, "CUPTI_ACTIVITY_KIND_MEMCPY"):
-        recorder.add(MEMCPY, _copy_name(row), *_span(row), _stream(row), device=row["deviceId"],
-                     correlation=_correlation(row, processes), size=float(row["bytes"]))  # fmt: skip
+        recorder.add(
+            MEMCPY,
+            _copy_name(row),
+            *_span(row),
+            _stream(row),
+            device=row["deviceId"],
+            correlation=_correlation(row, processes),
+            size=float(row["bytes"]),
+        )
     for row in _rows(database, tables, "CUPTI_ACTIVITY_KIND_MEMSET"):
-        recorder.add(MEMSET, "Memset (Device)", *_span(row), _stream(row), device=row["deviceId"],
-                     correlation=_correlation(row, processes), size=float(row["bytes"]))  # fmt: skip
+        recorder.add(
+            MEMSET,
+            "Memset (Device)",
+            *_span(row),
+            _stream(row),
+            device=row["deviceId"],
+            correlation=_correlation(row, processes),
+            size=float(row["bytes"]),
+        )
     for row in _rows(database, tables, "NVTX_EVENTS"):
         text = row["text"] or texts.get(_get(row, "textId"))
         if text and row["end"] is not None:

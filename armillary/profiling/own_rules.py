@@ -24,9 +24,13 @@ def _attention(q: int, *, backward: bool = False) -> Callable[[Call], Op]:
         _, s, kv_heads, _ = key.shape
         window = call.numbers(q + 8)
         shape = attention_ops.AttentionShape(
-            heads=heads, kv_heads=kv_heads, qk_dim=d, v_dim=value.shape[-1], causal=call.flag(q + 10),
+            heads=heads,
+            kv_heads=kv_heads,
+            qk_dim=d,
+            v_dim=value.shape[-1],
+            causal=call.flag(q + 10),
             window=window[0] if window and window[0] > 0 else None,
-        )  # fmt: skip
+        )
         make = attention_ops.attention_backward if backward else attention_ops.attention
         return make(call.name, shape, [(t, s)] * b, dtype=query.dtype)
 
@@ -131,4 +135,4 @@ OWN: dict[str, Callable[[Call], Op]] = {
     "armillary::fp8_matmul": _fp8_matmul,
     "armillary::qkv_cache": _qkv_cache,
     **dict.fromkeys(("armillary::logprobs", "armillary::sample"), _passes("sampling")),
-}  # fmt: skip
+}

@@ -47,8 +47,11 @@ def page(profile: Profile, comparison: Comparison | None = None) -> str:
 
 def _head(profile: Profile) -> str:
     steps = f"{profile.steps:,} step{'s' if profile.steps > 1 else ''} of {seconds_text(profile.step_s)}"
-    roof = {"measured": "held against ceilings measured on it", "catalogue": "held against the catalogue's ceilings",
-            "unknown": "its ceilings are not known"}[profile.roof.source]  # fmt: skip
+    roof = {
+        "measured": "held against ceilings measured on it",
+        "catalogue": "held against the catalogue's ceilings",
+        "unknown": "its ceilings are not known",
+    }[profile.roof.source]
     return heading(profile.source, f"{steps} on {profile.device} · {roof}")
 
 
@@ -70,8 +73,10 @@ def budget_bar(shares: Iterable[tuple[str, float]], step_s: float) -> str:
         colour = f"var(--{part})" if part in BUDGET else _OTHERS[others.index(part) % len(_OTHERS)]
         name, means = escape(PART_WORDS.get(part, part.replace("_", " "))), BUDGET.get(part, "")
         bar += f"<span style='width:{share:.3%};background:{colour}' title='{name} {share:.1%}: {means}'></span>"
-        words += (f"<span title='{means}'><i style='background:{colour}'></i>{name} <b>{share:.1%}</b> "
-                  f"<span class='note'>{seconds_text(share * step_s)}</span></span>")  # fmt: skip
+        words += (
+            f"<span title='{means}'><i style='background:{colour}'></i>{name} <b>{share:.1%}</b> "
+            f"<span class='note'>{seconds_text(share * step_s)}</span></span>"
+        )
     return f"<div class='bar'>{bar}</div><div class='legend'>{words}</div>" if parts else ""
 
 

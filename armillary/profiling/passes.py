@@ -42,9 +42,10 @@ def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tu
 def moved_bytes(dtype: str, tokens: int) -> float:
     """Forward and backward, of the three together."""
     ops: tuple[Op, ...] = (
-        norm("norm", tokens, _HIDDEN, dtype=dtype), activation("mlp.act", tokens, _FFN, dtype=dtype),
+        norm("norm", tokens, _HIDDEN, dtype=dtype),
+        activation("mlp.act", tokens, _FFN, dtype=dtype),
         cross_entropy("loss", tokens, _VOCAB, dtype=dtype),
-    )  # fmt: skip
+    )
     found = [moved(catalogue.model(_LIKE).config, op) for op in ops]
     return sum(one.forward + one.backward for one in found)
 
@@ -52,8 +53,10 @@ def moved_bytes(dtype: str, tokens: int) -> float:
 def _call(dtype: str, tokens: int) -> Call:
     """The three, each with a gradient of its own: between them would be products."""
     half = torch.bfloat16 if dtype == "bf16" else torch.float32
-    x, gates, logits = (torch.randn(tokens, size, dtype=kind).requires_grad_() for size, kind in (
-        (_HIDDEN, torch.float32), (2 * _FFN, half), (_VOCAB, half)))  # fmt: skip
+    x, gates, logits = (
+        torch.randn(tokens, size, dtype=kind).requires_grad_()
+        for size, kind in ((_HIDDEN, torch.float32), (2 * _FFN, half), (_VOCAB, half))
+    )
     weight, targets = torch.ones(_HIDDEN, requires_grad=True), torch.randint(0, _VOCAB, (tokens,))
     dy, dz = torch.randn(tokens, _HIDDEN, dtype=half), torch.randn(tokens, _FFN, dtype=half)
 

@@ -10,18 +10,30 @@ from armillary.profiling.profile import MemoryTimeline, Profile, Roof, Row
 from armillary.profiling.words import figures
 from armillary.units import bandwidth_text, bytes_text, flops_per_s_text, scaled, seconds_text
 
-ROOF_FRAMES = (Frame(width=960, height=460, left=92, right=20, top=18, bottom=44),
-               Frame(width=420, height=340, left=84, right=24, top=18, bottom=44))  # fmt: skip
-MEMORY_FRAMES = (Frame(width=960, height=220, left=92, right=20, top=18, bottom=34),
-                 Frame(width=420, height=200, left=72, right=12, top=18, bottom=34))  # fmt: skip
+ROOF_FRAMES = (
+    Frame(width=960, height=460, left=92, right=20, top=18, bottom=44),
+    Frame(width=420, height=340, left=84, right=24, top=18, bottom=44),
+)
+MEMORY_FRAMES = (
+    Frame(width=960, height=220, left=92, right=20, top=18, bottom=34),
+    Frame(width=420, height=200, left=72, right=12, top=18, bottom=34),
+)
 """for wide and for narrow screens"""
 _SMALLEST, _LARGEST, _USUAL = 4.0, 30.0, 960
 """radius of a point, in a drawing as wide as usual"""
 _MOST_POINTS = 400
 _COLOURS = {
-    "gemm": "#2f6fd0", "attention": "#7a4fc0", "conv": "#1f9d8a", "norm": "#d08a1f", "elementwise": "#d9572b",
-    "softmax": "#c23b6b", "embedding": "#5b8c2a", "optimizer": "#8a6d3b", "copy": "#3a8fb7", "collective": "#a0439c",
-}  # fmt: skip
+    "gemm": "#2f6fd0",
+    "attention": "#7a4fc0",
+    "conv": "#1f9d8a",
+    "norm": "#d08a1f",
+    "elementwise": "#d9572b",
+    "softmax": "#c23b6b",
+    "embedding": "#5b8c2a",
+    "optimizer": "#8a6d3b",
+    "copy": "#3a8fb7",
+    "collective": "#a0439c",
+}
 
 
 def work_colour(work: str) -> str:

@@ -21,8 +21,16 @@ def product(first: int) -> Callable[[Call], Op]:
             raise NoModel
         batch = a.shape[0] if len(a.shape) == 3 else 1
         n = b.shape[-1] if len(b.shape) > 1 else 1
-        op = ops.batched_matmul(call.name, batch, a.shape[-2], n, a.shape[-1], dtype=a.dtype, weight_dtype=b.dtype,
-                                out_dtype="bf16" if a.dtype == "fp8" else "")  # fmt: skip
+        op = ops.batched_matmul(
+            call.name,
+            batch,
+            a.shape[-2],
+            n,
+            a.shape[-1],
+            dtype=a.dtype,
+            weight_dtype=b.dtype,
+            out_dtype="bf16" if a.dtype == "fp8" else "",
+        )
         return replace(op, bytes_read=a.bytes + b.bytes)
 
     return rule
@@ -94,8 +102,9 @@ def template(call: Call) -> Op:
     for a, b in permutations(rest, 2):
         inner = _inner(_flat(a.shape, batched), _flat(b.shape, batched), m, n)
         if inner:
-            return ops.batched_matmul(call.name, batch, m, n, inner, dtype=a.dtype, weight_dtype=b.dtype,
-                                      out_dtype=out.dtype)  # fmt: skip
+            return ops.batched_matmul(
+                call.name, batch, m, n, inner, dtype=a.dtype, weight_dtype=b.dtype, out_dtype=out.dtype
+            )
     raise NoModel
 
 

@@ -35,9 +35,7 @@ class Recorder:
 
     def __init__(self, *, memory: bool = True, stacks: bool = True, hooks: bool = True) -> None:
         _quiet()
-        self._profiler = torch.profiler.profile(
-            activities=activities(), record_shapes=True, profile_memory=memory
-        )
+        self._profiler = torch.profiler.profile(activities=activities(), record_shapes=True, profile_memory=memory)
         self._sampler = Sampler() if stacks else None
         self._hooks = hooks
         self._modules = ModuleNames()

@@ -40,8 +40,13 @@ def _measured(peaks: Peaks) -> Roof:
     flops = {dtype: best for dtype in sorted(dtypes) if (best := peaks.best_gemm(dtype))}
     bandwidths = [peaks.best_copy(), *(peaks.best(kind, "bytes_per_s") for kind in ("read", "triad"))]
     launches = [float(point["seconds"]) for point in peaks.points.get("launch", ()) if not point.get("graph")]
-    return Roof(device=peaks.device, flops=flops, bytes_per_s=max((b for b in bandwidths if b), default=None),
-                launch_s=min(launches, default=None), source="measured")  # fmt: skip
+    return Roof(
+        device=peaks.device,
+        flops=flops,
+        bytes_per_s=max((b for b in bandwidths if b), default=None),
+        launch_s=min(launches, default=None),
+        source="measured",
+    )
 
 
 def _in_catalogue(device: str, memory_bytes: float | None) -> Chip | None:

@@ -105,13 +105,19 @@ def _row(judged: Judged, name: str, kind: Any, events: Array, seconds: Array, cp
     work = Counter(judged.work[events[known] if known.any() else events].tolist()).most_common(1)[0][0]
     launch_s = judged.roof.launch_s or LAUNCH_S
     return Row(
-        name=name, kind=kind, work=judged.works[work] if work >= 0 else "other", calls=len(events),
-        device_s=device_s, cpu_s=cpu_s,
+        name=name,
+        kind=kind,
+        work=judged.works[work] if work >= 0 else "other",
+        calls=len(events),
+        device_s=device_s,
+        cpu_s=cpu_s,
         flops=float(judged.flops[events][known].sum()) if known.any() else None,
         bytes=float(judged.bytes[events][known].sum()) if known.any() else None,
-        roof_s=roof_s, bound=bound(flops_s, bytes_s, device_s or cpu_s, len(events), launch_s),
-        module=_module(judged, events), details=_details(judged, events, seconds, known),
-    )  # fmt: skip
+        roof_s=roof_s,
+        bound=bound(flops_s, bytes_s, device_s or cpu_s, len(events), launch_s),
+        module=_module(judged, events),
+        details=_details(judged, events, seconds, known),
+    )
 
 
 def _sum(values: Array) -> float | None:

@@ -13,8 +13,15 @@ from typing import Any
 
 from armillary.profiling.sampler import Frame, Sample
 
-_WAITS = ("aten::item", "aten::_local_scalar_dense", "cudaDeviceSynchronize", "cudaStreamSynchronize",
-          "cudaEventSynchronize", "hipDeviceSynchronize", "hipStreamSynchronize")  # fmt: skip
+_WAITS = (
+    "aten::item",
+    "aten::_local_scalar_dense",
+    "cudaDeviceSynchronize",
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "hipDeviceSynchronize",
+    "hipStreamSynchronize",
+)
 """calls in which Python waits: their line is worth knowing"""
 _EXACT = ("cpu_op", "user_annotation", "python_function", "cuda_runtime", "cuda_driver", "runtime")
 
@@ -122,5 +129,13 @@ def _event(frame: Frame, start: float, end: float, thread: int, pid: int) -> Eve
     file, line, function = frame
     here = os.getcwd() + os.sep  # a path as the person who ran it would type it
     name = f"{file.removeprefix(here)}({line}): {function}"
-    return {"ph": "X", "cat": "python_function", "name": name, "pid": pid, "tid": thread, "ts": start + _APART,
-            "dur": max(0.0, end - start - 2 * _APART), "args": {"sampled": 1}}  # fmt: skip
+    return {
+        "ph": "X",
+        "cat": "python_function",
+        "name": name,
+        "pid": pid,
+        "tid": thread,
+        "ts": start + _APART,
+        "dur": max(0.0, end - start - 2 * _APART),
+        "args": {"sampled": 1},
+    }

@@ -139,13 +139,17 @@ def _notes(seen: dict[str, Any]) -> list[str]:
     if seen["rank"]:
         made.append(f"{seen['rank']}; the others ran beside it and were not")
     if seen["their_profiler"]:
-        made.append("the script uses torch's profiler itself: nothing was recorded while its own ran; what it exports "
-                    "can be read with armillary profile TRACE")  # fmt: skip
+        made.append(
+            "the script uses torch's profiler itself: nothing was recorded while its own ran; what it exports "
+            "can be read with armillary profile TRACE"
+        )
     if seen["compiled"]:
         made.append("modules have no names here, as hooks on them would change what torch.compile makes")
     if seen["children"]:
-        made.append(f"{seen['children']} child process{'es were' if seen['children'] > 1 else ' was'} not recorded, "
-                    "only the one that started them; torchrun's first rank would be")  # fmt: skip
+        made.append(
+            f"{seen['children']} child process{'es were' if seen['children'] > 1 else ' was'} not recorded, "
+            "only the one that started them; torchrun's first rank would be"
+        )
     return made
 
 

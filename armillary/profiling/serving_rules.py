@@ -46,14 +46,34 @@ def _store(call: Call) -> Op:
 
 
 SERVING: dict[str, Callable[[Call], Op]] = {
-    **dict.fromkeys(("_C::rms_norm", "aiter::rmsnorm", "aiter::add_rmsnorm", "aiter::rmsnorm2d_fwd_with_add_ck",
-                     "sgl_kernel::rmsnorm"), _given("norm", 5)),
-    **dict.fromkeys(("_C::fused_add_rms_norm", "sgl_kernel::fused_add_rmsnorm",
-                     "vllm::rocm_aiter_rmsnorm2d_fwd_with_add"), _updated("norm", 2)),
+    **dict.fromkeys(
+        (
+            "_C::rms_norm",
+            "aiter::rmsnorm",
+            "aiter::add_rmsnorm",
+            "aiter::rmsnorm2d_fwd_with_add_ck",
+            "sgl_kernel::rmsnorm",
+        ),
+        _given("norm", 5),
+    ),
+    **dict.fromkeys(
+        ("_C::fused_add_rms_norm", "sgl_kernel::fused_add_rmsnorm", "vllm::rocm_aiter_rmsnorm2d_fwd_with_add"),
+        _updated("norm", 2),
+    ),
     **dict.fromkeys(("aiter::rms_norm", "vllm::rocm_aiter_rms_norm"), _updated("norm", 1)),
-    **dict.fromkeys(("_C::silu_and_mul", "_C::gelu_and_mul", "_C::gelu_tanh_and_mul", "sgl_kernel::silu_and_mul",
-                     "sgl_kernel::gelu_and_mul", "_C::static_scaled_fp8_quant"), _given("elementwise", 3)),
+    **dict.fromkeys(
+        (
+            "_C::silu_and_mul",
+            "_C::gelu_and_mul",
+            "_C::gelu_tanh_and_mul",
+            "sgl_kernel::silu_and_mul",
+            "sgl_kernel::gelu_and_mul",
+            "_C::static_scaled_fp8_quant",
+        ),
+        _given("elementwise", 3),
+    ),
     **dict.fromkeys(("_C::rotary_embedding", "sgl_kernel::rotary_embedding"), _rotary),
-    **dict.fromkeys(("_C_cache_ops::reshape_and_cache_flash", "_C_cache_ops::reshape_and_cache",
-                     "sglang::store_cache"), _store),
-}  # fmt: skip
+    **dict.fromkeys(
+        ("_C_cache_ops::reshape_and_cache_flash", "_C_cache_ops::reshape_and_cache", "sglang::store_cache"), _store
+    ),
+}

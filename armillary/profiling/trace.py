@@ -150,9 +150,19 @@ def read_trace(path: str | Path) -> Trace:
 # --- building one
 
 _COLUMNS: dict[str, str] = {
-    "kind": "b", "name": "i", "start": "d", "seconds": "d", "thread": "i", "device": "h", "correlation": "q",
-    "external": "q", "sequence": "q", "signature": "i", "detail": "i", "size": "d",
-}  # fmt: skip
+    "kind": "b",
+    "name": "i",
+    "start": "d",
+    "seconds": "d",
+    "thread": "i",
+    "device": "h",
+    "correlation": "q",
+    "external": "q",
+    "sequence": "q",
+    "signature": "i",
+    "detail": "i",
+    "size": "d",
+}
 _MEMORY: dict[str, str] = {"start": "d", "change": "q", "total": "q", "address": "q", "device": "h", "thread": "i"}
 _PACK, _PACK_MEMORY = (Struct("=" + "".join(codes.values())).pack for codes in (_COLUMNS, _MEMORY))
 """a row as bytes: one call an event, where a number a column would be a dozen"""
@@ -176,15 +186,36 @@ class Recorder:
     """signatures and details by number"""
 
     def add(
-        self, kind: int, name: str, start: float, seconds: float, thread: str, *, device: int = -1,
-        correlation: int = -1, external: int = -1, sequence: int = -1, signature: int = -1, detail: int = -1,
+        self,
+        kind: int,
+        name: str,
+        start: float,
+        seconds: float,
+        thread: str,
+        *,
+        device: int = -1,
+        correlation: int = -1,
+        external: int = -1,
+        sequence: int = -1,
+        signature: int = -1,
+        detail: int = -1,
         size: float = -1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         names, threads = self.names, self.threads
         self.rows += _PACK(
-            kind, names.setdefault(name, len(names)), start, seconds, threads.setdefault(thread, len(threads)),
-            device, correlation, external, sequence, signature, detail, size,
-        )  # fmt: skip
+            kind,
+            names.setdefault(name, len(names)),
+            start,
+            seconds,
+            threads.setdefault(thread, len(threads)),
+            device,
+            correlation,
+            external,
+            sequence,
+            signature,
+            detail,
+            size,
+        )
 
     def add_memory(self, start: float, change: int, total: int, address: int, device: int, thread: str) -> None:
         who = self.threads.setdefault(thread, len(self.threads))
@@ -212,9 +243,16 @@ class Recorder:
         order = np.lexsort((-columns["seconds"], columns["start"]))
         columns = {name: values[order] for name, values in columns.items()}
         columns["start"] = columns["start"] - origin
-        return Trace(source=self.source, **columns, names=tuple(self.names), threads=tuple(self.threads),
-                     signatures=tuple(self.kept[0]), details=tuple(self.kept[1]), memory=self._memory(origin),
-                     **about)  # fmt: skip
+        return Trace(
+            source=self.source,
+            **columns,
+            names=tuple(self.names),
+            threads=tuple(self.threads),
+            signatures=tuple(self.kept[0]),
+            details=tuple(self.kept[1]),
+            memory=self._memory(origin),
+            **about,
+        )
 
     def _memory(self, origin: float) -> Memory | None:
         if not self.blocks:

@@ -10,10 +10,16 @@ from armillary.profiling.profile import BUDGET, Profile, Row
 from armillary.units import bandwidth_text, bytes_text, flops_per_s_text, scaled, seconds_text
 
 PART_WORDS = {
-    "useful": "useful", "inefficiency": "inefficient kernels",
-    "unjudged": "not judged", "comm_exposed": "exposed communication",
-    "launch_gap": "launch gaps", "host": "host", "sync": "sync and copies", "idle": "idle", "unknown": "unknown",
-}  # fmt: skip
+    "useful": "useful",
+    "inefficiency": "inefficient kernels",
+    "unjudged": "not judged",
+    "comm_exposed": "exposed communication",
+    "launch_gap": "launch gaps",
+    "host": "host",
+    "sync": "sync and copies",
+    "idle": "idle",
+    "unknown": "unknown",
+}
 ROW_HEADS = ("name", "work", "calls", "device", "CPU", "FLOP/s", "B/s", "FLOP/B", "of roof", "bound by", "module")
 
 
@@ -38,14 +44,18 @@ def top_operators(profile: Profile, count: int) -> list[Row]:
 def row_cells(row: Row, steps: int = 1) -> list[str]:
     """One operator or kernel as cells under ROW_HEADS; times and calls are of one step."""
     return [
-        row.name, row.work, f"{row.calls / steps:,.3g}" if row.calls < 1e3 * steps else f"{row.calls / steps:,.0f}",
+        row.name,
+        row.work,
+        f"{row.calls / steps:,.3g}" if row.calls < 1e3 * steps else f"{row.calls / steps:,.0f}",
         seconds_text(row.device_s / steps) if row.device_s else "–",
         seconds_text(row.cpu_s / steps) if row.cpu_s else "–",
         _known(flops_per_s_text, row.flops_per_s).removesuffix("FLOP/s"),
         _known(bandwidth_text, row.bytes_per_s).removesuffix("B/s"),
         _known(lambda value: scaled(value, digits=2), row.intensity),
-        _known(lambda value: f"{value:.0%}".replace("%", " %"), row.roof_fraction), row.bound, row.module or "–",
-    ]  # fmt: skip
+        _known(lambda value: f"{value:.0%}".replace("%", " %"), row.roof_fraction),
+        row.bound,
+        row.module or "–",
+    ]
 
 
 def figures(row: Row, steps: int = 1) -> str:

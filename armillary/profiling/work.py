@@ -17,10 +17,20 @@ from armillary.profiling.work_rules import RULES, broadcast, foreach, fused, fus
 from armillary.spec.ops import Op
 
 WORK_OF_KIND = {
-    "matmul": "gemm", "conv": "conv", "attention": "attention", "norm": "norm", "softmax": "softmax",
-    "elementwise": "elementwise", "embedding": "embedding", "loss": "softmax", "optimizer": "optimizer",
-    "reduction": "elementwise", "copy": "copy", "sampling": "softmax", "collective": "collective",
-}  # fmt: skip
+    "matmul": "gemm",
+    "conv": "conv",
+    "attention": "attention",
+    "norm": "norm",
+    "softmax": "softmax",
+    "elementwise": "elementwise",
+    "embedding": "embedding",
+    "loss": "softmax",
+    "optimizer": "optimizer",
+    "reduction": "elementwise",
+    "copy": "copy",
+    "sampling": "softmax",
+    "collective": "collective",
+}
 """spec.ops kind -> the class a profile shows"""
 _NOT_A_PASS = re.compile(
     r"(^|_|b|add|int)mm(_|$)|matmul|gemm|linear(?!1d)|einsum|bilinear|conv(?!ert)|deconv|_nnpack|attention|attn|sdpa"

@@ -23,7 +23,7 @@ from armillary.profiling.index_rules import (
     scatter,
     select,
     subscript,
-)  # fmt: skip
+)
 from armillary.profiling.own_rules import OWN
 from armillary.profiling.product_rules import dot, grouped, linear, product, recurrent, template
 from armillary.profiling.serving_rules import SERVING
@@ -175,46 +175,83 @@ _WRITES = """
     fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ zeros_like ones_like full_like rand_like randn_like
 """
 _POOLS = ("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d")
-_RESIZED = ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "upsample_nearest1d", "upsample_nearest2d",
-            "upsample_nearest3d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
-            "upsample_bicubic2d", "upsample_linear1d", "upsample_trilinear3d")  # fmt: skip
+_RESIZED = (
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact2d",
+    "upsample_bilinear2d",
+    "_upsample_bilinear2d_aa",
+    "upsample_bicubic2d",
+    "upsample_linear1d",
+    "upsample_trilinear3d",
+)
 RULES: dict[str, Callable[[Call], Op]] = {
     **dict.fromkeys(("mm", "bmm", "_scaled_mm", "_scaled_mm_v2", "_int_mm", "mv"), product(0)),
     **dict.fromkeys(("addmm", "baddbmm", "_addmm_activation", "addmv", "addmv_", "addmm_", "baddbmm_"), product(1)),
-    **dict.fromkeys(("linear", "mkldnn_linear", "mkldnn::_linear_pointwise", "mkl::_mkl_linear",
-                     "vllm::rocm_unquantized_gemm", "aiter::gemm_a16w16"), linear),
+    **dict.fromkeys(
+        (
+            "linear",
+            "mkldnn_linear",
+            "mkldnn::_linear_pointwise",
+            "mkl::_mkl_linear",
+            "vllm::rocm_unquantized_gemm",
+            "aiter::gemm_a16w16",
+        ),
+        linear,
+    ),
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), grouped),
     **dict.fromkeys(("dot", "vdot"), dot),
     **dict.fromkeys(("_cudnn_rnn", "miopen_rnn"), recurrent()),
     **dict.fromkeys(("_cudnn_rnn_backward", "miopen_rnn_backward"), recurrent(products=2)),
     "mkldnn_rnn_layer": recurrent(weights=slice(1, 3)),
     "mkldnn_rnn_layer_backward": recurrent(weights=slice(1, 3), products=2),
-    **dict.fromkeys(("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell_backward_impl",
-                     "_thnn_fused_gru_cell_backward"), _cell),
+    **dict.fromkeys(
+        (
+            "_thnn_fused_lstm_cell",
+            "_thnn_fused_gru_cell",
+            "_thnn_fused_lstm_cell_backward_impl",
+            "_thnn_fused_gru_cell_backward",
+        ),
+        _cell,
+    ),
     **dict.fromkeys(("convolution", "convolution_overrideable"), conv()),
     "mkldnn::_convolution_pointwise": conv(stride=4, padding=3, dilation=5, groups=6, transposed=-1),
     "convolution_backward": conv_backward,
     **ATTENTION,
     **SERVING,
     **OWN,
-    "native_layer_norm": _norm("layer"), "native_layer_norm_backward": _norm("layer", backward=True),
-    "_fused_rms_norm": _norm("rms"), "_fused_rms_norm_backward": _norm("rms", backward=True),
+    "native_layer_norm": _norm("layer"),
+    "native_layer_norm_backward": _norm("layer", backward=True),
+    "_fused_rms_norm": _norm("rms"),
+    "_fused_rms_norm_backward": _norm("rms", backward=True),
     **dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "native_group_norm"), _batch_norm),
-    **dict.fromkeys(("native_batch_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward",
-                     "native_group_norm_backward"),
-                    _batch_norm_backward),
+    **dict.fromkeys(
+        (
+            "native_batch_norm_backward",
+            "cudnn_batch_norm_backward",
+            "miopen_batch_norm_backward",
+            "native_group_norm_backward",
+        ),
+        _batch_norm_backward,
+    ),
     **dict.fromkeys(("_softmax", "_log_softmax"), _softmax()),
     **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _softmax(backward=True)),
     **dict.fromkeys(("dropout", "nll_loss", "nll_loss_nd", "nll_loss2d", "cross_entropy_loss"), unknown),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll),
     **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), _nll_backward),
-    "embedding": embedding, "embedding_dense_backward": embedding_backward,
+    "embedding": embedding,
+    "embedding_dense_backward": embedding_backward,
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), embedding_bag),
     "_embedding_bag_dense_backward": embedding_bag_backward,
     **dict.fromkeys(_REDUCTIONS.split(), _reduce),
     **dict.fromkeys(_WRITES.split(), _write),
-    "copy_": _copy, "clone": _clone,
-    "index_select": select, **dict.fromkeys(("gather", "take"), gather),
+    "copy_": _copy,
+    "clone": _clone,
+    "index_select": select,
+    **dict.fromkeys(("gather", "take"), gather),
     **dict.fromkeys(("index", "_unsafe_index"), subscript),
     **dict.fromkeys(("index_copy", "index_copy_"), place()),
     **dict.fromkeys(("index_add", "index_add_", "index_reduce_"), place(adds=True)),
@@ -225,8 +262,9 @@ RULES: dict[str, Callable[[Call], Op]] = {
     **dict.fromkeys(("cat", "_cat", "stack"), _concatenate),
     **dict.fromkeys(_POOLS, pool()),
     **dict.fromkeys(("max_pool2d_with_indices", "max_pool3d_with_indices"), pool(indices=True)),
-    **dict.fromkeys(("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward"),
-                    pool_backward(indices=True)),
+    **dict.fromkeys(
+        ("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward"), pool_backward(indices=True)
+    ),
     **dict.fromkeys(("avg_pool2d_backward", "avg_pool3d_backward", "_adaptive_avg_pool2d_backward"), pool_backward()),
     **dict.fromkeys(_RESIZED, resized),
-}  # fmt: skip
+}

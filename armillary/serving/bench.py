@@ -63,10 +63,17 @@ class Notes:
 
 
 def bench_serve(
-    model: Transformer, serve: Serve, *, modes: Items[str] = MODES, requests: int = 32, tokens_in: int = 128,
-    tokens_out: int = 64, watch: Callable[[str], None] = lambda name: None,
-    keep: Callable[[str, Notes], None] | None = None, peaks: Peaks | None = None,
-) -> ServeBench:  # fmt: skip
+    model: Transformer,
+    serve: Serve,
+    *,
+    modes: Items[str] = MODES,
+    requests: int = 32,
+    tokens_in: int = 128,
+    tokens_out: int = 64,
+    watch: Callable[[str], None] = lambda name: None,
+    keep: Callable[[str, Notes], None] | None = None,
+    peaks: Peaks | None = None,
+) -> ServeBench:
     """A single stream, then the same ragged requests once for each batching mode.
 
     They come in bursts, thrice as many as run together, the first of each a moment ahead, as from a program that asks
@@ -91,9 +98,15 @@ def bench_serve(
         if keep is not None:
             keep(mode, notes)
     made = ServeBench(
-        model=config.name, device=weight.device.type, dtype=str(weight.dtype).removeprefix("torch."), single=single,
-        single_bytes_per_s=0.0, together=serve.max_running, burst=_BURST * serve.max_running, modes=tuple(found),
-    )  # fmt: skip
+        model=config.name,
+        device=weight.device.type,
+        dtype=str(weight.dtype).removeprefix("torch."),
+        single=single,
+        single_bytes_per_s=0.0,
+        together=serve.max_running,
+        burst=_BURST * serve.max_running,
+        modes=tuple(found),
+    )
     token_bytes = decode_bytes(model, tokens_in + tokens_out / 2)
     return replace(made, single_bytes_per_s=made.single_tokens_per_s * token_bytes)
 

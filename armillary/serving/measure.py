@@ -131,11 +131,19 @@ class Watch:
     def served(self, name: str, seconds: float) -> Served:
         preempted = self.engine.scheduler.totals.preempted - self._preempted
         return Served(
-            name=name, requests=self.finished, tokens_in=self.tokens_in, tokens_out=self.tokens_out, seconds=seconds,
-            steps=len(self.decided), ttft_p50_s=percentile(self.firsts, 50), ttft_p99_s=percentile(self.firsts, 99),
-            itl_p50_s=percentile(self.gaps, 50), itl_p99_s=percentile(self.gaps, 99),
-            schedule_s=sum(self.decided) / max(1, len(self.decided)), preempted=preempted,
-        )  # fmt: skip
+            name=name,
+            requests=self.finished,
+            tokens_in=self.tokens_in,
+            tokens_out=self.tokens_out,
+            seconds=seconds,
+            steps=len(self.decided),
+            ttft_p50_s=percentile(self.firsts, 50),
+            ttft_p99_s=percentile(self.firsts, 99),
+            itl_p50_s=percentile(self.gaps, 50),
+            itl_p99_s=percentile(self.gaps, 99),
+            schedule_s=sum(self.decided) / max(1, len(self.decided)),
+            preempted=preempted,
+        )
 
 
 def percentile(values: Items[float], percent: float) -> float:
@@ -150,9 +158,14 @@ def decode_bytes(model: Transformer, context: float, *, batch: int = 1) -> float
     """Bytes one decode step has to read: every weight but the input embedding, and keys and values of the context.
     Window layers read their window."""
     config = model.config
-    weights = sum(p.numel() * p.element_size() for name, p in model.named_parameters()
-                  if config.tied or not name.startswith("embedding."))  # fmt: skip
+    weights = sum(
+        p.numel() * p.element_size()
+        for name, p in model.named_parameters()
+        if config.tied or not name.startswith("embedding.")
+    )
     size = next(model.parameters()).element_size()
-    seen = sum(min(context, config.window) if layer.attention == "sliding" and config.window else context
-               for layer in config.layers)  # fmt: skip
+    seen = sum(
+        min(context, config.window) if layer.attention == "sliding" and config.window else context
+        for layer in config.layers
+    )
     return weights + batch * seen * 2 * config.kv_heads * config.head_dim * size

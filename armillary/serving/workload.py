@@ -8,19 +8,29 @@ from armillary.serving.engine.params import SamplingParams
 from armillary.serving.engine.request import Request
 
 
-def fixed(count: int, *, tokens_in: int, tokens_out: int, vocab: int, seed: int = 0, name: str = "r",
-          temperature: float = 0.0) -> list[Request]:  # fmt: skip
+def fixed(
+    count: int, *, tokens_in: int, tokens_out: int, vocab: int, seed: int = 0, name: str = "r", temperature: float = 0.0
+) -> list[Request]:
     """`count` requests alike in length; none ends early."""
     dice = Random(seed)
-    return [_request(f"{name}{i}", [dice.randrange(vocab) for _ in range(tokens_in)], tokens_out, temperature)
-            for i in range(count)]  # fmt: skip
+    return [
+        _request(f"{name}{i}", [dice.randrange(vocab) for _ in range(tokens_in)], tokens_out, temperature)
+        for i in range(count)
+    ]
 
 
 def ragged(count: int, *, most_in: int, most_out: int, vocab: int, seed: int = 0) -> list[Request]:
     """Prompts and answers of a tenth of the most to the most, as requests mix in practice; none ends early."""
     dice = Random(seed)
-    return [_request(f"r{i}", [dice.randrange(vocab) for _ in range(dice.randint(max(1, most_in // 10), most_in))],
-                     dice.randint(max(1, most_out // 10), most_out), 0.6) for i in range(count)]  # fmt: skip
+    return [
+        _request(
+            f"r{i}",
+            [dice.randrange(vocab) for _ in range(dice.randint(max(1, most_in // 10), most_in))],
+            dice.randint(max(1, most_out // 10), most_out),
+            0.6,
+        )
+        for i in range(count)
+    ]
 
 
 def nano_vllm(count: int = 256, *, least: int = 100, most: int = 1024, vocab: int = 10_000) -> list[Request]:

@@ -79,9 +79,15 @@ def keys_read(span: Span, shape: AttentionShape) -> int:
 
 
 def attention(
-    name: str, shape: AttentionShape, spans: Sequence[Span], *, dtype: str, kv_dtype: str = "", flash: bool = True,
+    name: str,
+    shape: AttentionShape,
+    spans: Sequence[Span],
+    *,
+    dtype: str,
+    kv_dtype: str = "",
+    flash: bool = True,
     half: bool = False,
-) -> Op:  # fmt: skip
+) -> Op:
     """softmax(QKᵀ)V: 2·heads·(qk_dim + v_dim)·pairs FLOPs, the two products only (softmax not counted, as in
     Dao et al., FlashAttention, arXiv 2205.14135). `flash`: masked blocks are skipped and scores never leave the
     chip; otherwise the whole matrix is computed, and the scores and probabilities are each written and read."""
@@ -138,9 +144,15 @@ def _triples(n: int, window_1: int, window_2: int) -> int:
 
 
 def simplicial_attention(
-    name: str, shape: AttentionShape, spans: Sequence[Span], *, window_1: int, window_2: int, dtype: str,
+    name: str,
+    shape: AttentionShape,
+    spans: Sequence[Span],
+    *,
+    window_1: int,
+    window_2: int,
+    dtype: str,
     backward: bool = False,
-) -> Op:  # fmt: skip
+) -> Op:
     """softmax over pairs (j, k) of Σ_d q·k1_j·k2_k, then Σ P·(v1_j ⊙ v2_k). Forward (q⊙k1)K2ᵀ and P·V2: 4·heads·dim
     FLOPs a triple. Backward S and P·V2 once more, dP, dV2, d(q⊙k1), dK2: 12. The products with k1 and v1 happen
     once a pair and are not counted (Roy et al., Fast and Simplex, arXiv 2507.02754)."""

@@ -42,8 +42,10 @@ def batch_says(layout: Layout, case: Case) -> str:
     below = case.batch_tokens - case.batch_tokens % unit
     hint = f"layout.micro_batch={smaller[0]}" if smaller else f"train.batch_tokens={below or unit}"
     pp = f" × pp={layout.pp}" if layout.schedule == "interleaved" and layout.pp > 1 else ""
-    return (f"a batch of {case.batch_tokens} tokens is not a multiple of sequence={case.sequence} × "
-            f"micro_batch={layout.micro_batch} × dp={layout.dp}{pp}; try --set {hint}")  # fmt: skip
+    return (
+        f"a batch of {case.batch_tokens} tokens is not a multiple of sequence={case.sequence} × "
+        f"micro_batch={layout.micro_batch} × dp={layout.dp}{pp}; try --set {hint}"
+    )
 
 
 def rounds_hold(layout: Layout, case: Case) -> bool:
@@ -60,5 +62,7 @@ def rounds_say(layout: Layout, case: Case) -> str:
     assert case.sequence is not None and case.batch_tokens is not None
     count, unit = layout.num_micro_batches(case.batch_tokens, case.sequence), _unit(replace(layout, pp=1), case)
     fitting = next(n for n in range(count - 1, 0, -1) if rounds_hold(layout, replace(case, batch_tokens=n * unit)))
-    return (f"schedule={layout.schedule} takes {count} micro-batches in rounds of about pp={layout.pp}, which do not "
-            f"come out even; try --set train.batch_tokens={fitting * unit}")  # fmt: skip
+    return (
+        f"schedule={layout.schedule} takes {count} micro-batches in rounds of about pp={layout.pp}, which do not "
+        f"come out even; try --set train.batch_tokens={fitting * unit}"
+    )

@@ -19,7 +19,7 @@ def shares(blend: Mapping[str, float]) -> tuple[tuple[str, int], ...]:
     """Source and rows of a round, by name: the order in which a recipe lists its sources means nothing."""
     for source, weight in blend.items():
         if not source.strip():
-            raise BadRecipe("a source of data.blend has no name; write it like blend = { stdlib = 3, \"books\" = 1 }")
+            raise BadRecipe('a source of data.blend has no name; write it like blend = { stdlib = 3, "books" = 1 }')
         if not (isfinite(weight) and weight > 0):
             raise BadRecipe(f"the weight {weight:g} of '{source}' in data.blend must be above 0; leave the source out")
     exact = {source: Fraction(str(weight)) for source, weight in sorted(blend.items())}

@@ -263,6 +263,18 @@ def _no_such(kind: str, name: str, table: Mapping[str, Mapping[str, Any]], verb:
 
 
 __all__ = [
-    "ModelEntry", "chip", "chips", "cluster", "config_from_fields", "link", "links", "model", "models",
-    "node", "nodes", "prices", "storage", "storages",
-]  # fmt: skip
+    "ModelEntry",
+    "chip",
+    "chips",
+    "cluster",
+    "config_from_fields",
+    "link",
+    "links",
+    "model",
+    "models",
+    "node",
+    "nodes",
+    "prices",
+    "storage",
+    "storages",
+]

@@ -66,5 +66,4 @@ def fp8_rule(config: ModelConfig, layout: Layout, job: TrainJob | None = None) -
     wide += ["routers and experts"] if config.num_moe_layers else []
     wide += ["embedding, norms, attention, head and loss"]
     scale = f"one a {layout.fp8_scaling}"
-    return (f"fp8 (E4M3, gradients E5M2, scales {scale}): {', '.join(narrow) or 'nothing'}; "
-            f"bf16: {', '.join(wide)}")  # fmt: skip
+    return f"fp8 (E4M3, gradients E5M2, scales {scale}): {', '.join(narrow) or 'nothing'}; bf16: {', '.join(wide)}"

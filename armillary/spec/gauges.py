@@ -194,10 +194,22 @@ _PERCENTILES: _Rows = tuple(
     for percent in (50, 90, 99)
 )
 
-_PER_REQUEST = frozenset({
-    "ttft_s", "itl_s", "tpot_s", "e2e_s", "queue_s", "prefill_s", "decode_s", "tokens_in", "tokens_out",
-    "cached_tokens", "repeated_tokens", "itl_max_s",
-})  # fmt: skip
+_PER_REQUEST = frozenset(
+    {
+        "ttft_s",
+        "itl_s",
+        "tpot_s",
+        "e2e_s",
+        "queue_s",
+        "prefill_s",
+        "decode_s",
+        "tokens_in",
+        "tokens_out",
+        "cached_tokens",
+        "repeated_tokens",
+        "itl_max_s",
+    }
+)
 
 
 def _gauges(loop: Loop, rows: _Rows) -> dict[str, Gauge]:

@@ -21,9 +21,15 @@ from armillary.spec.hf_rope import brief_longrope, read_rope, write_rope
 from armillary.spec.model import ModelConfig, MoE
 
 _ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh", "relu": "relu", "relu2": "relu2",
-}  # fmt: skip
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
 _SAME_AS = {"gemma3": "gemma3_text", "llama4": "llama4_text", "kimi_k2": "deepseek_v3"}
 _ACTIVATIONS_OUT = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2"}
 
@@ -221,8 +227,10 @@ def _write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
 
 def _experts(config: ModelConfig) -> MoE:
     if config.moe is None:
-        raise BadModel(f"{config.name}: a '{config.family}' config.json is of a model with experts and this has none; "
-                       "try --set model.family=llama, or give it [model.moe]")  # fmt: skip
+        raise BadModel(
+            f"{config.name}: a '{config.family}' config.json is of a model with experts and this has none; "
+            "try --set model.family=llama, or give it [model.moe]"
+        )
     return config.moe
 
 

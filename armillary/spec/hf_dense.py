@@ -47,12 +47,16 @@ def gemma(raw: Raw) -> Fields:
 
 def gemma2(raw: Raw) -> Fields:
     layers = kinds(raw, sliding=lambda i: i % 2 == 0)
-    return gemma(raw) | with_window(layers, raw.get("sliding_window", 4096)) | {
-        "norm_at": "both",
-        "attention_scale": raw.get("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_softcap": raw.get("attn_logit_softcapping"),
-        "logit_softcap": raw.get("final_logit_softcapping"),
-    }  # fmt: skip
+    return (
+        gemma(raw)
+        | with_window(layers, raw.get("sliding_window", 4096))
+        | {
+            "norm_at": "both",
+            "attention_scale": raw.get("query_pre_attn_scalar", 256) ** -0.5,
+            "attention_softcap": raw.get("attn_logit_softcapping"),
+            "logit_softcap": raw.get("final_logit_softcapping"),
+        }
+    )
 
 
 def gemma3(raw: Raw) -> Fields:
@@ -81,21 +85,39 @@ def gpt2(raw: Raw) -> Fields:
     hidden = raw.get("n_embd", 768)
     context = raw.get("n_positions", 1024)
     return {
-        "hidden": hidden, "heads": raw.get("n_head", 12), "kv_heads": raw.get("n_head", 12),
-        "head_dim": hidden // raw.get("n_head", 12), "ffn": raw.get("n_inner") or 4 * hidden, "context": context,
-        "layers": kinds({"num_hidden_layers": raw.get("n_layer", 12)}), "activation": "gelu_tanh", "gated": False,
-        "norm": "layer", "norm_bias": True, "norm_eps": raw.get("layer_norm_epsilon", 1e-5),
-        "qkv_bias": True, "out_bias": True, "mlp_bias": True, "positions": "learned", "learned_positions": context,
-    }  # fmt: skip
+        "hidden": hidden,
+        "heads": raw.get("n_head", 12),
+        "kv_heads": raw.get("n_head", 12),
+        "head_dim": hidden // raw.get("n_head", 12),
+        "ffn": raw.get("n_inner") or 4 * hidden,
+        "context": context,
+        "layers": kinds({"num_hidden_layers": raw.get("n_layer", 12)}),
+        "activation": "gelu_tanh",
+        "gated": False,
+        "norm": "layer",
+        "norm_bias": True,
+        "norm_eps": raw.get("layer_norm_epsilon", 1e-5),
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "positions": "learned",
+        "learned_positions": context,
+    }
 
 
 def gpt_neox(raw: Raw) -> Fields:
     bias = raw.get("attention_bias", True)
     return {
-        "norm": "layer", "norm_bias": True, "norm_eps": raw.get("layer_norm_eps", 1e-5), "gated": False,
+        "norm": "layer",
+        "norm_bias": True,
+        "norm_eps": raw.get("layer_norm_eps", 1e-5),
+        "gated": False,
         "parallel": "two_norms" if raw.get("use_parallel_residual", True) else "none",
-        "qkv_bias": bias, "out_bias": bias, "mlp_bias": True, "rope": read_rope(raw, fraction=0.25),
-    }  # fmt: skip
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": True,
+        "rope": read_rope(raw, fraction=0.25),
+    }
 
 
 def falcon(raw: Raw) -> Fields:
@@ -106,14 +128,23 @@ def falcon(raw: Raw) -> Fields:
     norms = raw.get("num_ln_in_parallel_attn") or (2 if new else 1)
     in_parallel = "two_norms" if norms == 2 else "one_norm"
     return {
-        "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": hidden // heads,
-        "ffn": raw.get("ffn_hidden_size") or 4 * hidden, "gated": False, "activation": "gelu",
-        "norm": "layer", "norm_bias": True, "norm_eps": raw.get("layer_norm_epsilon", 1e-5),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "ffn": raw.get("ffn_hidden_size") or 4 * hidden,
+        "gated": False,
+        "activation": "gelu",
+        "norm": "layer",
+        "norm_bias": True,
+        "norm_eps": raw.get("layer_norm_epsilon", 1e-5),
         "parallel": in_parallel if new or raw.get("parallel_attn", True) else "none",
-        "qkv_bias": bias, "out_bias": bias, "mlp_bias": bias,
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": bias,
         "positions": "alibi" if raw.get("alibi", False) else "rope",
         "context": raw.get("max_position_embeddings", 2048),
-    }  # fmt: skip
+    }
 
 
 def mpt(raw: Raw) -> Fields:
@@ -121,13 +152,26 @@ def mpt(raw: Raw) -> Fields:
     bias = not raw.get("no_bias", True)
     alibi = attn.get("alibi", True)
     return {
-        "hidden": hidden, "heads": heads, "kv_heads": attn.get("kv_n_heads", heads), "head_dim": hidden // heads,
-        "ffn": raw.get("expansion_ratio", 4) * hidden, "context": raw.get("max_seq_len", 2048), "gated": False,
-        "activation": "gelu", "layers": kinds({"num_hidden_layers": raw["n_layers"]}), "norm": "layer",
-        "norm_bias": bias, "qkv_bias": bias, "out_bias": bias, "mlp_bias": bias, "qkv_clip": attn.get("clip_qkv"),
-        "attention_scale": attn.get("softmax_scale"), "positions": "alibi" if alibi else "learned",
-        "learned_positions": 0 if alibi else raw.get("max_seq_len", 2048), "alibi_max": attn.get("alibi_bias_max", 8),
-    }  # fmt: skip
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": attn.get("kv_n_heads", heads),
+        "head_dim": hidden // heads,
+        "ffn": raw.get("expansion_ratio", 4) * hidden,
+        "context": raw.get("max_seq_len", 2048),
+        "gated": False,
+        "activation": "gelu",
+        "layers": kinds({"num_hidden_layers": raw["n_layers"]}),
+        "norm": "layer",
+        "norm_bias": bias,
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": bias,
+        "qkv_clip": attn.get("clip_qkv"),
+        "attention_scale": attn.get("softmax_scale"),
+        "positions": "alibi" if alibi else "learned",
+        "learned_positions": 0 if alibi else raw.get("max_seq_len", 2048),
+        "alibi_max": attn.get("alibi_bias_max", 8),
+    }
 
 
 def smollm3(raw: Raw) -> Fields:
@@ -138,6 +182,8 @@ def smollm3(raw: Raw) -> Fields:
 
 def granite(raw: Raw) -> Fields:
     return llama(raw) | {
-        "embedding_scale": raw.get("embedding_multiplier", 1.0), "residual_scale": raw.get("residual_multiplier", 1.0),
-        "attention_scale": raw.get("attention_multiplier", 1.0), "logit_scale": 1.0 / raw.get("logits_scaling", 1.0),
-    }  # fmt: skip
+        "embedding_scale": raw.get("embedding_multiplier", 1.0),
+        "residual_scale": raw.get("residual_multiplier", 1.0),
+        "attention_scale": raw.get("attention_multiplier", 1.0),
+        "logit_scale": 1.0 / raw.get("logits_scaling", 1.0),
+    }

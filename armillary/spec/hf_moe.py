@@ -72,38 +72,50 @@ def olmoe(raw: Raw) -> Fields:
 def deepseek(raw: Raw) -> Fields:
     first, every = raw.get("first_k_dense_replace", 0), raw.get("moe_layer_freq", 1)
     mla = {
-        "q_rank": raw.get("q_lora_rank"), "kv_rank": raw["kv_lora_rank"], "nope_dim": raw["qk_nope_head_dim"],
-        "rope_dim": raw["qk_rope_head_dim"], "v_dim": raw["v_head_dim"],
-    }  # fmt: skip
+        "q_rank": raw.get("q_lora_rank"),
+        "kv_rank": raw["kv_lora_rank"],
+        "nope_dim": raw["qk_nope_head_dim"],
+        "rope_dim": raw["qk_rope_head_dim"],
+        "v_dim": raw["v_head_dim"],
+    }
     rope = replace(read_rope(raw), interleaved=raw.get("rope_interleave", True))
     scale = (mla["nope_dim"] + mla["rope_dim"]) ** -0.5
     return {
-        "mla": mla, "head_dim": mla["nope_dim"] + mla["rope_dim"], "rope": rope, "moe": deepseek_moe(raw),
+        "mla": mla,
+        "head_dim": mla["nope_dim"] + mla["rope_dim"],
+        "rope": rope,
+        "moe": deepseek_moe(raw),
         "layers": kinds(raw, moe=lambda i: i >= first and i % every == 0),
         "attention_scale": scale * _yarn_softmax(rope.factor, rope.mscale_all_dim),
-    }  # fmt: skip
+    }
 
 
 def deepseek_moe(raw: Raw) -> Fields:
     v3 = raw.get("model_type") != "deepseek_v2"
     return {
-        "num_experts": raw["n_routed_experts"], "top_k": raw["num_experts_per_tok"],
+        "num_experts": raw["n_routed_experts"],
+        "top_k": raw["num_experts_per_tok"],
         "ffn": raw["moe_intermediate_size"],
         "shared_ffn": raw["moe_intermediate_size"] * (raw.get("n_shared_experts") or 0),
         "score": "sigmoid" if raw.get("scoring_func", "sigmoid" if v3 else "softmax") == "sigmoid" else "softmax",
-        "normalize": raw.get("norm_topk_prob", v3), "routed_scale": raw.get("routed_scaling_factor", 1.0),
-        "selection_bias": v3, "groups": raw.get("n_group") or 1, "top_groups": raw.get("topk_group") or 1,
-    }  # fmt: skip
+        "normalize": raw.get("norm_topk_prob", v3),
+        "routed_scale": raw.get("routed_scaling_factor", 1.0),
+        "selection_bias": v3,
+        "groups": raw.get("n_group") or 1,
+        "top_groups": raw.get("topk_group") or 1,
+    }
 
 
 def glm4_moe(raw: Raw) -> Fields:
     first = raw.get("first_k_dense_replace", 1)
     routing = {"score": "sigmoid", "selection_bias": True, "normalize": raw.get("norm_topk_prob", True)}
     return {
-        "qkv_bias": raw.get("attention_bias", False), "qk_norm": "head" if raw.get("use_qk_norm", False) else "none",
-        "rope": read_rope(raw, fraction=0.5), "layers": kinds(raw, moe=lambda i: i >= first),
+        "qkv_bias": raw.get("attention_bias", False),
+        "qk_norm": "head" if raw.get("use_qk_norm", False) else "none",
+        "rope": read_rope(raw, fraction=0.5),
+        "layers": kinds(raw, moe=lambda i: i >= first),
         "moe": deepseek_moe(raw) | routing,
-    }  # fmt: skip
+    }
 
 
 def _yarn_softmax(factor: float, mscale: float | None) -> float:
@@ -115,14 +127,23 @@ def gpt_oss(raw: Raw) -> Fields:
     bias = raw.get("attention_bias", True)
     layers = kinds(raw, sliding=lambda i: i % 2 == 0, moe=lambda i: True)
     moe = {
-        "num_experts": raw.get("num_local_experts", 128), "top_k": raw.get("num_experts_per_tok", 4),
-        "ffn": raw["intermediate_size"], "score": "softmax_topk", "router_bias": True, "expert_bias": True,
+        "num_experts": raw.get("num_local_experts", 128),
+        "top_k": raw.get("num_experts_per_tok", 4),
+        "ffn": raw["intermediate_size"],
+        "score": "softmax_topk",
+        "router_bias": True,
+        "expert_bias": True,
         "aux_loss": raw.get("router_aux_loss_coef", 0.001),
-    }  # fmt: skip
+    }
     return with_window(layers, raw.get("sliding_window", 128)) | {
-        "sinks": True, "qkv_bias": bias, "out_bias": bias, "moe": moe, "ffn": 0, "activation": "swiglu_clamped",
+        "sinks": True,
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "moe": moe,
+        "ffn": 0,
+        "activation": "swiglu_clamped",
         "rope": read_rope(raw, theta=150_000.0),
-    }  # fmt: skip
+    }
 
 
 def llama4(raw: Raw) -> Fields:
@@ -133,25 +154,45 @@ def llama4(raw: Raw) -> Fields:
     if not raw.get("layer_types"):
         layers = [layer | {"attention": "chunked" if layer["rope"] else "full"} for layer in layers]
     moe = {
-        "num_experts": raw.get("num_local_experts", 16), "top_k": raw.get("num_experts_per_tok", 1),
-        "ffn": raw["intermediate_size"], "shared_ffn": raw["intermediate_size"], "score": "sigmoid",
-        "normalize": False, "scale_input": True,
-    }  # fmt: skip
+        "num_experts": raw.get("num_local_experts", 16),
+        "top_k": raw.get("num_experts_per_tok", 1),
+        "ffn": raw["intermediate_size"],
+        "shared_ffn": raw["intermediate_size"],
+        "score": "sigmoid",
+        "normalize": False,
+        "scale_input": True,
+    }
     qk = {"qk_norm": "head", "qk_norm_kind": "plain"} if raw.get("use_qk_norm", True) else {}
     rope = replace(read_rope(raw, theta=500_000.0), interleaved=True)
-    return with_window(layers, raw.get("attention_chunk_size", 8192)) | qk | {
-        "ffn": raw.get("intermediate_size_mlp", raw["intermediate_size"]), "moe": moe, "rope": rope,
-    }  # fmt: skip
+    return (
+        with_window(layers, raw.get("attention_chunk_size", 8192))
+        | qk
+        | {
+            "ffn": raw.get("intermediate_size_mlp", raw["intermediate_size"]),
+            "moe": moe,
+            "rope": rope,
+        }
+    )
 
 
 def dbrx(raw: Raw) -> Fields:
     attn, ffn, hidden, heads = raw["attn_config"], raw["ffn_config"], raw["d_model"], raw["n_heads"]
     moe = {
-        "num_experts": ffn["moe_num_experts"], "top_k": ffn["moe_top_k"], "ffn": ffn["ffn_hidden_size"],
+        "num_experts": ffn["moe_num_experts"],
+        "top_k": ffn["moe_top_k"],
+        "ffn": ffn["ffn_hidden_size"],
         "aux_loss": ffn.get("moe_loss_weight", 0.01),
-    }  # fmt: skip
+    }
     return {
-        "hidden": hidden, "heads": heads, "kv_heads": attn.get("kv_n_heads", 1), "head_dim": hidden // heads, "ffn": 0,
-        "context": raw["max_seq_len"], "layers": kinds(raw, moe=lambda i: True), "moe": moe, "norm": "layer",
-        "qkv_clip": attn.get("clip_qkv"), "rope": read_rope(attn),
-    }  # fmt: skip
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": attn.get("kv_n_heads", 1),
+        "head_dim": hidden // heads,
+        "ffn": 0,
+        "context": raw["max_seq_len"],
+        "layers": kinds(raw, moe=lambda i: True),
+        "moe": moe,
+        "norm": "layer",
+        "qkv_clip": attn.get("clip_qkv"),
+        "rope": read_rope(attn),
+    }

@@ -10,8 +10,13 @@ from armillary.spec.model import Activation
 from armillary.spec.ops import FP32_BYTES, INDEX_BYTES, Op, size_of
 
 ACTIVATION_FLOPS: dict[Activation, int] = {
-    "silu": 4, "gelu": 5, "gelu_tanh": 9, "relu": 1, "relu2": 2, "swiglu_clamped": 8,
-}  # fmt: skip
+    "silu": 4,
+    "gelu": 5,
+    "gelu_tanh": 9,
+    "relu": 1,
+    "relu2": 2,
+    "swiglu_clamped": 8,
+}
 """operations an element; exp, erf, tanh and a clamp count as one each"""
 
 
@@ -25,8 +30,14 @@ def norm(
     flops = ({"rms": 4, "layer": 7}[kind] + residual) * n
     weights = columns * b * (1 if kind == "rms" else 2)
     arrays = 1 + residual
-    return Op(name=name, kind="norm", flops=flops, bytes_read=arrays * n * b + weights, bytes_written=arrays * n * b,
-              dtype=dtype)  # fmt: skip
+    return Op(
+        name=name,
+        kind="norm",
+        flops=flops,
+        bytes_read=arrays * n * b + weights,
+        bytes_written=arrays * n * b,
+        dtype=dtype,
+    )
 
 
 def norm_backward(
@@ -67,8 +78,14 @@ def activation_backward(
     the gradient of each input."""
     n, b = tokens * ffn, size_of(dtype)
     flops = (2 * ACTIVATION_FLOPS[function] + 1 + 2 * gated) * n
-    return Op(name=name, kind="elementwise", flops=flops, bytes_read=(2 + gated) * n * b,
-              bytes_written=(1 + gated) * n * b, dtype=dtype)  # fmt: skip
+    return Op(
+        name=name,
+        kind="elementwise",
+        flops=flops,
+        bytes_read=(2 + gated) * n * b,
+        bytes_written=(1 + gated) * n * b,
+        dtype=dtype,
+    )
 
 
 # --- the two ends: embedding and loss
@@ -92,15 +109,27 @@ def embedding_backward(name: str, tokens: int, hidden: int, vocab: int, *, dtype
 def cross_entropy(name: str, tokens: int, vocab: int, *, dtype: str) -> Op:
     """logsumexp(logits) − logit of the target: max, subtract, exp, add, 4 FLOPs a logit in one online pass."""
     n = tokens * vocab
-    return Op(name=name, kind="loss", flops=4 * n, bytes_read=n * size_of(dtype) + tokens * INDEX_BYTES,
-              bytes_written=2 * tokens * FP32_BYTES, dtype=dtype)  # fmt: skip
+    return Op(
+        name=name,
+        kind="loss",
+        flops=4 * n,
+        bytes_read=n * size_of(dtype) + tokens * INDEX_BYTES,
+        bytes_written=2 * tokens * FP32_BYTES,
+        dtype=dtype,
+    )
 
 
 def cross_entropy_backward(name: str, tokens: int, vocab: int, *, dtype: str) -> Op:
     """(softmax − one-hot)·dloss: 3 FLOPs a logit, logits read and their gradient written in place."""
     n, b = tokens * vocab, size_of(dtype)
-    return Op(name=name, kind="loss", flops=3 * n, bytes_read=n * b + tokens * (INDEX_BYTES + 2 * FP32_BYTES),
-              bytes_written=n * b, dtype=dtype)  # fmt: skip
+    return Op(
+        name=name,
+        kind="loss",
+        flops=3 * n,
+        bytes_read=n * b + tokens * (INDEX_BYTES + 2 * FP32_BYTES),
+        bytes_written=n * b,
+        dtype=dtype,
+    )
 
 
 def linear_cross_entropy(
@@ -111,9 +140,15 @@ def linear_cross_entropy(
     again. Hidden and weight are read once, dX and dW written once."""
     b, products = size_of(dtype), (3 if recompute else 2) if backward else 1
     x, w = tokens * hidden * b, hidden * vocab * b
-    return Op(name=name, kind="matmul", flops=2 * products * tokens * hidden * vocab,
-              bytes_read=x + w + tokens * INDEX_BYTES, bytes_written=x + w if backward else 2 * tokens * FP32_BYTES,
-              dtype=dtype, shape=(1, tokens, vocab, hidden))  # fmt: skip
+    return Op(
+        name=name,
+        kind="matmul",
+        flops=2 * products * tokens * hidden * vocab,
+        bytes_read=x + w + tokens * INDEX_BYTES,
+        bytes_written=x + w if backward else 2 * tokens * FP32_BYTES,
+        dtype=dtype,
+        shape=(1, tokens, vocab, hidden),
+    )
 
 
 # --- optimisers
@@ -127,9 +162,14 @@ def adamw(
     working copy only written. fp32 throughout moves 28 bytes a weight, bf16 with fp32 gradients and master 30."""
     state, master = 2 * size_of(state_dtype), size_of("fp32")
     working = size_of(weight_dtype) if weight_dtype not in ("fp32", "tf32") else 0
-    return Op(name=name, kind="optimizer", flops=15 * weights,
-              bytes_read=weights * (size_of(grad_dtype) + state + master),
-              bytes_written=weights * (state + master + working), dtype=state_dtype)  # fmt: skip
+    return Op(
+        name=name,
+        kind="optimizer",
+        flops=15 * weights,
+        bytes_read=weights * (size_of(grad_dtype) + state + master),
+        bytes_written=weights * (state + master + working),
+        dtype=state_dtype,
+    )
 
 
 def sgd(name: str, weights: int, *, momentum: bool = True, dtype: str = "fp32") -> Op:
@@ -147,23 +187,40 @@ def router(name: str, tokens: int, experts: int, top_k: int, *, dtype: str = "fp
     """Scores and top-k over the experts, after the router's matmul: softmax (5 FLOPs) and one compare for each of
     the k passes; writes k scores and k indices a token (Shazeer et al., arXiv 1701.06538)."""
     n = tokens * experts
-    return Op(name=name, kind="softmax", flops=(5 + top_k) * n, bytes_read=n * size_of(dtype),
-              bytes_written=tokens * top_k * (FP32_BYTES + INDEX_BYTES), dtype=dtype)  # fmt: skip
+    return Op(
+        name=name,
+        kind="softmax",
+        flops=(5 + top_k) * n,
+        bytes_read=n * size_of(dtype),
+        bytes_written=tokens * top_k * (FP32_BYTES + INDEX_BYTES),
+        dtype=dtype,
+    )
 
 
 def dispatch(name: str, tokens: int, hidden: int, top_k: int, *, dtype: str) -> Op:
     """Put each token's row beside those of its k experts: read once, written k times. Its backward is `combine`."""
     b = size_of(dtype)
-    return Op(name=name, kind="copy", flops=0, bytes_read=tokens * (hidden * b + top_k * INDEX_BYTES),
-              bytes_written=tokens * top_k * hidden * b, dtype=dtype)  # fmt: skip
+    return Op(
+        name=name,
+        kind="copy",
+        flops=0,
+        bytes_read=tokens * (hidden * b + top_k * INDEX_BYTES),
+        bytes_written=tokens * top_k * hidden * b,
+        dtype=dtype,
+    )
 
 
 def combine(name: str, tokens: int, hidden: int, top_k: int, *, dtype: str) -> Op:
     """Weighted sum of the k experts' rows of each token: a multiply-add an element."""
     b = size_of(dtype)
-    return Op(name=name, kind="elementwise", flops=2 * tokens * top_k * hidden,
-              bytes_read=tokens * top_k * (hidden * b + FP32_BYTES + INDEX_BYTES), bytes_written=tokens * hidden * b,
-              dtype=dtype)  # fmt: skip
+    return Op(
+        name=name,
+        kind="elementwise",
+        flops=2 * tokens * top_k * hidden,
+        bytes_read=tokens * top_k * (hidden * b + FP32_BYTES + INDEX_BYTES),
+        bytes_written=tokens * hidden * b,
+        dtype=dtype,
+    )
 
 
 # --- serving and communication
@@ -173,8 +230,14 @@ def sampling(name: str, rows: int, vocab: int, *, dtype: str = "fp32") -> Op:
     """Temperature (1), softmax (5), threshold for top-k/top-p/min-p (1), Gumbel or inverse draw (1): 8 FLOPs a logit,
     the logits read once, one id written a row."""
     n = rows * vocab
-    return Op(name=name, kind="sampling", flops=8 * n, bytes_read=n * size_of(dtype), bytes_written=rows * INDEX_BYTES,
-              dtype=dtype)  # fmt: skip
+    return Op(
+        name=name,
+        kind="sampling",
+        flops=8 * n,
+        bytes_read=n * size_of(dtype),
+        bytes_written=rows * INDEX_BYTES,
+        dtype=dtype,
+    )
 
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]

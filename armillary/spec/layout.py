@@ -95,9 +95,10 @@ class Layout:
         inner = self.num_devices // self.dp
         options = [
             f"try --set layout.{axis}={less}"
-            for axis in ("pp", "cp", "tp") for less in range(getattr(self, axis) - 1, 0, -1)
+            for axis in ("pp", "cp", "tp")
+            for less in range(getattr(self, axis) - 1, 0, -1)
             if num_devices % (inner // getattr(self, axis) * less) == 0
-        ]  # fmt: skip
+        ]
         best = next((option for option in options if not option.endswith("=1")), next(iter(options), ""))
         near = f"use {max(inner, num_devices - num_devices % inner)}"
         return f"{num_devices} devices are not a multiple of {self.text('tp', 'pp', 'cp')}; " + (

@@ -45,14 +45,29 @@ class Problem(NamedTuple):
 
 
 def check_layout(
-    layout: Layout, model: ModelConfig, *, num_devices: int | None = None, fills: int | None = None,
-    sequence: int | None = None, batch_tokens: int | None = None, for_training: bool = True, by_trainer: bool = False,
+    layout: Layout,
+    model: ModelConfig,
+    *,
+    num_devices: int | None = None,
+    fills: int | None = None,
+    sequence: int | None = None,
+    batch_tokens: int | None = None,
+    for_training: bool = True,
+    by_trainer: bool = False,
     compiled: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Raise BadLayout, with the nearest layout that does, if the layout does not divide the model, the devices or the
     batch. Fewer devices than there are is allowed: the rest stays idle; but not fewer than `fills`, where given."""
-    case = Case(model=model, num_devices=num_devices, fills=fills, sequence=sequence, batch_tokens=batch_tokens,
-                for_training=for_training, by_trainer=by_trainer, compiled=compiled)  # fmt: skip
+    case = Case(
+        model=model,
+        num_devices=num_devices,
+        fills=fills,
+        sequence=sequence,
+        batch_tokens=batch_tokens,
+        for_training=for_training,
+        by_trainer=by_trainer,
+        compiled=compiled,
+    )
     if num_devices is not None and num_devices < 1:
         raise BadLayout(f"{num_devices} devices cannot run anything; give at least one, like --on h100x8")
     for text in _texts(layout, case):
@@ -101,8 +116,10 @@ def _pp_says(layout: Layout, case: Case) -> str:
     options += [{"interleave": v} for v in range(min(layout.interleave - 1, most // layout.pp), 0, -1)]
     options += [{"pp": pp} for pp in range(min(layout.pp - 1, most // layout.interleave), 1, -1)]
     options += [{"pp": most if layout.pp > most else layout.pp, "interleave": 1, "schedule": "1f1b"}, {"pp": 1}]
-    return (f"{layout.text('pp', 'interleave')} makes more chunks than {case.model.name} has layers, embedding and "
-            f"head ({most}); try {_first_clean(layout, case, options)}")  # fmt: skip
+    return (
+        f"{layout.text('pp', 'interleave')} makes more chunks than {case.model.name} has layers, embedding and "
+        f"head ({most}); try {_first_clean(layout, case, options)}"
+    )
 
 
 def _schedule_holds(layout: Layout, case: Case) -> bool:
@@ -117,8 +134,10 @@ def _schedule_says(layout: Layout, case: Case) -> str:
     if layout.pp == 1:
         return f"interleave={layout.interleave} needs pipeline stages; try --set layout.interleave=1"
     if layout.interleave > 1:
-        return (f"schedule={layout.schedule} runs one chunk a stage, not interleave={layout.interleave}; "
-                "try --set layout.schedule=interleaved")  # fmt: skip
+        return (
+            f"schedule={layout.schedule} runs one chunk a stage, not interleave={layout.interleave}; "
+            "try --set layout.schedule=interleaved"
+        )
     return "schedule=interleaved needs two chunks a stage or more; try --set layout.schedule=1f1b"
 
 
@@ -133,8 +152,10 @@ def _cp_says(layout: Layout, case: Case) -> str:
     assert case.sequence is not None
     most = min(case.sequence // 2, 2 * layout.cp)
     fitting = [cp for cp in range(1, most + 1) if case.sequence % (2 * cp) == 0] or [1]
-    return (f"cp={layout.cp} does not cut a sequence of {case.sequence} into 2 × {layout.cp} equal pieces (zig-zag); "
-            f"try --set layout.cp={near(layout.cp, fitting)}")  # fmt: skip
+    return (
+        f"cp={layout.cp} does not cut a sequence of {case.sequence} into 2 × {layout.cp} equal pieces (zig-zag); "
+        f"try --set layout.cp={near(layout.cp, fitting)}"
+    )
 
 
 def _ep_holds(layout: Layout, case: Case) -> bool:

@@ -60,8 +60,9 @@ def check_names(on: Sequence[str]) -> None:
     for name in on:
         if name not in NAMES:
             guess = nearest(name, NAMES) or "qkv"
-            raise BadRecipe(f"train.lora_on has no projection '{name}' ({', '.join(NAMES)}); "
-                            f"try --set train.lora_on={guess}")  # fmt: skip
+            raise BadRecipe(
+                f"train.lora_on has no projection '{name}' ({', '.join(NAMES)}); try --set train.lora_on={guess}"
+            )
     if not on:
         raise BadRecipe("train.lora_on is empty, so nothing would be trained; try --set train.lora_on=qkv,out")
 
@@ -78,8 +79,10 @@ def targets(config: ModelConfig, on: Sequence[str]) -> dict[str, Target]:
             if any(target.chosen):
                 found[f"blocks.{i}.{module}"] = target
     if not found:
-        raise BadRecipe(f"{config.name} has only experts where {', '.join(sorted(names))} would be, and those carry no "
-                        "adapters; try --set train.lora_on=qkv,out")  # fmt: skip
+        raise BadRecipe(
+            f"{config.name} has only experts where {', '.join(sorted(names))} would be, and those carry no "
+            "adapters; try --set train.lora_on=qkv,out"
+        )
     return found
 
 

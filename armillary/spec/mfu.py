@@ -58,9 +58,15 @@ def _simplicial(config: ModelConfig, shape: AttentionShape, spans: list[Span], *
 
 
 def hardware_flops_per_token(
-    config: ModelConfig, sequence: int, *, recompute: Recompute = "none", recompute_every: int = 1, flash: bool = True,
-    frozen: int = 0, adapters: int = 0,
-) -> float:  # fmt: skip
+    config: ModelConfig,
+    sequence: int,
+    *,
+    recompute: Recompute = "none",
+    recompute_every: int = 1,
+    flash: bool = True,
+    frozen: int = 0,
+    adapters: int = 0,
+) -> float:
     """Model FLOPs plus what is done again: flash attention's backward remakes the scores (5 products where the model
     needs 4); `full` repeats the forward of one layer in `recompute_every`; `selective` keeps the outputs of matrix
     products and attention, so that it repeats none of their FLOPs."""

@@ -15,9 +15,20 @@ from typing import Literal
 from armillary.spec.hardware import DTYPE_BYTES
 
 Kind = Literal[
-    "matmul", "conv", "attention", "norm", "softmax", "elementwise", "embedding", "loss", "optimizer",
-    "reduction", "copy", "sampling", "collective",
-]  # fmt: skip
+    "matmul",
+    "conv",
+    "attention",
+    "norm",
+    "softmax",
+    "elementwise",
+    "embedding",
+    "loss",
+    "optimizer",
+    "reduction",
+    "copy",
+    "sampling",
+    "collective",
+]
 MATRIX_KINDS = frozenset({"matmul", "conv", "attention"})
 INDEX_BYTES = 8
 """token ids and indices are int64"""
@@ -79,8 +90,15 @@ def batched_matmul(
     read = batch * (m * k * size_of(dtype) + k * n * size_of(weight_dtype or dtype))
     written = batch * m * n * size_of(out_dtype or dtype)
     flops = 2 * batch * m * n * k
-    return Op(name=name, kind="matmul", flops=flops, bytes_read=read, bytes_written=written, dtype=dtype,
-              shape=(batch, m, n, k))  # fmt: skip
+    return Op(
+        name=name,
+        kind="matmul",
+        flops=flops,
+        bytes_read=read,
+        bytes_written=written,
+        dtype=dtype,
+        shape=(batch, m, n, k),
+    )
 
 
 def matmul_backward(op: Op) -> tuple[Op, Op]:
@@ -98,16 +116,30 @@ def grouped_matmul(name: str, rows: int, n: int, k: int, *, groups: int, dtype: 
     used = min(groups, rows)
     read = rows * k * size_of(dtype) + used * k * n * size_of(weight_dtype or dtype)
     per_group = -(-rows // used) if used else 0
-    return Op(name=name, kind="matmul", flops=2 * rows * n * k, bytes_read=read,
-              bytes_written=rows * n * size_of(dtype), dtype=dtype, shape=(used, per_group, n, k))  # fmt: skip
+    return Op(
+        name=name,
+        kind="matmul",
+        flops=2 * rows * n * k,
+        bytes_read=read,
+        bytes_written=rows * n * size_of(dtype),
+        dtype=dtype,
+        shape=(used, per_group, n, k),
+    )
 
 
 def grouped_matmul_backward(name: str, rows: int, n: int, k: int, *, groups: int, dtype: str) -> tuple[Op, Op]:
     """dX reads every used weight again; dW writes the gradient of all `groups` (zeros where no row went)."""
     dx = grouped_matmul(f"{name}.dx", rows, k, n, groups=groups, dtype=dtype)
     b = size_of(dtype)
-    dw = Op(name=f"{name}.dw", kind="matmul", flops=2 * rows * n * k, bytes_read=rows * (k + n) * b,
-            bytes_written=groups * k * n * b, dtype=dtype, shape=(dx.shape[0], k, n, dx.shape[1]))  # fmt: skip
+    dw = Op(
+        name=f"{name}.dw",
+        kind="matmul",
+        flops=2 * rows * n * k,
+        bytes_read=rows * (k + n) * b,
+        bytes_written=groups * k * n * b,
+        dtype=dtype,
+        shape=(dx.shape[0], k, n, dx.shape[1]),
+    )
     return dx, dw
 
 
@@ -151,8 +183,11 @@ class Conv:
     def counts(self) -> tuple[int, int, int]:
         """Elements of input, weight and output."""
         weight = self.channels_out * self.channels_in // self.groups * prod(self.kernel)
-        return (self.batch * self.channels_in * prod(self.size), weight,
-                self.batch * self.channels_out * prod(self.out))  # fmt: skip
+        return (
+            self.batch * self.channels_in * prod(self.size),
+            weight,
+            self.batch * self.channels_out * prod(self.out),
+        )
 
 
 def _spread(values: tuple[int, ...], rank: int) -> tuple[int, ...]:
@@ -163,8 +198,9 @@ def conv(name: str, shape: Conv, *, dtype: str) -> Op:
     """2 · outputs · (channels_in / groups) · prod(kernel) FLOPs (direct convolution; Winograd does fewer)."""
     x, w, y = shape.counts
     b = size_of(dtype)
-    return Op(name=name, kind="conv", flops=_conv_flops(shape), bytes_read=(x + w) * b, bytes_written=y * b,
-              dtype=dtype)  # fmt: skip
+    return Op(
+        name=name, kind="conv", flops=_conv_flops(shape), bytes_read=(x + w) * b, bytes_written=y * b, dtype=dtype
+    )
 
 
 def conv_backward(name: str, shape: Conv, *, dtype: str, input_grad: bool = True) -> tuple[Op, ...]:
@@ -184,13 +220,24 @@ def _conv_flops(shape: Conv) -> int:
 
 
 def elementwise(
-    name: str, elements: int, *, dtype: str, inputs: int = 1, outputs: int = 1, flops_each: float = 1,
+    name: str,
+    elements: int,
+    *,
+    dtype: str,
+    inputs: int = 1,
+    outputs: int = 1,
+    flops_each: float = 1,
     out_dtype: str = "",
-) -> Op:  # fmt: skip
+) -> Op:
     """`inputs` arrays read, `outputs` written, `flops_each` FLOPs an element (exp, tanh … counted as one)."""
-    return Op(name=name, kind="elementwise", flops=elements * flops_each,
-              bytes_read=inputs * elements * size_of(dtype),
-              bytes_written=outputs * elements * size_of(out_dtype or dtype), dtype=dtype)  # fmt: skip
+    return Op(
+        name=name,
+        kind="elementwise",
+        flops=elements * flops_each,
+        bytes_read=inputs * elements * size_of(dtype),
+        bytes_written=outputs * elements * size_of(out_dtype or dtype),
+        dtype=dtype,
+    )
 
 
 def copy(name: str, elements: int, *, dtype: str, out_dtype: str = "") -> Op:
@@ -202,23 +249,36 @@ def copy(name: str, elements: int, *, dtype: str, out_dtype: str = "") -> Op:
 def reduction(name: str, elements: int, outputs: int = 1, *, dtype: str) -> Op:
     """One operation an element, `outputs` results (sum, max, norm)."""
     b = size_of(dtype)
-    return Op(name=name, kind="reduction", flops=elements, bytes_read=elements * b, bytes_written=outputs * b,
-              dtype=dtype)  # fmt: skip
+    return Op(
+        name=name, kind="reduction", flops=elements, bytes_read=elements * b, bytes_written=outputs * b, dtype=dtype
+    )
 
 
 def dropout(name: str, elements: int, *, dtype: str, mask: bool = False) -> Op:
     """Compare and scale; a byte of mask an element where it is kept, none where it is regenerated from a seed."""
     b = size_of(dtype)
-    return Op(name=name, kind="elementwise", flops=2 * elements, bytes_read=elements * b,
-              bytes_written=elements * (b + mask), dtype=dtype)  # fmt: skip
+    return Op(
+        name=name,
+        kind="elementwise",
+        flops=2 * elements,
+        bytes_read=elements * b,
+        bytes_written=elements * (b + mask),
+        dtype=dtype,
+    )
 
 
 def softmax(name: str, rows: int, columns: int, *, dtype: str, backward: bool = False) -> Op:
     """Forward max, subtract, exp, sum, divide: 5 an element, one read and one write (online softmax, Milakov &
     Gimelshein, arXiv 1805.02867). Backward p·(dy − Σ p·dy): 4 an element, two reads and one write."""
     n, b = rows * columns, size_of(dtype)
-    return Op(name=name, kind="softmax", flops=(4 if backward else 5) * n, bytes_read=(2 if backward else 1) * n * b,
-              bytes_written=n * b, dtype=dtype)  # fmt: skip
+    return Op(
+        name=name,
+        kind="softmax",
+        flops=(4 if backward else 5) * n,
+        bytes_read=(2 if backward else 1) * n * b,
+        bytes_written=n * b,
+        dtype=dtype,
+    )
 
 
 def total(ops: Sequence[Op]) -> tuple[float, float]:

@@ -51,12 +51,17 @@ def experts_apart(layout: Layout, cluster: Cluster) -> str:
         return ""
     sizes = expert_axis_sizes(layout)
     tier, near = crossed("ep", sizes, cluster)[0], cluster.tiers[0]
-    fitting = [ep for ep in range(layout.ep - 1, 1, -1) if layout.ep % ep == 0 and
-               crossed("ep", expert_axis_sizes(replace(layout, ep=ep)), cluster)[0] == near]  # fmt: skip
+    fitting = [
+        ep
+        for ep in range(layout.ep - 1, 1, -1)
+        if layout.ep % ep == 0 and crossed("ep", expert_axis_sizes(replace(layout, ep=ep)), cluster)[0] == near
+    ]
     if tier is None or tier == near or not fitting:
         return ""
-    return (f"experts over ep={layout.ep} ranks exchange tokens over {tier.link.title}; "
-            f"ep={fitting[0]} stays inside {near.link.title}")  # fmt: skip
+    return (
+        f"experts over ep={layout.ep} ranks exchange tokens over {tier.link.title}; "
+        f"ep={fitting[0]} stays inside {near.link.title}"
+    )
 
 
 def axis_words(sizes: dict[str, int], cluster: Cluster | None) -> list[str]:

@@ -46,8 +46,12 @@ def _product(config: ModelConfig, op: Op, size: float) -> Moved:
     groups, m, n, k = op.shape
     casts, weights = float(size < W) * groups, groups * n * k * (W + size) * (size < W)
     copies, pads = (2 * size * m * config.heads * config.head_dim, 10 * size * m * n) if op.name == "qkv" else (0, 0)
-    return Moved(forward=weights + copies, backward=weights + pads, calls_forward=casts + (copies > 0),
-                 calls_backward=casts + 5 * (pads > 0))  # fmt: skip
+    return Moved(
+        forward=weights + copies,
+        backward=weights + pads,
+        calls_forward=casts + (copies > 0),
+        calls_backward=casts + 5 * (pads > 0),
+    )
 
 
 def _nothing(config: ModelConfig, op: Op, size: float) -> Moved:
@@ -63,13 +67,19 @@ def _norm(config: ModelConfig, op: Op, size: float) -> Moved:
     cast, narrow = (W + size, 1) if size < W else (0.0, 0)
     forward, backward, calls = (7 * W, 24 * W, (6, 14)) if config.norm == "rms" else (2 * W, 3 * W, (1, 1))
     if op.name == "qk_norm":  # queries and keys apart, copied first; they come in 16 bits and leave in them
-        return Moved(forward=numbers * (forward + 2 * cast + 2 * size), backward=numbers * (backward + 2 * cast),
-                     calls_forward=2 * (calls[0] + 2 * narrow + 1), calls_backward=2 * (calls[1] + 2 * narrow))
+        return Moved(
+            forward=numbers * (forward + 2 * cast + 2 * size),
+            backward=numbers * (backward + 2 * cast),
+            calls_forward=2 * (calls[0] + 2 * narrow + 1),
+            calls_backward=2 * (calls[1] + 2 * narrow),
+        )
     more = (2 * W + size, 3 * W + cast) if residual else (0.0, 0.0)
     return Moved(
-        forward=numbers * (forward + cast + more[0]), backward=numbers * (backward + cast + more[1]),
-        calls_forward=calls[0] + narrow + residual, calls_backward=calls[1] + narrow + residual * (1 + narrow),
-    )  # fmt: skip
+        forward=numbers * (forward + cast + more[0]),
+        backward=numbers * (backward + cast + more[1]),
+        calls_forward=calls[0] + narrow + residual,
+        calls_backward=calls[1] + narrow + residual * (1 + narrow),
+    )
 
 
 def _elementwise(config: ModelConfig, op: Op, size: float) -> Moved:
@@ -87,8 +97,12 @@ def _rope(config: ModelConfig, numbers: float, size: float) -> Moved:
     backward = (14.5 if config.rope.interleaved else 10.5) * W
     calls = 2 * (10 if config.rope.interleaved else 8)
     casts = 4 * (cast > 0)
-    return Moved(forward=numbers * (9.5 * W + 2 * cast), backward=numbers * (backward + 2 * cast),
-                 calls_forward=14 + casts, calls_backward=calls + casts)  # fmt: skip
+    return Moved(
+        forward=numbers * (9.5 * W + 2 * cast),
+        backward=numbers * (backward + 2 * cast),
+        calls_forward=14 + casts,
+        calls_backward=calls + casts,
+    )
 
 
 def _activation(config: ModelConfig, numbers: float, size: float, *, gated: bool) -> Moved:
@@ -98,15 +112,23 @@ def _activation(config: ModelConfig, numbers: float, size: float, *, gated: bool
     )
     if gated:
         forward, backward, calls = forward + 7, backward + 10, (calls[0] + 3, calls[1] + 3)
-    return Moved(forward=numbers * forward * size, backward=numbers * backward * size, calls_forward=calls[0],
-                 calls_backward=calls[1])  # fmt: skip
+    return Moved(
+        forward=numbers * forward * size,
+        backward=numbers * backward * size,
+        calls_forward=calls[0],
+        calls_backward=calls[1],
+    )
 
 
 def _loss(config: ModelConfig, op: Op, size: float) -> Moved:
     """Logits widened, log-softmax, the targets' picked; backward zeros with one entry a row, then the softmax's."""
     numbers, cast = op.flops / 4, W + size if size < W else 0.0
-    return Moved(forward=numbers * (3 * W + cast), backward=numbers * (5 * W + cast), calls_forward=2 + (cast > 0),
-                 calls_backward=2 + (cast > 0))  # fmt: skip
+    return Moved(
+        forward=numbers * (3 * W + cast),
+        backward=numbers * (5 * W + cast),
+        calls_forward=2 + (cast > 0),
+        calls_backward=2 + (cast > 0),
+    )
 
 
 def _embedding(config: ModelConfig, op: Op, size: float) -> Moved:
@@ -116,6 +138,10 @@ def _embedding(config: ModelConfig, op: Op, size: float) -> Moved:
 
 
 _KINDS = {
-    "matmul": _product, "attention": _nothing, "norm": _norm, "elementwise": _elementwise, "loss": _loss,
+    "matmul": _product,
+    "attention": _nothing,
+    "norm": _norm,
+    "elementwise": _elementwise,
+    "loss": _loss,
     "embedding": _embedding,
-}  # fmt: skip
+}

@@ -67,10 +67,18 @@ class Recipe:
 
 
 TABLES: Mapping[str, type[Any]] = {
-    "model": ModelTable, "hardware": HardwareTable, "layout": Layout, "data": Data, "train": TrainJob, "serve": Serve,
-    "traffic": Traffic, "objective": Objective, "predict": Predict,
-    "load": Load, "cost": Cost,
-}  # fmt: skip
+    "model": ModelTable,
+    "hardware": HardwareTable,
+    "layout": Layout,
+    "data": Data,
+    "train": TrainJob,
+    "serve": Serve,
+    "traffic": Traffic,
+    "objective": Objective,
+    "predict": Predict,
+    "load": Load,
+    "cost": Cost,
+}
 
 
 # --- reading
@@ -160,10 +168,15 @@ def parse_set(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 _EXCLUSIVE: Mapping[tuple[str, ...], tuple[str, ...]] = {
-    ("model", "name"): ("path",), ("model", "path"): ("name",), ("hardware", "on"): ("chip", "tiers"),
-    ("hardware", "chip"): ("on",), ("hardware", "tiers"): ("on",), ("data", "source"): ("blend", "paths"),
-    ("data", "path"): ("blend", "paths"), ("data", "blend"): ("source", "path"),
-}  # fmt: skip
+    ("model", "name"): ("path",),
+    ("model", "path"): ("name",),
+    ("hardware", "on"): ("chip", "tiers"),
+    ("hardware", "chip"): ("on",),
+    ("hardware", "tiers"): ("on",),
+    ("data", "source"): ("blend", "paths"),
+    ("data", "path"): ("blend", "paths"),
+    ("data", "blend"): ("source", "path"),
+}
 
 
 def _apply(tables: dict[str, dict[str, Any]], path: tuple[str, ...], value: Any) -> None:
@@ -206,12 +219,18 @@ def to_toml(recipe: Recipe) -> str:
 def check_recipe(recipe: Recipe, config: ModelConfig, *, for_training: bool = True) -> None:
     """Raise BadRecipe where tables contradict the model: lengths beyond its context, a vocabulary it lacks."""
     if for_training and recipe.train.sequence > config.context:
-        raise BadRecipe(f"train.sequence={recipe.train.sequence} is longer than the context of {config.name}; "
-                        f"try --set train.sequence={config.context}")  # fmt: skip
+        raise BadRecipe(
+            f"train.sequence={recipe.train.sequence} is longer than the context of {config.name}; "
+            f"try --set train.sequence={config.context}"
+        )
     if for_training and recipe.data.vocab and recipe.data.vocab > config.vocab:
-        raise BadRecipe(f"data.vocab={recipe.data.vocab} is more than the {config.vocab} rows of {config.name}; "
-                        f"try --set data.vocab={config.vocab}")  # fmt: skip
+        raise BadRecipe(
+            f"data.vocab={recipe.data.vocab} is more than the {config.vocab} rows of {config.name}; "
+            f"try --set data.vocab={config.vocab}"
+        )
     longest = recipe.serve.max_model_len
     if not for_training and longest and longest > config.context:
-        raise BadRecipe(f"serve.max_model_len={longest} is longer than the context of {config.name}; "
-                        f"try --set serve.max_model_len={config.context}")  # fmt: skip
+        raise BadRecipe(
+            f"serve.max_model_len={longest} is longer than the context of {config.name}; "
+            f"try --set serve.max_model_len={config.context}"
+        )

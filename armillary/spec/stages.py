@@ -68,11 +68,13 @@ def split(config: ModelConfig, num_stages: int, interleave: int = 1, *, sequence
     ends = [(0, *cuts)[i : i + 2] for i in range(num_chunks)]
     return tuple(
         Span(
-            index=i, first=start == 0, last=stop == config.num_layers + 2,
+            index=i,
+            first=start == 0,
+            last=stop == config.num_layers + 2,
             layers=range(max(start - 1, 0), min(stop - 1, config.num_layers)),
         )
         for i, (start, stop) in enumerate(ends)
-    )  # fmt: skip
+    )
 
 
 def chunks_of(spans: tuple[Span, ...], stage: int, num_stages: int) -> tuple[Span, ...]:
@@ -140,8 +142,9 @@ class _Row:
         at, ends = 0, []
         for left in range(num_chunks, 0, -1):
             share = self.flops[at] + (self.flops[-1] - self.flops[at]) / left
-            stops = [stop for stop in range(at + 1, min(self.reach(at), self.size - left + 1) + 1)
-                     if needs[stop] < left]  # fmt: skip
+            stops = [
+                stop for stop in range(at + 1, min(self.reach(at), self.size - left + 1) + 1) if needs[stop] < left
+            ]
             at = min(stops, key=lambda stop: abs(self.flops[stop] - share))
             ends.append(at)
         return tuple(ends)

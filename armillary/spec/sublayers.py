@@ -149,8 +149,9 @@ def _expanded(config: ModelConfig, mla: MLA, kind: LayerKind, batch: Batch) -> l
 
 
 def _absorbed(config: ModelConfig, mla: MLA, kind: LayerKind, batch: Batch) -> list[Piece]:
-    shape = replace(attention_shape(config, kind), kv_heads=1, qk_dim=mla.kv_rank + mla.rope_dim, v_dim=mla.kv_rank,
-                    latent=True)  # fmt: skip
+    shape = replace(
+        attention_shape(config, kind), kv_heads=1, qk_dim=mla.kv_rank + mla.rope_dim, v_dim=mla.kv_rank, latent=True
+    )
     core = attention("attention", shape, batch.spans, dtype=batch.dtype, kv_dtype=batch.kv_dtype)
     into = ops.batched_matmul("q_absorb", config.heads, batch.tokens, mla.kv_rank, mla.nope_dim, dtype=batch.dtype)
     out = ops.batched_matmul("v_absorb", config.heads, batch.tokens, mla.v_dim, mla.kv_rank, dtype=batch.dtype)
@@ -199,9 +200,7 @@ def _routing(moe: MoE, tokens: int) -> Piece:
 
 def _grouped(name: str, moe: MoE, batch: Batch, out: int, into: int) -> Piece:
     rows, used = batch.tokens * moe.top_k, experts_used(moe, batch.tokens)
-    forward = ops.grouped_matmul(
-        name, rows, out, into, groups=used, dtype=batch.dtype, weight_dtype=batch.weight_dtype
-    )
+    forward = ops.grouped_matmul(name, rows, out, into, groups=used, dtype=batch.dtype, weight_dtype=batch.weight_dtype)
     backward = ops.grouped_matmul_backward(name, rows, out, into, groups=moe.num_experts, dtype=batch.dtype)
     return Piece(forward=forward, backward=backward)
 

@@ -57,5 +57,5 @@ def read_rows(path: Path, *, grouped: bool = False) -> dict[str, Rows]:
         names = [quoted or plain for quoted, plain in _NAME.findall(heading.group(1))]
         group, name = (names[0], names[1] if len(names) > 1 else "") if grouped else ("", names[0])
         texts = found.setdefault(group, {})
-        texts[name] = texts.get(name, "") + text[heading.start():end]  # fmt: skip
+        texts[name] = texts.get(name, "") + text[heading.start() : end]
     return {group: Rows(group, texts) for group, texts in found.items()}

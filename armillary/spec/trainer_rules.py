@@ -15,8 +15,9 @@ def kept_holds(layout: Layout, case: Case) -> bool:
 
 
 def kept_says(layout: Layout, case: Case) -> str:
-    return (f"offload={layout.offload} cannot reach what selective recompute keeps; "
-            "try --set layout.recompute=full or none")  # fmt: skip
+    return (
+        f"offload={layout.offload} cannot reach what selective recompute keeps; try --set layout.recompute=full or none"
+    )
 
 
 def splits_backward(layout: Layout) -> bool:
@@ -50,8 +51,10 @@ def gathered_holds(layout: Layout, case: Case) -> bool:
 
 
 def gathered_says(layout: Layout, case: Case) -> str:
-    return ("zero-bubble stages need whole weights between the halves of a backward pass, which zero=3 shares out; "
-            f"try --set layout.zero=2 (or layout.schedule={_whole_backward(layout)})")  # fmt: skip
+    return (
+        "zero-bubble stages need whole weights between the halves of a backward pass, which zero=3 shares out; "
+        f"try --set layout.zero=2 (or layout.schedule={_whole_backward(layout)})"
+    )
 
 
 def _whole_backward(layout: Layout) -> str:

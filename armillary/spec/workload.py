@@ -21,9 +21,15 @@ def even_lengths(tokens: int, sequence: int) -> list[int]:
 
 
 def make_batch(
-    lengths: Sequence[int], *, cached: Sequence[int] | None = None, logits: int | None = None, dtype: str = "bf16",
-    weight_dtype: str = "", kv_dtype: str = "", flash: bool = True,
-) -> Batch:  # fmt: skip
+    lengths: Sequence[int],
+    *,
+    cached: Sequence[int] | None = None,
+    logits: int | None = None,
+    dtype: str = "bf16",
+    weight_dtype: str = "",
+    kv_dtype: str = "",
+    flash: bool = True,
+) -> Batch:
     """New tokens of each sequence and how many `cached` tokens it continues: make_batch(even_lengths(tokens, sequence))
     is a training step, make_batch([1] * 64, cached=[1000] * 64) a decode step. The head sees `logits` rows: all of
     them, unless given (serving: one a sequence)."""

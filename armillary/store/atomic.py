@@ -23,9 +23,16 @@ from armillary.store.rename import exchange, rename_new
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _REFUSED = {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.EBUSY,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ENOENT,
+    errno.EBUSY,
     errno.EINVAL,
-}  # fmt: skip
+}
 
 
 class Taken(BadInput):

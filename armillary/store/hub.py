@@ -16,8 +16,12 @@ from armillary.store.hf_folder import has_weights, weight_files
 from armillary.store.progress import Progress, reporting_bar, silent
 
 _SMALL = [
-    "config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "chat_template.jinja",
-]  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+]
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 # Some repositories hold the weights a second time, in subfolders or in the publisher's own format.
 _NEVER = ["*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.pkl"]

@@ -75,8 +75,9 @@ class Lease:
     def by_this_process(self) -> Lease:
         """The same lease, renewed from here from now on."""
         me = Process.this()
-        return replace(self, host=me.host, pid=me.pid, born=me.born, machine=machine(), beat=self.beat + 1,
-                       released=False)  # fmt: skip
+        return replace(
+            self, host=me.host, pid=me.pid, born=me.born, machine=machine(), beat=self.beat + 1, released=False
+        )
 
     @property
     def process(self) -> Process:
@@ -216,8 +217,10 @@ class Held:
         self._lost = self._lost or (lease is not None and lease.owner != self.owner)
         if self._lost:
             by = f" by {lease.text}" if lease is not None else ""
-            raise LeaseLost(f"run {self.folder.name} was taken over{by}; this process has stopped and wrote nothing "
-                            "since: follow the run there")  # fmt: skip
+            raise LeaseLost(
+                f"run {self.folder.name} was taken over{by}; this process has stopped and wrote nothing "
+                "since: follow the run there"
+            )
 
     def _beat(self) -> None:
         lease = read_lease(self.folder)

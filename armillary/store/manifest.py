@@ -18,9 +18,17 @@ from armillary.store.progress import Progress, silent
 NAME = "manifest.json"
 _BLOCK = 1 << 20
 _SUMMARY = (
-    "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "vocab_size", "max_position_embeddings", "dtype", "torch_dtype",
-)  # fmt: skip
+    "architectures",
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "dtype",
+    "torch_dtype",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,8 +71,9 @@ class Peaks:
 
     def is_emulated(self, dtype: str) -> bool:
         """Whether the device was found to have no units for a dtype."""
-        return any(point.get(BESIDE, {}).get("emulated") for point in self.points.get("gemm", ())
-                   if point["dtype"] == dtype)  # fmt: skip
+        return any(
+            point.get(BESIDE, {}).get("emulated") for point in self.points.get("gemm", ()) if point["dtype"] == dtype
+        )
 
     def best_copy(self) -> float | None:
         """bytes/s of the fastest copy in device memory."""
@@ -94,7 +95,6 @@ class Peaks:
         for kind, points in newer.points.items():
             merged = merged.with_points(kind, points)
         return merged
-
 
     def better_of(self, other: Peaks) -> Peaks:
         """`other`, with our points for cases that we tried too and that went faster: slower is what was held up."""

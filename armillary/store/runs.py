@@ -1,11 +1,11 @@
 """Runs: one folder a run, named like 2026-11-15-quiet-otter and found by that id or by quiet-otter.
 
-    recipe.toml  recipe.json   what was asked, as given and with overrides applied
-    plan.json                  what was predicted
-    state.json  gauges.jsonl   how far it is, and what it measured
-    lease.json                 which process has it
-    checkpoints/STEP/          to go on from
-    export/STEP/               Hugging Face folders, for everything else
+recipe.toml  recipe.json   what was asked, as given and with overrides applied
+plan.json                  what was predicted
+state.json  gauges.jsonl   how far it is, and what it measured
+lease.json                 which process has it
+checkpoints/STEP/          to go on from
+export/STEP/               Hugging Face folders, for everything else
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Run:
 
     @contextmanager
     def held(self) -> Iterator[Held]:
-        """Renew the lease of a run that this process, or the one that started it, has opened; """
+        """Renew the lease of a run that this process, or the one that started it, has opened;"""
         lease = read_lease(self.folder)
         if lease is None or not (lease.is_ours or lease.owner == self.owner):
             if self.owner or self.is_held_elsewhere():
@@ -222,9 +222,7 @@ def create_run(
             continue  # another process drew the same name in the same moment
 
 
-def _write_recipe(
-    folder: Path, recipe: Mapping[str, Any], text: str, overrides: Sequence[str], file: str
-) -> None:  # fmt: skip
+def _write_recipe(folder: Path, recipe: Mapping[str, Any], text: str, overrides: Sequence[str], file: str) -> None:
     asked = {"overrides": list(overrides), "recipe": to_plain(recipe)}
     write_json(folder / "recipe.json", asked | ({"file": file} if file else {}))
     if text:

@@ -126,9 +126,7 @@ def _from_hub(text: str, need_weights: bool, progress: Progress | None, endpoint
     if split is None:
         return None
     name, revision = split
-    folder = hub.fetch(
-        name, revision=revision, weights=need_weights, progress=progress or silent, endpoint=endpoint
-    )
+    folder = hub.fetch(name, revision=revision, weights=need_weights, progress=progress or silent, endpoint=endpoint)
     return _from_folder(folder, name, "hub", need_weights)
 
 
@@ -156,8 +154,14 @@ def _refuse_path(text: str, path: Path) -> None:
 def _next_step(text: str) -> str:
     """A folder that a run would have made: the command that makes it; else what else could be given."""
     parts = Path(text).parts
-    run = next((name for runs, name, export in zip(parts, parts[1:], parts[2:], strict=False)
-                if runs == "runs" and export == "export"), None)  # fmt: skip
+    run = next(
+        (
+            name
+            for runs, name, export in zip(parts, parts[1:], parts[2:], strict=False)
+            if runs == "runs" and export == "export"
+        ),
+        None,
+    )
     if run is None:
         return "give a Hugging Face folder, a config.json, a hub id or a catalogue name"
     return f"make it with armillary train recipes/tour.toml --run {run}, or another model with --set model.path=PATH"

@@ -46,10 +46,15 @@ class Routers:
         self._aux_weight, self._z_weight = weight / over, job.router_z_loss / over
         for index, mixture in self._layers.items():
             mixture.balance = Balance(
-                aux_weight=self._aux_weight, z_weight=self._z_weight, capacity=job.expert_capacity,
-                scale=self._scale, tally=self._tally[index], copies=mixture.copies, over_ranks=_over(sharded.mesh),
+                aux_weight=self._aux_weight,
+                z_weight=self._z_weight,
+                capacity=job.expert_capacity,
+                scale=self._scale,
+                tally=self._tally[index],
+                copies=mixture.copies,
+                over_ranks=_over(sharded.mesh),
                 over_rows=_over_rows(sharded.mesh),
-            )  # fmt: skip
+            )
 
     def start(self, loss_scale: Tensor | None = None) -> None:
         """Forget the last step; `loss_scale` is what fp16 losses are multiplied by."""

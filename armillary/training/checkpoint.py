@@ -54,9 +54,13 @@ class Saved:
 
 
 def save(
-    run: Run, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], ranks: Agreement,
+    run: Run,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    facts: Mapping[str, Any],
+    ranks: Agreement,
     allowed: Callable[[], None] = lambda: None,
-) -> Saved:  # fmt: skip
+) -> Saved:
     """Write checkpoint `step`: each rank its part of the tensors, the main rank the rest. All ranks call this, and all
     raise the same line when one of them cannot write; what was there before is then untouched. `allowed()` may raise,
     too: it is asked before anything is written and again before the folder gets its name."""
@@ -87,9 +91,13 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Agreement
 
 
 def _commit(
-    stack: ExitStack, folder: Path, about: Mapping[str, Any], states: list[dict[str, Tensor]], sums: Mapping[str, str],
+    stack: ExitStack,
+    folder: Path,
+    about: Mapping[str, Any],
+    states: list[dict[str, Tensor]],
+    sums: Mapping[str, str],
     allowed: Callable[[], None],
-) -> int:  # fmt: skip
+) -> int:
     """The main rank's files, the manifest last; then the folder gets its name. Gives the size of all."""
     with _plain(folder):
         (folder / RANDOM).write_bytes(_bytes(states))
@@ -121,8 +129,12 @@ def load(folder: Path, tensors: Mapping[str, Tensor], ranks: Agreement) -> dict[
 def _read_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Agreement) -> None:
     try:
         with _quiet():
-            dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(folder), process_group=ranks.group,
-                     no_dist=ranks.size == 1)  # fmt: skip
+            dcp.load(
+                dict(tensors),
+                storage_reader=dcp.FileSystemReader(folder),
+                process_group=ranks.group,
+                no_dist=ranks.size == 1,
+            )
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise BadData(f"{folder} is no checkpoint of this model ({_one_line(first)}); name another run") from error
@@ -216,10 +228,13 @@ def _say(first: BaseException, folder: Path, error: BaseException) -> NoReturn:
         raise RuntimeError(f"checkpoint {folder}: {first!r}") from error
     if first.errno in _FULL:
         place = folder.parent
-        raise ArmillaryError(f"disk full while writing a checkpoint to {place}; free some space and train again: "
-                             "the run goes on from the last whole one") from error  # fmt: skip
-    raise ArmillaryError(f"cannot write a checkpoint to {folder.parent} ({first.strerror}); "
-                         "check the disk and train again") from error  # fmt: skip
+        raise ArmillaryError(
+            f"disk full while writing a checkpoint to {place}; free some space and train again: "
+            "the run goes on from the last whole one"
+        ) from error
+    raise ArmillaryError(
+        f"cannot write a checkpoint to {folder.parent} ({first.strerror}); check the disk and train again"
+    ) from error
 
 
 @contextmanager

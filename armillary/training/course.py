@@ -54,7 +54,7 @@ class Course:
 
     def __init__(
         self, run: Run, trainer: Trainer, until: Until | None, *, allowed: Callable[[], None] | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`allowed()` raises where the run is another process's by now: nothing may be written then."""
         self.allowed = allowed or (lambda: None)
         self.run, self.trainer, self.until, self.job = run, trainer, until, trainer.job
@@ -89,8 +89,10 @@ class Course:
     def _check_text(self, about: Mapping[str, Any]) -> None:
         """The order of samples is a function of the step only while the text is the same."""
         if about.get("text") not in (None, "", text_mark(self.trainer.plan)):
-            raise BadData(f"the text has changed since run {self.run.name} was saved at step {about['step']}; put it "
-                          "back, or begin a new run with --run NAME")  # fmt: skip
+            raise BadData(
+                f"the text has changed since run {self.run.name} was saved at step {about['step']}; put it "
+                "back, or begin a new run with --run NAME"
+            )
 
     def after(self, report: StepReport, step: int) -> tuple[StepReport, bool]:
         """The report with what was validated and saved, and whether the run is done; `step` steps are."""
@@ -120,9 +122,7 @@ class Course:
 
     def save(self, step: int) -> dict[str, float]:
         begin = time.perf_counter()
-        made = checkpoint.save(
-            self.run, step, self._tensors(), self._facts(), self.trainer.ranks, allowed=self.allowed
-        )
+        made = checkpoint.save(self.run, step, self._tensors(), self._facts(), self.trainer.ranks, allowed=self.allowed)
         self.saved = step
         ranks, keep = self.trainer.ranks, self.job.keep
         ranks.together(lambda: checkpoint.prune(self.run, step, keep) if ranks.is_main else [])
@@ -147,8 +147,16 @@ class Course:
                 export_adapter(trainer.sharded, self.job, self.run.folder / "adapter" / str(step), ranks, base=base)
         if ranks.is_main:
             self.run.update(state="finished" if finished else "interrupted", step=step, loss=self.loss)
-        return Trained(run=self.run, steps=step, finished=finished, loss=self.loss, val_loss=trainer.val_loss,
-                       export=folder, resumed_at=first, saved=self.saved if self.saved >= 0 else None)  # fmt: skip
+        return Trained(
+            run=self.run,
+            steps=step,
+            finished=finished,
+            loss=self.loss,
+            val_loss=trainer.val_loss,
+            export=folder,
+            resumed_at=first,
+            saved=self.saved if self.saved >= 0 else None,
+        )
 
     def _tensors(self) -> dict[str, Any]:
         """What is trained, and the states of its optimiser, under names that no layout changes."""
@@ -162,11 +170,17 @@ class Course:
     def _facts(self) -> dict[str, Any]:
         trainer = self.trainer
         return {
-            "tokens_total": trainer.tokens, "skipped_steps_total": trainer.nonfinite.skipped, "loss": self.loss,
-            "val_loss": trainer.val_loss, "restarts_total": self.restarts, "layout": trainer.layout.text(),
-            "scaler": trainer.scaler.state_dict(), "base": trainer.plan.weights, "kernels": trainer.choices.names,
+            "tokens_total": trainer.tokens,
+            "skipped_steps_total": trainer.nonfinite.skipped,
+            "loss": self.loss,
+            "val_loss": trainer.val_loss,
+            "restarts_total": self.restarts,
+            "layout": trainer.layout.text(),
+            "scaler": trainer.scaler.state_dict(),
+            "base": trainer.plan.weights,
+            "kernels": trainer.choices.names,
             "text": text_mark(trainer.plan),
-        }  # fmt: skip
+        }
 
 
 def text_mark(plan: Plan) -> str:

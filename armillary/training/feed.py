@@ -96,9 +96,14 @@ class Feed:
             self.close()
             self._until = self._steps if step < self._steps else step + _BEYOND
             loader = Loader(
-                self._source, device=self._device, rank=self._mesh.dp_rank, world=self._mesh.dp_size,
-                workers=self._workers, start=step, stop=self._until,
-            )  # fmt: skip
+                self._source,
+                device=self._device,
+                rank=self._mesh.dp_rank,
+                world=self._mesh.dp_size,
+                workers=self._workers,
+                start=step,
+                stop=self._until,
+            )
             self._loader = loader.__enter__()
         self._next = step + 1
         return self._loader.at(step)

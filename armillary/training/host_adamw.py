@@ -33,9 +33,15 @@ class HostAdamW(torch.optim.AdamW):
     are the truth, of which the device has a copy, maybe in a lower format."""
 
     def __init__(
-        self, model: nn.Module, groups: list[dict[str, Any]], *, device: torch.device, folder: Path | None = None,
-        ahead: bool = False, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        groups: list[dict[str, Any]],
+        *,
+        device: torch.device,
+        folder: Path | None = None,
+        ahead: bool = False,
+        **options: Any,
+    ) -> None:
         """Of the model's parameters that the groups name; kept in a file in `folder` where it is given."""
         super().__init__(groups, foreach=False, fused=False, **options)
         named = {p for group in self.param_groups for p in group["params"]}
@@ -77,7 +83,7 @@ class HostAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None, check: Tensor | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`scale`, one number on the device, multiplies every gradient on the way. Where `check`, another one, is not
         finite, nothing changes: it comes down with the first gradients."""
         assert closure is None, "this step runs no closure"
@@ -87,8 +93,16 @@ class HostAdamW(torch.optim.AdamW):
         for p in gradients:
             self.state[p]["step"] += 1
         self._progress = Progress(done=0)
-        step = _Step(optimizer=self, gradients=gradients, stepped=frozenset(gradients), scale=scale, check=check,
-                     rates=rates, ready=computed(self.device), progress=self._progress)  # fmt: skip
+        step = _Step(
+            optimizer=self,
+            gradients=gradients,
+            stepped=frozenset(gradients),
+            scale=scale,
+            check=check,
+            rates=rates,
+            ready=computed(self.device),
+            progress=self._progress,
+        )
         if self.ahead:
             self._worker.submit(step.run)
             return
@@ -254,13 +268,23 @@ class _Step:
                 found.setdefault((float(rates["lr"]), rates["weight_decay"]), []).append(piece)
         for (rate, decay), pieces in found.items():
             rates = self.rates[pieces[0].parameter]
-            weights, *moments = ([states.of(p.parameter, name)[p.begin : p.end] for p in pieces]
-                                 for name in ("weight", *STATES))  # fmt: skip
+            weights, *moments = (
+                [states.of(p.parameter, name)[p.begin : p.end] for p in pieces] for name in ("weight", *STATES)
+            )
             torch._fused_adamw_(
-                weights, [buffer[p.at : p.at + p.end - p.begin] for p in pieces], *moments, [],
-                [state[p.parameter]["step"] for p in pieces], lr=rate, beta1=rates["betas"][0], beta2=rates["betas"][1],
-                weight_decay=decay, eps=rates["eps"], amsgrad=False, maximize=False,
-            )  # fmt: skip
+                weights,
+                [buffer[p.at : p.at + p.end - p.begin] for p in pieces],
+                *moments,
+                [],
+                [state[p.parameter]["step"] for p in pieces],
+                lr=rate,
+                beta1=rates["betas"][0],
+                beta2=rates["betas"][1],
+                weight_decay=decay,
+                eps=rates["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
 
     def _up(self, slice_: Slice, buffer: Tensor) -> Event:
         """New weights; what lies in a file goes through the buffer, which is pinned."""

@@ -68,24 +68,30 @@ def _layers(config: ModelConfig, layout: Layout, tokens: int, shared: dict[str, 
     from armillary.kernels.rope import RopeCase
 
     ffn = config.moe.ffn if config.moe is not None and not config.ffn else config.ffn
-    case = ActivationCase(
-        rows=tokens, ffn=ffn // layout.tp, activation=config.activation, gated=config.gated, **shared
-    )
+    case = ActivationCase(rows=tokens, ffn=ffn // layout.tp, activation=config.activation, gated=config.gated, **shared)
     yield Wanted("activate", "activate", case)
     if config.moe is not None and config.num_moe_layers:
         from armillary.kernels.grouped_linear import GroupedCase
 
         moe = config.moe
         grouped = GroupedCase(
-            rows=tokens * moe.top_k, experts=moe.num_experts // layout.ep, outputs=2 * moe.ffn // layout.expert_tp,
-            inputs=config.hidden, **shared,
-        )  # fmt: skip
+            rows=tokens * moe.top_k,
+            experts=moe.num_experts // layout.ep,
+            outputs=2 * moe.ffn // layout.expert_tp,
+            inputs=config.hidden,
+            **shared,
+        )
         yield Wanted("grouped_linear", "grouped_linear", grouped)
     if config.positions == "rope":
         rope = RopeCase(
-            tokens=tokens, heads=config.heads // layout.tp, kv_heads=config.kv_heads // layout.tp,
-            head_dim=config.head_dim, rotary_dim=config.rotary_dim, interleaved=config.rope.interleaved, **shared,
-        )  # fmt: skip
+            tokens=tokens,
+            heads=config.heads // layout.tp,
+            kv_heads=config.kv_heads // layout.tp,
+            head_dim=config.head_dim,
+            rotary_dim=config.rotary_dim,
+            interleaved=config.rope.interleaved,
+            **shared,
+        )
         yield Wanted("rope", "rope", rope)
 
 
@@ -99,10 +105,15 @@ def _attention(config: ModelConfig, job: TrainJob, layout: Layout, shared: dict[
     for window in sorted(windows, key=lambda window: window or 0):
         for documents in (False, True):
             case = Attention(
-                batch=layout.micro_batch, length=job.sequence, heads=config.heads // layout.tp,
-                kv_heads=config.kv_heads // layout.tp, head_dim=config.head_dim,
+                batch=layout.micro_batch,
+                length=job.sequence,
+                heads=config.heads // layout.tp,
+                kv_heads=config.kv_heads // layout.tp,
+                head_dim=config.head_dim,
                 documents=_DOCUMENTS if documents else 0,
                 window=window if window is not None and window < job.sequence else 0,
-                softcap=config.attention_softcap or 0.0, sinks=config.sinks, **shared,
-            )  # fmt: skip
+                softcap=config.attention_softcap or 0.0,
+                sinks=config.sinks,
+                **shared,
+            )
             yield Wanted(attention_name(window, documents=documents), "attention", case)

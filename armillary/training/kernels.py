@@ -108,9 +108,11 @@ def use_kernels(
         model.stream = halves.dtype
     _give_back(device)
     return Choices(
-        names=taken, attention=dict(_attention(model, functions)), halves=halves,
+        names=taken,
+        attention=dict(_attention(model, functions)),
+        halves=halves,
         loss=through(functions["linear_cross_entropy"], halves) if "linear_cross_entropy" in functions else loss_sum,
-    )  # fmt: skip
+    )
 
 
 def _fp8(device: torch.device) -> Callable[..., Tensor]:

@@ -30,9 +30,16 @@ from armillary.training.until import Until
 
 
 def train(
-    plan: Plan, run: Run, *, device: str | None = None, until: Until | None = None, watch: Watch | None = None,
-    say: Say = lambda text: None, home: Home | None = None, parent: int = 0,
-) -> Trained:  # fmt: skip
+    plan: Plan,
+    run: Run,
+    *,
+    device: str | None = None,
+    until: Until | None = None,
+    watch: Watch | None = None,
+    say: Say = lambda text: None,
+    home: Home | None = None,
+    parent: int = 0,
+) -> Trained:
     """Train what the plan says, from the run's last checkpoint where it has one. Called by every rank; `watch` sees the
     main rank's reports and `say` its lines, `home` remembers which kernels were quickest, and `parent` is the launcher
     whose end ends the run."""
@@ -54,9 +61,17 @@ def train(
 
 
 def _train(
-    plan: Plan, run: Run, world: World, held: Held | None, *, until: Until | None, watch: Watch | None, say: Say,
-    home: Home | None, parent: int,
-) -> Trained:  # fmt: skip
+    plan: Plan,
+    run: Run,
+    world: World,
+    held: Held | None,
+    *,
+    until: Until | None,
+    watch: Watch | None,
+    say: Say,
+    home: Home | None,
+    parent: int,
+) -> Trained:
     job = plan.train
     assert job is not None, "a plan for training"
     ranks = agreement(world)

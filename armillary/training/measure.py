@@ -9,15 +9,31 @@ import torch
 from armillary.machine.process import peak_resident_bytes, resident_bytes
 
 SOURCES = {
-    "loss": "model", "val_loss": "model", "grad_norm": "model", "lr": "schedule", "tokens_total": "count",
-    "loss_scale": "scaler", "skipped_steps_total": "scaler", "mfu": "wall clock and the chip's dense peak",
-    "host_memory_bytes": "operating system", "checkpoint_bytes": "file sizes", "checkpoints_total": "count",
-    "restarts_total": "count", "aux_loss": "model", "expert_load_max_over_mean": "count",
-    "expert_tail_fraction": "count", "expert_drop_fraction": "count", "router_entropy": "model",
-    "offloaded_bytes": "count", "host_cpu_s": "the thread's clock", "host_queue_s": "operating system",
-    "call_s": "the thread's clock", "micro_batch_fraction": "the thread's clock",
-    "slowest_rank": "every rank's own clock", "rank_spread_s": "every rank's own clock",
-}  # fmt: skip
+    "loss": "model",
+    "val_loss": "model",
+    "grad_norm": "model",
+    "lr": "schedule",
+    "tokens_total": "count",
+    "loss_scale": "scaler",
+    "skipped_steps_total": "scaler",
+    "mfu": "wall clock and the chip's dense peak",
+    "host_memory_bytes": "operating system",
+    "checkpoint_bytes": "file sizes",
+    "checkpoints_total": "count",
+    "restarts_total": "count",
+    "aux_loss": "model",
+    "expert_load_max_over_mean": "count",
+    "expert_tail_fraction": "count",
+    "expert_drop_fraction": "count",
+    "router_entropy": "model",
+    "offloaded_bytes": "count",
+    "host_cpu_s": "the thread's clock",
+    "host_queue_s": "operating system",
+    "call_s": "the thread's clock",
+    "micro_batch_fraction": "the thread's clock",
+    "slowest_rank": "every rank's own clock",
+    "rank_spread_s": "every rank's own clock",
+}
 """how gauges are measured; those of memory say it themselves, the rest are differences of the wall clock"""
 WINDOW = "profiler window"
 

@@ -131,9 +131,14 @@ class GpuMeter(NoMeter):
 
 
 def make_meter(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, half: bool, device: torch.device, compiled: bool,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    half: bool,
+    device: torch.device,
+    compiled: bool,
     elsewhere: Elsewhere = _nowhere,
-) -> NoMeter:  # fmt: skip
+) -> NoMeter:
     """The meter of this device; compiled code on a CPU hides its tensors, so nothing is said of it. What is `elsewhere`
     waits on the host and is not the device's, though that is where a CPU keeps its own."""
     if device.type == "cuda":

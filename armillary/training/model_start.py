@@ -29,8 +29,10 @@ def open_text(plan: Plan) -> OpenData:
     opened = open_data(plan.data, plan.train)
     if opened.vocab > plan.model.vocab:
         have, most = opened.vocab, plan.model.vocab
-        raise BadData(f"{plan.data.path or plan.data.paths[0]} has token ids up to {have - 1}, beyond the model's "
-                      f"vocabulary of {most}; prepare it with --vocab {most}, or --set model.vocab={have}")  # fmt: skip
+        raise BadData(
+            f"{plan.data.path or plan.data.paths[0]} has token ids up to {have - 1}, beyond the model's "
+            f"vocabulary of {most}; prepare it with --vocab {most}, or --set model.vocab={have}"
+        )
     return opened
 
 

@@ -26,9 +26,7 @@ MOST_IN_A_ROW = 10
 class Nonfinite:
     """`judge(step, measured, own_loss)` after every step, on every rank: all have measured the same."""
 
-    def __init__(
-        self, job: TrainJob, ranks: Agreement, optimizer: torch.optim.Optimizer, num_parameters: int
-    ) -> None:  # fmt: skip
+    def __init__(self, job: TrainJob, ranks: Agreement, optimizer: torch.optim.Optimizer, num_parameters: int) -> None:
         self._job, self._ranks, self._optimizer, self._num_parameters = job, ranks, optimizer, num_parameters
         self.skipped = self._in_a_row = 0
 

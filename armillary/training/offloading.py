@@ -29,9 +29,14 @@ def optimizer_of(
         return make_optimizer(model, job, layout.precision, None if halves is None else halves.copies)
     assert layout.offload != "nvme" or folder is not None, "a folder for the states"
     made = HostAdamW(
-        model, parameter_groups(model, job.weight_decay), device=device, lr=0.0, betas=job.betas, eps=job.eps,
+        model,
+        parameter_groups(model, job.weight_decay),
+        device=device,
+        lr=0.0,
+        betas=job.betas,
+        eps=job.eps,
         folder=folder if layout.offload == "nvme" else None,
-    )  # fmt: skip
+    )
     if halves is not None and layout.precision == "bf16" and layout.num_devices == 1 and not job.lora_rank:
         narrow(model, halves, summed=layout.num_micro_batches(job.batch_tokens, job.sequence) > 1)
     if device.type == "cuda" and sharded.pipeline is None and not sharded.is_fsdp and not job.compiled:

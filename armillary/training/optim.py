@@ -69,9 +69,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def update(
-    sharded: Sharded, optimizer: torch.optim.Optimizer, scaler: LossScaler, limit: float,
-    known: Callable[[Tensor], None] = lambda norm: None, loss: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    sharded: Sharded,
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler,
+    limit: float,
+    known: Callable[[Tensor], None] = lambda norm: None,
+    loss: Tensor | None = None,
+) -> Tensor:
     """Clip, step, forget the gradients; gives their norm before clipping, to `known` as soon as nothing can change it.
     Nothing here waits for the device. A step whose gradients (or `loss`, the mean over all ranks) are not finite leaves
     weights and states as they are, decided on the device: the norm is not finite where any gradient of any rank is not,
@@ -120,8 +124,9 @@ def weights_by_name(
     on_host = isinstance(optimizer, HostAdamW)
     return {
         called(name): optimizer.weight(parameter) if on_host else parameter.detach()  # type: ignore[attr-defined]
-        for name, parameter in model.named_parameters() if parameter.requires_grad
-    }  # fmt: skip
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def states_by_name(

@@ -24,9 +24,15 @@ _WORTH_S, _FLOPS_PER_S = 200.0, 5e14
 
 
 def choose_products(
-    config: ModelConfig, job: TrainJob, layout: Layout, device: torch.device, *, names: Mapping[str, str] | None,
-    home: Home | None, timed: bool,
-) -> tuple[Products, dict[str, str]]:  # fmt: skip
+    config: ModelConfig,
+    job: TrainJob,
+    layout: Layout,
+    device: torch.device,
+    *,
+    names: Mapping[str, str] | None,
+    home: Home | None,
+    timed: bool,
+) -> tuple[Products, dict[str, str]]:
     """The products, and what they are called in the run's names; `names` says what was chosen earlier."""
     known = {key: name for key, name in (names or {}).items() if key.startswith("product ")}
     wanted = timed and not names and device.type == "cuda" and layout.precision == "bf16"

@@ -35,9 +35,7 @@ class Choice:
     """the recipe's file, by which runs of one recipe know each other"""
 
 
-def run_to_resume(
-    home: Home, recipe: Recipe, weights: str, choice: Choice, say: Say = lambda text: None
-) -> Run | None:  # fmt: skip
+def run_to_resume(home: Home, recipe: Recipe, weights: str, choice: Choice, say: Say = lambda text: None) -> Run | None:
     """The run to go on with; None where a new one is to begin. BadInput where that is for a person to decide."""
     if choice.name:
         return _named(home, recipe, weights, choice, say)
@@ -123,8 +121,10 @@ def _refuse_another(home: Home, recipe: Recipe, weights: str, file: str) -> None
             continue
         if state.shown in _ENDED:
             step = f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
-            raise BadInput(f"run {run.name} is unfinished (step {step}) and the recipe has become another "
-                           f"({_few(texts(changes, 'defining'))}); put that back to go on with it, {_NEW}")  # fmt: skip
+            raise BadInput(
+                f"run {run.name} is unfinished (step {step}) and the recipe has become another "
+                f"({_few(texts(changes, 'defining'))}); put that back to go on with it, {_NEW}"
+            )
         return
 
 

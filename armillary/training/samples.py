@@ -56,8 +56,9 @@ class Samples:
 def call_sample(precision: str) -> Callable[[], float]:
     """Times one small layer over four tokens, forward and backward: every call that a block makes, and next to nothing
     to compute. A pass before it brings it back to the caches, where the calls of a step are too."""
-    config = ModelConfig(hidden=64, heads=2, kv_heads=2, head_dim=32, ffn=192, vocab=64, context=4,
-                         layers=(LayerKind(),))  # fmt: skip
+    config = ModelConfig(
+        hidden=64, heads=2, kv_heads=2, head_dim=32, ffn=192, vocab=64, context=4, layers=(LayerKind(),)
+    )
     model = build(config, dtype=torch.float32, device=_CPU, seed=0)
     tokens_BT, calls = torch.arange(4, device=_CPU)[None], HALF_CALLS if precision in HALF else WIDE_CALLS
 

@@ -24,7 +24,7 @@ class SaveClock:
 
     def __init__(
         self, job: TrainJob, predicted_step_s: float | None, *, now: Callable[[], float] = time.monotonic
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._every, self._predicted_s, self._now = job.save_every, predicted_step_s or 0.0, now
         self._since, self._steps, self._taken, self._cost_s = now(), 0, 0, 0.0
 

@@ -56,5 +56,7 @@ def _local_gradients(optimizer: torch.optim.Optimizer) -> dict[torch.dtype, list
 def refuse_tiny_scale(scale: float, step: int) -> None:
     """Overflow after overflow is no matter of scale."""
     if scale < SMALLEST:
-        raise ArmillaryError(f"fp16 overflows at step {step} whatever the loss scale (now {scale:g}); "
-                             "try --set layout.precision=fp32, or bf16 where the device has units for it")  # fmt: skip
+        raise ArmillaryError(
+            f"fp16 overflows at step {step} whatever the loss scale (now {scale:g}); "
+            "try --set layout.precision=fp32, or bf16 where the device has units for it"
+        )

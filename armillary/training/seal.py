@@ -45,8 +45,11 @@ def faults(folder: Path) -> list[str]:
         files = strict_json.read_table(folder / MANIFEST)["files"]
     except (ArmillaryError, KeyError) as error:
         return [f"no manifest ({error})"]
-    return [f"{name} is {_found(folder / name)} bytes, not {size}" for name, size in files.items()
-            if _found(folder / name) != size]  # fmt: skip
+    return [
+        f"{name} is {_found(folder / name)} bytes, not {size}"
+        for name, size in files.items()
+        if _found(folder / name) != size
+    ]
 
 
 def changes(folder: Path, *, share: int = 0, of: int = 1) -> list[str]:

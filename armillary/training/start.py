@@ -82,15 +82,19 @@ class Start:
         before, plan = Plan.from_json(run.plan.read_text(), str(run.plan)), self.plan
         if self.recipe.layout.precision == "auto" and before.layout.precision not in ("auto", plan.layout.precision):
             found = kept_precision(before.layout.precision, plan.chosen["layout.precision"])
-            plan = replace(plan, layout=with_precision(plan.layout, found), notes=(*plan.notes, found.warning),
-                           chosen={**plan.chosen, "layout.precision": found.reason})  # fmt: skip
+            plan = replace(
+                plan,
+                layout=with_precision(plan.layout, found),
+                notes=(*plan.notes, found.warning),
+                chosen={**plan.chosen, "layout.precision": found.reason},
+            )
         if self.recipe.train.compile == "auto" and before.train is not None and plan.train is not None:
             plan = replace(plan, train=replace(plan.train, compile=before.train.compiled))
         return replace(self, plan=plan)
 
     def take_over(
         self, run: Run, choice: Choice, *, text: str = "", overrides: Sequence[str] = (), say: Say = lambda text: None
-    ) -> Run:  # fmt: skip
+    ) -> Run:
         """Go on with a run, with the recipe as it is now and planned anew."""
         mine = run.claim(take_over=choice.take_over, say=say, steps=self.recipe.train.steps)
         file = choice.file or run.recipe_file
@@ -114,9 +118,15 @@ class Start:
 
 
 def start(
-    recipe: Recipe, home: Home, source: ModelSource, *, room: int = 0, fills: int | None = None,
-    until: Until | None = None, device: str | None = None,
-) -> Start:  # fmt: skip
+    recipe: Recipe,
+    home: Home,
+    source: ModelSource,
+    *,
+    room: int = 0,
+    fills: int | None = None,
+    until: Until | None = None,
+    device: str | None = None,
+) -> Start:
     """Check the recipe against its model, its devices and what the trainer can do; training starts from the weights
     of `source`, or from scratch where it has none. `room` is how many processes may share a processor's cores, where
     that was asked for, and `fills` how many devices must all be used; `until` is a goal that must be within reach. A
@@ -124,8 +134,10 @@ def start(
     config = recipe.model_config(source.config)
     if source.folder is not None and config != source.config:
         keys = ", ".join(f"model.{key}" for key in recipe.model.overrides)
-        raise BadRecipe(f"{source.name} has weights, so its shape cannot be overridden; leave {keys} out, or take only "
-                        "its shape with --set train.from_scratch=true")  # fmt: skip
+        raise BadRecipe(
+            f"{source.name} has weights, so its shape cannot be overridden; leave {keys} out, or take only "
+            "its shape with --set train.from_scratch=true"
+        )
     _check_model(recipe, config, fills)
     if until is not None:
         until.check(recipe.train, held_out=may_hold_out(recipe.data))
@@ -134,12 +146,16 @@ def start(
     job = recipe.train
     there = max(cluster.num_devices, room if cluster.chip.kind == "cpu" else 0)
     check_layout(
-        recipe.layout, config, num_devices=there, fills=fills, sequence=job.sequence, batch_tokens=job.batch_tokens,
-        by_trainer=True, compiled=job.compiled,
-    )  # fmt: skip
-    data = plan_data(
-        recipe.data, home, vocab=recipe.data.vocab or config.vocab, tokenizer=_tokenizer(recipe, source)
+        recipe.layout,
+        config,
+        num_devices=there,
+        fills=fills,
+        sequence=job.sequence,
+        batch_tokens=job.batch_tokens,
+        by_trainer=True,
+        compiled=job.compiled,
     )
+    data = plan_data(recipe.data, home, vocab=recipe.data.vocab or config.vocab, tokenizer=_tokenizer(recipe, source))
     dtype = resolve_training(recipe.layout, config, job, cluster, home, device=device)
     plan = Plan(
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -190,8 +206,10 @@ def refuse_elsewhere(plan: Plan) -> None:
     found, cluster = here(), plan.cluster
     same = found.chip.name == cluster.chip.name and found.num_devices >= plan.layout.num_devices
     if cluster.name != "here" and not same:
-        raise BadRecipe(f"{cluster.name} is not this machine, which has {found.text()}; try --set hardware.on=here, "
-                        "start it there with torchrun or srun, or plan only with --dry-run")  # fmt: skip
+        raise BadRecipe(
+            f"{cluster.name} is not this machine, which has {found.text()}; try --set hardware.on=here, "
+            "start it there with torchrun or srun, or plan only with --dry-run"
+        )
 
 
 def train_recipe(
@@ -243,5 +261,7 @@ def _opened(begun: Start, choice: Choice, overrides: Sequence[str]) -> Run:
 def _refuse_many(plan: Plan) -> None:
     count = plan.layout.num_devices
     if count > 1:
-        raise BadLayout(f"{plan.layout.text()} needs {count} processes and this is one; use armillary train, which "
-                        "starts them, or torchrun")  # fmt: skip
+        raise BadLayout(
+            f"{plan.layout.text()} needs {count} processes and this is one; use armillary train, which "
+            "starts them, or torchrun"
+        )

@@ -61,9 +61,15 @@ class Trainer:
     """`step(n)` does everything of step n; a context, because reading ahead has processes of its own."""
 
     def __init__(
-        self, plan: Plan, world: World, ranks: Agreement | None = None, *, kernels: Mapping[str, str] | None = None,
-        home: Home | None = None, folder: Path | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        plan: Plan,
+        world: World,
+        ranks: Agreement | None = None,
+        *,
+        kernels: Mapping[str, str] | None = None,
+        home: Home | None = None,
+        folder: Path | None = None,
+    ) -> None:
         """`kernels` are those that were chosen when the run began; those chosen now are remembered in `home`. States of
         the optimiser may wait on the disk of `folder`."""
         assert plan.train is not None and plan.data is not None, "a plan for training"
@@ -213,16 +219,21 @@ class Trainer:
     def _rows(self, batch: DeviceBatch) -> Rows:
         """What stages read: this rank's tokens, and the documents of whole rows."""
         part, _ = self._taken(batch)
-        return Rows(tokens_BT=part.tokens_BT, positions_BT=part.positions_BT, targets_BT=part.targets_BT,
-                    documents_BT=batch.documents_BT if batch.has_documents else None)  # fmt: skip
+        return Rows(
+            tokens_BT=part.tokens_BT,
+            positions_BT=part.positions_BT,
+            targets_BT=part.targets_BT,
+            documents_BT=batch.documents_BT if batch.has_documents else None,
+        )
 
     def _passing(self, targets: float = 1.0) -> Passing:
         chunk, context = self.job.chunk_tokens(self.model.config.vocab), self.sharded.context
         return Passing(
-            attends=self.choices.attend if context is None else context.attend, scale=self.scaler.scale,
+            attends=self.choices.attend if context is None else context.attend,
+            scale=self.scaler.scale,
             autocast=lambda: autocast(self.layout.precision, self.device, wanted=not self.sharded.is_fsdp),
             loss=lambda model, hidden, y: self.sharded.loss_sum(hidden, y, chunk=chunk, model=model) / targets,
-        )  # fmt: skip
+        )
 
     def loss_sum(self, batch: DeviceBatch) -> Tensor:
         """Of a micro-batch; with stages, on the last of them and without a backward pass."""
@@ -290,8 +301,14 @@ class Trainer:
         """One step's memory is taken apart; the others are left alone."""
         if self.taken == MEASURED_STEP:
             half, compiled = self.layout.precision in HALF, self.job.compiled
-            self._meter = make_meter(self.model, self.optimizer, half=half, device=self.device, compiled=compiled,
-                                     elsewhere=self.offloaded.holds)  # fmt: skip
+            self._meter = make_meter(
+                self.model,
+                self.optimizer,
+                half=half,
+                device=self.device,
+                compiled=compiled,
+                elsewhere=self.offloaded.holds,
+            )
         else:
             self._meter = NoMeter()
         return self._meter.step()
@@ -305,4 +322,3 @@ class Trainer:
         sizes, now = meter.sizes(), memory_gauges(self.device)
         now["memory_peak_bytes"] = max(now["memory_peak_bytes"], meter.peak)
         return now | sizes
-

@@ -45,8 +45,10 @@ class Until:
         if not held_out:
             raise BadInput(f"{goal}: no text is held out to validate on; try --set data.held_out=0.01")
         if not 0 < job.eval_every < job.steps:
-            raise BadInput(f"{goal} before the last of {job.steps:,} steps: with train.eval_every={job.eval_every} "
-                           f"there is no validation; try --set train.eval_every={max(1, job.steps // 20)}")  # fmt: skip
+            raise BadInput(
+                f"{goal} before the last of {job.steps:,} steps: with train.eval_every={job.eval_every} "
+                f"there is no validation; try --set train.eval_every={max(1, job.steps // 20)}"
+            )
 
     def reached(self, gauges: Mapping[str, float]) -> bool:
         return gauges.get(self.gauge, float("inf")) <= self.value

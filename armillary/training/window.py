@@ -41,9 +41,7 @@ LONG_S = 1e-3
 """a stretch of Python beyond what comes between two operators"""
 
 
-def recorded(
-    step: Callable[[], T], roof: Roof = NO_ROOF, plain_s: float | None = None
-) -> tuple[T, dict[str, float]]:
+def recorded(step: Callable[[], T], roof: Roof = NO_ROOF, plain_s: float | None = None) -> tuple[T, dict[str, float]]:
     """What one call of `step` gives, and how its time was spent, by gauge name; `plain_s` is what such a step takes
     when nobody looks."""
     recorder = Recorder(memory=False, stacks=False, hooks=False)
@@ -86,12 +84,16 @@ def shares(judged: Judged, spent: Budget) -> dict[str, float]:
     kernels = spent.kernels
     judged_s = kernels.useful_s + kernels.inefficient_s
     roofed = {"roof_fraction": kernels.useful_s / judged_s} if judged_s > 0.5 * kernels.seconds > 0 else {}
-    return found | roofed | {
-        "kernels": float(sum(row.calls for row in working)),
-        "short_kernels_fraction": _short_s(working, spent) / spent.wall_s,
-        "fusible_fraction": _passes_s(working, spent) / spent.wall_s,
-        "host_stall_fraction": _stalled_s(spent) / spent.wall_s,
-    }
+    return (
+        found
+        | roofed
+        | {
+            "kernels": float(sum(row.calls for row in working)),
+            "short_kernels_fraction": _short_s(working, spent) / spent.wall_s,
+            "fusible_fraction": _passes_s(working, spent) / spent.wall_s,
+            "host_stall_fraction": _stalled_s(spent) / spent.wall_s,
+        }
+    )
 
 
 def _call_s(working: list[Row]) -> float:
@@ -123,8 +125,13 @@ def _passes_s(working: list[Row], spent: Budget) -> float:
 def _stalled_s(spent: Budget) -> float:
     """Time in which the host held the device up for long at a stretch."""
     held = [(stretch.end - stretch.start, stretch.causes) for stretch in spent.stretches]
-    return sum(seconds for length_s, causes in held if length_s >= LONG_S
-               for (part, _), seconds in causes.items() if part in ("host", "sync"))  # fmt: skip
+    return sum(
+        seconds
+        for length_s, causes in held
+        if length_s >= LONG_S
+        for (part, _), seconds in causes.items()
+        if part in ("host", "sync")
+    )
 
 
 def split(judged: Judged, spent: Budget) -> dict[str, float]:
@@ -132,8 +139,13 @@ def split(judged: Judged, spent: Budget) -> dict[str, float]:
     compute = sum(spent.parts.get(part, 0.0) for part in KERNEL_PARTS)
     exposed = spent.parts["comm_exposed"]
     rest = max(0.0, spent.wall_s - compute - exposed)
-    return {"compute_s": compute, "comm_s": max(exposed, comm_s(judged, spent)), "comm_exposed_s": exposed,
-            "bubble_s": 0.0, "overhead_s": rest}  # fmt: skip
+    return {
+        "compute_s": compute,
+        "comm_s": max(exposed, comm_s(judged, spent)),
+        "comm_exposed_s": exposed,
+        "bubble_s": 0.0,
+        "overhead_s": rest,
+    }
 
 
 def set_apart(parts: dict[str, float], bubble: float, waited: float = 0.0) -> dict[str, float]:
@@ -144,8 +156,11 @@ def set_apart(parts: dict[str, float], bubble: float, waited: float = 0.0) -> di
     waits = min(bubble, parts["comm_exposed_s"])
     rest = min(bubble - waits, parts["overhead_s"])
     whole = sum(parts[f"{part}_s"] for part in ("compute", "comm_exposed", "overhead"))
-    apart = parts | {"comm_exposed_s": parts["comm_exposed_s"] - waits, "overhead_s": parts["overhead_s"] - rest,
-                     "bubble_s": waits + rest}  # fmt: skip
+    apart = parts | {
+        "comm_exposed_s": parts["comm_exposed_s"] - waits,
+        "overhead_s": parts["overhead_s"] - rest,
+        "bubble_s": waits + rest,
+    }
     if "host_fraction" not in parts or whole <= 0:
         return apart
     shares = _moved(apart, "idle_fraction", bubble / whole, ("comm_exposed_fraction", *STANDING))

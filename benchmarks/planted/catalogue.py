@@ -9,8 +9,12 @@ from benchmarks.planted import healthy, inner, product, recorded, training
 from benchmarks.planted.problem import Problem
 
 PROBLEMS: tuple[Problem, ...] = (
-    *inner.PROBLEMS, *training.PROBLEMS, *product.PROBLEMS, *recorded.PROBLEMS, *healthy.PROBLEMS
-)  # fmt: skip
+    *inner.PROBLEMS,
+    *training.PROBLEMS,
+    *product.PROBLEMS,
+    *recorded.PROBLEMS,
+    *healthy.PROBLEMS,
+)
 
 
 def chosen(names: Sequence[str]) -> list[Problem]:

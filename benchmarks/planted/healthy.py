@@ -27,9 +27,12 @@ def one_rank(wish: Wish, home: Home) -> Path:
 def two_ranks(wish: Wish, home: Home) -> Path:
     """The same over two ranks, with enough work between exchanges."""
     return train_small(
-        wish, home, model=model_of(2 * wish.size), layout={"dp": 2, "micro_batch": 16},
+        wish,
+        home,
+        model=model_of(2 * wish.size),
+        layout={"dp": 2, "micro_batch": 16},
         train={"batch_tokens": 8192, "steps": 12},
-    )  # fmt: skip
+    )
 
 
 def moderate_load(wish: Wish, home: Home) -> Path:

@@ -24,9 +24,12 @@ def tiny_operators(wish: Wish, home: Home) -> Path:
     """A narrow model fed one short row at a time: operators of microseconds."""
     rows = max(4, round(16 * wish.severity))
     return train_small(
-        wish, home, model=model_of(wish.size / 4), layout={"micro_batch": 1},
+        wish,
+        home,
+        model=model_of(wish.size / 4),
+        layout={"micro_batch": 1},
         train={"sequence": 32, "batch_tokens": 32 * rows},
-    )  # fmt: skip
+    )
 
 
 def host_work(wish: Wish, home: Home) -> Path:
@@ -37,18 +40,45 @@ def host_work(wish: Wish, home: Home) -> Path:
 def wide_numbers(wish: Wish, home: Home) -> Path:
     """Products in fp32 on a chip with units for bf16; more of them the worse it is."""
     return train_small(
-        wish, home, model=model_of(_WIDE * wish.size * wish.severity**0.5), layout={"precision": "fp32"},
+        wish,
+        home,
+        model=model_of(_WIDE * wish.size * wish.severity**0.5),
+        layout={"precision": "fp32"},
         train={"batch_tokens": 2048, "steps": 12},
-    )  # fmt: skip
+    )
 
 
 PROBLEMS = (
-    Problem(name="slow-loader", says="batches come too slowly", make=slow_loader, loop="inner",
-            causes=("data_starvation",), levers=("data.workers",)),
-    Problem(name="tiny-operators", says="one short row at a time through a narrow model", make=tiny_operators,
-            loop="inner", causes=("launch_overhead",), levers=("layout.micro_batch", "train.compile")),
-    Problem(name="host-work", says="Python work inside every block", make=host_work, loop="inner",
-            causes=("sync",), levers=(ACTION,)),
-    Problem(name="wide-numbers", says="fp32 where bf16 is there", make=wide_numbers, loop="inner",
-            causes=("precision",), levers=("layout.precision",)),
-)  # fmt: skip
+    Problem(
+        name="slow-loader",
+        says="batches come too slowly",
+        make=slow_loader,
+        loop="inner",
+        causes=("data_starvation",),
+        levers=("data.workers",),
+    ),
+    Problem(
+        name="tiny-operators",
+        says="one short row at a time through a narrow model",
+        make=tiny_operators,
+        loop="inner",
+        causes=("launch_overhead",),
+        levers=("layout.micro_batch", "train.compile"),
+    ),
+    Problem(
+        name="host-work",
+        says="Python work inside every block",
+        make=host_work,
+        loop="inner",
+        causes=("sync",),
+        levers=(ACTION,),
+    ),
+    Problem(
+        name="wide-numbers",
+        says="fp32 where bf16 is there",
+        make=wide_numbers,
+        loop="inner",
+        causes=("precision",),
+        levers=("layout.precision",),
+    ),
+)

@@ -78,8 +78,10 @@ def too_much_traffic(wish: Wish, home: Home) -> Path:
 
 def small_chunks(wish: Wish, home: Home) -> Path:
     """Prompts go in by so few tokens a step that most steps are hardly filled."""
-    requests = [asked(f"r{i}", one.prompt, 8) for i, one in
-                enumerate(mixed(24, tokens_in=(384, 512), tokens_out=(8, 8), seed=wish.seed))]  # fmt: skip
+    requests = [
+        asked(f"r{i}", one.prompt, 8)
+        for i, one in enumerate(mixed(24, tokens_in=(384, 512), tokens_out=(8, 8), seed=wish.seed))
+    ]
     few = max(16, round(32 / wish.severity))
     return serve_small(wish, home, at_once(requests), serve={"max_tokens_per_step": few, "prefill_tokens": None})
 
@@ -94,21 +96,68 @@ def _short() -> dict[str, int]:
 
 
 PROBLEMS = (
-    Problem(name="small-kv-cache", says="a KV cache for a few requests", make=small_kv_cache, loop="product",
-            causes=("kv_pressure", "preemption"), levers=("serve.kv_bytes", "serve.kv_dtype")),
-    Problem(name="no-chunks", says="long prompts whole among answers", make=no_chunks, loop="product",
-            causes=("prefill_interference",),
-            levers=("serve.prefill_tokens", "serve.prefill_slowdown", "serve.max_tokens_per_step")),
-    Problem(name="no-prefix-cache", says="equal beginnings, prefix cache off", make=no_prefix_cache, loop="product",
-            causes=("cache_misses",), levers=("serve.prefix_cache",)),
-    Problem(name="small-prefix-cache", says="more beginnings than the cache holds", make=small_prefix_cache,
-            loop="product", causes=("cache_misses",), levers=("serve.kv_bytes",)),
-    Problem(name="small-batch", says="two requests at a time", make=small_batch, loop="product",
-            causes=("batch_too_small",), levers=("serve.max_running",)),
-    Problem(name="static-batches", says="batches begun and ended together", make=static_batches, loop="product",
-            causes=("static_batching",), levers=("serve.batching",)),
-    Problem(name="too-much-traffic", says="more than one replica bears", make=too_much_traffic, loop="product",
-            causes=("too_few_replicas",), levers=(ACTION,)),
-    Problem(name="small-chunks", says="prompts by few tokens a step", make=small_chunks, loop="product",
-            causes=("queueing",), levers=("serve.max_tokens_per_step", "serve.prefill_tokens")),
-)  # fmt: skip
+    Problem(
+        name="small-kv-cache",
+        says="a KV cache for a few requests",
+        make=small_kv_cache,
+        loop="product",
+        causes=("kv_pressure", "preemption"),
+        levers=("serve.kv_bytes", "serve.kv_dtype"),
+    ),
+    Problem(
+        name="no-chunks",
+        says="long prompts whole among answers",
+        make=no_chunks,
+        loop="product",
+        causes=("prefill_interference",),
+        levers=("serve.prefill_tokens", "serve.prefill_slowdown", "serve.max_tokens_per_step"),
+    ),
+    Problem(
+        name="no-prefix-cache",
+        says="equal beginnings, prefix cache off",
+        make=no_prefix_cache,
+        loop="product",
+        causes=("cache_misses",),
+        levers=("serve.prefix_cache",),
+    ),
+    Problem(
+        name="small-prefix-cache",
+        says="more beginnings than the cache holds",
+        make=small_prefix_cache,
+        loop="product",
+        causes=("cache_misses",),
+        levers=("serve.kv_bytes",),
+    ),
+    Problem(
+        name="small-batch",
+        says="two requests at a time",
+        make=small_batch,
+        loop="product",
+        causes=("batch_too_small",),
+        levers=("serve.max_running",),
+    ),
+    Problem(
+        name="static-batches",
+        says="batches begun and ended together",
+        make=static_batches,
+        loop="product",
+        causes=("static_batching",),
+        levers=("serve.batching",),
+    ),
+    Problem(
+        name="too-much-traffic",
+        says="more than one replica bears",
+        make=too_much_traffic,
+        loop="product",
+        causes=("too_few_replicas",),
+        levers=(ACTION,),
+    ),
+    Problem(
+        name="small-chunks",
+        says="prompts by few tokens a step",
+        make=small_chunks,
+        loop="product",
+        causes=("queueing",),
+        levers=("serve.max_tokens_per_step", "serve.prefill_tokens"),
+    ),
+)

@@ -33,11 +33,27 @@ from benchmarks.planted.traffic import at_once, mixed
 from benchmarks.planted.train_small import recipe_of, train_recipe
 
 KEPT = ("gauges.jsonl", "plan.json", "recipe.json", "state.json")
-KERNELS = {"norm": "triton", "add_norm": "triton", "activate": "triton", "rope": "triton", "attention": "cudnn",
-           "attention, documents": "triton", "linear_cross_entropy": "triton", "block": "fused"}  # fmt: skip
+KERNELS = {
+    "norm": "triton",
+    "add_norm": "triton",
+    "activate": "triton",
+    "rope": "triton",
+    "attention": "cudnn",
+    "attention, documents": "triton",
+    "linear_cross_entropy": "triton",
+    "block": "fused",
+}
 """as an H200 chose them for a Llama shape (benchmarks/train_one_gpu_h200.md): choosing again takes a minute"""
-SHAPE = {"num_layers": 12, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 64, "ffn": 4096, "vocab": 8192,
-         "context": 4096}  # fmt: skip
+SHAPE = {
+    "num_layers": 12,
+    "hidden": 1024,
+    "heads": 16,
+    "kv_heads": 8,
+    "head_dim": 64,
+    "ffn": 4096,
+    "vocab": 8192,
+    "context": 4096,
+}
 NARROW = {"num_layers": 8, "hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 768}
 TINY = {"num_layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "ffn": 128, "vocab": 1024}
 
@@ -56,9 +72,15 @@ class Recording:
         tables = {
             "model": {"name": "tinyllama-1.1b", **shape},
             "layout": {"micro_batch": micro_batch, "precision": "bf16", **more.pop("layout", {})},
-            "train": {"sequence": sequence, "batch_tokens": rows * sequence, "steps": steps, "eval_every": 0,
-                      "profile_every": 10, **more.pop("train", {})},
-        }  # fmt: skip
+            "train": {
+                "sequence": sequence,
+                "batch_tokens": rows * sequence,
+                "steps": steps,
+                "eval_every": 0,
+                "profile_every": 10,
+                **more.pop("train", {}),
+            },
+        }
         return recipe_of(Wish(), tables, self.home)
 
     def run(self, recipe: Recipe, home: Home, *, fault: Fault | None = None) -> Run:
@@ -115,9 +137,13 @@ def graphs(at: Recording) -> Run:
 
 
 CASES: dict[str, Callable[[Recording], Run]] = {
-    "gpu-healthy": healthy, "gpu-sync": sync, "gpu-graphs": graphs, "gpu-no-graphs": no_graphs,
-    "gpu-short-kernels": short_kernels, "gpu-full-memory": full_memory,
-}  # fmt: skip
+    "gpu-healthy": healthy,
+    "gpu-sync": sync,
+    "gpu-graphs": graphs,
+    "gpu-no-graphs": no_graphs,
+    "gpu-short-kernels": short_kernels,
+    "gpu-full-memory": full_memory,
+}
 
 
 # --- keeping them
@@ -158,8 +184,9 @@ def measured_home(folder: str, device: str) -> Home:
     """A home of its own, with the ceilings of the GPU."""
     home = Home.at(folder)
     if device == "cuda":
-        found = measure_ceilings(torch.device("cuda", 0), quick=True, folder=home.work,
-                                 only=("bandwidth", "gemm", "launch"))  # fmt: skip
+        found = measure_ceilings(
+            torch.device("cuda", 0), quick=True, folder=home.work, only=("bandwidth", "gemm", "launch")
+        )
         save_peaks(home, found.peaks)
     return home
 

@@ -30,8 +30,9 @@ def batch_size(at: Recording) -> LeverCase:
 
 def recompute_off(at: Recording) -> LeverCase:
     """Every layer's activations are made again, though there is memory to keep them."""
-    recipe = at.recipe(rows=8, micro_batch=8, model=WIDE, layout={"recompute": "full"}, steps=20,
-                       train={"profile_every": 0})  # fmt: skip
+    recipe = at.recipe(
+        rows=8, micro_batch=8, model=WIDE, layout={"recompute": "full"}, steps=20, train={"profile_every": 0}
+    )
     return LeverCase(name="recompute off", key="layout.recompute", recipe=recipe, run=at.run)
 
 
@@ -44,8 +45,9 @@ def main() -> int:
         profiled = asked.device == "cuda" and "batch-size" in asked.only
         home = measured_home(folder, asked.device) if profiled else Home.at(folder)
         at = Recording(home, asked.device, tiny=asked.tiny)
-        return record_pulls(asked, lambda name: CASES[name](at), lambda case: _warm(case, home), home, begin=begin,
-                            prefix="lever")  # fmt: skip
+        return record_pulls(
+            asked, lambda name: CASES[name](at), lambda case: _warm(case, home), home, begin=begin, prefix="lever"
+        )
 
 
 def _warm(case: LeverCase, home: Home) -> None:

@@ -13,9 +13,14 @@ from benchmarks.planted.record_cases import alone, beside, record_each
 
 
 def record_pulls(
-    asked: argparse.Namespace, make: Callable[[str], LeverCase], warm: Callable[[LeverCase], None], home: Home, *,
-    begin: float, prefix: str,
-) -> int:  # fmt: skip
+    asked: argparse.Namespace,
+    make: Callable[[str], LeverCase],
+    warm: Callable[[LeverCase], None],
+    home: Home,
+    *,
+    begin: float,
+    prefix: str,
+) -> int:
     """What was predicted and obtained of each, as PREFIX-NAME.json in the folder asked for; the exit code."""
     with beside(asked.folder):
         for name in asked.only:

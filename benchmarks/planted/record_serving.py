@@ -28,8 +28,16 @@ from benchmarks.planted.record_pulls import record_pulls
 from benchmarks.planted.serve_small import Arrival, drive, model_of, serve_recipe, serving_recipe
 from benchmarks.planted.traffic import at_once, at_rate, mixed, sharing
 
-SHAPE = {"num_layers": 28, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 3072, "vocab": 32_768,
-         "context": 16_384}  # fmt: skip
+SHAPE = {
+    "num_layers": 28,
+    "hidden": 1024,
+    "heads": 16,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "ffn": 3072,
+    "vocab": 32_768,
+    "context": 16_384,
+}
 """of Qwen3-0.6B, with fewer words"""
 
 
@@ -43,14 +51,25 @@ class Place:
         self._arrivals: dict[str, Sequence[Arrival]] = {}
 
     def case(
-        self, name: str, key: str, arrivals: Sequence[Arrival], serve: Mapping[str, Any],
+        self,
+        name: str,
+        key: str,
+        arrivals: Sequence[Arrival],
+        serve: Mapping[str, Any],
         objective: Mapping[str, float] | None = None,
-    ) -> LeverCase:  # fmt: skip
+    ) -> LeverCase:
         """The shape served as `serve` says, asked what arrives."""
-        tables: dict[str, Any] = {"model": {} if self.tiny else SHAPE, "objective": dict(objective or {}),
-                                  "serve": {"max_model_len": 8192 if not self.tiny else 2048, "prefill_tokens": None,
-                                            "max_running": 64, "kv_bytes": 8_000_000_000 if not self.tiny else None,
-                                            **serve}}  # fmt: skip
+        tables: dict[str, Any] = {
+            "model": {} if self.tiny else SHAPE,
+            "objective": dict(objective or {}),
+            "serve": {
+                "max_model_len": 8192 if not self.tiny else 2048,
+                "prefill_tokens": None,
+                "max_running": 64,
+                "kv_bytes": 8_000_000_000 if not self.tiny else None,
+                **serve,
+            },
+        }
 
         def run(recipe: Recipe, home: Home) -> Run:
             made = serve_recipe(recipe, home, arrivals, device=self.device, model=self._made(recipe))
@@ -92,30 +111,45 @@ def graphs(at: Place) -> LeverCase:
 
 def prefix_cache(at: Place) -> LeverCase:
     """Equal beginnings of thousands of tokens, computed again for each request."""
-    requests = sharing(int(192 * at.scale), prefixes=2, prefix_tokens=int(4096 * at.scale), tokens_in=64, tokens_out=16,
-                       seed=0)  # fmt: skip
+    requests = sharing(
+        int(192 * at.scale), prefixes=2, prefix_tokens=int(4096 * at.scale), tokens_in=64, tokens_out=16, seed=0
+    )
     return at.case("prefix cache", "serve.prefix_cache", at_once(requests), {"prefix_cache": False})
 
 
 def chunk_size(at: Place) -> LeverCase:
     """Prompts of thousands of tokens whole among 32 answers."""
     chats = at_once(mixed(32, tokens_in=(32, 64), tokens_out=(int(700 * at.scale), int(800 * at.scale)), seed=0))
-    long = mixed(int(40 * at.scale), tokens_in=(int(6000 * at.scale), int(7000 * at.scale)), tokens_out=(4, 8), seed=1,
-                 name="long")  # fmt: skip
-    return at.case("chunk size", "serve.prefill_tokens", [*chats, *at_rate(long, 20.0 * at.scale, 0)],
-                   {"max_tokens_per_step": 16_384}, {"itl_p99_s": 0.010})  # fmt: skip
+    long = mixed(
+        int(40 * at.scale),
+        tokens_in=(int(6000 * at.scale), int(7000 * at.scale)),
+        tokens_out=(4, 8),
+        seed=1,
+        name="long",
+    )
+    return at.case(
+        "chunk size",
+        "serve.prefill_tokens",
+        [*chats, *at_rate(long, 20.0 * at.scale, 0)],
+        {"max_tokens_per_step": 16_384},
+        {"itl_p99_s": 0.010},
+    )
 
 
 def rows(at: Place) -> LeverCase:
     """Four requests at a time."""
-    requests = mixed(int(64 * at.scale), tokens_in=(64, 128), tokens_out=(int(96 * at.scale), int(128 * at.scale)),
-                     seed=0)  # fmt: skip
+    requests = mixed(
+        int(64 * at.scale), tokens_in=(64, 128), tokens_out=(int(96 * at.scale), int(128 * at.scale)), seed=0
+    )
     return at.case("batch size", "serve.max_running", at_once(requests), {"max_running": 4})
 
 
 CASES: dict[str, Callable[[Place], LeverCase]] = {
-    "graphs": graphs, "prefix-cache": prefix_cache, "chunk-size": chunk_size, "rows": rows
-}  # fmt: skip
+    "graphs": graphs,
+    "prefix-cache": prefix_cache,
+    "chunk-size": chunk_size,
+    "rows": rows,
+}
 
 
 def main() -> int:

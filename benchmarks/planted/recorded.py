@@ -28,14 +28,24 @@ def _problem(
 
 _ALL = (
     _problem("gpu-sync", "a number asked of the device in every block", "inner", ("sync",), (ACTION,)),
-    _problem("gpu-short-kernels", "blocks not compiled, one row at a time", "inner", ("launch_overhead",),
-             ("train.compile", "layout.micro_batch")),
-    _problem("gpu-full-memory", "the device's memory nearly full", "training", ("memory_pressure",),
-             ("layout.recompute", "layout.micro_batch", "layout.offload")),
+    _problem(
+        "gpu-short-kernels",
+        "blocks not compiled, one row at a time",
+        "inner",
+        ("launch_overhead",),
+        ("train.compile", "layout.micro_batch"),
+    ),
+    _problem(
+        "gpu-full-memory",
+        "the device's memory nearly full",
+        "training",
+        ("memory_pressure",),
+        ("layout.recompute", "layout.micro_batch", "layout.offload"),
+    ),
     _problem("gpu-no-graphs", "an engine without CUDA graphs", "inner", ("launch_overhead",), ("serve.graphs",)),
     _problem("gpu-healthy", "training on a GPU, well set", None),
     _problem("gpu-graphs", "an engine on a GPU, well set", None),
-)  # fmt: skip
+)
 PROBLEMS = tuple(problem for problem in _ALL if (FOLDER / problem.name).is_dir())
 MISSING = tuple(problem.name for problem in _ALL if problem not in PROBLEMS)
 """cases that nobody has recorded yet"""

@@ -45,30 +45,49 @@ def serving_recipe(wish: Wish, tables: Mapping[str, Mapping[str, Any]]) -> Recip
     """A small model, 256 wide at size 1, served as the tables say."""
     heads = max(2, 2 * round(4 * wish.size))
     base: dict[str, dict[str, Any]] = {
-        "model": {"name": "armillary-2m", "num_layers": 4, "hidden": 32 * heads, "heads": heads, "head_dim": 32,
-                  "kv_heads": heads // 2, "ffn": 96 * heads, "vocab": VOCAB, "context": 4096},
+        "model": {
+            "name": "armillary-2m",
+            "num_layers": 4,
+            "hidden": 32 * heads,
+            "heads": heads,
+            "head_dim": 32,
+            "kv_heads": heads // 2,
+            "ffn": 96 * heads,
+            "vocab": VOCAB,
+            "context": 4096,
+        },
         "layout": {"precision": "bf16"},
         "serve": {"max_model_len": 2048, "max_running": 16, "prefill_tokens": 256},
-    }  # fmt: skip
+    }
     return recipe_from_dict({name: base.get(name, {}) | dict(tables.get(name, {})) for name in base | dict(tables)})
 
 
 def serve_small(
     wish: Wish, home: Home, arrivals: Sequence[Arrival], *, device: str = "cpu", **tables: Mapping[str, Any]
-) -> Path:  # fmt: skip
+) -> Path:
     """Serve what arrives and leave a run folder."""
     return serve_recipe(serving_recipe(wish, tables), home, arrivals, seed=wish.seed, device=device).folder
 
 
 def serve_recipe(
-    recipe: Recipe, home: Home, arrivals: Sequence[Arrival], *, seed: int = 0, device: str = "cpu",
+    recipe: Recipe,
+    home: Home,
+    arrivals: Sequence[Arrival],
+    *,
+    seed: int = 0,
+    device: str = "cpu",
     model: Transformer | None = None,
-) -> Run:  # fmt: skip
+) -> Run:
     """As `serve_small`, of a whole recipe; a `model` of its shape that is there already need not be made again."""
     model = model or model_of(recipe, seed, device)
-    plan = Plan(created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), recipe=to_dict(recipe),
-                model=model.config, cluster=recipe.cluster(here()), layout=recipe.layout,
-                serve=recipe.serve)  # fmt: skip
+    plan = Plan(
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        recipe=to_dict(recipe),
+        model=model.config,
+        cluster=recipe.cluster(here()),
+        layout=recipe.layout,
+        serve=recipe.serve,
+    )
     run = create_run(home, to_dict(recipe), plan=to_plain(plan), model=model.config.name, name=free_name(home))
     with GaugeWriter(run.gauges) as writer:
         engine, _ = make_engine(model, None, recipe.serve, seed=seed, record=writer.write)

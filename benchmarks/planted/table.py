@@ -38,12 +38,18 @@ def summary(verdicts: Sequence[Verdict]) -> list[str]:
 def as_page(verdicts: Sequence[Verdict], wish: Wish) -> str:
     """As Markdown, dated, with the machine's name."""
     day, machine = time.strftime("%Y-%m-%d", time.gmtime()), here().text()
-    lines = ["# Planted problems", "",
-             f"`python -m benchmarks.planted --write`, {day}, {machine}; size {wish.size:g}, severity "
-             f"{wish.severity:g}, seed {wish.seed}. Live runs were made by the trainer and the engine on this machine; "
-             "recorded ones on an H200 (`benchmarks/planted/recorded`).", "",
-             f"{'; '.join(summary(verdicts))}.", "",
-             "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]  # fmt: skip
+    lines = [
+        "# Planted problems",
+        "",
+        f"`python -m benchmarks.planted --write`, {day}, {machine}; size {wish.size:g}, severity "
+        f"{wish.severity:g}, seed {wish.seed}. Live runs were made by the trainer and the engine on this machine; "
+        "recorded ones on an H200 (`benchmarks/planted/recorded`).",
+        "",
+        f"{'; '.join(summary(verdicts))}.",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|" + "---|" * len(COLUMNS),
+    ]
     return "\n".join([*lines, *("| " + " | ".join(row(one)) + " |" for one in verdicts)]) + "\n"
 
 

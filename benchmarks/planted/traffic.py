@@ -20,13 +20,12 @@ def mixed(
 ) -> list[Request]:
     """Prompts and answers of any length within the bounds."""
     dice = Random(seed)
-    return [asked(f"{name}{i}", words(dice, dice.randint(*tokens_in)), dice.randint(*tokens_out))
-            for i in range(count)]  # fmt: skip
+    return [asked(f"{name}{i}", words(dice, dice.randint(*tokens_in)), dice.randint(*tokens_out)) for i in range(count)]
 
 
 def sharing(
     count: int, *, prefixes: int, prefix_tokens: int, tokens_in: int, tokens_out: int, seed: int
-) -> list[Request]:  # fmt: skip
+) -> list[Request]:
     """Prompts that begin with one of a few texts, in turn, and end with words of their own."""
     dice = Random(seed)
     beginnings = [words(dice, prefix_tokens) for _ in range(prefixes)]

@@ -37,8 +37,17 @@ def model_of(size: float, **more: Any) -> dict[str, Any]:
     """A small shape: 128 wide at size 1. KV heads are even, so that two tensor-parallel ranks share them."""
     heads = max(2, 2 * round(2 * size))
     kv_heads = heads // 2 if heads % 4 == 0 else heads
-    return {"name": "armillary-2m", "num_layers": 4, "hidden": _STEP * heads, "heads": heads, "kv_heads": kv_heads,
-            "head_dim": _STEP, "ffn": 3 * _STEP * heads, "vocab": 1024, "context": 1024} | more  # fmt: skip
+    return {
+        "name": "armillary-2m",
+        "num_layers": 4,
+        "hidden": _STEP * heads,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": _STEP,
+        "ffn": 3 * _STEP * heads,
+        "vocab": 1024,
+        "context": 1024,
+    } | more
 
 
 def recipe_of(wish: Wish, tables: Mapping[str, Mapping[str, Any]], home: Home) -> Recipe:
@@ -48,16 +57,26 @@ def recipe_of(wish: Wish, tables: Mapping[str, Mapping[str, Any]], home: Home) -
         "hardware": {"on": "here"},
         "data": {"source": str(one_text(home)), "held_out": 0.0, "seed": wish.seed},
         "layout": {"precision": "bf16", "micro_batch": 16},
-        "train": {"sequence": 128, "batch_tokens": 4096, "steps": 16, "eval_every": 0, "eval_batches": 2,
-                  "seed": wish.seed},
-    }  # fmt: skip
+        "train": {
+            "sequence": 128,
+            "batch_tokens": 4096,
+            "steps": 16,
+            "eval_every": 0,
+            "eval_batches": 2,
+            "seed": wish.seed,
+        },
+    }
     return recipe_from_dict({name: base.get(name, {}) | dict(tables.get(name, {})) for name in base | dict(tables)})
 
 
 def train_small(
-    wish: Wish, home: Home, *, fault: Fault | None = None, device: str | None = "cpu",
+    wish: Wish,
+    home: Home,
+    *,
+    fault: Fault | None = None,
+    device: str | None = "cpu",
     **tables: Mapping[str, Any],
-) -> Path:  # fmt: skip
+) -> Path:
     """Train, with a fault where one is given; the run's folder."""
     return train_recipe(recipe_of(wish, tables, home), home, fault=fault, device=device).folder
 
@@ -88,8 +107,9 @@ def train_recipe(recipe: Recipe, home: Home, *, fault: Fault | None = None, devi
     return Run(folder=home.runs / done["run"])
 
 
-def _launch(launch: Callable[..., Launched], fault: Fault | None, program: str, orders: Mapping[str, Any],
-            **settings: Any) -> Launched:  # fmt: skip
+def _launch(
+    launch: Callable[..., Launched], fault: Fault | None, program: str, orders: Mapping[str, Any], **settings: Any
+) -> Launched:
     """Ranks that put the fault into themselves, in place of the command line's own."""
     told = None if fault is None else [fault.kind, fault.amount]
     return launch("benchmarks.planted.rank", {**orders, "fault": told}, **settings)

@@ -21,17 +21,23 @@ def few_micro_batches(wish: Wish, home: Home) -> Path:
 def slow_link(wish: Wish, home: Home) -> Path:
     """Heads and MLPs are cut over a link far slower than the ranks compute."""
     return train_small(
-        wish, home, layout={"tp": 2, "micro_batch": 8}, train={"batch_tokens": 2048, "steps": 16},
+        wish,
+        home,
+        layout={"tp": 2, "micro_batch": 8},
+        train={"batch_tokens": 2048, "steps": 16},
         fault=Fault(kind="slow link", amount=wish.severity),
-    )  # fmt: skip
+    )
 
 
 def slow_rank(wish: Wish, home: Home) -> Path:
     """One of two ranks takes longer for everything, and for longer than a busy machine holds one up."""
     return train_small(
-        wish, home, layout={"dp": 2, "micro_batch": 16}, train={"steps": 28},
+        wish,
+        home,
+        layout={"dp": 2, "micro_batch": 16},
+        train={"steps": 28},
         fault=Fault(kind="slow rank", amount=2.0 * wish.severity),
-    )  # fmt: skip
+    )
 
 
 def recompute(wish: Wish, home: Home) -> Path:
@@ -51,9 +57,12 @@ def expert_collapse(wish: Wish, home: Home) -> Path:
     moe = {"num_experts": _EXPERTS, "top_k": 1, "ffn": 96}
     mixture = {"family": "mixtral", "moe_every": 1, "ffn": 0, "moe": moe}
     return train_small(
-        wish, home, model=model_of(wish.size, **mixture), train={"balance_loss": 0.0},
+        wish,
+        home,
+        model=model_of(wish.size, **mixture),
+        train={"balance_loss": 0.0},
         fault=Fault(kind="collapsed router", amount=4.0 * wish.severity),
-    )  # fmt: skip
+    )
 
 
 def many_checkpoints(wish: Wish, home: Home) -> Path:
@@ -70,20 +79,68 @@ def many_validations(wish: Wish, home: Home) -> Path:
 
 
 PROBLEMS = (
-    Problem(name="few-micro-batches", says="pp=2 with too few micro-batches", make=few_micro_batches, loop="training",
-            causes=("bubble",), levers=("layout.micro_batch", "layout.pp")),
-    Problem(name="slow-link", says="tp=2 over a slow link", make=slow_link, loop="training",
-            causes=("exposed_communication",), levers=("layout.tp", "layout.dp", "layout.pp")),
-    Problem(name="slow-rank", says="one of two ranks is slow", make=slow_rank, loop="training",
-            causes=("straggler",), levers=(ACTION,)),
-    Problem(name="recompute", says="recompute with memory to spare", make=recompute, loop="training",
-            causes=("needless_recompute",), levers=("layout.recompute",)),
-    Problem(name="offload", says="offload with memory to spare", make=offload, loop="training",
-            causes=("needless_offload",), levers=("layout.offload",)),
-    Problem(name="expert-collapse", says="one expert gets nearly all tokens", make=expert_collapse, loop="training",
-            causes=("expert_imbalance",), levers=("train.balance_loss", "train.expert_capacity", "train.bias_rate")),
-    Problem(name="many-checkpoints", says="a checkpoint after every step", make=many_checkpoints, loop="training",
-            causes=("checkpoint_stall",), levers=("train.save_every",)),
-    Problem(name="many-validations", says="a validation every other step", make=many_validations, loop="training",
-            causes=("validation_stall",), levers=("train.eval_every", "train.eval_batches")),
-)  # fmt: skip
+    Problem(
+        name="few-micro-batches",
+        says="pp=2 with too few micro-batches",
+        make=few_micro_batches,
+        loop="training",
+        causes=("bubble",),
+        levers=("layout.micro_batch", "layout.pp"),
+    ),
+    Problem(
+        name="slow-link",
+        says="tp=2 over a slow link",
+        make=slow_link,
+        loop="training",
+        causes=("exposed_communication",),
+        levers=("layout.tp", "layout.dp", "layout.pp"),
+    ),
+    Problem(
+        name="slow-rank",
+        says="one of two ranks is slow",
+        make=slow_rank,
+        loop="training",
+        causes=("straggler",),
+        levers=(ACTION,),
+    ),
+    Problem(
+        name="recompute",
+        says="recompute with memory to spare",
+        make=recompute,
+        loop="training",
+        causes=("needless_recompute",),
+        levers=("layout.recompute",),
+    ),
+    Problem(
+        name="offload",
+        says="offload with memory to spare",
+        make=offload,
+        loop="training",
+        causes=("needless_offload",),
+        levers=("layout.offload",),
+    ),
+    Problem(
+        name="expert-collapse",
+        says="one expert gets nearly all tokens",
+        make=expert_collapse,
+        loop="training",
+        causes=("expert_imbalance",),
+        levers=("train.balance_loss", "train.expert_capacity", "train.bias_rate"),
+    ),
+    Problem(
+        name="many-checkpoints",
+        says="a checkpoint after every step",
+        make=many_checkpoints,
+        loop="training",
+        causes=("checkpoint_stall",),
+        levers=("train.save_every",),
+    ),
+    Problem(
+        name="many-validations",
+        says="a validation every other step",
+        make=many_validations,
+        loop="training",
+        causes=("validation_stall",),
+        levers=("train.eval_every", "train.eval_batches"),
+    ),
+)

@@ -103,8 +103,21 @@ def test_collectives(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         return [Sample(op=op, bytes=size, seconds=1e-4 + size / 1e9, spread=0.1, samples=9) for op, size in pairs]
 
     monkeypatch.setattr("armillary.profiling.collectives.run_ranks", made_up)
-    ran = cli("bench", "collectives", "--device", "cpu", "--world", "2", "--op", "broadcast", "--quick",
-              "--size", "1KiB", "--size", "64KiB")  # fmt: skip
+    ran = cli(
+        "bench",
+        "collectives",
+        "--device",
+        "cpu",
+        "--world",
+        "2",
+        "--op",
+        "broadcast",
+        "--quick",
+        "--size",
+        "1KiB",
+        "--size",
+        "64KiB",
+    )
     assert ran.code == 0 and "time = latency + bytes / bandwidth" in ran.out and "broadcast" in ran.out
     assert "65.5 kB" in ran.out and "100 µs" in ran.out and "1.00 GB/s" in ran.out
 

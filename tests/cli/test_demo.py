@@ -26,21 +26,38 @@ from armillary.store.runs import list_runs
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
-    "model.name": "armillary-2m", "model.num_layers": 1, "model.hidden": 32, "model.heads": 4, "model.kv_heads": 2,
-    "model.head_dim": 8, "model.ffn": 64, "model.vocab": 320, "model.context": 256, "data.held_out": 0.1,
-    "layout.micro_batch": 2, "serve.max_running": 8, "serve.max_model_len": 128, "train.sequence": 32,
-    "train.batch_tokens": 256, "train.steps": 20,
-    "train.eval_every": 10, "traffic.duration_s": 1, "traffic.tokens_in": 16, "traffic.shared_prefix": 8,
+    "model.name": "armillary-2m",
+    "model.num_layers": 1,
+    "model.hidden": 32,
+    "model.heads": 4,
+    "model.kv_heads": 2,
+    "model.head_dim": 8,
+    "model.ffn": 64,
+    "model.vocab": 320,
+    "model.context": 256,
+    "data.held_out": 0.1,
+    "layout.micro_batch": 2,
+    "serve.max_running": 8,
+    "serve.max_model_len": 128,
+    "train.sequence": 32,
+    "train.batch_tokens": 256,
+    "train.steps": 20,
+    "train.eval_every": 10,
+    "traffic.duration_s": 1,
+    "traffic.tokens_in": 16,
+    "traffic.shared_prefix": 8,
     "traffic.tokens_out": 8,
     "load.warmup_s": 0.2,
-}  # fmt: skip
+}
 
 
 def made_peaks(ranks: int = 2) -> Peaks:
     """Ceilings of this machine as if they had been measured today."""
     peaks = new_peaks(device_name("cpu", threads=1))
-    peaks = peaks.with_points("gemm", [{"m": 8, "n": 8, "k": 8, "dtype": dtype, "flops": flops}
-                                       for dtype, flops in (("bf16", 1e9), ("fp32", 3e11))])  # fmt: skip
+    peaks = peaks.with_points(
+        "gemm",
+        [{"m": 8, "n": 8, "k": 8, "dtype": dtype, "flops": flops} for dtype, flops in (("bf16", 1e9), ("fp32", 3e11))],
+    )
     peaks = peaks.with_points("copy", [{"bytes": 1 << 20, "bytes_per_s": 2e10}])
     point = {"keys": 128, "head_dim": 8, "dtype": "bf16", "backward": False, "flops": 1e11}
     peaks = peaks.with_points("attention", [point, {**point, "backward": True}])
@@ -96,8 +113,11 @@ def _levers_worth_it_were_pulled(answer: dict[str, object]) -> None:
     diagnoses, pulled = answer["diagnoses"], answer["pulled"]
     assert isinstance(diagnoses, list) and isinstance(pulled, list)
     found = [build(Diagnosis, one, "diagnosis") for one in diagnoses]
-    expected = [next((lever for lever in one.levers if lever.change and lever.speedup > WORTH), None)
-                for one in found if not one.is_healthy]  # fmt: skip
+    expected = [
+        next((lever for lever in one.levers if lever.change and lever.speedup > WORTH), None)
+        for one in found
+        if not one.is_healthy
+    ]
     assert [one["title"] for one in pulled] == [lever.title for lever in expected if lever is not None]
     assert all(one["obtained"] > 0 and one["predicted"] > WORTH for one in pulled)
 
@@ -106,9 +126,20 @@ def _levers_worth_it_were_pulled(answer: dict[str, object]) -> None:
 def test_on_two_ranks_in_words(tmp_path: Path) -> None:
     ran = subprocess.run(command(tmp_path), capture_output=True, text=True, cwd=tmp_path, timeout=240, env=_env())
     assert ran.returncode == 0, ran.stderr
-    for said in ("[1/8] measure", "20 steps on 2 ranks", "Ctrl-C after step 8", "stopped after", "goes on with run",
-                 "finished after 20 steps", "ready on http://", "TTFT", "throughput", "[8/8] report",
-                 "once round the circle in", "armillary-demo.html"):  # fmt: skip
+    for said in (
+        "[1/8] measure",
+        "20 steps on 2 ranks",
+        "Ctrl-C after step 8",
+        "stopped after",
+        "goes on with run",
+        "finished after 20 steps",
+        "ready on http://",
+        "TTFT",
+        "throughput",
+        "[8/8] report",
+        "once round the circle in",
+        "armillary-demo.html",
+    ):
         assert said in ran.stdout, said
     assert (tmp_path / "armillary-demo.html").is_file()
 
@@ -116,8 +147,9 @@ def test_on_two_ranks_in_words(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_report_and_no_process(tmp_path: Path) -> None:
     line = command(tmp_path, **{"train.steps": 4000, "layout.dp": 1})
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
-                               env=_env())  # fmt: skip
+    process = subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path, env=_env()
+    )
     assert process.stdout is not None
     said = ""
     for piece in process.stdout:

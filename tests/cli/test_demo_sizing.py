@@ -30,12 +30,21 @@ from armillary.store.peaks import Peaks, new_peaks, save_peaks
 
 
 def ceilings(name: str, fp32: float, bf16: float, memory: float, attention: float, launch_s: float) -> Peaks:
-    peaks = new_peaks(name).with_points("gemm", [
-        {"m": size, "n": size, "k": size, "dtype": dtype, "flops": flops}
-        for dtype, flops in (("fp32", fp32), ("bf16", bf16)) for size in (512, 1024)])  # fmt: skip
+    peaks = new_peaks(name).with_points(
+        "gemm",
+        [
+            {"m": size, "n": size, "k": size, "dtype": dtype, "flops": flops}
+            for dtype, flops in (("fp32", fp32), ("bf16", bf16))
+            for size in (512, 1024)
+        ],
+    )
     peaks = peaks.with_points("copy", [{"bytes": 1 << 30, "bytes_per_s": memory}])
-    rows = [{"keys": keys, "head_dim": 64, "dtype": dtype, "backward": backward, "flops": attention}
-            for keys in (128, 2048) for dtype in ("fp32", "bf16") for backward in (False, True)]  # fmt: skip
+    rows = [
+        {"keys": keys, "head_dim": 64, "dtype": dtype, "backward": backward, "flops": attention}
+        for keys in (128, 2048)
+        for dtype in ("fp32", "bf16")
+        for backward in (False, True)
+    ]
     peaks = peaks.with_points("attention", rows)
     passes = [{"dtype": kind, "tokens": 1, "bytes_per_s": memory / 2} for kind in ("fp32", "bf16")]
     peaks = peaks.with_points("passes", passes)
@@ -84,12 +93,15 @@ def test_what_a_person_says_goes_before(home: Home) -> None:
     assert walk.recipe.model.name == "armillary-2m"
 
 
-@pytest.mark.parametrize(("price", "size", "steps"), [
-    (lambda one: 1e-3, SIZES[0], 85_000),
-    (lambda one: float("inf") if one is SIZES[0] else 0.5, SIZES[1], 170),
-    (lambda one: 1.4, SIZES[-1], 61),
-    (lambda one: 60.0, SIZES[-1], LEAST_STEPS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("price", "size", "steps"),
+    [
+        (lambda one: 1e-3, SIZES[0], 85_000),
+        (lambda one: float("inf") if one is SIZES[0] else 0.5, SIZES[1], 170),
+        (lambda one: 1.4, SIZES[-1], 61),
+        (lambda one: 60.0, SIZES[-1], LEAST_STEPS),
+    ],
+)
 def test_the_largest_that_leaves_enough_steps(
     price: Callable[[sizing.Size], float], size: sizing.Size, steps: int
 ) -> None:

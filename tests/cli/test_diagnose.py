@@ -101,9 +101,16 @@ def train_words(words: list[str]) -> list[str]:
 def stored_model(folder: Path) -> Path:
     """As much of a Hugging Face folder as is looked at before weights are read: fp32, and one file of weights."""
     folder.mkdir()
-    shape = {"model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64,
-             "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 2048,
-             "dtype": "float32"}  # fmt: skip
+    shape = {
+        "model_type": "llama",
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 2048,
+        "dtype": "float32",
+    }
     (folder / "config.json").write_text(json.dumps(shape))
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return folder
@@ -111,7 +118,7 @@ def stored_model(folder: Path) -> Path:
 
 def test_a_lever_of_a_server_is_applied_by_the_command_that_is_printed(
     cli: Cli, home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     """All of `armillary serve` but the server itself: its recipe is read, its model found, its run begun."""
     pytest.importorskip("uvicorn", reason="the server needs the http extra: pip install 'armillary[http]'")
     monkeypatch.chdir(tmp_path)
@@ -180,8 +187,12 @@ def test_what_else_differs_is_said_and_nothing_is_booked(cli: Cli, home: Home, t
 def test_a_broken_line_of_the_track_record_stops_nothing(cli: Cli, home: Home, tmp_path: Path) -> None:
     path_of(home).write_text("{broken\n")
     after(home)
-    for words in (["--track-record"], ["quiet-otter", "--apply", "1", "--to", str(tmp_path / "next.toml")],
-                  ["compare", "quiet-otter", "bold-heron"], ["quiet-otter"]):  # fmt: skip
+    for words in (
+        ["--track-record"],
+        ["quiet-otter", "--apply", "1", "--to", str(tmp_path / "next.toml")],
+        ["compare", "quiet-otter", "bold-heron"],
+        ["quiet-otter"],
+    ):
         ran = cli("diagnose", *words)
         assert ran.code == 0 and "Traceback" not in ran.err, words
     said = cli("diagnose", "--track-record").err
@@ -190,15 +201,17 @@ def test_a_broken_line_of_the_track_record_stops_nothing(cli: Cli, home: Home, t
 
 @pytest.mark.parametrize(
     ("words", "line"),
-    [(["quiet-oter"], "no run 'quiet-oter'; did you mean quiet-otter?"),
-     (["no/such.json"], "no file or run 'no/such.json'; give a run, gauges.jsonl, a trace, a log or a URL"),
-     (["quiet-otter", "--apply", "9"], "no lever 9; levers are 1 to"),
-     (["quiet-otter", "--apply", "0"], "0 is not in the range x>=1"),
-     (["quiet-otter", "--apply", "first"], "'first' is not a valid integer range"),
-     (["compare", "quiet-otter", "quiet-otter"], "run quiet-otter cannot be compared with itself; name the run"),
-     (["compare", "quiet-otter"], "missing argument 'B'"),
-     (["quiet-otter", "--to", "x.toml"], "--to x.toml says where a changed recipe goes; add --apply N")],
-)  # fmt: skip
+    [
+        (["quiet-oter"], "no run 'quiet-oter'; did you mean quiet-otter?"),
+        (["no/such.json"], "no file or run 'no/such.json'; give a run, gauges.jsonl, a trace, a log or a URL"),
+        (["quiet-otter", "--apply", "9"], "no lever 9; levers are 1 to"),
+        (["quiet-otter", "--apply", "0"], "0 is not in the range x>=1"),
+        (["quiet-otter", "--apply", "first"], "'first' is not a valid integer range"),
+        (["compare", "quiet-otter", "quiet-otter"], "run quiet-otter cannot be compared with itself; name the run"),
+        (["compare", "quiet-otter"], "missing argument 'B'"),
+        (["quiet-otter", "--to", "x.toml"], "--to x.toml says where a changed recipe goes; add --apply N"),
+    ],
+)
 def test_bad_input_is_one_line(cli: Cli, words: list[str], line: str) -> None:
     ran = cli("diagnose", *words)
     assert ran.code == 2 and line in ran.err and "Traceback" not in ran.err

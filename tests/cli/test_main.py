@@ -222,8 +222,13 @@ def flags(command: click.Command, context: click.Context, name: str = "armillary
         found = [flags(one, context, f"{name} {verb}") for verb, one in inner.items() if one is not None]
         return {verb: own for part in found for verb, own in part.items()}
     shared = ("--home", "-q", "--json", "--yes")
-    return {name: [option.opts[0] for option in command.params if isinstance(option, click.Option)
-                   and not option.hidden and option.opts[0] not in shared]}  # fmt: skip
+    return {
+        name: [
+            option.opts[0]
+            for option in command.params
+            if isinstance(option, click.Option) and not option.hidden and option.opts[0] not in shared
+        ]
+    }
 
 
 def test_no_verb_has_more_than_eight_flags() -> None:

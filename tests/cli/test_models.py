@@ -55,10 +55,19 @@ def test_mixtures_show_active_parameters(cli: Cli) -> None:
 
 def test_a_config_file_is_a_model_too(cli: Cli, tmp_path: Path) -> None:
     config = {
-        "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256, "max_position_embeddings": 128,
-        "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "vocab_size": 256,
+        "max_position_embeddings": 128,
+        "architectures": ["LlamaForCausalLM"],
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     facts = cli("models", str(tmp_path / "config.json"), "--json").json
     assert facts["num_layers"] == 2 and facts["source"].startswith("config")

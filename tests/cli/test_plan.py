@@ -74,8 +74,21 @@ def test_what_does_not_fit_names_the_smallest_change(cli: Cli, recipe: Path) -> 
 
 
 def test_adapters_are_planned_beside_frozen_weights(cli: Cli) -> None:
-    whole = cli("plan", "--model", "llama-3-8b", "--on", "h100", "--set", "layout.precision=bf16", "--sequence", "512",
-                "--batch-tokens", "4096", "--set", "layout.dp=1")  # fmt: skip
+    whole = cli(
+        "plan",
+        "--model",
+        "llama-3-8b",
+        "--on",
+        "h100",
+        "--set",
+        "layout.precision=bf16",
+        "--sequence",
+        "512",
+        "--batch-tokens",
+        "4096",
+        "--set",
+        "layout.dp=1",
+    )
     assert "does not fit" in whole.out
     lora = ("plan", "--model", "llama-3-8b", "--on", "h100", "--lora", "16", "--json")
     found, quantised = cli(*lora).json, cli(*lora[:6], "16:nf4", "--json").json
@@ -185,26 +198,29 @@ def test_a_table_is_judged(cli: Cli, tmp_path: Path) -> None:
 # --- nonsense
 
 
-@pytest.mark.parametrize(("args", "says"), [
-    (("plan", "--model", "llama-3-8b"), "needs --on"),
-    (("plan", "--model", "lama-3-8b", "--on", "h100x8"), "did you mean llama-3-8b"),
-    (("plan", "--model", "llama-3-8b", "--on", "h100x0"), "at least one"),
-    (("plan", "--model", "llama-3-8b", "--on", "h10x8"), "no hardware"),
-    (("plan", *SMALL, "--set", "layout.tp=64"), "tp=64 does not divide"),
-    (("plan", *SMALL, "--set", "layout.tp=3"), "try --set layout.tp="),
-    (("plan", *SMALL, "--set", "cost.usd_per_device_hour=-1"), "must be at least 0"),
-    (("plan", *SMALL, "--sequence", "0"), "train.sequence=0"),
-    (("plan", *SMALL, "--batch-tokens", "many"), "is not a number"),
-    (("plan", *SMALL, "--sequence", "4096", "--batch-tokens", "512"), "batch"),
-    (("plan", "search", "--model", "llama-3.1-405b", "--on", "a100x8"), "no layout of llama-3.1-405b fits"),
-    (("plan", "search", *SMALL, "--top", "0"), "--top 0 shows nothing"),
-    (("plan", "--model", "llama-3.2-1b", "--on", "gb10"), "nothing is known of the speed"),
-    (("plan", "serach", *SMALL), "did you mean armillary plan search"),
-    (("plan", "nowhere.toml"), "no recipe"),
-    (("plan",), "give a recipe"),
-    (("plan", "table", "nowhere.csv"), "no table"),
-    (("plan", "table", str(FIXTURE), "--filter", "newst"), "did you mean newest"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("plan", "--model", "llama-3-8b"), "needs --on"),
+        (("plan", "--model", "lama-3-8b", "--on", "h100x8"), "did you mean llama-3-8b"),
+        (("plan", "--model", "llama-3-8b", "--on", "h100x0"), "at least one"),
+        (("plan", "--model", "llama-3-8b", "--on", "h10x8"), "no hardware"),
+        (("plan", *SMALL, "--set", "layout.tp=64"), "tp=64 does not divide"),
+        (("plan", *SMALL, "--set", "layout.tp=3"), "try --set layout.tp="),
+        (("plan", *SMALL, "--set", "cost.usd_per_device_hour=-1"), "must be at least 0"),
+        (("plan", *SMALL, "--sequence", "0"), "train.sequence=0"),
+        (("plan", *SMALL, "--batch-tokens", "many"), "is not a number"),
+        (("plan", *SMALL, "--sequence", "4096", "--batch-tokens", "512"), "batch"),
+        (("plan", "search", "--model", "llama-3.1-405b", "--on", "a100x8"), "no layout of llama-3.1-405b fits"),
+        (("plan", "search", *SMALL, "--top", "0"), "--top 0 shows nothing"),
+        (("plan", "--model", "llama-3.2-1b", "--on", "gb10"), "nothing is known of the speed"),
+        (("plan", "serach", *SMALL), "did you mean armillary plan search"),
+        (("plan", "nowhere.toml"), "no recipe"),
+        (("plan",), "give a recipe"),
+        (("plan", "table", "nowhere.csv"), "no table"),
+        (("plan", "table", str(FIXTURE), "--filter", "newst"), "did you mean newest"),
+    ],
+)
 def test_nonsense_gets_one_clear_sentence(cli: Cli, args: tuple[str, ...], says: str) -> None:
     ran = cli(*args)
     assert ran.code == 2 and says in ran.err and len(ran.err.strip().splitlines()) == 1

@@ -42,8 +42,10 @@ def test_explain_puts_numbers_in_the_formulas(cli: Cli) -> None:
 
 def test_a_recipe_goes_through(cli: Cli, tmp_path: Path) -> None:
     recipe = tmp_path / "chat.toml"
-    recipe.write_text('[model]\nname = "mixtral-8x7b"\n[hardware]\non = "h100x8"\n[layout]\ntp = 2\nprecision = "fp8"\n'
-                      "[traffic]\nrequests_per_s = 2.0\n[objective]\nitl_p99_s = 0.2\n")  # fmt: skip
+    recipe.write_text(
+        '[model]\nname = "mixtral-8x7b"\n[hardware]\non = "h100x8"\n[layout]\ntp = 2\nprecision = "fp8"\n'
+        "[traffic]\nrequests_per_s = 2.0\n[objective]\nitl_p99_s = 0.2\n"
+    )
     found = cli("plan", str(recipe), "--for", "serve", "--json").json
     assert found["layout"]["tp"] == 2 and found["formats"]["weights"] == "fp8" and len(found["choices"]) == 1
 
@@ -56,12 +58,15 @@ def test_an_inference_table_is_judged(cli: Cli) -> None:
     assert any(row["reason"] for row in found["rows"])
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    (("--set", "layout.tp=3"), "tp=3 does not divide 8 KV heads of llama-3.1-8b; try --set layout.tp=2 or 4"),
-    (("--set", "objective.itl_p99_s=0.00001"), "itl_p99_s=10 µs cannot be met"),
-    (("--set", "traffic.tokens_in=500000"), "requests of 500,250 tokens exceed the 131,072 of llama-3.1-8b"),
-    (("--set", "cost.usd_per_device_hour=-1"), "cost.usd_per_device_hour=-1.0 must be at least 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("--set", "layout.tp=3"), "tp=3 does not divide 8 KV heads of llama-3.1-8b; try --set layout.tp=2 or 4"),
+        (("--set", "objective.itl_p99_s=0.00001"), "itl_p99_s=10 µs cannot be met"),
+        (("--set", "traffic.tokens_in=500000"), "requests of 500,250 tokens exceed the 131,072 of llama-3.1-8b"),
+        (("--set", "cost.usd_per_device_hour=-1"), "cost.usd_per_device_hour=-1.0 must be at least 0"),
+    ],
+)
 def test_errors_are_one_line(cli: Cli, changes: tuple[str, ...], message: str) -> None:
     ran = cli(*SERVE, *changes)
     assert ran.code == 2 and message in ran.err and len(ran.err.strip().splitlines()) == 1

@@ -68,8 +68,9 @@ def test_a_device_without_ceilings_is_measured_once(
     for path in home.peaks.iterdir():
         path.unlink()
     looks: list[Any] = []
-    monkeypatch.setattr("armillary.profiling.ceilings.measure_ceilings",
-                        lambda *args, **kwargs: looks.append(kwargs) or ceilings_here())  # fmt: skip
+    monkeypatch.setattr(
+        "armillary.profiling.ceilings.measure_ceilings", lambda *args, **kwargs: looks.append(kwargs) or ceilings_here()
+    )
     first = cli("profile", f"{module}:step", "--steps", "1")
     assert "a quick look now" in first.out and looks[0]["quick"], first.err
     again = cli("profile", f"{module}:step", "--steps", "1", "--json")

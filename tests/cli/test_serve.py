@@ -20,21 +20,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["no-such-model"], "no model 'no-such-model'"),
-    (["."], "no config.json"),
-    (["gpt2", "--port", "99999"], "99999"),
-    (["gpt2", "--set", "serve.tools=smoke"], "serve.tools=smoke is not known"),
-    (["gpt2", "--set", "serve.dtype=fp7"], "serve.dtype=fp7 is not known"),
-    (["gpt2", "--name", "x"], "--name is no more; try --set serve.name="),
-    (["gpt2", "--api-key-file", "x"], "--api-key-file is no more; try --set serve.api_key_file="),
-    (["gpt2", "--set", "train.steps=3"], "is not of [serve]"),
-    (["gpt2", "--set", "serve.max_runing=3"], "max_running"),
-    (["gpt2", "--set", "serve.timeout_s=0"], "timeout_s"),
-    (["gpt2", "--recipe", "none.toml"], "no recipe 'none.toml'"),
-])  # fmt: skip
-def test_what_is_wrong_is_one_line(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str],
-                                   said: str) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no-such-model"], "no model 'no-such-model'"),
+        (["."], "no config.json"),
+        (["gpt2", "--port", "99999"], "99999"),
+        (["gpt2", "--set", "serve.tools=smoke"], "serve.tools=smoke is not known"),
+        (["gpt2", "--set", "serve.dtype=fp7"], "serve.dtype=fp7 is not known"),
+        (["gpt2", "--name", "x"], "--name is no more; try --set serve.name="),
+        (["gpt2", "--api-key-file", "x"], "--api-key-file is no more; try --set serve.api_key_file="),
+        (["gpt2", "--set", "train.steps=3"], "is not of [serve]"),
+        (["gpt2", "--set", "serve.max_runing=3"], "max_running"),
+        (["gpt2", "--set", "serve.timeout_s=0"], "timeout_s"),
+        (["gpt2", "--recipe", "none.toml"], "no recipe 'none.toml'"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     ran = cli("serve", *words)
     assert ran.code == 2 and ran.err.count("\n") == 1 and said in ran.err and "; " in ran.err, ran.err

@@ -30,9 +30,15 @@ MODEL = catalogue.model("armillary-25m").config
 
 
 def requests(
-    count: int, *, rate: float | None = None, tokens_in: int = 64, tokens_out: int = 32, shared: int = 0,
-    prefixes: int = 1, seed: int = 0,
-) -> list[Arrival]:  # fmt: skip
+    count: int,
+    *,
+    rate: float | None = None,
+    tokens_in: int = 64,
+    tokens_out: int = 32,
+    shared: int = 0,
+    prefixes: int = 1,
+    seed: int = 0,
+) -> list[Arrival]:
     """`count` requests, all at once or `rate` a second, whose prompts begin with one of `prefixes` texts in turn."""
     dice, now, made = Random(seed), 0.0, []
     for number in range(1, count + 1):
@@ -40,32 +46,58 @@ def requests(
         inside = shared + dice.randint(max(1, tokens_in // 2), tokens_in)
         before = number - prefixes
         known = shared // 16 * 16 if before > 0 else 0
-        made.append(Arrival(number=number, at_s=now, tokens_in=inside, tokens_out=out, limit=out, repeated=known,
-                            repeats=before if known else 0))  # fmt: skip
+        made.append(
+            Arrival(
+                number=number,
+                at_s=now,
+                tokens_in=inside,
+                tokens_out=out,
+                limit=out,
+                repeated=known,
+                repeats=before if known else 0,
+            )
+        )
         now += dice.expovariate(rate) if rate else 0.0
     return made
 
 
 def served(
-    arrivals: Sequence[Arrival], *, kv_tokens: int = 16_384, cost: StepCost = COST, chip: str = "",
-    objective: dict[str, float] | None = None, noise: float = 0.1, **serve: Any,
-) -> Reading:  # fmt: skip
+    arrivals: Sequence[Arrival],
+    *,
+    kv_tokens: int = 16_384,
+    cost: StepCost = COST,
+    chip: str = "",
+    objective: dict[str, float] | None = None,
+    noise: float = 0.1,
+    **serve: Any,
+) -> Reading:
     """The run of an engine set like that; steps differ by `noise` from the line that they follow."""
     given = Serve(**{"max_model_len": 2048, "max_running": 32, **serve})
     groups = layer_groups(MODEL)
-    system = System(settings=settings_for(MODEL, given), num_blocks=kv_tokens // 16 * len(groups), groups=groups,
-                    prefix=given.prefix_cache, overlap=given.overlap and bool(chip))  # none is decided ahead on cores
+    system = System(
+        settings=settings_for(MODEL, given),
+        num_blocks=kv_tokens // 16 * len(groups),
+        groups=groups,
+        prefix=given.prefix_cache,
+        overlap=given.overlap and bool(chip),
+    )  # none is decided ahead on cores
     found, dice = simulate(arrivals, system, cost), Random(1)
-    steps = tuple({**one, "step": i, "engine_step_s": one["engine_step_s"] * dice.uniform(1 - noise, 1 + noise)}
-                  for i, one in enumerate(found.steps))
+    steps = tuple(
+        {**one, "step": i, "engine_step_s": one["engine_step_s"] * dice.uniform(1 - noise, 1 + noise)}
+        for i, one in enumerate(found.steps)
+    )
     cluster = catalogue.cluster(chip) if chip else CORES
     layout = Layout(precision="bf16")  # what auto came to
-    recipe = {"model": {"name": MODEL.name}, "serve": to_plain(given), "objective": objective or {},
-              "layout": {"precision": layout.precision}}  # fmt: skip
-    plan = Plan(created="2026-11-15T09:30:00Z", recipe=recipe, model=MODEL, cluster=cluster, layout=layout,
-                serve=given)  # fmt: skip
-    return Reading(source="a test", kind="serving", steps=steps, requests=tuple(found.requests), values=found.gauges,
-                   plan=plan)  # fmt: skip
+    recipe = {
+        "model": {"name": MODEL.name},
+        "serve": to_plain(given),
+        "objective": objective or {},
+        "layout": {"precision": layout.precision},
+    }
+    plan = Plan(created="2026-11-15T09:30:00Z", recipe=recipe, model=MODEL, cluster=cluster, layout=layout, serve=given)
+    return Reading(
+        source="a test", kind="serving", steps=steps, requests=tuple(found.requests), values=found.gauges, plan=plan
+    )
 
 
 def served_run(home: Home, reading: Reading, *, name: str, **model: str) -> Run:

@@ -13,7 +13,7 @@ from armillary.spec.recipe import load_recipe, recipe_from_dict, to_dict
 from armillary.store.home import Home
 from armillary.store.runs import create_run
 
-TEXT = '''# my recipe
+TEXT = """# my recipe
 [model]
 name = "armillary-5m"   # small
 
@@ -22,7 +22,7 @@ micro_batch = 1   # one at a time
 
 [train]
 sequence = 128
-'''
+"""
 
 
 def lever(**change: object) -> Lever:
@@ -37,8 +37,13 @@ def test_the_changed_recipe_is_the_old_one_with_the_lever(tmp_path: Path, text: 
     path = tmp_path / "new.toml"
     path.write_text(made)
     wanted = recipe_from_dict(
-        {"model": {"name": "armillary-5m"}, "train": {"sequence": 128, "steps": 7, "compile": True},
-         "layout": {"micro_batch": 4}, "data": {"workers": 2}})  # fmt: skip
+        {
+            "model": {"name": "armillary-5m"},
+            "train": {"sequence": 128, "steps": 7, "compile": True},
+            "layout": {"micro_batch": 4},
+            "data": {"workers": 2},
+        }
+    )
     assert load_recipe(path) == wanted
     assert ("# my recipe" in made) is bool(text) and ("micro_batch = 4   # one at a time" in made) is bool(text)
 

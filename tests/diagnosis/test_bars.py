@@ -19,7 +19,7 @@ def test_bars_stay_inside(rows: list[tuple[str, tuple[float | None, float | None
         assert made == ""
         return
     for svg in re.findall(r"<svg.*?</svg>", made):
-        (width, height), = re.findall(r"viewBox='0 0 (\d+) (\d+)'", svg)
+        ((width, height),) = re.findall(r"viewBox='0 0 (\d+) (\d+)'", svg)
         bars = re.findall(r"<rect x='([\d.]+)' y='([\d.]+)' width='([\d.]+)' height='([\d.]+)'", svg)
         assert len(bars) == sum(value is not None for _, values in rows for value in values)
         assert all(float(x) + float(w) < int(width) and float(y) + float(h) <= int(height) for x, y, w, h in bars)

@@ -88,8 +88,10 @@ def test_a_lever_is_not_credited_with_other_changes(home: Home) -> None:
     others = ("data.workers=3", "layout.micro_batch=4", "train.batch_tokens=262144")
     found = compare(a, after(home, *others, step_s=0.2), home)
     assert found.obtained == pytest.approx(5.0) and found.predicted is None and found.error is None
-    assert found.notes == ("loader workers 0 → 3 was predicted to bring 2.00 ×, but more differs than that: "
-                           "layout.micro_batch, train.batch_tokens",)  # fmt: skip
+    assert found.notes == (
+        "loader workers 0 → 3 was predicted to bring 2.00 ×, but more differs than that: "
+        "layout.micro_batch, train.batch_tokens",
+    )
     assert read_record(home).summary == "no lever was measured yet"
 
 
@@ -109,8 +111,18 @@ def test_what_leaves_a_step_as_it_is_may_differ(home: Home, more: str) -> None:
     assert other_keys(*pair(home, *PULLED, more), LEVER, "training") == ()
 
 
-@pytest.mark.parametrize("more", ["model.vocab=4096", "model.rope.theta=1e6", "model.name=gpt2", "train.eval_every=1",
-                                  "layout.zero=1", "hardware.on=h200x8", "data.source=other.txt"])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        "model.vocab=4096",
+        "model.rope.theta=1e6",
+        "model.name=gpt2",
+        "train.eval_every=1",
+        "layout.zero=1",
+        "hardware.on=h200x8",
+        "data.source=other.txt",
+    ],
+)
 def test_what_may_change_a_step_may_not(home: Home, more: str) -> None:
     assert other_keys(*pair(home, *PULLED, more), LEVER, "training") == (more.partition("=")[0],)
 
@@ -202,8 +214,10 @@ def test_servers_are_held_against_each_other_under_the_same_requests(home: Home)
 
 
 def test_a_rate_that_stays_is_the_same_load_however_long_it_lasts(home: Home) -> None:
-    short, long, quick = ([dict(arrived_s=i / rate, tokens_in=64, tokens_out=32) for i in range(count)]
-                          for count, rate in ((50, 5.0), (100, 5.0), (100, 9.0)))  # fmt: skip
+    short, long, quick = (
+        [dict(arrived_s=i / rate, tokens_in=64, tokens_out=32) for i in range(count)]
+        for count, rate in ((50, 5.0), (100, 5.0), (100, 9.0))
+    )
     assert same_requests(short, long) and not same_requests(short, quick) and same_requests(long, quick)
 
 

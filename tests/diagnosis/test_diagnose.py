@@ -83,7 +83,6 @@ def test_too_little_cannot_be_judged() -> None:
 def test_kernels_that_wait_for_a_core_are_not_called_slow() -> None:
     """Beside another program everything looks as if compiling would help; causes that were measured stay."""
     lever = Lever(title="compile the blocks", change={"train.compile": True}, speedup=2.0)
-    slow = Finding(loop="inner", cause="compute", rule="compute", share=0.5, says="", evidence=(),
-                   levers=(lever,))  # fmt: skip
+    slow = Finding(loop="inner", cause="compute", rule="compute", share=0.5, says="", evidence=(), levers=(lever,))
     assert is_worth(slow, reading_of()) and not is_worth(slow, reading_of(host_queue_s=0.4))
     assert is_worth(replace(slow, cause="precision"), reading_of(host_queue_s=0.4))

@@ -66,29 +66,53 @@ def budget(**parts: float) -> dict[str, float]:
     return {part: parts.get(part, 0.0) for part in BUDGET}
 
 
-@pytest.mark.parametrize(("parts", "gaps", "cause", "action"), [
-    (budget(useful=0.06, launch_gap=0.14), (), "launch_overhead", 'torch.compile(model, mode="reduce-overhead")'),
-    (budget(useful=0.10, launch_gap=0.02, host=0.08), (), "launch_overhead",
-     'torch.compile(model, mode="reduce-overhead")'),
-    (budget(useful=0.12, sync=0.08), (Gap(start_s=0, seconds=0.08, cause="sync", what="item", where="a.py:7"),),
-     "sync", "read values later, log less often, move work to a process (a.py:7)"),
-    (budget(useful=0.10, comm_exposed=0.10), (), "exposed_communication",
-     "DDP: larger buckets; FSDP: prefetch; larger micro-batches between exchanges"),
-    (budget(useful=0.10, host=0.10), (Gap(start_s=0, seconds=0.1, cause="loader"),), "data_starvation",
-     "DataLoader(…, num_workers=3)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("parts", "gaps", "cause", "action"),
+    [
+        (budget(useful=0.06, launch_gap=0.14), (), "launch_overhead", 'torch.compile(model, mode="reduce-overhead")'),
+        (
+            budget(useful=0.10, launch_gap=0.02, host=0.08),
+            (),
+            "launch_overhead",
+            'torch.compile(model, mode="reduce-overhead")',
+        ),
+        (
+            budget(useful=0.12, sync=0.08),
+            (Gap(start_s=0, seconds=0.08, cause="sync", what="item", where="a.py:7"),),
+            "sync",
+            "read values later, log less often, move work to a process (a.py:7)",
+        ),
+        (
+            budget(useful=0.10, comm_exposed=0.10),
+            (),
+            "exposed_communication",
+            "DDP: larger buckets; FSDP: prefetch; larger micro-batches between exchanges",
+        ),
+        (
+            budget(useful=0.10, host=0.10),
+            (Gap(start_s=0, seconds=0.1, cause="loader"),),
+            "data_starvation",
+            "DataLoader(…, num_workers=3)",
+        ),
+    ],
+)
 def test_what_a_trace_alone_tells(home: Home, parts: Any, gaps: Any, cause: str, action: str) -> None:
     found = diagnose(reading_of(made_profile(budget=parts, gaps=gaps), "x"), home)
     assert (found.cause, found.levers[0].action) == (cause, action)
-    lost = {"launch_overhead": parts["launch_gap"] + parts["host"], "sync": parts["sync"],
-            "exposed_communication": parts["comm_exposed"], "data_starvation": parts["host"]}[cause]  # fmt: skip
+    lost = {
+        "launch_overhead": parts["launch_gap"] + parts["host"],
+        "sync": parts["sync"],
+        "exposed_communication": parts["comm_exposed"],
+        "data_starvation": parts["host"],
+    }[cause]
     assert found.levers[0].speedup == pytest.approx(0.2 / (0.2 - lost), rel=1e-3), "Amdahl"
 
 
 def test_passes_over_memory_are_fused(home: Home) -> None:
-    rows = (Row(name="mul", kind="kernel", work="elementwise", calls=100, device_s=0.16, roof_s=0.15, bound="memory"),
-            Row(name="mm", kind="kernel", work="gemm", calls=9, device_s=0.03, roof_s=0.03, bound="compute"),
-           )  # fmt: skip
+    rows = (
+        Row(name="mul", kind="kernel", work="elementwise", calls=100, device_s=0.16, roof_s=0.15, bound="memory"),
+        Row(name="mm", kind="kernel", work="gemm", calls=9, device_s=0.03, roof_s=0.03, bound="compute"),
+    )
     found = diagnose(reading_of(made_profile(budget=budget(useful=0.19, idle=0.01), rows=rows, gaps=()), "x"), home)
     assert (found.loop, found.cause, found.levers[0].action) == ("inner", "memory_bandwidth", "torch.compile(model)")
     assert found.levers[0].speedup == pytest.approx(1 / (1 - 0.8 / 2))
@@ -96,8 +120,10 @@ def test_passes_over_memory_are_fused(home: Home) -> None:
 
 def test_work_at_the_roof_is_healthy(home: Home) -> None:
     rows = (Row(name="gemm", kind="kernel", work="gemm", calls=10, device_s=0.19, roof_s=0.18, bound="compute"),)
-    found = diagnose(reading_of(made_profile(budget=budget(useful=0.18, inefficiency=0.01, idle=0.01), rows=rows,
-                                             gaps=()), "x"), home)  # fmt: skip
+    found = diagnose(
+        reading_of(made_profile(budget=budget(useful=0.18, inefficiency=0.01, idle=0.01), rows=rows, gaps=()), "x"),
+        home,
+    )
     assert found.is_healthy, found.headline
 
 
@@ -109,10 +135,15 @@ def test_a_trace_of_nothing_but_waiting_promises_no_miracle() -> None:
     assert levers_for(nothing, reading) == ()
 
 
-@pytest.mark.parametrize(("name", "cause"), [
-    ("ampere_sgemm_128x64_tn", "precision"), ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n", "precision"),
-    ("cutlass_80_tensorop_bf16_s16816gemm_bf16_128x128", None), ("nvjet_tst_128x256_64x4_2x1_v_bz_TNT", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("ampere_sgemm_128x64_tn", "precision"),
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n", "precision"),
+        ("cutlass_80_tensorop_bf16_s16816gemm_bf16_128x128", None),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_TNT", None),
+    ],
+)
 def test_products_in_32_bits_are_known_by_their_kernels(home: Home, name: str, cause: str | None) -> None:
     rows = (Row(name=name, kind="kernel", work="gemm", calls=10, device_s=0.15, roof_s=0.14, bound="compute"),)
     profile = made_profile(budget=budget(useful=0.14, inefficiency=0.05, idle=0.01), rows=rows, gaps=())

@@ -65,8 +65,12 @@ def test_on_a_processor_operators_are_counted_and_not_what_else_ran() -> None:
 def test_a_call_is_held_against_steps_of_its_own_moment() -> None:
     """A processor that is half as quick in some steps: calls and steps take twice as long there."""
     plan, slow = plan_of("hardware.on=cpux2", "layout.dp=1"), {5, 6, 7, 8, 12}
-    made = reading_of(plan, kernels=20_000.0, host_cpu_s=lambda step: 0.4 if step in slow or step > 15 else 0.2,
-                      call_s=lambda step: (8e-6 if step in slow else 4e-6) if step < 15 else None)  # fmt: skip
+    made = reading_of(
+        plan,
+        kernels=20_000.0,
+        host_cpu_s=lambda step: 0.4 if step in slow or step > 15 else 0.2,
+        call_s=lambda step: (8e-6 if step in slow else 4e-6) if step < 15 else None,
+    )
     assert launching(made, plan) == pytest.approx(20_000 * 4e-6 / 0.2)
 
 
@@ -77,8 +81,10 @@ def test_launches_that_come_late_after_waiting_are_the_waits_fault() -> None:
     assert found is not None and found.share == pytest.approx(0.45)
 
 
-@pytest.mark.parametrize(("window", "between"), [({"host": 0.3, "host_stall": 0.3}, 0.0), ({"sync": 0.3}, 0.0),
-                                                 ({"host": 0.02, "host_stall": 0.0}, 0.5)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("window", "between"),
+    [({"host": 0.3, "host_stall": 0.3}, 0.0), ({"sync": 0.3}, 0.0), ({"host": 0.02, "host_stall": 0.0}, 0.5)],
+)
 def test_work_of_the_host_holds_the_device_up(window: dict[str, float], between: float) -> None:
     made = reading_of(window=BUSY | window, between_steps_s=between)
     found = sync(made, None)
@@ -116,8 +122,10 @@ def test_kernels_that_are_the_time() -> None:
     found = compute(made, None)
     assert found is not None and found.says == "compute-bound at 41% of the measured roof"
     assert memory_bandwidth(made, None) is None
-    rows = tuple(Row(name=bound, kind="kernel", calls=1, device_s=seconds, bound=bound) for bound, seconds in
-                 (("memory", 0.6), ("compute", 0.3)))  # fmt: skip
+    rows = tuple(
+        Row(name=bound, kind="kernel", calls=1, device_s=seconds, bound=bound)
+        for bound, seconds in (("memory", 0.6), ("compute", 0.3))
+    )
     profile = Profile(source="x", device="cuda", wall_s=1.0, budget={"useful": 0.9}, rows=rows, roof=Roof(device="x"))
     moved = Reading(source="x", kind="profile", values={"useful_fraction": 0.9}, profile=profile)
     found = memory_bandwidth(moved, None)

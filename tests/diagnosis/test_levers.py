@@ -63,9 +63,15 @@ def _pulled(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> Pulled:
     taken = iter(seconds)
     lever = type("L", (), {"sets": "--set a=1", "of": "step_s", "speedup": 2.0})()
     found = type("D", (), {"levers": (), "lever": lambda self, number: lever})()
-    for name, made in {"read_run": lambda run, home: reading_of(step_s=run.seconds), "keep": _nothing,
-                       "diagnose": lambda run, home: found, "number_of": lambda found, key: 1,
-                       "write_lever": _nothing, "load_recipe": _nothing, "compare": _nothing}.items():  # fmt: skip
+    for name, made in {
+        "read_run": lambda run, home: reading_of(step_s=run.seconds),
+        "keep": _nothing,
+        "diagnose": lambda run, home: found,
+        "number_of": lambda found, key: 1,
+        "write_lever": _nothing,
+        "load_recipe": _nothing,
+        "compare": _nothing,
+    }.items():
         monkeypatch.setattr(lever_case, name, made)
     case = LeverCase(name="x", key="a", recipe=None, run=lambda recipe, home: _Took(next(taken)))  # type: ignore[arg-type, return-value]
     return pull(case, Home.at("."), where="cpu")

@@ -33,8 +33,15 @@ def judged(tmp_path: Path, home: Home) -> Callable[[str], Diagnosis]:
 Judge = Callable[[str], Diagnosis]
 
 
-@pytest.mark.parametrize("log", [titan_log(), titan_log(save=100, save_s=2.0, colours=True), megatron_log(),
-                                 megatron_log(save=150, save_s=5.0, validate=100, validate_s=2.0)])  # fmt: skip
+@pytest.mark.parametrize(
+    "log",
+    [
+        titan_log(),
+        titan_log(save=100, save_s=2.0, colours=True),
+        megatron_log(),
+        megatron_log(save=150, save_s=5.0, validate=100, validate_s=2.0),
+    ],
+)
 def test_healthy_runs_are_left_alone(judged: Judge, log: str) -> None:
     found = judged(log)
     assert found.is_healthy, found.headline
@@ -83,8 +90,13 @@ def test_a_run_that_becomes_slower(judged: Judge, drift: float) -> None:
 def test_a_full_device_is_said_though_nothing_is_won(judged: Judge) -> None:
     found = judged(titan_log(memory=98.2))
     assert found.is_healthy and any("98% of the device's memory is taken" in one.says for one in found.findings)
-    stalled = judged(titan_log(memory=99.0, step_s=lambda step: 1.12 + (step * 7919 % 300) / 300,
-                               more=("41 CUDA memory allocation retries.",)))  # fmt: skip
+    stalled = judged(
+        titan_log(
+            memory=99.0,
+            step_s=lambda step: 1.12 + (step * 7919 % 300) / 300,
+            more=("41 CUDA memory allocation retries.",),
+        )
+    )
     assert stalled.cause == "memory_pressure" and "try again 41 times" in stalled.headline
 
 
@@ -107,8 +119,10 @@ def test_few_micro_batches_for_a_pipeline(judged: Judge, batch: int, share: floa
     found = judged(megatron_log(global_batch_size=batch))
     assert (found.loop, found.cause) == ("training", "bubble")
     assert found.findings[0].share == pytest.approx(share)
-    assert {lever.action for lever in found.levers} == {"--num-layers-per-virtual-pipeline-stage 6",
-                                                        f"--global-batch-size {2 * batch}"}  # fmt: skip
+    assert {lever.action for lever in found.levers} == {
+        "--num-layers-per-virtual-pipeline-stage 6",
+        f"--global-batch-size {2 * batch}",
+    }
     count = batch / 4
     assert found.levers[0].speedup == pytest.approx((count + 3) / (count + 1.5))
 

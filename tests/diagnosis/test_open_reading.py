@@ -17,12 +17,15 @@ DATA = Path(__file__).parent / "data"
 Cli = Callable[..., Any]
 
 
-@pytest.mark.parametrize(("name", "kind", "by"), [
-    ("vllm_0.10.1_kv_full.prom", "serving", "vllm"),
-    ("hf_loop_slow_dataset.json.gz", "profile", "torch-profiler"),
-    ("hf_trainer_eval_often.log", "training", "hf-trainer"),
-    ("hf_trainer_state.json", "training", "hf-trainer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "kind", "by"),
+    [
+        ("vllm_0.10.1_kv_full.prom", "serving", "vllm"),
+        ("hf_loop_slow_dataset.json.gz", "profile", "torch-profiler"),
+        ("hf_trainer_eval_often.log", "training", "hf-trainer"),
+        ("hf_trainer_state.json", "training", "hf-trainer"),
+    ],
+)
 def test_files_whatever_their_name(tmp_path: Path, home: Home, name: str, kind: str, by: str) -> None:
     path = tmp_path / "download"
     path.write_bytes((DATA / name).read_bytes())
@@ -46,8 +49,19 @@ def test_gauges_by_content(tmp_path: Path, home: Home) -> None:
         assert reading.kind == "training" and reading.get("data_wait_s") == 0.5, target
 
 
-@pytest.mark.parametrize("content", [b"", b"hello\n", b"\x1f\x8b broken", b'{"a": 1}\n', b"[1, 2]\n", b"\x00\xff\xfe",
-                                     b"{'loss': 'x'\n", b"SQLite format 3\x00"])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"hello\n",
+        b"\x1f\x8b broken",
+        b'{"a": 1}\n',
+        b"[1, 2]\n",
+        b"\x00\xff\xfe",
+        b"{'loss': 'x'\n",
+        b"SQLite format 3\x00",
+    ],
+)
 def test_anything_else_is_one_line_that_ends_with_the_next_step(tmp_path: Path, cli: Cli, content: bytes) -> None:
     path = tmp_path / "x.bin"
     path.write_bytes(content)

@@ -45,8 +45,10 @@ def test_colours_and_ranks_change_nothing(tmp_path: Path) -> None:
 
 
 def test_lines_of_an_older_torchtitan(tmp_path: Path) -> None:
-    line = "[rank0]:2024-08-13 10:00:{:02d},100 - root - INFO - step: {:2}  loss:  5.1234  memory: 26.10GiB(32.90%)  " \
-           "wps: 3,113  mfu: 15.10%"  # fmt: skip
+    line = (
+        "[rank0]:2024-08-13 10:00:{:02d},100 - root - INFO - step: {:2}  loss:  5.1234  memory: 26.10GiB(32.90%)  "
+        "wps: 3,113  mfu: 15.10%"
+    )
     reading = read(tmp_path, "\n".join(line.format(second, second) for second in range(1, 9)))
     assert [step["step_s"] for step in reading.steps] == pytest.approx([1.0] * 7)
     assert reading.steps[0]["mfu"] == pytest.approx(0.151) and reading.steps[0]["tokens_per_s_per_device"] == 3113
@@ -94,8 +96,11 @@ def test_numbers_as_numbers_and_bars_in_hours(tmp_path: Path) -> None:
     lines = ["  0%|          | 0/690 [00:00<?, ?it/s]"]
     for step in range(10, 691, 10):
         seconds = step * 12
-        elapsed = f"{seconds // 3600}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}" if seconds >= 3600 else \
-            f"{seconds // 60:02d}:{seconds % 60:02d}"  # fmt: skip
+        elapsed = (
+            f"{seconds // 3600}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}"
+            if seconds >= 3600
+            else f"{seconds // 60:02d}:{seconds % 60:02d}"
+        )
         lines.append(f" {step // 7}%|████      | {step}/690 [{elapsed}<1:02:03, 11.90s/it]")
         lines.append(f"{{'loss': {9 - step / 100:.4f}, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0.1}}")
     reading = read(tmp_path, "\r".join(lines))

@@ -27,12 +27,15 @@ def page(text: str, **changed: float) -> Reading:
     return replace(reading, values=dict(reading.values) | changed)
 
 
-@pytest.mark.parametrize(("name", "cause", "flag"), [
-    ("batch_limited", "batch_too_small", "--max-num-seqs 256"),
-    ("kv_full", "preemption", "--kv-cache-dtype fp8"),
-    ("saturated", "too_few_replicas", "one more server behind a router, or --data-parallel-size 3"),
-    ("interference", "prefill_interference", "--max-num-batched-tokens 1024"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "cause", "flag"),
+    [
+        ("batch_limited", "batch_too_small", "--max-num-seqs 256"),
+        ("kv_full", "preemption", "--kv-cache-dtype fp8"),
+        ("saturated", "too_few_replicas", "one more server behind a router, or --data-parallel-size 3"),
+        ("interference", "prefill_interference", "--max-num-batched-tokens 1024"),
+    ],
+)
 def test_recorded_pages_of_vllm_through_the_command_line(cli: Cli, name: str, cause: str, flag: str) -> None:
     ran = cli("diagnose", str(DATA / f"vllm_0.10.1_{name}.prom"), "--json")
     found = ran.json
@@ -63,10 +66,13 @@ def throughput(case: Case) -> float:
     return second - first
 
 
-@pytest.mark.parametrize(("name", "change"), [
-    ("batch_limited", {"max_num_seqs": 256}),
-    pytest.param("kv_full", {"num_gpu_blocks": 6000}, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("batch_limited", {"max_num_seqs": 256}),
+        pytest.param("kv_full", {"num_gpu_blocks": 6000}, marks=pytest.mark.slow),
+    ],
+)
 def test_what_a_lever_is_said_to_buy_is_about_what_the_server_would_do(home: Home, name: str, change: Any) -> None:
     reading = reading_of_page((DATA / f"vllm_0.10.1_{name}.prom").read_text(), source="x")
     predicted = diagnose(reading, home).levers[0].speedup
@@ -132,25 +138,59 @@ def test_pages_that_say_too_little_are_left_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cause", "cases"), [
-    ("batch_too_small", [Case(max_num_seqs=4, clients=8), Case(max_num_seqs=8, clients=64),
-                         Case(max_num_seqs=16, clients=32), Case(max_num_seqs=64, clients=400),
-                         Case(max_num_seqs=8, clients=40, fixed_s=0.03, token_s=8e-5),
-                         Case(max_num_seqs=8, clients=40, tokens_in=200, tokens_out=800)]),
-    ("preemption", [Case(num_gpu_blocks=1500, clients=128, tokens_out=400),
-                    Case(num_gpu_blocks=3000, clients=90, tokens_out=400),
-                    Case(num_gpu_blocks=6000, clients=300, tokens_out=400),
-                    Case(num_gpu_blocks=3000, clients=256, tokens_out=1000)]),
-    ("too_few_replicas", [Case(clients=0, rate=20, tokens_in=2400, tokens_out=40),
-                          Case(clients=0, rate=80, tokens_in=2400, tokens_out=40),
-                          Case(clients=0, rate=30, tokens_in=1200, tokens_out=100),
-                          Case(clients=0, rate=10, tokens_in=4800, tokens_out=60)]),
-    ("prefill_interference", [Case(clients=24, tokens_in=2000, tokens_out=400, max_num_batched_tokens=8192),
-                              Case(clients=24, tokens_in=8000, tokens_out=400, max_num_batched_tokens=8192),
-                              Case(clients=12, tokens_in=5000, tokens_out=400, max_num_batched_tokens=4096)]),
-    (None, [Case(clients=1), Case(clients=8), Case(clients=128), Case(clients=0, rate=2), Case(clients=0, rate=15),
-            Case(clients=16, tokens_in=3000, tokens_out=300, max_num_batched_tokens=512)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cause", "cases"),
+    [
+        (
+            "batch_too_small",
+            [
+                Case(max_num_seqs=4, clients=8),
+                Case(max_num_seqs=8, clients=64),
+                Case(max_num_seqs=16, clients=32),
+                Case(max_num_seqs=64, clients=400),
+                Case(max_num_seqs=8, clients=40, fixed_s=0.03, token_s=8e-5),
+                Case(max_num_seqs=8, clients=40, tokens_in=200, tokens_out=800),
+            ],
+        ),
+        (
+            "preemption",
+            [
+                Case(num_gpu_blocks=1500, clients=128, tokens_out=400),
+                Case(num_gpu_blocks=3000, clients=90, tokens_out=400),
+                Case(num_gpu_blocks=6000, clients=300, tokens_out=400),
+                Case(num_gpu_blocks=3000, clients=256, tokens_out=1000),
+            ],
+        ),
+        (
+            "too_few_replicas",
+            [
+                Case(clients=0, rate=20, tokens_in=2400, tokens_out=40),
+                Case(clients=0, rate=80, tokens_in=2400, tokens_out=40),
+                Case(clients=0, rate=30, tokens_in=1200, tokens_out=100),
+                Case(clients=0, rate=10, tokens_in=4800, tokens_out=60),
+            ],
+        ),
+        (
+            "prefill_interference",
+            [
+                Case(clients=24, tokens_in=2000, tokens_out=400, max_num_batched_tokens=8192),
+                Case(clients=24, tokens_in=8000, tokens_out=400, max_num_batched_tokens=8192),
+                Case(clients=12, tokens_in=5000, tokens_out=400, max_num_batched_tokens=4096),
+            ],
+        ),
+        (
+            None,
+            [
+                Case(clients=1),
+                Case(clients=8),
+                Case(clients=128),
+                Case(clients=0, rate=2),
+                Case(clients=0, rate=15),
+                Case(clients=16, tokens_in=3000, tokens_out=300, max_num_batched_tokens=512),
+            ],
+        ),
+    ],
+)
 def test_other_sizes_and_severities(home: Home, cause: str | None, cases: list[Case]) -> None:
     for case in cases:
         found = diagnose(reading_of_page(next(pages(case, 40.0)), source="x"), home)

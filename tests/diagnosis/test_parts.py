@@ -27,8 +27,12 @@ def test_steady_is_between_the_least_and_the_mean(values: list[float]) -> None:
 
 def test_what_comes_between_steps_is_spread_over_them() -> None:
     plan = plan_of("train.save_every=5", "train.eval_every=4")
-    made = reading_of(plan, checkpoint_stall_s=lambda step: 2.0 if (step + 1) % 5 == 0 else None,
-                      validation_s=lambda step: 1.0 if (step + 1) % 4 == 0 else None, between_steps_s=0.1)  # fmt: skip
+    made = reading_of(
+        plan,
+        checkpoint_stall_s=lambda step: 2.0 if (step + 1) % 5 == 0 else None,
+        validation_s=lambda step: 1.0 if (step + 1) % 4 == 0 else None,
+        between_steps_s=0.1,
+    )
     parts = parts_of(made)
     assert parts is not None and parts.checkpoint == pytest.approx(0.4) and parts.validation == pytest.approx(0.25)
     assert parts.whole == pytest.approx(1.75) and parts.share(0.35) == pytest.approx(0.2)

@@ -28,8 +28,15 @@ def test_launches_follow_their_number_and_work_its_predicted_time() -> None:
 
 
 def test_joining_rows_saves_what_the_trainer_saw_come_with_each() -> None:
-    sets = ("hardware.on=cpu", "model.name=armillary-2m", "layout.dp=1", "train.sequence=64", "layout.micro_batch=1",
-            "train.batch_tokens=512", "layout.recompute=full")  # fmt: skip
+    sets = (
+        "hardware.on=cpu",
+        "model.name=armillary-2m",
+        "layout.dp=1",
+        "train.sequence=64",
+        "layout.micro_batch=1",
+        "train.batch_tokens=512",
+        "layout.recompute=full",
+    )
     calls: dict[str, float] = {"kernels": 10_000.0, "host_cpu_s": 1.0, "recompute_s": 0.2}
     for fraction in (0.0, 0.4, 0.8):
         made = priced(*sets, **calls, micro_batch_fraction=fraction, optimizer_s=0.1)
@@ -56,8 +63,13 @@ def test_a_narrower_format_quickens_what_it_multiplies() -> None:
 
 
 def test_compiling_joins_passes_and_calls_and_leaves_products() -> None:
-    sets = ("hardware.on=cpu", "model.name=armillary-2m", "layout.dp=1", "train.sequence=128",
-            "train.batch_tokens=2048")  # fmt: skip
+    sets = (
+        "hardware.on=cpu",
+        "model.name=armillary-2m",
+        "layout.dp=1",
+        "train.sequence=128",
+        "train.batch_tokens=2048",
+    )
     made = [priced(*sets, window=BUSY | {"fusible": share}, kernels=1584.0, host_cpu_s=0.2) for share in (0.0, 0.3)]
     calls, both = (one.joined({"train.compile": True}) for one in made)
     assert calls is not None and both is not None and all(one.may_compile for one in made)
@@ -78,8 +90,12 @@ def test_waiting_for_data_stays_unless_the_step_gets_longer() -> None:
 
 def test_a_change_that_does_not_fit_or_divide_has_no_price() -> None:
     assert priced().price({"layout.micro_batch": 3}) is None
-    assert priced("model.name=llama-2-7b", "layout.zero=3", "layout.recompute=full").price(
-        {"layout.zero": 0, "layout.recompute": "none"}) is None  # fmt: skip
+    assert (
+        priced("model.name=llama-2-7b", "layout.zero=3", "layout.recompute=full").price(
+            {"layout.zero": 0, "layout.recompute": "none"}
+        )
+        is None
+    )
 
 
 def test_exchanges_are_carried_over_in_their_predicted_proportion() -> None:

@@ -73,8 +73,16 @@ def test_a_small_cache(tokens: int) -> None:
 @pytest.mark.parametrize("shared", [128, 512])
 @pytest.mark.parametrize("rate", [None, 5.0])
 def test_equal_beginnings_computed_each_time(shared: int, rate: float | None) -> None:
-    assert cause(served(requests(60, rate=rate, shared=shared, tokens_in=16, tokens_out=8), prefix_cache=False,
-                        prefill_tokens=256)) == "cache_misses"  # fmt: skip
+    assert (
+        cause(
+            served(
+                requests(60, rate=rate, shared=shared, tokens_in=16, tokens_out=8),
+                prefix_cache=False,
+                prefill_tokens=256,
+            )
+        )
+        == "cache_misses"
+    )
 
 
 def test_equal_beginnings_that_are_found_or_not_there_are_no_cause() -> None:
@@ -137,9 +145,12 @@ def test_launches_take_the_time_of_a_gpu() -> None:
 
 
 def test_what_kept_requests_out_is_told_apart() -> None:
-    doors = {"rows": served(requests(40), max_running=2), "blocks": served(requests(40), kv_tokens=512),
-             "budget": served(requests(40, tokens_in=500), max_tokens_per_step=32),
-             "batch": served(requests(40), max_running=8, batching="static")}  # fmt: skip
+    doors = {
+        "rows": served(requests(40), max_running=2),
+        "blocks": served(requests(40), kv_tokens=512),
+        "budget": served(requests(40, tokens_in=500), max_tokens_per_step=32),
+        "batch": served(requests(40), max_running=8, batching="static"),
+    }
     for door, reading in doors.items():
         assert Service(reading, reading.plan).door == door
     calm = served(requests(20, rate=1.0))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from armillary.diagnosis.prometheus import Histogram, parse_page
 
-PAGE = '''# HELP requests_total what it is
+PAGE = """# HELP requests_total what it is
 # TYPE requests_total counter
 requests_total{engine="0",note="a } \\"quoted\\" value"} 4.0
 requests_total{engine="1"} 6.0 1790347303000
@@ -22,7 +22,7 @@ wait_seconds_bucket{le="1.0"} 9
 wait_seconds_bucket{le="+Inf"} 12
 wait_seconds_sum 6
 wait_seconds_count 12
-'''
+"""
 
 
 def test_samples_of_all_labels_together_and_broken_lines_passed_over() -> None:

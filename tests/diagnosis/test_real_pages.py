@@ -46,18 +46,29 @@ def finding(found: Diagnosis, cause: str) -> Finding:
     return next(one for one in found.findings if one.cause == cause)
 
 
-@pytest.mark.parametrize(("name", "cause"), [
-    ("batch_of_32", "batch_too_small"), ("full_cache", "preemption"), ("prefix_cache_off", "prefill_interference"),
-    ("sixteen_users", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("batch_of_32", "batch_too_small"),
+        ("full_cache", "preemption"),
+        ("prefix_cache_off", "prefill_interference"),
+        ("sixteen_users", None),
+    ],
+)
 def test_what_limited_each_run(home: Home, name: str, cause: str | None) -> None:
     found = diagnose(reading_of(name), home)
     assert (found.judged, found.loop, found.cause) == (True, "product" if cause else None, cause)
 
 
-@pytest.mark.parametrize(("name", "users", "limit"), [
-    ("batch_of_32", 160, 32), ("full_cache", 192, 145), ("prefix_cache_off", 64, 256), ("sixteen_users", 16, 256),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "users", "limit"),
+    [
+        ("batch_of_32", 160, 32),
+        ("full_cache", 192, 145),
+        ("prefix_cache_off", 64, 256),
+        ("sixteen_users", 16, 256),
+    ],
+)
 def test_batch_and_queue_of_a_load_that_is_over(name: str, users: int, limit: int) -> None:
     """Means over the steps, with their ramp at the start and the end; the page itself says that nobody is there."""
     found = load(name)
@@ -102,10 +113,15 @@ def test_steps_with_prompts_are_told_from_those_without() -> None:
     assert 2048 * found.prompt_token_s == pytest.approx(0.16, abs=0.03)
 
 
-@pytest.mark.parametrize(("name", "cause"), [
-    ("batch_of_32", "batch_too_small"), ("full_cache", "preemption"), ("prefix_cache_off", "prefill_interference"),
-    ("sixteen_users", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("batch_of_32", "batch_too_small"),
+        ("full_cache", "preemption"),
+        ("prefix_cache_off", "prefill_interference"),
+        ("sixteen_users", None),
+    ],
+)
 def test_one_look_at_a_saved_page_will_do(cli: Cli, name: str, cause: str | None) -> None:
     found = cli("diagnose", str(DATA / f"{name}.prom"), "--json").json
     assert (found["loop"], found["cause"]) == ("product" if cause else None, cause)
@@ -119,8 +135,9 @@ def test_a_lever_that_only_trying_can_price_is_not_called_worthless(cli: Cli) ->
 
 @given(st.sampled_from(sorted(LASTED_S)), st.randoms(use_true_random=False), st.floats(0.05, 0.95), st.booleans())
 @settings(deadline=None)
-def test_whatever_a_page_leaves_out(tmp_path_factory: pytest.TempPathFactory, name: str, random: Random, kept: float,
-                                    again: bool) -> None:  # fmt: skip
+def test_whatever_a_page_leaves_out(
+    tmp_path_factory: pytest.TempPathFactory, name: str, random: Random, kept: float, again: bool
+) -> None:
     """Older servers, other servers and torn files have fewer lines; none of them may be anything but read."""
     lines = (DATA / f"{name}.prom").read_text().splitlines()
     part = "\n".join(line for line in lines if line.startswith("vllm:num_requests") or random.random() < kept)
@@ -133,8 +150,10 @@ def test_preemptions_of_long_ago_do_not_count() -> None:
     """Looked at twice: 47 of them were before the first look, and as many requests again ended after it."""
     text = (DATA / "full_cache.prom").read_text()
     parts = [line.rpartition(" ") for line in text.splitlines()]
-    later = "\n".join(f"{name} {2 * float(value)}" if "preemptions" not in name and "_info{" not in name
-                      else f"{name} {value}" for name, _, value in parts)  # fmt: skip
+    later = "\n".join(
+        f"{name} {2 * float(value)}" if "preemptions" not in name and "_info{" not in name else f"{name} {value}"
+        for name, _, value in parts
+    )
     reading = reading_of_page(later, source="x", earlier=text, seconds=234.5)
     assert reading.values["preemptions_total"] == 47 and reading.values["preemptions_per_request"] == 0
     lately, since = (load_of(one) for one in (reading, reading_of_page(later, source="x")))

@@ -36,12 +36,15 @@ CASES: dict[str, tuple[Sequence[Arrival], dict[str, Any], str]] = {
     "rows": (requests(40), {"max_running": 2}, "serve.max_running"),
     "batching": (requests(60), {"batching": "static", "max_running": 8}, "serve.batching"),
     "cache": (requests(60, shared=512, tokens_in=16, tokens_out=8), {"prefix_cache": False}, "serve.prefix_cache"),
-    "first token": (requests(40, rate=5.0, shared=512, tokens_in=16, tokens_out=8), {"prefix_cache": False},
-                    "serve.prefix_cache"),
+    "first token": (
+        requests(40, rate=5.0, shared=512, tokens_in=16, tokens_out=8),
+        {"prefix_cache": False},
+        "serve.prefix_cache",
+    ),
     "blocks": (requests(40, tokens_out=128), {"kv_tokens": 768, "max_model_len": 512}, "serve.kv_bytes"),
     "chunks": (long_among_answers(), {"max_tokens_per_step": 8192}, "serve.prefill_tokens"),
     "budget": (requests(24, tokens_in=500, tokens_out=8), {"max_tokens_per_step": 32}, "serve.max_tokens_per_step"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -35,10 +35,20 @@ def test_what_was_written_stays_as_it_was(home: Home) -> None:
     assert record.summary == "2 levers, median error 10%" and record.median_error == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("broken", [
-    b"{broken", b"[]", b"7", b'{"run": "a"}', b'{"run":"a","title":"x","predicted":0,"predicted_at":1}', b"\xff\xfe",
-    b'{"run":"a","title":"x","predicted":"nan","predicted_at":1}', b'{"from": "a later version"}', b"[" * 100_000,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"{broken",
+        b"[]",
+        b"7",
+        b'{"run": "a"}',
+        b'{"run":"a","title":"x","predicted":0,"predicted_at":1}',
+        b"\xff\xfe",
+        b'{"run":"a","title":"x","predicted":"nan","predicted_at":1}',
+        b'{"from": "a later version"}',
+        b"[" * 100_000,
+    ],
+)
 def test_a_broken_line_is_left_out_and_named(home: Home, broken: bytes) -> None:
     promise(home, LEVER)
     with path_of(home).open("ab") as file:

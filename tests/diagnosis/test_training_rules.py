@@ -134,8 +134,14 @@ def test_recompute_with_memory_to_spare() -> None:
 
 
 def test_recompute_that_is_needed_is_no_finding() -> None:
-    plan = plan_of("model.name=llama-2-7b", "layout.recompute=full", "layout.zero=3", "layout.micro_batch=8",
-                   "train.batch_tokens=262144", "train.sequence=4096")  # fmt: skip
+    plan = plan_of(
+        "model.name=llama-2-7b",
+        "layout.recompute=full",
+        "layout.zero=3",
+        "layout.micro_batch=8",
+        "train.batch_tokens=262144",
+        "train.sequence=4096",
+    )
     made = reading_of(plan)
     assert needless_recompute(made, plan) is not None
     verdict = diagnose(made, NOWHERE)

@@ -22,11 +22,22 @@ from armillary.store.runs import Run, create_run
 
 NOWHERE = Home.at("/nonexistent")
 BASE = {
-    "model": {"name": "armillary-1b"}, "hardware": {"on": "h100x8"},
-    "layout": {"dp": 8, "micro_batch": 2}, "train": {"sequence": 2048, "batch_tokens": 131_072, "steps": 40},
-}  # fmt: skip
-BUSY = {"useful": 0.5, "inefficiency": 0.4, "unjudged": 0.0, "comm_exposed": 0.0, "launch_gap": 0.05, "host": 0.03,
-        "sync": 0.01, "idle": 0.01, "unknown": 0.0}  # fmt: skip
+    "model": {"name": "armillary-1b"},
+    "hardware": {"on": "h100x8"},
+    "layout": {"dp": 8, "micro_batch": 2},
+    "train": {"sequence": 2048, "batch_tokens": 131_072, "steps": 40},
+}
+BUSY = {
+    "useful": 0.5,
+    "inefficiency": 0.4,
+    "unjudged": 0.0,
+    "comm_exposed": 0.0,
+    "launch_gap": 0.05,
+    "host": 0.03,
+    "sync": 0.01,
+    "idle": 0.01,
+    "unknown": 0.0,
+}
 """the budget of a step that computes"""
 
 

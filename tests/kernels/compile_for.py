@@ -31,10 +31,15 @@ def pretend_and_compile(capability: accelerator.Capability, compiled: list[tuple
     chip = accelerator.of_nvidia(capability, multiprocessors=132)
     accelerator.accelerator_of = lambda device: chip  # type: ignore[assignment]
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    driver.set_active(SimpleNamespace(
-        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0,
-        get_active_torch_device=lambda: torch.device("cpu"), is_active=lambda: True,
-    ))  # fmt: skip
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target,
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+            get_active_torch_device=lambda: torch.device("cpu"),
+            is_active=lambda: True,
+        )
+    )
     run = JITFunction.run
     assert triton.knobs.runtime.interpret is False, "the interpreter compiles nothing"
 
@@ -93,8 +98,12 @@ def one_token(head_dim: int) -> None:
 
     qkv, cache = torch.zeros(1, 2 * 6 * head_dim, dtype=BF16), torch.zeros(64, 2, 2, 16, head_dim, dtype=BF16)
     turns, zero = torch.zeros(1, head_dim // 2, dtype=BF16), torch.zeros(1, dtype=torch.int32)
-    batch = PagedBatch(tables_BP=torch.zeros(1, 32, dtype=torch.int32), starts=torch.tensor([0, 1]).int(),
-                       lengths_B=zero + 9, max_query=1)  # fmt: skip
+    batch = PagedBatch(
+        tables_BP=torch.zeros(1, 32, dtype=torch.int32),
+        starts=torch.tensor([0, 1]).int(),
+        lengths_B=zero + 9,
+        max_query=1,
+    )
     attend_tokens(qkv, cache, zero.long(), turns, turns, QkvOptions(), batch, PagedOptions(scale=0.1))
 
 
@@ -143,8 +152,9 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"attention {dim}": lambda dim=dim: attention(dim) for dim in (64, 128, 256)},
     **{f"attention {dim}, fp32": lambda dim=dim: attention(dim, FP32) for dim in (64, 128, 256)},
     "attention 128, documents": lambda: attention(128, documents=True),
-    **{f"small linear {m} × {n}": lambda m=m, n=n: small_linear(m, n)
-       for m in (8, 32, 64) for n in (1024, 4096, 28672)},
+    **{
+        f"small linear {m} × {n}": lambda m=m, n=n: small_linear(m, n) for m in (8, 32, 64) for n in (1024, 4096, 28672)
+    },
     "small linear, fp32": lambda: small_linear(32, 4096, FP32),
     "small linear, one token": lambda: small_linear(1, 4096),
     **{f"decode {dim}": lambda dim=dim: paged(dim, 1) for dim in (64, 128, 256)},
@@ -162,7 +172,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"norm {n}": lambda n=n: norm(n) for n in (1024, 4096, 16384)},
     "norm 8192, fp32": lambda: norm(8192, FP32),
     "loss": lambda: loss(128256),
-}  # fmt: skip
+}
 NEEDS = {"tma": (9, 0), "fp8": (8, 9)}
 """words of a case's name -> compute capability from which a chip is offered it"""
 

@@ -40,8 +40,12 @@ def batch(
     q = torch.randn(int(starts[-1]) + shape.padding, shape.kv_heads * shape.group, shape.head_dim, generator=generator)
     lengths = torch.tensor(shape.lengths, dtype=torch.int32)
     q, cache = q.to(device, dtype), cache.to(device, dtype)
-    places = PagedBatch(tables_BP=tables.to(device), starts=starts.to(device), lengths_B=lengths.to(device),
-                        max_query=max([*shape.queries, 1]))  # fmt: skip
+    places = PagedBatch(
+        tables_BP=tables.to(device),
+        starts=starts.to(device),
+        lengths_B=lengths.to(device),
+        max_query=max([*shape.queries, 1]),
+    )
     return q, cache, places, PagedOptions(**({"scale": shape.head_dim**-0.5} | options))
 
 

@@ -29,10 +29,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWar
 
 
 def random(
-    length: int, *, keys: int | None = None, heads: int = 2, kv_heads: int = 1, dim: int = 16, batch: int = 1,
-    documents: str = "", sparse: bool = False, slopes: bool = False, window: int = 0, softcap: float = 0.0,
-    causal: bool = True, dtype: torch.dtype = torch.float32, device: str = "cpu",
-) -> tuple[object, ...]:  # fmt: skip
+    length: int,
+    *,
+    keys: int | None = None,
+    heads: int = 2,
+    kv_heads: int = 1,
+    dim: int = 16,
+    batch: int = 1,
+    documents: str = "",
+    sparse: bool = False,
+    slopes: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
+    causal: bool = True,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[object, ...]:
     torch.manual_seed(length * 7 + dim)
     keys = length if keys is None else keys
 
@@ -62,9 +74,13 @@ def assert_agrees(run, inputs) -> None:
 @needs_interpreter
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
-    st.integers(1, 200), st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.sampled_from([8, 16, 24]),
-    st.sampled_from(["", "runs", "scattered"]), st.sampled_from([0, 2, 37]), st.sampled_from([0.0, 5.0]),
-)  # fmt: skip
+    st.integers(1, 200),
+    st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    st.sampled_from([8, 16, 24]),
+    st.sampled_from(["", "runs", "scattered"]),
+    st.sampled_from([0, 2, 37]),
+    st.sampled_from([0.0, 5.0]),
+)
 def test_any_shape(length: int, heads: tuple[int, int], dim: int, documents: str, window: int, softcap: float) -> None:
     from armillary.kernels.attention_own import attention
 

@@ -30,8 +30,11 @@ def compiled(number: str, *names: str) -> dict[str, Any]:
 def assert_fits(number: str, *names: str) -> None:
     limit, found = SHARED_BYTES[int(number[:-1]), int(number[-1])], compiled(number, *names)
     assert found
-    over = {name: made for name, made in found.items()
-            if not isinstance(made, list) or not made or any(size > limit for _, size in made)}  # fmt: skip
+    over = {
+        name: made
+        for name, made in found.items()
+        if not isinstance(made, list) or not made or any(size > limit for _, size in made)
+    }
     assert over == {}
 
 

@@ -19,8 +19,17 @@ CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 def small(op: Op) -> Case:
     """The op's first case with hardly any rows, on the CPU."""
     case = next(iter(op.cases.values()))
-    sizes = {"rows": 3, "tokens": 3, "columns": 24, "ffn": 12, "vocab": 20, "heads": 4, "kv_heads": 2, "head_dim": 8,
-             "rotary_dim": 8}  # fmt: skip
+    sizes = {
+        "rows": 3,
+        "tokens": 3,
+        "columns": 24,
+        "ffn": 12,
+        "vocab": 20,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "rotary_dim": 8,
+    }
     mine = {field.name: sizes[field.name] for field in fields(case) if field.name in sizes}
     return replace(case, device="cpu", dtype="fp32", **mine)
 

@@ -65,21 +65,36 @@ def a_step(device: str, dtype: torch.dtype, hidden: int = 32) -> Step:
     def normal(*shape: int) -> Tensor:
         return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(device, dtype)
 
-    sizes = {"qkv": ((HEADS + 2 * KV_HEADS) * DIM, hidden), "out": (hidden, HEADS * DIM), "gate_up": (96, hidden),
-             "down": (hidden, 48), "head": (100, hidden)}  # fmt: skip
+    sizes = {
+        "qkv": ((HEADS + 2 * KV_HEADS) * DIM, hidden),
+        "out": (hidden, HEADS * DIM),
+        "gate_up": (96, hidden),
+        "down": (hidden, 48),
+        "head": (100, hidden),
+    }
     weights = {name: normal(*size) for name, size in sizes.items()}
     weights |= {f"norm{i}": 1 + normal(hidden) for i in (1, 2, 3)}
     angles = torch.randn(ROWS, DIM // 2, generator=generator).to(device)
     whole = {"dtype": torch.int32, "device": device}
-    each = {f"{name}_B": torch.full((ROWS,), value, device=device) for name, value in
-            {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.0, "seeds": 7, "steps": 0}.items()}  # fmt: skip
+    each = {
+        f"{name}_B": torch.full((ROWS,), value, device=device)
+        for name, value in {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.0, "seeds": 7, "steps": 0}.items()
+    }
     return Step(
-        weights=weights, x=normal(ROWS, hidden), cache=normal(ROWS * PER_ROW, 2, KV_HEADS, PAGE, DIM),
-        slots=torch.zeros(ROWS, dtype=torch.int64, device=device), cos=angles.cos(), sin=angles.sin(),
-        batch=PagedBatch(tables_BP=torch.zeros(ROWS, PER_ROW, **whole), starts=torch.arange(ROWS + 1, **whole),
-                         lengths_B=torch.zeros(ROWS, **whole), max_query=1),
+        weights=weights,
+        x=normal(ROWS, hidden),
+        cache=normal(ROWS * PER_ROW, 2, KV_HEADS, PAGE, DIM),
+        slots=torch.zeros(ROWS, dtype=torch.int64, device=device),
+        cos=angles.cos(),
+        sin=angles.sin(),
+        batch=PagedBatch(
+            tables_BP=torch.zeros(ROWS, PER_ROW, **whole),
+            starts=torch.arange(ROWS + 1, **whole),
+            lengths_B=torch.zeros(ROWS, **whole),
+            max_query=1,
+        ),
         draws=Draws(**each),
-    )  # fmt: skip
+    )
 
 
 def ops(version: str) -> dict[str, Any]:

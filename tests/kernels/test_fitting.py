@@ -62,8 +62,12 @@ def test_an_h200_has_what_was_timed_there(monkeypatch: pytest.MonkeyPatch) -> No
     assert [sizes(tiles(wide)) for tiles in (key_tiles, query_tiles)] == [(64, 64, 8, 2), (128, 32, 8, 2)]
     prompts = prefill_tiling(device, 4, 128, HALF)
     assert (prompts.m, prompts.n, prompts.warps, prompts.stages) == (128, 64, 8, 3)
-    assert {split_tiling(device, 4, queries, dim, dtype).stages
-            for queries in (1, 16) for dim in (64, 128) for dtype in (HALF, WIDE)} == {3}  # fmt: skip
+    assert {
+        split_tiling(device, 4, queries, dim, dtype).stages
+        for queries in (1, 16)
+        for dim in (64, 128)
+        for dtype in (HALF, WIDE)
+    } == {3}
     assert split_tiling(device, 4, 16, 256, HALF).stages == 2  # three take 256 KB
 
 

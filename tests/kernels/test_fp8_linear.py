@@ -34,9 +34,12 @@ def exact(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 @needs_interpreter
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
-    st.integers(0, 70), st.integers(1, 90), SCALINGS, st.sampled_from([E4M3, E5M2]),
+    st.integers(0, 70),
+    st.integers(1, 90),
+    SCALINGS,
+    st.sampled_from([E4M3, E5M2]),
     st.sampled_from([1e-20, 1.0, 1e9]),
-)  # fmt: skip
+)
 def test_quantisers_round_as_plain_torch_does(m: int, k: int, scaling: str, dtype: torch.dtype, size: float) -> None:
     from armillary.kernels.fp8_quantise_triton import quantise, quantise_columns
 

@@ -35,9 +35,17 @@ def offered(name: str, **sizes: Any) -> list[str]:
 
 @pytest.mark.parametrize(
     ("chip", "versions"),
-    [("T4", []), ("A100", [POINTERS]), ("RTX 3090", [POINTERS]), ("L4", [POINTERS]), ("H200", ["triton", "torch"]),
-     ("B200", ["triton", POINTERS, "torch"]), ("RTX 5090", ["triton", POINTERS]), ("MI300X", [POINTERS])],
-)  # fmt: skip
+    [
+        ("T4", []),
+        ("A100", [POINTERS]),
+        ("RTX 3090", [POINTERS]),
+        ("L4", [POINTERS]),
+        ("H200", ["triton", "torch"]),
+        ("B200", ["triton", POINTERS, "torch"]),
+        ("RTX 5090", ["triton", POINTERS]),
+        ("MI300X", [POINTERS]),
+    ],
+)
 def test_what_a_chip_is_offered(monkeypatch: pytest.MonkeyPatch, chip: str, versions: list[str]) -> None:
     pretend(monkeypatch, chip)
     assert offered(chip) == versions
@@ -58,8 +66,12 @@ def test_tiles_fit_the_chip(monkeypatch: pytest.MonkeyPatch, chip: str, dtype: t
     assert described is not None
     for module in (launches, fitting):
         monkeypatch.setattr(module, "accelerator_of", lambda device: described)
-    found = [launches._tile(torch.empty(0, dtype=dtype), rows, forward=forward, tma=tma)
-             for rows in (1, 50, 500, 5000) for forward in (True, False) for tma in (True, False)]  # fmt: skip
+    found = [
+        launches._tile(torch.empty(0, dtype=dtype), rows, forward=forward, tma=tma)
+        for rows in (1, 50, 500, 5000)
+        for forward in (True, False)
+        for tma in (True, False)
+    ]
     assert all(tile.shared_bytes(dtype.itemsize) <= described.shared_bytes for tile in found)
     if chip == "H200" and dtype == torch.bfloat16:  # by TMA, as they were timed
         assert set(found[0:12:2]) == {(128, 256, 64, 8, 4)} and found[12] == (256, 128, 64, 8, 3)
@@ -132,8 +144,15 @@ def test_torchs_own_agrees() -> None:
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's own backward thread has no context at first
 @pytest.mark.parametrize(
     "version, dtype",
-    [("triton", "bf16"), ("triton", "fp16"), ("triton", "fp32"), ("torch", "bf16"), (POINTERS, "bf16"),
-     (POINTERS, "fp16"), (POINTERS, "fp32")],
+    [
+        ("triton", "bf16"),
+        ("triton", "fp16"),
+        ("triton", "fp32"),
+        ("torch", "bf16"),
+        (POINTERS, "bf16"),
+        (POINTERS, "fp16"),
+        (POINTERS, "fp32"),
+    ],
 )
 @given(st.integers(1, 3000), st.sampled_from((1, 3, 8, 40)), st.integers(1, 90), st.integers(1, 90), st.booleans())
 @example(2500, 1, 33, 20, False)  # tiles for many rows

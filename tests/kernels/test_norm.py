@@ -88,11 +88,18 @@ def test_rows_in_pieces(op: Op, kind: str, how: Shape, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("element_size", [2, 4])
 def test_launch_shapes(columns: int, element_size: int) -> None:
     """Whatever the width: threads read whole 16 bytes, and in a backward hardly a lane is idle."""
-    forward = [forward_shape(columns, element_size, pairs, centred=centred, residual=residual)
-               for pairs in (0, 1) for centred in (0, 1) for residual in (0, 1)]  # fmt: skip
+    forward = [
+        forward_shape(columns, element_size, pairs, centred=centred, residual=residual)
+        for pairs in (0, 1)
+        for centred in (0, 1)
+        for residual in (0, 1)
+    ]
     assert all(shape.width * element_size == 512 * shape.warps and shape.held in (1, 2) for shape in forward)
-    shapes = [backward_shape(columns, element_size, pairs, sums=sums, residual=False)
-              for pairs in (0, 1) for sums in (0, 1, 2)]  # fmt: skip
+    shapes = [
+        backward_shape(columns, element_size, pairs, sums=sums, residual=False)
+        for pairs in (0, 1)
+        for sums in (0, 1, 2)
+    ]
     for shape in shapes:
         assert shape.held * shape.width * element_size == 512 * shape.warps and shape.warps in (4, 8, 16, 32)
         assert -(-columns // shape.width) * shape.width <= 1.2 * columns

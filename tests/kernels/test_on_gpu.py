@@ -29,8 +29,18 @@ OFTEN = settings(max_examples=12, deadline=None)
 columns = st.one_of(st.integers(8, 700), st.sampled_from([4096, 5120, 8192, 12288, 16384, 20000, 65536, 100_001]))
 
 
-@given(st.builds(NormCase, rows=st.integers(0, 300), columns=columns, kind=st.sampled_from(["rms", "layer"]),
-                 weight=st.booleans(), bias=st.booleans(), plus_one=st.booleans(), dtype=DTYPES))  # fmt: skip
+@given(
+    st.builds(
+        NormCase,
+        rows=st.integers(0, 300),
+        columns=columns,
+        kind=st.sampled_from(["rms", "layer"]),
+        weight=st.booleans(),
+        bias=st.booleans(),
+        plus_one=st.booleans(),
+        dtype=DTYPES,
+    )
+)
 @OFTEN
 def test_norms(case: NormCase) -> None:
     assert_agrees(NORM, case)
@@ -44,13 +54,25 @@ HEADS = st.sampled_from([(64, 64), (128, 64), (96, 24), (80, 80), (80, 20), (64,
 @given(st.integers(0, 50), st.integers(1, 5), st.integers(1, 8), HEADS, st.booleans(), DTYPES)
 @OFTEN
 def test_rope(tokens: int, kv: int, group: int, dims: tuple[int, int], interleaved: bool, dtype: str) -> None:
-    case = RopeCase(tokens=tokens, heads=kv * group, kv_heads=kv, head_dim=dims[0], rotary_dim=dims[1],
-                    interleaved=interleaved, dtype=dtype)  # fmt: skip
+    case = RopeCase(
+        tokens=tokens,
+        heads=kv * group,
+        kv_heads=kv,
+        head_dim=dims[0],
+        rotary_dim=dims[1],
+        interleaved=interleaved,
+        dtype=dtype,
+    )
     assert_agrees(ROPE, case)
 
 
-@given(st.integers(0, 40), st.integers(1, 3000), st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2"]), st.booleans(),
-       DTYPES)  # fmt: skip
+@given(
+    st.integers(0, 40),
+    st.integers(1, 3000),
+    st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2"]),
+    st.booleans(),
+    DTYPES,
+)
 @OFTEN
 def test_activations(rows: int, ffn: int, activation: str, gated: bool, dtype: str) -> None:
     assert_agrees(ACTIVATE, ActivationCase(rows=rows, ffn=ffn, activation=activation, gated=gated, dtype=dtype))
@@ -60,8 +82,13 @@ dropped_columns = st.one_of(st.integers(8, 3000), st.integers(1, 400).map(lambda
 """bf16 in eights goes in pairs"""
 
 
-@given(st.integers(4, 40), dropped_columns, st.sampled_from(["gelu", "gelu_tanh", "silu", "relu", "none"]),
-       st.one_of(st.floats(0, 1), st.floats(0, 0.004)), DTYPES)  # fmt: skip
+@given(
+    st.integers(4, 40),
+    dropped_columns,
+    st.sampled_from(["gelu", "gelu_tanh", "silu", "relu", "none"]),
+    st.one_of(st.floats(0, 1), st.floats(0, 0.004)),
+    DTYPES,
+)
 @OFTEN
 def test_dropout(rows: int, columns: int, activation: str, p: float, dtype: str) -> None:
     case = DropoutCase(rows=rows, columns=columns, activation=activation, p=p, dtype=dtype)
@@ -77,8 +104,13 @@ def test_dropout_in_pairs_drops_what_the_twin_drops(p: float) -> None:
     assert torch.equal(loaded(BIAS_ACT_DROPOUT)(x, None, seed, "gelu", p).isnan(), x.isnan())
 
 
-@given(st.integers(0, 40), st.one_of(st.integers(1, 3000), st.sampled_from([32000, 50257, 128256, 262144])),
-       st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 1e-3]), DTYPES)  # fmt: skip
+@given(
+    st.integers(0, 40),
+    st.one_of(st.integers(1, 3000), st.sampled_from([32000, 50257, 128256, 262144])),
+    st.sampled_from([0.0, 0.1]),
+    st.sampled_from([0.0, 1e-3]),
+    DTYPES,
+)
 @OFTEN
 def test_cross_entropy(rows: int, vocab: int, smoothing: float, z_loss: float, dtype: str) -> None:
     case = CrossEntropyCase(rows=rows, vocab=vocab, smoothing=smoothing, z_loss=z_loss, dtype=dtype)

@@ -166,8 +166,11 @@ def test_scales_that_turn_scores_around(scale: float) -> None:
 @needs_interpreter
 def test_small_tensors_that_lie_apart() -> None:
     """Sinks, slopes, scales and tables as columns of something larger."""
-    options = {"sinks_N": torch.randn(4, 2)[:, 0], "slopes_N": torch.rand(4, 2)[:, 1],
-               "scales_2K": (torch.rand(2, 2, 2) + 0.5)[..., 0]}  # fmt: skip
+    options = {
+        "sinks_N": torch.randn(4, 2)[:, 0],
+        "slopes_N": torch.rand(4, 2)[:, 1],
+        "scales_2K": (torch.rand(2, 2, 2) + 0.5)[..., 0],
+    }
     q, cache, places, asked = batch(Shape(queries=[20, 1], lengths=[50, 60], head_dim=16), **options)
     apart = dataclasses.replace(places, tables_BP=places.tables_BP.T.contiguous().T)
     assert apart.tables_BP.stride(1) != 1
@@ -207,8 +210,12 @@ def test_pages_hold_a_sequence_in_order() -> None:
 
 
 @settings(max_examples=18, deadline=None)
-@given(shape=shapes(longest_query=33), window=st.sampled_from([None, 1, 20]), together=st.booleans(),
-       in_order=st.booleans())  # fmt: skip
+@given(
+    shape=shapes(longest_query=33),
+    window=st.sampled_from([None, 1, 20]),
+    together=st.booleans(),
+    in_order=st.booleans(),
+)
 def test_one_sequence_at_a_time_through_torch_agrees(
     shape: Shape, window: int | None, together: bool, in_order: bool
 ) -> None:
@@ -295,14 +302,21 @@ def test_one_graph_serves_any_lengths(most: int) -> None:
         assert torch.equal(out, fast()(*inputs))  # captured or not: the same bits
 
 
-@pytest.mark.parametrize(("group", "width", "dtype", "parts", "fits"), [
-    (4, 128, torch.bfloat16, 4, True), (8, 64, torch.float16, 8, True), (4, 128, torch.bfloat16, 1, False),
-    (4, 256, torch.bfloat16, 4, False), (71, 64, torch.bfloat16, 4, False), (4, 128, torch.float32, 4, False),
-    (4, 128, torch.float8_e4m3fn, 4, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("group", "width", "dtype", "parts", "fits"),
+    [
+        (4, 128, torch.bfloat16, 4, True),
+        (8, 64, torch.float16, 8, True),
+        (4, 128, torch.bfloat16, 1, False),
+        (4, 256, torch.bfloat16, 4, False),
+        (71, 64, torch.bfloat16, 4, False),
+        (4, 128, torch.float32, 4, False),
+        (4, 128, torch.float8_e4m3fn, 4, False),
+    ],
+)
 def test_decodes_and_prompts_run_at_once_where_they_fit(
     group: int, width: int, dtype: torch.dtype, parts: int, fits: bool
-) -> None:  # fmt: skip
+) -> None:
     from armillary.kernels.paged_attention_triton import fits_beside, split_tiling
 
     assert fits_beside(split_tiling(torch.device("cpu"), group, 200, width, dtype), parts, width, dtype) is fits
@@ -313,8 +327,9 @@ def test_on_two_streams_memory_is_used_again_in_time(monkeypatch: pytest.MonkeyP
     """Eagerly, many calls whose tensors are let go at once: the same bits as one after the other."""
     from armillary.kernels import paged_attention_triton as module
 
-    inputs = batch(Shape(queries=[150, 1, 1, 1, 1], lengths=[3000, 700, 800, 600, 5]), dtype=torch.bfloat16,
-                   device="cuda")  # fmt: skip
+    inputs = batch(
+        Shape(queries=[150, 1, 1, 1, 1], lengths=[3000, 700, 800, 600, 5]), dtype=torch.bfloat16, device="cuda"
+    )
     found = [fast()(*inputs) for _ in range(200)]
     torch.cuda.synchronize()
     assert all(torch.equal(found[0], one) for one in found)

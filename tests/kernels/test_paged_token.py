@@ -18,9 +18,14 @@ PAGE = 16
 
 
 def case(
-    lengths: list[int], kv_heads: int = 2, group: int = 2, size: int = 32, norm: str = "rms",
-    dtype: torch.dtype = torch.float32, device: str = "cpu",
-) -> tuple[Any, ...]:  # fmt: skip
+    lengths: list[int],
+    kv_heads: int = 2,
+    group: int = 2,
+    size: int = 32,
+    norm: str = "rms",
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Any, ...]:
     """Arguments of `attend_tokens`; what no sequence has written yet is NaN."""
     torch.manual_seed(sum(lengths))
     rows, pages = len(lengths), max(lengths) // PAGE + 1
@@ -34,12 +39,24 @@ def case(
         slots.append(int(table[last // PAGE]) * PAGE + last % PAGE if length else -1)
     angles = torch.randn(rows, size // 2, device=device)
     weights = [(1 + torch.randn(size) / 4).to(device, dtype) if norm == "rms" else None for _ in "qk"]
-    batch = PagedBatch(tables_BP=tables.to(device), starts=torch.arange(rows + 1, device=device).int(),
-                       lengths_B=torch.tensor(lengths, device=device).int(), max_query=1)  # fmt: skip
+    batch = PagedBatch(
+        tables_BP=tables.to(device),
+        starts=torch.arange(rows + 1, device=device).int(),
+        lengths_B=torch.tensor(lengths, device=device).int(),
+        max_query=1,
+    )
     heads = QkvOptions(norm=norm, q_weight=weights[0], k_weight=weights[1])
     qkv = torch.randn(rows, kv_heads * (group + 2) * size).to(device, dtype)
-    return (qkv, cache.to(device, dtype), torch.tensor(slots, device=device), angles.cos(), angles.sin(), heads, batch,
-            PagedOptions(scale=size**-0.5))  # fmt: skip
+    return (
+        qkv,
+        cache.to(device, dtype),
+        torch.tensor(slots, device=device),
+        angles.cos(),
+        angles.sin(),
+        heads,
+        batch,
+        PagedOptions(scale=size**-0.5),
+    )
 
 
 def both(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -99,8 +99,9 @@ def test_it_is_what_the_model_does() -> None:
     from armillary.model.rope import RotaryTable
     from armillary.spec.model import LayerKind, ModelConfig
 
-    config = ModelConfig(hidden=32, layers=(LayerKind(),), heads=4, kv_heads=2, head_dim=16, ffn=64, vocab=32,
-                         context=64, qk_norm="head")  # fmt: skip
+    config = ModelConfig(
+        hidden=32, layers=(LayerKind(),), heads=4, kv_heads=2, head_dim=16, ffn=64, vocab=32, context=64, qk_norm="head"
+    )
     layer = Attention(config, LayerKind())
     torch.nn.init.normal_(layer.q_norm.weight)
     torch.nn.init.normal_(layer.k_norm.weight)
@@ -115,9 +116,7 @@ def test_it_is_what_the_model_does() -> None:
     layer(x, turns, attend, 0)
     cos, sin = (part[0, :, 0] for part in turns[False])
     cache = torch.zeros(2, 2, 2, 4, 16)
-    options = QkvOptions(
-        norm="rms", q_weight=layer.q_norm.weight, k_weight=layer.k_norm.weight, eps=config.norm_eps
-    )
+    options = QkvOptions(norm="rms", q_weight=layer.q_norm.weight, k_weight=layer.k_norm.weight, eps=config.norm_eps)
     q, _ = qkv_cache(layer.qkv(x)[0], cache, torch.arange(6), cos, sin, options)
     assert error(q, seen["q"][0]) < 1e-6
     for index, name in enumerate(("k", "v")):

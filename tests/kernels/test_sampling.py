@@ -54,20 +54,24 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
         return torch.tensor([draw(st.sampled_from(options)) for _ in range(count)])
 
     draws = Draws(
-        temperature_B=each(0.0, 0.3, 1.0, 1.7), top_k_B=each(0, 0, 1, 7, 600).int(),
-        top_p_B=each(1.0, 0.999, 0.9, 0.3, 0.0), min_p_B=each(0.0, 0.0, 0.05, 1.0),
+        temperature_B=each(0.0, 0.3, 1.0, 1.7),
+        top_k_B=each(0, 0, 1, 7, 600).int(),
+        top_p_B=each(1.0, 0.999, 0.9, 0.3, 0.0),
+        min_p_B=each(0.0, 0.0, 0.05, 1.0),
         seeds_B=torch.randint(1 << 62, (count,), generator=generator),
         steps_B=torch.arange(count) + draw(st.sampled_from([0, 1 << 33])),
-    )  # fmt: skip
+    )
     penalties, allowed = None, None
     if draw(st.booleans()):
         rows = count + 2
         penalties = Penalties(
-            repetition_B=each(1.0, 1.3, 0.7), presence_B=each(0.0, 0.5), frequency_B=each(0.0, 0.2, -0.1),
+            repetition_B=each(1.0, 1.3, 0.7),
+            presence_B=each(0.0, 0.5),
+            frequency_B=each(0.0, 0.2, -0.1),
             counts_SV=torch.randint(-3, 4, (rows, vocab), generator=generator).clamp_min(0).int(),
             prompt_SV=torch.rand(rows, vocab, generator=generator) < 0.2,
             rows_B=torch.randperm(rows, generator=generator)[:count],
-        )  # fmt: skip
+        )
     if draw(st.booleans()):
         words = -(-vocab // 32)
         allowed = torch.randint(-(2**31), 2**31 - 1, (count, words), generator=generator).int()

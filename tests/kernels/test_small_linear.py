@@ -23,9 +23,13 @@ def random(m: int, n: int, k: int, *, norm: bool, gated: bool, residual: bool, d
     x, weight = torch.randn(m, k).to(dtype), (torch.randn(n, k) * k**-0.5).to(dtype)
     width = n // 2 if gated else n
     return (
-        x, weight, torch.randn(k).to(dtype) if norm else None, torch.randn(m, width).to(dtype) if residual else None,
-        1e-6, gated,
-    )  # fmt: skip
+        x,
+        weight,
+        torch.randn(k).to(dtype) if norm else None,
+        torch.randn(m, width).to(dtype) if residual else None,
+        1e-6,
+        gated,
+    )
 
 
 def assert_agrees(run, inputs) -> None:
@@ -37,9 +41,14 @@ def assert_agrees(run, inputs) -> None:
 @needs_interpreter
 @settings(max_examples=7, deadline=None, derandomize=True)
 @given(
-    st.integers(0, 70), st.integers(1, 150), st.integers(1, 300), st.booleans(), st.booleans(), st.booleans(),
+    st.integers(0, 70),
+    st.integers(1, 150),
+    st.integers(1, 300),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
     st.integers(1, 4),
-)  # fmt: skip
+)
 def test_any_shape(m: int, n: int, k: int, norm: bool, gated: bool, residual: bool, splits: int) -> None:
     from armillary.kernels.small_linear_triton import Tiles, run_tiles, small_linear
 
@@ -128,8 +137,18 @@ def test_more_tokens_are_refused_by_name() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (1, 1002, 333), (1, 4096, 14336), (1, 6144, 512),
-                                             (8, 14336, 4096), (33, 4096, 14336), (5, 1002, 333)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [
+        (1, 4096, 4096),
+        (1, 1002, 333),
+        (1, 4096, 14336),
+        (1, 6144, 512),
+        (8, 14336, 4096),
+        (33, 4096, 14336),
+        (5, 1002, 333),
+    ],
+)
 def test_on_a_gpu(dtype: torch.dtype, fused: bool, m: int, n: int, k: int) -> None:
     from armillary.kernels.small_linear_triton import small_linear
 

@@ -65,7 +65,10 @@ def test_clocks_are_read_from_the_system(tmp_path: Path) -> None:
 
 def test_a_driver_that_does_not_know_everything() -> None:
     assert parse_gpu("1980, 3201, 612.1, 61\n") == {
-        "sm_clock_hz": 1.98e9, "memory_clock_hz": 3.201e9, "power_w": 612.1, "temperature_c": 61.0,
-    }  # fmt: skip
+        "sm_clock_hz": 1.98e9,
+        "memory_clock_hz": 3.201e9,
+        "power_w": 612.1,
+        "temperature_c": 61.0,
+    }
     assert parse_gpu("1980, [N/A], [Not Supported], 61") == {"sm_clock_hz": 1.98e9, "temperature_c": 61.0}
     assert parse_gpu(None) == {}

@@ -21,7 +21,7 @@ CHIPS: dict[str, dict[str, Any]] = {
     "B200": {"major": 10, "minor": 0, "shared_memory_per_block_optin": 227 * KB},
     "RTX 5090": {"major": 12, "minor": 0, "shared_memory_per_block_optin": 99 * KB},
     "MI300X": {"major": 9, "minor": 4, "gcnArchName": "gfx942:sramecc+:xnack-", "shared_memory_per_block": 64 * KB},
-}  # fmt: skip
+}
 """what torch.cuda.get_device_properties says; an MI300X gives itself out for 9.4"""
 
 

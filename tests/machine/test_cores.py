@@ -32,12 +32,15 @@ def test_the_quota_of_an_ancestor(tmp_path: Path) -> None:
 
 
 def test_a_quota_of_version_1_beside_another_controller(tmp_path: Path) -> None:
-    root = write(linux(tmp_path), {
-        "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc",
-        "proc/self/mountinfo": v1_mounts("cpu,cpuacct", top="/docker/abc"),
-        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": 100000,
-        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": 100000,
-    })  # fmt: skip
+    root = write(
+        linux(tmp_path),
+        {
+            "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc",
+            "proc/self/mountinfo": v1_mounts("cpu,cpuacct", top="/docker/abc"),
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": 100000,
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": 100000,
+        },
+    )
     assert (usable_cores(root), read_cores(root).why) == (1, "quota of 1 CPU of cgroup /")
     write(root, {"sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": -1})
     assert usable_cores(root) == 64
@@ -54,8 +57,9 @@ def test_affinity_and_cpuset_meet(tmp_path: Path) -> None:
 def test_one_thread_computes_on_each_physical_core(tmp_path: Path) -> None:
     """Cores 0 and 4 are the two threads of one core, and so on."""
     root = linux(tmp_path, cores=8)
-    write(root, {f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 4},{n % 4 + 4}"
-                 for n in range(8)})  # fmt: skip
+    write(
+        root, {f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 4},{n % 4 + 4}" for n in range(8)}
+    )
     assert (usable_cores(root), compute_threads(root=root), compute_threads(2, root)) == (8, 4, 2)
     write(root, {"proc/self/status": "Cpus_allowed_list:\t0,4,5"})
     assert (usable_cores(root), compute_threads(root=root), compute_threads(8, root)) == (3, 2, 1)
@@ -68,9 +72,11 @@ def test_a_mac_computes_on_its_performance_cores(tmp_path: Path) -> None:
 
 def test_numa_nodes(tmp_path: Path) -> None:
     files = {
-        "node0/cpulist": "0-31", "node0/meminfo": f"Node 0 MemTotal: {128 * GIB // 1024} kB",
-        "node1/cpulist": "32-63", "node1/meminfo": f"Node 1 MemTotal: {64 * GIB // 1024} kB",
-    }  # fmt: skip
+        "node0/cpulist": "0-31",
+        "node0/meminfo": f"Node 0 MemTotal: {128 * GIB // 1024} kB",
+        "node1/cpulist": "32-63",
+        "node1/meminfo": f"Node 1 MemTotal: {64 * GIB // 1024} kB",
+    }
     root = write(linux(tmp_path), {f"sys/devices/system/node/{name}": content for name, content in files.items()})
     first, second = numa_nodes(root)
     assert (first.index, len(first.cores), first.memory_bytes, first.allowed) == (0, 32, 128 * GIB, True)

@@ -30,9 +30,7 @@ def named(root: Path, cpuinfo: str, environment: dict[str, str] | None = None) -
         ("0x7a", "0x123", "0x2", "5", "implementer 0x7a part 0x123 r2p5"),
     ],
 )
-def test_arm_by_its_part(
-    tmp_path: Path, implementer: str, part: str, variant: str, revision: str, name: str
-) -> None:  # fmt: skip
+def test_arm_by_its_part(tmp_path: Path, implementer: str, part: str, variant: str, revision: str, name: str) -> None:
     assert named(tmp_path, arm_cores((2, implementer, part, variant, revision))) == name
 
 

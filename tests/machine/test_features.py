@@ -18,7 +18,7 @@ from tests.machine.trees import (
     mac,
     write,
     x86_cores,
-)  # fmt: skip
+)
 
 N1 = arm_cores((2, "0x41", "0xd0c", "0x3", "1"), features=N1_FEATURES)
 GRACE = arm_cores((4, "0x41", "0xd4f", "0x0", "0"), features=V2_FEATURES)

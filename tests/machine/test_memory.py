@@ -16,11 +16,17 @@ def test_without_limits_the_machine_counts(tmp_path: Path) -> None:
 
 
 def test_an_ancestor_of_the_own_group_limits(tmp_path: Path) -> None:
-    root = v2_groups(linux(tmp_path), "/slice/job/step", {
-        "slice/memory.max": 4 * GIB, "slice/memory.current": 3 * GIB,
-        "slice/memory.stat": f"anon {GIB}\ninactive_file {2 * GIB}\nactive_file 5",
-        "slice/job/memory.max": "max", "slice/job/step/memory.max": 9 * GIB,
-    })  # fmt: skip
+    root = v2_groups(
+        linux(tmp_path),
+        "/slice/job/step",
+        {
+            "slice/memory.max": 4 * GIB,
+            "slice/memory.current": 3 * GIB,
+            "slice/memory.stat": f"anon {GIB}\ninactive_file {2 * GIB}\nactive_file 5",
+            "slice/job/memory.max": "max",
+            "slice/job/step/memory.max": 9 * GIB,
+        },
+    )
     assert memory_limit(root).num_bytes == 4 * GIB
     assert memory_limit(root).why == "memory.max of cgroup /slice"
     assert available_bytes(root) == 3 * GIB  # 4 - (3 - 2 that the kernel can drop)
@@ -39,35 +45,45 @@ def test_a_sibling_group_does_not_limit(tmp_path: Path) -> None:
 
 def test_version_1_in_a_container(tmp_path: Path) -> None:
     """The mount's root is the container's group, so its files lie at the mount point."""
-    root = write(linux(tmp_path), {
-        "proc/self/cgroup": "4:memory:/docker/abc\n1:name=systemd:/docker/abc",
-        "proc/self/mountinfo": v1_mounts("memory", "cpu,cpuacct", top="/docker/abc"),
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": NO_LIMIT_V1,
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": 6 * GIB,
-        "sys/fs/cgroup/memory/memory.stat": f"hierarchical_memory_limit {8 * GIB}\ntotal_inactive_file {GIB}",
-    })  # fmt: skip
+    root = write(
+        linux(tmp_path),
+        {
+            "proc/self/cgroup": "4:memory:/docker/abc\n1:name=systemd:/docker/abc",
+            "proc/self/mountinfo": v1_mounts("memory", "cpu,cpuacct", top="/docker/abc"),
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": NO_LIMIT_V1,
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": 6 * GIB,
+            "sys/fs/cgroup/memory/memory.stat": f"hierarchical_memory_limit {8 * GIB}\ntotal_inactive_file {GIB}",
+        },
+    )
     assert limit_bytes(root) == 8 * GIB
     assert available_bytes(root) == 3 * GIB
 
 
 def test_nested_version_1(tmp_path: Path) -> None:
-    root = write(linux(tmp_path), {
-        "proc/self/cgroup": "4:memory:/slurm/job7/step0",
-        "proc/self/mountinfo": v1_mounts("memory"),
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": NO_LIMIT_V1,
-        "sys/fs/cgroup/memory/slurm/job7/memory.limit_in_bytes": 16 * GIB,
-        "sys/fs/cgroup/memory/slurm/job7/step0/memory.limit_in_bytes": NO_LIMIT_V1,
-    })  # fmt: skip
+    root = write(
+        linux(tmp_path),
+        {
+            "proc/self/cgroup": "4:memory:/slurm/job7/step0",
+            "proc/self/mountinfo": v1_mounts("memory"),
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": NO_LIMIT_V1,
+            "sys/fs/cgroup/memory/slurm/job7/memory.limit_in_bytes": 16 * GIB,
+            "sys/fs/cgroup/memory/slurm/job7/step0/memory.limit_in_bytes": NO_LIMIT_V1,
+        },
+    )
     assert (limit_bytes(root), memory_limit(root).why) == (16 * GIB, "memory.limit_in_bytes of cgroup /slurm/job7")
 
 
 def test_hybrid_reads_the_controller_where_it_is(tmp_path: Path) -> None:
-    root = write(linux(tmp_path), {
-        "proc/self/cgroup": "4:memory:/job\n0::/elsewhere",
-        "proc/self/mountinfo": v1_mounts("memory") + "\n41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw",
-        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": 2 * GIB,
-        "sys/fs/cgroup/unified/elsewhere/cgroup.procs": "1",
-    })  # fmt: skip
+    root = write(
+        linux(tmp_path),
+        {
+            "proc/self/cgroup": "4:memory:/job\n0::/elsewhere",
+            "proc/self/mountinfo": v1_mounts("memory")
+            + "\n41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw",
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": 2 * GIB,
+            "sys/fs/cgroup/unified/elsewhere/cgroup.procs": "1",
+        },
+    )
     assert limit_bytes(root) == 2 * GIB
 
 

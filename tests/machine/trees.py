@@ -24,12 +24,15 @@ def write(root: Path, files: Mapping[str, object]) -> Path:
 def linux(root: Path, *, cores: int = 64, memory: int = 256 * GIB, available: int = 200 * GIB) -> Path:
     """A machine of `cores` x86 cores without hyper-threads or limits."""
     listed = f"0-{cores - 1}" if cores > 1 else "0"
-    return write(root, {
-        "proc/cpuinfo": "\n".join(f"processor\t: {n}\nmodel name\t: Test CPU\n" for n in range(cores)),
-        "proc/meminfo": f"MemTotal: {memory // 1024} kB\nMemAvailable: {available // 1024} kB\nHugePages_Total: 0",
-        "proc/self/status": f"Name:\ttest\nCpus_allowed_list:\t{listed}\nMems_allowed_list:\t0",
-        "sys/devices/system/cpu/online": listed,
-    })  # fmt: skip
+    return write(
+        root,
+        {
+            "proc/cpuinfo": "\n".join(f"processor\t: {n}\nmodel name\t: Test CPU\n" for n in range(cores)),
+            "proc/meminfo": f"MemTotal: {memory // 1024} kB\nMemAvailable: {available // 1024} kB\nHugePages_Total: 0",
+            "proc/self/status": f"Name:\ttest\nCpus_allowed_list:\t{listed}\nMems_allowed_list:\t0",
+            "sys/devices/system/cpu/online": listed,
+        },
+    )
 
 
 def v2_groups(root: Path, own: str, files: Mapping[str, object]) -> Path:

@@ -11,8 +11,18 @@ transformers = pytest.importorskip("transformers")
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 FAMILIES = (
-    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "phi3", "gemma", "gemma2", "olmo2",
-)  # fmt: skip
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe",
+    "glm4_moe",
+    "phi3",
+    "gemma",
+    "gemma2",
+    "olmo2",
+)
 _CLASSES = {
     "llama": "Llama",
     "mistral": "Mistral",

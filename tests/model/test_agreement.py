@@ -13,9 +13,7 @@ from armillary.model.transformer import Transformer
 from armillary.model.weights import load_model, save_model
 from tests.model.families import FAMILIES, random_model, transformers
 
-CASES = [
-    pytest.param(family, seed, marks=[pytest.mark.slow] * (seed > 3)) for family in FAMILIES for seed in range(6)
-]
+CASES = [pytest.param(family, seed, marks=[pytest.mark.slow] * (seed > 3)) for family in FAMILIES for seed in range(6)]
 TOLERANCE = 1e-5
 
 
@@ -80,28 +78,57 @@ def their_cached_logits(model: torch.nn.Module, tokens_BT: torch.Tensor, *, prom
 
 ODD = {
     "a fraction that the family does not use": (
-        "llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
     "no layer slides": ("gemma2", {"layer_types": ["full_attention"] * 3, "num_hidden_layers": 3}),
     "longrope outside phi3": (
         "llama",
-        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 3.0, "short_factor": [1.1] * 4,
-                             "long_factor": [2.2] * 4, "original_max_position_embeddings": 20}, "head_dim": 8},
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "factor": 3.0,
+                "short_factor": [1.1] * 4,
+                "long_factor": [2.2] * 4,
+                "original_max_position_embeddings": 20,
+            },
+            "head_dim": 8,
+        },
     ),
     "longrope with an attention factor": (
         "phi3",
-        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "attention_factor": 1.3, "head_dim": 8,
-                             "short_factor": [1.1] * 4, "long_factor": [2.2] * 4}, "head_dim": 8,
-         "original_max_position_embeddings": 20, "max_position_embeddings": 80},
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "attention_factor": 1.3,
+                "head_dim": 8,
+                "short_factor": [1.1] * 4,
+                "long_factor": [2.2] * 4,
+            },
+            "head_dim": 8,
+            "original_max_position_embeddings": 20,
+            "max_position_embeddings": 80,
+        },
     ),
     "yarn with everything": (
         "qwen3",
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 20.0, "beta_slow": 2.0,
-                             "attention_factor": 1.2, "original_max_position_embeddings": 16}},
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "beta_fast": 20.0,
+                "beta_slow": 2.0,
+                "attention_factor": 1.2,
+                "original_max_position_embeddings": 16,
+            }
+        },
     ),
     "every expert": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}),
     "one expert": ("qwen3_moe", {"num_experts": 1, "num_experts_per_tok": 1, "mlp_only_layers": []}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ODD)

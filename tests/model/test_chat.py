@@ -105,11 +105,19 @@ TALK: list[dict[str, Any]] = [
 WITH_SYSTEM = [{"role": "system", "content": " Be brief. "}, *TALK]
 CALLS = [
     {"role": "user", "content": "Weather?"},
-    {"role": "assistant", "content": None, "reasoning": "\nlook <it> up\n", "tool_calls": [
-        {"type": "function", "function": {"name": "weather", "arguments": {"place": "Zürich", "days": [1, 2.5, None]}}}
-    ]},
-    {"role": "tool", "content": "{\"sky\": \"<clear>\"}"},
-]  # fmt: skip
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "\nlook <it> up\n",
+        "tool_calls": [
+            {
+                "type": "function",
+                "function": {"name": "weather", "arguments": {"place": "Zürich", "days": [1, 2.5, None]}},
+            }
+        ],
+    },
+    {"role": "tool", "content": '{"sky": "<clear>"}'},
+]
 PARTS = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " what? "}]}]
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "größe <1> & 'more'", "parameters": {}}}]
 
@@ -154,8 +162,9 @@ def test_equals_transformers(
 @pytest.mark.parametrize("template", [LLAMA_3, CHATML_TOOLS, GEMMA], ids=["llama 3", "chatml", "gemma"])
 def test_a_message_is_continued_as_by_transformers(tmp_path: Path, template: str, content: str) -> None:
     folder, talk = folder_with(tmp_path, template), [TALK[0], {"role": "assistant", "content": content}]
-    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(talk, tokenize=False,
-                                                                         continue_final_message=True)  # fmt: skip
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        talk, tokenize=False, continue_final_message=True
+    )
     assert Tokenizer.load(folder).chat(talk, add_generation_prompt=False, continue_final=True) == expected
 
 

@@ -18,10 +18,18 @@ from armillary.model.transformer import build
 from armillary.spec.model import LayerKind, ModelConfig
 
 WINDOWED = ModelConfig(
-    name="t", hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64, vocab=96, context=64, window=5,
+    name="t",
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn=64,
+    vocab=96,
+    context=64,
+    window=5,
     layers=(LayerKind(attention="sliding"),),
-)  # fmt: skip
-NET = '''
+)
+NET = """
 import torch
 from torch import nn
 
@@ -50,7 +58,7 @@ def needs(width):
     return Net(width)
 
 number = 3
-'''
+"""
 
 
 @pytest.fixture
@@ -96,9 +104,11 @@ def test_modules_of_a_python_file(net: str) -> None:
     assert isinstance(module, nn.Module) and like(examples) == (Input(sizes=(4,)),)
     assert load_python_module(f"{net}:Net")[1] == ()
     for name, error, words in (
-        ("", BadInput, "needs the name"), (":Nett", NotFound, "did you mean Net"),
-        (":number", BadInput, "not a torch module"), (":needs", BadInput, "cannot be called without arguments"),
-    ):  # fmt: skip
+        ("", BadInput, "needs the name"),
+        (":Nett", NotFound, "did you mean Net"),
+        (":number", BadInput, "not a torch module"),
+        (":needs", BadInput, "cannot be called without arguments"),
+    ):
         with pytest.raises(error, match=words):
             load_python_module(net + name)
     with pytest.raises(NotFound, match="no file"):

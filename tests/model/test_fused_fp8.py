@@ -43,9 +43,13 @@ def fused_fp8(scaling: str, **how: object) -> Fused:
 @needs_interpreter
 @pytest.mark.parametrize(
     ("name", "scaling", "again"),
-    [("llama", "token", False), ("llama", "tensor", True), ("gemma's norms and gelu", "token", True),
-     ("layer norm with bias, plain mlp", "row", True)],
-)  # fmt: skip
+    [
+        ("llama", "token", False),
+        ("llama", "tensor", True),
+        ("gemma's norms and gelu", "token", True),
+        ("layer norm with bias, plain mlp", "row", True),
+    ],
+)
 def test_fused_passes_agree_with_layers(name: str, scaling: str, again: bool) -> None:
     hidden, grads = run(in_fp8(FIT[name], scaling))
     model = in_fp8(FIT[name], scaling, fused_fp8(scaling, again=again))

@@ -40,8 +40,9 @@ def test_halves_of_the_output_dim_are_a_model_of_half_the_heads() -> None:
     for half in range(2):
         part = Transformer(small(num_layers=1, heads=2, kv_heads=1, ffn=24)).double().blocks["0"]
         for ours, theirs in (
-            (part.attention.qkv, whole.attention.qkv), (part.mlp.up, whole.mlp.up),
-        ):  # fmt: skip
+            (part.attention.qkv, whole.attention.qkv),
+            (part.mlp.up, whole.mlp.up),
+        ):
             ours.weight.data.copy_(theirs.weight.data.chunk(2)[half])
         for ours, theirs in ((part.attention.out, whole.attention.out), (part.mlp.down, whole.mlp.down)):
             ours.weight.data.copy_(theirs.weight.data.chunk(2, dim=1)[half])

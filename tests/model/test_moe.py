@@ -34,8 +34,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def layer(dtype: torch.dtype = torch.float64, **changes: Any) -> MixtureOfExperts:
     moe = MoE(**({"num_experts": 4, "top_k": 2, "ffn": 10} | changes))
-    config = ModelConfig(hidden=8, heads=2, kv_heads=2, head_dim=4, ffn=0, vocab=9, context=64, moe=moe,
-                         layers=(LayerKind(mlp="moe"),))  # fmt: skip
+    config = ModelConfig(
+        hidden=8, heads=2, kv_heads=2, head_dim=4, ffn=0, vocab=9, context=64, moe=moe, layers=(LayerKind(mlp="moe"),)
+    )
     made = MixtureOfExperts(config).to(dtype)
     generator = torch.Generator().manual_seed(1)
     for parameter in made.parameters():

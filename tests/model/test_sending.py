@@ -28,16 +28,18 @@ def sent(groups: list[list[Tensor]], device: str) -> list[list[Tensor]]:
 
 
 def agree(arrived: list[list[Tensor]], groups: list[list[Tensor]]) -> bool:
-    pairs = [(a.cpu(), b) for mine, theirs in zip(arrived, groups, strict=True)
-             for a, b in zip(mine, theirs, strict=True)]  # fmt: skip
+    pairs = [
+        (a.cpu(), b) for mine, theirs in zip(arrived, groups, strict=True) for a, b in zip(mine, theirs, strict=True)
+    ]
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 @settings(max_examples=20, deadline=None)
 @given(
     shapes=st.lists(st.lists(st.lists(st.integers(0, 40), max_size=3), max_size=3), max_size=12),
-    piece=st.sampled_from([64, 1 << 20]), ahead=st.sampled_from([1, 10_000]),
-)  # fmt: skip
+    piece=st.sampled_from([64, 1 << 20]),
+    ahead=st.sampled_from([1, 10_000]),
+)
 def test_what_is_stored_arrives(shapes: list[list[list[int]]], piece: int, ahead: int) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     groups = [[torch.randn(shape).to(dtypes[len(shape) % 3]) for shape in group] for group in shapes]

@@ -100,11 +100,23 @@ def test_pieces_without_a_document_in_common_do_not_meet() -> None:
     """Four pieces of three tokens; a row of documents 0, 1 and 2, and the same beside a row of one document."""
     row = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 1, 1, 2, 2, 2]])
     assert meetings(row, 2) == [
-        ALL, ALL, SOME, NONE,
-        ALL, ALL, SOME, NONE,
-        SOME, SOME, SOME, NONE,
-        NONE, NONE, NONE, ALL,
-    ]  # fmt: skip
+        ALL,
+        ALL,
+        SOME,
+        NONE,
+        ALL,
+        ALL,
+        SOME,
+        NONE,
+        SOME,
+        SOME,
+        SOME,
+        NONE,
+        NONE,
+        NONE,
+        NONE,
+        ALL,
+    ]
     both = meetings(torch.cat((row, torch.zeros_like(row))), 2)
     assert [both[i] for i in (0, 1, 2, 3, 12, 15)] == [ALL, ALL, SOME, SOME, SOME, ALL]
 
@@ -147,8 +159,7 @@ def test_training_is_that_of_one_process(ranks: Ranks, world: int) -> None:
 def test_other_attention_trains_too(ranks: Ranks) -> None:
     """Sliding windows, sinks, and rotary frequencies that depend on the longest position of all ranks."""
     kinds = (LayerKind(attention="sliding"), LayerKind())
-    config = tiny(kv_heads=4, layers=kinds, window=5, sinks=True, context=8,
-                  rope=Rope(scaling="dynamic", factor=2.0))  # fmt: skip
+    config = tiny(kv_heads=4, layers=kinds, window=5, sinks=True, context=8, rope=Rope(scaling="dynamic", factor=2.0))
     cases = [Case(layout=Layout(cp=2, precision="fp32"), dtype="fp64", config=config, steps=3, documents=True)]
     check(ranks.run(2, many, cases)[0], cases)
 

@@ -57,10 +57,15 @@ def made_for(layout: Layout) -> list[float]:
         return [timeout_of(group).total_seconds() for group in groups if dist.get_rank(group) >= 0]
 
 
-@pytest.mark.parametrize("layout", [
-    Layout(dp=2, tp=2, zero=3, precision="fp32"), Layout(dp=4, ep=2, zero=3, shard=2, precision="fp32"),
-    Layout(cp=2, pp=2, precision="fp32"),
-], ids=Layout.text)  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, tp=2, zero=3, precision="fp32"),
+        Layout(dp=4, ep=2, zero=3, shard=2, precision="fp32"),
+        Layout(cp=2, pp=2, precision="fp32"),
+    ],
+    ids=Layout.text,
+)
 def test_every_group_has_the_timeout_of_the_default_one(ranks: Ranks, layout: Layout) -> None:
     for found in ranks.run(4, made_for, layout):
         assert len(found) > 2 and set(found) == {ALIKE.total_seconds()}

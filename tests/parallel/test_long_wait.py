@@ -49,8 +49,10 @@ def test_a_rank_that_falls_silent_is_named() -> None:
     with pytest.raises(RankLost) as lost, second.working("prepare the data"):
         pass
     assert lost.value.rank == 0
-    assert str(lost.value) == ("rank 0 gave no sign of life for 0.2 s while ranks waited for it to prepare the data; "
-                               "see what it said, and start again")  # fmt: skip
+    assert str(lost.value) == (
+        "rank 0 gave no sign of life for 0.2 s while ranks waited for it to prepare the data; "
+        "see what it said, and start again"
+    )
 
 
 def test_a_rank_that_failed_is_named_and_the_next_wait_is_in_step() -> None:
@@ -165,16 +167,26 @@ def trained(folder: Any, *args: str) -> tuple[list[str], list[int]]:
     (folder / "text.txt").write_text("a small corpus of few words. " * 400)
     (folder / "recipe.toml").write_text(RECIPE.format(text=folder / "text.txt"))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the launcher's
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1",
-              "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}  # fmt: skip
+    shared = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "OMP_NUM_THREADS": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
     if sys.platform == "linux":
         shared["GLOO_SOCKET_IFNAME"] = "lo"
     started = [
-        subprocess.Popen([sys.executable, "-c", SCRIPT, str(folder), *args], stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True,
-                         env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(folder), *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     said = [process.communicate(timeout=150)[0] for process in started]
     return said, [process.returncode for process in started]
 

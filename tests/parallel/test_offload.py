@@ -50,10 +50,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def test_ranks_train_bit_for_bit_as_without(ranks: Ranks) -> None:
     moved = [
-        Case(layout=Layout(precision="fp32", **given), accumulate=4 if "pp" in given else 1, steps=3,
-             config=mixture() if "ep" in given else tiny())
+        Case(
+            layout=Layout(precision="fp32", **given),
+            accumulate=4 if "pp" in given else 1,
+            steps=3,
+            config=mixture() if "ep" in given else tiny(),
+        )
         for given in LAYOUTS.values()
-    ]  # fmt: skip
+    ]
     cases = [replace(case, layout=replace(case.layout, offload="none")) for case in moved]
     found = ranks.run(2, many, cases + moved)[0]
     for name, one, other in zip(LAYOUTS, found[: len(cases)], found[len(cases) :], strict=True):

@@ -36,9 +36,16 @@ from armillary.training.loss import loss_sum
 
 pytestmark = pytest.mark.gpu
 CONFIG = ModelConfig(
-    name="small", hidden=256, heads=8, kv_heads=4, head_dim=32, ffn=512, vocab=1001, context=512,
+    name="small",
+    hidden=256,
+    heads=8,
+    kv_heads=4,
+    head_dim=32,
+    ffn=512,
+    vocab=1001,
+    context=512,
     layers=(LayerKind(),) * 4,
-)  # fmt: skip
+)
 ROWS, SEQUENCE, STEPS = 4, 256, 2
 
 

@@ -73,10 +73,14 @@ def test_stages_may_be_copied_cut_and_shared_out(ranks: Ranks) -> None:
 def test_stages_and_rings_compile(ranks: Ranks) -> None:
     cases = [
         Case(layout=layout(pp=2), accumulate=4, steps=2, compile=True),
-        Case(layout=layout(pp=2, schedule="interleaved", interleave=2, recompute="full"), accumulate=4, steps=2,
-             compile=True),
+        Case(
+            layout=layout(pp=2, schedule="interleaved", interleave=2, recompute="full"),
+            accumulate=4,
+            steps=2,
+            compile=True,
+        ),
         Case(layout=layout(cp=2), documents=True, steps=2, compile=True),
-    ]  # fmt: skip
+    ]
     check(ranks.run(2, many, cases, timeout_s=600)[0], cases)
 
 

@@ -40,5 +40,7 @@ def test_gradients_are_summed_and_travel_on_the_last_pass_only(ranks: Ranks, buc
         assert number == buckets
         assert between[0] == rank + 1  # its own, not yet anybody else's
         assert {name: float(gradient.mean()) for name, gradient in gradients.items()} == {
-            "first.weight": 2 * (1 + 2), "second.weight": 2 * (1 + 2), "one_rank_only.weight": 2 * 2,
-        }  # fmt: skip
+            "first.weight": 2 * (1 + 2),
+            "second.weight": 2 * (1 + 2),
+            "one_rank_only.weight": 2 * 2,
+        }

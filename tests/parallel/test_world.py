@@ -36,11 +36,14 @@ def start(*args: str) -> list[subprocess.Popen[str]]:
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     return [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [sys.executable, "-c", SCRIPT, *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.slow  # by default ranks of tests/training/test_verb.py meet
@@ -71,8 +74,13 @@ def test_alone_there_is_no_process_group(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_slurm_step_says_where_ranks_meet() -> None:
-    env = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456",
-           "SLURM_STEP_NODELIST": "gpu[07-09,12],spare1"}  # fmt: skip
+    env = {
+        "SLURM_PROCID": "5",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_JOB_ID": "123456",
+        "SLURM_STEP_NODELIST": "gpu[07-09,12],spare1",
+    }
     place = _place(env)
     assert (place.rank, place.size, place.local_rank) == (5, 8, 1)
     assert place.rendezvous == {"MASTER_ADDR": "gpu07", "MASTER_PORT": "32856"}
@@ -85,13 +93,20 @@ def test_a_slurm_step_says_where_ranks_meet() -> None:
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, 8),
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 2),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 2),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-          "SLURM_CPUS_PER_TASK": "8"}, 8),
+        (
+            {
+                "SLURM_PROCID": "0",
+                "SLURM_STEP_NUM_TASKS": "8",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+                "SLURM_CPUS_PER_TASK": "8",
+            },
+            8,
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_rank_computes_with_its_part_of_the_cores(
     monkeypatch: pytest.MonkeyPatch, env: dict[str, str], threads: int
-) -> None:  # fmt: skip
+) -> None:
     """Of 64 cores this process may use 8."""
     used: list[int] = []
     monkeypatch.setattr("armillary.model.device.compute_threads", lambda ranks: max(1, 8 // ranks))

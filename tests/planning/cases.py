@@ -27,8 +27,11 @@ def case_of(model: str | ModelConfig, on: str, *, sequence: int = 4096, sequence
 
 def quicker(cluster: Cluster, *, links: float = 1.0, memory: float = 1.0, flops: float = 1.0) -> Cluster:
     """The same cluster with every rate of a kind multiplied."""
-    chip = replace(cluster.chip, memory_bytes_per_s=(cluster.chip.memory_bytes_per_s or 0) * memory,
-                   flops={dtype: rate * flops for dtype, rate in cluster.chip.flops.items()})  # fmt: skip
+    chip = replace(
+        cluster.chip,
+        memory_bytes_per_s=(cluster.chip.memory_bytes_per_s or 0) * memory,
+        flops={dtype: rate * flops for dtype, rate in cluster.chip.flops.items()},
+    )
     wires = [replace(tier.link, bytes_per_s=(tier.link.bytes_per_s or 0) * links) for tier in cluster.tiers]
     tiers = tuple(replace(tier, link=wire) for tier, wire in zip(cluster.tiers, wires, strict=True))
     return replace(cluster, chip=chip, tiers=tiers)

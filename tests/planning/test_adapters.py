@@ -83,9 +83,13 @@ def test_adapters_cost_time_but_less_than_training_all() -> None:
     case = case_of("llama-3.1-8b", "h200", sequences=8)
     full, none, thin, thick = (
         step_time(case_of("llama-3.1-8b", "h200", sequences=8, lora=lora), of([Layout()]))
-        for lora in (None, lora_of(case.model, ATTENTION), lora_of(case.model, ALL),
-                     lora_of(case.model, TrainJob(lora_rank=64)))
-    )  # fmt: skip
+        for lora in (
+            None,
+            lora_of(case.model, ATTENTION),
+            lora_of(case.model, ALL),
+            lora_of(case.model, TrainJob(lora_rank=64)),
+        )
+    )
     assert none.total[0] < thin.total[0] <= thick.total[0] < full.total[0]
     assert thin.memory[0] > full.memory[0] and thin.gemm[0] < 0.7 * full.gemm[0]
 
@@ -104,8 +108,10 @@ def test_mfu_counts_frozen_weights_as_four() -> None:
 
 def test_a_recipe_with_adapters_is_planned_with_them(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "lora.toml"
-    path.write_text('[model]\nname = "llama-3.1-8b"\n[hardware]\non = "h200"\n[train]\nlora_rank = 16\n'
-                    "sequence = 4096\nbatch_tokens = 32_768\n")  # fmt: skip
+    path.write_text(
+        '[model]\nname = "llama-3.1-8b"\n[hardware]\non = "h200"\n[train]\nlora_rank = 16\n'
+        "sequence = 4096\nbatch_tokens = 32_768\n"
+    )
     found = cli("plan", str(path), "--json").json
     gauges = found["plan"]["predicted"]
     assert found["fits"] and gauges["memory_optimizer_bytes"] == 8 * 41_943_040

@@ -36,8 +36,9 @@ def server(
 
 def request(model: str = "llama-3.1-70b", on: str = "h100x64", **changes: object) -> Request:
     values: dict[str, object] = {"traffic": CHAT, "objective": Objective(ttft_p99_s=2, itl_p99_s=0.1), "cost": Cost()}
-    return Request(config=catalogue.model(model).config, cluster=catalogue.cluster(on), serve=Serve(),
-                   **values | changes)  # type: ignore[arg-type]  # fmt: skip
+    return Request(
+        config=catalogue.model(model).config, cluster=catalogue.cluster(on), serve=Serve(), **values | changes
+    )  # type: ignore[arg-type]
 
 
 # --- a batch from start to end
@@ -84,8 +85,11 @@ def test_beyond_what_it_bears_there_is_no_load() -> None:
 
 def test_constant_arrivals_do_not_wait_and_bursts_wait_longer() -> None:
     waits = {}
-    for name, traffic in (("constant", replace(CHAT, arrival="constant")), ("poisson", CHAT),
-                          ("bursty", replace(CHAT, arrival="gamma", burstiness=3.0))):  # fmt: skip
+    for name, traffic in (
+        ("constant", replace(CHAT, arrival="constant")),
+        ("poisson", CHAT),
+        ("bursty", replace(CHAT, arrival="gamma", burstiness=3.0)),
+    ):
         found = load(server(traffic=traffic), 12.0)
         assert found is not None
         waits[name] = found.ttft_p99_s
@@ -146,9 +150,11 @@ def test_a_better_chip_never_needs_more_replicas(factor: float, tokens_in: int, 
     chip = base.replica.cluster.chip
     assert chip.memory_bytes_per_s and chip.memory_bytes
     wanted = capacity(base).replicas
-    for better in (replace(chip, memory_bytes_per_s=chip.memory_bytes_per_s * factor),
-                   replace(chip, memory_bytes=chip.memory_bytes * factor),
-                   replace(chip, flops={name: peak * factor for name, peak in chip.flops.items()})):  # fmt: skip
+    for better in (
+        replace(chip, memory_bytes_per_s=chip.memory_bytes_per_s * factor),
+        replace(chip, memory_bytes=chip.memory_bytes * factor),
+        replace(chip, flops={name: peak * factor for name, peak in chip.flops.items()}),
+    ):
         cluster = replace(base.replica.cluster, chip=better)
         assert capacity(replace(base, replica=replace(base.replica, cluster=cluster))).replicas <= wanted
 
@@ -233,11 +239,14 @@ def test_rows_say_what_is_asked_and_terms_carry_their_numbers() -> None:
 # --- nonsense
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"objective": Objective(itl_p99_s=1e-4)}, r"itl_p99_s=100 µs cannot be met: .* needs .* for a single request"),
-    ({"objective": Objective(ttft_p99_s=1e-4)}, r"ttft_p99_s=100 µs cannot be met"),
-    ({"traffic": replace(CHAT, tokens_in=10_000_000)}, r"holds no request of 10,000,250 tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"objective": Objective(itl_p99_s=1e-4)}, r"itl_p99_s=100 µs cannot be met: .* needs .* for a single request"),
+        ({"objective": Objective(ttft_p99_s=1e-4)}, r"ttft_p99_s=100 µs cannot be met"),
+        ({"traffic": replace(CHAT, tokens_in=10_000_000)}, r"holds no request of 10,000,250 tokens"),
+    ],
+)
 def test_what_cannot_be_met_is_one_sentence(change: dict[str, object], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         from_layout(request(**change), Layout(tp=8))

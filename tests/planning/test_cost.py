@@ -36,8 +36,9 @@ def test_lost_time_is_paid_for() -> None:
 
 
 def test_a_million_tokens_served() -> None:
-    found = serving_cost(num_devices=8, usd_per_device_hour=4.5, tokens_in_per_s=8000, tokens_out_per_s=2000,
-                         prefill_fraction=0.4)  # fmt: skip
+    found = serving_cost(
+        num_devices=8, usd_per_device_hour=4.5, tokens_in_per_s=8000, tokens_out_per_s=2000, prefill_fraction=0.4
+    )
     assert found.million_tokens_usd == pytest.approx(1.0)  # 36 $/h over 36 M tokens an hour
     assert found.million_in_usd * 8000 + found.million_out_usd * 2000 == pytest.approx(1.0 * 10_000)
     assert found.million_in_usd == pytest.approx(0.5) and found.million_out_usd == pytest.approx(3.0)

@@ -19,7 +19,7 @@ from armillary.planning.failures import (
     of_cluster,
     per_month,
     young_s,
-)  # fmt: skip
+)
 from armillary.spec import catalogue
 
 costs = st.floats(1.0, 600.0)
@@ -90,12 +90,15 @@ def test_a_monthly_chance_as_a_rate() -> None:
     assert per_month(0.2) == pytest.approx(3.06e-4, rel=0.01)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"num_devices": 0}, "0 devices cannot train"),
-    ({"device_mtbf_s": 0.0}, "mean time between failures of 0.0 s is not a time"),
-    ({"checkpoint_s": -1.0}, "checkpoint time of -1.0 s is not a time"),
-    ({"restart_s": float("nan")}, "restart time of nan s is not a time"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_devices": 0}, "0 devices cannot train"),
+        ({"device_mtbf_s": 0.0}, "mean time between failures of 0.0 s is not a time"),
+        ({"checkpoint_s": -1.0}, "checkpoint time of -1.0 s is not a time"),
+        ({"restart_s": float("nan")}, "restart time of nan s is not a time"),
+    ],
+)
 def test_nonsense_is_refused(change: dict[str, float], message: str) -> None:
     values: dict[str, float] = {"num_devices": 8, "checkpoint_s": 30.0, **change}
     with pytest.raises(BadInput, match=message):

@@ -27,8 +27,15 @@ def test_chunks_are_the_kernel_s(model: str, micro_batch: int) -> None:
     rows = _chunk_rows(x, weight, True, SPARE_BYTES)
     gradients = tokens * config.hidden * 2 + config.vocab * config.hidden * (4 if rows < tokens else 2)
     layouts = of([Layout(micro_batch=micro_batch, precision="bf16")])
-    stage = moments.Stage(case=case, layouts=layouts, mine=None, states=None, flying=np.ones(1),  # type: ignore[arg-type]
-                          micro_batches=np.ones(1), makes_logits=True)  # fmt: skip
+    stage = moments.Stage(
+        case=case,
+        layouts=layouts,
+        mine=None,
+        states=None,
+        flying=np.ones(1),  # type: ignore[arg-type]
+        micro_batches=np.ones(1),
+        makes_logits=True,
+    )
     found = float(stage._loss()[0])
     assert found == pytest.approx(rows * config.vocab * 2 + gradients, rel=0.02)
     assert memory(case, layouts).allocated[0] > found

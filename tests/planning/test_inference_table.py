@@ -29,9 +29,18 @@ ROWS = read(FIXTURE)
 
 
 def row(**changes: str) -> dict[str, str]:
-    base = {"model": "Llama-3.1-8B", "gpu": "H100-80GB-SXM", "n_gpus": "1", "tp": "1", "precision": "bf16",
-            "engine": "vLLM", "input_len": "1000", "output_len": "100", "concurrency_or_batch": "1",
-            "measured_itl_ms": "6.5"}  # fmt: skip
+    base = {
+        "model": "Llama-3.1-8B",
+        "gpu": "H100-80GB-SXM",
+        "n_gpus": "1",
+        "tp": "1",
+        "precision": "bf16",
+        "engine": "vLLM",
+        "input_len": "1000",
+        "output_len": "100",
+        "concurrency_or_batch": "1",
+        "measured_itl_ms": "6.5",
+    }
     return base | changes
 
 
@@ -133,10 +142,30 @@ def test_a_table_is_known_by_its_columns() -> None:
     assert is_inference_table(ROWS[0]) and not is_inference_table(["model", "seq_len"])
 
 
-CELLS = st.sampled_from([
-    "", "0", "-3", "nan", "inf", "1e30", "7", "4096", "EP8", "max load", "FP8", "bf16", "DEP0", "TP4 PP4", "(",
-    "H100-80GB-SXM", "Llama-3.1-8B", "Mixtral 8x7B", "DGX Spark (GB10)", "x" * 99,
-])  # fmt: skip
+CELLS = st.sampled_from(
+    [
+        "",
+        "0",
+        "-3",
+        "nan",
+        "inf",
+        "1e30",
+        "7",
+        "4096",
+        "EP8",
+        "max load",
+        "FP8",
+        "bf16",
+        "DEP0",
+        "TP4 PP4",
+        "(",
+        "H100-80GB-SXM",
+        "Llama-3.1-8B",
+        "Mixtral 8x7B",
+        "DGX Spark (GB10)",
+        "x" * 99,
+    ]
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -150,13 +179,22 @@ def test_no_row_breaks_the_table(changes: dict[str, str]) -> None:
 # --- names
 
 
-@pytest.mark.parametrize(("text", "params_b", "name"), [
-    ("LLaMA 70B", None, "llama-2-70b"), ("Llama 3.3 70B", 70.6, "llama-3.3-70b"), ("GPT-J 6B", 6.05, "gpt-j-6b"),
-    ("meta-llama/Llama-3.1-8B-Instruct", None, "llama-3.1-8b"), ("Qwen/QwQ-32B", 32.8, "qwen2.5-32b"),
-    ("Mistral-7B-Instruct-v0.2", None, "mistral-7b-v0.2"), ("DeepSeek R1 0528", 671.0, "deepseek-v3"),
-    ("Mixtral-8x7B", 46.7, "mixtral-8x7b"), ("Llama-v3.1 405B", None, "llama-3.1-405b"),
-    ("CodeLlama-34B", 34.0, "codellama-34b"), ("Qwen3 235B A22B", 235.0, "qwen3-235b-a22b"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "params_b", "name"),
+    [
+        ("LLaMA 70B", None, "llama-2-70b"),
+        ("Llama 3.3 70B", 70.6, "llama-3.3-70b"),
+        ("GPT-J 6B", 6.05, "gpt-j-6b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", None, "llama-3.1-8b"),
+        ("Qwen/QwQ-32B", 32.8, "qwen2.5-32b"),
+        ("Mistral-7B-Instruct-v0.2", None, "mistral-7b-v0.2"),
+        ("DeepSeek R1 0528", 671.0, "deepseek-v3"),
+        ("Mixtral-8x7B", 46.7, "mixtral-8x7b"),
+        ("Llama-v3.1 405B", None, "llama-3.1-405b"),
+        ("CodeLlama-34B", 34.0, "codellama-34b"),
+        ("Qwen3 235B A22B", 235.0, "qwen3-235b-a22b"),
+    ],
+)
 def test_models_by_the_names_tables_give_them(text: str, params_b: float | None, name: str) -> None:
     found = find_model(text, params_b)
     assert found is not None and found.name == name
@@ -167,11 +205,18 @@ def test_no_model_is_better_than_a_wrong_one() -> None:
     assert find_model("Llama-2-7B", 13.0) is None, "the parameters contradict the name"
 
 
-@pytest.mark.parametrize(("text", "name"), [
-    ("A100-80GB (330W limit, hybrid cube mesh)", "a100-80gb-sxm"), ("MI250X (one GCD)", "mi250x-gcd"),
-    ("Inferentia2 (Inf2.48xlarge)", "inferentia2"), ("RTX PRO 6000 Blackwell SE", "rtx-pro-6000"),
-    ("NVIDIA H100 80GB HBM3", "h100-sxm"), ("H100-80GB-PCIe", "h100-pcie"), ("DGX Spark (GB10)", "gb10"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("A100-80GB (330W limit, hybrid cube mesh)", "a100-80gb-sxm"),
+        ("MI250X (one GCD)", "mi250x-gcd"),
+        ("Inferentia2 (Inf2.48xlarge)", "inferentia2"),
+        ("RTX PRO 6000 Blackwell SE", "rtx-pro-6000"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("H100-80GB-PCIe", "h100-pcie"),
+        ("DGX Spark (GB10)", "gb10"),
+    ],
+)
 def test_chips_by_the_names_tables_give_them(text: str, name: str) -> None:
     found = find_chip(text)
     assert found is not None and found.name == name
@@ -185,8 +230,14 @@ def test_engines_declare_at_most_three_parameters_with_their_provenance() -> Non
         assert 1 <= len(engine.parameters) <= MOST_PARAMETERS
         assert engine.source and engine.date and "benchmarks/planning_inference.py" in engine.command
     with pytest.raises(BadInput, match="declares 4 parameters; keep 3"):
-        Engine(name="x", match=(), parameters=dict.fromkeys(("kv", "link", "grouped", "overlap"), 1.0), source="",
-               date="", command="")  # fmt: skip
+        Engine(
+            name="x",
+            match=(),
+            parameters=dict.fromkeys(("kv", "link", "grouped", "overlap"), 1.0),
+            source="",
+            date="",
+            command="",
+        )
 
 
 def test_engines_by_the_names_tables_give_them() -> None:

@@ -110,11 +110,15 @@ MODELS = {
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=st.sampled_from(sorted(MODELS)), dp=st.sampled_from([1, 2, 4, 8]), tp=st.sampled_from([1, 2, 4]),
-    zero=st.integers(0, 3), micro_batch=st.sampled_from([1, 2]),
+    name=st.sampled_from(sorted(MODELS)),
+    dp=st.sampled_from([1, 2, 4, 8]),
+    tp=st.sampled_from([1, 2, 4]),
+    zero=st.integers(0, 3),
+    micro_batch=st.sampled_from([1, 2]),
     recompute=st.sampled_from(["none", "selective", "full"]),
-    axis=st.sampled_from(["dp", "tp"]), pp=st.sampled_from([1, 2]),
-)  # fmt: skip
+    axis=st.sampled_from(["dp", "tp"]),
+    pp=st.sampled_from([1, 2]),
+)
 def test_doubling_an_axis_never_raises_memory(
     name: str, dp: int, tp: int, zero: int, micro_batch: int, recompute: str, axis: str, pp: int
 ) -> None:

@@ -25,8 +25,13 @@ from armillary.store.peaks import Peaks, new_peaks
 from tests.planning.cases import case_of, small_model
 
 BILLION = small_model(hidden=2048, heads=16, kv_heads=8, head_dim=128, ffn=8192, num_layers=16)
-NAMES = {"qkv": "attention.qkv", "out": "attention.out", "mlp.gate_up": "mlp.up", "mlp.up": "mlp.up",
-         "mlp.down": "mlp.down"}  # fmt: skip
+NAMES = {
+    "qkv": "attention.qkv",
+    "out": "attention.out",
+    "mlp.gate_up": "mlp.up",
+    "mlp.up": "mlp.up",
+    "mlp.down": "mlp.down",
+}
 
 
 def narrow(case: TrainCase, layout: Layout, mlp: str = "dense") -> set[str]:
@@ -72,14 +77,20 @@ def seen_on_an_h200() -> Peaks:
     """Ceilings of 2026-11-15, in a burst and lasting."""
     shape = {"m": 8192, "n": 8192, "k": 8192, "seconds": 1.0}
     long = {"dtype": "bf16", "queries": 16384, "keys": 16384, "head_dim": 128, "heads": 16, "causal": True}
-    peaks = new_peaks("H200", {}).with_points("gemm", [
-        shape | {"dtype": "bf16", "flops": 799e12, "sustained_flops": 680e12},
-        shape | {"dtype": "fp8", "flops": 1522e12, "sustained_flops": 1281e12},
-    ])  # fmt: skip
-    peaks = peaks.with_points("attention", [
-        long | {"backward": backward, "flops": flops, "seconds": 1.0}
-        for backward, flops in ((False, 522e12), (True, 455e12))
-    ])  # fmt: skip
+    peaks = new_peaks("H200", {}).with_points(
+        "gemm",
+        [
+            shape | {"dtype": "bf16", "flops": 799e12, "sustained_flops": 680e12},
+            shape | {"dtype": "fp8", "flops": 1522e12, "sustained_flops": 1281e12},
+        ],
+    )
+    peaks = peaks.with_points(
+        "attention",
+        [
+            long | {"backward": backward, "flops": flops, "seconds": 1.0}
+            for backward, flops in ((False, 522e12), (True, 455e12))
+        ],
+    )
     return peaks.with_points("copy", [{"bytes": 1 << 30, "bytes_per_s": 4.26e12, "seconds": 1.0}])
 
 

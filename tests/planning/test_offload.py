@@ -109,8 +109,12 @@ def test_a_mapped_file_is_slower_than_memory_and_disks_count_where_the_host_cann
 
 
 @settings(deadline=None)
-@given(st.sampled_from(["none", "optimizer", "activations", "both", "nvme"]), st.sampled_from(["none", "full"]),
-       st.sampled_from([1, 2, 4]), st.sampled_from([0, 1, 3]))  # fmt: skip
+@given(
+    st.sampled_from(["none", "optimizer", "activations", "both", "nvme"]),
+    st.sampled_from(["none", "full"]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([0, 1, 3]),
+)
 def test_the_parts_of_a_step_add_up_and_memory_never_grows_by_more_than_a_layer(
     out: str, recompute: str, dp: int, zero: int
 ) -> None:
@@ -182,8 +186,10 @@ def test_a_search_offers_nothing_that_the_trainer_refuses_together() -> None:
     for fixed in ({"offload": "activations"}, {"schedule": "zero_bubble"}):
         offered = constrained(space(case, ["bf16"]), fixed)
         kept = runnable(case, offered, fixed)
-        broken = [sum(any(layout_problems(layouts.layout(i), trainer)) for i in range(len(layouts)))
-                  for layouts in (offered, kept)]  # fmt: skip
+        broken = [
+            sum(any(layout_problems(layouts.layout(i), trainer)) for i in range(len(layouts)))
+            for layouts in (offered, kept)
+        ]
         assert broken[0] > 0 and broken[1] == 0 and len(kept) == len(offered) - broken[0]
         with pytest.raises(BadLayout, match=r"try --set layout\.recompute=full or none"):
             search(case, fixed={**fixed, "recompute": "selective", "pp": 2})

@@ -61,8 +61,9 @@ def test_calls_of_a_step_are_what_the_engine_makes(layers: int, rows: int, tmp_p
     tokenizer = train_tokenizer(["def main():\n    return 0\n"] * 20, 300)
     tokenizer.save(tmp_path / "tokenizer")
     config = small(vocab=tokenizer.vocab_size, num_layers=layers)
-    folder = save_model(build(config, dtype=torch.float32, device="cpu", seed=3), tmp_path / "m",
-                        like=tmp_path / "tokenizer")  # fmt: skip
+    folder = save_model(
+        build(config, dtype=torch.float32, device="cpu", seed=3), tmp_path / "m", like=tmp_path / "tokenizer"
+    )
     made = {}
     for tokens in (4, 12):
         llm = LLM(folder, Serve(block_tokens=4, kv_bytes=100_000), device="cpu")

@@ -71,12 +71,15 @@ def test_all_threads_reach_what_one_does(tmp_path: Any) -> None:
 
 
 def test_attention_between_measured_lengths_and_head_dims() -> None:
-    apart = [{"keys": keys, "head_dim": dim, "dtype": "bf16", "backward": True, "flops": 1e9}
-             for keys, dim in ((128, 64), (2048, 128))]  # fmt: skip
+    apart = [
+        {"keys": keys, "head_dim": dim, "dtype": "bf16", "backward": True, "flops": 1e9}
+        for keys, dim in ((128, 64), (2048, 128))
+    ]
     assert measured_attention(new_peaks("x").with_points("attention", apart), 1.0, ("bf16",), backward=True) is None
     tried = [(128, 64, 10e9), (2048, 64, 160e9), (128, 32, 5e9)]
-    points = [{"keys": keys, "head_dim": dim, "dtype": "bf16", "backward": True, "flops": rate}
-              for keys, dim, rate in tried]  # fmt: skip
+    points = [
+        {"keys": keys, "head_dim": dim, "dtype": "bf16", "backward": True, "flops": rate} for keys, dim, rate in tried
+    ]
     measured = new_peaks("x").with_points("attention", points)
     curve = measured_attention(measured, 0.5, ("bf16", "fp16"), backward=True)
     assert curve is not None and measured_attention(measured, 0.5, ("bf16",), backward=False) is None
@@ -99,15 +102,19 @@ def test_layers_that_are_compiled_move_less() -> None:
 def test_cores_that_carry_an_exchange_do_not_compute_beside_it() -> None:
     model = catalogue.model("armillary-1b").config
     both = Layout(dp=2, micro_batch=4)
-    here, there = (step(model=model, cluster=catalogue.cluster("h100x2"), software=one, layout=both, batch_tokens=2048)
-                   for one in (OURS_ON_CPU, OURS))  # fmt: skip
+    here, there = (
+        step(model=model, cluster=catalogue.cluster("h100x2"), software=one, layout=both, batch_tokens=2048)
+        for one in (OURS_ON_CPU, OURS)
+    )
     assert here.exposed[0] == pytest.approx(here.comm[0])
     assert there.exposed[0] < 0.5 * there.comm[0]
 
 
 def test_gradients_that_fit_one_bucket_are_sent_when_all_are_there() -> None:
     layout = Layout(dp=2, micro_batch=4)
-    one, many = (step(software=OURS, cluster=catalogue.cluster("h100x2"), layout=replace(layout, bucket_bytes=size))
-                 for size in (25_000_000, 500_000))  # fmt: skip
+    one, many = (
+        step(software=OURS, cluster=catalogue.cluster("h100x2"), layout=replace(layout, bucket_bytes=size))
+        for size in (25_000_000, 500_000)
+    )
     assert one.exchanges["gradients"].exposed[0] == pytest.approx(one.exchanges["gradients"].total[0])
     assert many.exchanges["gradients"].exposed[0] < one.exchanges["gradients"].exposed[0]

@@ -24,19 +24,29 @@ DEEPSEEK = catalogue.model("deepseek-v3").config
 FP8 = Formats(weights="fp8", compute="fp8", kv="fp8")
 
 
-def replica(model: str = "llama-3.1-8b", on: str = "h100", split: Split | None = None,
-            formats: Formats | None = None) -> Replica:  # fmt: skip
-    return Replica(config=catalogue.model(model).config, cluster=catalogue.cluster(on), split=split or Split(),
-                   formats=formats or Formats())  # fmt: skip
+def replica(
+    model: str = "llama-3.1-8b", on: str = "h100", split: Split | None = None, formats: Formats | None = None
+) -> Replica:
+    return Replica(
+        config=catalogue.model(model).config,
+        cluster=catalogue.cluster(on),
+        split=split or Split(),
+        formats=formats or Formats(),
+    )
 
 
 def faster(cluster: Cluster, *, memory: float = 1.0, flops: float = 1.0, link: float = 1.0) -> Cluster:
     chip = cluster.chip
     assert chip.memory_bytes_per_s is not None
-    quicker = replace(chip, memory_bytes_per_s=chip.memory_bytes_per_s * memory,
-                      flops={dtype: peak * flops for dtype, peak in chip.flops.items()})  # fmt: skip
-    tiers = tuple(replace(tier, link=replace(tier.link, bytes_per_s=(tier.link.bytes_per_s or 1e9) * link))
-                  for tier in cluster.tiers)  # fmt: skip
+    quicker = replace(
+        chip,
+        memory_bytes_per_s=chip.memory_bytes_per_s * memory,
+        flops={dtype: peak * flops for dtype, peak in chip.flops.items()},
+    )
+    tiers = tuple(
+        replace(tier, link=replace(tier.link, bytes_per_s=(tier.link.bytes_per_s or 1e9) * link))
+        for tier in cluster.tiers
+    )
     return replace(cluster, chip=quicker, tiers=tiers)
 
 
@@ -51,14 +61,17 @@ def test_equal_sequences_cost_as_much_as_the_same_ones_listed(config) -> None:  
     listed = forward_ops(config, make_batch([1] * 8, cached=[500] * 8, logits=8))
     for measure in ("flops", "bytes"):
         assert sum(getattr(op, measure) * count for op, count in short) == pytest.approx(
-            sum(getattr(op, measure) for op in listed), rel=2e-3)  # fmt: skip
+            sum(getattr(op, measure) for op in listed), rel=2e-3
+        )
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_tp_ranks_share_the_products_out(tp: int) -> None:
     whole, part = (Forward(config=LLAMA, split=Split(tp=size), formats=Formats()) for size in (1, tp))
-    flops = [sum(op.flops * count for op, count in one.ops(64, 64, decoding=True) if op.kind == "matmul")
-             for one in (whole, part)]  # fmt: skip
+    flops = [
+        sum(op.flops * count for op, count in one.ops(64, 64, decoding=True) if op.kind == "matmul")
+        for one in (whole, part)
+    ]
     assert flops[1] == pytest.approx(flops[0] / tp)
 
 
@@ -69,8 +82,10 @@ def test_kv_heads_are_repeated_where_ranks_outnumber_them() -> None:
 
 def test_expert_ranks_read_only_their_experts() -> None:
     alone, spread = (Forward(config=MIXTRAL, split=Split(ep=ranks), formats=Formats()) for ranks in (1, 8))
-    read = [next(op.bytes_read for op, _ in one.ops(64, 64, decoding=True) if op.name == "moe.gate_up")
-            for one in (alone, spread)]  # fmt: skip
+    read = [
+        next(op.bytes_read for op, _ in one.ops(64, 64, decoding=True) if op.name == "moe.gate_up")
+        for one in (alone, spread)
+    ]
     assert read[1] < read[0] / 6
 
 
@@ -149,8 +164,10 @@ def test_narrower_weights_and_caches_never_slow_a_decode_step(batch: int, contex
 
 
 def test_measured_ceilings_take_the_catalogues_place() -> None:
-    points = {"gemm": ({"m": 8192, "n": 8192, "k": 8192, "dtype": "bf16", "flops": 300e12},),
-              "copy": ({"bytes": 1e9, "bytes_per_s": 1e12},)}  # fmt: skip
+    points = {
+        "gemm": ({"m": 8192, "n": 8192, "k": 8192, "dtype": "bf16", "flops": 300e12},),
+        "copy": ({"bytes": 1e9, "bytes_per_s": 1e12},),
+    }
     slow = replace(replica(), measured=Peaks(device="NVIDIA H100", date="2026-11-15", points=points))
     assert slow.decode(1, 100).total_s > 2.5 * replica().decode(1, 100).total_s
     assert slow.prefill(4096).total_s > 1.5 * replica().prefill(4096).total_s
@@ -159,12 +176,15 @@ def test_measured_ceilings_take_the_catalogues_place() -> None:
 # --- nonsense
 
 
-@pytest.mark.parametrize(("split", "message"), [
-    (Split(tp=3), "tp=3 does not divide 8 KV heads of llama-3.1-8b; try --set layout.tp=2 or 4"),
-    (Split(tp=64), "tp=64 does not divide 32 heads of llama-3.1-8b; try --set layout.tp=32"),
-    (Split(pp=64), "pp=64 exceeds the 32 layers"),
-    (Split(ep=2), "ep=2 needs as many experts and llama-3.1-8b has 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        (Split(tp=3), "tp=3 does not divide 8 KV heads of llama-3.1-8b; try --set layout.tp=2 or 4"),
+        (Split(tp=64), "tp=64 does not divide 32 heads of llama-3.1-8b; try --set layout.tp=32"),
+        (Split(pp=64), "pp=64 exceeds the 32 layers"),
+        (Split(ep=2), "ep=2 needs as many experts and llama-3.1-8b has 0"),
+    ],
+)
 def test_a_cut_that_no_engine_runs(split: Split, message: str) -> None:
     with pytest.raises(BadLayout, match=message):
         check_split(LLAMA, split)

@@ -25,14 +25,23 @@ from tests.planning.cases import case_of, small_model
 
 def test_every_layout_of_the_space_is_valid() -> None:
     """And what is offered for our trainer, our trainer runs."""
-    for case in (case_of("mixtral-8x7b", "h100x16", sequences=32), case_of(small_model(), "a100x8", sequences=16),
-                 case_of("mixtral-8x7b", "h100x16", sequences=32, software=OURS)):  # fmt: skip
+    for case in (
+        case_of("mixtral-8x7b", "h100x16", sequences=32),
+        case_of(small_model(), "a100x8", sequences=16),
+        case_of("mixtral-8x7b", "h100x16", sequences=32, software=OURS),
+    ):
         layouts = space(case)
         assert len(layouts) > 100
         for i in range(0, len(layouts), max(1, len(layouts) // 150)):
             layout = layouts.layout(i)
-            check_layout(layout, case.model, num_devices=case.cluster.num_devices, sequence=case.sequence,
-                         batch_tokens=case.batch_tokens, by_trainer=case.software is OURS)  # fmt: skip
+            check_layout(
+                layout,
+                case.model,
+                num_devices=case.cluster.num_devices,
+                sequence=case.sequence,
+                batch_tokens=case.batch_tokens,
+                by_trainer=case.software is OURS,
+            )
             assert layout.num_devices == case.cluster.num_devices
 
 
@@ -107,9 +116,20 @@ def test_the_explanation_adds_up_to_the_plan() -> None:
     found = predict(case_of("llama-3-70b", "h100x64", sequences=128), of([Layout(dp=2, tp=4, pp=8, zero=1)]))
     terms = {term.name: term for term in explain(found)}
     assert terms["step"].value == pytest.approx(float(found.time.total[0]))
-    names = ["matrix products", "attention", "memory-bound operations", "recomputation", "contention",
-             "pipeline fill and drain", "uneven stages", "optimiser", "launches waited for", "slowest node",
-             "waiting for data", "step, other"]  # fmt: skip
+    names = [
+        "matrix products",
+        "attention",
+        "memory-bound operations",
+        "recomputation",
+        "contention",
+        "pipeline fill and drain",
+        "uneven stages",
+        "optimiser",
+        "launches waited for",
+        "slowest node",
+        "waiting for data",
+        "step, other",
+    ]
     names += [name for name in terms if name.endswith("exposed")]
     assert sum(terms[name].value for name in names) == pytest.approx(terms["step"].value)
     sizes = [term.value for name, term in terms.items() if name.startswith("memory, ") and name != "memory, all"]

@@ -25,18 +25,25 @@ from armillary.spec.service import Serve
 
 
 def replica(model: str, on: str = "h100x8", split: Split | None = None, formats: Formats | None = None) -> Replica:
-    return Replica(config=catalogue.model(model).config, cluster=catalogue.cluster(on), split=split or Split(),
-                   formats=formats or Formats())  # fmt: skip
+    return Replica(
+        config=catalogue.model(model).config,
+        cluster=catalogue.cluster(on),
+        split=split or Split(),
+        formats=formats or Formats(),
+    )
 
 
-@pytest.mark.parametrize(("model", "kilobytes"), [
-    ("llama-2-7b", 524.288),       # 2 · 32 layers · 32 heads · 128 · 2 bytes
-    ("llama-2-70b", 327.680),      # 2 · 80 · 8 · 128 · 2
-    ("llama-3.1-8b", 131.072),     # 2 · 32 · 8 · 128 · 2
-    ("llama-3.1-405b", 516.096),   # 2 · 126 · 8 · 128 · 2
-    ("deepseek-v3", 70.272),       # 61 · (512 + 64) · 2
-    ("gpt-j-6b", 458.752),         # 2 · 28 · 4096 · 2
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "kilobytes"),
+    [
+        ("llama-2-7b", 524.288),  # 2 · 32 layers · 32 heads · 128 · 2 bytes
+        ("llama-2-70b", 327.680),  # 2 · 80 · 8 · 128 · 2
+        ("llama-3.1-8b", 131.072),  # 2 · 32 · 8 · 128 · 2
+        ("llama-3.1-405b", 516.096),  # 2 · 126 · 8 · 128 · 2
+        ("deepseek-v3", 70.272),  # 61 · (512 + 64) · 2
+        ("gpt-j-6b", 458.752),  # 2 · 28 · 4096 · 2
+    ],
+)
 def test_a_token_of_kv_cache(model: str, kilobytes: float) -> None:
     assert sequence_bytes(replica(model), 1, block_tokens=1) == pytest.approx(kilobytes * 1e3)
 

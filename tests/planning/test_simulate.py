@@ -29,9 +29,20 @@ from armillary.spec.service import Serve, Traffic
 from tests.model.test_attend import small
 
 COST = StepCost(base_s=0.005, prefill_s=2e-5, decode_s=1e-4, context_s=1e-8)
-DECIDED = ("prefill_tokens", "decode_tokens", "context_tokens", "prefill_pairs", "running", "waiting",
-           "kv_used_fraction", "preemptions_total", "prefix_hits_total", "prefix_evicted_total", "tokens_out_total")
-"""what a decision shows in its record"""  # fmt: skip
+DECIDED = (
+    "prefill_tokens",
+    "decode_tokens",
+    "context_tokens",
+    "prefill_pairs",
+    "running",
+    "waiting",
+    "kv_used_fraction",
+    "preemptions_total",
+    "prefix_hits_total",
+    "prefix_evicted_total",
+    "tokens_out_total",
+)
+"""what a decision shows in its record"""
 
 
 def asked() -> list[Request]:
@@ -60,16 +71,27 @@ def engine_run(serve: Serve) -> tuple[Engine, list[dict[str, Any]], list[dict[st
     return engine, steps, requests
 
 
-@pytest.mark.parametrize("serve", [
-    Serve(max_running=4, kv_bytes=10**6), Serve(max_running=8, kv_bytes=10**6, prefix_cache=False, overlap=False),
-    Serve(max_running=6, max_tokens_per_step=24, kv_bytes=10**6), Serve(max_running=8, kv_bytes=60_000),
-    Serve(max_running=8, kv_bytes=10**6, batching="static"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "serve",
+    [
+        Serve(max_running=4, kv_bytes=10**6),
+        Serve(max_running=8, kv_bytes=10**6, prefix_cache=False, overlap=False),
+        Serve(max_running=6, max_tokens_per_step=24, kv_bytes=10**6),
+        Serve(max_running=8, kv_bytes=60_000),
+        Serve(max_running=8, kv_bytes=10**6, batching="static"),
+    ],
+)
 def test_the_same_requests_are_decided_alike(serve: Serve) -> None:
     engine, steps, requests = engine_run(serve)
     cache = engine.scheduler.cache
-    system = System(settings=engine.scheduler.settings, num_blocks=cache.num_blocks, block_tokens=cache.block_tokens,
-                    groups=cache.groups, prefix=serve.prefix_cache, overlap=engine.loop.overlap)  # fmt: skip
+    system = System(
+        settings=engine.scheduler.settings,
+        num_blocks=cache.num_blocks,
+        block_tokens=cache.block_tokens,
+        groups=cache.groups,
+        prefix=serve.prefix_cache,
+        overlap=engine.loop.overlap,
+    )
     again = simulate([replace(one, at_s=0.0) for one in recorded(requests)], system, COST)
     assert _decided(again.steps) == _decided(steps)
     assert any(one["waiting"] for one in steps)
@@ -142,8 +164,12 @@ def test_the_cost_of_steps_is_found_among_noise(base: float, prefill: float, ext
     found = fit_step_cost(steps)
     assert found is not None and found.error < 0.3
     for prefill_tokens, decodes in ((0, 1), (0, 16), (300, 8), (500, 0), (0, 32)):
-        step = {"prefill_tokens": prefill_tokens, "decode_tokens": decodes, "context_tokens": 50 * decodes,
-                "prefill_pairs": 20 * prefill_tokens}  # fmt: skip
+        step = {
+            "prefill_tokens": prefill_tokens,
+            "decode_tokens": decodes,
+            "context_tokens": 50 * decodes,
+            "prefill_pairs": 20 * prefill_tokens,
+        }
         assert found.of(step) == pytest.approx(planted.of(step), rel=0.35)
 
 
@@ -155,8 +181,13 @@ def test_steps_that_are_all_alike_still_tell_tokens_from_rows(seed: int) -> None
     for number in range(175):
         rows = dice.choice((1, 3, 4)) if number < 160 else 0
         tokens, decodes = (256 - 4 * dice.randrange(8) * (rows > 1), 8) if rows else (0, 1 + (number - 160) // 2)
-        one = {"prefill_tokens": tokens, "prefill_rows": rows, "decode_tokens": decodes,
-               "context_tokens": 424 * decodes, "prefill_pairs": 200 * tokens}  # fmt: skip
+        one = {
+            "prefill_tokens": tokens,
+            "prefill_rows": rows,
+            "decode_tokens": decodes,
+            "context_tokens": 424 * decodes,
+            "prefill_pairs": 200 * tokens,
+        }
         steps.append(one | {"engine_step_s": planted.of(one) * dice.lognormvariate(0.0, 0.03)})
     found = fit_step_cost(steps)
     assert found is not None and found.error < 0.05
@@ -168,15 +199,17 @@ def test_steps_that_are_all_alike_still_tell_tokens_from_rows(seed: int) -> None
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_run_never_shows_is_as_it_was_rehearsed(seed: int) -> None:
     """Whole prompts only; a few tokens behind many, and chunks, are asked. The rehearsal was quicker than the run."""
-    planted = StepCost(base_s=4e-3, prefill_s=2.5e-5, decode_s=4e-4, context_s=3e-7, pair_s=3e-8, row_s=6e-4,
-                       past_s=5e-7)  # fmt: skip
+    planted = StepCost(
+        base_s=4e-3, prefill_s=2.5e-5, decode_s=4e-4, context_s=3e-7, pair_s=3e-8, row_s=6e-4, past_s=5e-7
+    )
     dice, steps = Random(seed), []
     for _ in range(200):
         rows, decodes = dice.choice((0, 1)), dice.randint(1, 8)
         one = _whole(416 * rows, rows) | {"decode_tokens": decodes, "context_tokens": 430 * decodes}
         steps.append(one | {"engine_step_s": 1.3 * planted.of(one) * dice.lognormvariate(0.0, 0.05)})
-    tried = [_whole(size * rows, rows, past * rows) for rows in (1, 8) for size in (16, 64, 256)
-             for past in (0, 512, 1024)]  # fmt: skip
+    tried = [
+        _whole(size * rows, rows, past * rows) for rows in (1, 8) for size in (16, 64, 256) for past in (0, 512, 1024)
+    ]
     tried += [{"prefill_tokens": 0, "decode_tokens": rows, "context_tokens": 512 * rows} for rows in (1, 8)]
     tried = [one | {"rehearsed_s": planted.of(one) * dice.lognormvariate(0.0, 0.03)} for one in tried]
     found = fit_step_cost(steps, rehearsed=tried)
@@ -187,8 +220,13 @@ def test_what_a_run_never_shows_is_as_it_was_rehearsed(seed: int) -> None:
 
 def _whole(tokens: int, rows: int, past: int = 0) -> dict[str, float]:
     each, before = tokens / max(rows, 1), past / max(rows, 1)
-    return {"prefill_tokens": tokens, "prefill_rows": rows, "prefill_past": past, "decode_tokens": 0,
-            "prefill_pairs": tokens * (before + each / 2)}  # fmt: skip
+    return {
+        "prefill_tokens": tokens,
+        "prefill_rows": rows,
+        "prefill_past": past,
+        "decode_tokens": 0,
+        "prefill_pairs": tokens * (before + each / 2),
+    }
 
 
 def test_more_rows_than_ran_cost_what_the_planner_says_at_the_pace_of_those_that_did() -> None:
@@ -206,8 +244,16 @@ def test_few_queries_take_a_gpu_as_long_as_a_tile_for_each_of_its_processors() -
     cost = StepCost(base_s=0.0, pair_s=1e-9, least_queries=512.0)
     assert cost.seconds(64, 0, pairs=64 * 1000) == pytest.approx(512 * 1000 * 1e-9)
     assert cost.seconds(1024, 0, pairs=1024 * 1000) == pytest.approx(1024 * 1000 * 1e-9) and cost.seconds(0, 4) == 0.0
-    made = {chip: Plan(created="", recipe={}, model=catalogue.model("qwen3-0.6b").config, layout=Layout(),
-                       cluster=catalogue.cluster(chip)) for chip in ("h200", "cpu")}  # fmt: skip
+    made = {
+        chip: Plan(
+            created="",
+            recipe={},
+            model=catalogue.model("qwen3-0.6b").config,
+            layout=Layout(),
+            cluster=catalogue.cluster(chip),
+        )
+        for chip in ("h200", "cpu")
+    }
     assert least_queries(made["h200"]) == 132 * 64 / 16 and least_queries(made["cpu"]) == least_queries(None) == 0.0
 
 

@@ -33,8 +33,10 @@ def test_others_divide_layers_and_leave_the_head_on_top() -> None:
     case = case_of("llama-3.1-8b", "h100x8", sequence=8192)
     assert stage_layers(case, of([PIPELINE])) == [8, 8, 8, 8]
     head = small_model(num_layers=24, vocab=64_000)
-    slow, ours = (step_time(case_of(head, "h100x8", software=kind), of([PIPELINE])) for kind in
-                  (replace(OURS, balanced_stages=False), OURS))  # fmt: skip
+    slow, ours = (
+        step_time(case_of(head, "h100x8", software=kind), of([PIPELINE]))
+        for kind in (replace(OURS, balanced_stages=False), OURS)
+    )
     assert ours.imbalance[0] < 0.5 * slow.imbalance[0], "a head as long as several layers has fewer beside it"
 
 

@@ -64,8 +64,9 @@ def test_gpipe_idles_p_minus_one_of_m_plus_p_minus_one() -> None:
 
 def test_interleaving_divides_the_bubble() -> None:
     case = case_of("llama-3-8b", "h100x8", sequences=64)
-    plain, chunked = (step_time(case, one(pp=8, interleave=v, schedule=name))
-                      for v, name in ((1, "1f1b"), (4, "interleaved")))  # fmt: skip
+    plain, chunked = (
+        step_time(case, one(pp=8, interleave=v, schedule=name)) for v, name in ((1, "1f1b"), (4, "interleaved"))
+    )
     assert float(chunked.fill[0]) == pytest.approx(float(plain.fill[0]) / 4, rel=0.02)
     zero = step_time(case, one(pp=8, schedule="zero_bubble"))
     assert zero.fill[0] < 0.7 * plain.fill[0]
@@ -92,10 +93,15 @@ def parts(found: StepTime) -> float:
     return float((found.compute + found.exposed + found.bubble + found.overhead)[0])
 
 
-@pytest.mark.parametrize("layout", [
-    Layout(dp=64, zero=3, recompute="full"), Layout(dp=8, tp=8, zero=1), Layout(dp=2, tp=4, pp=4, cp=2, zero=1),
-    Layout(dp=4, tp=2, pp=8, interleave=4, schedule="interleaved", precision="fp8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=64, zero=3, recompute="full"),
+        Layout(dp=8, tp=8, zero=1),
+        Layout(dp=2, tp=4, pp=4, cp=2, zero=1),
+        Layout(dp=4, tp=2, pp=8, interleave=4, schedule="interleaved", precision="fp8"),
+    ],
+)
 def test_a_step_is_the_sum_of_its_terms_and_no_term_is_negative(layout: Layout) -> None:
     case = case_of("llama-3-8b", "h100x64", sequences=128)
     found = step_time(case, of([layout]))
@@ -120,8 +126,10 @@ def test_experts_exchange_rows_and_dense_models_do_not() -> None:
 
 def test_adapters_save_the_weight_gradients() -> None:
     case = case_of("llama-3-8b", "h100")
-    full, lora = (float(step_time(one_case, one()).gemm[0])
-                  for one_case in (case, replace(case, lora=Lora(parameters=10_000_000))))  # fmt: skip
+    full, lora = (
+        float(step_time(one_case, one()).gemm[0])
+        for one_case in (case, replace(case, lora=Lora(parameters=10_000_000)))
+    )
     assert lora == pytest.approx(full * 2 / 3, rel=0.05)
 
 
@@ -133,8 +141,11 @@ def test_recomputing_whole_layers_costs_a_third_more() -> None:
 
 def test_many_layouts_at_once_are_each_what_they_are_alone() -> None:
     case = case_of("mixtral-8x7b", "h100x64", sequences=128)
-    layouts = [Layout(dp=64, zero=3, ep=8), Layout(tp=8, dp=8, zero=1, recompute="full", precision="fp8"),
-               Layout(pp=4, dp=16, micro_batch=2, ep=4)]  # fmt: skip
+    layouts = [
+        Layout(dp=64, zero=3, ep=8),
+        Layout(tp=8, dp=8, zero=1, recompute="full", precision="fp8"),
+        Layout(pp=4, dp=16, micro_batch=2, ep=4),
+    ]
     together = step_time(case, of(layouts)).total
     assert together.tolist() == pytest.approx([float(step_time(case, of([x])).total[0]) for x in layouts], rel=1e-12)
 
@@ -144,15 +155,21 @@ def test_many_layouts_at_once_are_each_what_they_are_alone() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    layout=st.sampled_from([
-        Layout(dp=64, zero=3), Layout(dp=64, zero=1, micro_batch=2), Layout(dp=8, tp=8, zero=1),
-        Layout(dp=4, tp=4, pp=4, zero=1), Layout(dp=8, tp=2, pp=4, interleave=2, schedule="interleaved", zero=2),
-        Layout(dp=16, cp=4, zero=3, recompute="full"), Layout(dp=16, tp=4, precision="fp8", recompute="selective"),
-    ]),
+    layout=st.sampled_from(
+        [
+            Layout(dp=64, zero=3),
+            Layout(dp=64, zero=1, micro_batch=2),
+            Layout(dp=8, tp=8, zero=1),
+            Layout(dp=4, tp=4, pp=4, zero=1),
+            Layout(dp=8, tp=2, pp=4, interleave=2, schedule="interleaved", zero=2),
+            Layout(dp=16, cp=4, zero=3, recompute="full"),
+            Layout(dp=16, tp=4, precision="fp8", recompute="selective"),
+        ]
+    ),
     model=st.sampled_from(["llama-3-8b", "mixtral-8x7b"]),
     which=st.sampled_from(["links", "memory", "flops"]),
     times=st.floats(1.0, 16.0),
-)  # fmt: skip
+)
 def test_a_faster_machine_never_slows_a_plan(layout: Layout, model: str, which: str, times: float) -> None:
     case = case_of(model, "h100x64", sequences=128)
     fast = replace(case, cluster=quicker(case.cluster, **{which: times}))

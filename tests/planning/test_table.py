@@ -25,13 +25,37 @@ ROWS = read_table(FIXTURE)
 
 def row(**changes: str) -> dict[str, str]:
     base = {
-        "config_id": "0", "framework": "somebody", "kind": "dense", "complete": "yes", "newest_of_config": "yes",
-        "model": "LLAMA3_70B", "params_b": "70.6", "layers": "80", "hidden": "8192", "heads": "64", "kv_heads": "8",
-        "ffn": "28672", "vocab": "128256", "seq_len": "8192", "gpu": "H100-80GB-SXM", "n_gpus": "64",
-        "global_batch": "128", "micro_batch": "1", "dp": "2", "tp": "4", "pp": "8", "vpp": "5", "cp": "1", "ep": "1",
-        "zero_or_fsdp": "distributed optimizer", "recompute": "none", "precision": "FP8", "attention": "flash (TE)",
-        "measured_tokens_per_s_per_gpu": "1600", "note": "",
-    }  # fmt: skip
+        "config_id": "0",
+        "framework": "somebody",
+        "kind": "dense",
+        "complete": "yes",
+        "newest_of_config": "yes",
+        "model": "LLAMA3_70B",
+        "params_b": "70.6",
+        "layers": "80",
+        "hidden": "8192",
+        "heads": "64",
+        "kv_heads": "8",
+        "ffn": "28672",
+        "vocab": "128256",
+        "seq_len": "8192",
+        "gpu": "H100-80GB-SXM",
+        "n_gpus": "64",
+        "global_batch": "128",
+        "micro_batch": "1",
+        "dp": "2",
+        "tp": "4",
+        "pp": "8",
+        "vpp": "5",
+        "cp": "1",
+        "ep": "1",
+        "zero_or_fsdp": "distributed optimizer",
+        "recompute": "none",
+        "precision": "FP8",
+        "attention": "flash (TE)",
+        "measured_tokens_per_s_per_gpu": "1600",
+        "note": "",
+    }
     return base | changes
 
 
@@ -73,8 +97,18 @@ def test_fine_tuning_memory_is_predicted_within_the_stated_errors(tmp_path: Path
 def test_models_are_found_by_name_and_shape_or_built_from_dimensions() -> None:
     assert model_of(row(model="Qwen3_30B_a3B", layers="48", hidden="2048", heads="32")).moe is not None
     assert model_of(row(model="DeepSeekV3 (w/o MTP)", layers="61", hidden="7168", heads="128")).mla is not None
-    own = model_of(row(model="ours", params_b="6.66", layers="32", hidden="4096", heads="32", kv_heads="32",
-                       ffn="16384", vocab="50368"))  # fmt: skip
+    own = model_of(
+        row(
+            model="ours",
+            params_b="6.66",
+            layers="32",
+            hidden="4096",
+            heads="32",
+            kv_heads="32",
+            ffn="16384",
+            vocab="50368",
+        )
+    )
     assert not own.gated and own.tied and parameters(own).total == pytest.approx(6.66e9, rel=0.02)
     loose = model_of(row(model="mistral-7b-v0.2 (lora)", layers="", hidden="", heads=""))
     assert loose.name.startswith("mistral-7b")
@@ -84,10 +118,16 @@ def test_deepseek_predicts_a_second_token_unless_it_says_otherwise() -> None:
     assert second_token_layers(row(model="DeepSeekV3")) == 1 > second_token_layers(row(model="DeepSeekV3 (w/o MTP)"))
 
 
-@pytest.mark.parametrize(("text", "chip"), [
-    ("A100-80GB-SXM", "a100-80gb-sxm"), ("A100 (llm-analysis says 40GB; unconfirmed)", "a100-80gb-sxm"),
-    ("TPU v4", "tpu-v4"), ("GB200-192GB", "gb200"), ("A10G-24GB", "a10g"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "chip"),
+    [
+        ("A100-80GB-SXM", "a100-80gb-sxm"),
+        ("A100 (llm-analysis says 40GB; unconfirmed)", "a100-80gb-sxm"),
+        ("TPU v4", "tpu-v4"),
+        ("GB200-192GB", "gb200"),
+        ("A10G-24GB", "a10g"),
+    ],
+)
 def test_chips_by_what_tables_call_them(text: str, chip: str) -> None:
     assert chip_of(text).name == chip
 
@@ -101,30 +141,44 @@ def test_the_network_a_row_states_is_used() -> None:
     assert cores.num_devices == 1024 and cores.chip.flops["bf16"] == 95e12
 
 
-@pytest.mark.parametrize(("precision", "name"), [
-    ("FP8-CS", "fp8"), ("MXFP8", "mxfp8"), ("FP8 (alternate granularity: MX 32x32 on Blackwell)", "mxfp8"),
-    ("NVFP4", "nvfp4"), ("amp_bf16", "bf16"), ("bf16 autocast + fp32 optimizer", "bf16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [
+        ("FP8-CS", "fp8"),
+        ("MXFP8", "mxfp8"),
+        ("FP8 (alternate granularity: MX 32x32 on Blackwell)", "mxfp8"),
+        ("NVFP4", "nvfp4"),
+        ("amp_bf16", "bf16"),
+        ("bf16 autocast + fp32 optimizer", "bf16"),
+    ],
+)
 def test_number_formats_by_what_tables_call_them(precision: str, name: str) -> None:
     found = training_row(row(precision=precision), PHYSICS)
     assert PRECISIONS[int(found.layouts.precision[0])] == name
 
 
-@pytest.mark.parametrize(("changes", "setting", "value"), [
-    ({"attention": "flash (TE/cuDNN)"}, "attention_kernel", "attention"),
-    ({"attention": "flash attention (SDPA)"}, "attention_kernel", "flash_2"),
-    ({"note": "torch.compile; AsyncTP"}, "tp_overlap", True), ({"note": "torch.compile"}, "fused_layers", True),
-    ({"note": "eager, no compile"}, "fused_layers", False), ({"zero_or_fsdp": "ZeRO-3"}, "flat_gathers", True),
-    ({"zero_or_fsdp": "FSDP FULL_SHARD"}, "flat_gathers", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "setting", "value"),
+    [
+        ({"attention": "flash (TE/cuDNN)"}, "attention_kernel", "attention"),
+        ({"attention": "flash attention (SDPA)"}, "attention_kernel", "flash_2"),
+        ({"note": "torch.compile; AsyncTP"}, "tp_overlap", True),
+        ({"note": "torch.compile"}, "fused_layers", True),
+        ({"note": "eager, no compile"}, "fused_layers", False),
+        ({"zero_or_fsdp": "ZeRO-3"}, "flat_gathers", True),
+        ({"zero_or_fsdp": "FSDP FULL_SHARD"}, "flat_gathers", False),
+    ],
+)
 def test_what_a_row_says_of_its_software(changes: dict[str, str], setting: str, value: object) -> None:
     assert getattr(training_row(row(**changes), PHYSICS).case.software, setting) == value
 
 
 def test_conventions_of_counting_flops() -> None:
     """Full attention, causal, and the hardware's with recomputation, against hand-made sums."""
-    ours = {name: published_flops_per_token(training_row(row(flop_convention=name), PHYSICS))
-            for name in ("full attention", "causal", "hardware flops incl. recompute")}  # fmt: skip
+    ours = {
+        name: published_flops_per_token(training_row(row(flop_convention=name), PHYSICS))
+        for name in ("full attention", "causal", "hardware flops incl. recompute")
+    }
     model = training_row(row(), PHYSICS).case.model
     count, width = parameters(model).multiplied, 80 * 8192 * 8192
     assert ours["full attention"] == 6 * count + 12 * width and ours["causal"] == 6 * count + 6 * width
@@ -147,15 +201,25 @@ def test_missing_recompute_is_the_least_that_fits() -> None:
     assert any("least that fits" in said for said in tight.assumed)
 
 
-@pytest.mark.parametrize(("changes", "reason"), [
-    ({"kind": "hybrid"}, "not a plain transformer"), ({"gpu": "Abacus"}, "no chip"),
-    ({"layers": "", "model": "mystery"}, "neither dimensions"), ({"seq_len": ""}, "no sequence length"),
-    ({"precision": "roman"}, "not known"), ({"hidden": "many"}, "not a number"),
-    ({"measured_tokens_per_s_per_gpu": ""}, "nothing was measured"), ({"seq_len": "-4096"}, "from 0 up"),
-    ({"measured_tokens_per_s_per_gpu": "nan"}, "from 0 up"), ({"tp": "2.5"}, "not a whole number"),
-    ({"tp": "128", "n_gpus": "1024", "dp": "1"}, "cut finer than 64 heads"), ({"tp": "3", "dp": ""}, "not a multiple"),
-    ({"micro_batch": "1e9"}, "exceed the global batch"), ({"layers": "999999"}, "num_layers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kind": "hybrid"}, "not a plain transformer"),
+        ({"gpu": "Abacus"}, "no chip"),
+        ({"layers": "", "model": "mystery"}, "neither dimensions"),
+        ({"seq_len": ""}, "no sequence length"),
+        ({"precision": "roman"}, "not known"),
+        ({"hidden": "many"}, "not a number"),
+        ({"measured_tokens_per_s_per_gpu": ""}, "nothing was measured"),
+        ({"seq_len": "-4096"}, "from 0 up"),
+        ({"measured_tokens_per_s_per_gpu": "nan"}, "from 0 up"),
+        ({"tp": "2.5"}, "not a whole number"),
+        ({"tp": "128", "n_gpus": "1024", "dp": "1"}, "cut finer than 64 heads"),
+        ({"tp": "3", "dp": ""}, "not a multiple"),
+        ({"micro_batch": "1e9"}, "exceed the global batch"),
+        ({"layers": "999999"}, "num_layers"),
+    ],
+)
 def test_what_cannot_be_predicted_says_why(changes: dict[str, str], reason: str) -> None:
     assert reason in predict_row(row(**changes)).reason
 

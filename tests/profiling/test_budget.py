@@ -90,8 +90,15 @@ def test_item_in_the_loop(profiled) -> None:
     for t in (0, 1000, 2000):
         made.kernel("elementwise", launched=t, at=t + 100, takes=500)
         made.op("aten::item", t + 10, 640).op("aten::_local_scalar_dense", t + 12, 630)
-        made.kernel("Memcpy DtoH (Device -> Pinned)", launched=t + 20, at=t + 600, takes=10, cat="gpu_memcpy",
-                    call="cudaMemcpyAsync", bytes=4)  # fmt: skip
+        made.kernel(
+            "Memcpy DtoH (Device -> Pinned)",
+            launched=t + 20,
+            at=t + 600,
+            takes=10,
+            cat="gpu_memcpy",
+            call="cudaMemcpyAsync",
+            bytes=4,
+        )
         made.call("cudaStreamSynchronize", t + 30, 600)
         for i in range(8):  # the next operators begin to come, 40 µs apart
             made.op("aten::view", t + 660 + 40 * i, 30, [4])
@@ -103,8 +110,16 @@ def test_item_in_the_loop(profiled) -> None:
 def test_a_pageable_copy(profiled) -> None:
     made = HandMade().step(2_000).kernel("elementwise", launched=0, at=10, takes=90)
     made.op("aten::copy_", 95, 1500, [1000, 1000], [1000, 1000])
-    made.kernel("Memcpy HtoD (Pageable -> Device)", launched=100, at=800, takes=700, cat="gpu_memcpy", call_takes=1450,
-                call="cudaMemcpyAsync", bytes=4_000_000)  # fmt: skip
+    made.kernel(
+        "Memcpy HtoD (Pageable -> Device)",
+        launched=100,
+        at=800,
+        takes=700,
+        cat="gpu_memcpy",
+        call_takes=1450,
+        call="cudaMemcpyAsync",
+        bytes=4_000_000,
+    )
     made.kernel("elementwise", launched=1_600, at=1_610, takes=390)
     profile = profiled(made)
     assert us(profile, "sync") > 1_300
@@ -196,8 +211,15 @@ def test_two_processes_that_count_alike_are_told_apart(profiled) -> None:
 def test_copies_to_the_host_are_no_class_of_kernels(profiled) -> None:
     made = HandMade().step(1_000).op("aten::mm", 0, 10, [1000, 1000], [1000, 1000])
     made.kernel("sgemm", launched=2, at=20, takes=500)
-    made.kernel("Memcpy DtoH (Device -> Pinned)", launched=520, at=530, takes=400, cat="gpu_memcpy",
-                call="cudaMemcpyAsync", bytes=4)  # fmt: skip
+    made.kernel(
+        "Memcpy DtoH (Device -> Pinned)",
+        launched=520,
+        at=530,
+        takes=400,
+        cat="gpu_memcpy",
+        call="cudaMemcpyAsync",
+        bytes=4,
+    )
     shares = {row.work: row.share for row in amdahl_of(profiled(made))}
     assert shares["gemm"] == pytest.approx(0.5) and "copy" not in shares
 
@@ -217,8 +239,17 @@ def test_a_device_without_a_known_roof(tmp_path: Path) -> None:
     assert profile.fraction("unjudged") == 1.0 and "armillary bench" in profile.notes[0]
 
 
-spans = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 900), st.integers(0, 400), st.integers(7, 9),
-                           st.sampled_from(["gemm", "nccl_all", "elementwise"])), min_size=1, max_size=30)  # fmt: skip
+spans = st.lists(
+    st.tuples(
+        st.integers(0, 5000),
+        st.integers(0, 900),
+        st.integers(0, 400),
+        st.integers(7, 9),
+        st.sampled_from(["gemm", "nccl_all", "elementwise"]),
+    ),
+    min_size=1,
+    max_size=30,
+)
 
 
 @given(spans=spans, host=st.lists(st.tuples(st.integers(0, 6000), st.integers(0, 800)), max_size=20))
@@ -262,8 +293,10 @@ def test_an_operator_names_its_kernels(profiled) -> None:
     assert profiled(made).operators[0].details["kernels"] == ["sgemm_128x128", "splitKreduce"]
 
 
-@pytest.mark.parametrize(("kernel", "useful_us"), [("sm80_xmma_gemm_f32f32_f32f32_f32_tn", 200.0),
-                                                    ("sm80_xmma_gemm_f32f32_tf32f32_f32_tn", 40.0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernel", "useful_us"),
+    [("sm80_xmma_gemm_f32f32_f32f32_f32_tn", 200.0), ("sm80_xmma_gemm_f32f32_tf32f32_f32_tn", 40.0)],
+)
 def test_fp32_products_are_held_against_the_units_they_ran_on(tmp_path: Path, kernel: str, useful_us: float) -> None:
     made = HandMade().step(500).op("aten::mm", 0, 10, [1000, 1000], [1000, 1000])
     path = made.kernel(kernel, launched=2, at=100, takes=400).write(tmp_path / "t.json")
@@ -276,8 +309,9 @@ def test_kernels_of_a_graph_are_judged_by_their_twins(profiled) -> None:
     """The same kernel with the same grid ran outside the graph, from an operator with shapes."""
     made = HandMade().op("aten::mm", -900, 10, [1000, 1000], [1000, 1000])
     made.kernel("sgemm_128x128", launched=-895, at=-800, takes=400, grid=[8, 8, 1], block=[128, 1, 1])
-    made.step(1_000).kernel("sgemm_128x128", launched=2, at=100, takes=400, call="cudaGraphLaunch", grid=[8, 8, 1],
-                            block=[128, 1, 1])  # fmt: skip
+    made.step(1_000).kernel(
+        "sgemm_128x128", launched=2, at=100, takes=400, call="cudaGraphLaunch", grid=[8, 8, 1], block=[128, 1, 1]
+    )
     made.on_device("sgemm_128x128", at=500, takes=400, grid=[4, 4, 1], block=[128, 1, 1])
     profile = profiled(made)
     assert us(profile, "useful") == pytest.approx(200) and us(profile, "unjudged") == pytest.approx(400)

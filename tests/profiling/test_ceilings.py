@@ -171,8 +171,9 @@ def test_measured_stored_and_measured_again(tmp_path: Path, home: Home) -> None:
 
 def test_what_time_did_not_allow_is_counted(tmp_path: Path) -> None:
     told: list[tuple[int, int, str]] = []
-    found = measure_ceilings(CPU, quick=True, folder=tmp_path, only=["launch"], limit_s=1e-9,
-                             watch=lambda *state: told.append(state))  # fmt: skip
+    found = measure_ceilings(
+        CPU, quick=True, folder=tmp_path, only=["launch"], limit_s=1e-9, watch=lambda *state: told.append(state)
+    )
     assert found.skipped == 1 and not found.peaks.points
     assert told[-1] == (1, 1, "launch")
 

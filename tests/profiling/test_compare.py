@@ -22,7 +22,9 @@ def test_eager_against_fused(tmp_path: Path) -> None:
     found = compare(before, after)
     assert found.speedup == pytest.approx(2.0) and after.steps == 2
     assert [(c.name, c.before_calls, c.after_calls) for c in found.kernels] == [
-        ("elementwise", 2, 0), ("triton_poi_fused", 0, 1)]  # fmt: skip
+        ("elementwise", 2, 0),
+        ("triton_poi_fused", 0, 1),
+    ]
     assert found.kernels[0].saved_s == pytest.approx(1e-3) and found.kernels[0].speedup is None
     assert sum(c.before_s for c in found.budget) == pytest.approx(before.step_s)
 

@@ -25,8 +25,14 @@ def record(tmp_path: Path) -> Record:
     def run(step: Callable[[], object], *, steps: int = 2, stacks: bool = False) -> Profile:
         path = tmp_path / "cpu.json"
         plan = schedule(wait=0, warmup=1, active=steps, repeat=1)
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True, with_stack=stacks,
-                     schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(path))) as profiler:  # fmt: skip
+        with profile(
+            activities=[ProfilerActivity.CPU],
+            record_shapes=True,
+            profile_memory=True,
+            with_stack=stacks,
+            schedule=plan,
+            on_trace_ready=lambda p: p.export_chrome_trace(str(path)),
+        ) as profiler:
             for _ in range(steps + 1):
                 step()
                 profiler.step()

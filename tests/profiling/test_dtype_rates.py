@@ -39,8 +39,9 @@ def gemm(dtype: str, size: int, flops: float, **beside: object) -> dict[str, obj
 
 def peaks(*points: dict[str, object], attention: tuple[tuple[str, float], ...] = ()) -> Peaks:
     made = new_peaks(device_name("cpu")).with_points("gemm", points)
-    rows = [{"keys": 128, "head_dim": 64, "dtype": dtype, "backward": False, "flops": flops}
-            for dtype, flops in attention]  # fmt: skip
+    rows = [
+        {"keys": 128, "head_dim": 64, "dtype": dtype, "backward": False, "flops": flops} for dtype, flops in attention
+    ]
     return made.with_points("attention", rows) if rows else made
 
 
@@ -54,8 +55,9 @@ def test_the_nearest_measured_shape_counts() -> None:
 
 def test_attention_is_asked_as_well_as_gemm() -> None:
     points = gemm("fp32", 1024, 100e9), gemm("bf16", 1024, 400e9)
-    quick, slow = (measured_rates(peaks(*points, attention=(("fp32", 50e9), ("bf16", half))), SHAPE)
-                   for half in (100e9, 40e9))  # fmt: skip
+    quick, slow = (
+        measured_rates(peaks(*points, attention=(("fp32", 50e9), ("bf16", half))), SHAPE) for half in (100e9, 40e9)
+    )
     assert quick is not None and training_dtype(quick).dtype == "bf16"
     assert slow is not None and training_dtype(slow).dtype == "fp32"
 

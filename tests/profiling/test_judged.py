@@ -173,15 +173,22 @@ ADAM = (
 
 @pytest.mark.parametrize(
     ("held", "size"),
-    [("c10::BFloat16", 2), ("c10::Half", 2), ("float", 4), ("double", 8),
-     ("at::native::(anonymous namespace)::OpaqueType<2u>", 2),
-     ("at::native::(anonymous namespace)::OpaqueType<8u>", 8)],
-)  # fmt: skip
+    [
+        ("c10::BFloat16", 2),
+        ("c10::Half", 2),
+        ("float", 4),
+        ("double", 8),
+        ("at::native::(anonymous namespace)::OpaqueType<2u>", 2),
+        ("at::native::(anonymous namespace)::OpaqueType<8u>", 8),
+    ],
+)
 def test_a_kernels_template_says_what_a_list_holds(profiled, held: str, size: int) -> None:
     assert element_size(CAT.format(held, held)) == element_size(ADAM.format(held)) == size
     shape = [64, 1024]
-    for name, lists, kernel_name, passes in (("aten::cat", [[shape, shape]], CAT.format(held, held), 4),
-                                             ("aten::_fused_adamw_", [[shape]] * 4, ADAM.format(held), 7)):  # fmt: skip
+    for name, lists, kernel_name, passes in (
+        ("aten::cat", [[shape, shape]], CAT.format(held, held), 4),
+        ("aten::_fused_adamw_", [[shape]] * 4, ADAM.format(held), 7),
+    ):
         made = HandMade().step(200)
         given(made, name, 0, 20, lists, ["TensorList"] * len(lists), [""] * len(lists))
         profile = profiled(made.kernel(kernel_name, launched=5, at=30, takes=100))
@@ -222,14 +229,27 @@ def test_compiled_cpu_code_is_elementwise_and_unjudged(profiled) -> None:
 @pytest.mark.parametrize(
     ("name", "state"),
     [
-        ("hipMemcpyWithStream", "sync"), ("hipMemcpy", "sync"), ("hipMemcpyDtoH", "sync"), ("cudaMemcpy", "sync"),
-        ("cudaMemcpy2D", "sync"), ("cuMemcpyDtoH_v2", "sync"), ("cuMemcpyHtoD_v2", "sync"),
-        ("cudaDeviceSynchronize", "sync"), ("hipEventSynchronize", "sync"), ("zeEventHostSynchronize", "sync"),
-        ("cuMemcpyDtoHAsync_v2", "launch"), ("cuMemcpyHtoDAsync_v2", "launch"), ("cuMemcpyDtoDAsync_v2", "launch"),
-        ("cudaMemcpyAsync", "launch"), ("hipMemcpyAsync", "launch"), ("cudaMemcpyToSymbolAsync", "launch"),
-        ("cuMemcpyDtoD_v2", "launch"), ("cuLaunchKernel", "launch"), ("cudaMemcpyBatchAsync", "launch"),
+        ("hipMemcpyWithStream", "sync"),
+        ("hipMemcpy", "sync"),
+        ("hipMemcpyDtoH", "sync"),
+        ("cudaMemcpy", "sync"),
+        ("cudaMemcpy2D", "sync"),
+        ("cuMemcpyDtoH_v2", "sync"),
+        ("cuMemcpyHtoD_v2", "sync"),
+        ("cudaDeviceSynchronize", "sync"),
+        ("hipEventSynchronize", "sync"),
+        ("zeEventHostSynchronize", "sync"),
+        ("cuMemcpyDtoHAsync_v2", "launch"),
+        ("cuMemcpyHtoDAsync_v2", "launch"),
+        ("cuMemcpyDtoDAsync_v2", "launch"),
+        ("cudaMemcpyAsync", "launch"),
+        ("hipMemcpyAsync", "launch"),
+        ("cudaMemcpyToSymbolAsync", "launch"),
+        ("cuMemcpyDtoD_v2", "launch"),
+        ("cuLaunchKernel", "launch"),
+        ("cudaMemcpyBatchAsync", "launch"),
     ],
-)  # fmt: skip
+)
 def test_calls_that_wait(name: str, state: str) -> None:
     assert host_state(name, "runtime") == state
 
@@ -237,21 +257,24 @@ def test_calls_that_wait(name: str, state: str) -> None:
 @pytest.mark.parametrize(
     ("name", "plain"),
     [
-        ("volta_sgemm_128x64_tn", True), ("ampere_sgemm_32x32_sliced1x4_nn", True),
+        ("volta_sgemm_128x64_tn", True),
+        ("ampere_sgemm_32x32_sliced1x4_nn", True),
         ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nn_align1>(Params)", True),
         ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma_aligna4", True),
         ("std::enable_if<!(false), void>::type internal::gemvx::kernel<int, int, float, float>", True),
         ("void gemmSN_TN_kernel<float, 128, 16, 2, 4, 8, 9, false>", True),
         ("void cudnn::winograd_nonfused::winogradForwardData4x4<float, float>", True),
         ("cudnn_infer_volta_scudnn_128x64_3dconv_fprop_medium_nn_v1", True),
-        ("implicit_convolve_sgemm<float, float, 1024>", True), ("Cijk_Ailk_Bljk_SB_MT64x64x16_SN", True),
+        ("implicit_convolve_sgemm<float, float, 1024>", True),
+        ("Cijk_Ailk_Bljk_SB_MT64x64x16_SN", True),
         ("sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize128x128x16_stage4_tensor16x8x8", False),
         ("void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_64x64_16x6_nt_align4>(Params)", False),
         ("cutlass__5x_cudnn::Kernel<cutlass_tensorop_s1688fprop_optimized_tf32_128x64_16x6>", False),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", False), ("nvjet_tst_64x64_64x16_2x1", False),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", False),
+        ("nvjet_tst_64x64_64x16_2x1", False),
         ("Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT320x224x64", False),
     ],
-)  # fmt: skip
+)
 def test_products_outside_the_matrix_units(name: str, plain: bool) -> None:
     assert is_plain_fp32(name) == plain
 

@@ -57,18 +57,29 @@ def test_an_unknown_op_is_refused() -> None:
 @pytest.fixture
 def bench() -> KernelBench:
     ours = Measured(
-        version="triton", forward_s=1e-3, backward_s=2e-3, forward_rate=4e12, backward_rate=3e12, forward_share=0.95,
-        backward_share=0.9, error=1e-3,
-    )  # fmt: skip
+        version="triton",
+        forward_s=1e-3,
+        backward_s=2e-3,
+        forward_rate=4e12,
+        backward_rate=3e12,
+        forward_share=0.95,
+        backward_share=0.9,
+        error=1e-3,
+    )
     other = replace(ours, version="compile", forward_s=2e-3, forward_share=0.5)
     out = Measured(version="liger", refused="liger_kernel is not installed")
     row = KernelRow(
         op="norm", name="a <model>", shape="8 × 8 bf16", ceiling="copy", chosen="triton", measured=(ours, other, out)
     )
     return KernelBench(
-        device="NVIDIA H200", date="2026-11-15", ceilings={"copy": 4.2e12}, rows=(row,), skipped=0, warm_s=1.0,
+        device="NVIDIA H200",
+        date="2026-11-15",
+        ceilings={"copy": 4.2e12},
+        rows=(row,),
+        skipped=0,
+        warm_s=1.0,
         seconds=2.0,
-    )  # fmt: skip
+    )
 
 
 def test_a_page_of_bars(bench: KernelBench) -> None:
@@ -98,8 +109,11 @@ def test_ops_take_turns_so_that_none_goes_without() -> None:
     norm, rope = (list(find_op(name).cases.items())[:3] for name in ("norm", "rope"))
     by_op = [[(find_op("norm"), *one) for one in norm], [(find_op("rope"), *one) for one in rope[:1]]]
     assert [(op.name, name) for op, name, _ in _in_turn(by_op)] == [
-        ("norm", norm[0][0]), ("rope", rope[0][0]), ("norm", norm[1][0]), ("norm", norm[2][0]),
-    ]  # fmt: skip
+        ("norm", norm[0][0]),
+        ("rope", rope[0][0]),
+        ("norm", norm[1][0]),
+        ("norm", norm[2][0]),
+    ]
 
 
 def test_a_bar_is_held_or_what_is_missed_is_said(bench: KernelBench) -> None:
@@ -126,13 +140,25 @@ def test_memory_has_a_bar(bench: KernelBench) -> None:
 def test_every_bar_has_a_case_in_the_bench() -> None:
     barred = {op.name for op in all_ops() if any(bar_of(op.name, case) for case in op.cases.values())}
     assert barred == {
-        "norm", "add_norm", "rope", "activate", "bias_act_dropout", "cross_entropy", "linear_cross_entropy",
-        "attention", "paged_attention", "small_linear", "fp8_matmul",
-    }  # fmt: skip
+        "norm",
+        "add_norm",
+        "rope",
+        "activate",
+        "bias_act_dropout",
+        "cross_entropy",
+        "linear_cross_entropy",
+        "attention",
+        "paged_attention",
+        "small_linear",
+        "fp8_matmul",
+    }
     tokens = {case.tokens for case in find_op("small_linear").cases.values() if bar_of("small_linear", case)}
     assert tokens == {1, 8, 32}
-    contexts = {(case.batch, case.context) for case in find_op("paged_attention").cases.values()
-                if bar_of("paged_attention", case)}  # fmt: skip
+    contexts = {
+        (case.batch, case.context)
+        for case in find_op("paged_attention").cases.values()
+        if bar_of("paged_attention", case)
+    }
     assert {(256, 1024), (256, 8192), (1, 32768)} <= contexts
 
 

@@ -21,9 +21,17 @@ MANY = "TensorList"
 
 def test_a_fused_optimiser_reads_four_lists_and_writes_three(tmp_path: Path) -> None:
     made = HandMade().step(100)
-    made.add("cpu_op", "aten::_fused_adamw_", 0, 50, **{
-        "Input Dims": [[]] * 7, "Input type": [MANY] * 6 + ["Scalar"], "Concrete Inputs": [""] * 6 + ["0.1"],
-    })  # fmt: skip
+    made.add(
+        "cpu_op",
+        "aten::_fused_adamw_",
+        0,
+        50,
+        **{
+            "Input Dims": [[]] * 7,
+            "Input type": [MANY] * 6 + ["Scalar"],
+            "Concrete Inputs": [""] * 6 + ["0.1"],
+        },
+    )
     path = tmp_path / "t.json"
     path.write_text(json.dumps({**LISTS, "traceEvents": made.events}))
     trace = read_trace(path)

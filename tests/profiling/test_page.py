@@ -49,8 +49,16 @@ def test_it_is_whole_and_loads_nothing() -> None:
 
 def test_it_shows_every_part() -> None:
     text = page(made_profile())
-    for expected in ("launch gaps <b>26.0%</b>", "train.py:88", "peak 5.00 GB", "bf16 800 TFLOP/s", "blocks.0.mlp",
-                     "75 %", "registers: 232", "without the profiler"):  # fmt: skip
+    for expected in (
+        "launch gaps <b>26.0%</b>",
+        "train.py:88",
+        "peak 5.00 GB",
+        "bf16 800 TFLOP/s",
+        "blocks.0.mlp",
+        "75 %",
+        "registers: 232",
+        "without the profiler",
+    ):
         assert expected in text, expected
     wide, narrow = text.split("class='on-narrow'", 1)
     for drawing in (wide, narrow):

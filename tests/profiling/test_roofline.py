@@ -44,8 +44,13 @@ def test_peaks_stand_in_for_their_neighbours() -> None:
 
 @pytest.mark.parametrize(
     ("flops_s", "bytes_s", "seconds", "expected"),
-    [(9e-4, 1e-4, 1e-3, "compute"), (1e-4, 9e-4, 1e-3, "memory"), (1e-9, 1e-8, 4e-6, "overhead"),
-     (None, None, 1e-3, "unknown"), (None, 1e-4, 1e-3, "memory")],
-)  # fmt: skip
+    [
+        (9e-4, 1e-4, 1e-3, "compute"),
+        (1e-4, 9e-4, 1e-3, "memory"),
+        (1e-9, 1e-8, 4e-6, "overhead"),
+        (None, None, 1e-3, "unknown"),
+        (None, 1e-4, 1e-3, "memory"),
+    ],
+)
 def test_bounds(flops_s: float | None, bytes_s: float | None, seconds: float, expected: str) -> None:
     assert bound(flops_s, bytes_s, seconds, 1, 5e-6) == expected

@@ -215,9 +215,7 @@ def test_dynamo_compiles_what_it_would_without_us(
     assert noted(ran, "4 optimiser steps were recorded") and noted(ran, "would change what torch.compile makes")
 
 
-def test_a_script_with_its_own_profiler_keeps_it(
-    write: Write, home: Home, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_with_its_own_profiler_keeps_it(write: Write, home: Home, capfd: pytest.CaptureFixture[str]) -> None:
     write(OWN_PROFILER)
     ran = profile_script(["python", "script.py"], home=home)
     assert (ran.code, capfd.readouterr().out) == (0, "cycle True\ncycle True\nwhole 1\n")

@@ -103,20 +103,32 @@ def test_no_file_and_a_folder(tmp_path: Path) -> None:
 
 def test_odd_values_do_not_stop_the_reading(tmp_path: Path) -> None:
     made = example().add("cpu_op", "aten::odd", 1, 1, **{"Input Dims": "none", "External id": "x"})
-    made.events += [{"ph": "X", "cat": "cpu_op", "name": "no time"}, {"ph": "X", "cat": 3, "ts": 1},
-                    {"ph": "X", "cat": "kernel", "name": "no args", "ts": 3, "dur": -5, "pid": "x"}]  # fmt: skip
+    made.events += [
+        {"ph": "X", "cat": "cpu_op", "name": "no time"},
+        {"ph": "X", "cat": 3, "ts": 1},
+        {"ph": "X", "cat": "kernel", "name": "no args", "ts": 3, "dur": -5, "pid": "x"},
+    ]
     assert len(read_trace(made.write(tmp_path / "odd.json"))) == 6
 
 
-@pytest.mark.parametrize(("where", "value"), [
-    ("ts", "late"), ("ts", float("inf")), ("ts", 1e300), ("dur", float("nan")), ("args", []),
-    ("args", {"bytes": "x", "Input Dims": [[2]], "Input type": 3, "Concrete Inputs": 7}), ("pid", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("ts", "late"),
+        ("ts", float("inf")),
+        ("ts", 1e300),
+        ("dur", float("nan")),
+        ("args", []),
+        ("args", {"bytes": "x", "Input Dims": [[2]], "Input type": 3, "Concrete Inputs": 7}),
+        ("pid", None),
+    ],
+)
 @pytest.mark.parametrize("category", ["cpu_op", "kernel", "gpu_memcpy"])
 def test_hostile_fields_are_no_bugs(tmp_path: Path, category: str, where: str, value: object) -> None:
     made = example()
-    made.events.insert(0, {"ph": "X", "cat": category, "name": "hostile", "pid": 1, "tid": 1, "ts": 5, "dur": 2,
-                           where: value})  # fmt: skip
+    made.events.insert(
+        0, {"ph": "X", "cat": category, "name": "hostile", "pid": 1, "tid": 1, "ts": 5, "dur": 2, where: value}
+    )
     made.events.append({"ph": "i", "name": "[memory]", "ts": "x", "args": value})
     profile = analyse(made.write(tmp_path / "hostile.json"), roof=ROOF)
     assert sum(profile.budget.values()) == pytest.approx(profile.wall_s)
@@ -131,7 +143,8 @@ def test_a_trace_nested_beyond_reason_is_refused(tmp_path: Path) -> None:
 
 def nsys(path: Path, more: str = "") -> Path:
     base = sqlite3.connect(path)
-    base.executescript("""
+    base.executescript(
+        """
         create table StringIds (id integer, value text);
         insert into StringIds values (1, 'cudaLaunchKernel_v7000'), (2, 'sgemm');
         create table CUPTI_ACTIVITY_KIND_RUNTIME (start, end, nameId, correlationId, globalTid);
@@ -144,7 +157,9 @@ def nsys(path: Path, more: str = "") -> Path:
         insert into CUPTI_ACTIVITY_KIND_MEMCPY values (20000, 30000, 1, 0, 2, 4096, 10, 0, 7);
         create table NVTX_EVENTS (start, end, text, textId, globalTid);
         insert into NVTX_EVENTS values (500, 6000, 'aten::mm, seq = 3', null, 281479271743489);
-    """ + more)
+    """
+        + more
+    )
     base.commit()
     base.close()
     return path
@@ -152,8 +167,12 @@ def nsys(path: Path, more: str = "") -> Path:
 
 def test_nsys_exports_read_like_kineto(tmp_path: Path) -> None:
     trace = read_trace(nsys(tmp_path / "report.sqlite"))
-    assert {trace.name_of(i) for i in range(len(trace))} == {"cudaLaunchKernel", "sgemm", "aten::mm",
-                                                            "Memcpy HtoD (Pageable)"}  # fmt: skip
+    assert {trace.name_of(i) for i in range(len(trace))} == {
+        "cudaLaunchKernel",
+        "sgemm",
+        "aten::mm",
+        "Memcpy HtoD (Pageable)",
+    }
     call, kernel = (int(np.flatnonzero(trace.kind == kind)[0]) for kind in (RUNTIME, KERNEL))
     assert trace.correlation[call] == trace.correlation[kernel] == 9
     assert trace.details[trace.detail[kernel]]["registers"] == 64
@@ -205,8 +224,18 @@ def test_fifty_megabytes_in_little_memory(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    event = json.dumps({"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 0, "dur": 9, "args": {
-        "External id": 1, "Input Dims": [[512, 512], [512, 512]], "Input type": ["float", "float"]}})  # fmt: skip
+    event = json.dumps(
+        {
+            "ph": "X",
+            "cat": "cpu_op",
+            "name": "aten::mm",
+            "pid": 1,
+            "tid": 1,
+            "ts": 0,
+            "dur": 9,
+            "args": {"External id": 1, "Input Dims": [[512, 512], [512, 512]], "Input type": ["float", "float"]},
+        }
+    )
     path = tmp_path / "big.json"
     with path.open("w") as file:
         file.write('{"traceEvents": [')

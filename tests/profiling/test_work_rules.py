@@ -162,10 +162,22 @@ def test_attention_over_cache_pages_has_no_model() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["vllm::unified_attention_with_output", "mylib::gemm", "mylib::reshape_and_cache_flash", "CatBackward0",
-     "detach_", "aten::_some_new_attention", "aten::_weight_int4pack_mm", "aten::_new_rnn", "aten::linalg_qr",
-     "aten::_embedding_bag_sparse_backward", "aten::lstm", "aten::addbmm", "aten::dropout"],
-)  # fmt: skip
+    [
+        "vllm::unified_attention_with_output",
+        "mylib::gemm",
+        "mylib::reshape_and_cache_flash",
+        "CatBackward0",
+        "detach_",
+        "aten::_some_new_attention",
+        "aten::_weight_int4pack_mm",
+        "aten::_new_rnn",
+        "aten::linalg_qr",
+        "aten::_embedding_bag_sparse_backward",
+        "aten::lstm",
+        "aten::addbmm",
+        "aten::dropout",
+    ],
+)
 def test_no_model_rather_than_a_wrong_one(name: str) -> None:
     assert op(name, [[64, 64], [64, 64]], [B, B]) is None
 
@@ -176,17 +188,24 @@ def test_plain_operators_stay_a_pass_over_memory(name: str) -> None:
     assert known(f"aten::{name}", [[64, 64]], [F]).bytes == 2 * 64 * 64 * 4
 
 
-shapes = st.lists(st.one_of(st.lists(st.integers(0, 9), max_size=5), st.lists(st.lists(st.integers(0, 9)), max_size=3)),
-                  max_size=6)  # fmt: skip
+shapes = st.lists(
+    st.one_of(st.lists(st.integers(0, 9), max_size=5), st.lists(st.lists(st.integers(0, 9)), max_size=3)), max_size=6
+)
 
 
-@given(name=st.sampled_from(sorted(RULES)), dims=shapes,
-       numbers=st.lists(st.sampled_from(["", "True", "1", "[2, 2]", "[]", "x", "-9"]), max_size=12))  # fmt: skip
+@given(
+    name=st.sampled_from(sorted(RULES)),
+    dims=shapes,
+    numbers=st.lists(st.sampled_from(["", "True", "1", "[2, 2]", "[]", "x", "-9"]), max_size=12),
+)
 def test_no_arguments_break_a_rule(name: str, dims: list, numbers: list[str]) -> None:
     types = ["TensorList" if d and isinstance(d[0], list) else B for d in dims]
-    found = op_of(name if "::" in name else f"aten::{name}",
-                  Signature(tuple(tuple(tuple(x) if isinstance(x, list) else x for x in d) for d in dims), tuple(types),
-                            tuple(numbers)))  # fmt: skip
+    found = op_of(
+        name if "::" in name else f"aten::{name}",
+        Signature(
+            tuple(tuple(tuple(x) if isinstance(x, list) else x for x in d) for d in dims), tuple(types), tuple(numbers)
+        ),
+    )
     assert found is None or (found.flops >= 0 and found.bytes >= 0)
 
 

@@ -22,15 +22,24 @@ class HandMade:
         self.correlation = 0
 
     def add(self, cat: str, name: str, at: float, takes: float, *, tid: int = 1, **args: Any) -> HandMade:
-        self.events.append({"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": at, "dur": takes,
-                            "args": args})  # fmt: skip
+        self.events.append(
+            {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": at, "dur": takes, "args": args}
+        )
         return self
 
     def step(self, until: float, *, at: float = 0, number: int = 1) -> HandMade:
         return self.add("user_annotation", f"ProfilerStep#{number}", at, until - at)
 
-    def op(self, name: str, at: float, takes: float, *shapes: list[int], dtype: str = "float", tid: int = 1,
-           concrete: list[str] | None = None) -> HandMade:  # fmt: skip
+    def op(
+        self,
+        name: str,
+        at: float,
+        takes: float,
+        *shapes: list[int],
+        dtype: str = "float",
+        tid: int = 1,
+        concrete: list[str] | None = None,
+    ) -> HandMade:
         args = {"Input Dims": list(shapes), "Input type": [dtype] * len(shapes), "Concrete Inputs": concrete or []}
         return self.add("cpu_op", name, at, takes, tid=tid, **args)
 
@@ -40,8 +49,20 @@ class HandMade:
     def call(self, name: str, at: float, takes: float, *, tid: int = 1) -> HandMade:
         return self.add("cuda_runtime", name, at, takes, tid=tid)
 
-    def kernel(self, name: str, *, launched: float, at: float, takes: float, stream: int = 7, call_takes: float = 4,
-               cat: str = "kernel", call: str = "cudaLaunchKernel", tid: int = 1, **args: Any) -> HandMade:  # fmt: skip
+    def kernel(
+        self,
+        name: str,
+        *,
+        launched: float,
+        at: float,
+        takes: float,
+        stream: int = 7,
+        call_takes: float = 4,
+        cat: str = "kernel",
+        call: str = "cudaLaunchKernel",
+        tid: int = 1,
+        **args: Any,
+    ) -> HandMade:
         """A launch on the host and what it started on the device."""
         self.correlation += 1
         self.add("cuda_runtime", call, launched, call_takes, tid=tid, correlation=self.correlation)
@@ -52,8 +73,18 @@ class HandMade:
     ) -> HandMade:
         """One more kernel of the last launch: a graph has many."""
         where = {"device": 0, "stream": stream, "correlation": self.correlation}
-        self.events.append({"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": stream, "ts": at, "dur": takes,
-                            "args": {**where, **args}})  # fmt: skip
+        self.events.append(
+            {
+                "ph": "X",
+                "cat": cat,
+                "name": name,
+                "pid": 0,
+                "tid": stream,
+                "ts": at,
+                "dur": takes,
+                "args": {**where, **args},
+            }
+        )
         return self
 
     def memory(self, at: float, change: int, total: int, address: int, *, device_type: int = 1) -> HandMade:

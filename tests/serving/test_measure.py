@@ -60,8 +60,24 @@ def test_bytes_of_a_decode_leave_the_input_embedding_out() -> None:
 
 
 def test_bench_serve_on_the_command_line(cli: object, tmp_path: Path) -> None:
-    line = ("bench", "serve", "armillary-2m", "--requests", "3", "--tokens-in", "8", "--tokens-out", "4",
-            "--device", "cpu", "--mode", "continuous", "--plot", str(tmp_path / "p.html"), "--json")  # fmt: skip
+    line = (
+        "bench",
+        "serve",
+        "armillary-2m",
+        "--requests",
+        "3",
+        "--tokens-in",
+        "8",
+        "--tokens-out",
+        "4",
+        "--device",
+        "cpu",
+        "--mode",
+        "continuous",
+        "--plot",
+        str(tmp_path / "p.html"),
+        "--json",
+    )
     ran: Ran = cli(*line)  # type: ignore[operator]
     assert ran.json["modes"][0]["tokens_per_s"] > 0 and "class='bar'" in (tmp_path / "p.html").read_text()
     said = cli("diagnose", ran.json["run"], "--json").json  # type: ignore[operator]

@@ -18,7 +18,7 @@ from armillary.spec.attention_ops import (
     self_spans,
     simplicial_attention,
     triples,
-)  # fmt: skip
+)
 
 
 def shape(**changes: Any) -> AttentionShape:

@@ -124,10 +124,29 @@ def test_fewer_bits_are_never_slower() -> None:
 
 
 DENSE_BF16 = {  # TFLOP/s
-    "h100": 989.4, "h200": 989.4, "h100-pcie": 756.5, "a100": 312, "a100-40gb": 312, "a10": 125, "a10g": 70, "l4": 121,
-    "a6000": 154.8, "l40s": 362.05, "4090": 165.2, "b200": 2250, "gb200": 2500, "gb300": 2500, "mi300x": 1307.4,
-    "mi250x": 383, "v5p": 459, "v5e": 197, "v4": 275, "v6e": 918, "trainium1": 190, "gaudi3": 1835,
-}  # fmt: skip
+    "h100": 989.4,
+    "h200": 989.4,
+    "h100-pcie": 756.5,
+    "a100": 312,
+    "a100-40gb": 312,
+    "a10": 125,
+    "a10g": 70,
+    "l4": 121,
+    "a6000": 154.8,
+    "l40s": 362.05,
+    "4090": 165.2,
+    "b200": 2250,
+    "gb200": 2500,
+    "gb300": 2500,
+    "mi300x": 1307.4,
+    "mi250x": 383,
+    "v5p": 459,
+    "v5e": 197,
+    "v4": 275,
+    "v6e": 918,
+    "trainium1": 190,
+    "gaudi3": 1835,
+}
 
 
 @pytest.mark.parametrize("name", DENSE_BF16)
@@ -290,8 +309,12 @@ def test_the_tier_that_a_group_spans() -> None:
     found = catalogue.cluster("h100x64")
     spans = {num: found.tier_spanning(num) for num in (1, 2, 8, 9, 64)}
     assert {num: tier.link.name if tier else None for num, tier in spans.items()} == {
-        1: None, 2: "nvlink-4", 8: "nvlink-4", 9: "ib-ndr", 64: "ib-ndr",
-    }  # fmt: skip
+        1: None,
+        2: "nvlink-4",
+        8: "nvlink-4",
+        9: "ib-ndr",
+        64: "ib-ndr",
+    }
     with pytest.raises(BadInput, match="65 devices are more than the 64 of h100x64"):
         found.tier_spanning(65)
 

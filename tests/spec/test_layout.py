@@ -21,9 +21,16 @@ from armillary.spec.model import LayerKind, ModelConfig, MoE
 
 def model(**changes: Any) -> ModelConfig:
     base: dict[str, Any] = {
-        "name": "armillary-25m", "hidden": 512, "heads": 16, "kv_heads": 8, "head_dim": 32, "ffn": 1536, "vocab": 8192,
-        "context": 1024, "layers": (LayerKind(),) * 8,
-    }  # fmt: skip
+        "name": "armillary-25m",
+        "hidden": 512,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 32,
+        "ffn": 1536,
+        "vocab": 8192,
+        "context": 1024,
+        "layers": (LayerKind(),) * 8,
+    }
     return ModelConfig(**(base | changes))
 
 
@@ -73,46 +80,106 @@ def test_the_tour_s_refusals() -> None:
     ("layout", "config", "case", "sentence"),
     [
         (Layout(tp=16), model(), {}, "tp=16 does not divide 8 KV heads of armillary-25m; try --set layout.tp=8"),
-        (Layout(tp=3), model(kv_heads=16), {},
-         "tp=3 does not divide 16 KV heads of armillary-25m; try --set layout.tp=2 or 4"),
-        (Layout(tp=8), model(ffn=1540), {},
-         "tp=8 does not divide the ffn of 1540 of armillary-25m; try --set layout.tp=4"),
-        (Layout(tp=8), dense_first(ffn=1540), {},
-         "tp=8 does not divide the ffn of 1540 in the dense layers of armillary-25m; try --set layout.tp=4"),
-        (Layout(tp=8), dense_first(expert=252), {},
-         "tp=8 does not divide the expert ffn of 252 of armillary-25m; try --set layout.tp=4"),
-        (Layout(tp=8), dense_first(shared=260), {},
-         "tp=8 does not divide the shared-expert ffn of 260 of armillary-25m; try --set layout.tp=4"),
+        (
+            Layout(tp=3),
+            model(kv_heads=16),
+            {},
+            "tp=3 does not divide 16 KV heads of armillary-25m; try --set layout.tp=2 or 4",
+        ),
+        (
+            Layout(tp=8),
+            model(ffn=1540),
+            {},
+            "tp=8 does not divide the ffn of 1540 of armillary-25m; try --set layout.tp=4",
+        ),
+        (
+            Layout(tp=8),
+            dense_first(ffn=1540),
+            {},
+            "tp=8 does not divide the ffn of 1540 in the dense layers of armillary-25m; try --set layout.tp=4",
+        ),
+        (
+            Layout(tp=8),
+            dense_first(expert=252),
+            {},
+            "tp=8 does not divide the expert ffn of 252 of armillary-25m; try --set layout.tp=4",
+        ),
+        (
+            Layout(tp=8),
+            dense_first(shared=260),
+            {},
+            "tp=8 does not divide the shared-expert ffn of 260 of armillary-25m; try --set layout.tp=4",
+        ),
         (Layout(dp=2), model(), {"num_devices": 1}, "1 device cannot hold dp=2: try --set layout.dp=1"),
-        (Layout(pp=11), model(), {},
-         "pp=11 makes more chunks than armillary-25m has layers, embedding and head (10); try --set layout.pp=10"),
-        (Layout(pp=4, interleave=3, schedule="interleaved"), model(), {},
-         "pp=4 × interleave=3 makes more chunks than armillary-25m has layers, embedding and head (10); "
-         "try --set layout.interleave=2"),
-        (Layout(pp=2, interleave=2), model(), {},
-         "schedule=1f1b runs one chunk a stage, not interleave=2; try --set layout.schedule=interleaved"),
-        (Layout(pp=2, schedule="interleaved"), model(), {},
-         "schedule=interleaved needs two chunks a stage or more; try --set layout.schedule=1f1b"),
+        (
+            Layout(pp=11),
+            model(),
+            {},
+            "pp=11 makes more chunks than armillary-25m has layers, embedding and head (10); try --set layout.pp=10",
+        ),
+        (
+            Layout(pp=4, interleave=3, schedule="interleaved"),
+            model(),
+            {},
+            "pp=4 × interleave=3 makes more chunks than armillary-25m has layers, embedding and head (10); "
+            "try --set layout.interleave=2",
+        ),
+        (
+            Layout(pp=2, interleave=2),
+            model(),
+            {},
+            "schedule=1f1b runs one chunk a stage, not interleave=2; try --set layout.schedule=interleaved",
+        ),
+        (
+            Layout(pp=2, schedule="interleaved"),
+            model(),
+            {},
+            "schedule=interleaved needs two chunks a stage or more; try --set layout.schedule=1f1b",
+        ),
         (Layout(interleave=2), model(), {}, "interleave=2 needs pipeline stages; try --set layout.interleave=1"),
-        (Layout(cp=3), model(), {"sequence": 512},
-         "cp=3 does not cut a sequence of 512 into 2 × 3 equal pieces (zig-zag); try --set layout.cp=2 or 4"),
-        (Layout(tp=2), model(), {"sequence": 511},
-         "tp=2 does not divide a sequence of 511; try --set layout.sequence_parallel=false"),
+        (
+            Layout(cp=3),
+            model(),
+            {"sequence": 512},
+            "cp=3 does not cut a sequence of 512 into 2 × 3 equal pieces (zig-zag); try --set layout.cp=2 or 4",
+        ),
+        (
+            Layout(tp=2),
+            model(),
+            {"sequence": 511},
+            "tp=2 does not divide a sequence of 511; try --set layout.sequence_parallel=false",
+        ),
         (Layout(ep=2), model(), {}, "ep=2 but armillary-25m has no experts; try --set layout.ep=1"),
-        (Layout(dp=12, ep=3), experts(), {},
-         "ep=3 does not divide 8 experts of armillary-25m; try --set layout.ep=2 or 4"),
-        (Layout(dp=2, ep=4), experts(), {},
-         "ep=4 does not divide dp × cp × tp = 2 (--devices 4 would do); try --set layout.ep=2"),
+        (
+            Layout(dp=12, ep=3),
+            experts(),
+            {},
+            "ep=3 does not divide 8 experts of armillary-25m; try --set layout.ep=2 or 4",
+        ),
+        (
+            Layout(dp=2, ep=4),
+            experts(),
+            {},
+            "ep=4 does not divide dp × cp × tp = 2 (--devices 4 would do); try --set layout.ep=2",
+        ),
         (Layout(dp=8, zero=3, shard=3), model(), {}, "shard=3 does not divide dp=8; try --set layout.shard=2 or 4"),
         (Layout(dp=8, shard=4), model(), {}, "shard=4 but zero=0 shares nothing out; try --set layout.zero=3"),
-        (Layout(dp=2, micro_batch=3), model(), {"sequence": 512, "batch_tokens": 32_768},
-         "a batch of 32768 tokens is not a multiple of sequence=512 × micro_batch=3 × dp=2; "
-         "try --set layout.micro_batch=2"),
-        (Layout(dp=3), model(), {"sequence": 512, "batch_tokens": 32_768},
-         "a batch of 32768 tokens is not a multiple of sequence=512 × micro_batch=1 × dp=3; "
-         "try --set train.batch_tokens=32256"),
+        (
+            Layout(dp=2, micro_batch=3),
+            model(),
+            {"sequence": 512, "batch_tokens": 32_768},
+            "a batch of 32768 tokens is not a multiple of sequence=512 × micro_batch=3 × dp=2; "
+            "try --set layout.micro_batch=2",
+        ),
+        (
+            Layout(dp=3),
+            model(),
+            {"sequence": 512, "batch_tokens": 32_768},
+            "a batch of 32768 tokens is not a multiple of sequence=512 × micro_batch=1 × dp=3; "
+            "try --set train.batch_tokens=32256",
+        ),
     ],
-)  # fmt: skip
+)
 def test_refusals_say_what_to_change(layout: Layout, config: ModelConfig, case: dict[str, Any], sentence: str) -> None:
     assert refusal(layout, config, **case) == sentence
 
@@ -167,18 +234,30 @@ def test_a_layout_is_its_table() -> None:
 
 
 LAYOUTS = st.builds(
-    Layout, dp=st.integers(1, 9), tp=st.integers(1, 20), pp=st.integers(1, 14), interleave=st.integers(1, 4),
-    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"]), cp=st.integers(1, 5),
+    Layout,
+    dp=st.integers(1, 9),
+    tp=st.integers(1, 20),
+    pp=st.integers(1, 14),
+    interleave=st.integers(1, 4),
+    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"]),
+    cp=st.integers(1, 5),
     ep=st.integers(1, 9),
-    zero=st.sampled_from([0, 1, 2, 3]), shard=st.none() | st.integers(1, 9), micro_batch=st.integers(1, 6),
-    recompute=st.sampled_from(["none", "selective", "full"]), offload=st.sampled_from(["none", "activations", "both"]),
-)  # fmt: skip
+    zero=st.sampled_from([0, 1, 2, 3]),
+    shard=st.none() | st.integers(1, 9),
+    micro_batch=st.integers(1, 6),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    offload=st.sampled_from(["none", "activations", "both"]),
+)
 CASES = st.builds(
-    Case, model=st.sampled_from([model(), model(kv_heads=16, ffn=1000), experts(), experts(12, heads=8, kv_heads=2)]),
-    num_devices=st.none() | st.integers(1, 64), sequence=st.sampled_from([None, 512, 1000, 37]),
-    batch_tokens=st.sampled_from([None, 37_000, 65_536, 512]), for_training=st.booleans(), by_trainer=st.booleans(),
+    Case,
+    model=st.sampled_from([model(), model(kv_heads=16, ffn=1000), experts(), experts(12, heads=8, kv_heads=2)]),
+    num_devices=st.none() | st.integers(1, 64),
+    sequence=st.sampled_from([None, 512, 1000, 37]),
+    batch_tokens=st.sampled_from([None, 37_000, 65_536, 512]),
+    for_training=st.booleans(),
+    by_trainer=st.booleans(),
     compiled=st.booleans(),
-)  # fmt: skip
+)
 
 
 def changes(text: str) -> list[dict[str, str]]:
@@ -269,5 +348,7 @@ def test_zero_bubble_stages_keep_their_weights_whole() -> None:
 def test_several_mistakes_are_mended_together_and_no_more_than_needed() -> None:
     layout = Layout(dp=4, tp=3, pp=2, schedule="interleaved", ep=3)
     text = refusal(layout, experts(), num_devices=32, sequence=512, batch_tokens=65_536)
-    assert text == ("tp=3 does not divide 8 KV heads of armillary-25m; "
-                    "try --set layout.tp=2 --set layout.schedule=1f1b --set layout.ep=2")  # fmt: skip
+    assert text == (
+        "tp=3 does not divide 8 KV heads of armillary-25m; "
+        "try --set layout.tp=2 --set layout.schedule=1f1b --set layout.ep=2"
+    )

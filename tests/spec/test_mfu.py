@@ -15,9 +15,15 @@ from armillary.spec.params import parameters
 def model(**changes: Any) -> ModelConfig:
     """Llama-3-8B."""
     base: dict[str, Any] = {
-        "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14_336, "vocab": 128_256, "context": 8192,
+        "hidden": 4096,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "ffn": 14_336,
+        "vocab": 128_256,
+        "context": 8192,
         "layers": (LayerKind(),) * 32,
-    }  # fmt: skip
+    }
     return ModelConfig(**(base | changes))
 
 

@@ -13,9 +13,15 @@ from armillary.spec.model_table import apply_model_overrides, model_table, overr
 
 def model(**changes: Any) -> ModelConfig:
     base: dict[str, Any] = {
-        "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 512, "context": 1024,
+        "hidden": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "ffn": 128,
+        "vocab": 512,
+        "context": 1024,
         "layers": (LayerKind(),) * 4,
-    }  # fmt: skip
+    }
     return ModelConfig(**(base | changes))
 
 

@@ -282,44 +282,149 @@ def test_our_presets() -> None:
 
 LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 CUT: dict[str, tuple[int, str, dict[str, Any]]] = {  # catalogue name -> (layers kept, model_type, its config.json)
-    "llama-3.2-1b": (2, "llama", {
-        "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-        "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True}),
-    "qwen2.5-0.5b": (2, "qwen2", {
-        "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864,
-        "vocab_size": 151936, "tie_word_embeddings": True}),
-    "qwen3-0.6b": (2, "qwen3", {
-        "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-        "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True}),
-    "qwen3-30b-a3b": (2, "qwen3_moe", {
-        "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
-        "vocab_size": 151936}),
-    "gemma-2-2b": (2, "gemma2", {
-        "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "intermediate_size": 9216, "vocab_size": 256000}),
-    "olmo-2-7b": (2, "olmo2", {
-        "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 11008,
-        "vocab_size": 100352, "tie_word_embeddings": False}),
-    "phi-2": (2, "phi", {
-        "hidden_size": 2560, "num_attention_heads": 32, "intermediate_size": 10240, "vocab_size": 51200}),
+    "llama-3.2-1b": (
+        2,
+        "llama",
+        {
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "intermediate_size": 8192,
+            "vocab_size": 128256,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2.5-0.5b": (
+        2,
+        "qwen2",
+        {
+            "hidden_size": 896,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "intermediate_size": 4864,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-0.6b": (
+        2,
+        "qwen3",
+        {
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 3072,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-30b-a3b": (
+        2,
+        "qwen3_moe",
+        {
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "vocab_size": 151936,
+        },
+    ),
+    "gemma-2-2b": (
+        2,
+        "gemma2",
+        {
+            "hidden_size": 2304,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "intermediate_size": 9216,
+            "vocab_size": 256000,
+        },
+    ),
+    "olmo-2-7b": (
+        2,
+        "olmo2",
+        {
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "intermediate_size": 11008,
+            "vocab_size": 100352,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "phi-2": (
+        2,
+        "phi",
+        {"hidden_size": 2560, "num_attention_heads": 32, "intermediate_size": 10240, "vocab_size": 51200},
+    ),
     "gpt2": (2, "gpt2", {"n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}),
-    "falcon-40b": (2, "falcon", {
-        "hidden_size": 8192, "num_attention_heads": 128, "num_kv_heads": 8, "new_decoder_architecture": True,
-        "vocab_size": 65024}),
-    "gpt-oss-20b": (2, "gpt_oss", {
-        "hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-        "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088,
-        "attention_bias": True}),
-    "deepseek-v3": (4, "deepseek_v3", {
-        "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 18432,
-        "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3, "vocab_size": 129280, **LATENT}),
-    "llama-4-maverick": (2, "llama4_text", {
-        "hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
-        "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 128,
-        "interleave_moe_layer_step": 2, "vocab_size": 202048, "pad_token_id": None}),
-}  # fmt: skip
+    "falcon-40b": (
+        2,
+        "falcon",
+        {
+            "hidden_size": 8192,
+            "num_attention_heads": 128,
+            "num_kv_heads": 8,
+            "new_decoder_architecture": True,
+            "vocab_size": 65024,
+        },
+    ),
+    "gpt-oss-20b": (
+        2,
+        "gpt_oss",
+        {
+            "hidden_size": 2880,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "intermediate_size": 2880,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "vocab_size": 201088,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek-v3": (
+        4,
+        "deepseek_v3",
+        {
+            "hidden_size": 7168,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+            "vocab_size": 129280,
+            **LATENT,
+        },
+    ),
+    "llama-4-maverick": (
+        2,
+        "llama4_text",
+        {
+            "hidden_size": 5120,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "num_local_experts": 128,
+            "interleave_moe_layer_step": 2,
+            "vocab_size": 202048,
+            "pad_token_id": None,
+        },
+    ),
+}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -19,9 +19,15 @@ PARTS = ("embedding", "positions", "attention", "mlp", "router", "experts", "sha
 def tiny(**changes: Any) -> ModelConfig:
     """Hidden 8, 4 heads of 2 on 2 KV heads, ffn 16, vocabulary 10, three dense layers."""
     shape: dict[str, Any] = {
-        "hidden": 8, "heads": 4, "kv_heads": 2, "head_dim": 2, "ffn": 16, "vocab": 10, "context": 32,
+        "hidden": 8,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 2,
+        "ffn": 16,
+        "vocab": 10,
+        "context": 32,
         "layers": (LayerKind(),) * 3,
-    }  # fmt: skip
+    }
     return ModelConfig(**(shape | changes))
 
 
@@ -41,10 +47,18 @@ def test_a_llama_like_model() -> None:
 def test_a_gpt2_like_model() -> None:
     found = parameters(
         tiny(
-            kv_heads=4, tied=True, norm="layer", norm_bias=True, gated=False, positions="learned", learned_positions=32,
-            qkv_bias=True, out_bias=True, mlp_bias=True,
+            kv_heads=4,
+            tied=True,
+            norm="layer",
+            norm_bias=True,
+            gated=False,
+            positions="learned",
+            learned_positions=32,
+            qkv_bias=True,
+            out_bias=True,
+            mlp_bias=True,
         )
-    )  # fmt: skip
+    )
     assert found.positions == 32 * 8
     assert found.attention == 3 * (24 * 8 + 24 + 8 * 8 + 8)
     assert found.mlp == 3 * (16 * 8 + 16 + 8 * 16 + 8)
@@ -142,13 +156,21 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     kinds = st.builds(LayerKind, attention=st.sampled_from(["full", "sliding"]), mlp=st.sampled_from(["dense", "moe"]))
     on_or_off: dict[str, Any] = {flag: draw(st.booleans()) for flag in flags}
     return ModelConfig(
-        hidden=draw(st.integers(1, 9)), heads=kv_heads * group, kv_heads=kv_heads, head_dim=head_dim,
-        ffn=draw(st.integers(1, 9)), vocab=draw(st.integers(1, 20)), context=64, window=draw(st.integers(1, 20)),
+        hidden=draw(st.integers(1, 9)),
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=draw(st.integers(1, 9)),
+        vocab=draw(st.integers(1, 20)),
+        context=64,
+        window=draw(st.integers(1, 20)),
         layers=tuple(draw(st.lists(kinds, min_size=1, max_size=5))),
         moe=MoE(num_experts=draw(st.integers(2, 5)), top_k=draw(st.integers(1, 2)), ffn=draw(st.integers(1, 5))),
-        norm=draw(st.sampled_from(["rms", "layer"])), norm_at=draw(st.sampled_from(["before", "after", "both"])),
-        qk_norm=draw(st.sampled_from(["none", "head", "all"])), **on_or_off,
-    )  # fmt: skip
+        norm=draw(st.sampled_from(["rms", "layer"])),
+        norm_at=draw(st.sampled_from(["before", "after", "both"])),
+        qk_norm=draw(st.sampled_from(["none", "head", "all"])),
+        **on_or_off,
+    )
 
 
 @given(configs())

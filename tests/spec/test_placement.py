@@ -32,8 +32,15 @@ def test_ranks_that_share_a_row_are_nearer_than_those_that_share_weights() -> No
 
 def test_ordinals() -> None:
     assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 21, 112)] == [
-        "1st", "2nd", "3rd", "4th", "11th", "12th", "21st", "112th",
-    ]  # fmt: skip
+        "1st",
+        "2nd",
+        "3rd",
+        "4th",
+        "11th",
+        "12th",
+        "21st",
+        "112th",
+    ]
 
 
 def test_an_axis_that_straddles_a_node_is_as_slow_as_the_network() -> None:

@@ -21,8 +21,25 @@ from tests.emulated_bf16 import any_cpu
 
 ROWS, LENGTH = 4, 64
 PRODUCTS = ("mm", "addmm", "bmm", "_scaled_dot_product_flash_attention_for_cpu")
-FREE = {"view", "t", "transpose", "detach", "alias", "slice", "select", "unbind", "expand", "split", "_unsafe_view",
-        "unsqueeze", "permute", "as_strided", "squeeze", "promote_types", "lift_fresh"}  # fmt: skip
+FREE = {
+    "view",
+    "t",
+    "transpose",
+    "detach",
+    "alias",
+    "slice",
+    "select",
+    "unbind",
+    "expand",
+    "split",
+    "_unsafe_view",
+    "unsqueeze",
+    "permute",
+    "as_strided",
+    "squeeze",
+    "promote_types",
+    "lift_fresh",
+}
 """calls that move nothing"""
 
 

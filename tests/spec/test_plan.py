@@ -23,19 +23,32 @@ CHIP = Chip(name="c", title="C", vendor="v", kind="gpu", memory_bytes=80e9, flop
 LINK = Link(name="l", title="L", bytes_per_s=450e9, latency_s=1e-6, kind="scale_up")
 FACTORS = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7)
 MODEL = ModelConfig(
-    name="m", hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=512, context=1024, norm_eps=1e-6,
-    layers=(LayerKind(), LayerKind(mlp="moe", rope=False)), moe=MoE(num_experts=8, top_k=2, ffn=32),
+    name="m",
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    ffn=128,
+    vocab=512,
+    context=1024,
+    norm_eps=1e-6,
+    layers=(LayerKind(), LayerKind(mlp="moe", rope=False)),
+    moe=MoE(num_experts=8, top_k=2, ffn=32),
     rope=Rope(scaling="longrope", original_context=16, short_factors=FACTORS, long_factors=FACTORS),
-)  # fmt: skip
+)
 
 
 def plan(**changes: Any) -> Plan:
     base: dict[str, Any] = {
-        "created": "2026-11-15T09:30:00Z", "recipe": {"model": {"name": "m"}, "layout": {"dp": 2}}, "model": MODEL,
+        "created": "2026-11-15T09:30:00Z",
+        "recipe": {"model": {"name": "m"}, "layout": {"dp": 2}},
+        "model": MODEL,
         "cluster": Cluster(name="c x 8", chip=CHIP, tiers=(Tier(link=LINK, count=8, oversubscription=2.0),)),
-        "layout": Layout(dp=2, zero=3), "train": TrainJob(lr=3e-4), "notes": ("a", "", "b"),
+        "layout": Layout(dp=2, zero=3),
+        "train": TrainJob(lr=3e-4),
+        "notes": ("a", "", "b"),
         "predicted": {"step_s": 1.37, "memory_peak_bytes": 1.14e9},
-    }  # fmt: skip
+    }
     return Plan(**(base | changes))
 
 

@@ -24,9 +24,14 @@ def test_16_bits_where_gemm_and_attention_both_gain() -> None:
     assert made.dtype == "bf16" and "GEMM 3 × and attention 1.6 ×" in made.reason and "made up" in made.reason
 
 
-@pytest.mark.parametrize("half", [
-    DtypeRate(gemm=114.0, attention=200.0), DtypeRate(gemm=300.0, attention=57.0), DtypeRate(gemm=90.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "half",
+    [
+        DtypeRate(gemm=114.0, attention=200.0),
+        DtypeRate(gemm=300.0, attention=57.0),
+        DtypeRate(gemm=90.0),
+    ],
+)
 def test_a_gain_below_the_bar_in_either_is_not_worth_it(half: DtypeRate) -> None:
     made = training_dtype(rates(bf16=half))
     assert made.dtype == "fp32" and "gains too little" in made.reason

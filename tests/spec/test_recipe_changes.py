@@ -22,11 +22,29 @@ def test_every_key_has_one_class(key: str) -> None:
 
 
 def test_the_classes_that_were_promised() -> None:
-    free = ("train.save_every", "train.log_every", "serve.max_running", "cost.spot", "traffic.tokens_in", "load.api",
-            "data.workers", "train.until")  # fmt: skip
+    free = (
+        "train.save_every",
+        "train.log_every",
+        "serve.max_running",
+        "cost.spot",
+        "traffic.tokens_in",
+        "load.api",
+        "data.workers",
+        "train.until",
+    )
     noted = ("train.lr", "train.steps", "layout.precision", "layout.dp", "hardware.on", "train.weight_decay")
-    defining = ("model.name", "model.ffn", "model.rope.theta", "data.source", "data.blend.x", "data.seed", "train.seed",
-                "train.batch_tokens", "train.sequence", "train.lora_rank")  # fmt: skip
+    defining = (
+        "model.name",
+        "model.ffn",
+        "model.rope.theta",
+        "data.source",
+        "data.blend.x",
+        "data.seed",
+        "train.seed",
+        "train.batch_tokens",
+        "train.sequence",
+        "train.lora_rank",
+    )
     for kind, keys in (("free", free), ("noted", noted), ("defining", defining)):
         assert {key: class_of(key) for key in keys} == dict.fromkeys(keys, kind)
 
@@ -38,5 +56,8 @@ def test_differences_have_class_and_both_values() -> None:
     assert found["train.lr"] == KeyChange(key="train.lr", kind="noted", before=None, now=0.1)
     assert found["train.lr"].text == "train.lr none → 0.1"
     assert {key: change.kind for key, change in found.items()} == {
-        "model.ffn": "defining", "train.lr": "noted", "train.save_every": "free"}  # fmt: skip
+        "model.ffn": "defining",
+        "train.lr": "noted",
+        "train.save_every": "free",
+    }
     assert recipe_changes(now, now) == []

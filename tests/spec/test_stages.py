@@ -33,12 +33,18 @@ def test_no_cut_is_more_than_five_percent_shorter_and_none_so_short_is_lighter(
 
     def worst(ends: tuple[int, ...]) -> tuple[float, float]:
         chunks = [found[start:stop] for start, stop in zip((0, *ends), (*ends, len(found)), strict=True)]
-        return (max(sum(place.flops for place in chunk) for chunk in chunks),
-                max(sum(place.weights for place in chunk) for chunk in chunks))  # fmt: skip
+        return (
+            max(sum(place.flops for place in chunk) for chunk in chunks),
+            max(sum(place.weights for place in chunk) for chunk in chunks),
+        )
 
     cuts = [worst(ends) for ends in combinations(range(1, len(found)), num_chunks - 1)]
-    longest, heaviest = worst(tuple(span.first + len(span.layers) + sum(len(one.layers) for one in spans[: span.index])
-                                    + (span.index > 0) for span in spans[:-1]))  # fmt: skip
+    longest, heaviest = worst(
+        tuple(
+            span.first + len(span.layers) + sum(len(one.layers) for one in spans[: span.index]) + (span.index > 0)
+            for span in spans[:-1]
+        )
+    )
     shortest = min(time for time, _ in cuts)
     assert longest <= 1.05 * shortest * (1 + 1e-9)
     assert heaviest <= min(weight for time, weight in cuts if time <= 1.05 * shortest) * (1 + 1e-9)
@@ -68,8 +74,9 @@ def test_the_chunks_of_a_stage_make_up_for_each_other(
     spans = split(config, stages, interleave, sequence=64)
     assert [layer for span in spans for layer in span.layers] == list(range(num_layers))
     layer, head = places(config, 64)[1].flops, places(config, 64)[-1].flops
-    times = [sum(layer * len(span.layers) + head * span.last for span in chunks_of(spans, i, stages))
-             for i in range(stages)]  # fmt: skip
+    times = [
+        sum(layer * len(span.layers) + head * span.last for span in chunks_of(spans, i, stages)) for i in range(stages)
+    ]
     assert max(times) - min(times) <= 2 * layer + head
 
 

@@ -14,8 +14,16 @@ from armillary.spec.predict import Predict
 from armillary.spec.service import Cost, Objective, Serve, Traffic
 from armillary.spec.train_job import Data, TrainJob
 
-TABLES = {"data": Data, "train": TrainJob, "serve": Serve, "traffic": Traffic, "objective": Objective, "load": Load,
-          "predict": Predict, "cost": Cost}  # fmt: skip
+TABLES = {
+    "data": Data,
+    "train": TrainJob,
+    "serve": Serve,
+    "traffic": Traffic,
+    "objective": Objective,
+    "load": Load,
+    "predict": Predict,
+    "cost": Cost,
+}
 
 
 @pytest.mark.parametrize(("table", "cls"), TABLES.items())

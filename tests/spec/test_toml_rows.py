@@ -27,8 +27,9 @@ def test_hardware_read_row_by_row_is_the_whole_file() -> None:
 
 def test_a_row_with_tables_below_it_and_quoted_names(tmp_path: Path) -> None:
     path = tmp_path / "rows.toml"
-    path.write_text('# head\n["a-1.5"]\nsize = 1\nlist = [\n  [1, 2],\n]\n["a-1.5".rope]\nbase = 2\n'
-                    '[b]\naliases = ["bee"]\n')  # fmt: skip
+    path.write_text(
+        '# head\n["a-1.5"]\nsize = 1\nlist = [\n  [1, 2],\n]\n["a-1.5".rope]\nbase = 2\n[b]\naliases = ["bee"]\n'
+    )
     rows = read_rows(path)[""]
     assert rows["a-1.5"] == {"size": 1, "list": [[1, 2]], "rope": {"base": 2}}
     assert rows.find("BEE ") == "b" and rows.find("a-1.5") == "a-1.5" and rows.find("size") is None

@@ -17,9 +17,15 @@ from armillary.spec.workload import backward_ops, even_lengths, forward_ops, mak
 
 def model(kinds: list[LayerKind] | None = None, **changes: Any) -> ModelConfig:
     base: dict[str, Any] = {
-        "hidden": 64, "heads": 8, "kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 1000, "context": 4096,
+        "hidden": 64,
+        "heads": 8,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "ffn": 96,
+        "vocab": 1000,
+        "context": 4096,
         "layers": tuple(kinds or [LayerKind()] * 3),
-    }  # fmt: skip
+    }
     return ModelConfig(**(base | changes))
 
 

@@ -130,9 +130,17 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _info(name: str, commit: str, files: dict[str, bytes]) -> dict[str, Any]:
     return {
-        "_id": "1", "id": name, "modelId": name, "sha": commit, "private": False, "gated": False, "downloads": 0,
-        "likes": 0, "tags": [], "siblings": [{"rfilename": path} for path in files],
-    }  # fmt: skip
+        "_id": "1",
+        "id": name,
+        "modelId": name,
+        "sha": commit,
+        "private": False,
+        "gated": False,
+        "downloads": 0,
+        "likes": 0,
+        "tags": [],
+        "siblings": [{"rfilename": path} for path in files],
+    }
 
 
 def _tree(files: dict[str, bytes]) -> list[dict[str, Any]]:

@@ -103,8 +103,9 @@ def test_a_block_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseExcep
 
 def test_an_existing_folder_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
-    with pytest.raises(Taken, match=r"x is already there; choose another name or remove it first$"), staged_folder(
-        tmp_path / "x"
+    with (
+        pytest.raises(Taken, match=r"x is already there; choose another name or remove it first$"),
+        staged_folder(tmp_path / "x"),
     ):
         raise AssertionError("not reached")
 

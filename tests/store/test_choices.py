@@ -15,8 +15,9 @@ def test_kept_per_device_and_key(home: Home) -> None:
     save_choice(home, "NVIDIA H200", "norm b", {"version": "compile"})
     save_choice(home, "NVIDIA H200", "norm a", {"version": "eager", "trials": []})
     assert load_choices(home, "NVIDIA H200") == {
-        "norm a": {"version": "eager", "trials": []}, "norm b": {"version": "compile"},
-    }  # fmt: skip
+        "norm a": {"version": "eager", "trials": []},
+        "norm b": {"version": "compile"},
+    }
     assert load_choices(home, "NVIDIA H100") == {}
     assert choices_path(home, "NVIDIA H200").name == "nvidia-h200.json"
 

@@ -30,14 +30,29 @@ def home(tmp_path: Path) -> Home:
 def recipe(corpus: Path) -> Callable[..., Recipe]:
     """`recipe("train.steps=3")`: a 2-layer model on the corpus, with overrides."""
     base: dict[str, dict[str, Any]] = {
-        "model": {"name": "armillary-2m", "num_layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64,
-                  "vocab": 320, "head_dim": 8, "context": 128},
+        "model": {
+            "name": "armillary-2m",
+            "num_layers": 2,
+            "hidden": 32,
+            "heads": 4,
+            "kv_heads": 2,
+            "ffn": 64,
+            "vocab": 320,
+            "head_dim": 8,
+            "context": 128,
+        },
         "hardware": {"on": "here"},
         "data": {"source": str(corpus), "held_out": 0.1},
         "layout": {"precision": "fp32", "micro_batch": 4},
-        "train": {"sequence": 32, "batch_tokens": 256, "steps": 12, "eval_every": 6, "eval_batches": 2,
-                  "profile_every": 0},
-    }  # fmt: skip
+        "train": {
+            "sequence": 32,
+            "batch_tokens": 256,
+            "steps": 12,
+            "eval_every": 6,
+            "eval_batches": 2,
+            "profile_every": 0,
+        },
+    }
     return lambda *overrides: recipe_from_dict(base, overrides)
 
 

@@ -75,10 +75,15 @@ class Case:
         train = {"sequence": 128, "batch_tokens": 2048, "steps": 3, "eval_every": 0, "profile_every": 0}
         layout = {"micro_batch": 4, "recompute": self.recompute, "precision": self.precision} | LAYOUTS[self.layout]
         train["lora_rank"] = layout.pop("lora_rank", 0)
-        return recipe_from_dict({
-            "model": shape, "hardware": {"on": "here"}, "data": {"source": str(corpus), "vocab": 320},
-            "layout": layout, "train": train | TRAIN.get(self.model, {}),
-        })  # fmt: skip
+        return recipe_from_dict(
+            {
+                "model": shape,
+                "hardware": {"on": "here"},
+                "data": {"source": str(corpus), "vocab": 320},
+                "layout": layout,
+                "train": train | TRAIN.get(self.model, {}),
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -128,9 +133,10 @@ def peaks(plans: list[str]) -> list[float]:
 
 def peak(plan: Plan) -> float:
     torch.manual_seed(0)
-    with join_world("cpu") as world, Trainer(
-        plan, world, agreement(world), folder=Path(tempfile.gettempdir())
-    ) as trainer:
+    with (
+        join_world("cpu") as world,
+        Trainer(plan, world, agreement(world), folder=Path(tempfile.gettempdir())) as trainer,
+    ):
         for step in range(MEASURED_STEP + 1):
             report = trainer.step(step)
     assert report is not None

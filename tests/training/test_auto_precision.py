@@ -29,10 +29,17 @@ Cli = Callable[..., Ran]
 def ceilings(bf16: float, *, fp32: float = 100e9, name: str = "", half: bool = True) -> Peaks:
     """Of this machine, as if bf16 reached so much."""
     rates = {"fp32": fp32} | ({"bf16": bf16} if half else {})
-    gemm = [{"m": size, "n": size, "k": size, "dtype": dtype, "flops": flops}
-            for dtype, flops in rates.items() for size in (256, 1024)]  # fmt: skip
-    attention = [{"keys": keys, "head_dim": 64, "dtype": dtype, "backward": backward, "flops": flops / 4}
-                 for dtype, flops in rates.items() for keys in (64, 2048) for backward in (False, True)]  # fmt: skip
+    gemm = [
+        {"m": size, "n": size, "k": size, "dtype": dtype, "flops": flops}
+        for dtype, flops in rates.items()
+        for size in (256, 1024)
+    ]
+    attention = [
+        {"keys": keys, "head_dim": 64, "dtype": dtype, "backward": backward, "flops": flops / 4}
+        for dtype, flops in rates.items()
+        for keys in (64, 2048)
+        for backward in (False, True)
+    ]
     peaks = new_peaks(name or device_name("cpu")).with_points("gemm", gemm).with_points("attention", attention)
     peaks = peaks.with_points("passes", [{"dtype": dtype, "tokens": 1, "bytes_per_s": 8e9} for dtype in rates])
     return peaks.with_points("copy", [{"bytes": 1 << 30, "bytes_per_s": 20e9}])

@@ -32,8 +32,13 @@ GAUGES = ("aux_loss", "expert_load_max_over_mean", "expert_tail_fraction", "expe
 LONG = ("train.steps=300", "train.eval_every=0", "train.batch_tokens=512", "layout.micro_batch=16")
 EIGHT = ("model.num_layers=1", "model.moe_every=1", "model.moe.num_experts=8", "model.moe.top_k=2", "model.moe.ffn=16")
 MIXTRAL = (*EIGHT, "model.family=mixtral", "model.ffn=0")
-GLM = (*EIGHT, "model.family=glm4_moe", "model.moe.shared_ffn=16", "model.moe.score=sigmoid",
-       "model.moe.selection_bias=true")  # fmt: skip
+GLM = (
+    *EIGHT,
+    "model.family=glm4_moe",
+    "model.moe.shared_ffn=16",
+    "model.moe.score=sigmoid",
+    "model.moe.selection_bias=true",
+)
 
 
 def trainer(recipe: Recipe, home: Home) -> Trainer:
@@ -122,8 +127,13 @@ def test_a_run_of_experts_goes_on_on_any_layout(
     recipe: Make, home: Home, ranks: Ranks, tmp_path: Path, chain: list[list[str]]
 ) -> None:
     """Weights, optimiser states and selection biases are saved under one layout and loaded under another."""
-    job = [f"train.steps={2 * len(chain)}", "train.eval_every=0", "train.balance_loss=0.01",
-           "train.expert_capacity=1.25", "train.router_z_loss=1e-3"]  # fmt: skip
+    job = [
+        f"train.steps={2 * len(chain)}",
+        "train.eval_every=0",
+        "train.balance_loss=0.01",
+        "train.expert_capacity=1.25",
+        "train.router_z_loss=1e-3",
+    ]
     model = decided(recipe(*GLM), home, tmp_path / "model")
 
     def made(*overrides: str) -> Recipe:

@@ -80,8 +80,13 @@ def test_a_run_cut_off_anywhere_goes_on_with_the_same_bits(data: st.DataObject, 
     every = data.draw(st.integers(1, 4), label="save_every")
     after = data.draw(st.integers(0, STEPS - 2), label="cut off after step")
     precision = data.draw(st.sampled_from(["fp32", "bf16"]), label="precision")
-    made = recipe(f"train.steps={STEPS}", f"train.save_every={every}", f"layout.precision={precision}",
-                  "train.eval_every=3", "train.keep=0")  # fmt: skip
+    made = recipe(
+        f"train.steps={STEPS}",
+        f"train.save_every={every}",
+        f"layout.precision={precision}",
+        "train.eval_every=3",
+        "train.keep=0",
+    )
     begun = begin(made, home)
     uninterrupted = begun.create_run()
     expected = train(begun.plan, uninterrupted)
@@ -213,9 +218,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @settings(max_examples=12, deadline=None)
 @given(
-    name=st.sampled_from(["__0_0.distcp", ".metadata", "rng.pt", "state.json"]), place=st.integers(0, 10**6),
+    name=st.sampled_from(["__0_0.distcp", ".metadata", "rng.pt", "state.json"]),
+    place=st.integers(0, 10**6),
     bit=st.integers(0, 7),
-)  # fmt: skip
+)
 def test_one_changed_bit_anywhere_is_named_and_passed_over(two: Run, name: str, place: int, bit: int) -> None:
     path = two.checkpoint(2) / name
     before = path.read_bytes()
@@ -227,8 +233,9 @@ def test_one_changed_bit_anywhere_is_named_and_passed_over(two: Run, name: str, 
         assert newest(two, Agreement(rank=0, size=1), said.append) == 1
     finally:
         path.write_bytes(before)
-    assert said == [f"checkpoint 2 of run {two.name} is damaged (the content of {name} has changed); "
-                    "the run goes on from step 1"]  # fmt: skip
+    assert said == [
+        f"checkpoint 2 of run {two.name} is damaged (the content of {name} has changed); the run goes on from step 1"
+    ]
     assert newest(two, Agreement(rank=0, size=1)) == 2
 
 

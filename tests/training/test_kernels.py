@@ -25,9 +25,20 @@ from tests.model.test_attend import randomised, small
 JOB = TrainJob(sequence=16, batch_tokens=16)
 LAYOUT = Layout(micro_batch=1, precision="fp32")
 OURS = dict.fromkeys(
-    ("norm", "add_norm", "head_norm", "activate", "rope", "linear_cross_entropy", "attention", "attention, documents",
-     "attention, window 5", "attention, window 5, documents"), "triton",
-)  # fmt: skip
+    (
+        "norm",
+        "add_norm",
+        "head_norm",
+        "activate",
+        "rope",
+        "linear_cross_entropy",
+        "attention",
+        "attention, documents",
+        "attention, window 5",
+        "attention, window 5, documents",
+    ),
+    "triton",
+)
 MODELS = {
     "llama": small(),
     "window": small(attention_pattern=["sliding", "full"], window=5),
@@ -65,8 +76,10 @@ def far(a: Tensor, b: Tensor) -> float:
 
 CASES = [
     *((name, True, "fused") for name in MODELS),
-    ("llama", False, "layers"), ("qk norm", False, "fused"), ("qk norm", True, "layers"),
-]  # fmt: skip
+    ("llama", False, "layers"),
+    ("qk norm", False, "fused"),
+    ("qk norm", True, "layers"),
+]
 
 
 @needs_interpreter

@@ -84,6 +84,7 @@ def test_micro_batches_give_the_same_losses(recipe: Make, home: Home) -> None:
 
 def test_micro_batches_with_different_numbers_of_targets_give_the_same_losses(recipe: Make, home: Home) -> None:
     """Whole documents leave padding, so rows have different numbers of targets; every target weighs the same."""
+
     def counted(micro_batch: int) -> tuple[list[float], set[int]]:
         begun = begin(recipe(f"layout.micro_batch={micro_batch}", "data.packing=whole", "train.sequence=64"), home)
         begun.prepare()
@@ -157,8 +158,16 @@ def test_a_deterministic_run_leaves_torch_as_it_was(recipe: Make, home: Home) ->
 
 
 def test_a_mixture_of_experts_trains(recipe: Make, home: Home) -> None:
-    experts = ["model.family=mixtral", "model.ffn=0", "model.moe_every=1", "model.moe.num_experts=4",
-               "model.moe.top_k=2", "model.moe.ffn=32", "model.moe.aux_loss=0.01", "layout.precision=bf16"]  # fmt: skip
+    experts = [
+        "model.family=mixtral",
+        "model.ffn=0",
+        "model.moe_every=1",
+        "model.moe.num_experts=4",
+        "model.moe.top_k=2",
+        "model.moe.ffn=32",
+        "model.moe.aux_loss=0.01",
+        "layout.precision=bf16",
+    ]
     begun = begin(recipe(*experts), home)
     begun.prepare()
     assert train(begun.plan, begun.create_run()).loss < 6

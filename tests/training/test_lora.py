@@ -259,8 +259,14 @@ def test_a_run_trains_merges_and_writes_its_adapters(home: Home, recipe: Callabl
 
 def test_an_interrupted_run_goes_on_with_its_adapters(tmp_path: Path, recipe: Callable[..., Recipe]) -> None:
     """Bit-equal to one that was not interrupted; checkpoints hold adapters and their states alone."""
-    wanted = recipe("train.steps=4", "train.save_every=2", "train.lora_rank=2", "train.lora_dropout=0.2",
-                    "train.lr=0.01", "train.profile_every=0")  # fmt: skip
+    wanted = recipe(
+        "train.steps=4",
+        "train.save_every=2",
+        "train.lora_rank=2",
+        "train.lora_dropout=0.2",
+        "train.lr=0.01",
+        "train.profile_every=0",
+    )
     homes = Home.at(tmp_path / "whole"), Home.at(tmp_path / "parts")
     whole = train_recipe(wanted, home=homes[0], device="cpu")
 
@@ -280,8 +286,14 @@ def test_an_interrupted_run_goes_on_with_its_adapters(tmp_path: Path, recipe: Ca
 
 
 def test_experts_that_stay_frozen_are_noted(home: Home, recipe: Callable[..., Recipe]) -> None:
-    experts = ["model.family=mixtral", "model.ffn=0", "model.moe_every=1", "model.moe.num_experts=2",
-               "model.moe.top_k=1", "model.moe.ffn=32"]  # fmt: skip
+    experts = [
+        "model.family=mixtral",
+        "model.ffn=0",
+        "model.moe_every=1",
+        "model.moe.num_experts=2",
+        "model.moe.top_k=1",
+        "model.moe.ffn=32",
+    ]
     wanted = recipe(*experts, "train.lora_rank=2")
     notes = start(wanted, home, starting_point(wanted, home)).plan.notes
     assert any("the experts of 2 layers carry no adapters" in note for note in notes), notes

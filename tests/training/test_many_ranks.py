@@ -259,13 +259,16 @@ def test_damage_is_seen_by_all_ranks_and_said_by_one(home: Home, ranks: Ranks) -
     run = create_run(home, {})
     one, other = ranks.run(2, damaged_on_two, str(run.folder))
     assert other == (1, [])
-    assert one == (1, [f"checkpoint 2 of run {run.name} is damaged (the content of __1_0.distcp has changed); "
-                       "the run goes on from step 1"])  # fmt: skip
+    assert one == (
+        1,
+        [
+            f"checkpoint 2 of run {run.name} is damaged (the content of __1_0.distcp has changed); "
+            "the run goes on from step 1"
+        ],
+    )
 
 
 def test_fewer_ranks_than_the_layout_are_refused(recipe: Make, home: Home, ranks: Ranks) -> None:
     begun = begin(recipe("layout.dp=4", "layout.micro_batch=2"), home)
     (first, second) = ranks.run(2, run_rank, begun.plan.to_json(), str(begun.create_run().folder))
     assert first == second and "dp=4 needs 4 processes and 2 are running" in first
-
-

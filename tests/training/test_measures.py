@@ -124,8 +124,13 @@ def test_what_is_made_again_is_timed(kind: str) -> None:
 
 
 def test_time_in_which_others_had_the_cores_is_no_stall(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    parts = {"host_fraction": 0.45, "host_stall_fraction": 0.4, "launch_gap_fraction": 0.05,
-             "comm_exposed_fraction": 0.0, "idle_fraction": 0.0}  # fmt: skip
+    parts = {
+        "host_fraction": 0.45,
+        "host_stall_fraction": 0.4,
+        "launch_gap_fraction": 0.05,
+        "comm_exposed_fraction": 0.0,
+        "idle_fraction": 0.0,
+    }
     assert undisturbed(parts, 1.0, 0.3, 0.7)["host_stall_fraction"] == pytest.approx(0.05), "Python as others let it"
     assert undisturbed(parts, 1.0, 1.0, 0.0) == parts, "Python that really ran"
     assert undisturbed(parts, 1.0, 0.05, 0.7)["host_stall_fraction"] == pytest.approx(0.25), "it slept"
@@ -150,9 +155,20 @@ def test_early_looks_end_when_they_become_dear(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_waits_for_other_ranks_are_no_work_of_the_host() -> None:
-    parts = {"compute_s": 0.5, "comm_s": 0.1, "comm_exposed_s": 0.1, "bubble_s": 0.0, "overhead_s": 0.4,
-             "unjudged_fraction": 0.5, "comm_exposed_fraction": 0.1, "host_fraction": 0.3, "sync_fraction": 0.0,
-             "launch_gap_fraction": 0.1, "idle_fraction": 0.0, "host_stall_fraction": 0.25}  # fmt: skip
+    parts = {
+        "compute_s": 0.5,
+        "comm_s": 0.1,
+        "comm_exposed_s": 0.1,
+        "bubble_s": 0.0,
+        "overhead_s": 0.4,
+        "unjudged_fraction": 0.5,
+        "comm_exposed_fraction": 0.1,
+        "host_fraction": 0.3,
+        "sync_fraction": 0.0,
+        "launch_gap_fraction": 0.1,
+        "idle_fraction": 0.0,
+        "host_stall_fraction": 0.25,
+    }
     apart = set_apart(parts, 0.3)
     assert apart["bubble_s"] == pytest.approx(0.3) and apart["overhead_s"] == pytest.approx(0.2)
     assert apart["idle_fraction"] == pytest.approx(0.3) and apart["comm_exposed_fraction"] == 0.0

@@ -79,11 +79,18 @@ def stopped(plan_text: str, rank: int) -> tuple[str, list[str], list[str]]:
 
 
 LAYOUTS = [
-    [], ["layout.micro_batch=2"], ["layout.offload=optimizer"], ["train.clip=0"],
-    ["layout.dp=2", "layout.micro_batch=2"], ["layout.dp=2", "layout.zero=1"], ["layout.dp=2", "layout.zero=3"],
-    ["layout.dp=2", "layout.zero=3", "layout.offload=optimizer"], ["layout.tp=2"],
-    ["layout.pp=2", "layout.micro_batch=2"], ["layout.cp=2"],
-]  # fmt: skip
+    [],
+    ["layout.micro_batch=2"],
+    ["layout.offload=optimizer"],
+    ["train.clip=0"],
+    ["layout.dp=2", "layout.micro_batch=2"],
+    ["layout.dp=2", "layout.zero=1"],
+    ["layout.dp=2", "layout.zero=3"],
+    ["layout.dp=2", "layout.zero=3", "layout.offload=optimizer"],
+    ["layout.tp=2"],
+    ["layout.pp=2", "layout.micro_batch=2"],
+    ["layout.cp=2"],
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout) or "one rank")

@@ -88,9 +88,7 @@ def give_gradients(*models: nn.Module, seed: int) -> None:
 
 
 @pytest.mark.parametrize("in_file", [False, True])
-def test_slices_of_any_size_are_stepped_alike(
-    in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_of_any_size_are_stepped_alike(in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("armillary.training.host_adamw.slices_of", lambda parameters: slices_of(parameters, 1000))
     ours, theirs, host, plain = pair(tmp_path if in_file else None)
     assert len(host.slices) > 3
@@ -176,10 +174,22 @@ def test_a_gpu_trains_alike_and_needs_less(
     more: tuple[str, ...], outs: tuple[str, ...], recipe: Make, home: Home
 ) -> None:
     """bf16 in whole blocks: the device keeps weights in 16 bits, so only AdamW's rounding differs."""
-    shape = ["model.hidden=512", "model.heads=8", "model.kv_heads=4", "model.head_dim=64", "model.ffn=1536",
-             "model.num_layers=8", "layout.precision=bf16", "train.sequence=128", "train.batch_tokens=1024",
-             "layout.micro_batch=8", "train.steps=8", "train.eval_every=0", "train.lr=3e-4",
-             "train.deterministic=true"]  # fmt: skip
+    shape = [
+        "model.hidden=512",
+        "model.heads=8",
+        "model.kv_heads=4",
+        "model.head_dim=64",
+        "model.ffn=1536",
+        "model.num_layers=8",
+        "layout.precision=bf16",
+        "train.sequence=128",
+        "train.batch_tokens=1024",
+        "layout.micro_batch=8",
+        "train.steps=8",
+        "train.eval_every=0",
+        "train.lr=3e-4",
+        "train.deterministic=true",
+    ]
     found, peaks = {}, {}
     for out in outs:
         begun = begin(recipe(*shape, *more, f"layout.offload={out}"), home)

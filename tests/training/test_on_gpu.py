@@ -24,9 +24,7 @@ STILL = "train.deterministic=true"
 """no kernel is chosen by timing, which takes longer than these runs"""
 
 
-@pytest.mark.parametrize(
-    ("precision", "tolerance"), [("fp32", 1e-4), ("tf32", 1e-2), ("bf16", 2e-2), ("fp16", 2e-2)]
-)
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("tf32", 1e-2), ("bf16", 2e-2), ("fp16", 2e-2)])
 def test_losses_follow_the_cpu_s(precision: str, tolerance: float, recipe: Make, home: Home) -> None:
     cpu = losses(recipe("layout.precision=fp32"), home, 8)
     gpu = losses(recipe(f"layout.precision={precision}", STILL), home, 8, "cuda")

@@ -42,9 +42,11 @@ def test_halfway_values() -> None:
 
 @settings(max_examples=40)
 @given(
-    schedule=st.sampled_from(["cosine", "linear", "wsd"]), steps=st.integers(1, 30), fraction=st.floats(0.01, 1.0),
+    schedule=st.sampled_from(["cosine", "linear", "wsd"]),
+    steps=st.integers(1, 30),
+    fraction=st.floats(0.01, 1.0),
     data=st.data(),
-)  # fmt: skip
+)
 def test_every_schedule_falls_to_the_final_rate_however_short(
     schedule: str, steps: int, fraction: float, data: st.DataObject
 ) -> None:

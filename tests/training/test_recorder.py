@@ -20,9 +20,12 @@ from armillary.training.step_report import StepReport
 
 def recorder(run: Run, device: str, seen: list[int]) -> Recorder:
     trainer: Any = SimpleNamespace(
-        world=SimpleNamespace(is_main=True), device=torch.device(device), job=TrainJob(),
-        plan=SimpleNamespace(recipe={}), text=SimpleNamespace(notes=()),
-    )  # fmt: skip
+        world=SimpleNamespace(is_main=True),
+        device=torch.device(device),
+        job=TrainJob(),
+        plan=SimpleNamespace(recipe={}),
+        text=SimpleNamespace(notes=()),
+    )
     return Recorder(run, trainer, watch=lambda report: seen.append(report.step), say=print, start=0)
 
 

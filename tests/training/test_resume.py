@@ -16,8 +16,15 @@ from armillary.training.resume import Choice, changes_since, unfinished_run
 from armillary.training.start import Start, start, starting_point
 
 Make = Callable[..., Recipe]
-FREE = ["train.save_every=3", "train.log_every=5", "serve.max_running=7", "cost.spot=true", "traffic.tokens_in=9",
-        "data.verify=false", "data.workers=2"]  # fmt: skip
+FREE = [
+    "train.save_every=3",
+    "train.log_every=5",
+    "serve.max_running=7",
+    "cost.spot=true",
+    "traffic.tokens_in=9",
+    "data.verify=false",
+    "data.workers=2",
+]
 NOTED = ["train.lr=0.1", "train.steps=13", "layout.precision=bf16", "layout.dp=2"]
 DEFINING = ["data.seed=2", "model.ffn=96", "train.seed=4", "train.batch_tokens=512", "train.sequence=64"]
 

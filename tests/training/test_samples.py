@@ -21,9 +21,16 @@ from armillary.training.trainer import Trainer
 from armillary.training.window import recorded
 
 Make = Callable[..., Recipe]
-EXPERTS = ("model.moe_every=1", "model.moe.num_experts=4", "model.moe.top_k=2", "model.moe.ffn=16",
-           "model.family=glm4_moe", "model.moe.shared_ffn=16", "model.moe.score=sigmoid",
-           "model.moe.selection_bias=true")  # fmt: skip
+EXPERTS = (
+    "model.moe_every=1",
+    "model.moe.num_experts=4",
+    "model.moe.top_k=2",
+    "model.moe.ffn=16",
+    "model.family=glm4_moe",
+    "model.moe.shared_ffn=16",
+    "model.moe.score=sigmoid",
+    "model.moe.selection_bias=true",
+)
 DROPPED = ("train.lora_rank=4", "train.lora_dropout=0.5", "train.lr=0.01")
 
 
@@ -75,8 +82,14 @@ def test_a_small_layer_has_as_many_calls_as_is_said(precision: str, calls: int) 
 
 def batch_of(rows: int, length: int = 16) -> DeviceBatch:
     tokens_BT = torch.zeros(rows, length, dtype=torch.int64)
-    return DeviceBatch(tokens_BT=tokens_BT, targets_BT=tokens_BT, positions_BT=tokens_BT, documents_BT=tokens_BT.int(),
-                       row_targets=(length,) * rows, row_documents=(1,) * rows)  # fmt: skip
+    return DeviceBatch(
+        tokens_BT=tokens_BT,
+        targets_BT=tokens_BT,
+        positions_BT=tokens_BT,
+        documents_BT=tokens_BT.int(),
+        row_targets=(length,) * rows,
+        row_documents=(1,) * rows,
+    )
 
 
 class Clock:

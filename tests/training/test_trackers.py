@@ -108,7 +108,12 @@ def test_tensorboard_has_what_was_sent(run: Run) -> None:
     events.Reload()
     assert set(events.Tags()["scalars"]) == {"loss", "tokens_per_s"}
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [
-        (0, 3.0), (1, 2.0), (2, 28.0), (3, 27.0), (4, 26.0)]  # fmt: skip
+        (0, 3.0),
+        (1, 2.0),
+        (2, 28.0),
+        (3, 27.0),
+        (4, 26.0),
+    ]
     assert "train.lr" in events.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0].decode()
 
 

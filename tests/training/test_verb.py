@@ -93,8 +93,18 @@ def test_two_ranks_from_plan_to_export(file: Callable[..., str], cli: Cli, home:
     assert plan.layout.dp == 2 and plan.predicted["step_s"] > 0 and plan.predicted["memory_peak_bytes"] > 0
     records = list(read_gauges(run.gauges))
     assert [record["step"] for record in records] == list(range(8))
-    always = {"step_s", "data_wait_s", "comm_exposed_s", "tokens_per_s_per_device", "memory_bytes", "memory_peak_bytes",
-              "loss", "grad_norm", "lr", "tokens_total"}  # fmt: skip
+    always = {
+        "step_s",
+        "data_wait_s",
+        "comm_exposed_s",
+        "tokens_per_s_per_device",
+        "memory_bytes",
+        "memory_peak_bytes",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens_total",
+    }
     for record in records:
         assert always <= set(record) and set(record["source"]) == set(record) & set(GAUGES), "measured, and how"
     split = {"compute_s", "comm_s", "comm_exposed_s", "bubble_s", "overhead_s"}
@@ -281,11 +291,13 @@ def test_torchrun_s_ranks_are_joined(
         (["--from", "gpt2"], "--from is no more; try --set model.path=FOLDER"),
         (["--set", "train.min_lr=1"], "must be at most the peak learning rate of 0.003"),
         (["--run", "no such"], "is no name for a run"),
-        (["--set", "model.hidden=65536", "--set", "model.ffn=262144", "--set", "model.head_dim=16384"],
-         "needs .* on each device and there are .*; "),
+        (
+            ["--set", "model.hidden=65536", "--set", "model.ffn=262144", "--set", "model.head_dim=16384"],
+            "needs .* on each device and there are .*; ",
+        ),
         (["--set", "data.source=/nowhere"], "/nowhere"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_run_is_one_line(
     args: list[str], expected: str, file: Callable[..., str], cli: Cli, home: Home
 ) -> None:

@@ -60,12 +60,15 @@ def _measured(walk: Walk, device: Any) -> Peaks:
     from armillary.profiling.collectives import QUICK_SIZES, measure_collectives
 
     ranks, begin = walk.recipe.layout.num_devices, time.monotonic()
-    looks = [_look(walk, device, section, threads, min(limit, begin + TOTAL_S - time.monotonic()))
-             for section, threads, limit in sections(device, ranks)]  # fmt: skip
+    looks = [
+        _look(walk, device, section, threads, min(limit, begin + TOTAL_S - time.monotonic()))
+        for section, threads, limit in sections(device, ranks)
+    ]
     if ranks > 1:
         with walk.out.progress("measuring all-reduce", unit="case") as bar:
-            between = measure_collectives(device, worlds=(ranks,), ops=("all_reduce",), sizes=QUICK_SIZES,
-                                          budget_s=0.05, watch=on_bar(bar))  # fmt: skip
+            between = measure_collectives(
+                device, worlds=(ranks,), ops=("all_reduce",), sizes=QUICK_SIZES, budget_s=0.05, watch=on_bar(bar)
+            )
         save_peaks(walk.home, between.peaks)
     for section, threads, limit in sections(device, ranks):
         left = begin + SECOND_S - time.monotonic()
@@ -129,8 +132,11 @@ def _computing_with(threads: int | None) -> Iterator[None]:
 
 def roofs_text(peaks: Peaks) -> str:
     """'bf16 310 GFLOP/s · memory 21 GB/s · all-reduce of 2 ranks 60 µs + 4.1 GB/s'."""
-    parts = [f"{dtype} {flops_per_s_text(best)}{' (emulated)' if peaks.is_emulated(dtype) else ''}"
-             for dtype in ("fp32", "bf16") if (best := peaks.best_gemm(dtype))]  # fmt: skip
+    parts = [
+        f"{dtype} {flops_per_s_text(best)}{' (emulated)' if peaks.is_emulated(dtype) else ''}"
+        for dtype in ("fp32", "bf16")
+        if (best := peaks.best_gemm(dtype))
+    ]
     copy = peaks.best_copy()
     parts += [f"memory {bandwidth_text(copy)}"] if copy else []
     for point in peaks.points.get("collective", ()):

@@ -46,8 +46,7 @@ def _profile(walk: Walk) -> Profile:
     from armillary.profiling.words import budget_line
 
     with recipe_step(Output("silent"), walk.home, str(RECIPE), walk.overrides, None) as step:
-        found = profile(step, steps=PROFILED, warmup=1, home=walk.home, memory=False, stacks=False,
-                        source=RECIPE.name)  # fmt: skip
+        found = profile(step, steps=PROFILED, warmup=1, home=walk.home, memory=False, stacks=False, source=RECIPE.name)
     walk.out.say(f"{budget_line(found)} (one process)")
     return found
 

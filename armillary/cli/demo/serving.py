@@ -85,8 +85,10 @@ def _new_run(home: Home, before: set[str]) -> Run:
 
 def _load(walk: Walk, url: str) -> LoadReport:
     traffic = walk.recipe.traffic
-    about = (f"{traffic.requests_per_s:g} requests/s of {traffic.tokens_in} + {traffic.tokens_out} tokens for "
-             f"{traffic.duration_s:g} s")  # fmt: skip
+    about = (
+        f"{traffic.requests_per_s:g} requests/s of {traffic.tokens_in} + {traffic.tokens_out} tokens for "
+        f"{traffic.duration_s:g} s"
+    )
     with walk.stage("load", about) as say:
         report = load(walk, url)
         last = report.last
@@ -105,8 +107,10 @@ def load(walk: Walk, url: str) -> LoadReport:
     last = report.last
     if last.failed == last.requests:
         raise ArmillaryError(f"no request was answered: {errors_text(report)}; try longer serve.max_model_len")
-    walk.out.say(f"throughput  {last.tokens_out_per_s:,.0f} tokens/s out · goodput {last.goodput_requests_per_s:.3g} "
-                 f"requests/s ({last.slo_met_fraction:.0%}) · {last.failed} errors")  # fmt: skip
+    walk.out.say(
+        f"throughput  {last.tokens_out_per_s:,.0f} tokens/s out · goodput {last.goodput_requests_per_s:.3g} "
+        f"requests/s ({last.slo_met_fraction:.0%}) · {last.failed} errors"
+    )
     return report
 
 
@@ -118,8 +122,13 @@ def server(home: Home, trained: Run, recipe: Path, *, show: Output) -> Iterator[
     """`armillary serve RUN` until the block ends; gives its address and its process once it is ready."""
     place = ["--home", str(home.work)] if home.work == home.cache else []
     words = ["serve", str(trained.folder), "--port", "0", "--recipe", str(recipe), *place]
-    process = subprocess.Popen([sys.executable, "-u", "-m", "armillary", *words], cwd=home.work, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "armillary", *words],
+        cwd=home.work,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     lines: Queue[str | None] = Queue()
     reader = threading.Thread(target=_pass_on, args=(process, lines), daemon=True)
     reader.start()
@@ -147,8 +156,9 @@ def _wait_until_ready(process: subprocess.Popen[str], lines: Queue[str | None], 
         except Empty:
             raise ArmillaryError(f"the server was not ready after {START_S:g} s; try armillary serve") from None
         if line is None:
-            raise ArmillaryError(f"the server ended at once ({said[-1] if said else 'without a word'}); "
-                                 "try armillary serve by itself")  # fmt: skip
+            raise ArmillaryError(
+                f"the server ended at once ({said[-1] if said else 'without a word'}); try armillary serve by itself"
+            )
         said.append(line)
         show.say(line)
         if found := _READY.search(line):

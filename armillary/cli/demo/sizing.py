@@ -44,8 +44,11 @@ class Size:
     """tokens of a step"""
 
     def overrides(self) -> tuple[str, ...]:
-        return (f"model.name={self.model}", f"train.sequence={self.sequence}",
-                f"train.batch_tokens={self.batch_tokens}")  # fmt: skip
+        return (
+            f"model.name={self.model}",
+            f"train.sequence={self.sequence}",
+            f"train.batch_tokens={self.batch_tokens}",
+        )
 
 
 SIZES = (
@@ -65,8 +68,10 @@ def fit(walk: Walk) -> None:
     lengths = (f"train.steps={steps}", f"train.eval_every={each}", f"train.profile_every={each}")
     walk.resize((*size.overrides(), *lengths, *given))
     walk.resize((*size.overrides(), *lengths, *traffic(walk), *given))
-    walk.out.say(f"the demo's size by these: {walk.recipe.model.source}, {walk.recipe.train.steps:,} steps, "
-                 f"{walk.recipe.traffic.requests_per_s:g} requests/s")  # fmt: skip
+    walk.out.say(
+        f"the demo's size by these: {walk.recipe.model.source}, {walk.recipe.train.steps:,} steps, "
+        f"{walk.recipe.traffic.requests_per_s:g} requests/s"
+    )
 
 
 def choose(sizes: Sequence[Size], price: Callable[[Size], float]) -> tuple[Size, int]:
@@ -103,9 +108,13 @@ def traffic(walk: Walk) -> tuple[str, ...]:
     recipe: Recipe = walk.recipe
     request = serving_request(recipe, recipe.model_config(), recipe.cluster(here()), walk.home)
     server = server_of(request, recipe.layout)
-    return (f"traffic.requests_per_s={rounded(BUSY / answer_s(server))}", f"traffic.duration_s={LOAD_S}",
-            f"objective.e2e_p99_s={rounded(3 * answer_s(server))}", f"objective.ttft_p99_s={rounded(server.alone_s)}",
-            f"objective.itl_p99_s={rounded(6 * server.decode_s(1) + server.alone_s)}")  # fmt: skip
+    return (
+        f"traffic.requests_per_s={rounded(BUSY / answer_s(server))}",
+        f"traffic.duration_s={LOAD_S}",
+        f"objective.e2e_p99_s={rounded(3 * answer_s(server))}",
+        f"objective.ttft_p99_s={rounded(server.alone_s)}",
+        f"objective.itl_p99_s={rounded(6 * server.decode_s(1) + server.alone_s)}",
+    )
 
 
 def answer_s(server: Server) -> float:

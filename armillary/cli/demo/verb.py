@@ -18,15 +18,28 @@ if TYPE_CHECKING:
     from armillary.diagnosis.circle import Circle
 
 
-SHOWN = ("step_s", "tokens_per_s", "memory_peak_bytes", "checkpoint_bytes", "ttft_p50_s", "itl_p50_s",
-         "tokens_out_per_s", "kv_capacity_tokens")  # fmt: skip
+SHOWN = (
+    "step_s",
+    "tokens_per_s",
+    "memory_peak_bytes",
+    "checkpoint_bytes",
+    "ttft_p50_s",
+    "itl_p50_s",
+    "tokens_out_per_s",
+    "kv_capacity_tokens",
+)
 """predictions that the terminal shows; the page has all"""
 
 
 @verb
 @set_option
-@click.option("--page", type=click.Path(path_type=Path, dir_okay=False), default=Path("armillary-demo.html"),
-              show_default=True, help="Where the report goes.")  # fmt: skip
+@click.option(
+    "--page",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("armillary-demo.html"),
+    show_default=True,
+    help="Where the report goes.",
+)
 def demo(out: Output, home: Home, overrides: tuple[str, ...], page: Path) -> None:
     """Go once round the circle on this machine: measure, plan, train, serve, load, diagnose, pull a lever, compare.
 
@@ -76,8 +89,14 @@ def _report(walk: Walk, path: Path) -> None:
 def _answer(circle: Circle, path: Path) -> dict[str, Any]:
     """For --json."""
     return {
-        "report": str(path), "seconds": sum(stage.seconds for stage in circle.stages), "stages": circle.stages,
-        "stops": circle.stops, "diagnoses": circle.diagnoses, "pulled": circle.pulled,
-        "predicted": [{"of": one.of, "gauge": one.gauge, "predicted": one.predicted, "measured": one.measured,
-                       "error": one.error} for one in circle.predicted],
-    }  # fmt: skip
+        "report": str(path),
+        "seconds": sum(stage.seconds for stage in circle.stages),
+        "stages": circle.stages,
+        "stops": circle.stops,
+        "diagnoses": circle.diagnoses,
+        "pulled": circle.pulled,
+        "predicted": [
+            {"of": one.of, "gauge": one.gauge, "predicted": one.predicted, "measured": one.measured, "error": one.error}
+            for one in circle.predicted
+        ],
+    }

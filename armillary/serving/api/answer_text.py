@@ -24,9 +24,14 @@ class AnswerText:
     """One answer on its way to the client."""
 
     def __init__(
-        self, detokenizer: Callable[[], Detokenizer], params: SamplingParams, stop: tuple[str, ...],
-        ends: frozenset[int], *, include_stop: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        detokenizer: Callable[[], Detokenizer],
+        params: SamplingParams,
+        stop: tuple[str, ...],
+        ends: frozenset[int],
+        *,
+        include_stop: bool = False,
+    ) -> None:
         """`include_stop`: stop texts and end tokens are part of the answer."""
         self._detokenizer = detokenizer()
         self._stop = StopText(stop, include=include_stop)

@@ -29,16 +29,25 @@ class Answering:
     """Requests under way for one HTTP request: n answers to each of its prompts."""
 
     def __init__(
-        self, engine: EngineProcess, prompts: Sequence[Sequence[int]], wish: Wish,
-        detokenizer: Callable[[], Detokenizer], ends: frozenset[int], *, stream: bool, begin: float,
-    ) -> None:  # fmt: skip
+        self,
+        engine: EngineProcess,
+        prompts: Sequence[Sequence[int]],
+        wish: Wish,
+        detokenizer: Callable[[], Detokenizer],
+        ends: frozenset[int],
+        *,
+        stream: bool,
+        begin: float,
+    ) -> None:
         self.prompts = prompts
         params = wish.params
         self.n = params.n
         self.box = Mailbox(len(prompts) * params.n, eager=stream or bool(wish.stop), begin=begin)
         stops = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else ends)
-        self.texts = [AnswerText(detokenizer, params, wish.stop, stops, include_stop=wish.include_stop)
-                      for _ in range(len(prompts) * params.n)]  # fmt: skip
+        self.texts = [
+            AnswerText(detokenizer, params, wish.stop, stops, include_stop=wish.include_stop)
+            for _ in range(len(prompts) * params.n)
+        ]
         self.gauges: dict[str, float] = {}
         """times and sizes of the answer that ended last, as the engine saw them"""
         self.cached_tokens = 0
@@ -55,9 +64,17 @@ class Answering:
         """Hand the prompts to the engine."""
         wish = self.wish
         for i, prompt in enumerate(self.prompts):
-            self._numbers.append(self._engine.submit(
-                prompt, wish.params, self.box, i * self.n, timeout_s=wish.timeout_s, priority=wish.priority,
-                salt=wish.salt))  # fmt: skip
+            self._numbers.append(
+                self._engine.submit(
+                    prompt,
+                    wish.params,
+                    self.box,
+                    i * self.n,
+                    timeout_s=wish.timeout_s,
+                    priority=wish.priority,
+                    salt=wish.salt,
+                )
+            )
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """What came, a piece for each choice that grew, until all are over."""
@@ -100,12 +117,18 @@ class Answering:
             raise Problem(503, "the request was given up by the server; try again", code="aborted", retry_after_s=1)
         params = self.wish.params
         if end.finish == "error" and (params.allowed_token_ids is not None or params.bad_tokens):
-            raise bad("what the request asks for leaves no token that may come; allow more (allowed_token_ids, "
-                      "bad_words, structures)", "allowed_token_ids" if params.allowed_token_ids else "bad_words",
-                      "structure_failed")  # fmt: skip
+            raise bad(
+                "what the request asks for leaves no token that may come; allow more (allowed_token_ids, "
+                "bad_words, structures)",
+                "allowed_token_ids" if params.allowed_token_ids else "bad_words",
+                "structure_failed",
+            )
         if end.finish == "error" and self.wish.params.structure is not None:
-            raise bad("the asked-for structure could not be followed to its end; make it simpler",
-                      "response_format", "structure_failed")  # fmt: skip
+            raise bad(
+                "the asked-for structure could not be followed to its end; make it simpler",
+                "response_format",
+                "structure_failed",
+            )
         if end.finish == "error":
             raise Problem(500, end.error or "the engine could not answer; try again", code="engine_error")
         self.over.add(choice)
@@ -114,5 +137,9 @@ class Answering:
         """Tokens so far, as clients are billed."""
         given = sum(map(len, self.prompts))
         made = sum(text.num_tokens for text in self.texts) if self.shown else 0
-        return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made,
-                "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}  # fmt: skip
+        return {
+            "prompt_tokens": given,
+            "completion_tokens": made,
+            "total_tokens": given + made,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }

@@ -87,9 +87,14 @@ class Api:
     """What can be asked of one served model."""
 
     def __init__(
-        self, served: Served, metrics: Metrics, *, keys: tuple[str, ...] = (), tracing: Tracing | None = None,
+        self,
+        served: Served,
+        metrics: Metrics,
+        *,
+        keys: tuple[str, ...] = (),
+        tracing: Tracing | None = None,
         say: Say = print,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.served = served
         self.metrics = metrics
         self.tracing = tracing
@@ -101,11 +106,20 @@ class Api:
 
     def app(self) -> Front:
         """The routes; those that tell how the server is doing need no key."""
-        posts = {"/v1/chat/completions": self._chat, "/v1/completions": self._complete, "/tokenize": self._tokenize,
-                 "/detokenize": self._detokenize}  # fmt: skip
+        posts = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._complete,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
         gets = {"/v1/models": self._models, "/v1/models/{model:path}": self._model}
-        opened = {"/": self._page, "/health": self._health, "/ready": self._ready, "/metrics": self._metrics,
-                  "/openapi.json": self._openapi}  # fmt: skip
+        opened = {
+            "/": self._page,
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metrics": self._metrics,
+            "/openapi.json": self._openapi,
+        }
         made = {("POST", path): Endpoint(path, handler, self.metrics, self._keys) for path, handler in posts.items()}
         made |= {("GET", path): Endpoint(path, handler, self.metrics, self._keys) for path, handler in gets.items()}
         made |= {("GET", path): Endpoint(path, handler, self.metrics, Keys()) for path, handler in opened.items()}
@@ -153,8 +167,12 @@ class Api:
         waiting = _MOST_WAITING if serve.max_waiting is None else serve.max_waiting
         if max(self.metrics.inflight, engine.num_requests) >= serve.max_running + waiting:
             self.metrics.rejected += 1
-            raise Problem(429, f"{self.metrics.inflight:,} requests are here, as many as may; try again later",
-                          code="rate_limit_exceeded", retry_after_s=self._wait_s())  # fmt: skip
+            raise Problem(
+                429,
+                f"{self.metrics.inflight:,} requests are here, as many as may; try again later",
+                code="rate_limit_exceeded",
+                retry_after_s=self._wait_s(),
+            )
 
     def _wait_s(self) -> float:
         """When there may be room: the queue over the pace of late, by what requests took."""
@@ -204,8 +222,9 @@ class Api:
         """For liveness probes: 503 where only a new server may help, so not while a model is loaded or an engine is
         started again."""
         why = self.served.engine.dead()
-        await exchange.json(200 if why is None else 503, {"status": "ok"} if why is None else
-                            {"status": "down", "reason": why})  # fmt: skip
+        await exchange.json(
+            200 if why is None else 503, {"status": "ok"} if why is None else {"status": "down", "reason": why}
+        )
 
     def trouble(self) -> str | None:
         """Why it is not ready; none: it is."""
@@ -232,7 +251,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
     """A path or method that there is not, in the shape of all errors."""
     assert isinstance(error, HTTPException)
     path, allowed = request.url.path, (error.headers or {}).get("allow", (error.headers or {}).get("Allow", ""))
-    text = f"{path} takes {allowed}, not {request.method}; use that" if error.status_code == 405 else (
-        f"no path {path}; /openapi.json lists what there is")  # fmt: skip
+    text = (
+        f"{path} takes {allowed}, not {request.method}; use that"
+        if error.status_code == 405
+        else (f"no path {path}; /openapi.json lists what there is")
+    )
     body = encode(Problem(error.status_code, text, code="no_route").body)
     return Response(body, error.status_code, headers=error.headers, media_type="application/json")

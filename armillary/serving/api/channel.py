@@ -140,9 +140,13 @@ class Beat:
 
 
 def _turn(
-    keys: list[int], tokens: list[int], logprobs: dict[int, Any], prompts: dict[int, Any], ends: list[Any],
+    keys: list[int],
+    tokens: list[int],
+    logprobs: dict[int, Any],
+    prompts: dict[int, Any],
+    ends: list[Any],
     state: dict[str, float] | None,
-) -> Turn:  # fmt: skip
+) -> Turn:
     return Turn(keys=keys, tokens=tokens, logprobs=logprobs, prompts=prompts, ends=ends, state=state)
 
 

@@ -82,8 +82,11 @@ class ChatForm:
         for call in calls:
             if self._one and choice.calls:
                 break
-            made = {"id": f"call_{uuid4().hex[:24]}", "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments}}  # fmt: skip
+            made = {
+                "id": f"call_{uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
             added.append({"index": len(choice.calls), **made})
             choice.calls.append(made)
         return added
@@ -93,10 +96,14 @@ class ChatForm:
 
     def whole(self) -> list[dict[str, Any]]:
         return [
-            {"index": i, "message": _message(choice), "finish_reason": choice.finish,
-             "logprobs": {"content": choice.logprobs, "refusal": None} if self._wants else None}
+            {
+                "index": i,
+                "message": _message(choice),
+                "finish_reason": choice.finish,
+                "logprobs": {"content": choice.logprobs, "refusal": None} if self._wants else None,
+            }
             for i, choice in enumerate(self._choices)
-        ]  # fmt: skip
+        ]
 
 
 def _message(choice: _Choice) -> dict[str, Any]:
@@ -127,14 +134,22 @@ async def chat(served: Served, body: Chat, begin: float) -> tuple[Answering, Cha
         refuse_beside_calls(body)
         structure = json_structure(forced_schema(tools, name, one=one), "tools")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    wish = wish_of(body, max_tokens=room, most_s=served.serve.timeout_s, structure=structure, logprobs=logprobs,
-                   defaults=served.defaults, bad_tokens=served.texts.bad_tokens(body.bad_words))  # fmt: skip
+    wish = wish_of(
+        body,
+        max_tokens=room,
+        most_s=served.serve.timeout_s,
+        structure=structure,
+        logprobs=logprobs,
+        defaults=served.defaults,
+        bad_tokens=served.texts.bad_tokens(body.bad_words),
+    )
     is_json = structure is not None and structure.kind == "json_schema"
     family = served.tools if tools and forced == "auto" and not is_json else None
     keep = special_tokens(family) if family else frozenset[str]()
     detokenizer = served.texts.detokenizer(keep, skip_special=body.skip_special_tokens is not False)
-    answering = Answering(served.engine, [prompt], wish, detokenizer, served.texts.eos_ids,
-                          stream=bool(body.stream), begin=begin)  # fmt: skip
+    answering = Answering(
+        served.engine, [prompt], wish, detokenizer, served.texts.eos_ids, stream=bool(body.stream), begin=begin
+    )
     names = [tool.function.name for tool in tools]
 
     def stream() -> ToolStream | None:
@@ -179,22 +194,32 @@ async def prompt_of(
         raise bad("chat_template_kwargs names what the request itself says; leave it out", "chat_template_kwargs")
     trusts = served.serve.trust_request_chat_template
     if "chat_template" in variables or (body.chat_template is not None and not trusts):
-        raise bad("chat_template of a request is not trusted here; leave it out, or start the server with --set "
-                  "serve.trust_request_chat_template=true and send it as a field", "chat_template")  # fmt: skip
+        raise bad(
+            "chat_template of a request is not trusted here; leave it out, or start the server with --set "
+            "serve.trust_request_chat_template=true and send it as a field",
+            "chat_template",
+        )
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
-        raise bad("continue_final_message and add_generation_prompt exclude each other; give one of them",
-                  "continue_final_message")  # fmt: skip
+        raise bad(
+            "continue_final_message and add_generation_prompt exclude each other; give one of them",
+            "continue_final_message",
+        )
     opens = body.add_generation_prompt is not False and not continues
     cut = isinstance(body, Chat) and body.truncate_prompt_tokens is not None
     plain = [_plain(message, i) for i, message in enumerate(messages)]
     if not served.texts.knows_developer:
         plain = [message | {"role": "system"} if message["role"] == "developer" else message for message in plain]
     ids = await served.texts.chat(
-        plain, served.serve.max_body_bytes if cut else served.max_model_len,
-        tools=[_without_none(to_builtins(tool)) for tool in tools] if tools else None, add_generation_prompt=opens,
-        continue_final=continues, template=body.chat_template, variables=variables, aside=aside,
-    )  # fmt: skip
+        plain,
+        served.serve.max_body_bytes if cut else served.max_model_len,
+        tools=[_without_none(to_builtins(tool)) for tool in tools] if tools else None,
+        add_generation_prompt=opens,
+        continue_final=continues,
+        template=body.chat_template,
+        variables=variables,
+        aside=aside,
+    )
     if not ids:
         raise bad("the chat template makes no token of these messages; check them", "messages")
     return ids
@@ -214,8 +239,10 @@ def _plain(message: Message, place: int) -> dict[str, Any]:
     if isinstance(content, list):
         for part in content:
             if part.type != "text" or part.text is None:
-                raise bad(f"messages[{place}] has a part of type {part.type!r}; this model reads text",
-                          f"messages[{place}].content")  # fmt: skip
+                raise bad(
+                    f"messages[{place}] has a part of type {part.type!r}; this model reads text",
+                    f"messages[{place}].content",
+                )
         content = "".join(part.text or "" for part in content)
     found["content"] = content or ""
     if message.tool_calls:

@@ -60,9 +60,11 @@ class Child:
         with theirs:
             paths = os.pathsep.join(path for path in sys.path if path)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module, str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": paths},
-            )  # fmt: skip
+                [sys.executable, "-m", self._module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": paths},
+            )
         self._answers = messages(self._sock)
         for message in self._first:
             self._sock.sendall(frame(message))

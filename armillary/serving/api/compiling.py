@@ -47,9 +47,12 @@ class Compiling:
     """A queue, and the thread that works it off."""
 
     def __init__(
-        self, structures: Knowing, trials: Trying, submit: Callable[[Submit, MakeConstraint], None],
+        self,
+        structures: Knowing,
+        trials: Trying,
+        submit: Callable[[Submit, MakeConstraint], None],
         refuse: Callable[[Submit, ArmillaryError], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._structures, self._trials = structures, trials
         self._submit, self._refuse = submit, refuse
         self._queue: queue.PriorityQueue[tuple[int, int, int, Submit]] = queue.PriorityQueue()

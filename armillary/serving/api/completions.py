@@ -72,10 +72,14 @@ class CompletionForm:
 
     def whole(self) -> list[dict[str, Any]]:
         return [
-            {"index": i, "text": text, "finish_reason": self._finish[i],
-             "logprobs": self._new().part(self._found[i]) if self._wants else None}
+            {
+                "index": i,
+                "text": text,
+                "finish_reason": self._finish[i],
+                "logprobs": self._new().part(self._found[i]) if self._wants else None,
+            }
             for i, text in enumerate(self._texts)
-        ]  # fmt: skip
+        ]
 
 
 async def complete(served: Served, body: Completion, begin: float) -> tuple[Answering, CompletionForm]:
@@ -90,13 +94,19 @@ async def complete(served: Served, body: Completion, begin: float) -> tuple[Answ
     wanted = min(_DEFAULT_TOKENS, *rooms) if asked is None else asked
     logprobs, echo = body.logprobs, bool(body.echo)
     wish = wish_of(
-        body, max_tokens=wanted, most_s=served.serve.timeout_s, structure=structure_of(body),
-        defaults=served.defaults, bad_tokens=served.texts.bad_tokens(body.bad_words), logprobs=logprobs,
+        body,
+        max_tokens=wanted,
+        most_s=served.serve.timeout_s,
+        structure=structure_of(body),
+        defaults=served.defaults,
+        bad_tokens=served.texts.bad_tokens(body.bad_words),
+        logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
-    )  # fmt: skip
+    )
     detokenizer = served.texts.detokenizer(skip_special=body.skip_special_tokens is not False)
-    answering = Answering(served.engine, prompts, wish, detokenizer, served.texts.eos_ids,
-                          stream=bool(body.stream), begin=begin)  # fmt: skip
+    answering = Answering(
+        served.engine, prompts, wish, detokenizer, served.texts.eos_ids, stream=bool(body.stream), begin=begin
+    )
     answering.shown = body.max_tokens != 0
     return answering, CompletionForm(answering, body, served.texts, echoed)
 
@@ -108,8 +118,11 @@ async def _prompts(served: Served, body: Completion) -> tuple[list[list[int]], l
     if isinstance(given, list) and len({type(item) for item in given}) > 1:
         raise bad("prompt mixes texts, ids and lists; give a list of one kind", "prompt")
     if len(many) * (body.n or 1) > _MOST_TOGETHER:  # before any of them is read, which takes its time
-        raise bad(f"{len(many):,} prompts with n={body.n or 1} are more than {_MOST_TOGETHER:,} answers; "
-                  "send them in several requests", "prompt")  # fmt: skip
+        raise bad(
+            f"{len(many):,} prompts with n={body.n or 1} are more than {_MOST_TOGETHER:,} answers; "
+            "send them in several requests",
+            "prompt",
+        )
     longest = served.max_model_len if body.truncate_prompt_tokens is None else served.serve.max_body_bytes
     special, prompts = body.add_special_tokens is not False, list[list[int]]()
     for item in many:
@@ -122,8 +135,9 @@ async def _prompts(served: Served, body: Completion) -> tuple[list[list[int]], l
     if not echo:
         return prompts, [""] * len(many)
     texts = served.texts
-    return prompts, [item if isinstance(item, str) else await texts.work(partial(texts.decode, item), aside=False)
-                     for item in many]  # fmt: skip
+    return prompts, [
+        item if isinstance(item, str) else await texts.work(partial(texts.decode, item), aside=False) for item in many
+    ]
 
 
 assert MOST_CHOICES <= _MOST_TOGETHER, "one prompt may have all its answers"

@@ -65,9 +65,14 @@ def run(orders: Orders, inbox: Iterator[Any], outlet: Outlet) -> None:
     phases = [("process", time.time() - orders.asked_at)]
     with join_world(orders.device, timeout_s=_WAIT_S) as world:
         record = _recorder(orders) if world.is_main else None
-        llm = LLM(orders.model, orders.serve, home=orders.home, world=world,
-                  record=record.record if record is not None else None,
-                  phase=lambda name, seconds: phases.append((name, seconds)))  # fmt: skip
+        llm = LLM(
+            orders.model,
+            orders.serve,
+            home=orders.home,
+            world=world,
+            record=record.record if record is not None else None,
+            phase=lambda name, seconds: phases.append((name, seconds)),
+        )
         phases.append(("in all", time.time() - orders.asked_at))
         if world.is_main:
             worker = _start(llm, outlet)
@@ -121,11 +126,13 @@ def _watch(worker: Worker) -> None:
 def _started(llm: LLM, phases: list[tuple[str, float]]) -> Started:
     settings, cache = llm.engine.scheduler.settings, llm.engine.scheduler.cache
     return Started(
-        max_model_len=settings.max_model_len, vocab=settings.vocab, phases=phases,
+        max_model_len=settings.max_model_len,
+        vocab=settings.vocab,
+        phases=phases,
         kv_tokens=cache.num_blocks // len(cache.groups) * cache.block_tokens,
         kv_text=llm.plan.text((settings.max_model_len,)).splitlines()[0],
         notes=llm.notes,
-    )  # fmt: skip
+    )
 
 
 class Intake:
@@ -148,8 +155,14 @@ class Intake:
             self._compiling.take(message)
 
     def _submit(self, message: Submit, maker: MakeConstraint | None = None) -> None:
-        request = Request(id=str(message.number), prompt=array("i", message.prompt).tolist(), params=message.params,
-                          timeout_s=message.timeout_s, priority=message.priority, salt=message.salt)  # fmt: skip
+        request = Request(
+            id=str(message.number),
+            prompt=array("i", message.prompt).tolist(),
+            params=message.params,
+            timeout_s=message.timeout_s,
+            priority=message.priority,
+            salt=message.salt,
+        )
         try:
             self._worker.submit(request, constraint=maker)
         except ArmillaryError as error:

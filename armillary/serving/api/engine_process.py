@@ -122,8 +122,12 @@ class EngineProcess:
     def trouble(self) -> str | None:
         """Why no request can be served now; none: all is well."""
         if self.state != "ready":
-            return {"loading": "the model is being loaded", "restarting": "the engine failed and is starting again",
-                    "down": self._why_down, "stopped": "the server is shutting down"}[self.state]  # fmt: skip
+            return {
+                "loading": "the model is being loaded",
+                "restarting": "the engine failed and is starting again",
+                "down": self._why_down,
+                "stopped": "the server is shutting down",
+            }[self.state]
         return self._liveness.slow()
 
     def dead(self) -> str | None:
@@ -131,9 +135,16 @@ class EngineProcess:
         return self.trouble() if self.state in ("down", "stopped") else None
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, box: Mailbox, choice: int, *,
-        timeout_s: float | None = None, priority: int = 0, salt: str = "",
-    ) -> int:  # fmt: skip
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        box: Mailbox,
+        choice: int,
+        *,
+        timeout_s: float | None = None,
+        priority: int = 0,
+        salt: str = "",
+    ) -> int:
         """Send a request; its answers come to `box` as choices from `choice` on. Its number, for `abort`."""
         if self.state != "ready" or not self._ranks.alive:
             raise self.unavailable()
@@ -141,8 +152,16 @@ class EngineProcess:
         number = next(self._numbers)
         self._sent[number] = _Sent(box, choice, params.n, len(prompt))
         self._tokens += len(prompt)
-        self._ranks.send(Submit(number=number, prompt=array("i", prompt).tobytes(), params=params, timeout_s=timeout_s,
-                                priority=priority, salt=salt))  # fmt: skip
+        self._ranks.send(
+            Submit(
+                number=number,
+                prompt=array("i", prompt).tobytes(),
+                params=params,
+                timeout_s=timeout_s,
+                priority=priority,
+                salt=salt,
+            )
+        )
         return number
 
     def abort(self, number: int, index: int | None = None) -> None:
@@ -156,8 +175,12 @@ class EngineProcess:
         assert self.started is not None, "an engine that is ready has said what it holds"
         if self._sent and self._tokens + tokens > self.started.kv_tokens * _MOST_PROMPTS:
             self.metrics.rejected += 1
-            raise Problem(429, f"prompts of {self._tokens:,} tokens are here, as many as may; try again later",
-                          code="rate_limit_exceeded", retry_after_s=5)  # fmt: skip
+            raise Problem(
+                429,
+                f"prompts of {self._tokens:,} tokens are here, as many as may; try again later",
+                code="rate_limit_exceeded",
+                retry_after_s=5,
+            )
 
     def _forget(self, number: int) -> _Sent | None:
         sent = self._sent.pop(number, None)

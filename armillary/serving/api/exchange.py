@@ -32,8 +32,9 @@ class Budget:
     def take(self, size: int) -> None:
         self._left -= size
         if self._left < 0:
-            raise Problem(429, "too many bodies are on their way; try again later", code="rate_limit_exceeded",
-                          retry_after_s=2)  # fmt: skip
+            raise Problem(
+                429, "too many bodies are on their way; try again later", code="rate_limit_exceeded", retry_after_s=2
+            )
 
     def give_back(self, size: int) -> None:
         self._left += size
@@ -86,9 +87,12 @@ class Exchange:
             pass
 
     async def answer(
-        self, status: int, body: bytes, kind: tuple[bytes, bytes] = JSON,
+        self,
+        status: int,
+        body: bytes,
+        kind: tuple[bytes, bytes] = JSON,
         headers: list[tuple[bytes, bytes]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A whole answer."""
         self.status = status
         size = (b"content-length", str(len(body)).encode())
@@ -109,8 +113,11 @@ class Exchange:
     async def begin_events(self) -> None:
         """The head of an answer that comes piece by piece."""
         self.status = 200
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
-                   (b"x-accel-buffering", b"no")]  # fmt: skip
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def event(self, data: bytes) -> None:
@@ -119,4 +126,3 @@ class Exchange:
 
     async def end_events(self, data: bytes = b"") -> None:
         await self._send({"type": "http.response.body", "body": data})
-

@@ -13,8 +13,10 @@ def truncated(prompt: list[int], asked: int | None, max_tokens: int | None, serv
         return prompt
     most = served.max_model_len - (max_tokens or 1) if asked == -1 else asked
     if asked == 0 or most < 1:
-        raise bad(f"truncate_prompt_tokens={asked} leaves nothing of the prompt; ask for at least 1, or for fewer "
-                  "max_tokens", "truncate_prompt_tokens")  # fmt: skip
+        raise bad(
+            f"truncate_prompt_tokens={asked} leaves nothing of the prompt; ask for at least 1, or for fewer max_tokens",
+            "truncate_prompt_tokens",
+        )
     return prompt[-most:]
 
 
@@ -29,6 +31,10 @@ def answer_room(prompt_tokens: int, wanted: int | None, served: Served, param: s
     if most is not None and wanted > most:
         raise bad(f"max_tokens={wanted:,} is more than this server's {most:,}; ask for less", "max_tokens")
     if wanted > room:
-        raise bad(f"a prompt of {prompt_tokens:,} tokens and max_tokens={wanted:,} exceed the model's {longest:,}; ask "
-                  f"for at most {room:,}", "max_tokens", "context_length_exceeded")  # fmt: skip
+        raise bad(
+            f"a prompt of {prompt_tokens:,} tokens and max_tokens={wanted:,} exceed the model's {longest:,}; ask "
+            f"for at most {room:,}",
+            "max_tokens",
+            "context_length_exceeded",
+        )
     return wanted

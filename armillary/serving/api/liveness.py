@@ -26,9 +26,7 @@ _UNKNOWN = 10.0
 class Liveness:
     """What is known of one engine."""
 
-    def __init__(
-        self, *, frozen_s: float, hung_s: float | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, *, frozen_s: float, hung_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.frozen_s, self.hung_s = frozen_s, hung_s
         self.clock = clock
         self.heard_at = clock()

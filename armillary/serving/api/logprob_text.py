@@ -41,10 +41,11 @@ class CompletionLogprobs:
             tokens.append(self._text_of(token)[0])
             self._offset += len(self._plain(token)[0])
         return {
-            "tokens": tokens, "text_offset": offsets,
+            "tokens": tokens,
+            "text_offset": offsets,
             "token_logprobs": [None if value is None else _number(value) for _, value, _ in logprobs],
             "top_logprobs": [None if top is None else self._top(top) for _, _, top in logprobs],
-        }  # fmt: skip
+        }
 
     def _top(self, top: tuple[tuple[int, float], ...]) -> dict[str, float]:
         """Different tokens may have the same text: the likelier counts."""

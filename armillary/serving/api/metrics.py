@@ -17,8 +17,16 @@ from armillary.spec.gauges import GAUGES, prometheus_name
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 _TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16_384.0, 65_536.0, 262_144.0)
 _FROM_ENGINE = ("running", "waiting", "kv_used_fraction", "kv_capacity_tokens", "prefix_hit_fraction")
-_ENGINE_TOTALS = ("preemptions_total", "recomputed_total", "prefix_queries_total", "prefix_hits_total",
-                  "prefix_repeated_total", "prefix_evicted_total", "tokens_in_total", "tokens_out_total")  # fmt: skip
+_ENGINE_TOTALS = (
+    "preemptions_total",
+    "recomputed_total",
+    "prefix_queries_total",
+    "prefix_hits_total",
+    "prefix_repeated_total",
+    "prefix_evicted_total",
+    "tokens_in_total",
+    "tokens_out_total",
+)
 
 _OF_ANSWER, _OF_PROMPT = ("queue_s", "prefill_s", "decode_s", "tokens_out"), ("tokens_in", "cached_tokens")
 
@@ -121,8 +129,12 @@ class Metrics:
     def _totals(self) -> dict[str, float]:
         found = {name: self._before[name] + self._state.get(name, 0.0) for name in _ENGINE_TOTALS}
         aborted = self.finished["abort"] + self.finished["deadline"]
-        return found | {"aborted_total": aborted, "errors_total": self.finished["error"],
-                        "rejected_total": self.rejected, "restarts_total": self.restarts}  # fmt: skip
+        return found | {
+            "aborted_total": aborted,
+            "errors_total": self.finished["error"],
+            "rejected_total": self.rejected,
+            "restarts_total": self.restarts,
+        }
 
     def _by_label(self, family: Any, name: str, label: str, counts: Counter[str]) -> Any:
         made = family(prometheus_name(name), GAUGES[name].meaning, labels=[label])

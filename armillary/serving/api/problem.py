@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
-          503: "service_unavailable", 504: "timeout"}  # fmt: skip
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+    504: "timeout",
+}
 
 
 class Problem(Exception):
     """An answer that is an error; the message ends with the next step."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
         retry_after_s: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message

@@ -64,10 +64,14 @@ class Ranks:
         """One process, and our end of its socket."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._processes.append(subprocess.Popen(
-                [sys.executable, "-m", self._module, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=self._environment(rank, port),
-            ))  # fmt: skip
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", self._module, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env=self._environment(rank, port),
+                )
+            )
         return ours
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
@@ -77,9 +81,14 @@ class Ranks:
         for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             found.pop(key, None)
         if self.count > 1:
-            found |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.count),
-                      "LOCAL_WORLD_SIZE": str(self.count),
-                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+            found |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.count),
+                "LOCAL_WORLD_SIZE": str(self.count),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
         return found
 
     def send(self, message: Any) -> None:

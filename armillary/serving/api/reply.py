@@ -49,8 +49,13 @@ class Reply:
         self._form = form
         self._kind = kind
         self.id = f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{uuid4().hex}"
-        self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model,
-                      "system_fingerprint": None}  # fmt: skip
+        self._head = {
+            "id": self.id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": None,
+        }
 
     async def send(self, body: Asked) -> None:
         """Wait for the answers and send them; a client that leaves gives them up."""

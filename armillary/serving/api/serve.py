@@ -91,20 +91,31 @@ def _served(source: ModelSource, orders: Orders, ranks: int, metrics: Metrics, s
     serve = orders.serve
     defaults = sampling_defaults(source.folder if serve.generation_config == "auto" else None)
     if defaults.given:
-        say(f"sampling defaults of the model (generation_config.json): {defaults}; --set serve.generation_config=none "
-            "for neutral ones")  # fmt: skip
-    return Served(name=serve.name or source.name, texts=texts, serve=serve, created=int(time.time()), defaults=defaults,
-                  context=serve.max_model_len or source.config.context,
-                  tools=family if serve.tools == "auto" else serve.tools,
-                  engine=EngineProcess(orders, ranks=ranks, metrics=metrics, say=say))  # fmt: skip
+        say(
+            f"sampling defaults of the model (generation_config.json): {defaults}; --set serve.generation_config=none "
+            "for neutral ones"
+        )
+    return Served(
+        name=serve.name or source.name,
+        texts=texts,
+        serve=serve,
+        created=int(time.time()),
+        defaults=defaults,
+        context=serve.max_model_len or source.config.context,
+        tools=family if serve.tools == "auto" else serve.tools,
+        engine=EngineProcess(orders, ranks=ranks, metrics=metrics, say=say),
+    )
 
 
 def _info(served: Served, orders: Orders) -> dict[str, str]:
     """What the server was set to, as `--set serve.KEY=` takes it; the run whose gauges the engine writes. Anybody may
     read it, so where keys are kept and traces go is left out."""
     run = {"run": orders.gauges.parent.name} if orders.gauges is not None else {}
-    values = {name: "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-              for name, value in asdict(orders.serve).items() if name not in _PRIVATE}  # fmt: skip
+    values = {
+        name: "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in asdict(orders.serve).items()
+        if name not in _PRIVATE
+    }
     return {"model": served.name, **run, **values}
 
 
@@ -126,11 +137,21 @@ async def _serve(app: Api, sock: socket.socket, door: Door, say: Say) -> None:
     import uvicorn
 
     drain_s = app.served.serve.drain_s
-    server = _quiet(uvicorn)(uvicorn.Config(
-        app.app(), log_level="error", access_log=False, lifespan="off", ws="none",
-        http=protocol(), timeout_keep_alive=75, backlog=2048, timeout_graceful_shutdown=int(drain_s) + 10,
-        server_header=False, date_header=False,
-    ))  # fmt: skip
+    server = _quiet(uvicorn)(
+        uvicorn.Config(
+            app.app(),
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            http=protocol(),
+            timeout_keep_alive=75,
+            backlog=2048,
+            timeout_graceful_shutdown=int(drain_s) + 10,
+            server_header=False,
+            date_header=False,
+        )
+    )
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     sweeping = asyncio.create_task(sweep(server))
     _on_signals(app, server, say)

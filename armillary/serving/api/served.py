@@ -43,5 +43,10 @@ class Served:
 
     def card(self) -> dict[str, Any]:
         """Its entry of /v1/models."""
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "armillary",
-                "max_model_len": self.max_model_len}  # fmt: skip
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "armillary",
+            "max_model_len": self.max_model_len,
+        }

@@ -12,8 +12,12 @@ from armillary.serving.api.problem import bad
 from armillary.serving.api.schemas import Asked, ResponseFormat, StructuredOutputs
 from armillary.serving.engine.constraint import Structure
 
-_GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice",
-           "guided_grammar": "grammar"}  # fmt: skip
+_GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 _UNSUPPORTED = ("structural_tag", "whitespace_pattern", "disable_additional_properties")
 """of structured_outputs: they would change what may be written"""
@@ -53,8 +57,11 @@ def _of_outputs(given: StructuredOutputs) -> Structure:
             raise bad(f"structured_outputs.{name} is not supported; leave it out", f"structured_outputs.{name}")
     named = [name for name in _KINDS if getattr(given, name) is not None] + ["json_object"] * bool(given.json_object)
     if len(named) != 1:
-        raise bad(f"structured_outputs says {' and '.join(named) or 'nothing'}; give one of json, json_object, regex, "
-                  "choice, grammar", "structured_outputs")  # fmt: skip
+        raise bad(
+            f"structured_outputs says {' and '.join(named) or 'nothing'}; give one of json, json_object, regex, "
+            "choice, grammar",
+            "structured_outputs",
+        )
     param = f"structured_outputs.{named[0]}"
     if named[0] == "json_object":
         return json_structure({"type": "object"}, param)

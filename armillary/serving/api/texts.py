@@ -61,8 +61,12 @@ class Texts:
         if not aside:
             return await loop.run_in_executor(self._prompts, do)
         if self._aside >= _MOST_ASIDE:
-            raise Problem(429, "too many texts wait for their tokens; try again later", code="rate_limit_exceeded",
-                          retry_after_s=2)  # fmt: skip
+            raise Problem(
+                429,
+                "too many texts wait for their tokens; try again later",
+                code="rate_limit_exceeded",
+                retry_after_s=2,
+            )
         self._aside += 1
         try:
             return await loop.run_in_executor(self._others, do)
@@ -84,18 +88,31 @@ class Texts:
             raise bad(str(error), param) from None
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], longest: int, *, tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True, continue_final: bool = False, template: str | None = None,
-        variables: Mapping[str, Any] | None = None, aside: bool = False,
-    ) -> list[int]:  # fmt: skip
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        longest: int,
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final: bool = False,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        aside: bool = False,
+    ) -> list[int]:
         """Ids of a conversation, by the model's chat template or the request's own."""
         tokenizer, size = self._needed(), sum(len(str(message.get("content") or "")) for message in messages)
         if size > longest * self._token_chars:
             raise too_long(f"more than {longest:,}", longest, "messages")
 
         def render() -> str:
-            return tokenizer.chat(messages, tools=tools, add_generation_prompt=add_generation_prompt,
-                                  continue_final=continue_final, template=template, **(variables or {}))  # fmt: skip
+            return tokenizer.chat(
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final=continue_final,
+                template=template,
+                **(variables or {}),
+            )
 
         try:
             work = size + _MESSAGE * len(messages) + _TOOL * len(tools or ())
@@ -103,8 +120,9 @@ class Texts:
         except ArmillaryError as error:
             raise bad(str(error), "messages") from None
         except TypeError:
-            raise bad("chat_template_kwargs names a variable that the server sets; leave it out",
-                      "chat_template_kwargs") from None  # fmt: skip
+            raise bad(
+                "chat_template_kwargs names a variable that the server sets; leave it out", "chat_template_kwargs"
+            ) from None
         return await self.encode(text, longest, "messages", special=False, aside=aside)
 
     def detokenizer(

@@ -231,10 +231,14 @@ def forced_schema(tools: list[Tool], name: str | None, *, one: bool) -> dict[str
     if name is not None:
         return schemas[name] | shared
     options = [
-        {"type": "object", "required": ["name", "arguments"], "additionalProperties": False,
-         "properties": {"name": {"const": option}, "arguments": schema}}
+        {
+            "type": "object",
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+            "properties": {"name": {"const": option}, "arguments": schema},
+        }
         for option, schema in schemas.items()
-    ]  # fmt: skip
+    ]
     most = {"maxItems": 1} if one else {}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": options}} | shared
 

@@ -42,9 +42,12 @@ class Tracing:
         begin_ns = end_ns - round((time.monotonic() - begin) * 1e9)
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers.items()}
         span = self._tracer.start_span(
-            f"{kind} {self._model}", context=extract(carrier), kind=SpanKind.SERVER, start_time=begin_ns,
+            f"{kind} {self._model}",
+            context=extract(carrier),
+            kind=SpanKind.SERVER,
+            start_time=begin_ns,
             attributes=self._attributes(exchange, answering, status),
-        )  # fmt: skip
+        )
         at, gauges = begin_ns, {} if answering is None else answering.gauges
         for name in _PHASES:
             seconds = gauges.get(name)
@@ -56,13 +59,19 @@ class Tracing:
         span.end(end_ns)
 
     def _attributes(self, exchange: Exchange, answering: Answering | None, status: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"http.response.status_code": status, "url.path": exchange.path,
-                                 "gen_ai.request.model": self._model, "gen_ai.system": "armillary"}  # fmt: skip
+        found: dict[str, Any] = {
+            "http.response.status_code": status,
+            "url.path": exchange.path,
+            "gen_ai.request.model": self._model,
+            "gen_ai.system": "armillary",
+        }
         if answering is None:
             return found
         usage, first = answering.usage(), answering.box.times[0].first
-        found |= {"gen_ai.usage.input_tokens": usage["prompt_tokens"],
-                  "gen_ai.usage.output_tokens": usage["completion_tokens"]}  # fmt: skip
+        found |= {
+            "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+            "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        }
         return found if first is None else found | {"armillary.ttft_s": first - answering.box.begin}
 
     def close(self) -> None:

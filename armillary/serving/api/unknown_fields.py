@@ -13,13 +13,23 @@ from armillary.serving.api.lines import Say
 from armillary.serving.api.problem import bad
 
 _CONSTRAINTS = {
-    "guided_decoding": "structured_outputs", "regex": "structured_outputs.regex", "ebnf": "structured_outputs.grammar",
-    "grammar": "structured_outputs.grammar", "json_schema": "response_format", "json_object": "response_format",
-    "structural_tag": "structured_outputs", "logits_processors": "logit_bias", "logits_processor": "logit_bias",
-    "functions": "tools", "function_call": "tool_choice", "use_beam_search": "n",
+    "guided_decoding": "structured_outputs",
+    "regex": "structured_outputs.regex",
+    "ebnf": "structured_outputs.grammar",
+    "grammar": "structured_outputs.grammar",
+    "json_schema": "response_format",
+    "json_object": "response_format",
+    "structural_tag": "structured_outputs",
+    "logits_processors": "logit_bias",
+    "logits_processor": "logit_bias",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "use_beam_search": "n",
     "custom_logit_processor": "logit_bias",
-    "bad_words_ids": "bad_words", "stop_regex": "stop", "no_repeat_ngram_size": "repetition_penalty",
-}  # fmt: skip
+    "bad_words_ids": "bad_words",
+    "stop_regex": "stop",
+    "no_repeat_ngram_size": "repetition_penalty",
+}
 """fields of other servers, and what there is here instead"""
 _SILENT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """OpenAI's, which change nothing about an answer"""

@@ -18,8 +18,9 @@ def angle_tables(rotary: RotaryTable, length: int) -> dict[bool, tuple[Tensor, T
     rope, device = rotary.rope, rotary.full_R.device
     frequencies = [rotary.full_R]
     if rope.scaling == "longrope" and rotary.fixed_length is None:
-        frequencies = [inverse_frequencies(rope, rope.theta, rotary.dim, rotary.context, at).to(device)
-                       for at in (0, 1 << 60)]  # fmt: skip
+        frequencies = [
+            inverse_frequencies(rope, rope.theta, rotary.dim, rotary.context, at).to(device) for at in (0, 1 << 60)
+        ]
     positions_1A = torch.arange(length, device=device)[None]
 
     def table(kinds: list[Tensor], factor: float) -> tuple[Tensor, Tensor]:

@@ -93,8 +93,9 @@ class Answers:
 
     def end(self, ended: Iterable[Sequence]) -> list[Piece]:
         """Last pieces of answers that ended without a token: aborted, too late, failed."""
-        return [Piece(sequence=seq, tokens=(), text=self._rest(seq), finish=seq.finish, error=seq.error)
-                for seq in ended]  # fmt: skip
+        return [
+            Piece(sequence=seq, tokens=(), text=self._rest(seq), finish=seq.finish, error=seq.error) for seq in ended
+        ]
 
     def _piece(self, seq: Sequence, token: int, now: float) -> Piece:
         stream = self._streams.get(seq)
@@ -107,8 +108,15 @@ class Answers:
             self._stop(seq, stream.num_tokens, now)
         if seq.finish is not None:
             text += self._rest(seq)
-        return Piece(sequence=seq, tokens=(token,), text=text, gap_s=gap_s, finish=seq.finish, error=seq.error,
-                     logprobs=tuple(seq.logprobs[stream.num_out - 1 : stream.num_out]))  # fmt: skip
+        return Piece(
+            sequence=seq,
+            tokens=(token,),
+            text=text,
+            gap_s=gap_s,
+            finish=seq.finish,
+            error=seq.error,
+            logprobs=tuple(seq.logprobs[stream.num_out - 1 : stream.num_out]),
+        )
 
     def _stop(self, seq: Sequence, num_tokens: int, now: float) -> None:
         """A stop text came: the answer ends here, whatever else is on its way."""

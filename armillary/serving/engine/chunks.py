@@ -22,7 +22,12 @@ def chunk_cost(count: int, past: int, attention_tokens: float | None, free: floa
 
 
 def chunk_size(
-    left: int, past: int, budget: float, block_tokens: int, attention_tokens: float | None, tile: int = 1,
+    left: int,
+    past: int,
+    budget: float,
+    block_tokens: int,
+    attention_tokens: float | None,
+    tile: int = 1,
     free: float = FREE,
 ) -> int:
     """Tokens of the `left` that the budget pays for, at least one; where the prompt goes on, whole tiles of queries,

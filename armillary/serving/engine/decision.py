@@ -30,8 +30,24 @@ class Chunk(NamedTuple):
 class Decision:
     """One step."""
 
-    __slots__ = ("admitted", "chunks", "closely", "copies", "decided_at", "decodes", "edits", "ended", "last", "number",
-                 "positions", "preempted", "reached", "rows", "sampling", "stale")  # fmt: skip
+    __slots__ = (
+        "admitted",
+        "chunks",
+        "closely",
+        "copies",
+        "decided_at",
+        "decodes",
+        "edits",
+        "ended",
+        "last",
+        "number",
+        "positions",
+        "preempted",
+        "reached",
+        "rows",
+        "sampling",
+        "stale",
+    )
 
     def __init__(self, number: int) -> None:
         self.number = number

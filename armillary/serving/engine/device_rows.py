@@ -22,9 +22,16 @@ class DeviceRows:
     """Buffers that never move, so that CUDA graphs can be captured over them."""
 
     def __init__(
-        self, *, max_running: int, max_model_len: int, pages: int, groups: int, blocks: tuple[int, ...],
-        dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        max_running: int,
+        max_model_len: int,
+        pages: int,
+        groups: int,
+        blocks: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.device = device
         rows = max_running + 1
         self.tokens_RT = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)

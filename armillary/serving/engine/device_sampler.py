@@ -39,8 +39,14 @@ class _Some:
     lengths_S: Tensor
 
     def draws(self) -> Draws:
-        return Draws(temperature_B=self.floats_FS[0], min_p_B=self.floats_FS[1], top_p_B=self.floats_FS[2],
-                     top_k_B=self.ints_IS[1].int(), seeds_B=self.ints_IS[0], steps_B=self.lengths_S)  # fmt: skip
+        return Draws(
+            temperature_B=self.floats_FS[0],
+            min_p_B=self.floats_FS[1],
+            top_p_B=self.floats_FS[2],
+            top_k_B=self.ints_IS[1].int(),
+            seeds_B=self.ints_IS[0],
+            steps_B=self.lengths_S,
+        )
 
 
 class DeviceSampler:
@@ -82,8 +88,13 @@ class DeviceSampler:
     def _some(self, places: Any, inputs: Inputs) -> _Some:
         at_S = self.rows.send(places)
         rows_S = inputs.long("rows_B")[at_S]
-        return _Some(at_S=at_S, rows_S=rows_S, floats_FS=self.rows.floats_FR[:, rows_S],
-                     ints_IS=self.rows.ints_IR[:, rows_S], lengths_S=inputs.long("lengths_B")[at_S])  # fmt: skip
+        return _Some(
+            at_S=at_S,
+            rows_S=rows_S,
+            floats_FS=self.rows.floats_FR[:, rows_S],
+            ints_IS=self.rows.ints_IR[:, rows_S],
+            lengths_S=inputs.long("lengths_B")[at_S],
+        )
 
     def _changed(self, logits_SV: Tensor, some: _Some, extras: list[Extra], step: Step, masks: Masks) -> Tensor:
         """Tokens of rows with penalties, biases, end tokens that may not come yet, or a structure."""
@@ -101,12 +112,19 @@ class DeviceSampler:
         """Tokens counted anew, which no table can get wrong; of rows without penalties nothing is counted: they share
         an empty row of the tables, the first."""
         at_P, count = self.rows.send(places), len(some.rows_S)
-        counts_PV, prompt_PV = self._counted(some.rows_S[at_P], some.ints_IS[2][at_P], some.lengths_S[at_P], longest,
-                                             vocab)  # fmt: skip
+        counts_PV, prompt_PV = self._counted(
+            some.rows_S[at_P], some.ints_IS[2][at_P], some.lengths_S[at_P], longest, vocab
+        )
         places_S: Ints = np.zeros(count, dtype=np.int64)
         places_S[places] = np.arange(1, len(places) + 1)
-        return Penalties(repetition_B=some.floats_FS[3], presence_B=some.floats_FS[4], frequency_B=some.floats_FS[5],
-                         counts_SV=counts_PV, prompt_SV=prompt_PV, rows_B=self.rows.send(places_S))  # fmt: skip
+        return Penalties(
+            repetition_B=some.floats_FS[3],
+            presence_B=some.floats_FS[4],
+            frequency_B=some.floats_FS[5],
+            counts_SV=counts_PV,
+            prompt_SV=prompt_PV,
+            rows_B=self.rows.send(places_S),
+        )
 
     def _counted(
         self, rows_P: Tensor, prompts_P: Tensor, ends_P: Tensor, longest: int, vocab: int
@@ -140,8 +158,14 @@ class DeviceSampler:
 
     def _draws(self, floats: Tensor, ints: Tensor, inputs: Inputs, top_k_B: Tensor | None = None) -> Draws:
         top_k_B = ints[1].int() if top_k_B is None else top_k_B
-        return Draws(temperature_B=floats[0], min_p_B=floats[1], top_p_B=floats[2], top_k_B=top_k_B,
-                     seeds_B=ints[0], steps_B=inputs.long("lengths_B"))  # fmt: skip
+        return Draws(
+            temperature_B=floats[0],
+            min_p_B=floats[1],
+            top_p_B=floats[2],
+            top_k_B=top_k_B,
+            seeds_B=ints[0],
+            steps_B=inputs.long("lengths_B"),
+        )
 
     def _keep(self, tokens_B: Tensor, inputs: Inputs) -> Tensor:
         """Into the rows; what nobody drew goes to the null row."""

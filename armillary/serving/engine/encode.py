@@ -31,9 +31,16 @@ class Encoder:
     """Decisions in the order they are made, as steps."""
 
     def __init__(
-        self, *, max_running: int, max_model_len: int, block_tokens: int, groups: int, new_seed: Callable[[], int],
-        fit: Fit = exactly, far: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        max_running: int,
+        max_model_len: int,
+        block_tokens: int,
+        groups: int,
+        new_seed: Callable[[], int],
+        fit: Fit = exactly,
+        far: bool = False,
+    ) -> None:
         self.max_running, self.max_model_len, self.size, self.groups = max_running, max_model_len, block_tokens, groups
         self.pages = -(-max_model_len // block_tokens)
         self.tables_GRP: Ints = np.zeros((groups, max_running + 1, self.pages), dtype=np.int32)
@@ -50,13 +57,15 @@ class Encoder:
         edits = self._edited(decision)
         admitted = [self._admitted(seq) for seq in decision.admitted]
         num_decodes, decodes_only = len(decision.decodes), not decision.chunks
-        shape = Shape(*self.fit(decision.num_tokens, num_decodes + len(decision.chunks), decodes_only), self.groups,
-                      decodes_only)  # fmt: skip
+        shape = Shape(
+            *self.fit(decision.num_tokens, num_decodes + len(decision.chunks), decodes_only), self.groups, decodes_only
+        )
         copies = np.array(decision.copies, dtype=np.int32).reshape(-1, 2).T if decision.copies else _NOTHING
         quick = decodes_only and not self._far
         ints = self._decodes(shape, decision) if quick else np.zeros(shape.size, dtype=np.int32)
-        step = Step(shape=shape, ints=ints, edits=edits, admitted=admitted, copies=copies,
-                    draws=bool(decision.sampling))  # fmt: skip
+        step = Step(
+            shape=shape, ints=ints, edits=edits, admitted=admitted, copies=copies, draws=bool(decision.sampling)
+        )
         if not quick:
             self._fill(step, decision)
         step.extras = self._extras(decision)
@@ -66,8 +75,12 @@ class Encoder:
     def _decodes(self, shape: Shape, decision: Decision) -> Ints:
         """Where the rows are those of the step before, as they mostly are, only places and lengths are new."""
         if self._again is None or self._again[0] != shape or self._again[1] != decision.rows:
-            self._again = (shape, decision.rows, np.array(decision.rows, dtype=np.int32),
-                           _decoding(shape, decision.rows, self.max_running))  # fmt: skip
+            self._again = (
+                shape,
+                decision.rows,
+                np.array(decision.rows, dtype=np.int32),
+                _decoding(shape, decision.rows, self.max_running),
+            )
         _, _, rows, ints = self._again
         ints, parts, count = ints.copy(), shape.parts(), len(rows)
         positions = np.array(decision.positions, dtype=np.int32)
@@ -133,22 +146,36 @@ class Encoder:
         (self._special.discard if _is_ordinary(seq, params) else self._special.add)(seq.row)
         seed = (self._new_seed() if params.seed is None else params.seed) + seq.index
         return Admitted(
-            row=seq.row, tokens=_token_bytes(seq), ints=(seed, params.top_k, seq.num_prompt),
-            floats=(params.temperature, params.min_p, params.top_p, params.repetition_penalty, params.presence_penalty,
-                    params.frequency_penalty),
-        )  # fmt: skip
+            row=seq.row,
+            tokens=_token_bytes(seq),
+            ints=(seed, params.top_k, seq.num_prompt),
+            floats=(
+                params.temperature,
+                params.min_p,
+                params.top_p,
+                params.repetition_penalty,
+                params.presence_penalty,
+                params.frequency_penalty,
+            ),
+        )
 
     def _extras(self, decision: Decision) -> list[Extra]:
         special = self._special
         if not special:
             return []
-        found = [_extra(i, seq, position + 1) for i, (seq, row, position) in
-                 enumerate(zip(decision.decodes, decision.rows, decision.positions, strict=True))
-                 if row in special]  # fmt: skip
+        found = [
+            _extra(i, seq, position + 1)
+            for i, (seq, row, position) in enumerate(
+                zip(decision.decodes, decision.rows, decision.positions, strict=True)
+            )
+            if row in special
+        ]
         first = len(decision.decodes)
-        return found + [_extra(first + i, chunk.sequence, chunk.start + chunk.size)
-                        for i, chunk in enumerate(decision.chunks)
-                        if chunk.samples and chunk.row in special]  # fmt: skip
+        return found + [
+            _extra(first + i, chunk.sequence, chunk.start + chunk.size)
+            for i, chunk in enumerate(decision.chunks)
+            if chunk.samples and chunk.row in special
+        ]
 
 
 def _decoding(shape: Shape, rows: list[int], null: int) -> Ints:
@@ -178,10 +205,13 @@ def _extra(at: int, seq: Sequence, end: int) -> Extra:
     params = seq.request.params
     short = end - seq.num_prompt + 1 < params.min_tokens
     return Extra(
-        at=at, bias=tuple(params.logit_bias.items()), banned=tuple(sorted(seq.stops)) if short else (),
+        at=at,
+        bias=tuple(params.logit_bias.items()),
+        banned=tuple(sorted(seq.stops)) if short else (),
         penalised=bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty),
-        num_top=params.logprobs, masked=seq.constraint is not None,
-    )  # fmt: skip
+        num_top=params.logprobs,
+        masked=seq.constraint is not None,
+    )
 
 
 def _prompt_logprobs(decision: Decision) -> list[PromptLogprobs]:

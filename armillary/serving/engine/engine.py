@@ -109,8 +109,12 @@ class Engine:
         is written once its tokens are back."""
         loop, own_s = self.loop, seconds - self.loop.wait_s
         if not decision.empty:
-            times = {"engine_step_s": own_s, "engine_schedule_s": loop.schedule_s, "engine_launch_s": loop.launch_s,
-                     "engine_wait_s": 0.0}  # fmt: skip
+            times = {
+                "engine_step_s": own_s,
+                "engine_schedule_s": loop.schedule_s,
+                "engine_launch_s": loop.launch_s,
+                "engine_wait_s": 0.0,
+            }
             needed = {} if self._roof is None else {"engine_roof_fraction": self._roof.seconds(decision)}
             self._open[decision.number] = step_gauges(self.scheduler, decision, left) | times | needed
         taken = [number for number in loop.taken if number in self._open]

@@ -63,8 +63,9 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     """The first deterministic version of each operation that this device and model can use; nothing is timed, so that
     an engine starts quickly and two of them compute alike."""
     if device.type == "cpu":
-        return EngineKernels(norm=row_norm, add_norm=row_add_norm, qkv_cache=unpadded, attention=by_sdpa,
-                             sample=sample_rows)  # fmt: skip
+        return EngineKernels(
+            norm=row_norm, add_norm=row_add_norm, qkv_cache=unpadded, attention=by_sdpa, sample=sample_rows
+        )
     name = next(key for key, known in DTYPES.items() if known == dtype)
     on: dict[str, Any] = {"dtype": name, "device": device.type}
     batch = min(batch, _CHECKED)
@@ -76,31 +77,44 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     if apart or config.qk_norm == "none":
         qk = {"norm": "none"}
     small = SmallLinear(tokens=1, outputs=config.hidden, inputs=config.hidden, **on)
-    into_cache = choose(QKV_CACHE, QkvCase(tokens=batch, rotary=config.rotary_dim, **heads, **qk, **on),
-                        deterministic=True)  # fmt: skip
-    attention = choose(PAGED_ATTENTION, PagedCase(batch=batch, context=min(config.context, 256), **heads, **on),
-                       deterministic=True)  # fmt: skip
+    into_cache = choose(
+        QKV_CACHE, QkvCase(tokens=batch, rotary=config.rotary_dim, **heads, **qk, **on), deterministic=True
+    )
+    attention = choose(
+        PAGED_ATTENTION, PagedCase(batch=batch, context=min(config.context, 256), **heads, **on), deterministic=True
+    )
     grouped = _grouped(config, batch, on)
     return EngineKernels(
-        grouped=grouped, norm=_first(NORM, normed), add_norm=_first(ADD_NORM, normed),
-        activate=_first(ACTIVATE, ActivationCase(rows=batch, ffn=ffn, activation=config.activation,
-                                                 gated=config.gated, **on)),
-        qkv_cache=into_cache.run, norms_apart=apart, attention=attention.run,
+        grouped=grouped,
+        norm=_first(NORM, normed),
+        add_norm=_first(ADD_NORM, normed),
+        activate=_first(
+            ACTIVATE, ActivationCase(rows=batch, ffn=ffn, activation=config.activation, gated=config.gated, **on)
+        ),
+        qkv_cache=into_cache.run,
+        norms_apart=apart,
+        attention=attention.run,
         **_lookups(device),
         tokens=_tokens() if into_cache.version == attention.version == "triton" and not apart else None,
-        capturable=(into_cache.version == attention.version == "triton"
-                    and (config.moe is None or grouped is not None)),
+        capturable=(
+            into_cache.version == attention.version == "triton" and (config.moe is None or grouped is not None)
+        ),
         sample=_first(SAMPLE, SampleCase(batch=batch, vocab=config.vocab, **on)),
         logprobs=_first(LOGPROBS, LogprobCase(batch=batch, vocab=config.vocab, **on)),
         small=_first(SMALL_LINEAR, small) if _plain(config) else None,
-    )  # fmt: skip
+    )
 
 
 def _grouped(config: ModelConfig, batch: int, on: dict[str, Any]) -> Run | None:
     if config.moe is None:
         return None
-    case = GroupedCase(rows=batch * config.moe.top_k, experts=config.moe.num_experts, outputs=2 * config.moe.ffn,
-                       inputs=config.hidden, **on)  # fmt: skip
+    case = GroupedCase(
+        rows=batch * config.moe.top_k,
+        experts=config.moe.num_experts,
+        outputs=2 * config.moe.ffn,
+        inputs=config.hidden,
+        **on,
+    )
     chosen = choose(GROUPED_LINEAR, case, deterministic=True)
     return None if chosen.version == "eager" else chosen.run
 
@@ -126,6 +140,15 @@ def _first(op: Op, case: Case) -> Run:
 def _plain(config: ModelConfig) -> bool:
     """Whether the fused small products have the model's norm and activation: an RMS norm, SwiGLU, no biases."""
     biased = config.qkv_bias or config.out_bias or config.mlp_bias
-    return (config.norm == "rms" and config.norm_weight and not config.norm_plus_one and config.norm_at == "before"
-            and config.gated and config.activation == "silu" and not biased and config.parallel == "none"
-            and config.residual_scale == 1.0 and config.moe is None)  # fmt: skip
+    return (
+        config.norm == "rms"
+        and config.norm_weight
+        and not config.norm_plus_one
+        and config.norm_at == "before"
+        and config.gated
+        and config.activation == "silu"
+        and not biased
+        and config.parallel == "none"
+        and config.residual_scale == 1.0
+        and config.moe is None
+    )

@@ -62,10 +62,19 @@ class FastExecutor:
     """Encoder, rows on the device, the model, the sampler, and graphs of them."""
 
     def __init__(
-        self, model: Transformer, cache: KVCache, *, max_running: int, max_model_len: int, max_tokens: int = 2048,
-        new_seed: Callable[[], int] = lambda: 0, kernels: EngineKernels | None = None, graphs: bool | None = None,
-        kv_dtype: torch.dtype | None = None, kv_heads: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Transformer,
+        cache: KVCache,
+        *,
+        max_running: int,
+        max_model_len: int,
+        max_tokens: int = 2048,
+        new_seed: Callable[[], int] = lambda: 0,
+        kernels: EngineKernels | None = None,
+        graphs: bool | None = None,
+        kv_dtype: torch.dtype | None = None,
+        kv_heads: int | None = None,
+    ) -> None:
         weight, config = next(model.parameters()), model.config
         self.device, self.vocab = weight.device, config.vocab
         self.max_running, self.max_tokens = max_running, max_tokens
@@ -73,23 +82,39 @@ class FastExecutor:
         pages, slots = -(-max_model_len // cache.block_tokens), max(len(group.layers) for group in cache.groups)
         blocks = (slots, cache.pool.num_blocks, 2, kv_heads or config.kv_heads, cache.block_tokens, config.head_dim)
         self.rows = DeviceRows(
-            max_running=max_running, max_model_len=max_model_len, pages=pages, groups=len(cache.groups), blocks=blocks,
-            dtype=kv_dtype or weight.dtype, device=self.device,
-        )  # fmt: skip
+            max_running=max_running,
+            max_model_len=max_model_len,
+            pages=pages,
+            groups=len(cache.groups),
+            blocks=blocks,
+            dtype=kv_dtype or weight.dtype,
+            device=self.device,
+        )
         with torch.inference_mode():
             self.forward = Forward(model, self.rows, cache.groups, self.kernels, max_model_len=max_model_len)
         self.sampler = DeviceSampler(self.rows, self.kernels)
         self.steps = self._steps(graphs, max_running, max_tokens)
         self.encoder = Encoder(
-            max_running=max_running, max_model_len=max_model_len, block_tokens=cache.block_tokens,
-            groups=len(cache.groups), new_seed=new_seed, fit=self.steps.fit, far=rope_switch(config) is not None,
-        )  # fmt: skip
+            max_running=max_running,
+            max_model_len=max_model_len,
+            block_tokens=cache.block_tokens,
+            groups=len(cache.groups),
+            new_seed=new_seed,
+            fit=self.steps.fit,
+            far=rope_switch(config) is not None,
+        )
 
     def _steps(self, graphs: bool | None, max_running: int, max_tokens: int) -> Steps:
         if self.device.type != "cuda" or graphs is False or not self.kernels.capturable:
             return Steps(self._compute, self.rows.send)
-        return GraphSteps(self._compute, self.rows.send, max_running=max_running, max_tokens=max_tokens,
-                          device=self.device, null=lambda shape: null_step(shape, max_running))  # fmt: skip
+        return GraphSteps(
+            self._compute,
+            self.rows.send,
+            max_running=max_running,
+            max_tokens=max_tokens,
+            device=self.device,
+            null=lambda shape: null_step(shape, max_running),
+        )
 
     def warm(self) -> int:
         """Capture what there is to capture before the first request; how many graphs that is."""
@@ -127,8 +152,10 @@ class FastExecutor:
             said = first_line(error)
         if self.device.type == "cuda":  # only now that the error is gone, whose frames hold the step's tensors
             torch.cuda.empty_cache()
-        raise StepTooLarge(f"there was no memory for this request alone ({said}); lower serve.memory_fraction, shorten "
-                           "its prompt, or ask for no log-probabilities or penalties")  # fmt: skip
+        raise StepTooLarge(
+            f"there was no memory for this request alone ({said}); lower serve.memory_fraction, shorten "
+            "its prompt, or ask for no log-probabilities or penalties"
+        )
 
     def run(self, step: Step, decision: Decision, masks: Masks | None = None) -> Launched:
         """A step that is encoded already; `masks` where another rank has asked the structures."""
@@ -170,8 +197,10 @@ class FastExecutor:
         for wanted in step.prompts:
             targets = torch.tensor(wanted.targets, device=self.device)
             pieces = hidden_TH[wanted.first : wanted.first + wanted.size].split(_HEAD_TOKENS)
-            found = [self.sampler.told(self.forward.logits(piece), target, wanted.num_top)
-                     for piece, target in zip(pieces, targets.split(_HEAD_TOKENS), strict=True)]  # fmt: skip
+            found = [
+                self.sampler.told(self.forward.logits(piece), target, wanted.num_top)
+                for piece, target in zip(pieces, targets.split(_HEAD_TOKENS), strict=True)
+            ]
             prompts.append(torch.cat(found))
         return self.forward.logits(gathered(inputs, hidden_TH)) if step.draws else None, prompts
 
@@ -243,13 +272,19 @@ def _tell(launched: Launched, tokens: list[int]) -> None:
 
 def _tell_prompts(launched: Launched) -> None:
     """Each position once, however often a prompt is computed."""
-    chunks = [c for c in launched.decision.chunks if c.sequence.request.params.prompt_logprobs is not None
-              and min(c.start + c.size, c.sequence.num_prompt - 1) > c.start]  # fmt: skip
+    chunks = [
+        c
+        for c in launched.decision.chunks
+        if c.sequence.request.params.prompt_logprobs is not None
+        and min(c.start + c.size, c.sequence.num_prompt - 1) > c.start
+    ]
     for chunk, wanted, told in zip(chunks, launched.step.prompts, launched.prompts, strict=True):
         kept, skipped = chunk.sequence.prompt_logprobs, len(chunk.sequence.prompt_logprobs) - chunk.start
         if 0 <= skipped < wanted.size:
-            kept += [_logprob(token, row, wanted.num_top)
-                     for token, row in zip(wanted.targets[skipped:], told[skipped:].tolist(), strict=True)]  # fmt: skip
+            kept += [
+                _logprob(token, row, wanted.num_top)
+                for token, row in zip(wanted.targets[skipped:], told[skipped:].tolist(), strict=True)
+            ]
 
 
 def _logprob(token: int, row: list[float], num_top: int) -> Logprob:

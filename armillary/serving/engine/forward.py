@@ -67,9 +67,14 @@ class Forward:
     """Layers, rotary tables and the head."""
 
     def __init__(
-        self, model: Transformer, rows: DeviceRows, groups: tuple[Group, ...], kernels: EngineKernels, *,
+        self,
+        model: Transformer,
+        rows: DeviceRows,
+        groups: tuple[Group, ...],
+        kernels: EngineKernels,
+        *,
         max_model_len: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         place = {layer: (g, slot) for g, group in enumerate(groups) for slot, layer in enumerate(group.layers)}
         assert sorted(place) == list(range(model.config.num_layers)), "the cache was planned for another model"
         self.model, self.rows, self.kernels = model, rows, kernels
@@ -99,8 +104,15 @@ class Forward:
         """[T, H], before the last norm; of the `wanted` tokens alone where they are given."""
         shape, (tokens_T, tables_GBP, turns) = inputs.shape, self._looked_up(inputs)
         x = self.model.embed(tokens_T, inputs.long("positions_T"))
-        batches = [PagedBatch(tables_BP=tables_BP, starts=inputs.narrow("starts"), max_query=shape.max_query,
-                              lengths_B=inputs.narrow("lengths_B")) for tables_BP in tables_GBP]  # fmt: skip
+        batches = [
+            PagedBatch(
+                tables_BP=tables_BP,
+                starts=inputs.narrow("starts"),
+                max_query=shape.max_query,
+                lengths_B=inputs.narrow("lengths_B"),
+            )
+            for tables_BP in tables_GBP
+        ]
         slots_GT = inputs.long("slots_GT").view(shape.groups, -1)
         small = self.kernels.small is not None and len(x) <= MOST_TOKENS
         added: Tensor | None = None
@@ -120,8 +132,9 @@ class Forward:
             return inputs_of(shape, packed)
         rows, parts = self.rows, shape.parts()
         places = {name: parts[name][0] for name in ("rows_T", "positions_T", "angles_T", "rows_B")}
-        found = look(packed, places, shape.rows, rows.tokens_RT, rows.tables_GRP, angles[False], rows.floats_FR,
-                     rows.ints_IR)  # fmt: skip
+        found = look(
+            packed, places, shape.rows, rows.tokens_RT, rows.tables_GRP, angles[False], rows.floats_FR, rows.ints_IR
+        )
         return Inputs(shape=shape, packed=packed, wide=found.wide, found=found)
 
     def _looked_up(self, inputs: Inputs) -> tuple[Tensor, Tensor, dict[bool, tuple[Tensor | None, Tensor | None]]]:
@@ -150,9 +163,15 @@ class Forward:
         return {False: full, True: local}  # type: ignore[dict-item]
 
     def _layer(
-        self, layer: Layer, x: Tensor, added: Tensor | None, batch: PagedBatch, slots_T: Tensor,
-        turn: tuple[Tensor | None, Tensor | None], kept: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        layer: Layer,
+        x: Tensor,
+        added: Tensor | None,
+        batch: PagedBatch,
+        slots_T: Tensor,
+        turn: tuple[Tensor | None, Tensor | None],
+        kept: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         """(residual stream, what is still to be added to it); behind attention of the `kept` tokens alone."""
         norms = layer.norms
         normed, x = self._summed(norms["attention_norm"], x, added)
@@ -168,9 +187,13 @@ class Forward:
         return x, _scaled(self._after(norms["mlp_post_norm"], self._mlp(layer, normed)), layer.scale)
 
     def _mixed(
-        self, layer: Layer, qkv: Tensor, batch: PagedBatch, slots_T: Tensor,
+        self,
+        layer: Layer,
+        qkv: Tensor,
+        batch: PagedBatch,
+        slots_T: Tensor,
         turn: tuple[Tensor | None, Tensor | None],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         blocks = self.rows.blocks[layer.slot]
         cos, sin = turn if layer.rotates else (None, None)
         if self.kernels.tokens is not None and plain(qkv, blocks, cos, layer.heads, batch, layer.options):
@@ -185,9 +208,14 @@ class Forward:
         return self.reduce(layer.down(self.kernels.activate(layer.up(x), layer.activation, layer.gated)))
 
     def _small(
-        self, layer: Layer, x: Tensor, batch: PagedBatch, slots_T: Tensor, turn: tuple[Tensor | None, Tensor | None],
+        self,
+        layer: Layer,
+        x: Tensor,
+        batch: PagedBatch,
+        slots_T: Tensor,
+        turn: tuple[Tensor | None, Tensor | None],
         kept: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """A few tokens: norms, gate and residual are part of the products."""
         small, first, second = self.kernels.small, layer.norms["attention_norm"], layer.norms["mlp_norm"]
         assert small is not None and first is not None and second is not None

@@ -41,8 +41,9 @@ class Fp8Dense:
 def pick_fp8(weight: Tensor, tokens: int) -> Matmul:
     """The product for weights like this one; BadInput where the device has none."""
     if lacking(("fp8",), weight.device.type) or weight.dtype != torch.bfloat16:
-        raise BadInput("weights in fp8 are for bf16 models on a GPU of compute capability 8.9 or more; leave "
-                       "serve.weights=auto")  # fmt: skip
+        raise BadInput(
+            "weights in fp8 are for bf16 models on a GPU of compute capability 8.9 or more; leave serve.weights=auto"
+        )
     outputs, inputs = weight.shape
     case = Fp8Matmul(tokens=tokens, outputs=outputs, inputs=inputs, dtype="bf16", device="cuda")
     run: Any = choose(FP8_MATMUL, case, deterministic=True).run

@@ -51,9 +51,14 @@ def state_gauges(scheduler: Scheduler) -> dict[str, float]:
 
 def request_gauges(seq: Sequence) -> dict[str, float]:
     """Times and sizes of an answer that is over; what it never came to is left out."""
-    found: dict[str, float] = {"tokens_in": seq.num_prompt, "tokens_out": seq.num_output,
-                               "cached_tokens": seq.cached_tokens, "tokens_limit": seq.limit - seq.num_prompt,
-                               "arrived_s": seq.arrived_at, "request_number": seq.number}  # fmt: skip
+    found: dict[str, float] = {
+        "tokens_in": seq.num_prompt,
+        "tokens_out": seq.num_output,
+        "cached_tokens": seq.cached_tokens,
+        "tokens_limit": seq.limit - seq.num_prompt,
+        "arrived_s": seq.arrived_at,
+        "request_number": seq.number,
+    }
     if seq.repeated:
         found |= {"repeated_tokens": seq.repeated, "repeats_request": seq.repeats}
     end = seq.finished_at

@@ -43,9 +43,15 @@ class GraphSteps(Steps):
     """Runs `compute` as graphs, captured when `warm` is called or when a shape comes a second time."""
 
     def __init__(
-        self, compute: Compute, send: Callable[[Any], Tensor], *, max_running: int, max_tokens: int,
-        device: torch.device, null: Callable[[Shape], Any],
-    ) -> None:  # fmt: skip
+        self,
+        compute: Compute,
+        send: Callable[[Any], Tensor],
+        *,
+        max_running: int,
+        max_tokens: int,
+        device: torch.device,
+        null: Callable[[Shape], Any],
+    ) -> None:
         super().__init__(compute, send)
         self.rows = row_sizes(max_running)
         self.tokens = token_sizes(max(max_tokens, max_running))

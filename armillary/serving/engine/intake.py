@@ -27,13 +27,17 @@ def check(request: Request, settings: Settings, cache: KVCache, constraint: Make
     params.check_vocab(settings.vocab)
     room = settings.max_model_len - length
     if room < 1:
-        raise BadInput(f"the prompt has {length:,} tokens and prompt and answer may have {settings.max_model_len:,}; "
-                       f"shorten it to {settings.max_model_len - 1:,} or raise serve.max_model_len "
-                       "and serve.kv_bytes")  # fmt: skip
+        raise BadInput(
+            f"the prompt has {length:,} tokens and prompt and answer may have {settings.max_model_len:,}; "
+            f"shorten it to {settings.max_model_len - 1:,} or raise serve.max_model_len "
+            "and serve.kv_bytes"
+        )
     wanted = room if params.max_tokens is None else params.max_tokens
     if wanted > room:
-        raise BadInput(f"a prompt of {length:,} and max_tokens={wanted:,} exceed max_model_len="
-                       f"{settings.max_model_len:,}; ask for at most {room:,}")  # fmt: skip
+        raise BadInput(
+            f"a prompt of {length:,} and max_tokens={wanted:,} exceed max_model_len="
+            f"{settings.max_model_len:,}; ask for at most {room:,}"
+        )
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise BadInput(f"timeout_s={request.timeout_s} is over before it begins; give a time above 0")
     if params.structure is not None and constraint is None:
@@ -57,9 +61,11 @@ def _check_prompt(request: Request, settings: Settings) -> None:
 def _check_room(tokens: int, cache: KVCache) -> None:
     longest = cache.longest(tokens)
     if longest < tokens:
-        raise BadInput(f"prompt and answer of {tokens:,} tokens need {cache.blocks_at(tokens):,} KV blocks and the "
-                       f"cache has {cache.num_blocks:,}; ask for at most {longest:,} together or raise "
-                       "serve.kv_bytes")  # fmt: skip
+        raise BadInput(
+            f"prompt and answer of {tokens:,} tokens need {cache.blocks_at(tokens):,} KV blocks and the "
+            f"cache has {cache.num_blocks:,}; ask for at most {longest:,} together or raise "
+            "serve.kv_bytes"
+        )
 
 
 def make_sequences(

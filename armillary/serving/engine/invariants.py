@@ -126,8 +126,9 @@ def check_sequence(cache: KVCache, seq: Sequence) -> None:
         _must(all(table[window:]) and not any(table[:window]), f"{seq} has a hole in its table")
         at = seq.computed // size
         writable = at >= len(table) or cache.pool.refs[table[at]] == 1
-        _must(writable or max(seq.room, seq.writable) <= seq.computed,
-              f"{seq} would write into a block that others read")  # fmt: skip
+        _must(
+            writable or max(seq.room, seq.writable) <= seq.computed, f"{seq} would write into a block that others read"
+        )
     _check_content(cache, seq)
 
 

@@ -30,9 +30,11 @@ def kv_budget(executor: FastExecutor, fraction: float | None, *, graphs: bool) -
     total, used = _of_gpu(executor, graphs) if kind == "cuda" else _of_host(executor)
     found = int(share * total - used)
     if found <= 0:
-        raise BadInput(f"{share:.0%} of {bytes_text(total)} of memory are full with {bytes_text(used)} of weights and "
-                       "working memory, and a KV cache has no place; raise serve.memory_fraction, lower "
-                       "serve.max_tokens_per_step or take a smaller model")  # fmt: skip
+        raise BadInput(
+            f"{share:.0%} of {bytes_text(total)} of memory are full with {bytes_text(used)} of weights and "
+            "working memory, and a KV cache has no place; raise serve.memory_fraction, lower "
+            "serve.max_tokens_per_step or take a smaller model"
+        )
     return found
 
 

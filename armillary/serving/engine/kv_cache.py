@@ -42,9 +42,15 @@ class KVCache:
     """Blocks of every sequence."""
 
     def __init__(
-        self, num_blocks: int, block_tokens: int = 16, *, groups: Items[Group] = WHOLE, prefix: bool = True,
-        step_tokens: int = 2048, digest: Digest = digest,
-    ) -> None:  # fmt: skip
+        self,
+        num_blocks: int,
+        block_tokens: int = 16,
+        *,
+        groups: Items[Group] = WHOLE,
+        prefix: bool = True,
+        step_tokens: int = 2048,
+        digest: Digest = digest,
+    ) -> None:
         self.block_tokens = block_tokens
         self.groups = tuple(groups)
         self.step_tokens = step_tokens

@@ -1,9 +1,9 @@
 """How far a number of bytes goes as KV cache, and the sums behind it in words.
 
-    block      layers of a group · block_tokens · numbers a token and layer · bytes a number
-    numbers    2·kv_heads/tp·head_dim; latent attention kv_rank + rope_dim; 2-simplicial layers twice as many
-    blocks     ⌊budget / block⌋ − 1: the null block is never used
-    sequence   Σ over groups of ⌈tokens / block_tokens⌉ blocks, windowed groups no more than window and step need
+block      layers of a group · block_tokens · numbers a token and layer · bytes a number
+numbers    2·kv_heads/tp·head_dim; latent attention kv_rank + rope_dim; 2-simplicial layers twice as many
+blocks     ⌊budget / block⌋ − 1: the null block is never used
+sequence   Σ over groups of ⌈tokens / block_tokens⌉ blocks, windowed groups no more than window and step need
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class KVPlan:
         per_layer = f"{self.numbers:,} numbers a token and layer in {self.dtype}"
         shown = [f"{self.sequences_of(length):,} sequences of {length:,}" for length in lengths]
         usable = f"{self.num_blocks - 1:,} blocks of {self.block_tokens} tokens ({bytes_text(self.block_bytes)} each)"
-        lines = [f"KV cache {bytes_text(self.budget_bytes)} = {usable} = "
-                 + " = ".join([f"{self.tokens:,} tokens", *shown])]  # fmt: skip
+        lines = [
+            f"KV cache {bytes_text(self.budget_bytes)} = {usable} = " + " = ".join([f"{self.tokens:,} tokens", *shown])
+        ]
         lines.append(f"  a block: {self.layers_per_group} layers × {self.block_tokens} tokens × {per_layer}")
         if len(self.groups) > 1 or self.groups[0].sees != "all":
             lines += [f"  table {i}: {group.text()}" for i, group in enumerate(self.groups)]
@@ -97,19 +98,27 @@ class KVPlan:
 
     def make(self, *, prefix: bool = True) -> KVCache:
         """The manager of such a cache."""
-        return KVCache(self.num_blocks, self.block_tokens, groups=self.groups, prefix=prefix,
-                       step_tokens=self.step_tokens)  # fmt: skip
+        return KVCache(
+            self.num_blocks, self.block_tokens, groups=self.groups, prefix=prefix, step_tokens=self.step_tokens
+        )
 
 
 def plan_kv(config: ModelConfig, serve: Serve, budget_bytes: int | str, *, dtype: str = "bf16", tp: int = 1) -> KVPlan:
     """A cache of `budget_bytes` on each device; BadInput where not one token of an answer would fit."""
     kv_dtype = dtype if serve.kv_dtype == "auto" else serve.kv_dtype
     plan = KVPlan(
-        config=config, budget_bytes=parse_count(budget_bytes), dtype=kv_dtype, tp=tp, block_tokens=serve.block_tokens,
-        step_tokens=serve.max_tokens_per_step, groups=layer_groups(config),
-    )  # fmt: skip
+        config=config,
+        budget_bytes=parse_count(budget_bytes),
+        dtype=kv_dtype,
+        tp=tp,
+        block_tokens=serve.block_tokens,
+        step_tokens=serve.max_tokens_per_step,
+        groups=layer_groups(config),
+    )
     least = (plan.blocks_of(2) + 1) * plan.block_bytes
     if plan.budget_bytes < least:
-        raise BadInput(f"{bytes_text(plan.budget_bytes)} of KV cache hold no sequence of {config.name}, whose blocks "
-                       f"take {bytes_text(plan.block_bytes)}; give at least serve.kv_bytes={least}")  # fmt: skip
+        raise BadInput(
+            f"{bytes_text(plan.budget_bytes)} of KV cache hold no sequence of {config.name}, whose blocks "
+            f"take {bytes_text(plan.block_bytes)}; give at least serve.kv_bytes={least}"
+        )
     return plan

@@ -64,6 +64,7 @@ def layer_groups(config: ModelConfig) -> tuple[Group, ...]:
 
 def group_size(counts: list[int]) -> int:
     """Layers of a group: the size that pads least, of those that make few tables."""
+
     def cost(size: int) -> tuple[bool, int, int]:
         groups = sum(-(-count // size) for count in counts)
         return groups > max(_MOST_GROUPS, len(counts)), groups * size - sum(counts), groups

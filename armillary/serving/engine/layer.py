@@ -67,16 +67,25 @@ def make_layer(block: Block, group: int, slot: int) -> Layer:
     names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
     how = attention.how()
     return Layer(
-        group=group, slot=slot, sliding=attention.sliding, rotates=attention.rotates,
-        qkv=dense(attention.qkv), out=dense(attention.out),
-        up=dense(mlp.up) if is_dense else None, down=dense(mlp.down) if is_dense else None,
+        group=group,
+        slot=slot,
+        sliding=attention.sliding,
+        rotates=attention.rotates,
+        qkv=dense(attention.qkv),
+        out=dense(attention.out),
+        up=dense(mlp.up) if is_dense else None,
+        down=dense(mlp.down) if is_dense else None,
         mixture=None if is_dense else mlp,
-        activation=mlp.activation if is_dense else "", gated=mlp.gated if is_dense else True,
-        norms={name: getattr(block, name) for name in names}, parallel=block.parallel, scale=block.residual_scale,
+        activation=mlp.activation if is_dense else "",
+        gated=mlp.gated if is_dense else True,
+        norms={name: getattr(block, name) for name in names},
+        parallel=block.parallel,
+        scale=block.residual_scale,
         heads=_head_options(block),
-        options=PagedOptions(scale=how.scale, window=how.window, softcap=how.softcap, sinks_N=how.sinks_N,
-                             slopes_N=how.slopes_N),
-    )  # fmt: skip
+        options=PagedOptions(
+            scale=how.scale, window=how.window, softcap=how.softcap, sinks_N=how.sinks_N, slopes_N=how.slopes_N
+        ),
+    )
 
 
 def _head_options(block: Block) -> QkvOptions:
@@ -84,5 +93,12 @@ def _head_options(block: Block) -> QkvOptions:
     norm, other = attention.q_norm, attention.k_norm
     if norm is None or other is None:
         return QkvOptions(clip=attention.clip, interleaved=attention.interleaved)
-    return QkvOptions(clip=attention.clip, norm=norm.kind, q_weight=norm.weight, k_weight=other.weight, eps=norm.eps,
-                      plus_one=norm.plus_one, interleaved=attention.interleaved)  # fmt: skip
+    return QkvOptions(
+        clip=attention.clip,
+        norm=norm.kind,
+        q_weight=norm.weight,
+        k_weight=other.weight,
+        eps=norm.eps,
+        plus_one=norm.plus_one,
+        interleaved=attention.interleaved,
+    )

@@ -35,9 +35,7 @@ def _bits(ids: tuple[int, ...], size: int) -> bytes:
 class Limited:
     """One answer, held to the tokens that may come."""
 
-    def __init__(
-        self, allowed: int, bad: tuple[tuple[int, ...], ...], size: int, structure: Constraint | None
-    ) -> None:
+    def __init__(self, allowed: int, bad: tuple[tuple[int, ...], ...], size: int, structure: Constraint | None) -> None:
         """`allowed` has bit v where token v may come; masks have `size` bytes."""
         self._allowed, self._bad, self._size, self._structure = allowed, bad, size, structure
         self._kept = max((len(tokens) for tokens in bad), default=1) - 1

@@ -60,10 +60,17 @@ class LLM:
     """A model and its tokenizer, ready to answer; one without a tokenizer answers token ids."""
 
     def __init__(
-        self, model: str | Path, serve: Serve | None = None, *, home: Home | None = None, dtype: str | None = None,
-        device: str | None = None, record: Record | None = None, phase: Phase | None = None,
+        self,
+        model: str | Path,
+        serve: Serve | None = None,
+        *,
+        home: Home | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+        record: Record | None = None,
+        phase: Phase | None = None,
         world: World | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """With a `world` of several ranks (parallel.world) the model is cut over them: the first one answers until it
         is closed, the others `follow`."""
         source = resolve_model(str(model), home or Home.default(), need_weights=True)
@@ -81,10 +88,16 @@ class LLM:
         has_text = (source.folder / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer.load(source.folder) if has_text else None
         self.engine, self.plan = make_engine(
-            loaded, self.tokenizer, serve, record=record, phase=phase, group=group, owns_model=True,
+            loaded,
+            self.tokenizer,
+            serve,
+            record=record,
+            phase=phase,
+            group=group,
+            owns_model=True,
             eos_ids=() if has_text else eos_ids_of(source.folder),
             peaks=load_peaks(home or Home.default(), name_of(next(loaded.parameters()).device)),
-        )  # fmt: skip
+        )
         self._asked_len = serve.max_model_len
         self.structures = Structures(self.tokenizer, loaded.config.vocab)
         own = sampling_defaults(source.folder if serve.generation_config == "auto" else None).given
@@ -100,8 +113,10 @@ class LLM:
         longest, context = self.engine.scheduler.settings.max_model_len, self.plan.config.context
         if self._asked_len is not None or longest == context:
             return ()
-        return (f"max_model_len is {longest:,} and not the context of {context:,}: the KV cache holds no more; raise "
-                "serve.kv_bytes for longer answers",)  # fmt: skip
+        return (
+            f"max_model_len is {longest:,} and not the context of {context:,}: the KV cache holds no more; raise "
+            "serve.kv_bytes for longer answers",
+        )
 
     def generate(
         self, prompts: Items[Prompt], params: SamplingParams | Items[SamplingParams] | None = None
@@ -117,13 +132,14 @@ class LLM:
         requests, unreadable = self._requests(prompts, given)
         made = {request.id: maker for request in requests if (maker := self._constraint(request.params))}
         found = self.engine.generate([request for request in requests if request.id not in unreadable], made)
-        found += [Completion(request=request, finish="error", error=unreadable[request.id]) for request in requests
-                  if request.id in unreadable]  # fmt: skip
+        found += [
+            Completion(request=request, finish="error", error=unreadable[request.id])
+            for request in requests
+            if request.id in unreadable
+        ]
         return sorted(found, key=lambda made: int(made.request.id))  # answers to one prompt keep their order
 
-    def _requests(
-        self, prompts: Items[Prompt], given: Items[SamplingParams]
-    ) -> tuple[list[Request], dict[str, str]]:
+    def _requests(self, prompts: Items[Prompt], given: Items[SamplingParams]) -> tuple[list[Request], dict[str, str]]:
         """A request for each prompt, and by id what is wrong with those that have no tokens."""
         requests, unreadable = [], {}
         for prompt, wish in zip(prompts, given, strict=True):

@@ -52,9 +52,13 @@ class Loop:
     """Scheduler and executor, one step at a time."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, *, overlap: bool = True,
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.overlap = overlap

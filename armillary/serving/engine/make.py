@@ -56,10 +56,19 @@ class NoText:
 
 
 def make_engine(
-    model: Transformer, tokenizer: Tokenizer | None, serve: Serve, *, record: Record | None = None,
-    seed: int | None = None, phase: Phase | None = None, group: Group | None = None,
-    peaks: Peaks | None = None, warm: bool = True, owns_model: bool = False, eos_ids: Items[int] = (),
-) -> tuple[Engine, KVPlan]:  # fmt: skip
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    serve: Serve,
+    *,
+    record: Record | None = None,
+    seed: int | None = None,
+    phase: Phase | None = None,
+    group: Group | None = None,
+    peaks: Peaks | None = None,
+    warm: bool = True,
+    owns_model: bool = False,
+    eos_ids: Items[int] = (),
+) -> tuple[Engine, KVPlan]:
     """`seed` is of the seeds that requests do not bring themselves; `phase` is told what the start consists of. With a
     `group` of ranks the model is cut over them; the first one's engine leads, the others follow. Where few requests
     will come, graphs need not be captured beforehand (`warm`): each is when its shape first comes. An engine that
@@ -111,10 +120,16 @@ def make_executor(
     if kv_dtype == torch.float8_e4m3fn and lacking(("fp8",), weight.device.type):
         raise BadInput("a KV cache in fp8 is for a GPU of compute capability 8.9 or more; leave serve.kv_dtype=auto")
     executor = FastExecutor(
-        model, plan.make(prefix=False), max_running=settings.max_running, max_model_len=settings.max_model_len,
-        max_tokens=settings.max_tokens_per_step, new_seed=lambda: dice.getrandbits(61), graphs=serve.graphs,
-        kv_dtype=kv_dtype, kv_heads=None if group is None else local_kv_heads(model.config, group.size),
-    )  # fmt: skip
+        model,
+        plan.make(prefix=False),
+        max_running=settings.max_running,
+        max_model_len=settings.max_model_len,
+        max_tokens=settings.max_tokens_per_step,
+        new_seed=lambda: dice.getrandbits(61),
+        graphs=serve.graphs,
+        kv_dtype=kv_dtype,
+        kv_heads=None if group is None else local_kv_heads(model.config, group.size),
+    )
     if group is not None:
         cut(executor, model.config, group)
     if kv_dtype == torch.float8_e4m3fn:
@@ -177,9 +192,11 @@ def _fitting_len(settings: Settings, serve: Serve, plan: KVPlan, cache: KVCache)
     longest = cache.longest(wanted)
     if longest < wanted and serve.max_model_len is not None:
         needed = (cache.blocks_at(wanted) + 1) * plan.block_bytes
-        raise BadInput(f"serve.max_model_len={wanted} needs {bytes_text(needed)} of KV cache and there are "
-                       f"{bytes_text(plan.budget_bytes)}; try --set serve.max_model_len={longest} or --set "
-                       f"serve.kv_bytes={needed}")  # fmt: skip
+        raise BadInput(
+            f"serve.max_model_len={wanted} needs {bytes_text(needed)} of KV cache and there are "
+            f"{bytes_text(plan.budget_bytes)}; try --set serve.max_model_len={longest} or --set "
+            f"serve.kv_bytes={needed}"
+        )
     return longest
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 _WORDS = (
-    "can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "alloc_failed",
-    "could not create a memory", "failed to allocate",
-)  # fmt: skip
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "bad_alloc",
+    "alloc_failed",
+    "could not create a memory",
+    "failed to allocate",
+)
 """in errors of torch's CPU allocator (Linux, Windows), CUDA's runtime and drivers, C++, cuBLAS and oneDNN"""
 
 

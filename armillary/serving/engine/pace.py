@@ -146,8 +146,9 @@ class Pace:
         moved = [sum(x * part for x, part in zip(row, parts, strict=True)) for row in self._unsure]
         scale = _FORGET + sum(x * part for x, part in zip(moved, parts, strict=True))
         self._fit = [value + x / scale * error for value, x in zip(self._fit, moved, strict=True)]
-        kept = [[(row[j] - moved[i] * moved[j] / scale) / _FORGET for j in range(3)]
-                for i, row in enumerate(self._unsure)]  # fmt: skip
+        kept = [
+            [(row[j] - moved[i] * moved[j] / scale) / _FORGET for j in range(3)] for i, row in enumerate(self._unsure)
+        ]
         most = max(kept[i][i] for i in range(3))
         self._unsure = kept if most < _UNSURE else [[x * _UNSURE / most for x in row] for row in kept]
 

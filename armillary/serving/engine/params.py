@@ -126,9 +126,12 @@ class SamplingParams:
 
     def check_vocab(self, vocab: int) -> None:
         """Refuse tokens the model does not have."""
-        named = {"stop_ids": self.stop_ids, "logit_bias": self.logit_bias,
-                 "allowed_token_ids": self.allowed_token_ids or (),
-                 "bad_tokens": [token for tokens in self.bad_tokens for token in tokens]}  # fmt: skip
+        named = {
+            "stop_ids": self.stop_ids,
+            "logit_bias": self.logit_bias,
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "bad_tokens": [token for tokens in self.bad_tokens for token in tokens],
+        }
         for name, tokens in named.items():
             for token in tokens:
                 if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:

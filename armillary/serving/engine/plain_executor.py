@@ -24,9 +24,14 @@ class PlainExecutor:
     """Rows of tokens and block tables, and the blocks themselves."""
 
     def __init__(
-        self, model: Transformer, cache: KVCache, *, max_running: int, max_model_len: int,
+        self,
+        model: Transformer,
+        cache: KVCache,
+        *,
+        max_running: int,
+        max_model_len: int,
         new_seed: Callable[[], int] = lambda: 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         weight = next(model.parameters())
         config, self.size = model.config, cache.block_tokens
         self.model, self.device = model, weight.device
@@ -107,8 +112,9 @@ class PlainExecutor:
             blocks = self.blocks[slot]
             for index, x_1TKD in enumerate((k_1TKD, v_1TKD)):
                 blocks[:, index].transpose(1, 2)[pages_GT[group], places_T] = x_1TKD[0].to(blocks.dtype)
-            options = PagedOptions(scale=how.scale, window=how.window, softcap=how.softcap, sinks_N=how.sinks_N,
-                                   slopes_N=how.slopes_N)  # fmt: skip
+            options = PagedOptions(
+                scale=how.scale, window=how.window, softcap=how.softcap, sinks_N=how.sinks_N, slopes_N=how.slopes_N
+            )
             return paged_attention(q_1TND[0], blocks, batches[group], options)[None]
 
         return attend

@@ -27,14 +27,20 @@ def draw(
 
     counts_SV, prompt_SV = _counted(logits_SV.shape[1], sequences, tokens_ST, ends)
     draws = Draws(
-        temperature_B=column("temperature"), min_p_B=column("min_p"), top_k_B=column("top_k", torch.int32),
-        top_p_B=column("top_p"), seeds_B=torch.tensor(seeds, dtype=torch.int64, device=device),
+        temperature_B=column("temperature"),
+        min_p_B=column("min_p"),
+        top_k_B=column("top_k", torch.int32),
+        top_p_B=column("top_p"),
+        seeds_B=torch.tensor(seeds, dtype=torch.int64, device=device),
         steps_B=torch.tensor(ends, dtype=torch.int64, device=device),
-    )  # fmt: skip
+    )
     penalties = Penalties(
-        repetition_B=column("repetition_penalty"), presence_B=column("presence_penalty"),
-        frequency_B=column("frequency_penalty"), counts_SV=counts_SV, prompt_SV=prompt_SV,
-    )  # fmt: skip
+        repetition_B=column("repetition_penalty"),
+        presence_B=column("presence_penalty"),
+        frequency_B=column("frequency_penalty"),
+        counts_SV=counts_SV,
+        prompt_SV=prompt_SV,
+    )
     return sample(_shifted(logits_SV, sequences, ends), draws, penalties, _allowed(logits_SV, sequences))
 
 

@@ -34,8 +34,9 @@ class Recorder:
     ) -> None:
         self._writer, self._most_bytes = writer, most_bytes
         self._a_second, self._whole = a_second, whole
-        self._queue: queue.Queue[tuple[Mapping[str, Any], int | None, str | None, float] | None] = (
-            queue.Queue(_MOST_WAITING))  # fmt: skip
+        self._queue: queue.Queue[tuple[Mapping[str, Any], int | None, str | None, float] | None] = queue.Queue(
+            _MOST_WAITING
+        )
         self.every = 1
         """of the steps, which are recorded"""
         self._lasting: list[Mapping[str, Any]] = []

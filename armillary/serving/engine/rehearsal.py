@@ -86,8 +86,11 @@ def kinds_of(cache: KVCache, settings: Settings) -> Iterator[Kind]:
         most = min(MOST, settings.max_tokens_per_step)
         yield from (Kind(prompts=rows, size=size, past=past) for size, past in parts if rows * size <= most)
         others = min(rows, settings.max_running - 1) if rows == counts[-1] else 0
-        yield from (Kind(prompts=1, size=size, past=past, decodes=others, context=min(32, longest))
-                    for size, past in parts if others and size + others <= settings.max_tokens_per_step)  # fmt: skip
+        yield from (
+            Kind(prompts=1, size=size, past=past, decodes=others, context=min(32, longest))
+            for size, past in parts
+            if others and size + others <= settings.max_tokens_per_step
+        )
 
 
 def _longest(rows: int, cache: KVCache, settings: Settings) -> int:
@@ -104,8 +107,10 @@ def decision_of(kind: Kind, cache: KVCache) -> Decision:
         length = kind.context if decodes else kind.past + kind.size
         seq = _sequence(row, length, cache)
         made.admitted.append(seq)
-        made.edits += [Edit(row, group, 0, _blocks(row * len(cache.groups) + group, length, cache))
-                       for group in range(len(cache.groups))]  # fmt: skip
+        made.edits += [
+            Edit(row, group, 0, _blocks(row * len(cache.groups) + group, length, cache))
+            for group in range(len(cache.groups))
+        ]
         made.sampling.append(seq)
         if decodes:
             made.decodes.append(seq)
@@ -132,4 +137,3 @@ def _timed(executor: Executor, decision: Decision) -> float:
     begin = time.perf_counter()
     executor.tokens(executor.launch(decision))
     return time.perf_counter() - begin
-

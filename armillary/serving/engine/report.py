@@ -21,11 +21,15 @@ def report(scheduler: Scheduler) -> str:
     if totals.preempted:
         likely = "are likely to" if scheduler.admission.learns else "may"
         kept = f"{scheduler.admission.reserve:.0%} of what answers {likely} grow is now kept free"
-        lines.append(f"{totals.preempted:,} times a request was put back for lack of blocks, {totals.recomputed:,} "
-                     f"tokens given up; {kept}")  # fmt: skip
+        lines.append(
+            f"{totals.preempted:,} times a request was put back for lack of blocks, {totals.recomputed:,} "
+            f"tokens given up; {kept}"
+        )
     if totals.shrunk:
-        lines.append(f"{totals.shrunk:,} times a step found no memory and was made smaller; now a step has "
-                     f"{scheduler.limit.tokens:,} tokens at most: lower serve.memory_fraction or serve.kv_bytes")
+        lines.append(
+            f"{totals.shrunk:,} times a step found no memory and was made smaller; now a step has "
+            f"{scheduler.limit.tokens:,} tokens at most: lower serve.memory_fraction or serve.kv_bytes"
+        )
     if totals.discarded:
         lines.append(f"{totals.discarded:,} tokens drawn for answers that were over by then")
     return "\n".join(lines)
@@ -37,6 +41,8 @@ def _prefix(scheduler: Scheduler) -> list[str]:
         return ["prefix cache off"]
     least = cache.block_tokens + 1
     share = f" ({totals.found / totals.looked_up:.0%})" if totals.looked_up else ""
-    lines = [f"prefix cache found {totals.found:,} of {totals.looked_up:,} prompt tokens{share}; prompts from {least} "
-             "tokens on can be found"]  # fmt: skip
+    lines = [
+        f"prefix cache found {totals.found:,} of {totals.looked_up:,} prompt tokens{share}; prompts from {least} "
+        "tokens on can be found"
+    ]
     return lines + [f"  {count:,} × {why}: {MEANING[cast(Miss, why)]}" for why, count in totals.misses.most_common()]

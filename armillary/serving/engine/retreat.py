@@ -12,8 +12,10 @@ from armillary.serving.engine.sequence import Sequence
 
 def take_back(decision: Decision) -> list[Sequence]:
     """Nothing of the decision was computed; the sequences that were in it and are not over."""
-    ends = [*zip(decision.decodes, decision.positions, strict=True),
-            *((chunk.sequence, chunk.start) for chunk in decision.chunks)]  # fmt: skip
+    ends = [
+        *zip(decision.decodes, decision.positions, strict=True),
+        *((chunk.sequence, chunk.start) for chunk in decision.chunks),
+    ]
     inside = [(seq, begin) for seq, begin in ends if seq.finish is None]
     prompts = {id(seq) for seq in (*decision.reached, *(chunk.sequence for chunk in decision.chunks))}
     for seq, begin in inside:

@@ -37,8 +37,10 @@ class Scheduler:
 
     def __init__(self, settings: Settings, cache: KVCache) -> None:
         if settings.max_tokens_per_step < settings.max_running:
-            raise BadInput(f"a step of {settings.max_tokens_per_step} tokens cannot decode {settings.max_running} "
-                           f"sequences; set serve.max_running={settings.max_tokens_per_step} or less")  # fmt: skip
+            raise BadInput(
+                f"a step of {settings.max_tokens_per_step} tokens cannot decode {settings.max_running} "
+                f"sequences; set serve.max_running={settings.max_tokens_per_step} or less"
+            )
         self.settings = settings
         self.cache = cache
         self.roster = Roster(settings, cache)
@@ -148,8 +150,14 @@ class Scheduler:
         if not decodes or not prompts or self.pace is None or (self._gives_way and prompts > decodes):
             return Budget(tokens=left, most=left, attention_tokens=settings.attention_tokens)
         tokens, attention_tokens = self.pace.allowance(decodes)
-        return Budget(tokens=min(left, tokens), most=min(left, self.pace.most), attention_tokens=attention_tokens,
-                      free=0.0, least=settings.query_tile, one=True)  # fmt: skip
+        return Budget(
+            tokens=min(left, tokens),
+            most=min(left, self.pace.most),
+            attention_tokens=attention_tokens,
+            free=0.0,
+            least=settings.query_tile,
+            one=True,
+        )
 
     def _settle(self, decision: Decision, now: float) -> None:
         """What came before: names of computed blocks, forks that can start, blocks to give back, deadlines."""
@@ -216,9 +224,13 @@ class Scheduler:
             return  # this step's share of searching is used up
         settings, start = self.settings, seq.computed
         left = seq.due - start
-        count = self._paced(decision, budget, left, start, min(
-            budget.size(left, start, self.cache.block_tokens, settings.query_tile), settings.max_chunk or left
-        ))  # fmt: skip
+        count = self._paced(
+            decision,
+            budget,
+            left,
+            start,
+            min(budget.size(left, start, self.cache.block_tokens, settings.query_tile), settings.max_chunk or left),
+        )
         if not count:
             budget.close()
             return

@@ -79,16 +79,28 @@ def settings_for(config: ModelConfig, serve: Serve, eos_ids: frozenset[int] = fr
     """The recipe's [serve] table, for a model."""
     longest = config.context if serve.max_model_len is None else serve.max_model_len
     if longest > config.context:
-        raise BadRecipe(f"serve.max_model_len={longest} exceeds the context of {config.name}; try --set "
-                        f"serve.max_model_len={config.context}")  # fmt: skip
+        raise BadRecipe(
+            f"serve.max_model_len={longest} exceeds the context of {config.name}; try --set "
+            f"serve.max_model_len={config.context}"
+        )
     return Settings(
-        max_model_len=longest, vocab=config.vocab, eos_ids=eos_ids, max_tokens_per_step=serve.max_tokens_per_step,
-        max_running=serve.max_running, batching=serve.batching, batch_window_s=serve.batch_window_s,
-        ageing_s=serve.ageing_s, max_waiting=serve.max_waiting, max_wait_s=serve.max_wait_s,
-        prefill_tokens=serve.prefill_tokens, prefill_slowdown=serve.prefill_slowdown,
-        attention_tokens=attention_tokens(config), check_every=serve.check_every,
-        rope_switch=rope_switch(config), query_tile=max(1, _TILE_ROWS // (config.heads // config.kv_heads)),
-    )  # fmt: skip
+        max_model_len=longest,
+        vocab=config.vocab,
+        eos_ids=eos_ids,
+        max_tokens_per_step=serve.max_tokens_per_step,
+        max_running=serve.max_running,
+        batching=serve.batching,
+        batch_window_s=serve.batch_window_s,
+        ageing_s=serve.ageing_s,
+        max_waiting=serve.max_waiting,
+        max_wait_s=serve.max_wait_s,
+        prefill_tokens=serve.prefill_tokens,
+        prefill_slowdown=serve.prefill_slowdown,
+        attention_tokens=attention_tokens(config),
+        check_every=serve.check_every,
+        rope_switch=rope_switch(config),
+        query_tile=max(1, _TILE_ROWS // (config.heads // config.kv_heads)),
+    )
 
 
 def rope_switch(config: ModelConfig) -> int | None:

@@ -47,8 +47,17 @@ class Shape:
 @lru_cache(maxsize=4096)
 def _parts(shape: Shape) -> dict[str, tuple[int, int]]:
     tokens, rows = shape.tokens, shape.rows
-    sizes = {"rows_T": tokens, "positions_T": tokens, "angles_T": tokens, "slots_GT": shape.groups * tokens,
-             "rows_B": rows, "writes_B": rows, "lasts_B": rows, "lengths_B": rows, "starts": rows + 1}  # fmt: skip
+    sizes = {
+        "rows_T": tokens,
+        "positions_T": tokens,
+        "angles_T": tokens,
+        "slots_GT": shape.groups * tokens,
+        "rows_B": rows,
+        "writes_B": rows,
+        "lasts_B": rows,
+        "lengths_B": rows,
+        "starts": rows + 1,
+    }
     found, at = {}, 0
     for name, size in sizes.items():
         found[name] = (at, size)

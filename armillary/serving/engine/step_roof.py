@@ -1,7 +1,7 @@
 """What a step takes at best: weights and keys at the measured read bandwidth, or products at the measured rate.
 
-    bytes   weights a token is multiplied by · size + Σ context · KV bytes a token
-    FLOPs   2 · weights · tokens + 4 · heads · head_dim · layers · Σ query · context
+bytes   weights a token is multiplied by · size + Σ context · KV bytes a token
+FLOPs   2 · weights · tokens + 4 · heads · head_dim · layers · Σ query · context
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def step_roof(config: ModelConfig, peaks: Peaks | None, dtype: str) -> StepRoof 
         return None
     weights, size = parameters(config).multiplied, size_of(dtype)
     return StepRoof(
-        weight_bytes=weights * size, kv_bytes=2 * config.num_layers * config.kv_heads * config.head_dim * size,
-        token_flops=2.0 * weights, pair_flops=4.0 * config.heads * config.head_dim * config.num_layers,
-        read_bytes_per_s=read, flops_per_s=flops,
-    )  # fmt: skip
+        weight_bytes=weights * size,
+        kv_bytes=2 * config.num_layers * config.kv_heads * config.head_dim * size,
+        token_flops=2.0 * weights,
+        pair_flops=4.0 * config.heads * config.head_dim * config.num_layers,
+        read_bytes_per_s=read,
+        flops_per_s=flops,
+    )

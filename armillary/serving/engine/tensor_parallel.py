@@ -60,8 +60,13 @@ def cut(executor: FastExecutor, config: ModelConfig, group: Group) -> None:
     forward = executor.forward
     forward.reduce = lambda x: all_reduce(x, group)
     if config.qk_norm == "all":
-        forward.into_cache = whole_norm(forward.kernels.qkv_cache, config, rank=group.rank, size=group.size,
-                                        add=lambda squares: all_reduce(squares, group))  # fmt: skip
+        forward.into_cache = whole_norm(
+            forward.kernels.qkv_cache,
+            config,
+            rank=group.rank,
+            size=group.size,
+            add=lambda squares: all_reduce(squares, group),
+        )
     if forward.kernels.small is not None:
         forward.kernels = replace(forward.kernels, small=None)  # its residual would be added by every rank
     forward.head = _cut_head(forward.head, forward.model.config.vocab, group)
@@ -92,8 +97,11 @@ def _cut_layer(layer: Layer, config: ModelConfig, group: Group) -> None:
         _cut_mixture(layer.mixture, group)
     mine = slice(rank * local, (rank + 1) * local)
     sinks, slopes = layer.options.sinks_N, layer.options.slopes_N
-    layer.options = replace(layer.options, sinks_N=None if sinks is None else sinks[mine].contiguous(),
-                            slopes_N=None if slopes is None else slopes[mine].contiguous())  # fmt: skip
+    layer.options = replace(
+        layer.options,
+        sinks_N=None if sinks is None else sinks[mine].contiguous(),
+        slopes_N=None if slopes is None else slopes[mine].contiguous(),
+    )
 
 
 def _cut_qkv(qkv: Dense, config: ModelConfig, group: Group) -> Dense:
@@ -105,7 +113,7 @@ def _cut_qkv(qkv: Dense, config: ModelConfig, group: Group) -> Dense:
     else:
         sharers = group.size // config.kv_heads
         head, part = divmod(group.rank, sharers)
-        queries = rows[head, : members].chunk(sharers)[part].flatten()
+        queries = rows[head, :members].chunk(sharers)[part].flatten()
         mine = torch.cat((queries, rows[head, members:].flatten()))
     return Dense(qkv.weight[mine].contiguous(), None if qkv.bias is None else qkv.bias[mine].contiguous())
 
@@ -203,5 +211,3 @@ def follow(executor: FastExecutor, group: Any = None) -> int:
         with torch.inference_mode():
             executor.run(step, Decision(count), masks)
         count += 1
-
-

@@ -23,9 +23,13 @@ IntoCache = Callable[..., Any]
 
 
 def whole_norm(
-    run: IntoCache, config: ModelConfig, *, rank: int = 0, size: int = 1,
+    run: IntoCache,
+    config: ModelConfig,
+    *,
+    rank: int = 0,
+    size: int = 1,
     add: Callable[[Tensor], Tensor] = lambda squares: squares,
-) -> IntoCache:  # fmt: skip
+) -> IntoCache:
     """`run` with the norm before it, for the heads of `rank` of `size`; `add` makes a sum of all ranks'."""
     local, held, dim = config.heads // size, max(1, config.kv_heads // size), config.head_dim
     copies = max(1, size // config.kv_heads)

@@ -68,10 +68,16 @@ async def _follow(http: aiohttp.ClientSession, target: Target, body: bytes, piec
 def _answer(shot: Shot, pieces: Pieces, *, due_s: float, sent_s: float, end_s: float) -> Answer:
     counted = pieces.tokens_out is not None
     return Answer(
-        index=shot.index, due_s=due_s, sent_s=sent_s, end_s=end_s, stamps_s=tuple(pieces.stamps),
-        tokens_in=pieces.tokens_in, tokens_out=pieces.tokens_out if counted else len(pieces.stamps),  # type: ignore[arg-type]
-        counted_by="usage" if counted else "chunks", error=pieces.error,
-    )  # fmt: skip
+        index=shot.index,
+        due_s=due_s,
+        sent_s=sent_s,
+        end_s=end_s,
+        stamps_s=tuple(pieces.stamps),
+        tokens_in=pieces.tokens_in,
+        tokens_out=pieces.tokens_out if counted else len(pieces.stamps),  # type: ignore[arg-type]
+        counted_by="usage" if counted else "chunks",
+        error=pieces.error,
+    )
 
 
 def _said(body: bytes) -> str:

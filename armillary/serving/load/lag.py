@@ -64,5 +64,9 @@ class LagWatch:
 
 
 def lag_of(late_s: list[float], send_late_s: list[float], cpu_fraction: float) -> Lag:
-    return Lag(loop_p99_s=percentile(late_s, 99), loop_max_s=max(late_s, default=0.0),
-               send_p99_s=percentile(send_late_s, 99), cpu_fraction=cpu_fraction)  # fmt: skip
+    return Lag(
+        loop_p99_s=percentile(late_s, 99),
+        loop_max_s=max(late_s, default=0.0),
+        send_p99_s=percentile(send_late_s, 99),
+        cpu_fraction=cpu_fraction,
+    )

@@ -59,10 +59,11 @@ def _distributions(ran: Ran, repeats: int) -> str:
     firsts = [answer.ttft_s for answer in good if answer.ttft_s is not None]
     gaps = list(chain.from_iterable(answer.gaps_s for answer in good))
     plots = [
-        line_plot([(name, cumulative(values))] if values else [], label=name, x_name=name, x_text="seconds",
-                  y_text="share")
+        line_plot(
+            [(name, cumulative(values))] if values else [], label=name, x_name=name, x_text="seconds", y_text="share"
+        )
         for name, values in (("TTFT", firsts), ("ITL", gaps), ("end to end", [answer.e2e_s for answer in good]))
-    ]  # fmt: skip
+    ]
     which = f" (last of {repeats} runs)" if repeats > 1 else ""
     return section(f"Share of values that do not exceed{which}", "".join(plots)) if any(plots) else ""
 
@@ -70,8 +71,10 @@ def _distributions(ran: Ran, repeats: int) -> str:
 def _over_time(ran: Ran) -> str:
     until = max((answer.end_s for answer in ran.answers), default=0.0)
     step = until / _SAMPLES
-    under_way = [((i + 0.5) * step, value) for i, value in
-                 enumerate(in_flight(ran.answers, begin_s=0.0, end_s=until, samples=_SAMPLES))]  # fmt: skip
+    under_way = [
+        ((i + 0.5) * step, value)
+        for i, value in enumerate(in_flight(ran.answers, begin_s=0.0, end_s=until, samples=_SAMPLES))
+    ]
     stamps = [(stamp, answer.tokens_out / len(answer.stamps_s)) for answer in ran.answers for stamp in answer.stamps_s]
     tokens = counted([at for at, _ in stamps], [weight for _, weight in stamps], until=until)
     firsts = sorted((answer.due_s, answer.due_ttft_s) for answer in ran.answers if answer.due_ttft_s is not None)

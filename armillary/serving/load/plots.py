@@ -19,9 +19,15 @@ Line = tuple[str, Sequence[tuple[float, float]]]
 
 
 def line_plot(
-    lines: Sequence[Line], *, label: str, x_name: str, x_text: str = "number", y_text: str = "number",
-    marks: Sequence[tuple[float, str]] = (), above: float = 0.0,
-) -> str:  # fmt: skip
+    lines: Sequence[Line],
+    *,
+    label: str,
+    x_name: str,
+    x_text: str = "number",
+    y_text: str = "number",
+    marks: Sequence[tuple[float, str]] = (),
+    above: float = 0.0,
+) -> str:
     """Lines over a common pair of axes; the upright one begins at 0, or at a round value below `above`. `marks` are
     places on the other, each with what happened there."""
     lines = [(name, points) for name, points in lines if points]
@@ -45,8 +51,10 @@ def line_plot(
         parts += [_mark(frame, x(at), said) for at, said in marks]
         for colour, (name, points) in zip(colours, lines, strict=True):
             path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in thin(points))
-            parts.append(f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.8'>"
-                         f"<title>{escape(name)}</title></polyline>")  # fmt: skip
+            parts.append(
+                f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.8'>"
+                f"<title>{escape(name)}</title></polyline>"
+            )
         return "".join(parts)
 
     names = [name for name, _ in lines]
@@ -56,8 +64,10 @@ def line_plot(
 def _mark(frame: Frame, x: float, said: str) -> str:
     """A line down the plot, with its words on the side that has more room."""
     side, anchor = (x + 6, "start") if x < frame.middle else (x - 6, "end")
-    return (f"<line class='mark' x1='{x:.1f}' x2='{x:.1f}' y1='{frame.top}' y2='{frame.floor}'/>"
-            f"<text x='{side:.1f}' y='{frame.top + 12}' text-anchor='{anchor}'>{escape(said)}</text>")  # fmt: skip
+    return (
+        f"<line class='mark' x1='{x:.1f}' x2='{x:.1f}' y1='{frame.top}' y2='{frame.floor}'/>"
+        f"<text x='{side:.1f}' y='{frame.top + 12}' text-anchor='{anchor}'>{escape(said)}</text>"
+    )
 
 
 def _ticks(values: Sequence[float]) -> list[float]:

@@ -112,8 +112,9 @@ async def _form(http: aiohttp.ClientSession, target: Target, load: Load) -> tupl
                 break  # nothing that another form would mend
     if first_error.startswith("connection"):
         raise NotFound(f"nobody answers at {target.base} ({first_error}); start a server, or give its address")
-    raise BadInput(f"{target.url} refused a trial request: {first_error}; see `armillary load --help` for "
-                   "load.api and load.model")  # fmt: skip
+    raise BadInput(
+        f"{target.url} refused a trial request: {first_error}; see `armillary load --help` for load.api and load.model"
+    )
 
 
 async def _try(http: aiohttp.ClientSession, target: Target, prompt: str) -> Answer:
@@ -124,8 +125,9 @@ async def _try(http: aiohttp.ClientSession, target: Target, prompt: str) -> Answ
 def _form_notes(target: Target, answer: Answer) -> list[str]:
     notes = []
     if answer.counted_by == "chunks":
-        notes.append("the server gives no usage: a streamed piece is counted as a token, and prompts by "
-                     "their asked-for length")  # fmt: skip
+        notes.append(
+            "the server gives no usage: a streamed piece is counted as a token, and prompts by their asked-for length"
+        )
     if not target.exact:
         notes.append("the server does not take ignore_eos: answers may be shorter than asked for")
     return notes

@@ -88,8 +88,9 @@ def load_test(url: str, test: Test, *, key: str = "", show: Show = lambda repeat
 def report_of(probed: Probed, test: Test, runs: Sequence[Ran]) -> LoadReport:
     notes = [*probed.notes, *_notes(test, runs[-1])]
     target = probed.target
-    return LoadReport(url=target.base, model=target.model, api=target.api, test=test, runs=tuple(runs),
-                      notes=tuple(notes))  # fmt: skip
+    return LoadReport(
+        url=target.base, model=target.model, api=target.api, test=test, runs=tuple(runs), notes=tuple(notes)
+    )
 
 
 def sending_s(test: Test) -> float:
@@ -106,8 +107,10 @@ def run_once(probed: Probed, test: Test, *, repeat: int = 0, watch: Watch | None
     driven = drive_all(job, load.processes, watch)
     answers = driven.answers
     if not any(answer.due_s >= begin for answer in answers):
-        raise BadInput(f"no request was due in {test.traffic.duration_s:g} s at {test.traffic.requests_per_s:g} a "
-                       "second; try --set traffic.duration_s=60 or a higher --rate")  # fmt: skip
+        raise BadInput(
+            f"no request was due in {test.traffic.duration_s:g} s at {test.traffic.requests_per_s:g} a "
+            "second; try --set traffic.duration_s=60 or a higher --rate"
+        )
     end = begin + test.traffic.duration_s
     if load.requests is not None:
         end = max(answer.end_s for answer in answers) + 1e-9
@@ -122,20 +125,34 @@ def _check_length(probed: Probed, test: Test) -> None:
     if longest is None or test.load.trace or asked.tokens_in + asked.tokens_out <= longest:
         return
     half = max(1, longest // 2)
-    raise BadInput(f"{probed.target.model} takes {longest:,} tokens a request, this traffic has {asked.tokens_in:,} + "
-                   f"{asked.tokens_out:,}; try --set traffic.tokens_in={half} --set traffic.tokens_out="
-                   f"{min(asked.tokens_out, half)}")  # fmt: skip
+    raise BadInput(
+        f"{probed.target.model} takes {longest:,} tokens a request, this traffic has {asked.tokens_in:,} + "
+        f"{asked.tokens_out:,}; try --set traffic.tokens_in={half} --set traffic.tokens_out="
+        f"{min(asked.tokens_out, half)}"
+    )
 
 
 def _job(probed: Probed, test: Test, seed: int) -> Job:
     traffic, load = test.traffic, test.load
-    texts = Texts(cut=probed.cut, overhead=probed.overhead, shared=traffic.shared_prefix, prefixes=load.prefixes,
-                  seed=seed)  # fmt: skip
+    texts = Texts(
+        cut=probed.cut, overhead=probed.overhead, shared=traffic.shared_prefix, prefixes=load.prefixes, seed=seed
+    )
     begin = warmup_s(traffic, load)
     rows = () if load.concurrency else tuple(enumerate(planned(traffic, load, seed=seed)))
     stop = _ENDLESS if load.requests is not None else begin + traffic.duration_s
-    return Job(target=probed.target, texts=texts, traffic=traffic, load=load, rows=rows, clients=load.concurrency or 0,
-               first=0, stride=1, warmup_s=begin, stop_s=stop, most=load.requests)  # fmt: skip
+    return Job(
+        target=probed.target,
+        texts=texts,
+        traffic=traffic,
+        load=load,
+        rows=rows,
+        clients=load.concurrency or 0,
+        first=0,
+        stride=1,
+        warmup_s=begin,
+        stop_s=stop,
+        most=load.requests,
+    )
 
 
 def _notes(test: Test, ran: Ran) -> list[str]:
@@ -150,8 +167,10 @@ def _notes(test: Test, ran: Ran) -> list[str]:
     if 0 < found.ttft.count < _MANY:
         notes.append(f"p99 of {found.ttft.count} requests is their largest value; a longer test says more")
     if found.counted_by == "usage" and found.tokens_a_piece > 1.05:
-        notes.append(f"a streamed piece holds {found.tokens_a_piece:.2f} tokens: ITL is the gap between pieces, TPOT "
-                     "the time of a token")  # fmt: skip
+        notes.append(
+            f"a streamed piece holds {found.tokens_a_piece:.2f} tokens: ITL is the gap between pieces, TPOT "
+            "the time of a token"
+        )
     if "chunks" in found.counted_by:
         notes.append("tokens are counted as streamed pieces, because the server does not count them")
     cut = num_cut(planned(test.traffic, test.load, seed=0), test.load) if test.load.trace else 0

@@ -33,8 +33,10 @@ def planned(traffic: Traffic, load: Load, *, seed: int) -> list[Planned]:
     steady = send_times(traffic, seconds=warm, seed=seed)
     test = send_times(traffic, seconds=traffic.duration_s, ramp_to=load.ramp_to, count=load.requests, seed=seed + 1)
     times = steady + [warm + at for at in test]
-    return [Planned(at_s=at, tokens_in=tokens_in, tokens_out=tokens_out)
-            for at, (tokens_in, tokens_out) in ((at, draw()) for at in times)]  # fmt: skip
+    return [
+        Planned(at_s=at, tokens_in=tokens_in, tokens_out=tokens_out)
+        for at, (tokens_in, tokens_out) in ((at, draw()) for at in times)
+    ]
 
 
 def _of_trace(traffic: Traffic, load: Load) -> list[Planned]:

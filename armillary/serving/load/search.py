@@ -94,11 +94,16 @@ def _next(best: float | None, failed: float | None) -> float:
 def breaches(found: Summary, objective: Objective) -> list[str]:
     """Why a run is no proof that its rate is sustained."""
     named: tuple[tuple[str, float | None, Spread], ...] = (
-        ("TTFT", objective.ttft_p99_s, found.due_ttft), ("ITL", objective.itl_p99_s, found.itl),
-        ("TPOT", objective.tpot_p99_s, found.tpot), ("end to end", objective.e2e_p99_s, found.due_e2e),
-    )  # fmt: skip
-    why = [f"{name} p99 {seconds_text(got.p99_s)} above {seconds_text(limit)}" for name, limit, got in named
-           if limit is not None and got.p99_s > limit]  # fmt: skip
+        ("TTFT", objective.ttft_p99_s, found.due_ttft),
+        ("ITL", objective.itl_p99_s, found.itl),
+        ("TPOT", objective.tpot_p99_s, found.tpot),
+        ("end to end", objective.e2e_p99_s, found.due_e2e),
+    )
+    why = [
+        f"{name} p99 {seconds_text(got.p99_s)} above {seconds_text(limit)}"
+        for name, limit, got in named
+        if limit is not None and got.p99_s > limit
+    ]
     if found.failed:
         why.append(f"{found.failed} of {found.requests} requests failed")
     silent = found.requests - found.failed - found.ttft.count

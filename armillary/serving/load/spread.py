@@ -97,11 +97,15 @@ def parts(job: Job, count: int) -> list[Job]:
     share = _sharing(count)
     found = [
         replace(
-            job, rows=job.rows[i::count], first=i, stride=count, clients=share(job.clients, i),
+            job,
+            rows=job.rows[i::count],
+            first=i,
+            stride=count,
+            clients=share(job.clients, i),
             most=None if job.most is None else share(job.most, i),
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
     return [part for part in found if part.rows or part.clients]
 
 

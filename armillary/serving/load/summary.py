@@ -36,8 +36,15 @@ def spread(values: Iterable[float | None]) -> Spread:
     found = sorted(value for value in values if value is not None)
     mean = sum(found) / len(found) if found else 0.0
     at = {percent: percentile(found, percent) for percent in (50, 90, 95, 99)}
-    return Spread(count=len(found), mean_s=mean, p50_s=at[50], p90_s=at[90], p95_s=at[95], p99_s=at[99],
-                  max_s=found[-1] if found else 0.0)  # fmt: skip
+    return Spread(
+        count=len(found),
+        mean_s=mean,
+        p50_s=at[50],
+        p90_s=at[90],
+        p95_s=at[95],
+        p99_s=at[99],
+        max_s=found[-1] if found else 0.0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,22 +107,30 @@ def summary(answers: Sequence[Answer], objective: Objective, lag: Lag, *, begin_
     window, pieces = max(1e-9, end_s - begin_s), sum(len(answer.stamps_s) for answer in good)
     flight = in_flight(answers, begin_s=begin_s, end_s=end_s)
     return Summary(
-        window_s=window, requests=len(measured), failed=len(measured) - len(good),
+        window_s=window,
+        requests=len(measured),
+        failed=len(measured) - len(good),
         errors=dict(Counter(answer.error for answer in measured if answer.error).most_common()),
-        ttft=spread(answer.ttft_s for answer in good), tpot=spread(answer.tpot_s for answer in good),
-        itl=spread(chain.from_iterable(answer.gaps_s for answer in good)), e2e=spread(answer.e2e_s for answer in good),
-        due_ttft=spread(answer.due_ttft_s for answer in good), due_e2e=spread(answer.due_e2e_s for answer in good),
+        ttft=spread(answer.ttft_s for answer in good),
+        tpot=spread(answer.tpot_s for answer in good),
+        itl=spread(chain.from_iterable(answer.gaps_s for answer in good)),
+        e2e=spread(answer.e2e_s for answer in good),
+        due_ttft=spread(answer.due_ttft_s for answer in good),
+        due_e2e=spread(answer.due_e2e_s for answer in good),
         offered_per_s=len(measured) / window,
         requests_per_s=sum(answer.ok and begin_s <= answer.end_s < end_s for answer in answers) / window,
         tokens_in_per_s=sum(_begun(answer, begin_s, end_s) for answer in answers) / window,
         tokens_out_per_s=sum(_arrived(answer, begin_s, end_s) for answer in answers) / window,
-        goodput_requests_per_s=len(met) / window, slo_met_fraction=len(met) / len(measured) if measured else 0.0,
-        tokens_in=_mean(answer.tokens_in for answer in good), tokens_out=_mean(answer.tokens_out for answer in good),
+        goodput_requests_per_s=len(met) / window,
+        slo_met_fraction=len(met) / len(measured) if measured else 0.0,
+        tokens_in=_mean(answer.tokens_in for answer in good),
+        tokens_out=_mean(answer.tokens_out for answer in good),
         tokens_a_piece=sum(answer.tokens_out for answer in good) / pieces if pieces else 0.0,
         counted_by=" and ".join(sorted({answer.counted_by for answer in good})) or "nobody",
-        in_flight=sum(flight) / len(flight), lag=lag,
+        in_flight=sum(flight) / len(flight),
+        lag=lag,
         backlog_growth=slope([i / len(flight) for i in range(len(flight))], flight),
-    )  # fmt: skip
+    )
 
 
 def meets(answer: Answer, objective: Objective) -> bool:

@@ -47,8 +47,13 @@ class Target:
         if self.api == "predict":
             return self.sample
         words = {"messages": [{"role": "user", "content": prompt}]} if self.api == "chat" else {"prompt": prompt}
-        found: dict[str, Any] = {"model": self.model, **words, "max_tokens": tokens_out, "stream": True,
-                                 "temperature": self.temperature}  # fmt: skip
+        found: dict[str, Any] = {
+            "model": self.model,
+            **words,
+            "max_tokens": tokens_out,
+            "stream": True,
+            "temperature": self.temperature,
+        }
         if self.usage:
             found["stream_options"] = {"include_usage": True}
         if self.exact:

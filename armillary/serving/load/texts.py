@@ -19,6 +19,7 @@ from armillary.serving.load.trace import BLOCK_TOKENS
 _CORPUS_CHARS = 2_000_000
 _FALLBACK = "the quick brown fox jumps over the lazy dog; "
 
+
 @cache
 def corpus(limit: int = _CORPUS_CHARS) -> str:
     """Source text of the standard library on this machine."""

@@ -74,8 +74,9 @@ def _mooncake(path: Path, lines: Iterable[str]) -> Iterator[Planned]:
             blocks = tuple(int(name) for name in row.get("hash_ids", ()))
             yield _planned(float(at) / 1000, int(tokens_in), int(tokens_out), blocks)
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise BadData(f"{path}:{number} is not a Mooncake request with {', '.join(_MOONCAKE)}; mend or remove the "
-                          "line") from None  # fmt: skip
+            raise BadData(
+                f"{path}:{number} is not a Mooncake request with {', '.join(_MOONCAKE)}; mend or remove the line"
+            ) from None
 
 
 def _planned(at: float, tokens_in: int, tokens_out: int, blocks: tuple[int, ...] = ()) -> Planned:

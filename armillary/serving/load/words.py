@@ -22,15 +22,15 @@ DEFINITIONS = {
     "TPOT": "(end-to-end − TTFT) / (tokens − 1), one value a request; other programs call this ITL",
     "end to end": "request sent to last streamed text",
     "from due time": "the same from when the request should have been sent: a generator that falls behind cannot hide "
-                     "waiting (coordinated omission)",
+    "waiting (coordinated omission)",
     "percentile": "the smallest value that at least so many percent of all values do not exceed",
     "throughput": "tokens that arrived while it was measured, a second; requests completed in that time, a second",
     "goodput": "requests a second that met every objective; a request's ITL is the 99th percentile of its own gaps, "
-               "and one without any text meets none for its first",
+    "and one without any text meets none for its first",
     "±": "95 % confidence interval over the repeats (Student's t); a percentile's is that of its mean over repeats",
     "sustained": "objectives hold at p99 counted from due times, nothing fails, and requests under way do not grow",
     "cost": "price of an hour over the tokens of an hour at this load; prompts and answers together, and answers alone",
-}  # fmt: skip
+}
 
 _LATENCIES: tuple[tuple[str, str, Callable[[Summary], Spread], Callable[[Objective], float | None]], ...] = (
     ("TTFT", "ttft", lambda s: s.ttft, lambda o: o.ttft_p99_s),
@@ -121,8 +121,10 @@ def _request_text(found: Summary) -> str:
 
 def _lag_text(found: Summary) -> str:
     lag = found.lag
-    return (f"{lag.cpu_fraction:.0%} of a core, loop {seconds_text(lag.loop_p99_s)} and sending "
-            f"{seconds_text(max(0.0, lag.send_p99_s))} late at p99")  # fmt: skip
+    return (
+        f"{lag.cpu_fraction:.0%} of a core, loop {seconds_text(lag.loop_p99_s)} and sending "
+        f"{seconds_text(max(0.0, lag.send_p99_s))} late at p99"
+    )
 
 
 def million_usd(found: Summary, usd_per_hour: float) -> tuple[float | None, float | None]:
@@ -167,11 +169,17 @@ TRIAL_HEADS = ("rate", "sustained", "TTFT p99", "ITL p99", "end to end p99", "to
 
 def trial_rows(found: Found) -> list[list[str]]:
     return [
-        [f"{trial.requests_per_s:.4g}/s", "no" if trial.broken else "yes", seconds_text(trial.summary.due_ttft.p99_s),
-         seconds_text(trial.summary.itl.p99_s), seconds_text(trial.summary.due_e2e.p99_s),
-         f"{trial.summary.tokens_out_per_s:,.0f}", "; ".join(trial.broken) or "–"]
+        [
+            f"{trial.requests_per_s:.4g}/s",
+            "no" if trial.broken else "yes",
+            seconds_text(trial.summary.due_ttft.p99_s),
+            seconds_text(trial.summary.itl.p99_s),
+            seconds_text(trial.summary.due_e2e.p99_s),
+            f"{trial.summary.tokens_out_per_s:,.0f}",
+            "; ".join(trial.broken) or "–",
+        ]
         for trial in sorted(found.trials, key=lambda trial: trial.requests_per_s)
-    ]  # fmt: skip
+    ]
 
 
 def best_text(found: Found) -> str:
@@ -186,18 +194,32 @@ def plain(report: LoadReport, found: Found | None = None, usd_per_hour: float | 
     """The report for --json; raw answers are left out."""
     both, out = million_usd(report.last, usd_per_hour) if usd_per_hour is not None else (None, None)
     answer: dict[str, Any] = {
-        "url": report.url, "model": report.model, "api": report.api, "traffic": to_plain(report.test.traffic),
-        "load": to_plain(report.test.load), "objective": to_plain(report.test.objective),
-        "runs": [to_plain(ran.summary) for ran in report.runs], "figures": _figures(report),
-        "notes": list(report.notes), "million_tokens_usd": both, "million_tokens_out_usd": out,
+        "url": report.url,
+        "model": report.model,
+        "api": report.api,
+        "traffic": to_plain(report.test.traffic),
+        "load": to_plain(report.test.load),
+        "objective": to_plain(report.test.objective),
+        "runs": [to_plain(ran.summary) for ran in report.runs],
+        "figures": _figures(report),
+        "notes": list(report.notes),
+        "million_tokens_usd": both,
+        "million_tokens_out_usd": out,
         "definitions": DEFINITIONS,
-    }  # fmt: skip
+    }
     if found is not None:
         answer["search"] = {
-            "highest_requests_per_s": found.best, "lowest_failed_requests_per_s": found.failed,
-            "trials": [{"requests_per_s": trial.requests_per_s, "broken": list(trial.broken),
-                        "summary": to_plain(trial.summary)} for trial in found.trials],
-        }  # fmt: skip
+            "highest_requests_per_s": found.best,
+            "lowest_failed_requests_per_s": found.failed,
+            "trials": [
+                {
+                    "requests_per_s": trial.requests_per_s,
+                    "broken": list(trial.broken),
+                    "summary": to_plain(trial.summary),
+                }
+                for trial in found.trials
+            ],
+        }
     return answer
 
 

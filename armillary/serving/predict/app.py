@@ -62,8 +62,13 @@ class PredictServer:
     async def health(self, request: Request) -> Response:
         """Truth about the model, in three keys; it answers 200 as long as the process does."""
         why = self._why_not_ready()
-        return JSONResponse({"status": "degraded" if why else "healthy", "model_loaded": self.live.current is not None,
-                             "avg_latency_ms": self.metrics.avg_latency_ms})  # fmt: skip
+        return JSONResponse(
+            {
+                "status": "degraded" if why else "healthy",
+                "model_loaded": self.live.current is not None,
+                "avg_latency_ms": self.metrics.avg_latency_ms,
+            }
+        )
 
     async def ready(self, request: Request) -> Response:
         why = self._why_not_ready()
@@ -76,8 +81,15 @@ class PredictServer:
         if version is None:
             return JSONResponse({"error": "no model is loaded"}, 503)
         limits = version.batcher.limits
-        return JSONResponse({"version": version.release.name, **version.schema.plain(), "max_batch": limits.max_batch,
-                             "max_delay_s": limits.max_delay_s, "preferred": list(limits.preferred)})  # fmt: skip
+        return JSONResponse(
+            {
+                "version": version.release.name,
+                **version.schema.plain(),
+                "max_batch": limits.max_batch,
+                "max_delay_s": limits.max_delay_s,
+                "preferred": list(limits.preferred),
+            }
+        )
 
     async def prometheus(self, request: Request) -> Response:
         version = self.live.current
@@ -196,8 +208,11 @@ def make_app(state: PredictServer) -> Starlette:
             await state.close()
 
     routes = [
-        Route("/predict", state.predict, methods=["POST"]), Route("/health", state.health),
-        Route("/ready", state.ready), Route("/schema", state.schema), Route("/metrics", state.prometheus),
+        Route("/predict", state.predict, methods=["POST"]),
+        Route("/health", state.health),
+        Route("/ready", state.ready),
+        Route("/schema", state.schema),
+        Route("/metrics", state.prometheus),
         Route("/openapi.json", state.openapi),
-    ]  # fmt: skip
+    ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _refused})

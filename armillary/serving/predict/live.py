@@ -96,10 +96,12 @@ class Live:
         settings, schema = self.settings, loaded.schema
         most = schema.fixed_rows or min(settings.max_batch, schema.max_rows or settings.max_batch)
         limits = Limits(
-            max_batch=most if schema.batched and settings.max_batch > 1 else 1, max_delay_s=settings.max_delay_s,
-            max_queue=settings.max_queue, preferred=tuple(size for size in settings.preferred if size <= most),
+            max_batch=most if schema.batched and settings.max_batch > 1 else 1,
+            max_delay_s=settings.max_delay_s,
+            max_queue=settings.max_queue,
+            preferred=tuple(size for size in settings.preferred if size <= most),
             fixed_rows=schema.fixed_rows,
-        )  # fmt: skip
+        )
         if limits.max_batch == 1:
             limits = Limits(max_batch=1, max_delay_s=0.0, max_queue=settings.max_queue, fixed_rows=schema.fixed_rows)
         return Version(release=release, schema=schema, batcher=Batcher(loaded.model.run, limits, self._note))

@@ -12,10 +12,16 @@ from armillary.serving.predict.schema import Field, Schema, leading
 from armillary.spec.predict import Predict
 
 _DTYPES = {
-    "tensor(float)": "float32", "tensor(double)": "float64", "tensor(float16)": "float16", "tensor(int64)": "int64",
-    "tensor(int32)": "int32", "tensor(int16)": "int16", "tensor(int8)": "int8", "tensor(uint8)": "uint8",
+    "tensor(float)": "float32",
+    "tensor(double)": "float64",
+    "tensor(float16)": "float16",
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+    "tensor(int16)": "int16",
+    "tensor(int8)": "int8",
+    "tensor(uint8)": "uint8",
     "tensor(bool)": "bool",
-}  # fmt: skip
+}
 
 
 class OnnxModel:

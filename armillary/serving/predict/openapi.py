@@ -9,28 +9,46 @@ from armillary.serving.predict.schema import Field, Schema, Shape
 
 _INTEGERS = ("int", "uint")
 _CODES = {
-    "408": "the body did not come in time", "413": "the body is too large", "422": "the request does not fit the model",
-    "429": "the queue is full", "500": "the model failed", "503": "no model is loaded", "504": "no answer in time",
-}  # fmt: skip
+    "408": "the body did not come in time",
+    "413": "the body is too large",
+    "422": "the request does not fit the model",
+    "429": "the queue is full",
+    "500": "the model failed",
+    "503": "no model is loaded",
+    "504": "no answer in time",
+}
 
 
 def document(schema: Schema | None) -> dict[str, Any]:
     """OpenAPI 3.1."""
-    health = _object({"status": {"type": "string"}, "model_loaded": {"type": "boolean"},
-                      "avg_latency_ms": {"type": "number"}})  # fmt: skip
+    health = _object(
+        {"status": {"type": "string"}, "model_loaded": {"type": "boolean"}, "avg_latency_ms": {"type": "number"}}
+    )
     return {
-        "openapi": "3.1.0", "info": {"title": "armillary predict", "version": __version__},
+        "openapi": "3.1.0",
+        "info": {"title": "armillary predict", "version": __version__},
         "paths": {
-            "/predict": {"post": {
-                "summary": "Run the model", "requestBody": {"required": True, "content": _json(_request(schema))},
-                "responses": {"200": {"description": "outputs", "content": _json(_response())},
-                              **{code: {"description": text, "content": _json(_object({"error": {"type": "string"}}))}
-                                 for code, text in _CODES.items()}},
-            }},
-            "/health": {"get": {"summary": "Whether it lives", "responses": {
-                "200": {"description": "state", "content": _json(health)}}}},
+            "/predict": {
+                "post": {
+                    "summary": "Run the model",
+                    "requestBody": {"required": True, "content": _json(_request(schema))},
+                    "responses": {
+                        "200": {"description": "outputs", "content": _json(_response())},
+                        **{
+                            code: {"description": text, "content": _json(_object({"error": {"type": "string"}}))}
+                            for code, text in _CODES.items()
+                        },
+                    },
+                }
+            },
+            "/health": {
+                "get": {
+                    "summary": "Whether it lives",
+                    "responses": {"200": {"description": "state", "content": _json(health)}},
+                }
+            },
         },
-    }  # fmt: skip
+    }
 
 
 def _request(schema: Schema | None) -> dict[str, Any]:
@@ -45,8 +63,12 @@ def _request(schema: Schema | None) -> dict[str, Any]:
 
 def _response() -> dict[str, Any]:
     latency = {"latency_ms": {"type": "number"}}
-    return {"oneOf": [_object({"prediction": {"type": "array"}, **latency}),
-                      _object({"outputs": {"type": "object"}, **latency})]}  # fmt: skip
+    return {
+        "oneOf": [
+            _object({"prediction": {"type": "array"}, **latency}),
+            _object({"outputs": {"type": "object"}, **latency}),
+        ]
+    }
 
 
 def _rows(field: Field, batched: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """From the JSON of a request to arrays, held against the model's schema; a sentence says what does not fit.
 
-    {"features": […]}                 one row, or a list of rows, of a model with one input
-    {"inputs": {"name": […], …}}      the same by name, for any number of inputs
+{"features": […]}                 one row, or a list of rows, of a model with one input
+{"inputs": {"name": […], …}}      the same by name, for any number of inputs
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parse(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise Unfit(f"the body is not JSON ({error}); send {{\"features\": [...]}}") from None
+        raise Unfit(f'the body is not JSON ({error}); send {{"features": [...]}}') from None
     if not isinstance(found, dict):
         raise Unfit('the body is not an object; send {"features": [...]}')
     return found

@@ -22,9 +22,15 @@ _BACKLOG = 2048
 
 
 def run(
-    path: Path, settings: Predict, *, trust: Trust, keys: tuple[str, ...] = (), host: str = "127.0.0.1",
-    port: int = 8000, say: Say = print,
-) -> None:  # fmt: skip
+    path: Path,
+    settings: Predict,
+    *,
+    trust: Trust,
+    keys: tuple[str, ...] = (),
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    say: Say = print,
+) -> None:
     """Serve the model at `path` until SIGTERM or SIGINT, to whoever has one of the `keys`, or to all."""
     newest(path)
     say, uvicorn = to_whom_it_concerns(say), _uvicorn()
@@ -40,9 +46,17 @@ def run(
         raise
     listener.listen(_BACKLOG)  # before it is said to be ready
     grace = max(1, round(settings.grace_s))
-    config = uvicorn.Config(make_app(state), log_level="warning", access_log=False, lifespan="on", ws="none",
-                            http=protocol(), backlog=_BACKLOG, timeout_keep_alive=75,
-                            timeout_graceful_shutdown=grace)  # fmt: skip
+    config = uvicorn.Config(
+        make_app(state),
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        ws="none",
+        http=protocol(),
+        backlog=_BACKLOG,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=grace,
+    )
     server = _own_signals(uvicorn)(config)
     batches = f"batches of up to {settings.max_batch}, {1e3 * settings.max_delay_s:g} ms of delay at most"
     say(f"ready on http://{address}:{number}/predict · {batches}")
@@ -86,8 +100,9 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise BadInput(f"cannot listen at {host}:{port} ({error.strerror}); try --port 0 for any "
-                       "that is free") from None  # fmt: skip
+        raise BadInput(
+            f"cannot listen at {host}:{port} ({error.strerror}); try --port 0 for any that is free"
+        ) from None
     return listener
 
 

@@ -52,11 +52,19 @@ class Schema:
         """For /schema."""
 
         def rows(fields: tuple[Field, ...]) -> list[dict[str, Any]]:
-            return [{"name": one.name, "dtype": one.dtype, "shape": None if one.shape is None else list(one.shape)}
-                    for one in fields]  # fmt: skip
+            return [
+                {"name": one.name, "dtype": one.dtype, "shape": None if one.shape is None else list(one.shape)}
+                for one in fields
+            ]
 
-        return {"inputs": rows(self.inputs), "outputs": rows(self.outputs), "batched": self.batched,
-                "fixed_rows": self.fixed_rows, "max_rows": self.max_rows, "why_not_batched": self.why_not}  # fmt: skip
+        return {
+            "inputs": rows(self.inputs),
+            "outputs": rows(self.outputs),
+            "batched": self.batched,
+            "fixed_rows": self.fixed_rows,
+            "max_rows": self.max_rows,
+            "why_not_batched": self.why_not,
+        }
 
 
 def leading(fields: tuple[Field, ...], outputs: tuple[Field, ...]) -> tuple[bool, int | None]:

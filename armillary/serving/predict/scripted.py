@@ -25,8 +25,10 @@ def open_model(file: Path, settings: Predict) -> TorchModel:
             loaded = torch.jit.load(str(file), map_location=device_of(settings))
         except RuntimeError as error:
             if "constants.pkl" in str(error) or "PytorchStreamReader" in str(error):
-                raise BadModel(f"{file} is not TorchScript (weights alone, or a pickled module); export the module "
-                               "with armillary convert FILE.py:NAME model.pt2 --to pt2") from None  # fmt: skip
+                raise BadModel(
+                    f"{file} is not TorchScript (weights alone, or a pickled module); export the module "
+                    "with armillary convert FILE.py:NAME model.pt2 --to pt2"
+                ) from None
             raise
         module = torch.jit.freeze(loaded.eval())
     schema = Schema(inputs=_inputs(module), outputs=(Field(name="output", dtype="float32", shape=None),), batched=True)

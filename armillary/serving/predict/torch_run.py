@@ -32,8 +32,10 @@ class TorchModel:
 
     def run(self, arrays: Arrays) -> Arrays:
         with torch.inference_mode():
-            tensors = [torch.from_numpy(array).to(self._device, dtype)
-                       for array, dtype in zip(arrays, self._dtypes, strict=True)]  # fmt: skip
+            tensors = [
+                torch.from_numpy(array).to(self._device, dtype)
+                for array, dtype in zip(arrays, self._dtypes, strict=True)
+            ]
             return [_array(output) for output in self._call(tensors)]
 
 

@@ -30,13 +30,17 @@ class Trust:
         if file.suffix == ".onnx":
             return
         if needs_pickle(file):
-            raise BadModel(f"{file} needs pickle, which runs code when it is read; export the module with "
-                           "armillary convert FILE.py:NAME model.pt2 --to pt2")  # fmt: skip
+            raise BadModel(
+                f"{file} needs pickle, which runs code when it is read; export the module with "
+                "armillary convert FILE.py:NAME model.pt2 --to pt2"
+            )
         if self._every_file or (file.suffix == ".pt" and not _is_script(file)):  # weights alone hold no code
             return
         if not is_known(self._home, digest_of(file)):
-            raise BadModel(f"{file} was not written by armillary convert here and can hold code; add --trust to serve "
-                           "it all the same")  # fmt: skip
+            raise BadModel(
+                f"{file} was not written by armillary convert here and can hold code; add --trust to serve "
+                "it all the same"
+            )
 
 
 def needs_pickle(file: Path) -> bool:

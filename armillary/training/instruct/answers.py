@@ -73,15 +73,22 @@ def _view(tokenizer: Tokenizer, talk: Conversation, number: int) -> tuple[str, l
         begin = _begin(tokenizer, talk, number, text)
         spans = [(begin, _end(tokenizer, text, begin))]
     if not spans or spans[0][0] >= spans[-1][1]:
-        raise BadData(f"{talk.origin}: the chat template leaves nothing of the answer in message {number + 1}; "
-                      "mend the record or give it weight 0")  # fmt: skip
+        raise BadData(
+            f"{talk.origin}: the chat template leaves nothing of the answer in message {number + 1}; "
+            "mend the record or give it weight 0"
+        )
     return text, spans
 
 
 def _render(
-    tokenizer: Tokenizer, talk: Conversation, count: int, *, prompt: bool = False, marks: tuple[str, str] | None = None,
+    tokenizer: Tokenizer,
+    talk: Conversation,
+    count: int,
+    *,
+    prompt: bool = False,
+    marks: tuple[str, str] | None = None,
     last: str | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """The first `count` messages as text; `last` stands in for what the last one says."""
     messages = [{name: value for name, value in each.items() if name != "weight"} for each in talk.messages[:count]]
     if last is not None:

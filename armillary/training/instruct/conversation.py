@@ -15,8 +15,16 @@ from armillary.errors import BadData
 _LISTS = ("messages", "conversations", "conversation")
 _PROMPTS = ("prompt", "instruction", "question", "input")
 _RESPONSES = ("response", "completion", "output", "answer")
-_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant",
-          "function_call": "assistant", "observation": "tool", "function_response": "tool"}  # fmt: skip
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
 """names that ShareGPT files use"""
 
 

@@ -46,9 +46,10 @@ class Row:
         """What is beyond its bar: 'weights fp32 2.1e-05 > 1e-05'."""
         return [
             f"{name} {dtype} {value:.1e} > {BARS[dtype][name]:g}"
-            for dtype, errors in self.errors.items() for name, value in errors.items()
+            for dtype, errors in self.errors.items()
+            for name, value in errors.items()
             if not value <= BARS[dtype][name]
-        ]  # fmt: skip
+        ]
 
 
 def cases_of(strategy: str, world: int, formats: Sequence[str] = FORMATS) -> list[Case]:
@@ -79,8 +80,14 @@ def _variants(
             if layout is None or (kind == "selective" and _refuses_selective(layout)):
                 continue
             parts, chunk = max(accumulate, 2 * layout.pp if layout.pp > 1 else 1), 20 * (accumulate - 1)
-            yield Case(layout=layout, config=_config(layout, experts=experts), dtype=dtype, steps=STEPS,
-                       accumulate=parts, chunk=chunk)  # fmt: skip
+            yield Case(
+                layout=layout,
+                config=_config(layout, experts=experts),
+                dtype=dtype,
+                steps=STEPS,
+                accumulate=parts,
+                chunk=chunk,
+            )
 
 
 def _refuses_selective(layout: Layout) -> bool:

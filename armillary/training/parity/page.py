@@ -26,8 +26,11 @@ def table(rows: Sequence[Row]) -> str:
 
 def cells(row: Row, formats: Sequence[str] = FORMATS, figures: Sequence[str] = FIGURES) -> list[str]:
     """The row as people read it."""
-    values = [f"{row.errors[dtype][name]:.1e}" if dtype in row.errors else _NONE
-              for dtype, name in _COLUMNS if dtype in formats and name in figures]  # fmt: skip
+    values = [
+        f"{row.errors[dtype][name]:.1e}" if dtype in row.errors else _NONE
+        for dtype, name in _COLUMNS
+        if dtype in formats and name in figures
+    ]
     return [row.strategy, str(row.world), str(row.variants), *values, "no" if row.over else "yes"]
 
 
@@ -53,8 +56,9 @@ def _parsed(line: str) -> Row | None:
         return None
     errors = {
         dtype: {name: float(values[dtype, name]) for name in FIGURES}
-        for dtype in FORMATS if values[dtype, FIGURES[0]] != _NONE
-    }  # fmt: skip
+        for dtype in FORMATS
+        if values[dtype, FIGURES[0]] != _NONE
+    }
     return Row(parts[0], int(parts[1]), int(parts[2]), errors)
 
 

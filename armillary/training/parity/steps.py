@@ -49,9 +49,16 @@ def many(cases: list[Case]) -> list[Outcome]:
 
 def run(case: Case, world: World) -> Outcome:
     job = TrainJob(
-        weight_decay=0.1, lora_rank=case.lora, lora_on=case.lora_on, seed=1, sequence=SEQUENCE,
-        batch_tokens=ROWS * SEQUENCE, balance_loss=0.05, router_z_loss=1e-3, expert_capacity=case.capacity,
-    )  # fmt: skip
+        weight_decay=0.1,
+        lora_rank=case.lora,
+        lora_on=case.lora_on,
+        seed=1,
+        sequence=SEQUENCE,
+        batch_tokens=ROWS * SEQUENCE,
+        balance_loss=0.05,
+        router_z_loss=1e-3,
+        expert_capacity=case.capacity,
+    )
     sharded = spread(case, job, world)
     routers = Routers(sharded, job)
     optimizer = optimizer_of(sharded, job, folder=Path(tempfile.gettempdir()))
@@ -140,13 +147,19 @@ def pipelined(
     assert sharded.pipeline is not None
     cut = sharded.context.cut if sharded.context is not None else lambda x: x
     positions = torch.arange(SEQUENCE).expand_as(tokens)
-    rows = Rows(tokens_BT=cut(tokens), targets_BT=cut(targets), positions_BT=cut(positions),
-                documents_BT=documents if case.documents else None)  # fmt: skip
+    rows = Rows(
+        tokens_BT=cut(tokens),
+        targets_BT=cut(targets),
+        positions_BT=cut(positions),
+        documents_BT=documents if case.documents else None,
+    )
     attends = sharded.context.attend if sharded.context is not None else lambda x: plain if x is None else packed(x)
     passing = Passing(
-        attends=attends, autocast=nullcontext, scale=lambda loss: loss,
+        attends=attends,
+        autocast=nullcontext,
+        scale=lambda loss: loss,
         loss=lambda model, hidden, y: sharded.loss_sum(hidden, y, chunk=case.chunk, model=model) / count,
-    )  # fmt: skip
+    )
     total = sharded.pipeline.step(rows, passing, num_micro_batches=case.accumulate)
     sharded.finish_gradients()
     return sharded.total(total), sharded.clip(case.clip)

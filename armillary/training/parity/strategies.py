@@ -118,6 +118,7 @@ def layout_of(strategy: str, ranks: int, **also: object) -> Layout | None:
     whole = given.get("ep") == 2 and inner == 1 and dp == ep
     if alone or whole or shard == 1 or dp * fixed["cp"] % ep:
         return None
-    fields = {key: given[key] for key in ("zero", "sequence_parallel", "schedule", "interleave", "offload")
-              if key in given}  # fmt: skip
+    fields = {
+        key: given[key] for key in ("zero", "sequence_parallel", "schedule", "interleave", "offload") if key in given
+    }
     return Layout(dp=dp, tp=tp, ep=ep, shard=shard, precision="fp32", **fixed, **fields, **also)  # type: ignore[arg-type]

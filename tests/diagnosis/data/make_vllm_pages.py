@@ -16,10 +16,53 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-LATENCY = [0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
-           1920.0, 7680.0]  # fmt: skip
-TTFT = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-        160.0, 640.0, 2560.0]  # fmt: skip
+LATENCY = [
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
+    7680.0,
+]
+TTFT = [
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+    2560.0,
+]
 TPOT = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0]
 STEP = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 LENGTHS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]
@@ -92,8 +135,10 @@ class Model:
         self.page.state(len(self.running), len(self.waiting), self._used() / self.case.num_gpu_blocks)
 
     def _request(self, draw: random.Random) -> Request:
-        lengths = (max(4, int(draw.lognormvariate(0, 0.5) * mean / 1.13)) for mean in
-                   (self.case.tokens_in, self.case.tokens_out))  # fmt: skip
+        lengths = (
+            max(4, int(draw.lognormvariate(0, 0.5) * mean / 1.13))
+            for mean in (self.case.tokens_in, self.case.tokens_out)
+        )
         tokens_in, tokens_out = (min(length, 8000) for length in lengths)
         return Request(tokens_in, tokens_out, self.now)
 
@@ -174,8 +219,12 @@ class Page:
         self.preemptions = counter("num_preemptions", "Cumulative number of preemption from the engine.")
         self.prompts = counter("prompt_tokens", "Number of prefill tokens processed.")
         self.answers = counter("generation_tokens", "Number of generation tokens processed.")
-        self.success = Counter("vllm:request_success", "Count of successfully processed requests.",
-                               [*self.labels, "finished_reason"], registry=self.registry)  # fmt: skip
+        self.success = Counter(
+            "vllm:request_success",
+            "Count of successfully processed requests.",
+            [*self.labels, "finished_reason"],
+            registry=self.registry,
+        )
         for reason in ("stop", "length", "abort"):
             self.success.labels(**self.labels, finished_reason=reason)
         self.prompt = histogram("request_prompt_tokens", "Number of prefill tokens processed.", LENGTHS)
@@ -192,12 +241,24 @@ class Page:
         self._info(case)
 
     def _info(self, case: Case) -> None:
-        told = {"block_size": 16, "cache_dtype": case.cache_dtype, "calculate_kv_scales": False, "cpu_offload_gb": 0,
-                "enable_prefix_caching": case.prefix_caching, "engine": 0, "gpu_memory_utilization": 0.9,
-                "is_attention_free": False, "num_cpu_blocks": None, "num_gpu_blocks": case.num_gpu_blocks,
-                "num_gpu_blocks_override": None, "sliding_window": None, "swap_space": 4}  # fmt: skip
-        info = Gauge("vllm:cache_config_info", "Information of the LLMEngine CacheConfig", list(told),
-                     registry=self.registry)  # fmt: skip
+        told = {
+            "block_size": 16,
+            "cache_dtype": case.cache_dtype,
+            "calculate_kv_scales": False,
+            "cpu_offload_gb": 0,
+            "enable_prefix_caching": case.prefix_caching,
+            "engine": 0,
+            "gpu_memory_utilization": 0.9,
+            "is_attention_free": False,
+            "num_cpu_blocks": None,
+            "num_gpu_blocks": case.num_gpu_blocks,
+            "num_gpu_blocks_override": None,
+            "sliding_window": None,
+            "swap_space": 4,
+        }
+        info = Gauge(
+            "vllm:cache_config_info", "Information of the LLMEngine CacheConfig", list(told), registry=self.registry
+        )
         info.labels(**{name: str(value) for name, value in told.items()}).set(1)
 
     def _gauge(self, name: str, about: str) -> Gauge:

@@ -35,15 +35,25 @@ class SlowFiles(Dataset[dict[str, torch.Tensor]]):
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    config = LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=4, vocab_size=VOCABULARY)  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+    )
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(SlowFiles(), batch_size=ROWS, num_workers=0)
     plain = TO.with_suffix("")
     steps = schedule(wait=SKIPPED - 1, warmup=1, active=RECORDED, repeat=1)
-    with profile(activities=[ProfilerActivity.CPU], schedule=steps, record_shapes=True,
-                 on_trace_ready=lambda found: found.export_chrome_trace(str(plain))) as recording:  # fmt: skip
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        schedule=steps,
+        record_shapes=True,
+        on_trace_ready=lambda found: found.export_chrome_trace(str(plain)),
+    ) as recording:
         for step, batch in enumerate(loader):
             loss = model(**batch).loss
             loss.backward()

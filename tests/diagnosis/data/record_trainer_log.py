@@ -32,12 +32,27 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 def main() -> None:
     torch.set_num_threads(1)
-    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=2, vocab_size=VOCABULARY)  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+    )
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(output_dir=folder, max_steps=120, per_device_train_batch_size=8, logging_steps=5,
-                                      eval_strategy="steps", eval_steps=10, save_steps=60, report_to=[],
-                                      use_cpu=True, per_device_eval_batch_size=8)  # fmt: skip
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=120,
+            per_device_train_batch_size=8,
+            logging_steps=5,
+            eval_strategy="steps",
+            eval_steps=10,
+            save_steps=60,
+            report_to=[],
+            use_cpu=True,
+            per_device_eval_batch_size=8,
+        )
         trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=Rows(2000), eval_dataset=Rows(200))
         trainer.train()
         state = Path(folder) / "checkpoint-120" / "trainer_state.json"

@@ -36,9 +36,14 @@ def request_bytes(path: str, body: Any) -> bytes:
 
 
 async def stream(
-    server: Server, body: Any, path: str = "/v1/completions", *, events: int | None = None,
-    begun: asyncio.Event | None = None, timeout_s: float = 90.0,
-) -> Streamed:  # fmt: skip
+    server: Server,
+    body: Any,
+    path: str = "/v1/completions",
+    *,
+    events: int | None = None,
+    begun: asyncio.Event | None = None,
+    timeout_s: float = 90.0,
+) -> Streamed:
     """Read a stream to its end, or leave after so many events; `begun` is set when the first came."""
     reader, writer = await asyncio.open_connection(*server.address)
     found = Streamed()
@@ -51,9 +56,7 @@ async def stream(
     return found
 
 
-async def _read(
-    reader: asyncio.StreamReader, found: Streamed, events: int | None, begun: asyncio.Event | None
-) -> None:
+async def _read(reader: asyncio.StreamReader, found: Streamed, events: int | None, begun: asyncio.Event | None) -> None:
     found.status = int((await reader.readline()).split()[1])
     chunked = length = 0
     while (line := await reader.readline()).strip():

@@ -37,9 +37,7 @@ def call(made: Api, method: str, path: str, body: bytes = b"", **headers: str) -
     return asyncio.run(ask(made, method, path, body, **headers))
 
 
-async def ask(
-    made: Api, method: str, path: str, body: bytes = b"", **headers: str
-) -> tuple[int, Any, dict[str, str]]:
+async def ask(made: Api, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any, dict[str, str]]:
     """The same in an event loop that runs."""
     sent: list[dict[str, Any]] = []
 
@@ -155,8 +153,10 @@ def test_the_servers_own_time_is_504_and_the_clients_408(folder: Path, monkeypat
         assert finishes(made) == {"deadline": 2} and made.metrics.inflight == 0
 
 
-@pytest.mark.parametrize(("tokens", "limits", "longest"), [
-    (10, {}, 16), (10, {"max_answer": 5}, 5), (297, {}, 3), (297, {"max_answer": 2}, 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "limits", "longest"),
+    [(10, {}, 16), (10, {"max_answer": 5}, 5), (297, {}, 3), (297, {"max_answer": 2}, 2)],
+)
 def test_who_asks_for_no_length_gets_what_there_is_room_for(
     folder: Path, tokens: int, limits: dict[str, int], longest: int
 ) -> None:
@@ -212,10 +212,14 @@ def test_a_stop_text_that_is_complete_only_at_the_end_still_ends_the_answer(fold
         assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["text"]) == (finish, text)
 
 
-@pytest.mark.parametrize("wish, param", [
-    ({"top_logprobs": 3}, "top_logprobs"), ({"top_logprobs": 3, "logprobs": False}, "top_logprobs"),
-    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wish, param",
+    [
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": 3, "logprobs": False}, "top_logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ],
+)
 def test_fields_that_contradict_each_other_are_refused(folder: Path, wish: dict[str, Any], param: str) -> None:
     made = acting(api(folder), lambda message: pytest.fail("it was sent to the engine"))
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], **wish}).encode()

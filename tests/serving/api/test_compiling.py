@@ -84,10 +84,17 @@ def test_a_structure_that_compiles_passes(trials: Trials) -> None:
     trials.run(structure("fits"), 5.0)
 
 
-@pytest.mark.parametrize("source, words", [
-    ("wrong", "cannot be read; correct it"), ("broken", "cannot be used"), ("loop", "takes too long to compile"),
-    ("follow", "takes too long to follow"), ("memory", "make it simpler"), ("crash", "more than the compiler can take"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("wrong", "cannot be read; correct it"),
+        ("broken", "cannot be used"),
+        ("loop", "takes too long to compile"),
+        ("follow", "takes too long to follow"),
+        ("memory", "make it simpler"),
+        ("crash", "more than the compiler can take"),
+    ],
+)
 def test_what_a_structure_does_to_the_compiler_ends_with_it(trials: Trials, source: str, words: str) -> None:
     with pytest.raises(BadInput, match=words) as found:
         trials.run(structure(source), 0.2 if source == "loop" else 5.0)
@@ -125,8 +132,12 @@ class Desk:
     def __init__(self) -> None:
         self.clock = Clock()
         self.ended: queue.Queue[tuple[int, ArmillaryError | None]] = queue.Queue()
-        self.compiling = Compiling(Actor(), self.clock, lambda one, maker: self.ended.put((one.number, None)),
-                                   lambda one, error: self.ended.put((one.number, error)))  # fmt: skip
+        self.compiling = Compiling(
+            Actor(),
+            self.clock,
+            lambda one, maker: self.ended.put((one.number, None)),
+            lambda one, error: self.ended.put((one.number, error)),
+        )
 
     def ask(self, number: int, source: str) -> None:
         params = SamplingParams(structure=structure(source))

@@ -40,8 +40,10 @@ class Box:
     def __init__(self) -> None:
         self.folders: list[Path] = []
         self.memory = self._make("memory", {2: [("memory.max", LIMIT)], 1: [("memory.limit_in_bytes", LIMIT)]})
-        self._make("cpu", {2: [("cpu.max", "100000 100000")],
-                           1: [("cpu.cfs_period_us", 100_000), ("cpu.cfs_quota_us", 100_000)]})  # fmt: skip
+        self._make(
+            "cpu",
+            {2: [("cpu.max", "100000 100000")], 1: [("cpu.cfs_period_us", 100_000), ("cpu.cfs_quota_us", 100_000)]},
+        )
 
     def _make(self, controller: str, limits: dict[int, list[tuple[str, object]]]) -> Path:
         own = next(iter(groups(controller)), None)
@@ -94,14 +96,17 @@ def wide_folder(path: Path) -> Path:
     """A model that computes little and remembers much: a few thousand tokens fill a cache of a gigabyte."""
     tokenizer = train_tokenizer([TEXT] * 20, 320)
     tokenizer.save(path / "tokenizer")
-    config = small(vocab=tokenizer.vocab_size, context=CONTEXT, num_layers=LAYERS, heads=HEADS, kv_heads=HEADS,
-                   head_dim=DIM)  # fmt: skip
+    config = small(
+        vocab=tokenizer.vocab_size, context=CONTEXT, num_layers=LAYERS, heads=HEADS, kv_heads=HEADS, head_dim=DIM
+    )
     return save_model(build(config, dtype=torch.float32, device="cpu", seed=3), path / "wide", like=path / "tokenizer")
 
 
 def test_a_server_knows_the_limits_of_its_group_and_survives_a_full_cache(tmp_path: Path, box: Box) -> None:
-    code = ("from armillary.machine.memory import limit_bytes; from armillary.machine.cores import compute_threads; "
-            "print(int(limit_bytes()), compute_threads())")  # fmt: skip
+    code = (
+        "from armillary.machine.memory import limit_bytes; from armillary.machine.cores import compute_threads; "
+        "print(int(limit_bytes()), compute_threads())"
+    )
     said = subprocess.run([*box.line, sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert said.returncode == 0, said.stderr
     limit, threads = map(int, said.stdout.split())
@@ -117,9 +122,21 @@ def test_a_server_knows_the_limits_of_its_group_and_survives_a_full_cache(tmp_pa
 
         async def ask_all() -> list[Streamed]:
             nonlocal most_used
-            asked = [asyncio.create_task(stream(server, {
-                "prompt": [2 + (i * 31 + at * (i + 7)) % 300 for at in range(PROMPT)], "max_tokens": ANSWER,
-                "ignore_eos": True, "stream": True}, timeout_s=300)) for i in range(count)]  # fmt: skip
+            asked = [
+                asyncio.create_task(
+                    stream(
+                        server,
+                        {
+                            "prompt": [2 + (i * 31 + at * (i + 7)) % 300 for at in range(PROMPT)],
+                            "max_tokens": ANSWER,
+                            "ignore_eos": True,
+                            "stream": True,
+                        },
+                        timeout_s=300,
+                    )
+                )
+                for i in range(count)
+            ]
             while not all(task.done() for task in asked):
                 used = await asyncio.to_thread(server.metric, "kv_used_fraction")
                 most_used = max(most_used, used)

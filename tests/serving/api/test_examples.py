@@ -33,8 +33,12 @@ def examples() -> list[tuple[str, str]]:
 def test_the_line_does_what_it_says(server: Server, said: str, command: str) -> None:
     if "tool_choice" in command or "response_format" in command:
         pytest.importorskip("llguidance", reason="structures need the structure extra")
-    ran = subprocess.run(command.replace("http://127.0.0.1:8000", server.url).replace("curl ", "curl -sS -m 60 ", 1),
-                         shell=True, capture_output=True, text=True)  # fmt: skip
+    ran = subprocess.run(
+        command.replace("http://127.0.0.1:8000", server.url).replace("curl ", "curl -sS -m 60 ", 1),
+        shell=True,
+        capture_output=True,
+        text=True,
+    )
     assert ran.returncode == 0, ran.stderr
     if '"stream": true' in command:
         assert ran.stdout.endswith("data: [DONE]\n\n") and '"usage":{' in ran.stdout
@@ -46,8 +50,16 @@ def test_the_line_does_what_it_says(server: Server, said: str, command: str) -> 
 
 def test_there_are_examples_of_everything() -> None:
     text = " ".join(command for _, command in examples())
-    paths = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/ready",
-             "/metrics")  # fmt: skip
+    paths = (
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/health",
+        "/ready",
+        "/metrics",
+    )
     assert all(path in text for path in paths) and any("README" in said for said, _ in examples())
 
 

@@ -25,29 +25,36 @@ def others_are_served(server: Server) -> Any:
     assert server.metric("restarts_total") == 0 and server.is_ready()
 
 
-@pytest.mark.parametrize("body, status, said", [
-    (b"", 400, "not JSON"),
-    (b"{", 400, "not JSON"),
-    (b"\xff\xfe\xfa", 400, "not JSON"),
-    (b'{"prompt": "\xc3\x28"}', 400, "not JSON"),
-    (b"[" * 100_000, 400, "expected `object`"),
-    (b'{"prompt": "x", "a": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}", 400, "not JSON"),
-    (b"[1, 2]", 400, "expected `object`"),
-    (b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}", 400, "seed: integer value out of range"),
-    (b'{"prompt": "x", "temperature": NaN}', 400, "not JSON"),
-    (b'{"prompt": "x", "temperature": 1e999}', 400, "temperature"),
-    (b'{"prompt": "\\ud800"}', 400, "not JSON"),
-    (b'{"prompt": []}', 400, "prompt"),
-    (b'{"prompt": [[]]}', 400, "prompt"),
-    (b'{"prompt": [1, "a"]}', 400, "prompt"),
-    (b'{"prompt": ["a", 1]}', 400, "prompt"),
-    (b'{"prompt": "x", "n": 100000}', 400, "n: expected `int` <= 128"),
-    (b'{"prompt": "x", "logprobs": 100000}', 400, "logprobs"),
-    (b'{"prompt": "x", "stop": ["' + b'","'.join([b"a"] * 100) + b'"]}', 400, "stop: expected `array` of length <= 16"),
-    (b'{"prompt": "x", "model": "' + b"m" * 2000 + b'"}', 400, "model"),
-    (b'{"prompt": "x", "stop_token_ids": [99999999]}', 400, "outside the vocabulary"),
-    (b'{"prompt": "x", "min_tokens": 100, "max_tokens": 10}', 400, "min_tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body, status, said",
+    [
+        (b"", 400, "not JSON"),
+        (b"{", 400, "not JSON"),
+        (b"\xff\xfe\xfa", 400, "not JSON"),
+        (b'{"prompt": "\xc3\x28"}', 400, "not JSON"),
+        (b"[" * 100_000, 400, "expected `object`"),
+        (b'{"prompt": "x", "a": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}", 400, "not JSON"),
+        (b"[1, 2]", 400, "expected `object`"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}", 400, "seed: integer value out of range"),
+        (b'{"prompt": "x", "temperature": NaN}', 400, "not JSON"),
+        (b'{"prompt": "x", "temperature": 1e999}', 400, "temperature"),
+        (b'{"prompt": "\\ud800"}', 400, "not JSON"),
+        (b'{"prompt": []}', 400, "prompt"),
+        (b'{"prompt": [[]]}', 400, "prompt"),
+        (b'{"prompt": [1, "a"]}', 400, "prompt"),
+        (b'{"prompt": ["a", 1]}', 400, "prompt"),
+        (b'{"prompt": "x", "n": 100000}', 400, "n: expected `int` <= 128"),
+        (b'{"prompt": "x", "logprobs": 100000}', 400, "logprobs"),
+        (
+            b'{"prompt": "x", "stop": ["' + b'","'.join([b"a"] * 100) + b'"]}',
+            400,
+            "stop: expected `array` of length <= 16",
+        ),
+        (b'{"prompt": "x", "model": "' + b"m" * 2000 + b'"}', 400, "model"),
+        (b'{"prompt": "x", "stop_token_ids": [99999999]}', 400, "outside the vocabulary"),
+        (b'{"prompt": "x", "min_tokens": 100, "max_tokens": 10}', 400, "min_tokens"),
+    ],
+)
 def test_bodies_that_cannot_be_served_are_refused_in_one_line(
     server: Server, body: bytes, status: int, said: str
 ) -> None:
@@ -74,11 +81,17 @@ def test_a_body_without_end_is_cut_off(server: Server) -> None:
     assert sent < 200_000_000
 
 
-@pytest.mark.parametrize("data", [
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b"GET\r\n\r\n", b"\0" * 1000,
-    b"POST /v1/completions HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
-    b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 500_000 + b"\r\n", b"GET /" + b"a" * 3_000_000 + b" HTTP/1.1\r\n\r\n",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
+        b"GET\r\n\r\n",
+        b"\0" * 1000,
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 500_000 + b"\r\n",
+        b"GET /" + b"a" * 3_000_000 + b" HTTP/1.1\r\n\r\n",
+    ],
+)
 def test_what_is_no_http_is_refused(server: Server, data: bytes) -> None:
     with socket.create_connection(server.address, timeout=20) as sock:
         try:
@@ -116,21 +129,22 @@ NASTY: dict[str, Any] = {
     "no regex": {"type": "regex", "regex": "(["},
     "a look behind": {"type": "regex", "regex": "(?<=a)b"},
     "a choice of many": {"type": "choice", "choice": [str(i) * 20 for i in range(1000)]},
-    "an ambiguous grammar": {"type": "grammar", "grammar": "start: start start start | \"x\" | \n"},
+    "an ambiguous grammar": {"type": "grammar", "grammar": 'start: start start start | "x" | \n'},
     "no grammar": {"type": "grammar", "grammar": "start: ???"},
     "repeats in a grammar": {"type": "grammar", "grammar": 'start: (("x"? "y"?){0,200}){0,200}\n'},
-}  # fmt: skip
+}
 SCHEMAS: dict[str, Any] = {
     "a schema of itself": {"$ref": "#"},
     "a schema elsewhere": {"$ref": "http://127.0.0.1:9/x.json"},
-    "a product of options": {"allOf": [{"anyOf": [{"properties": {f"p{j}{i}": {"type": "string"}}} for i in range(8)]}
-                                       for j in range(8)]},
+    "a product of options": {
+        "allOf": [{"anyOf": [{"properties": {f"p{j}{i}": {"type": "string"}}} for i in range(8)]} for j in range(8)]
+    },
     "a million items": {"type": "array", "minItems": 1_000_000, "items": {"type": "integer"}},
     "nothing fits": {"type": "object", "minProperties": 5, "maxProperties": 2},
     "a large multiple": {"type": "integer", "multipleOf": 99_991},
     "an unknown keyword": {"type": "object", "if": {"x": 1}},
     "a wrong type": {"type": "fish"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", [*NASTY, *SCHEMAS])
@@ -196,8 +210,9 @@ class FakeConnection:
 def test_connections_that_only_cost_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_EVERY_S", "SILENT_S", "STUCK_S"):
         monkeypatch.setattr(connections, name, 0.02)
-    silent, stuck, busy = (FakeConnection(paused=paused, asked=asked)
-                           for paused, asked in ((False, False), (True, True), (False, True)))  # fmt: skip
+    silent, stuck, busy = (
+        FakeConnection(paused=paused, asked=asked) for paused, asked in ((False, False), (True, True), (False, True))
+    )
     half, rests = (FakeConnection(paused=False, asked=True, answered=True, rests=rests) for rests in (False, True))
     state = type("State", (), {"connections": {silent, stuck, busy, half, rests}})()
     server: Any = type("Server", (), {"server_state": state})()

@@ -134,8 +134,9 @@ def test_a_frozen_engine_is_not_ready_within_seconds_and_goes_on_when_it_thaws(f
 def kill_during(server: Server, streams: int) -> list[Streamed]:
     async def kill() -> list[Streamed]:
         events = [asyncio.Event() for _ in range(RUNNING)]
-        tasks = [asyncio.create_task(stream(server, LONG, begun=events[i] if i < RUNNING else None))
-                 for i in range(streams)]  # fmt: skip
+        tasks = [
+            asyncio.create_task(stream(server, LONG, begun=events[i] if i < RUNNING else None)) for i in range(streams)
+        ]
         await asyncio.wait({asyncio.create_task(event.wait()) for event in events}, return_when="FIRST_COMPLETED")
         while server.metric("inflight") < streams:
             await asyncio.sleep(0.02)
@@ -195,8 +196,9 @@ def test_a_thousand_streams_at_once_lose_and_double_no_token(folder: Path) -> No
     wishes = [{"prompt": f"def main{i}", "max_tokens": 20, "ignore_eos": True, "temperature": 0} for i in range(25)]
 
     async def ask(server: Server) -> list[Streamed]:
-        return await asyncio.gather(*(stream(server, wishes[i % 25] | {"stream": True}, timeout_s=300)
-                                      for i in range(1000)))  # fmt: skip
+        return await asyncio.gather(
+            *(stream(server, wishes[i % 25] | {"stream": True}, timeout_s=300) for i in range(1000))
+        )
 
     with run_server(folder) as server:
         alone = [server.post("/v1/completions", wish)[1]["choices"][0]["text"] for wish in wishes]

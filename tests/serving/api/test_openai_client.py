@@ -14,16 +14,31 @@ openai = pytest.importorskip("openai", reason="OpenAI's client comes with the de
 
 HELLO: list[Any] = [{"role": "user", "content": "def main"}]
 TOOLS: list[Any] = [
-    {"type": "function", "function": {
-        "name": name, "description": "…", "parameters": {
-            "type": "object", "properties": {"town": {"enum": ["Bonn", "Ulm"]}, "days": {"$ref": "#/$defs/few"}},
-            "required": ["town", "days"], "additionalProperties": False,
-            "$defs": {"few": {"type": "integer", "minimum": 1, "maximum": 9}}}}}
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "…",
+            "parameters": {
+                "type": "object",
+                "properties": {"town": {"enum": ["Bonn", "Ulm"]}, "days": {"$ref": "#/$defs/few"}},
+                "required": ["town", "days"],
+                "additionalProperties": False,
+                "$defs": {"few": {"type": "integer", "minimum": 1, "maximum": 9}},
+            },
+        },
+    }
     for name in ("weather", "news")
-]  # fmt: skip
-PERSON = {"type": "object", "additionalProperties": False, "required": ["name", "age"],
-          "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 120,
-                                                                           "minimum": 0}}}  # fmt: skip
+]
+PERSON = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["name", "age"],
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "maximum": 120, "minimum": 0},
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -104,17 +119,25 @@ def test_answers_match_a_schema(client: Any) -> None:
     person = json.loads(answer.choices[0].message.content)
     assert set(person) == {"name", "age"} and 0 <= person["age"] <= 120 and answer.choices[0].finish_reason == "stop"
     listed = client.chat.completions.create(
-        model="tiny", messages=HELLO, response_format={"type": "json_object"}, max_tokens=300, seed=2, temperature=0.01,
+        model="tiny",
+        messages=HELLO,
+        response_format={"type": "json_object"},
+        max_tokens=300,
+        seed=2,
+        temperature=0.01,
         logit_bias={},
     )
     assert listed.choices[0].message.content.startswith("{")
 
 
-@pytest.mark.parametrize("wanted, check", [
-    ({"type": "regex", "regex": "[ab]{3}-[0-9]"}, lambda text: text[3] == "-" and text[4].isdigit()),
-    ({"type": "choice", "choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
-    ({"type": "grammar", "grammar": 'start: "x" "y"+ "z"'}, lambda text: text.replace("y", "") == "xz"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wanted, check",
+    [
+        ({"type": "regex", "regex": "[ab]{3}-[0-9]"}, lambda text: text[3] == "-" and text[4].isdigit()),
+        ({"type": "choice", "choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+        ({"type": "grammar", "grammar": 'start: "x" "y"+ "z"'}, lambda text: text.replace("y", "") == "xz"),
+    ],
+)
 def test_answers_match_expressions_choices_and_grammars(server: Server, wanted: Any, check: Any) -> None:
     pytest.importorskip("llguidance", reason="structures need the structure extra")
     body = {"prompt": "def", "response_format": wanted, "max_tokens": 60, "seed": 4, "logit_bias": {}}
@@ -133,8 +156,12 @@ def test_a_call_that_is_asked_for_comes_with_arguments_that_fit(client: Any) -> 
     assert arguments["town"] in ("Bonn", "Ulm") and 1 <= arguments["days"] <= 9 and named.message.content is None
     some = client.chat.completions.create(**wish, tool_choice="required", parallel_tool_calls=False).choices[0]
     assert some.finish_reason == "tool_calls" and some.message.tool_calls[0].function.name in ("weather", "news")
-    streamed = [chunk.choices[0] for chunk in client.chat.completions.create(
-        **wish, tool_choice="required", parallel_tool_calls=False, stream=True)]  # fmt: skip
+    streamed = [
+        chunk.choices[0]
+        for chunk in client.chat.completions.create(
+            **wish, tool_choice="required", parallel_tool_calls=False, stream=True
+        )
+    ]
     calls = [call for choice in streamed for call in choice.delta.tool_calls or ()]
     assert calls[0].function.name == some.message.tool_calls[0].function.name and calls[0].index == 0
     assert streamed[-1].finish_reason == "tool_calls"
@@ -162,10 +189,15 @@ def test_a_conversation_with_calls_and_parts_goes_through_the_template(client: A
     messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "wea"}, {"type": "text", "text": "ther?"}]},
-        {"role": "assistant", "content": None, "tool_calls": [
-            {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Ulm"}'}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Ulm"}'}}
+            ],
+        },
         {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
-    ]  # fmt: skip
+    ]
     ids = server.post("/tokenize", {"messages": messages})[1]["tokens"]
     text = server.post("/detokenize", {"tokens": ids})[1]["prompt"]
     assert text.startswith("[system] Be brief.\n[user] weather?\n")
@@ -223,25 +255,28 @@ def test_models_are_listed(client: Any) -> None:
     assert error.value.code == "model_not_found"
 
 
-@pytest.mark.parametrize("wish, param, said", [
-    ({"messages": []}, "messages", "expected `array` of length >= 1"),
-    ({"messages": "hello"}, "messages", "expected `array`, got `str`"),
-    ({"messages": [{"content": "x"}]}, "messages[0].role", "is missing"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "reads text"),
-    ({"temperature": -1}, "temperature", "expected `float` >= 0"),
-    ({"temperature": "hot"}, "temperature", "expected `float | null`, got `str`"),
-    ({"max_tokens": 0}, "max_tokens", "expected `int` >= 1"),
-    ({"max_tokens": 5000}, "max_tokens", "ask for at most"),
-    ({"n": 1.5}, "n", "got `float`"),
-    ({"stop": ["a", 3]}, "stop[1]", "expected `str`, got `int`"),
-    ({"stop": ""}, "stop", "length >= 1"),
-    ({"logit_bias": {"x": 1}}, "logit_bias", "no token id"),
-    ({"tool_choice": "required"}, "tool_choice", "no tools"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "not among"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "add it"),
-    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid enum value 'xml'"),
-    ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "leave it out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wish, param, said",
+    [
+        ({"messages": []}, "messages", "expected `array` of length >= 1"),
+        ({"messages": "hello"}, "messages", "expected `array`, got `str`"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "is missing"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "reads text"),
+        ({"temperature": -1}, "temperature", "expected `float` >= 0"),
+        ({"temperature": "hot"}, "temperature", "expected `float | null`, got `str`"),
+        ({"max_tokens": 0}, "max_tokens", "expected `int` >= 1"),
+        ({"max_tokens": 5000}, "max_tokens", "ask for at most"),
+        ({"n": 1.5}, "n", "got `float`"),
+        ({"stop": ["a", 3]}, "stop[1]", "expected `str`, got `int`"),
+        ({"stop": ""}, "stop", "length >= 1"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "no token id"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "not among"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "add it"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "invalid enum value 'xml'"),
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "leave it out"),
+    ],
+)
 def test_what_is_wrong_is_said_as_openai_does(client: Any, wish: dict[str, Any], param: str, said: str) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         client.chat.completions.create(model="tiny", messages=HELLO, extra_body=wish)

@@ -280,10 +280,17 @@ def test_the_metrics_page_has_every_gauge_under_its_name() -> None:
     metrics.ended(box, 0, {"queue_s": 0.25, "tokens_in": 5}, 2.0, first=False)  # another answer to the same prompt
     metrics.finished["tool_calls"] += 1
     page = metrics.page().decode()
-    for line in ("armillary_preemptions_total 4.0", "armillary_running 1.0", "armillary_ttft_s_sum 2.0",
-                 "armillary_tpot_s_sum 1.0", "armillary_e2e_s_sum 4.0", "armillary_queue_s_sum 0.5",
-                 "armillary_tokens_in_count 1.0", 'armillary_requests_total{finish="tool_calls"} 1.0',
-                 "armillary_ready 0.0"):  # fmt: skip
+    for line in (
+        "armillary_preemptions_total 4.0",
+        "armillary_running 1.0",
+        "armillary_ttft_s_sum 2.0",
+        "armillary_tpot_s_sum 1.0",
+        "armillary_e2e_s_sum 4.0",
+        "armillary_queue_s_sum 0.5",
+        "armillary_tokens_in_count 1.0",
+        'armillary_requests_total{finish="tool_calls"} 1.0',
+        "armillary_ready 0.0",
+    ):
         assert f"\n{line}\n" in page, line
     ours = {"http_responses", "inflight", "ready", "start_time_seconds", "restarts_total"}
     named = {line.split()[2].removeprefix("armillary_") for line in page.splitlines() if line.startswith("# TYPE")}
@@ -301,8 +308,13 @@ def test_the_document_describes_every_field() -> None:
 
 def test_the_servers_process_has_no_torch() -> None:
     code = "import sys, armillary.serving.api.serve, armillary.serving.api.app; print('torch' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
     assert ran.stdout.strip() == "False"
 
 

@@ -43,8 +43,24 @@ def run(*words: str) -> None:
 
 def likelihoods(folder: Path, task: Path, kind: str, arguments: str) -> list[Any]:
     out = task / kind
-    run("lm_eval", "--model", kind, "--model_args", arguments, "--tasks", "tiny_choice", "--include_path", str(task),
-        "--batch_size", "2", "--device", "cpu", "--log_samples", "--output_path", str(out))  # fmt: skip
+    run(
+        "lm_eval",
+        "--model",
+        kind,
+        "--model_args",
+        arguments,
+        "--tasks",
+        "tiny_choice",
+        "--include_path",
+        str(task),
+        "--batch_size",
+        "2",
+        "--device",
+        "cpu",
+        "--log_samples",
+        "--output_path",
+        str(out),
+    )
     (samples,) = out.rglob("samples_tiny_choice*.jsonl")
     found = [json.loads(line) for line in samples.read_text().splitlines()]
     return [sample["filtered_resps"] for sample in sorted(found, key=lambda sample: int(sample["doc_id"]))]
@@ -56,8 +72,9 @@ def test_an_evaluation_harness_finds_what_transformers_finds(server: Server, fol
     data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     (tmp_path / "tiny.yaml").write_text(TASK.format(data=data))
     url = f"{server.url}/v1/completions"
-    ours = likelihoods(folder, tmp_path, "local-completions",
-                       f"model=tiny,base_url={url},tokenizer={folder},num_concurrent=2,{SAME}")  # fmt: skip
+    ours = likelihoods(
+        folder, tmp_path, "local-completions", f"model=tiny,base_url={url},tokenizer={folder},num_concurrent=2,{SAME}"
+    )
     theirs = likelihoods(folder, tmp_path, "hf", f"pretrained={folder},dtype=float32,{SAME}")
     for mine, other in zip(ours, theirs, strict=True):
         for (value, greedy), (expected, also_greedy) in zip(mine, other, strict=True):
@@ -67,11 +84,23 @@ def test_an_evaluation_harness_finds_what_transformers_finds(server: Server, fol
 def test_a_load_generator_has_no_error(server: Server, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("guidellm")
     report = tmp_path / "report.json"
-    run("guidellm", "run", "--backend", f"kind=openai_http,target={server.url}",
-        "--profile", "kind=concurrent,streams=4", "--constraint", "kind=max_requests,count=20",
-        "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16",
-        "--tokenizer", f"kind=huggingface_auto,model={folder}", "--output", f"kind=json,path={report}",
-        "--disable-console")  # fmt: skip
+    run(
+        "guidellm",
+        "run",
+        "--backend",
+        f"kind=openai_http,target={server.url}",
+        "--profile",
+        "kind=concurrent,streams=4",
+        "--constraint",
+        "kind=max_requests,count=20",
+        "--data",
+        "kind=synthetic_text,prompt_tokens=32,output_tokens=16",
+        "--tokenizer",
+        f"kind=huggingface_auto,model={folder}",
+        "--output",
+        f"kind=json,path={report}",
+        "--disable-console",
+    )
     (made,) = json.loads(report.read_text())["benchmarks"]
     totals, tokens = made["metrics"]["request_totals"], made["metrics"]["output_token_count"]["successful"]
     assert totals["successful"] >= 20 and totals["errored"] == 0 and tokens["mean"] == 16

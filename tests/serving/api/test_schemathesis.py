@@ -15,8 +15,13 @@ from tests.serving.api.tiny import Server, run_server
 pytest.importorskip("schemathesis", reason="it comes with the dev extra")
 pytestmark = pytest.mark.slow
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
-LEAST = {"/v1/chat/completions": 1000, "/v1/completions": 800, "/tokenize": 500, "/detokenize": 300,
-         "/v1/models|/health|/ready": 300}  # fmt: skip
+LEAST = {
+    "/v1/chat/completions": 1000,
+    "/v1/completions": 800,
+    "/tokenize": 500,
+    "/detokenize": 300,
+    "/v1/models|/health|/ready": 300,
+}
 """cases of each path: every value of every field at its bounds and beyond, then random ones; some 3,500 in all"""
 
 
@@ -29,9 +34,28 @@ def terse(folder: Path) -> Iterator[Server]:
 
 @pytest.mark.parametrize("path", LEAST)
 def test_no_request_that_can_be_made_is_too_much(terse: Server, folder: Path, path: str) -> None:
-    line = [sys.executable, "-m", "schemathesis.cli", "run", f"{terse.url}/openapi.json", "--checks", CHECKS,
-            "--max-examples", "400", "--phases", "coverage,fuzzing", "--request-timeout", "30", "--no-color",
-            "--seed", "1", "--generation-database", "none", "--include-path-regex", f"^({path})"]  # fmt: skip
+    line = [
+        sys.executable,
+        "-m",
+        "schemathesis.cli",
+        "run",
+        f"{terse.url}/openapi.json",
+        "--checks",
+        CHECKS,
+        "--max-examples",
+        "400",
+        "--phases",
+        "coverage,fuzzing",
+        "--request-timeout",
+        "30",
+        "--no-color",
+        "--seed",
+        "1",
+        "--generation-database",
+        "none",
+        "--include-path-regex",
+        f"^({path})",
+    ]
     ran = subprocess.run(line, capture_output=True, text=True, timeout=240, cwd=folder.parent)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     cases = re.search(r"(\d+) generated, (\d+) passed", ran.stdout)

@@ -28,18 +28,26 @@ CASES = [
     ("hermes", "<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
     ("hermes", '<tool_call>{"name": "unknown"}</tool_call>', '<tool_call>{"name": "unknown"}</tool_call>', []),
     ("hermes", "<tool_call>cut sho", "<tool_call>cut sho", []),
-    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"town": "Köln"}}, {"name": "news"}]', "",
-     [WEATHER, NEWS]),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "weather", "arguments": {"town": "Köln"}}, {"name": "news"}]',
+        "",
+        [WEATHER, NEWS],
+    ),
     ("mistral", '[TOOL_CALLS]weather[ARGS]{"town": "Köln"}[TOOL_CALLS]news{}', "", [WEATHER, NEWS]),
     ("mistral", "a list [1, 2] [TOOL", "a list [1, 2] [TOOL", []),
     ("mistral", "so [TOOL_CALLS] what", "so [TOOL_CALLS] what", []),
     ("llama3", '{"name": "weather", "parameters": {"town": "Köln"}}', "", [WEATHER]),
-    ("llama3", '<|python_tag|>{"name": "weather", "parameters": {"town": "Köln"}}; {"name": "news"}', "",
-     [WEATHER, NEWS]),
+    (
+        "llama3",
+        '<|python_tag|>{"name": "weather", "parameters": {"town": "Köln"}}; {"name": "news"}',
+        "",
+        [WEATHER, NEWS],
+    ),
     ("llama3", '  {"name": "weather", "parameters": "{\\"town\\": \\"Köln\\"}"}', "", [WEATHER]),
     ("llama3", '{"answer": 42}', '{"answer": 42}', []),
     ("llama3", 'So: {"name": "weather"}', 'So: {"name": "weather"}', []),
-]  # fmt: skip
+]
 
 
 def read(stream: ToolStream, pieces: list[str]) -> tuple[str, list[Call]]:
@@ -70,10 +78,16 @@ def test_text_that_holds_no_call_is_never_lost(family: str, text: str) -> None:
     assert read(tool_stream(family, NAMES), list(text)) == (text, [])
 
 
-@pytest.mark.parametrize(("template", "family"), [
-    ("{% if tools %}<tool_call>", "hermes"), ("{% if tools %}[TOOL_CALLS]", "mistral"),
-    ("{% if tools %}<|python_tag|>", "llama3"), ("<tool_call>", None), ("{{ messages }}", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "family"),
+    [
+        ("{% if tools %}<tool_call>", "hermes"),
+        ("{% if tools %}[TOOL_CALLS]", "mistral"),
+        ("{% if tools %}<|python_tag|>", "llama3"),
+        ("<tool_call>", None),
+        ("{{ messages }}", None),
+    ],
+)
 def test_the_family_is_read_off_the_template(template: str, family: str | None) -> None:
     assert family_of([template]) == family
 
@@ -83,8 +97,10 @@ def tool(name: str, **parameters: object) -> Tool:
 
 
 def test_a_call_that_is_asked_for_has_a_schema() -> None:
-    tools = [tool("weather", type="object", properties={"day": {"$ref": "#/$defs/day"}}, **{"$defs": {"day": {}}}),
-             tool("news")]  # fmt: skip
+    tools = [
+        tool("weather", type="object", properties={"day": {"$ref": "#/$defs/day"}}, **{"$defs": {"day": {}}}),
+        tool("news"),
+    ]
     one = forced_schema(tools, "weather", one=False)
     assert one["properties"] == {"day": {"$ref": "#/$defs/day"}} and one["$defs"] == {"day": {}}
     some = forced_schema(tools, None, one=True)
@@ -100,8 +116,10 @@ def test_what_was_asked_for_becomes_calls() -> None:
     assert read(Forced(None, NAMES), ['[{"name": "wea']) == ('[{"name": "wea', [])
 
 
-@pytest.mark.parametrize("named, engine, said", [(True, "stop", "stop"), (False, "stop", "tool_calls"),
-                                                 (True, "length", "length"), (False, "length", "length")])  # fmt: skip
+@pytest.mark.parametrize(
+    "named, engine, said",
+    [(True, "stop", "stop"), (False, "stop", "tool_calls"), (True, "length", "length"), (False, "length", "length")],
+)
 def test_calls_that_were_cut_short_are_not_said_to_be_complete(named: bool, engine: str, said: str) -> None:
     text = '{"city": "Pa' if engine == "length" else '{"city": "Paris"}'
     text = text if named else f'[{{"name": "weather", "arguments": {text}' + ("}]" if engine == "stop" else "")

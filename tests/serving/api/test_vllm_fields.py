@@ -14,8 +14,12 @@ from tests.serving.api.tiny import CONTEXT, Server
 openai = pytest.importorskip("openai", reason="OpenAI's client comes with the dev extra")
 
 HELLO: list[Any] = [{"role": "user", "content": "def main"}]
-PERSON = {"type": "object", "additionalProperties": False, "required": ["age"],
-          "properties": {"age": {"type": "integer", "maximum": 120, "minimum": 0}}}  # fmt: skip
+PERSON = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["age"],
+    "properties": {"age": {"type": "integer", "maximum": 120, "minimum": 0}},
+}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -26,8 +30,9 @@ def client(server: Server) -> Iterator[Any]:
 
 
 def chat(client: Any, max_tokens: int = 24, **extra: Any) -> Any:
-    return client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=max_tokens, temperature=0,
-                                          extra_body=extra)  # fmt: skip
+    return client.chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=max_tokens, temperature=0, extra_body=extra
+    )
 
 
 def said(client: Any, **extra: Any) -> str:
@@ -145,8 +150,15 @@ def test_stop_texts_are_included_where_asked(client: Any) -> None:
     stop = plain[5:8]
     upto = plain[: plain.find(stop) + len(stop)]
     assert said(client, max_tokens=40, stop=[stop], include_stop_str_in_output=True) == upto
-    streamed = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=40, temperature=0, stop=stop,
-                                              stream=True, extra_body={"include_stop_str_in_output": True})  # fmt: skip
+    streamed = client.chat.completions.create(
+        model="tiny",
+        messages=HELLO,
+        max_tokens=40,
+        temperature=0,
+        stop=stop,
+        stream=True,
+        extra_body={"include_stop_str_in_output": True},
+    )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == upto
 
 
@@ -167,8 +179,12 @@ def test_the_final_message_is_continued(server: Server) -> None:
     text = server.post("/detokenize", {"tokens": ids(continue_final_message=True)})[1]["prompt"]
     assert text == "[user] def main\n[assistant] return [1, "
     assert ids() != ids(add_generation_prompt=False) != ids(continue_final_message=True)
-    body = {"messages": [*HELLO, {"role": "assistant", "content": "return [1, "}], "continue_final_message": True,
-            "max_tokens": 4, "temperature": 0}  # fmt: skip
+    body = {
+        "messages": [*HELLO, {"role": "assistant", "content": "return [1, "}],
+        "continue_final_message": True,
+        "max_tokens": 4,
+        "temperature": 0,
+    }
     answer = server.post("/v1/chat/completions", body)[1]
     prompt = ids(continue_final_message=True)
     same = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 4, "temperature": 0})[1]
@@ -177,7 +193,19 @@ def test_the_final_message_is_continued(server: Server) -> None:
 
 def test_the_document_names_them_all(server: Server) -> None:
     table = json.loads(server.get("/openapi.json")[1])["components"]["schemas"]["Chat"]["properties"]
-    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "bad_words",
-                 "allowed_token_ids", "truncate_prompt_tokens", "include_stop_str_in_output", "skip_special_tokens",
-                 "chat_template", "continue_final_message", "add_generation_prompt"):  # fmt: skip
+    for name in (
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "structured_outputs",
+        "bad_words",
+        "allowed_token_ids",
+        "truncate_prompt_tokens",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "chat_template",
+        "continue_final_message",
+        "add_generation_prompt",
+    ):
         assert table[name]["description"], name

@@ -106,8 +106,9 @@ def run_server(folder: Path, *flags: str, before: Sequence[str] = ()) -> Iterato
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     with log.open("w") as out:
-        process = subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT, text=True, env=environment,
-                                   cwd=folder.parent)  # fmt: skip
+        process = subprocess.Popen(
+            line, stdout=out, stderr=subprocess.STDOUT, text=True, env=environment, cwd=folder.parent
+        )
     server = Server("", process, log)
     try:
         server.until(lambda: "ready on http" in log.read_text(), 90)

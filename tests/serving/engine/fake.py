@@ -38,8 +38,9 @@ def seen_by(group: Group, tokens: Items[int], position: int) -> list[tuple[int, 
     return [(tokens[i], i) for i in range(group.first_needed(position), position + 1)]
 
 
-def expected(request: Request, index: int = 0, groups: Items[Group] = WHOLE, eos: int | None = EOS,
-             max_model_len: int = 10_000) -> list[int]:  # fmt: skip
+def expected(
+    request: Request, index: int = 0, groups: Items[Group] = WHOLE, eos: int | None = EOS, max_model_len: int = 10_000
+) -> list[int]:
     """The answer, computed alone and without any cache."""
     tokens, params = list(request.prompt), request.params
     limit = min(max_model_len, len(tokens) + (params.max_tokens or max_model_len))
@@ -112,19 +113,40 @@ class FakeExecutor:
         return next_token(seen, seq.index, self.vocab)
 
 
-def make_scheduler(*, num_blocks: int = 12, block_tokens: int = 4, groups: Items[Group] = WHOLE, prefix: bool = True,
-                   digest: Any = None, **settings: Any) -> Scheduler:  # fmt: skip
+def make_scheduler(
+    *,
+    num_blocks: int = 12,
+    block_tokens: int = 4,
+    groups: Items[Group] = WHOLE,
+    prefix: bool = True,
+    digest: Any = None,
+    **settings: Any,
+) -> Scheduler:
     """A small one that checks itself after every call; sizes count the blocks that can be used."""
-    given = {"max_model_len": 64, "vocab": VOCAB, "eos_ids": frozenset({EOS}), "max_tokens_per_step": 16,
-             "max_running": 4, "check_every": 1} | settings  # fmt: skip
+    given = {
+        "max_model_len": 64,
+        "vocab": VOCAB,
+        "eos_ids": frozenset({EOS}),
+        "max_tokens_per_step": 16,
+        "max_running": 4,
+        "check_every": 1,
+    } | settings
     more = {} if digest is None else {"digest": digest}
-    cache = KVCache(num_blocks + 1, block_tokens, groups=groups, prefix=prefix,
-                    step_tokens=given["max_tokens_per_step"], **more)  # fmt: skip
+    cache = KVCache(
+        num_blocks + 1, block_tokens, groups=groups, prefix=prefix, step_tokens=given["max_tokens_per_step"], **more
+    )
     return Scheduler(Settings(**given), cache)
 
 
-def run(scheduler: Scheduler, requests: Items[Request], *, overlap: bool = False, every: int = 0, step_s: float = 1.0,
-        most_steps: int = 5000) -> dict[str, list[int]]:  # fmt: skip
+def run(
+    scheduler: Scheduler,
+    requests: Items[Request],
+    *,
+    overlap: bool = False,
+    every: int = 0,
+    step_s: float = 1.0,
+    most_steps: int = 5000,
+) -> dict[str, list[int]]:
     """Serve `requests`, a new one each `every` steps (0: all at once), until all are done; id -> tokens."""
     executor = FakeExecutor(scheduler.cache, scheduler.settings.max_running)
     loop = Loop(scheduler, executor, overlap=overlap, clock=lambda: number * step_s)

@@ -61,7 +61,14 @@ def test_stop_texts_are_found_wherever_the_text_is_cut(text: str, stops: list[st
 def test_only_what_may_become_a_stop_text_is_held_back() -> None:
     seen = StopText(["END", "\n\n"])
     assert [seen.push(text) for text in ("one\n", "two E", "N", "X", "\n", "\n", "more")] == [
-        "one", "\ntwo ", "", "ENX", "", "", ""]  # fmt: skip
+        "one",
+        "\ntwo ",
+        "",
+        "ENX",
+        "",
+        "",
+        "",
+    ]
     assert seen.stopped and seen.finish() == ""
 
 

@@ -26,8 +26,13 @@ def test_parts_are_whole_tiles_of_queries() -> None:
     assert settings_for(models()["qwen3-8b"].config, Serve()).query_tile == 32
 
 
-@given(st.integers(1, 200_000), st.integers(0, 1_000_000), st.floats(1, 1e5), st.sampled_from([1, 16, 256]),
-       st.floats(100, 1e6))  # fmt: skip
+@given(
+    st.integers(1, 200_000),
+    st.integers(0, 1_000_000),
+    st.floats(1, 1e5),
+    st.sampled_from([1, 16, 256]),
+    st.floats(100, 1e6),
+)
 def test_a_chunk_is_what_the_budget_pays_for(left: int, past: int, budget: float, block: int, context: float) -> None:
     size = chunk_size(left, past, budget, block, context)
     assert 1 <= size <= left

@@ -31,8 +31,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 def mixed(names: list[str]) -> list[Any]:
     """Ordinary requests of every kind, and between them the special ones."""
-    plain = [ask(f"r{i}", [2 + i, 3, 4], 10, temperature=(0.0, 0.9, 1.3)[i % 3], seed=i, top_k=(0, 8)[i % 2],
-                 top_p=(1.0, 0.9)[i % 2]) for i in range(4)]  # fmt: skip
+    plain = [
+        ask(
+            f"r{i}",
+            [2 + i, 3, 4],
+            10,
+            temperature=(0.0, 0.9, 1.3)[i % 3],
+            seed=i,
+            top_k=(0, 8)[i % 2],
+            top_p=(1.0, 0.9)[i % 2],
+        )
+        for i in range(4)
+    ]
     special = [ask(name, [5, 6, 2 + i], 10, temperature=0.9, seed=i, **SPECIAL[name]) for i, name in enumerate(names)]
     return [*plain[:2], *special, *plain[2:]]
 
@@ -76,8 +86,14 @@ def test_only_rows_that_ask_for_more_are_treated_so() -> None:
     counted = Counted()
     requests = [ask(f"r{i}", [2 + i, 3], 6, temperature=0.8, seed=i, ignore_eos=True) for i in range(7)]
     requests.append(ask("special", [2, 3], 6, seed=1, frequency_penalty=0.5, logprobs=1, ignore_eos=True))
-    serve(MODELS["plain"], model("plain"), requests, max_running=12, max_tokens_per_step=64,
-          executor=lambda *a, **k: FastExecutor(*a, kernels=counted.kernels(), **k))  # fmt: skip
+    serve(
+        MODELS["plain"],
+        model("plain"),
+        requests,
+        max_running=12,
+        max_tokens_per_step=64,
+        executor=lambda *a, **k: FastExecutor(*a, kernels=counted.kernels(), **k),
+    )
     steps = [call for call in counted.calls if call[0] == "sample"]
     assert {call for call in steps if call[2]} == {("sample", 1, True)}, "penalties of one row, not of the batch"
     assert {call for call in counted.calls if call[0] == "logprobs"} == {("logprobs", 1, False)}
@@ -107,8 +123,9 @@ def test_log_probabilities_come_in_one_tensor() -> None:
             return super().tokens(launched)
 
     requests = [ask(f"r{i}", [2 + i, 3], 3, temperature=0.0, logprobs=i, ignore_eos=True) for i in range(3)]
-    found = serve(MODELS["plain"], model("plain"), requests, executor=lambda *a, **k: Watched(
-        *a, kernels=counted.kernels(), **k))  # fmt: skip
+    found = serve(
+        MODELS["plain"], model("plain"), requests, executor=lambda *a, **k: Watched(*a, kernels=counted.kernels(), **k)
+    )
     assert (3, 1 + 2 * 2) in told, "three rows, the chosen token and two of the likeliest with their ids"
     assert [[len(entry.top) for entry in one.logprobs] for one in found] == [[0] * 3, [1] * 3, [2] * 3]
     assert all(entry.token == token for one in found for entry, token in zip(one.logprobs, one.tokens, strict=True))
@@ -116,8 +133,9 @@ def test_log_probabilities_come_in_one_tensor() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_structured_answers_decode_in_every_step(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_plain_executor, "settings_for",
-                        lambda config, table: replace(settings_for(config, table), late_masks=late))  # fmt: skip
+    monkeypatch.setattr(
+        test_plain_executor, "settings_for", lambda config, table: replace(settings_for(config, table), late_masks=late)
+    )
     decided: list[int] = []
 
     class Watched(FastExecutor):
@@ -126,8 +144,9 @@ def test_structured_answers_decode_in_every_step(late: bool, monkeypatch: pytest
             return super().launch(decision)
 
     requests = [ask("free", [4, 5], 24, ignore_eos=True), ask("s", [2, 3], 20, structure=STRUCTURE, seed=2)]
-    found = serve(MODELS["plain"], model("plain"), requests, overlap=True, constraints={"s": Alternates},
-                  executor=Watched)  # fmt: skip
+    found = serve(
+        MODELS["plain"], model("plain"), requests, overlap=True, constraints={"s": Alternates}, executor=Watched
+    )
     assert found[1].finish == "stop" and [t % 2 for t in found[1].tokens] == [0, 1] * 3
     assert decided[:6] == ([1] * 6 if late else [1, 0, 1, 0, 1, 0])
     right = serve(MODELS["plain"], model("plain"), requests, overlap=False, constraints={"s": Alternates})

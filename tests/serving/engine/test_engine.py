@@ -79,7 +79,12 @@ def test_generate_answers_in_order_and_says_what_is_wrong_with_one(batching: str
     wanted = [ask("a", [2, 3], 6), ask("b", [], 6), ask("c", [4, 5], 6, n=2), ask("d", [99], 6)]
     found = engine.generate(wanted)
     assert [(made.request.id, made.index, bool(made.error)) for made in found] == [
-        ("a", 0, False), ("b", 0, True), ("c", 0, False), ("c", 1, False), ("d", 0, True)]  # fmt: skip
+        ("a", 0, False),
+        ("b", 0, True),
+        ("c", 0, False),
+        ("c", 1, False),
+        ("d", 0, True),
+    ]
     assert all(made.tokens == expected(made.request, made.index) for made in found if not made.error)
     assert "empty" in found[1].error and "token 99" in found[4].error
     check_idle(engine.scheduler)

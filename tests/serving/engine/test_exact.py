@@ -38,15 +38,26 @@ requests = st.lists(st.tuples(prompts, st.integers(1, 14), st.integers(1, 3)), m
     ageing=st.sampled_from([0.0, 3.0]),
 )
 def test_answers_are_those_of_the_request_alone(
-    wanted: list[tuple[list[int], int, int]], block_tokens: int, spare: int, step_tokens: int, overlap: bool,
-    every: int, groups: Any, ageing: float, **given_settings: Any,
-) -> None:  # fmt: skip
+    wanted: list[tuple[list[int], int, int]],
+    block_tokens: int,
+    spare: int,
+    step_tokens: int,
+    overlap: bool,
+    every: int,
+    groups: Any,
+    ageing: float,
+    **given_settings: Any,
+) -> None:
     made = [ask(f"r{i}", prompt, most, n=n, priority=i % 3) for i, (prompt, most, n) in enumerate(wanted)]
     per_group = max(-(-(len(request.prompt) + request.params.max_tokens) // block_tokens) for request in made)
     scheduler = make_scheduler(
-        num_blocks=per_group * len(groups) + spare, block_tokens=block_tokens, groups=groups,
-        max_tokens_per_step=step_tokens, ageing_s=ageing, **given_settings,
-    )  # fmt: skip
+        num_blocks=per_group * len(groups) + spare,
+        block_tokens=block_tokens,
+        groups=groups,
+        max_tokens_per_step=step_tokens,
+        ageing_s=ageing,
+        **given_settings,
+    )
     answers = run(scheduler, made, overlap=overlap, every=every)
     for request in made:
         for index in range(request.params.n):
@@ -71,14 +82,23 @@ def test_a_hash_that_always_collides_costs_hits_and_nothing_else() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    wanted=requests, aborts=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 30)), max_size=4),
-    fails=st.lists(st.integers(0, 30), max_size=2), groups=st.sampled_from([WHOLE, MIXED]),
-    spare=st.integers(0, 12), prefix=st.booleans(), overlap=st.booleans(),
-)  # fmt: skip
+    wanted=requests,
+    aborts=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 30)), max_size=4),
+    fails=st.lists(st.integers(0, 30), max_size=2),
+    groups=st.sampled_from([WHOLE, MIXED]),
+    spare=st.integers(0, 12),
+    prefix=st.booleans(),
+    overlap=st.booleans(),
+)
 def test_aborts_and_failed_steps_leave_the_other_answers_right(
-    wanted: list[tuple[list[int], int, int]], aborts: list[tuple[int, int]], fails: list[int], groups: Any,
-    spare: int, prefix: bool, overlap: bool,
-) -> None:  # fmt: skip
+    wanted: list[tuple[list[int], int, int]],
+    aborts: list[tuple[int, int]],
+    fails: list[int],
+    groups: Any,
+    spare: int,
+    prefix: bool,
+    overlap: bool,
+) -> None:
     made = [ask(f"r{i}", prompt, most, n=n) for i, (prompt, most, n) in enumerate(wanted)]
     scheduler = make_scheduler(num_blocks=10 * len(groups) + spare, groups=groups, prefix=prefix)
     loop = Loop(scheduler, FakeExecutor(scheduler.cache, 4), overlap=overlap)

@@ -37,8 +37,14 @@ def their_answer(family: str, seed: int, prompt: tuple[int, ...]) -> list[int]:
     theirs, _ = models(family, seed)
     with torch.inference_mode():
         ids = torch.tensor([prompt])
-        made = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False,
-                               eos_token_id=None, pad_token_id=0)  # fmt: skip
+        made = theirs.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
     return made[0, len(prompt) :].tolist()
 
 
@@ -53,12 +59,18 @@ def test_greedy_answers_equal_transformers(family: str, data: st.DataObject) -> 
     wanted = [tuple(3 + (i + size % 2) % 5 for i in range(size)) for size in sizes]  # some begin alike
     requests = [ask(f"r{i}", prompt, TOKENS, temperature=0.0) for i, prompt in enumerate(wanted)]
     found = serve(
-        config, models(family, seed)[1], requests,
-        executor=draw(st.sampled_from([FastExecutor, padded])), overlap=draw(st.booleans()),
-        batching=draw(st.sampled_from(["none", "static", "dynamic", "continuous"])), batch_window_s=0.001,
-        block_tokens=draw(st.sampled_from([1, 4, 7])), blocks=draw(st.sampled_from([36, 40, 80])),
-        max_tokens_per_step=draw(st.sampled_from([4, 7, 64])), prefix_cache=draw(st.booleans()),
-    )  # fmt: skip
+        config,
+        models(family, seed)[1],
+        requests,
+        executor=draw(st.sampled_from([FastExecutor, padded])),
+        overlap=draw(st.booleans()),
+        batching=draw(st.sampled_from(["none", "static", "dynamic", "continuous"])),
+        batch_window_s=0.001,
+        block_tokens=draw(st.sampled_from([1, 4, 7])),
+        blocks=draw(st.sampled_from([36, 40, 80])),
+        max_tokens_per_step=draw(st.sampled_from([4, 7, 64])),
+        prefix_cache=draw(st.booleans()),
+    )
     assert [made.tokens for made in found] == [their_answer(family, seed, prompt) for prompt in wanted]
 
 

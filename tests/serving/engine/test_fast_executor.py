@@ -50,19 +50,34 @@ def test_experts_grouped_by_pointers_answer_alike() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    name=st.sampled_from(sorted(MODELS)), wanted=prompts, blocks=st.sampled_from([7, 8, 12, 60]),
-    batching=st.sampled_from(["none", "static", "continuous"]), block_tokens=st.sampled_from([4, 8]),
-    max_tokens_per_step=st.sampled_from([4, 7, 32]), prefix_cache=st.booleans(), overlap=st.booleans(),
-    executor=st.sampled_from([FastExecutor, padded, reference]), temperature=st.sampled_from([0.0, 1.0]),
-    n=st.integers(1, 2), top_k=st.sampled_from([0, 5]), penalty=st.sampled_from([0.0, 0.7]),
-)  # fmt: skip
+    name=st.sampled_from(sorted(MODELS)),
+    wanted=prompts,
+    blocks=st.sampled_from([7, 8, 12, 60]),
+    batching=st.sampled_from(["none", "static", "continuous"]),
+    block_tokens=st.sampled_from([4, 8]),
+    max_tokens_per_step=st.sampled_from([4, 7, 32]),
+    prefix_cache=st.booleans(),
+    overlap=st.booleans(),
+    executor=st.sampled_from([FastExecutor, padded, reference]),
+    temperature=st.sampled_from([0.0, 1.0]),
+    n=st.integers(1, 2),
+    top_k=st.sampled_from([0, 5]),
+    penalty=st.sampled_from([0.0, 0.7]),
+)
 def test_answers_are_those_of_the_slow_twin(
-    name: str, wanted: list[list[int]], executor: Any, temperature: float, n: int, top_k: int, penalty: float,
+    name: str,
+    wanted: list[list[int]],
+    executor: Any,
+    temperature: float,
+    n: int,
+    top_k: int,
+    penalty: float,
     **given_settings: Any,
-) -> None:  # fmt: skip
+) -> None:
     wishes: dict[str, Any] = {"temperature": temperature, "seed": 3, "n": n, "top_k": top_k, "top_p": 0.9}
-    requests = [ask(f"r{i}", prompt, 9, presence_penalty=penalty * (i % 2), **wishes)
-                for i, prompt in enumerate(wanted)]  # fmt: skip
+    requests = [
+        ask(f"r{i}", prompt, 9, presence_penalty=penalty * (i % 2), **wishes) for i, prompt in enumerate(wanted)
+    ]
     found = serve(MODELS[name], model(name), requests, executor=executor, **given_settings)
     right = serve(MODELS[name], model(name), requests, **given_settings)
     assert [made.tokens for made in found] == [made.tokens for made in right]
@@ -99,8 +114,14 @@ def test_every_wish_at_once(overlap: bool) -> None:
 def test_structures_hold(overlap: bool) -> None:
     structure = Structure(kind="regex", source="alternating")
     requests = [ask(f"r{i}", [2 + i, 3], 20, structure=structure, n=2) for i in range(3)]
-    found = serve(MODELS["plain"], model("plain"), requests, overlap=overlap, executor=padded,
-                  constraints={f"r{i}": Alternates for i in range(3)})  # fmt: skip
+    found = serve(
+        MODELS["plain"],
+        model("plain"),
+        requests,
+        overlap=overlap,
+        executor=padded,
+        constraints={f"r{i}": Alternates for i in range(3)},
+    )
     assert all(made.finish == "stop" and [t % 2 for t in made.tokens] == [0, 1] * 3 for made in found)
 
 

@@ -24,10 +24,21 @@ def test_gauges_of_steps_and_requests() -> None:
     assert [row["running"] for row in seen] == [1, 1, 1, 1, 1]
     assert seen[0]["kv_used_fraction"] == pytest.approx(2 / 20) and seen[0]["kv_capacity_tokens"] == 80
     found = request_gauges(seq)
-    assert found == {"tokens_in": 12, "tokens_out": 4, "cached_tokens": 0, "e2e_s": 6.5, "queue_s": 1.5,
-                     "arrived_s": 1.0,
-                     "request_number": 1, "tokens_limit": 4, "itl_max_s": 0.0,
-                     "ttft_s": 3.0, "prefill_s": 1.5, "decode_s": 3.5, "tpot_s": pytest.approx(3.5 / 3)}  # fmt: skip
+    assert found == {
+        "tokens_in": 12,
+        "tokens_out": 4,
+        "cached_tokens": 0,
+        "e2e_s": 6.5,
+        "queue_s": 1.5,
+        "arrived_s": 1.0,
+        "request_number": 1,
+        "tokens_limit": 4,
+        "itl_max_s": 0.0,
+        "ttft_s": 3.0,
+        "prefill_s": 1.5,
+        "decode_s": 3.5,
+        "tpot_s": pytest.approx(3.5 / 3),
+    }
     last = step_gauges(scheduler, scheduler.schedule(8.0))
     assert (last["requests_total"], last["tokens_out_total"], last["kv_used_fraction"]) == (1, 4, 0.0)
     assert set(last) | set(found) <= set(GAUGES)
@@ -37,8 +48,15 @@ def test_a_request_that_never_ran_has_no_times_of_running() -> None:
     scheduler = make_scheduler()
     (seq,) = scheduler.submit(ask("a", [2, 3]), 1.0)
     scheduler.abort("a", 4.0)
-    assert request_gauges(seq) == {"tokens_in": 2, "tokens_out": 0, "cached_tokens": 0, "e2e_s": 3.0, "arrived_s": 1.0,
-                                   "request_number": 1, "tokens_limit": 8}  # fmt: skip
+    assert request_gauges(seq) == {
+        "tokens_in": 2,
+        "tokens_out": 0,
+        "cached_tokens": 0,
+        "e2e_s": 3.0,
+        "arrived_s": 1.0,
+        "request_number": 1,
+        "tokens_limit": 8,
+    }
 
 
 def test_the_report_says_why_prompts_were_not_found_and_what_preemption_cost() -> None:

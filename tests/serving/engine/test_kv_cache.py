@@ -147,8 +147,9 @@ def test_a_prefix_of_a_mixed_model_is_found_where_the_window_before_its_end_is_c
 
 
 def test_a_long_table_is_given_back_in_slices() -> None:
-    scheduler = make_scheduler(num_blocks=700, block_tokens=1, max_model_len=700, max_tokens_per_step=700, lookups=50,
-                               prefix=False)  # fmt: skip
+    scheduler = make_scheduler(
+        num_blocks=700, block_tokens=1, max_model_len=700, max_tokens_per_step=700, lookups=50, prefix=False
+    )
     start(scheduler, "a", [2] * 600, 1)
     step(scheduler, 9)
     assert scheduler.cache.pool.num_used == 600 and scheduler.cache.available == 700

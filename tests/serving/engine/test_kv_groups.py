@@ -19,8 +19,9 @@ from armillary.spec.params import kv_bytes
 from armillary.spec.service import Serve
 from tests.serving.engine.fake import ask
 
-LLAMA = ModelConfig(hidden=64, heads=8, kv_heads=4, head_dim=8, ffn=128, vocab=100, context=512,
-                    layers=(LayerKind(),) * 12)  # fmt: skip
+LLAMA = ModelConfig(
+    hidden=64, heads=8, kv_heads=4, head_dim=8, ffn=128, vocab=100, context=512, layers=(LayerKind(),) * 12
+)
 SLIDING, FULL = LayerKind(attention="sliding"), LayerKind()
 GEMMA = replace(LLAMA, window=32, layers=((SLIDING,) * 5 + (FULL,)) * 2)
 
@@ -59,8 +60,13 @@ def test_what_the_next_query_needs(group: Group, needed: list[int]) -> None:
     assert [group.first_needed(position) for position in (0, 3, 5, 9)] == needed
 
 
-@given(reach=st.integers(1, 40), block=st.sampled_from([1, 4, 16]), step=st.integers(1, 64), start=st.integers(0, 300),
-       sees=st.sampled_from(["window", "chunk"]))  # fmt: skip
+@given(
+    reach=st.integers(1, 40),
+    block=st.sampled_from([1, 4, 16]),
+    step=st.integers(1, 64),
+    start=st.integers(0, 300),
+    sees=st.sampled_from(["window", "chunk"]),
+)
 def test_blocks_at_bounds_what_a_step_holds(reach: int, block: int, step: int, start: int, sees: str) -> None:
     group = Group(sees=sees, reach=reach)  # type: ignore[arg-type]
     first = group.first_needed(start) // block

@@ -115,9 +115,20 @@ def test_many_streams_at_once_by_the_object_itself(folder: Path) -> None:
     assert [made.text for made in llm.generate(TEXTS, GREEDY)] == whole
 
 
-BAD = {"": "", "\ud800": "surrogates", (): "is empty", (2, -1): "token -1 outside", (2, 10**9): "outside the",
-       (1.5,): "has 1.5 among", (True,): "has True among", ("a",): "whole numbers", b"ab": "of type bytes",
-       None: "of type NoneType", 7: "of type int", tuple([2] * 500): "shorten it to 63"}  # fmt: skip
+BAD = {
+    "": "",
+    "\ud800": "surrogates",
+    (): "is empty",
+    (2, -1): "token -1 outside",
+    (2, 10**9): "outside the",
+    (1.5,): "has 1.5 among",
+    (True,): "has True among",
+    ("a",): "whole numbers",
+    b"ab": "of type bytes",
+    None: "of type NoneType",
+    7: "of type int",
+    tuple([2] * 500): "shorten it to 63",
+}
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -150,8 +161,9 @@ def test_a_model_without_a_tokenizer_answers_token_ids(tmp_path: Path) -> None:
     theirs = random_model("llama", 1)
     theirs.save_pretrained(tmp_path)
     prompt, ends = [3, 4, 5, 6, 7], theirs.generation_config.eos_token_id
-    right = theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 5), max_new_tokens=20, do_sample=False,
-                            pad_token_id=0)[0, 5:].tolist()  # fmt: skip
+    right = theirs.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, 5), max_new_tokens=20, do_sample=False, pad_token_id=0
+    )[0, 5:].tolist()
     llm = LLM(tmp_path, Serve(block_tokens=4, kv_bytes=400_000, max_running=4), device="cpu")
     greedy = SamplingParams(temperature=0.0, max_tokens=20)
     shaped = SamplingParams(max_tokens=5, structure=armillary.Structure(kind="json"))
@@ -189,13 +201,16 @@ def test_structures_always_validate(folder: Path) -> None:
     pytest.importorskip("llguidance")
     llm = LLM(folder, Serve(block_tokens=4, kv_bytes=400_000, max_running=4), device="cpu")
     schema = '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}}, "required": ["a", "b"], "additionalProperties": false}'  # noqa: E501
-    structures = [armillary.Structure(kind="regex", source="[0-9]{3}-[a-f]{2}"),
-                  armillary.Structure(kind="choice", source="yes\nno\nmaybe"),
-                  armillary.Structure(kind="grammar", source='start: "<" /[a-z]{1,4}/ ">"'),
-                  armillary.Structure(kind="regex", source="[0-9"),
-                  armillary.Structure(kind="json_schema", source=schema)]  # fmt: skip
-    wishes = [SamplingParams(temperature=1.5, seed=i, max_tokens=50, structure=kind, n=2)
-              for i, kind in enumerate(structures)]  # fmt: skip
+    structures = [
+        armillary.Structure(kind="regex", source="[0-9]{3}-[a-f]{2}"),
+        armillary.Structure(kind="choice", source="yes\nno\nmaybe"),
+        armillary.Structure(kind="grammar", source='start: "<" /[a-z]{1,4}/ ">"'),
+        armillary.Structure(kind="regex", source="[0-9"),
+        armillary.Structure(kind="json_schema", source=schema),
+    ]
+    wishes = [
+        SamplingParams(temperature=1.5, seed=i, max_tokens=50, structure=kind, n=2) for i, kind in enumerate(structures)
+    ]
     found = llm.generate([TEXTS[0]] * len(wishes), wishes)
     for made in found:
         kind = structures[wishes.index(made.request.params)]
@@ -217,8 +232,10 @@ def matches(structure: armillary.Structure, text: str) -> bool:
 
 
 def test_steps_are_held_against_the_measured_roof(folder: Path, home: Home) -> None:
-    points = {"read": ({"bytes": 1 << 30, "bytes_per_s": 1e10},),
-              "gemm": ({"m": 1, "n": 1, "k": 1, "dtype": "fp32", "flops": 1e11},)}  # fmt: skip
+    points = {
+        "read": ({"bytes": 1 << 30, "bytes_per_s": 1e10},),
+        "gemm": ({"m": 1, "n": 1, "k": 1, "dtype": "fp32", "flops": 1e11},),
+    }
     save_peaks(home, Peaks(device=name_of(torch.device("cpu")), date="2026-01-01", points=points))
     records: list[dict[str, float]] = []
     serve = Serve(block_tokens=4, kv_bytes=100_000, max_running=4)
@@ -232,8 +249,10 @@ def test_the_default_length_is_what_the_cache_can_hold(folder: Path) -> None:
     llm = LLM(folder, Serve(block_tokens=4, kv_bytes=10_000, max_running=4), device="cpu")
     settings, cache = llm.engine.scheduler.settings, llm.engine.scheduler.cache
     assert settings.max_model_len == cache.num_blocks * 4 < llm.plan.config.context == 64
-    assert llm.notes == (f"max_model_len is {settings.max_model_len} and not the context of 64: "
-                         "the KV cache holds no more; raise serve.kv_bytes for longer answers",)  # fmt: skip
+    assert llm.notes == (
+        f"max_model_len is {settings.max_model_len} and not the context of 64: "
+        "the KV cache holds no more; raise serve.kv_bytes for longer answers",
+    )
     (made,) = llm.generate(["def main"], SamplingParams(temperature=0.0, ignore_eos=True))
     assert made.finish == "length" and len(made.request.prompt) + len(made.tokens) == settings.max_model_len
     assert LLM(folder, Serve(block_tokens=4, kv_bytes=100_000, max_running=4), device="cpu").notes == ()

@@ -29,8 +29,16 @@ def test_answers_are_those_of_the_cpu(name: str) -> None:
     assert [made.tokens for made in found] == [made.tokens for made in right]
 
 
-SIZES: dict[str, Any] = {"hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 64, "ffn": 512, "vocab": 1000,
-                         "num_layers": 3, "context": 128}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "hidden": 256,
+    "heads": 8,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "ffn": 512,
+    "vocab": 1000,
+    "num_layers": 3,
+    "context": 128,
+}
 EXPERTS = {"moe": {"num_experts": 8, "top_k": 2, "ffn": 128}}
 
 
@@ -62,8 +70,17 @@ def test_a_full_device_makes_steps_smaller_and_changes_no_answer(graphs: bool) -
     """An MLP of 1,000 tokens takes over 500 MB; all memory but some 150 MB is taken by somebody else."""
     config = small(**SIZES | {"ffn": 65_536, "vocab": 50_000, "num_layers": 2, "context": 2048})
     weights: Transformer = build(config, dtype=torch.float32, device="cuda", seed=3)
-    wanted = [ask(f"r{i}", [2 + i, 3, 4, 5] * (250 if i == 1 else 3), 8, temperature=0.8, seed=i,
-                  frequency_penalty=0.4 * (i % 2)) for i in range(6)]  # fmt: skip
+    wanted = [
+        ask(
+            f"r{i}",
+            [2 + i, 3, 4, 5] * (250 if i == 1 else 3),
+            8,
+            temperature=0.8,
+            seed=i,
+            frequency_penalty=0.4 * (i % 2),
+        )
+        for i in range(6)
+    ]
     shared: dict[str, Any] = {"max_tokens_per_step": 1024, "max_running": 8, "block_tokens": 16, "blocks": 400}
     free = serve(config, weights, wanted, executor=lambda *a, **k: FastExecutor(*a, graphs=graphs, **k), **shared)
     made: list[FastExecutor] = []

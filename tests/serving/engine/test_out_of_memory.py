@@ -75,8 +75,14 @@ def test_only_the_request_that_does_not_fit_alone_is_given_up(overlap: bool) -> 
 def test_answers_stay_right_while_memory_comes_and_goes(seed: int) -> None:
     dice = random.Random(seed)
     groups = dice.choice([WHOLE, WINDOWED])
-    engine = tight_engine(dice.random() < 0.5, 9, num_blocks=dice.choice([14, 40]) * len(groups), groups=groups,
-                          prefix=dice.random() < 0.5, max_tokens_per_step=dice.choice([4, 16]))  # fmt: skip
+    engine = tight_engine(
+        dice.random() < 0.5,
+        9,
+        num_blocks=dice.choice([14, 40]) * len(groups),
+        groups=groups,
+        prefix=dice.random() < 0.5,
+        max_tokens_per_step=dice.choice([4, 16]),
+    )
     requests = [ask(f"r{i}", [2 + i % 2, 3, 4, 5, 6] * dice.randint(1, 4), 9, n=dice.randint(1, 3)) for i in range(6)]
     for request in requests:
         engine.scheduler.submit(request, 0.0)
@@ -106,12 +112,22 @@ def test_copies_of_a_decision_taken_back_are_joined() -> None:
     assert as_one([Copy(1, 2), Copy(2, 3), Copy(4, 2)]) == [Copy(4, 2), Copy(1, 3)]
 
 
-@pytest.mark.parametrize(("error", "known"), [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True), (MemoryError(), True),
-    (RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you "
-                  "tried to allocate 1073741824 bytes"), True),
-    (RuntimeError("CUDA error: an illegal memory access was encountered"), False), (ValueError("out of memory"), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (MemoryError(), True),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+                "tried to allocate 1073741824 bytes"
+            ),
+            True,
+        ),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
 def test_errors_are_told_apart(error: Exception, known: bool) -> None:
     assert is_out_of_memory(error) is known
 

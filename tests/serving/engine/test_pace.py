@@ -40,7 +40,7 @@ class Device:
 
 def paced(
     device: Device, slowdown: float, prompts: int = 2, length: int = 12_000, held_up: int = -1
-) -> tuple[list[float], float]:  # fmt: skip
+) -> tuple[list[float], float]:
     """Step times over those of decodes alone, and prompt tokens a second, with long prompts one after the other; step
     `held_up` takes 80 ms longer."""
     pace, alone, now, found = Pace(slowdown, 10_000.0, 32), device.seconds(4, []), 0.0, []
@@ -122,8 +122,15 @@ def test_sizes_are_known_by_all_tokens_of_a_step() -> None:
 def test_a_waiter_is_served_behind_a_long_prompt_where_it_ends() -> None:
     """What the long prompt leaves over of a step goes to one that ends with it, and never begins another long one."""
     device, now, parts = Device(5e-3, 2e-5, 2e-9), 0.0, []
-    scheduler = make_scheduler(num_blocks=600, max_model_len=4000, max_tokens_per_step=2048, block_tokens=16,
-                               query_tile=32, prefill_slowdown=2.0, check_every=1)  # fmt: skip
+    scheduler = make_scheduler(
+        num_blocks=600,
+        max_model_len=4000,
+        max_tokens_per_step=2048,
+        block_tokens=16,
+        query_tile=32,
+        prefill_slowdown=2.0,
+        check_every=1,
+    )
     scheduler.submit(ask("stream", [2, 3, 4], 900), now)
     for turn in range(60):
         if turn == 5:
@@ -149,8 +156,15 @@ def test_behind_the_first_part_prompts_are_not_begun_unless_they_end() -> None:
 
 def test_a_scheduler_with_a_pace_gives_decodes_their_time() -> None:
     device, now, sizes, slow = Device(5e-3, 2e-5, 2e-9), 0.0, [], 0
-    scheduler = make_scheduler(num_blocks=400, max_model_len=4000, max_tokens_per_step=2048, block_tokens=16,
-                               query_tile=32, prefill_slowdown=2.0, check_every=50)  # fmt: skip
+    scheduler = make_scheduler(
+        num_blocks=400,
+        max_model_len=4000,
+        max_tokens_per_step=2048,
+        block_tokens=16,
+        query_tile=32,
+        prefill_slowdown=2.0,
+        check_every=50,
+    )
     scheduler.submit(ask("stream", [2, 3, 4], 900), now)
     for turn in range(200):
         if turn == 5:
@@ -192,14 +206,23 @@ def longest_step(scheduler: Any) -> float:
     return longest / device.seconds(1, [])
 
 
-SIZES: dict[str, Any] = {"num_blocks": 400, "max_model_len": 4000, "max_tokens_per_step": 2048, "block_tokens": 16,
-                         "query_tile": 32, "check_every": 50}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "num_blocks": 400,
+    "max_model_len": 4000,
+    "max_tokens_per_step": 2048,
+    "block_tokens": 16,
+    "query_tile": 32,
+    "check_every": 50,
+}
 
 
 def test_whoever_reads_along_is_paced_unless_something_else_was_chosen() -> None:
-    batch, streamed, chosen, fixed = (make_scheduler(**SIZES), make_scheduler(**SIZES),
-                                      make_scheduler(**SIZES, prefill_slowdown=4.0),
-                                      make_scheduler(**SIZES, prefill_tokens=512))  # fmt: skip
+    batch, streamed, chosen, fixed = (
+        make_scheduler(**SIZES),
+        make_scheduler(**SIZES),
+        make_scheduler(**SIZES, prefill_slowdown=4.0),
+        make_scheduler(**SIZES, prefill_tokens=512),
+    )
     for scheduler in (streamed, chosen, fixed):
         scheduler.stream()
     assert longest_step(batch) > 8, "a batch is not held back"

@@ -20,10 +20,14 @@ from tests.serving.engine.fake import ask
 needs_bf16 = pytest.mark.skipif(not packs(torch.empty(0, dtype=torch.bfloat16)), reason="a CPU without bf16 products")
 
 
-@pytest.mark.parametrize(("make", "most"), [
-    pytest.param(PackedDense, 5e-3, marks=needs_bf16), (Int8Dense, 3e-2),
-    pytest.param(partial(PackedDense, plain=True), 5e-3, marks=needs_bf16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [
+        pytest.param(PackedDense, 5e-3, marks=needs_bf16),
+        (Int8Dense, 3e-2),
+        pytest.param(partial(PackedDense, plain=True), 5e-3, marks=needs_bf16),
+    ],
+)
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_product_is_off_by_the_rounding_alone(make: Callable[..., Product], most: float, biased: bool) -> None:
     generator = torch.Generator().manual_seed(0)

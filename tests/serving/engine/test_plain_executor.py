@@ -44,9 +44,16 @@ def model(name: str) -> Transformer:
 
 
 def serve(
-    config: ModelConfig, weights: Transformer, requests: Items[Request], *, blocks: int = 200, overlap: bool = True,
-    constraints: Any = None, executor: Any = PlainExecutor, **fields: Any,
-) -> list[Completion]:  # fmt: skip
+    config: ModelConfig,
+    weights: Transformer,
+    requests: Items[Request],
+    *,
+    blocks: int = 200,
+    overlap: bool = True,
+    constraints: Any = None,
+    executor: Any = PlainExecutor,
+    **fields: Any,
+) -> list[Completion]:
     table = Serve(**{"block_tokens": 4, "max_tokens_per_step": 16, "max_running": 4, "check_every": 1} | fields)
     plan = plan_kv(config, table, 1_000_000, dtype="fp32")
     plan = replace(plan, budget_bytes=plan.block_bytes * (blocks * len(plan.groups) + 1))
@@ -63,10 +70,15 @@ prompts = st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=18), min_siz
 
 @settings(max_examples=15, deadline=None)
 @given(
-    name=st.sampled_from(sorted(MODELS)), wanted=prompts, blocks=st.sampled_from([7, 8, 12, 60]),
-    batching=st.sampled_from(["none", "static", "continuous"]), block_tokens=st.sampled_from([4, 8]),
-    max_tokens_per_step=st.sampled_from([4, 7, 32]), prefix_cache=st.booleans(), overlap=st.booleans(),
-)  # fmt: skip
+    name=st.sampled_from(sorted(MODELS)),
+    wanted=prompts,
+    blocks=st.sampled_from([7, 8, 12, 60]),
+    batching=st.sampled_from(["none", "static", "continuous"]),
+    block_tokens=st.sampled_from([4, 8]),
+    max_tokens_per_step=st.sampled_from([4, 7, 32]),
+    prefix_cache=st.booleans(),
+    overlap=st.booleans(),
+)
 def test_greedy_answers_are_those_of_plain_generation(
     name: str, wanted: list[list[int]], **given_settings: Any
 ) -> None:
@@ -82,8 +94,14 @@ def test_drawn_answers_depend_on_the_seed_alone() -> None:
     wishes: dict[str, Any] = {"temperature": 1.5, "top_k": 20, "seed": 7, "n": 3, "frequency_penalty": 0.5}
     alone = serve(config, weights, [ask("a", [2, 3, 4, 5, 6], 12, **wishes)], overlap=False, prefix_cache=False)
     others = [ask(f"r{i}", [3 + i, 4], 20) for i in range(5)]
-    beside = serve(config, weights, [*others, ask("a", [2, 3, 4, 5, 6], 12, **wishes)], blocks=14,
-                   max_tokens_per_step=4, block_tokens=8)  # fmt: skip
+    beside = serve(
+        config,
+        weights,
+        [*others, ask("a", [2, 3, 4, 5, 6], 12, **wishes)],
+        blocks=14,
+        max_tokens_per_step=4,
+        block_tokens=8,
+    )
     assert [made.tokens for made in alone] == [made.tokens for made in beside if made.request.id == "a"]
     assert len({tuple(made.tokens) for made in alone}) == 3
 

@@ -21,14 +21,29 @@ MIXED = (Group(), Group(sees="window", reach=6))
 @pytest.mark.parametrize(("groups", "operations"), [(WHOLE, 100_000), (MIXED, 20_000)])
 def test_random_operations_leave_nothing_allocated(groups: Any, operations: int) -> None:
     dice = random.Random(7)
-    scheduler = make_scheduler(num_blocks=16 * len(groups), groups=groups, check_every=0, max_running=8, max_waiting=12,
-                               max_tokens_per_step=24, ageing_s=5.0, lookups=6, reserve=0.0)  # fmt: skip
+    scheduler = make_scheduler(
+        num_blocks=16 * len(groups),
+        groups=groups,
+        check_every=0,
+        max_running=8,
+        max_waiting=12,
+        max_tokens_per_step=24,
+        ageing_s=5.0,
+        lookups=6,
+        reserve=0.0,
+    )
     for number in range(operations):
         action, now = dice.random(), number / 10
         if action < 0.1:
             prompt = [dice.randint(2, 3) for _ in range(dice.randint(1, 30))]
-            request = ask(f"r{number}", prompt, dice.randint(1, 20), n=dice.choice((1, 1, 1, 2, 3)),
-                          priority=dice.randint(0, 2), timeout_s=dice.choice((None, None, 8.0)))  # fmt: skip
+            request = ask(
+                f"r{number}",
+                prompt,
+                dice.randint(1, 20),
+                n=dice.choice((1, 1, 1, 2, 3)),
+                priority=dice.randint(0, 2),
+                timeout_s=dice.choice((None, None, 8.0)),
+            )
             try:
                 scheduler.submit(request, now)
             except BadInput:
@@ -58,13 +73,27 @@ def test_random_operations_leave_nothing_allocated(groups: Any, operations: int)
 class EngineMachine(RuleBasedStateMachine):
     """Submit, decide, take tokens, abort, let time pass: in any order, checked after each."""
 
-    @initialize(blocks=st.integers(8, 20), size=st.sampled_from([1, 2, 4]), prefix=st.booleans(),
-                reserve=st.sampled_from([None, 0.0, 1.0]), mode=st.sampled_from(["continuous", "static", "none"]),
-                groups=st.sampled_from([WHOLE, MIXED]))  # fmt: skip
+    @initialize(
+        blocks=st.integers(8, 20),
+        size=st.sampled_from([1, 2, 4]),
+        prefix=st.booleans(),
+        reserve=st.sampled_from([None, 0.0, 1.0]),
+        mode=st.sampled_from(["continuous", "static", "none"]),
+        groups=st.sampled_from([WHOLE, MIXED]),
+    )
     def begin(self, blocks: int, size: int, prefix: bool, reserve: float | None, mode: str, groups: Any) -> None:
-        self.scheduler = make_scheduler(num_blocks=blocks * len(groups), block_tokens=size, prefix=prefix,
-                                        reserve=reserve, batching=mode, groups=groups, max_running=3,
-                                        max_tokens_per_step=8, lookups=3, max_wait_s=30.0)  # fmt: skip
+        self.scheduler = make_scheduler(
+            num_blocks=blocks * len(groups),
+            block_tokens=size,
+            prefix=prefix,
+            reserve=reserve,
+            batching=mode,
+            groups=groups,
+            max_running=3,
+            max_tokens_per_step=8,
+            lookups=3,
+            max_wait_s=30.0,
+        )
         self.number, self.now = 0, 0.0
 
     @rule(prompt=st.lists(st.integers(2, 3), max_size=16), most=st.integers(1, 8), n=st.integers(1, 2))

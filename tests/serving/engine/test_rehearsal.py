@@ -38,10 +38,15 @@ def test_kinds_of_steps_that_a_run_may_never_show_are_timed(monkeypatch: pytest.
     assert any(one["prefill_rows"] == 8 for one in records) and any(one["decode_tokens"] == 8 for one in records)
 
 
-@pytest.mark.parametrize("settings", [
-    {"max_running": 1}, {"max_running": 64, "max_tokens_per_step": 512}, {"max_running": 16, "max_model_len": 20},
-    {"max_running": 40, "max_tokens_per_step": 48}
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_running": 1},
+        {"max_running": 64, "max_tokens_per_step": 512},
+        {"max_running": 16, "max_model_len": 20},
+        {"max_running": 40, "max_tokens_per_step": 48},
+    ],
+)
 def test_kinds_are_steps_that_the_engine_takes(settings: dict[str, int]) -> None:
     scheduler = make_scheduler(num_blocks=300, **settings)
     kinds, limits = list(kinds_of(scheduler.cache, scheduler.settings)), scheduler.settings
@@ -53,8 +58,14 @@ def test_kinds_are_steps_that_the_engine_takes(settings: dict[str, int]) -> None
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_requests_are_answered_as_if_there_had_been_none(device: str) -> None:
-    asked = [Request(id=str(i), prompt=[(5 * i + j) % 64 for j in range(20 + i)],
-                     params=SamplingParams(max_tokens=12, temperature=0.8 * (i % 2))) for i in range(12)]  # fmt: skip
+    asked = [
+        Request(
+            id=str(i),
+            prompt=[(5 * i + j) % 64 for j in range(20 + i)],
+            params=SamplingParams(max_tokens=12, temperature=0.8 * (i % 2)),
+        )
+        for i in range(12)
+    ]
     records: list[dict[str, float]] = []
     rehearsed, not_rehearsed = _engine(lambda gauges, **of: records.append(gauges), device), _engine(None, device)
     assert records

@@ -226,7 +226,11 @@ def test_ends(overlap: bool) -> None:
             first = scheduler.under_way[0]
             scheduler.update(first, [next(tokens)] * len(first.sampling), 0.0)
     assert {name: (seq.finish, seq.num_output) for name, seq in made.items()} == {
-        "plain": ("stop", 2), "least": ("stop", 5), "ignore": ("length", 8), "own": ("stop", 2)}  # fmt: skip
+        "plain": ("stop", 2),
+        "least": ("stop", 5),
+        "ignore": ("length", 8),
+        "own": ("stop", 2),
+    }
     check_idle(scheduler)
 
 

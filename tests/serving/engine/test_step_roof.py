@@ -12,8 +12,10 @@ from armillary.store.peaks import Peaks
 
 
 def test_a_decode_is_bound_by_bytes_and_a_prompt_by_products() -> None:
-    points = {"read": ({"bytes": 1 << 30, "bytes_per_s": 4e12},),
-              "gemm": ({"m": 1, "n": 1, "k": 1, "dtype": "bf16", "flops": 7e14},)}  # fmt: skip
+    points = {
+        "read": ({"bytes": 1 << 30, "bytes_per_s": 4e12},),
+        "gemm": ({"m": 1, "n": 1, "k": 1, "dtype": "bf16", "flops": 7e14},),
+    }
     config = models()["qwen3-8b"].config
     roof = step_roof(config, Peaks(device="x", date="2026-01-01", points=points), "bf16")
     assert roof is not None

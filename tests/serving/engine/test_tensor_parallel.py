@@ -61,8 +61,9 @@ def served(weights: Transformer, wanted: list[Any], size: int, rank: int) -> lis
     plan = plan_kv(config, table, 1_000_000, dtype="fp32")
     plan = replace(plan, budget_bytes=plan.block_bytes * (30 * len(plan.groups) + 1))
     scheduler = Scheduler(settings_for(config, table), plan.make())
-    executor = FastExecutor(weights, scheduler.cache, max_running=4, max_model_len=config.context,
-                            kv_heads=local_kv_heads(config, size))  # fmt: skip
+    executor = FastExecutor(
+        weights, scheduler.cache, max_running=4, max_model_len=config.context, kv_heads=local_kv_heads(config, size)
+    )
     if size == 1:
         return run(scheduler, executor, wanted)
     group = Group(name=dist.group.WORLD.group_name, size=size, rank=rank)  # type: ignore[union-attr]
@@ -133,18 +134,29 @@ def test_the_python_object_over_ranks(ranks: Ranks, folder: Path) -> None:  # no
         alone.follow()
 
 
-@pytest.mark.parametrize(("fields", "sentence"), [
-    (dict(heads=6, kv_heads=3), "tp=2 does not divide 3 KV heads of small; try --tp 1 or 3"),
-    (dict(ffn=47), "tp=2 does not divide the ffn of 47 of small; try --tp 1"),
-    (dict(ffn=47, dense_first=1, moe=EXPERTS),
-     "tp=2 does not divide the ffn of 47 in the dense layers of small; try --tp 1"),
-    (dict(ffn=48, dense_first=1, moe=EXPERTS | {"ffn": 15}),
-     "tp=2 does not divide the expert ffn of 15 of small; try --tp 1"),
-    (dict(moe=EXPERTS | {"shared_ffn": 17}),
-     "tp=2 does not divide the shared-expert ffn of 17 of small; try --tp 1"),
-    (dict(qk_norm="all", norm="layer"),
-     "small norms all heads together by their mean, which is not cut here; use --tp 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (dict(heads=6, kv_heads=3), "tp=2 does not divide 3 KV heads of small; try --tp 1 or 3"),
+        (dict(ffn=47), "tp=2 does not divide the ffn of 47 of small; try --tp 1"),
+        (
+            dict(ffn=47, dense_first=1, moe=EXPERTS),
+            "tp=2 does not divide the ffn of 47 in the dense layers of small; try --tp 1",
+        ),
+        (
+            dict(ffn=48, dense_first=1, moe=EXPERTS | {"ffn": 15}),
+            "tp=2 does not divide the expert ffn of 15 of small; try --tp 1",
+        ),
+        (
+            dict(moe=EXPERTS | {"shared_ffn": 17}),
+            "tp=2 does not divide the shared-expert ffn of 17 of small; try --tp 1",
+        ),
+        (
+            dict(qk_norm="all", norm="layer"),
+            "small norms all heads together by their mean, which is not cut here; use --tp 1",
+        ),
+    ],
+)
 def test_what_cannot_be_cut_evenly_is_refused(fields: dict[str, Any], sentence: str) -> None:
     """Rows would be left out of a layer without a word."""
     with pytest.raises(BadLayout) as refused:

@@ -25,17 +25,24 @@ from tests.serving.engine.test_plain_executor import serve
 
 pytestmark = pytest.mark.slow
 TRITON = EngineKernels(
-    norm=norm_triton.norm, add_norm=norm_triton.add_norm, activate=gated_triton.activate,
-    qkv_cache=qkv_cache_triton.qkv_cache, attention=paged_attention, sample=sampling_triton.sample,
+    norm=norm_triton.norm,
+    add_norm=norm_triton.add_norm,
+    activate=gated_triton.activate,
+    qkv_cache=qkv_cache_triton.qkv_cache,
+    attention=paged_attention,
+    sample=sampling_triton.sample,
     logprobs=logprobs_triton.logprobs,
-)  # fmt: skip
+)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
     "kernels",
-    [TRITON, replace(TRITON, small=small_linear),
-     replace(TRITON, small=small_linear, tokens=attend_tokens, look_up=look_up, put=put)],
+    [
+        TRITON,
+        replace(TRITON, small=small_linear),
+        replace(TRITON, small=small_linear, tokens=attend_tokens, look_up=look_up, put=put),
+    ],
     ids=["wide", "small", "tokens"],
 )
 def test_answers_are_those_of_the_slow_twin(kernels: EngineKernels) -> None:

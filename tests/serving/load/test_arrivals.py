@@ -39,9 +39,12 @@ def test_a_ramp_from_10_to_30_sends_a_quarter_more_than_the_mean_in_its_second_h
 
 
 @given(
-    rate=st.floats(0.1, 500), seconds=st.floats(0.5, 20), ramp=st.none() | st.floats(0.1, 500),
-    arrival=st.sampled_from(["poisson", "gamma", "constant"]), seed=st.integers(0, 9),
-)  # fmt: skip
+    rate=st.floats(0.1, 500),
+    seconds=st.floats(0.5, 20),
+    ramp=st.none() | st.floats(0.1, 500),
+    arrival=st.sampled_from(["poisson", "gamma", "constant"]),
+    seed=st.integers(0, 9),
+)
 def test_any_process_offers_the_area_under_its_rate(
     rate: float, seconds: float, ramp: float | None, arrival: str, seed: int
 ) -> None:

@@ -141,8 +141,19 @@ def test_repeats_have_intervals_and_the_report_says_everything(tmp_path: Path) -
 def job() -> Job:
     with fake_server(first_s=(0.001,), gap_s=0.0) as fake:
         probed = probe(fake.url, Load())
-    return Job(target=probed.target, texts=Texts(cut=probed.cut), traffic=TRAFFIC, load=Load(), rows=(), clients=5,
-               first=0, stride=1, warmup_s=0.0, stop_s=1.0, most=11)  # fmt: skip
+    return Job(
+        target=probed.target,
+        texts=Texts(cut=probed.cut),
+        traffic=TRAFFIC,
+        load=Load(),
+        rows=(),
+        clients=5,
+        first=0,
+        stride=1,
+        warmup_s=0.0,
+        stop_s=1.0,
+        most=11,
+    )
 
 
 def test_several_processes_share_the_work_out() -> None:
@@ -186,8 +197,18 @@ def test_requests_that_the_server_is_too_short_for_are_not_sent(cli: Callable[..
         ran = cli("load", fake.url, "--rate", "4")
         sent = len(fake.bodies)
         line = ran.err.strip()
-        fits = cli("load", fake.url, "--rate", "100", "--duration", "0.1", "--set", "load.warmup_s=0",
-                   *line.rpartition("; try ")[2].split(), "-q")  # fmt: skip
+        fits = cli(
+            "load",
+            fake.url,
+            "--rate",
+            "100",
+            "--duration",
+            "0.1",
+            "--set",
+            "load.warmup_s=0",
+            *line.rpartition("; try ")[2].split(),
+            "-q",
+        )
     assert (ran.code, len(line.splitlines())) == (2, 1) and "fake takes 256 tokens a request" in line
     assert sent < 6, "trial requests only"
     assert fits.code == 0, fits.err
@@ -196,8 +217,19 @@ def test_requests_that_the_server_is_too_short_for_are_not_sent(cli: Callable[..
 def test_the_verb_searches(cli: Callable[..., Any]) -> None:
     """Ten requests at 100 a second succeed, whatever comes after them fails."""
     with fake_server(first_s=(0.001,), gap_s=0.0, fails=tuple(range(12, 2000))) as fake:
-        ran = cli("load", fake.url, "--search", "--rate", "100", "--duration", "0.1", "--set", "load.warmup_s=0",
-                  "--set", "traffic.tokens_out=1")  # fmt: skip
+        ran = cli(
+            "load",
+            fake.url,
+            "--search",
+            "--rate",
+            "100",
+            "--duration",
+            "0.1",
+            "--set",
+            "load.warmup_s=0",
+            "--set",
+            "traffic.tokens_out=1",
+        )
     assert ran.code == 0 and "highest sustainable rate 100 requests/s" in ran.out and "requests failed" in ran.out
 
 
@@ -205,9 +237,23 @@ def test_the_verb_searches(cli: Callable[..., Any]) -> None:
 def tested(cli: Callable[..., Any], tmp_path: Path) -> tuple[Any, Fake, Path]:
     page = str(tmp_path / "r.html")
     with fake_server(first_s=(0.005,), gap_s=0.001) as fake:
-        ran = cli("load", fake.url, "--rate", "30", "--duration", "0.5", "--page", page,
-                  "--set", "cost.usd_per_device_hour=2", "--set", "traffic.tokens_out=4",
-                  "--set", "objective.ttft_p99_s=9", "--json")  # fmt: skip
+        ran = cli(
+            "load",
+            fake.url,
+            "--rate",
+            "30",
+            "--duration",
+            "0.5",
+            "--page",
+            page,
+            "--set",
+            "cost.usd_per_device_hour=2",
+            "--set",
+            "traffic.tokens_out=4",
+            "--set",
+            "objective.ttft_p99_s=9",
+            "--json",
+        )
     return ran, fake, tmp_path / "r.html"
 
 
@@ -240,5 +286,3 @@ def test_the_verb_in_words(cli: Callable[..., Any]) -> None:
 def test_the_verb_refuses(cli: Callable[..., Any], flags: tuple[str, ...], words: str) -> None:
     ran = cli("load", "127.0.0.1:9", *flags)
     assert ran.code == 2 and words in ran.err
-
-

@@ -41,8 +41,9 @@ def test_a_mooncake_trace_keeps_its_blocks(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text(MOONCAKE)
     rows = read_trace(tmp_path / "m.jsonl")
     assert [(row.at_s, row.tokens_in, row.tokens_out, row.blocks) for row in rows] == [
-        (0.0, 1300, 5, (0, 1, 2)), (0.5, 600, 7, (0, 9)),
-    ]  # fmt: skip
+        (0.0, 1300, 5, (0, 1, 2)),
+        (0.5, 600, 7, (0, 9)),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,18 @@ def test_errors_are_told() -> None:
 
 EVENTS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-        st.sampled_from(["choices", "delta", "content", "text", "usage", "prompt_tokens", "error", "finish_reason"]),
-        inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["choices", "delta", "content", "text", "usage", "prompt_tokens", "error", "finish_reason"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
     max_leaves=15,
-)  # fmt: skip
+)
 
 
 @given(EVENTS)

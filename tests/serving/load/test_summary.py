@@ -18,8 +18,17 @@ def answer(due: float, *stamps: float, late: float = 0.0, tokens: int | None = N
     sent = due + late
     end = max([sent, *(due + stamp for stamp in stamps)])
     times = tuple(due + stamp for stamp in stamps)
-    return Answer(index=0, due_s=due, sent_s=sent, end_s=end, stamps_s=times, tokens_in=10,
-                  tokens_out=len(stamps) if tokens is None else tokens, counted_by="usage", error=error)  # fmt: skip
+    return Answer(
+        index=0,
+        due_s=due,
+        sent_s=sent,
+        end_s=end,
+        stamps_s=times,
+        tokens_in=10,
+        tokens_out=len(stamps) if tokens is None else tokens,
+        counted_by="usage",
+        error=error,
+    )
 
 
 def test_the_latencies_of_one_answer() -> None:
@@ -54,7 +63,8 @@ def test_an_answer_without_text_meets_no_objective_for_its_first() -> None:
         found = summary(answers, asked, Lag(), begin_s=0.0, end_s=2.0)
         assert found.failed == 0 and found.slo_met_fraction == share
         assert [why for why in breaches(found, asked) if "no text" in why] == (
-            ["1 of 2 answers had no text"] if share < 1 else [])  # fmt: skip
+            ["1 of 2 answers had no text"] if share < 1 else []
+        )
 
 
 def test_pieces_of_several_tokens() -> None:

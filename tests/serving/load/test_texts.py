@@ -50,8 +50,10 @@ def test_a_tokenizer_cuts_exactly(tmp_path: Path) -> None:
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(["def f(self): return self"], tokenizers.trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, show_progress=False))  # fmt: skip
+    made.train_from_iterator(
+        ["def f(self): return self"],
+        tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False),
+    )
     (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(made.to_str())))
     cut = pickle.loads(pickle.dumps(ByTokenizer(folder=str(tmp_path))))
     text = Texts(cut=cut).prompt(0, row(500))

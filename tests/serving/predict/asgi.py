@@ -32,9 +32,15 @@ class Client:
         return await self.send("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
 
     async def send(
-        self, method: str, path: str, body: bytes, *, endless: bool = False, rest: Awaitable[bytes] | None = None,
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        *,
+        endless: bool = False,
+        rest: Awaitable[bytes] | None = None,
         headers: dict[str, str] | None = None,
-    ) -> Reply:  # fmt: skip
+    ) -> Reply:
         """`endless`: more of the body is promised, and never comes; `rest`: it comes when that is there."""
         parts = [{"type": "http.request", "body": body, "more_body": endless or rest is not None}]
         sent: list[dict[str, Any]] = []
@@ -50,9 +56,20 @@ class Client:
             sent.append(message)
 
         pairs = [(name.encode(), value.encode()) for name, value in ({"host": "test"} | (headers or {})).items()]
-        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path,
-                 "raw_path": path.encode(), "query_string": b"", "headers": pairs, "scheme": "http",
-                 "server": ("test", 80), "client": ("test", 1), "root_path": ""}  # fmt: skip
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": pairs,
+            "scheme": "http",
+            "server": ("test", 80),
+            "client": ("test", 1),
+            "root_path": "",
+        }
         await self.app(scope, receive, send)
         found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
         body = b"".join(message.get("body", b"") for message in sent[1:])

@@ -68,6 +68,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "mixing": export(Mixing(), folder / "mixing.pt2", x),
         "names": export(Names(), folder / "names.pt2", torch.zeros(2, 3, dtype=torch.int64)),
         "named": export(Two(), folder / "named.pt2", x, 2 * x),
-        **{name: folder / file for name, file in (("traced", "traced.pt"), ("shapeless", "shapeless.pt"),
-                                                  ("weights", "weights.pt"), ("broken", "broken.pt2"))},
-    }  # fmt: skip
+        **{
+            name: folder / file
+            for name, file in (
+                ("traced", "traced.pt"),
+                ("shapeless", "shapeless.pt"),
+                ("weights", "weights.pt"),
+                ("broken", "broken.pt2"),
+            )
+        },
+    }

@@ -124,14 +124,21 @@ def test_requests_that_were_given_up_are_not_run() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    counts=st.lists(st.integers(1, 12), min_size=1, max_size=12), most=st.integers(1, 9),
-    preferred=st.lists(st.integers(1, 9), max_size=2), fixed=st.booleans(),
-)  # fmt: skip
+    counts=st.lists(st.integers(1, 12), min_size=1, max_size=12),
+    most=st.integers(1, 9),
+    preferred=st.lists(st.integers(1, 9), max_size=2),
+    fixed=st.booleans(),
+)
 def test_every_row_comes_back_to_who_sent_it(counts: list[int], most: int, preferred: list[int], fixed: bool) -> None:
     model = Doubler()
     requests = [asked(*(100 * i + k for k in range(count))) for i, count in enumerate(counts)]
-    wanted = limits(max_batch=most, max_delay_s=0.0, max_queue=1000, fixed_rows=most if fixed else None,
-                    preferred=tuple(size for size in preferred if size <= most))  # fmt: skip
+    wanted = limits(
+        max_batch=most,
+        max_delay_s=0.0,
+        max_queue=1000,
+        fixed_rows=most if fixed else None,
+        preferred=tuple(size for size in preferred if size <= most),
+    )
     found = run(submit_all(model, wanted, requests))
     assert [one[0][:, 0].tolist() for one in found] == [[2.0 * v for v in one.arrays[0][:, 0]] for one in requests]
     assert all(size <= most for size in model.sizes)

@@ -62,9 +62,12 @@ def onnx_linear(path: Path, *, rows: Any = "rows") -> Path:
     helper, kind = onnx.helper, onnx.TensorProto.FLOAT
     weight = onnx.numpy_helper.from_array(np.ones((4, 2), dtype=np.float32), "w")
     graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])], "g", [helper.make_tensor_value_info("x", kind, [rows, 4])],
-        [helper.make_tensor_value_info("y", kind, [rows, 2])], [weight],
-    )  # fmt: skip
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", kind, [rows, 4])],
+        [helper.make_tensor_value_info("y", kind, [rows, 2])],
+        [weight],
+    )
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), str(path))
     return path
 

@@ -153,9 +153,13 @@ def test_workers_outlive_ctrl_c_but_not_their_parent(batches: Batches, tmp_path:
     )
     done = subprocess.run(
         [sys.executable, str(script), str(batches.shards.folder)],
-        capture_output=True, text=True, timeout=60, check=False, start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        start_new_session=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     worker = int(done.stdout.split()[0])
     for _ in range(100):

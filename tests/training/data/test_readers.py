@@ -49,8 +49,13 @@ def test_a_long_text_is_cut_at_blank_lines(tmp_path: Path, monkeypatch: pytest.M
     path.write_text("first para\n\nsecond one\nhas lines\n\n" + "x" * 45)
     found = list(read_text(path, "a.txt", "text"))
     assert [item.text for item in found if isinstance(item, Document)] == [
-        "first para\n\n", "second one\n", "has lines\n\n", "x" * 20, "x" * 20, "x" * 5,
-    ]  # fmt: skip
+        "first para\n\n",
+        "second one\n",
+        "has lines\n\n",
+        "x" * 20,
+        "x" * 20,
+        "x" * 5,
+    ]
     assert [item.origin for item in found[:2]] == ["a.txt", "a.txt#1"]
 
 

@@ -99,8 +99,10 @@ def test_prepared_and_read_back(tmp_path: Path) -> None:
 
 def test_shuffled_documents_are_the_same_ones_in_another_order(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(60)))
-    made = {on: prepare(tmp_path / "x.jsonl", tmp_path / f"out-{on}", vocab=300, shuffle=on, shard_tokens=100)
-            for on in (False, True)}  # fmt: skip
+    made = {
+        on: prepare(tmp_path / "x.jsonl", tmp_path / f"out-{on}", vocab=300, shuffle=on, shard_tokens=100)
+        for on in (False, True)
+    }
     for split in ("train", "validation"):
         plain, mixed = (TokenShards.open(made[on].folder, split) for on in (False, True))
         mixed.verify()
@@ -108,8 +110,11 @@ def test_shuffled_documents_are_the_same_ones_in_another_order(tmp_path: Path) -
         assert sorted(rows[0]) == sorted(rows[1])
         assert rows[0] != rows[1] or split == "validation"
     assert sorted(path.name for path in made[True].folder.iterdir()) == [
-        "index.json", "tokenizer", "train", "validation",
-    ]  # fmt: skip
+        "index.json",
+        "tokenizer",
+        "train",
+        "validation",
+    ]
     again = prepare(tmp_path / "x.jsonl", tmp_path / "again", vocab=300, shuffle=True, shard_tokens=100)
     np.testing.assert_array_equal(
         *(TokenShards.open(folder).read(0, 10**6) for folder in (again.folder, made[True].folder))

@@ -49,8 +49,16 @@ MOVING = """{%- if messages[0].role == 'system' %}
         {{- '[INST] ' + (system if last else '') + message.content + ' [/INST]' }}
     {%- else %}{{- ' ' + message.content + eos_token }}{%- endif %}
 {%- endfor %}"""
-TEMPLATE = {"marked": CHAT_TEMPLATE, "plain": TEMPLATES["plain"], "unmarked": UNMARKED, "forgetful": FORGETFUL,
-            "prompted": PROMPTED, "inst": INST, "headers": HEADERS, "moving": MOVING}  # fmt: skip
+TEMPLATE = {
+    "marked": CHAT_TEMPLATE,
+    "plain": TEMPLATES["plain"],
+    "unmarked": UNMARKED,
+    "forgetful": FORGETFUL,
+    "prompted": PROMPTED,
+    "inst": INST,
+    "headers": HEADERS,
+    "moving": MOVING,
+}
 
 TALK = [
     {"role": "system", "content": "Be short."},
@@ -124,8 +132,10 @@ def test_a_prompt_that_the_finished_text_lacks_is_left_alone(base: Tokenizer) ->
     assert learnt(tokenizer, sample)[0][1] == "Hello <b>you</b><|im_end|>"
     thought = [messages[0], {"role": "assistant", "content": "<think>\nhm</think>Hello"}]
     (sample,) = samples(tokenizer, talk(thought))
-    assert learnt(tokenizer, sample)[0] == ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n",
-                                            "hm</think>Hello<|im_end|>")  # fmt: skip
+    assert learnt(tokenizer, sample)[0] == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n",
+        "hm</think>Hello<|im_end|>",
+    )
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cn", "Co"]), min_size=1, max_size=30).filter(

@@ -58,8 +58,14 @@ def test_batches_hold_whole_conversations_and_ask_for_answers_only(
 
 
 def test_cut_conversations_are_said(tmp_path: Path, home: Home, recipe: Callable[..., Recipe]) -> None:
-    wanted = recipe(f"data.source={talks(tmp_path)}", "data.format=chat", "train.sequence=32", "train.batch_tokens=128",
-                    "train.steps=1", "train.profile_every=0")  # fmt: skip
+    wanted = recipe(
+        f"data.source={talks(tmp_path)}",
+        "data.format=chat",
+        "train.sequence=32",
+        "train.batch_tokens=128",
+        "train.steps=1",
+        "train.profile_every=0",
+    )
     begun = start(wanted, home, starting_point(wanted, home))
     begun.prepare()
     said: list[str] = []
@@ -68,8 +74,15 @@ def test_cut_conversations_are_said(tmp_path: Path, home: Home, recipe: Callable
 
 
 def test_a_model_learns_to_answer(tmp_path: Path, home: Home, recipe: Callable[..., Recipe]) -> None:
-    wanted = recipe(f"data.source={talks(tmp_path)}", "data.format=chat", "train.sequence=96", "train.batch_tokens=768",
-                    "train.steps=8", "train.lr=0.01", "train.profile_every=0")  # fmt: skip
+    wanted = recipe(
+        f"data.source={talks(tmp_path)}",
+        "data.format=chat",
+        "train.sequence=96",
+        "train.batch_tokens=768",
+        "train.steps=8",
+        "train.lr=0.01",
+        "train.profile_every=0",
+    )
     losses: list[float] = []
     done = train_recipe(wanted, home=home, device="cpu", watch=lambda report: losses.append(report.gauges["loss"]))
     assert losses[-1] < losses[0] - 1 and done.val_loss is not None and done.export is not None
@@ -84,8 +97,15 @@ def test_ranks_with_different_numbers_of_targets_train_as_one(
     turns = [[("user", f"say {i}"), ("assistant", f"{i} " * (1 + 17 * (i % 2)))] for i in range(60)]
     talks = [{"messages": [{"role": r, "content": c} for r, c in turn]} for turn in turns]
     path.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
-    settings = (f"data.source={path}", "data.format=chat", "train.sequence=96", "train.batch_tokens=384",
-                "train.steps=4", "train.lr=0.01", "layout.micro_batch=1")  # fmt: skip
+    settings = (
+        f"data.source={path}",
+        "data.format=chat",
+        "train.sequence=96",
+        "train.batch_tokens=384",
+        "train.steps=4",
+        "train.lr=0.01",
+        "layout.micro_batch=1",
+    )
     alone, two = begin(recipe(*settings), home), begin(recipe(*settings, "layout.dp=2"), home)
     assert two.plan.data is not None and two.plan.train is not None
     source = open_data(two.plan.data, two.plan.train).train
