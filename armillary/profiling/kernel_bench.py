@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from armillary.kernels.choose import Trial, choose, is_out_of_memory, time_rivals
+from armillary.kernels.core.catalogue import OPS, find_op
 from armillary.kernels.op import Case, Op, Work
-from armillary.kernels.ops import OPS, find_op
 from armillary.kernels.trial import run_once
 from armillary.profiling import bandwidth, gemm
 from armillary.profiling.ceilings import name_of

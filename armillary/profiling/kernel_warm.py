@@ -12,10 +12,10 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
+from armillary.kernels.core.catalogue import find_op
 from armillary.kernels.needs import lacking
 from armillary.kernels.note import note_once
 from armillary.kernels.op import Case, Op, Version
-from armillary.kernels.ops import find_op
 from armillary.kernels.trial import run_once
 from armillary.machine.cores import usable_cores
 

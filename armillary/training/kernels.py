@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from armillary.kernels.choose import choose
+from armillary.kernels.core.catalogue import find_op
 from armillary.kernels.fp8_linear import FP8_LINEAR
 from armillary.kernels.grouped_linear import grouped_linear
 from armillary.kernels.needs import interpreted, lacking
-from armillary.kernels.ops import find_op
 from armillary.model.attend import Attend, AttentionFunction, chosen
 from armillary.model.attention import Attention
 from armillary.model.fp8_linear import use_fp8

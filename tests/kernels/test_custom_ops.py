@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from armillary.kernels.core.catalogue import find_op
 from armillary.kernels.op import Case, Op
-from armillary.kernels.ops import find_op
 from tests.kernels.agreeing import loaded
 from tests.kernels.interpreter import needs_interpreter
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from armillary.kernels.ops import find_op
+from armillary.kernels.core.catalogue import find_op
 from armillary.kernels.paged_attention import PagedBatch, PagedOptions
 from armillary.kernels.qkv_cache import QkvOptions
 from armillary.kernels.sampling import Draws

@@ -14,7 +14,7 @@ import sys
 sys.modules["triton"] = None  # as if it were not installed
 import importlib, pkgutil
 import armillary
-from armillary.kernels.ops import all_ops
+from armillary.kernels.core.catalogue import all_ops
 skipped = ("armillary.kernels.", "armillary.profiling.fma_chain", "armillary.__main__")
 names = [m.name for m in pkgutil.walk_packages(armillary.__path__, "armillary.")]
 for name in names:
@@ -32,7 +32,7 @@ import pytest, torch
 from tests.machine.gpus import pretend
 from armillary.kernels import adamw, products
 from armillary.kernels.needs import has_triton, lacking
-from armillary.kernels.ops import all_ops
+from armillary.kernels.core.catalogue import all_ops
 from armillary.parallel import ring_block
 from armillary.serving.engine.engine_kernels import _lookups
 

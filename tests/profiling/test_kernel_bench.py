@@ -9,10 +9,10 @@ import torch
 
 from armillary.errors import NotFound
 from armillary.kernels import needs
+from armillary.kernels.core.catalogue import OPS, all_ops, find_op
 from armillary.kernels.identity import device_name
 from armillary.kernels.linear_cross_entropy import LinearLoss
 from armillary.kernels.norm import NormCase
-from armillary.kernels.ops import OPS, all_ops, find_op
 from armillary.profiling.kernel_bars import bar_of
 from armillary.profiling.kernel_bench import _in_turn, bench_kernels
 from armillary.profiling.kernel_plot import bench_page
