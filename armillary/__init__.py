@@ -10,28 +10,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from armillary.engine.generate import generate as generate
+    from armillary.engine.llm import LLM as LLM
+    from armillary.engine.request.constraint import Structure as Structure
+    from armillary.engine.request.sampling_params import SamplingParams as SamplingParams
     from armillary.errors import ArmillaryError as ArmillaryError
     from armillary.machine.doctor import doctor as doctor
     from armillary.machine.machine import here as here
     from armillary.machine.machine import machine as this_machine
-    from armillary.model.convert import convert as convert
-    from armillary.model.weights import load_model as load_model
-    from armillary.model.weights import save_model as save_model
-    from armillary.profiling.capture import profile as profile
-    from armillary.serving.engine.constraint import Structure as Structure
-    from armillary.serving.engine.llm import LLM as LLM
-    from armillary.serving.engine.one import generate as generate
-    from armillary.serving.engine.params import SamplingParams as SamplingParams
+    from armillary.model.weights.convert import convert as convert
+    from armillary.model.weights.hf_weights import load_model as load_model
+    from armillary.model.weights.hf_weights import save_model as save_model
+    from armillary.profiling.record.capture import profile as profile
     from armillary.serving.load.run import load_test as load_test
     from armillary.spec.catalogue import chips as chips
     from armillary.spec.catalogue import cluster as hardware
     from armillary.spec.catalogue import models as models
     from armillary.spec.model import ModelConfig as ModelConfig
     from armillary.store.home import Home as Home
+    from armillary.store.resolve_model import resolve_model as resolve_model
     from armillary.store.runs import list_runs as runs
-    from armillary.store.source import resolve_model as resolve_model
     from armillary.training.data.prepare import prepare as prepare
-    from armillary.training.start import train_recipe as train
+    from armillary.training.prepare_run import train_recipe as train
 
 __version__ = "0.1.0"
 
@@ -39,26 +39,26 @@ __version__ = "0.1.0"
 _API = {
     "ArmillaryError": "armillary.errors:ArmillaryError",
     "Home": "armillary.store.home:Home",
-    "LLM": "armillary.serving.engine.llm:LLM",
+    "LLM": "armillary.engine.llm:LLM",
     "ModelConfig": "armillary.spec.model:ModelConfig",
-    "SamplingParams": "armillary.serving.engine.params:SamplingParams",
-    "Structure": "armillary.serving.engine.constraint:Structure",
+    "SamplingParams": "armillary.engine.request.sampling_params:SamplingParams",
+    "Structure": "armillary.engine.request.constraint:Structure",
     "chips": "armillary.spec.catalogue:chips",
-    "convert": "armillary.model.convert:convert",
+    "convert": "armillary.model.weights.convert:convert",
     "doctor": "armillary.machine.doctor:doctor",
-    "generate": "armillary.serving.engine.one:generate",
+    "generate": "armillary.engine.generate:generate",
     "hardware": "armillary.spec.catalogue:cluster",
     "here": "armillary.machine.machine:here",
-    "load_model": "armillary.model.weights:load_model",
+    "load_model": "armillary.model.weights.hf_weights:load_model",
     "load_test": "armillary.serving.load.run:load_test",
     "models": "armillary.spec.catalogue:models",
     "prepare": "armillary.training.data.prepare:prepare",
-    "profile": "armillary.profiling.capture:profile",
-    "resolve_model": "armillary.store.source:resolve_model",
+    "profile": "armillary.profiling.record.capture:profile",
+    "resolve_model": "armillary.store.resolve_model:resolve_model",
     "runs": "armillary.store.runs:list_runs",
-    "save_model": "armillary.model.weights:save_model",
+    "save_model": "armillary.model.weights.hf_weights:save_model",
     "this_machine": "armillary.machine.machine:machine",
-    "train": "armillary.training.start:train_recipe",
+    "train": "armillary.training.prepare_run:train_recipe",
 }
 
 __all__ = [

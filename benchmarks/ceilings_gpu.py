@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from armillary.profiling import bandwidth, gemm
-from armillary.profiling.ceilings import measure_ceilings
-from armillary.profiling.settings import Settings, settings_for
+from armillary.profiling.ceilings import bandwidth, gemm
+from armillary.profiling.ceilings.ceilings import measure_ceilings
+from armillary.profiling.ceilings.settings import Settings, settings_for
 
 SIZE = 8192
 COPY_BYTES = 8 << 30

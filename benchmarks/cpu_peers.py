@@ -109,10 +109,10 @@ def ours(folder: Path, kind: str, threads: int) -> Answer:
     import torch
 
     from armillary import SamplingParams
-    from armillary.model.weights import load_model
-    from armillary.serving.engine.make import make_engine
-    from armillary.serving.engine.request import Request
-    from armillary.spec.service import Serve
+    from armillary.engine.build import make_engine
+    from armillary.engine.request.request import Request
+    from armillary.model.weights.hf_weights import load_model
+    from armillary.spec.tables.serve import Serve
 
     torch.set_num_threads(threads)
     model = load_model(folder, dtype="fp32" if kind == "fp32" else "bf16", device=torch.device("cpu"))

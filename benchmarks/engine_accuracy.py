@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.model.weights import load_model
-from armillary.serving.engine.make import make_engine
-from armillary.serving.engine.params import SamplingParams
-from armillary.serving.engine.request import Request
-from armillary.spec.service import Serve
+from armillary.engine.build import make_engine
+from armillary.engine.request.request import Request
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.model.weights.hf_weights import load_model
+from armillary.spec.tables.serve import Serve
 
 SHAPE = {
     "vocab_size": 151_936,

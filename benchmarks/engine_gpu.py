@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
+from armillary.engine.bench.measure import Watch, decode_bytes, percentile, serve_all
+from armillary.engine.bench.workload import fixed, nano_vllm
+from armillary.engine.build import make_engine
+from armillary.engine.engine import Engine
 from armillary.model.transformer import Transformer, build
-from armillary.serving.engine.engine import Engine
-from armillary.serving.engine.make import make_engine
-from armillary.serving.measure import Watch, decode_bytes, percentile, serve_all
-from armillary.serving.workload import fixed, nano_vllm
 from armillary.spec.catalogue import models
-from armillary.spec.service import Serve
+from armillary.spec.tables.serve import Serve
 from benchmarks.engine_times import StepTimes, top_kernels
 
 PEERS = {

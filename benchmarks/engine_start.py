@@ -22,8 +22,8 @@ def make(folder: Path, name: str, device: str) -> float:
     """A folder of random weights, and the seconds it took."""
     import torch
 
-    from armillary.model.bpe import train_tokenizer
-    from armillary.model.weights import save_model
+    from armillary.model.text.train_tokenizer import train_tokenizer
+    from armillary.model.weights.hf_weights import save_model
     from benchmarks.engine_gpu import drawn
 
     begin = time.monotonic()
@@ -48,9 +48,9 @@ def started(folder: Path, since: float, device: str) -> dict[str, float]:
     import torch
 
     lap("import torch")
-    from armillary.serving.engine.llm import LLM
-    from armillary.serving.engine.params import SamplingParams
-    from armillary.spec.service import Serve
+    from armillary.engine.llm import LLM
+    from armillary.engine.request.sampling_params import SamplingParams
+    from armillary.spec.tables.serve import Serve
 
     lap("import armillary")
     if device == "cuda":

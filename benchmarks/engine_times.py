@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from armillary.serving.engine.engine import Engine
+from armillary.engine.engine import Engine
 
 PARTS = ("schedule", "encode", "run", "wait", "update", "answers")
 

@@ -24,16 +24,16 @@ from torch import Tensor
 from train_ours import SMALL, Ours
 from train_peers import SEQUENCE
 
-from armillary.kernels import grouped_linear_triton
-from armillary.kernels.agree import check, expect
-from armillary.kernels.grouped_linear import GROUPED_LINEAR, GroupedCase
+from armillary.kernels.core.agreement import check, expect
+from armillary.kernels.gemm import grouped_triton as grouped_linear_triton
+from armillary.kernels.gemm.grouped import GROUPED_LINEAR, GroupedCase
 from armillary.parallel.apply import apply
 from armillary.parallel.mesh import make_mesh
 from armillary.parallel.world import World
+from armillary.spec.arithmetic.mfu import model_flops_per_token
 from armillary.spec.catalogue import config_from_fields
-from armillary.spec.mfu import model_flops_per_token
 from armillary.store.home import Home
-from armillary.training.balance import Routers
+from armillary.training.step.router_balance import Routers
 
 PEAK_FLOPS = 989e12
 MIXTURE: dict[str, Any] = SMALL | {

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import torch
 
-from armillary.kernels.choose import try_versions
-from armillary.kernels.grouped_linear import GROUPED_LINEAR, GroupedCase
-from armillary.kernels.op import takes_all
+from armillary.kernels.core.choose import try_versions
+from armillary.kernels.core.op import takes_all
+from armillary.kernels.gemm.grouped import GROUPED_LINEAR, GroupedCase
 from armillary.machine.accelerator import accelerator_of
 
 CASES = {

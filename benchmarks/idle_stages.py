@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from armillary.parallel.pipeline import Passing, Pipeline, Rows
-from armillary.parallel.pipeline_busy import Pass
-from armillary.parallel.pipeline_stage import Received
-from armillary.planning.bubble import idle_s
-from armillary.spec.stages import Span
+from armillary.parallel.pipeline.idle_time import Pass
+from armillary.parallel.pipeline.pipeline import Passing, Pipeline, Rows
+from armillary.parallel.pipeline.stage import Received
+from armillary.planning.training.bubble import idle_s
+from armillary.spec.layout_rules.pipeline_split import Span
 
 
 @dataclass(frozen=True, kw_only=True)

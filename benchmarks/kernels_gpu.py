@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from armillary.kernels.trial import ONE_CALL
-from armillary.profiling.kernel_bench import LIMIT_S, bench_kernels
-from armillary.profiling.kernel_plot import bench_page
-from armillary.profiling.kernel_rows import KernelBench, KernelRow, Measured
+from armillary.kernels.core.trial import ONE_CALL
+from armillary.profiling.kernel_bench.bench import LIMIT_S, bench_kernels
+from armillary.profiling.kernel_bench.report import bench_page
+from armillary.profiling.kernel_bench.results import KernelBench, KernelRow, Measured
 from armillary.store.home import Home
 
 VERSIONS = ("eager", "compile", "torch", "cudnn", "flash", "sdpa", "cublas", "liger")

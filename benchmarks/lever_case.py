@@ -14,14 +14,14 @@ from statistics import mean, median
 
 from armillary.cli.diagnose import write_lever
 from armillary.cli.output import Output
-from armillary.diagnosis.compare import STEP, compare, is_rate, measured
 from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.diagnosis import Diagnosis
-from armillary.diagnosis.finding import Lever
-from armillary.diagnosis.keep import keep
-from armillary.diagnosis.parts import parts_of
-from armillary.diagnosis.read_run import read_run
-from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.evidence.finding import Lever
+from armillary.diagnosis.evidence.step_parts import parts_of
+from armillary.diagnosis.outcome.compare import STEP, compare, is_rate, measured
+from armillary.diagnosis.outcome.diagnosis import Diagnosis
+from armillary.diagnosis.outcome.save import keep
+from armillary.diagnosis.readings.reading import Reading
+from armillary.diagnosis.readings.run_folder import read_run
 from armillary.errors import NotFound
 from armillary.spec.recipe import Recipe, load_recipe
 from armillary.store.home import Home

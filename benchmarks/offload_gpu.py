@@ -28,25 +28,25 @@ from armillary.model.transformer import Transformer, build
 from armillary.parallel.apply import apply
 from armillary.parallel.mesh import Mesh, axis_sizes
 from armillary.parallel.world import World
-from armillary.planning.layouts import of
-from armillary.planning.prediction import predict
-from armillary.planning.question import question
-from armillary.profiling import host_copy
-from armillary.profiling.ceilings import about, name_of
-from armillary.profiling.settings import settings_for
+from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.training.prediction import predict
+from armillary.planning.training.resolve import question
+from armillary.profiling.ceilings import host_copy
+from armillary.profiling.ceilings.ceilings import about, name_of
+from armillary.profiling.ceilings.settings import settings_for
 from armillary.spec.catalogue import config_from_fields
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
-from armillary.spec.model_table import ModelTable
 from armillary.spec.recipe import Recipe
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.model import ModelTable
+from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
 from armillary.store.peaks import new_peaks, save_peaks
-from armillary.training.kernels import use_kernels
-from armillary.training.offloading import Offloaded, optimizer_of
-from armillary.training.optim import set_learning_rate, update
-from armillary.training.precision import autocast
-from armillary.training.scaler import LossScaler
+from armillary.training.setup.kernel_selection import use_kernels
+from armillary.training.step.loss_scaler import LossScaler
+from armillary.training.step.numerics import autocast
+from armillary.training.step.offload import Offloaded, optimizer_of
+from armillary.training.step.optimizer import set_learning_rate, update
 
 MODEL: dict[str, Any] = {
     "name": "1.14B",

@@ -24,16 +24,16 @@ import torch
 import torch.distributed as dist
 from idle_stages import Work, idle_of_all, idle_share, measured_idle, replayed_idle, sleeping_pipeline
 
-from armillary.model.attend import plain
+from armillary.model.layers.attention_forms import plain
 from armillary.parallel.apply import apply
 from armillary.parallel.mesh import make_mesh
-from armillary.parallel.pipeline import Passing, Pipeline, Rows
-from armillary.parallel.pipeline_stage import hold
-from armillary.parallel.weights import fill_random, materialise
+from armillary.parallel.pipeline.pipeline import Passing, Pipeline, Rows
+from armillary.parallel.pipeline.stage import hold
+from armillary.parallel.shard_weights import fill_random, materialise
 from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, ModelConfig
-from armillary.training.loss import loss_sum
+from armillary.training.step.loss import loss_sum
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 """schedule -> chunks a stage"""

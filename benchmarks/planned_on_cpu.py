@@ -19,8 +19,8 @@ from statistics import median
 import torch
 
 from armillary.machine.machine import here
-from armillary.profiling.ceilings import measure_ceilings
-from armillary.profiling.collectives import QUICK_SIZES, measure_collectives
+from armillary.profiling.ceilings.ceilings import measure_ceilings
+from armillary.profiling.ceilings.collectives import QUICK_SIZES, measure_collectives
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import load_recipe
 from armillary.store.gauges import columns

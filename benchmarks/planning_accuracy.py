@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from armillary.planning.table import judge
+from armillary.planning.published.table import judge
 
 
 def percent(value: float | None) -> str:

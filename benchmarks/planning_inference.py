@@ -18,9 +18,9 @@ from statistics import mean, median
 
 import numpy as np
 
-from armillary.planning.engines import Engine, engine_for, engines, physics
-from armillary.planning.inference_row import InferenceRow, Row, inference_row, is_fitted, with_rates
-from armillary.planning.inference_table import InferencePrediction, error_of, predict_rows
+from armillary.planning.published.inference_row import InferenceRow, Row, inference_row, is_fitted, with_rates
+from armillary.planning.published.inference_table import InferencePrediction, error_of, predict_rows
+from armillary.planning.serving.engines import Engine, engine_for, engines, physics
 
 FITTED_KINDS = ("static batch", "batch 1")
 SWITCHES = ("experts_in_16_bits",)

@@ -28,15 +28,15 @@ from pathlib import Path
 import torch
 
 from armillary.machine.machine import machine
-from armillary.model.export import export, like
+from armillary.model.export_graph import export, like
 from armillary.model.python_module import load_python_module
 from armillary.serving.load.probe import probe
+from armillary.serving.load.rate_search import Found, search_rate, trying
 from armillary.serving.load.run import Test
-from armillary.serving.load.search import Found, search_rate, trying
 from armillary.serving.predict.model import open_file
-from armillary.spec.load import Load
-from armillary.spec.predict import Predict
-from armillary.spec.service import Objective, Traffic
+from armillary.spec.tables.load import Load
+from armillary.spec.tables.predict import Predict
+from armillary.spec.tables.serve import Objective, Traffic
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "small_models.py"
 LIMITS_S = {"mlp": 0.2, "resnet": 0.2}

@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from armillary.model.attend import ContiguousCache, How
 from armillary.model.buildable import unbuildable
-from armillary.model.fusing import FAMILIES
+from armillary.model.layers.attention_forms import ContiguousCache, How
 from armillary.model.transformer import Transformer, build
-from armillary.model.weights import save_model
+from armillary.model.weights.hf_layout import FAMILIES
+from armillary.model.weights.hf_weights import save_model
 from armillary.spec import catalogue
+from armillary.spec.arithmetic.params import kv_bytes_per_token, parameters
+from armillary.spec.arithmetic.workload import forward_ops, make_batch
 from armillary.spec.model import ModelConfig
-from armillary.spec.params import kv_bytes_per_token, parameters
-from armillary.spec.workload import forward_ops, make_batch
 
 DEFAULT = ("armillary-25m", "gpt2", "llama-3-8b", "qwen3-8b", "gemma-2-9b", "phi-4", "olmo-2-7b", "llama-3.1-405b")
 SEQUENCE = 2048

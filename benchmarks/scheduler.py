@@ -18,12 +18,12 @@ from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
-from armillary.serving.engine.kv_cache import KVCache
-from armillary.serving.engine.kv_groups import WHOLE, Group
-from armillary.serving.engine.params import SamplingParams
-from armillary.serving.engine.request import Request
-from armillary.serving.engine.scheduler import Scheduler
-from armillary.serving.engine.settings import Settings
+from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.cache.layer_groups import WHOLE, Group
+from armillary.engine.request.request import Request
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.scheduler.scheduler import Scheduler
+from armillary.engine.scheduler.settings import Settings
 
 Row = dict[str, float | str]
 LONG = 100_000

@@ -46,9 +46,9 @@ def tell(text: str) -> None:
 
 def offline(folder: str, wishes: dict[str, Any]) -> dict[str, Any]:
     """All requests at once without a server, then one at a time through the async stream."""
-    from armillary.serving.engine.llm import LLM
-    from armillary.serving.engine.params import SamplingParams
-    from armillary.spec.service import Serve
+    from armillary.engine.llm import LLM
+    from armillary.engine.request.sampling_params import SamplingParams
+    from armillary.spec.tables.serve import Serve
 
     def params(tokens: int) -> SamplingParams:
         return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)

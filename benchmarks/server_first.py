@@ -30,7 +30,7 @@ Times = list[tuple[int, float]]
 
 async def firsts(llm: Any, asked: list[list[int]], count: int) -> Times:
     """One request after the other to an engine of this process."""
-    from armillary.serving.engine.params import SamplingParams
+    from armillary.engine.request.sampling_params import SamplingParams
 
     found, params = [], SamplingParams(max_tokens=_TOKENS, temperature=0.0, ignore_eos=True)
     for i in range(count):
@@ -70,8 +70,8 @@ def in_turns(folder: str, address: Address, wishes: dict[str, Any]) -> tuple[Tim
 
 
 def main() -> None:
-    from armillary.serving.engine.llm import LLM
-    from armillary.spec.service import Serve
+    from armillary.engine.llm import LLM
+    from armillary.spec.tables.serve import Serve
 
     folder, wishes = json.loads(sys.argv[1])
     asked = prompts(wishes["streams"], wishes["prompt"])

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from armillary.model.attend import ContiguousCache, plain
+from armillary.model.layers.attention_forms import ContiguousCache, plain
 from armillary.model.transformer import Transformer, build
-from armillary.profiling.capture import profile
-from armillary.profiling.ceilings import measure_ceilings
-from armillary.profiling.page import write_page
+from armillary.profiling.ceilings.ceilings import measure_ceilings
 from armillary.profiling.profile import BUDGET, Profile
-from armillary.profiling.words import budget_line, top_rows
+from armillary.profiling.record.capture import profile
+from armillary.profiling.report.profile_page import write_page
+from armillary.profiling.report.profile_text import budget_line, top_rows
 from armillary.spec import catalogue
 from armillary.store.home import Home
 from armillary.store.peaks import save_peaks

@@ -16,13 +16,13 @@ from statistics import median
 
 import torch
 
+from armillary.engine.llm import LLM
+from armillary.engine.request.sampling_params import SamplingParams
 from armillary.machine.device_name import device_name
 from armillary.model.transformer import build
-from armillary.model.weights import save_model
-from armillary.serving.engine.llm import LLM
-from armillary.serving.engine.params import SamplingParams
+from armillary.model.weights.hf_weights import save_model
 from armillary.spec.catalogue import models
-from armillary.spec.service import Serve
+from armillary.spec.tables.serve import Serve
 
 STORED = {"bf16": torch.bfloat16, "fp32": torch.float32}
 VOCAB, PROMPT, TOKENS = 4096, 32, 64

@@ -24,30 +24,26 @@ import torch
 import torch.nn.functional as F
 import triton.language as tl
 
-from armillary.kernels import (
-    bias_act_dropout_triton,
-    dropout_pairs_triton,
-    fp8_product_triton,
-    norm_rows_triton,
-    norm_triton,
-    paged_attention_triton,
-    qkv_cache_triton,
-    rope_triton,
-)
-from armillary.kernels.bias_act_dropout import BIAS_ACT_DROPOUT
-from armillary.kernels.fp8_linear import E4M3
-from armillary.kernels.fp8_quantise_triton import quantise
-from armillary.kernels.norm import NORM, NormCase
-from armillary.kernels.norm_shape import Shape, backward_shape
-from armillary.kernels.paged_attention import PAGED_ATTENTION, PagedCase
-from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase
-from armillary.kernels.rope import ROPE, RopeCase
-from armillary.kernels.small_linear_triton import Tiles, plan, run_tiles, small_linear
-from armillary.kernels.small_linear_vector_triton import VectorTiles, run_vector
-from armillary.kernels.timing import time_calls
-from armillary.kernels.trial import input_sets
-from armillary.profiling.kernel_bench import measure_some
-from armillary.profiling.settings import settings_for
+from armillary.kernels.core.timing import time_calls
+from armillary.kernels.core.trial import input_sets
+from armillary.kernels.fp8 import gemm_triton as fp8_product_triton
+from armillary.kernels.fp8.linear import E4M3
+from armillary.kernels.fp8.quantize_triton import quantise
+from armillary.kernels.gemm.gemv_triton import VectorTiles, run_vector
+from armillary.kernels.gemm.skinny_triton import Tiles, plan, run_tiles, small_linear
+from armillary.kernels.norm import norm_triton
+from armillary.kernels.norm import rows_triton as norm_rows_triton
+from armillary.kernels.norm.launch_config import Shape, backward_shape
+from armillary.kernels.norm.norm import NORM, NormCase
+from armillary.kernels.paged import paged_attention_triton
+from armillary.kernels.paged import qkv_to_cache_triton as qkv_cache_triton
+from armillary.kernels.paged.paged_attention import PAGED_ATTENTION, PagedCase
+from armillary.kernels.paged.qkv_to_cache import QKV_CACHE, QkvCase
+from armillary.kernels.pointwise import bias_act_dropout_triton, dropout_pairs_triton, rope_triton
+from armillary.kernels.pointwise.bias_act_dropout import BIAS_ACT_DROPOUT
+from armillary.kernels.pointwise.rope import ROPE, RopeCase
+from armillary.profiling.ceilings.settings import settings_for
+from armillary.profiling.kernel_bench.bench import measure_some
 
 CUDA = torch.device("cuda")
 Ways = dict[str, Callable[..., Any]]

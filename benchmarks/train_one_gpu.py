@@ -34,10 +34,10 @@ from train_peers import SEQUENCE, Peer, hugging_face, plain_torch, words
 from train_predicted import measure_peaks, predicted, table
 from train_trainer import trainer_step
 
+from armillary.spec.arithmetic.mfu import model_flops_per_token
+from armillary.spec.arithmetic.params import parameters
 from armillary.spec.catalogue import config_from_fields
-from armillary.spec.mfu import model_flops_per_token
 from armillary.spec.model import ModelConfig
-from armillary.spec.params import parameters
 from armillary.store.home import Home
 
 PEAK_FLOPS, WARM, MANY, LONG = 989e12, 4, 8, 32768

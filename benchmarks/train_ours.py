@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from train_peers import SEQUENCE, drawn
 
-from armillary.kernels.adamw import gradient_norm
+from armillary.kernels.optimizer.adamw import gradient_norm
 from armillary.model.transformer import Transformer, build
 from armillary.parallel.recompute import recompute
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
-from armillary.training.kernels import use_kernels
-from armillary.training.lora import add_lora, base_dtype
-from armillary.training.optim import make_optimizer, set_learning_rate
+from armillary.training.setup.kernel_selection import use_kernels
+from armillary.training.step.lora import add_lora, base_dtype
+from armillary.training.step.optimizer import make_optimizer, set_learning_rate
 
 SMALL: dict[str, Any] = {
     "hidden": 2048,

@@ -12,17 +12,19 @@ from typing import Any
 import torch
 
 from armillary.machine.machine import here
-from armillary.planning.layouts import of
-from armillary.planning.prediction import predict
-from armillary.planning.question import question
-from armillary.profiling import attention, bandwidth, gemm, launch
-from armillary.profiling.ceilings import about, name_of
-from armillary.profiling.settings import settings_for
+from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.training.prediction import predict
+from armillary.planning.training.resolve import question
+from armillary.profiling.ceilings import attention_flops as attention
+from armillary.profiling.ceilings import bandwidth, gemm
+from armillary.profiling.ceilings import launch_latency as launch
+from armillary.profiling.ceilings.ceilings import about, name_of
+from armillary.profiling.ceilings.settings import settings_for
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
-from armillary.spec.model_table import ModelTable
 from armillary.spec.recipe import Recipe
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.model import ModelTable
+from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
 from armillary.store.peaks import new_peaks, save_peaks
 

@@ -14,12 +14,12 @@ from train_peers import SEQUENCE
 
 from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
-from armillary.spec.model_table import ModelTable
 from armillary.spec.recipe import Recipe
-from armillary.spec.train_job import Data, TrainJob
+from armillary.spec.tables.model import ModelTable
+from armillary.spec.tables.train import Data, TrainJob
 from armillary.store.home import Home
-from armillary.training.recorder import Recorder
-from armillary.training.start import start, starting_point
+from armillary.training.gauge_log import Recorder
+from armillary.training.prepare_run import start, starting_point
 from armillary.training.trainer import Trainer
 
 TEXT_BYTES = 8_000_000

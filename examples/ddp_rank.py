@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from armillary.model.attend import plain
+from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import build
 from armillary.parallel.apply import Sharded, apply
 from armillary.parallel.mesh import make_mesh
@@ -21,9 +21,9 @@ from armillary.parallel.world import World, join_world
 from armillary.spec import catalogue
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
-from armillary.spec.train_job import TrainJob
-from armillary.training.loss import loss_sum
-from armillary.training.optim import make_optimizer
+from armillary.spec.tables.train import TrainJob
+from armillary.training.step.loss import loss_sum
+from armillary.training.step.optimizer import make_optimizer
 
 SEQUENCE = 16
 

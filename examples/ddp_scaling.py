@@ -25,13 +25,13 @@ import torch
 from ddp_rank import SEQUENCE, Setting, Timed, run
 
 from armillary.machine.machine import here, machine
-from armillary.planning.case import TrainCase
-from armillary.planning.layouts import of
-from armillary.planning.step_time import StepTime, step_time
-from armillary.profiling.collectives import measure_collectives
+from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.training.step_time import StepTime, step_time
+from armillary.planning.training.train_case import TrainCase
+from armillary.profiling.ceilings.collectives import measure_collectives
+from armillary.spec.arithmetic.params import parameters
 from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
-from armillary.spec.params import parameters
 from armillary.store.peaks import Peaks
 from armillary.units import count_text, seconds_text
 

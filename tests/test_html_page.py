@@ -7,7 +7,7 @@ from html import unescape
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.html_page import Below, Frame, Hover, document, drawing, items, section, side_by_side, table
+from armillary.report.page import Below, Frame, Hover, document, drawing, items, section, side_by_side, table
 from tests.profiling.test_page import Tags
 
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=30)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from armillary.cli.verbs import by_name
-from armillary.model.fusing import FAMILIES
+from armillary.model.weights.hf_layout import FAMILIES
 from armillary.spec import catalogue
 from tests.conftest import Ran
 

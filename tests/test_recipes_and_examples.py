@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from armillary.cli.demo import walk as demo
-from armillary.cli.train import plan_of
+from armillary.cli.demo import state as demo
+from armillary.cli.train.train import plan_of
 from armillary.spec.recipe import load_recipe
 from armillary.store.home import Home
-from armillary.training.start import start, starting_point
+from armillary.training.prepare_run import start, starting_point
 
 ROOT = Path(__file__).parent.parent
 RECIPES = [*sorted((ROOT / "recipes").glob("*.toml")), demo.RECIPE]

@@ -11,7 +11,7 @@ from typing import Any
 import click
 import pytest
 
-from armillary.cli.demo.walk import RECIPE
+from armillary.cli.demo.state import RECIPE
 from armillary.cli.main import command
 from tests.conftest import Ran
 

@@ -81,7 +81,7 @@ def convert(
     source, loaded = open_model(
         out, home, model, random_weights=random_weights, seed=seed, dtype=dtype, device="cpu", to_write=True
     )
-    from armillary.model.weights import save_model
+    from armillary.model.weights.hf_weights import save_model
 
     with out.progress("writing", unit="tensor") as bar:
         save_model(loaded, target, like=source.files, shard_bytes=shard_bytes, overwrite=overwrite, progress=bar.at)

@@ -17,9 +17,9 @@ from armillary.store.home import Home
 from armillary.units import bytes_text, count_text, parse_count, seconds_text
 
 if TYPE_CHECKING:
-    from armillary.training.data.about import About
     from armillary.training.data.cache import Cache
     from armillary.training.data.index import Index
+    from armillary.training.data.inspect_shards import About
     from armillary.training.data.prepare import Prepared
     from armillary.training.data.shards import TokenShards
 
@@ -118,8 +118,8 @@ def inspect(out: Output, home: Home, folder: str, sequence: int, show: int) -> N
 
     FOLDER may be a URL.
     """
-    from armillary.training.data.about import about, fits
     from armillary.training.data.index import SPLITS
+    from armillary.training.data.inspect_shards import about, fits
     from armillary.training.data.shards import TokenShards
 
     if sequence < 1:
@@ -160,7 +160,7 @@ def _shown(value: object) -> str:
 
 def _show_documents(out: Output, shards: TokenShards, count: int) -> None:
     """The first documents as text."""
-    from armillary.model.tokenizer import Tokenizer
+    from armillary.model.text.tokenizer import Tokenizer
 
     if count > 0:
         tokenizer = Tokenizer.load(shards.tokenizer_folder)
@@ -191,7 +191,7 @@ def verify(out: Output, home: Home, folder: str) -> None:
 
 def _cache(home: Home) -> Cache:
     """Where verbs keep what they fetch: the same place as training's default, and as large."""
-    from armillary.spec.train_job import Data
+    from armillary.spec.tables.train import Data
     from armillary.training.data.cache import Cache
 
     return Cache(folder=home.cache / "fetched", limit_bytes=Data.cache_bytes)

@@ -16,11 +16,11 @@ from armillary.errors import BadInput
 from armillary.store.home import Home
 
 if TYPE_CHECKING:
-    from armillary.diagnosis.compare import Comparison
-    from armillary.diagnosis.diagnosis import Diagnosis
-    from armillary.diagnosis.finding import Finding, Lever
-    from armillary.diagnosis.reading import Reading
-    from armillary.diagnosis.track_record import TrackRecord
+    from armillary.diagnosis.evidence.finding import Finding, Lever
+    from armillary.diagnosis.outcome.compare import Comparison
+    from armillary.diagnosis.outcome.diagnosis import Diagnosis
+    from armillary.diagnosis.outcome.track_record import TrackRecord
+    from armillary.diagnosis.readings.reading import Reading
     from armillary.store.runs import Run
 
 SHOWN_LEVERS = 5
@@ -58,8 +58,8 @@ def look(out: Output, home: Home, target: str, number: int | None, to: Path | No
     TARGET is a run, a server's URL, a trace, gauges.jsonl, or a log of someone else's training.
     """
     from armillary.diagnosis.diagnose import diagnose as judge
-    from armillary.diagnosis.keep import keep
-    from armillary.diagnosis.open_reading import open_reading
+    from armillary.diagnosis.outcome.save import keep
+    from armillary.diagnosis.readings.open_reading import open_reading
 
     if to is not None and number is None:
         raise BadInput(f"--to {to} says where a changed recipe goes; add --apply N")
@@ -80,7 +80,7 @@ def look(out: Output, home: Home, target: str, number: int | None, to: Path | No
 @click.argument("b", shell_complete=complete.runs)
 def compare(out: Output, home: Home, a: str, b: str) -> None:
     """What a lever was predicted to buy and what was obtained: run A before, run B after."""
-    from armillary.diagnosis.compare import compare as compare_runs
+    from armillary.diagnosis.outcome.compare import compare as compare_runs
     from armillary.store.runs import find_run
 
     found = compare_runs(find_run(home, a), find_run(home, b), home)
@@ -90,7 +90,7 @@ def compare(out: Output, home: Home, a: str, b: str) -> None:
 
 def say_comparison(out: Output, home: Home, found: Comparison) -> None:
     """Predicted and obtained, in two lines."""
-    from armillary.diagnosis.words import value_text
+    from armillary.diagnosis.evidence.finding_text import value_text
 
     name = "step" if found.of == "step_s" else found.of
     told = f"predicted {found.predicted:.2f} ×" if found.predicted else "nobody predicted this change"
@@ -107,7 +107,7 @@ def say_comparison(out: Output, home: Home, found: Comparison) -> None:
 
 def _record(out: Output, home: Home) -> TrackRecord:
     """The track record; lines that are broken are said."""
-    from armillary.diagnosis.track_record import read_record
+    from armillary.diagnosis.outcome.track_record import read_record
 
     record = read_record(home)
     for note in record.notes:
@@ -145,7 +145,7 @@ def _in_a_word(found: Diagnosis) -> str:
 
 def say(out: Output, found: Diagnosis, target: str, *, applies: bool = True) -> None:
     """The verdict as people read it; `applies`: there is a recipe that levers can change."""
-    from armillary.diagnosis.diagnosis import WORTH
+    from armillary.diagnosis.outcome.diagnosis import WORTH
 
     out.say(found.headline)
     for name, text in [*_evidence(found), *_others(found), *_levers(found)]:
@@ -160,8 +160,8 @@ def say(out: Output, found: Diagnosis, target: str, *, applies: bool = True) -> 
 
 
 def _evidence(found: Diagnosis) -> list[tuple[str, str]]:
-    from armillary.diagnosis.words import evidence_text
-    from armillary.profiling.words import PART_WORDS
+    from armillary.diagnosis.evidence.finding_text import evidence_text
+    from armillary.profiling.report.profile_text import PART_WORDS
 
     shares = sorted(((part, share) for part, share in found.budget.items() if share >= SHOWN_PART), key=lambda x: -x[1])
     budget = "   ".join(f"{PART_WORDS.get(part, part.replace('_', ' '))} {share:.0%}" for part, share in shares)
@@ -188,7 +188,7 @@ def _levers(found: Diagnosis) -> list[tuple[str, str]]:
 
 
 def lever_text(lever: Lever, width: int = 0) -> str:
-    from armillary.diagnosis.diagnosis import WORTH
+    from armillary.diagnosis.outcome.diagnosis import WORTH
 
     gain = f"predicted {lever.gain_text}" + (f" in {lever.of}" if lever.of != "step_s" else "")
     if lever.speedup <= WORTH and lever.at_most is None:
@@ -237,10 +237,10 @@ def _apply(out: Output, home: Home, found: Diagnosis, run: Run | None, number: i
 
 def write_lever(out: Output, home: Home, found: Diagnosis, run: Run, number: int, to: Path | None = None) -> Path:
     """The recipe with lever `number` pulled, as a file; its prediction goes into the track record."""
-    from armillary.diagnosis.apply import changed_recipe
-    from armillary.diagnosis.compare import as_kept, measured
-    from armillary.diagnosis.read_run import read_run
-    from armillary.diagnosis.track_record import promise
+    from armillary.diagnosis.levers.apply import changed_recipe
+    from armillary.diagnosis.outcome.compare import as_kept, measured
+    from armillary.diagnosis.outcome.track_record import promise
+    from armillary.diagnosis.readings.run_folder import read_run
     from armillary.store.atomic import write_text
 
     lever = found.lever(number)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Literal
 from armillary.cli.open_model import need_torch, open_model
 from armillary.cli.output import Output, path_text
 from armillary.errors import BadInput
-from armillary.store.converted import remember
+from armillary.store.converted_files import remember
 from armillary.store.home import Home
 from armillary.units import bytes_text
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from armillary.model.export import Input
+    from armillary.model.export_graph import Input
 
 
 def export_model(
@@ -38,7 +38,7 @@ def export_model(
     if target.exists() and not overwrite:
         raise BadInput(f"{target} is already there; give --overwrite or another name")
     need_torch("exporting a model")
-    from armillary.model.export import export, of_transformer
+    from armillary.model.export_graph import export, of_transformer
     from armillary.model.python_module import is_python_module
 
     if is_python_module(model):
@@ -61,7 +61,7 @@ def export_model(
 
 def _python_module(model: str, inputs: tuple[str, ...]) -> tuple[nn.Module, tuple[Input, ...]]:
     """The module that a Python file makes, and what it takes: as asked, or as the file's own examples."""
-    from armillary.model.export import like, parse_input
+    from armillary.model.export_graph import like, parse_input
     from armillary.model.python_module import load_python_module
 
     module, examples = load_python_module(model)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from armillary.cli.output import Output
 from armillary.cli.progress import Bar
 from armillary.store.home import Home
-from armillary.store.source import ModelSource, resolve_model
+from armillary.store.resolve_model import ModelSource, resolve_model
 
 
 def find_model(out: Output, home: Home, text: str, *, need_weights: bool) -> ModelSource:

@@ -18,8 +18,8 @@ from armillary.errors import BadInput
 from armillary.store.home import Home
 
 if TYPE_CHECKING:
-    from armillary.model.generate import Completion, Sampling
-    from armillary.model.tokenizer import Tokenizer
+    from armillary.model.reference_generate import Completion, Sampling
+    from armillary.model.text.tokenizer import Tokenizer
     from armillary.model.transformer import Transformer
 
 
@@ -54,8 +54,8 @@ def generate(
 
     MODEL is a Hugging Face folder, a Hub id or a run; a shape without a tokenizer takes token ids: "1 15 7".
     """
-    from armillary.model.generate import MODELS_OWN, Sampling
     from armillary.model.generation_config import sampling_defaults
+    from armillary.model.reference_generate import MODELS_OWN, Sampling
 
     asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -70,7 +70,7 @@ def generate(
     )
     if source.files is None or not (source.files / "tokenizer.json").is_file():
         return generate_ids(out, loaded, source.name, text, sampling)
-    from armillary.model.tokenizer import Tokenizer
+    from armillary.model.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(source.files)
     if chat:
@@ -102,8 +102,8 @@ def stream_completion(
 ) -> Completion:
     """Complete one prompt, handing text to `emit` as whole characters become known; `before` goes ahead of it, once
     there is something to follow it. Seconds to the first token go to `phases`."""
-    from armillary.model.generate import Completion, check_tokenizer
-    from armillary.serving.engine.one import answer
+    from armillary.engine.generate import answer
+    from armillary.model.reference_generate import Completion, check_tokenizer
 
     check_tokenizer(model, tokenizer)
     waiting, texts, tokens, finish = [before], list[str](), list[int](), ""
@@ -122,7 +122,7 @@ def stream_completion(
 
 def generate_ids(out: Output, model: Transformer, name: str, text: str, sampling: Sampling) -> None:
     """Token ids in, token ids out, for a shape that comes without a tokenizer."""
-    from armillary.serving.engine.one import answer
+    from armillary.engine.generate import answer
 
     try:
         ids = [int(word) for word in text.split()]

@@ -11,13 +11,13 @@ from typing import Any
 import click
 
 from armillary.cli import complete
-from armillary.cli.compare import columns_of, link_speed, sources_of
+from armillary.cli.hardware_table import columns_of, link_speed, sources_of
 from armillary.cli.output import Output
 from armillary.cli.verb import verb
 from armillary.machine.machine import here
 from armillary.spec import catalogue
-from armillary.spec.fields import to_plain
 from armillary.spec.hardware import Chip, Cluster
+from armillary.spec.tables.fields import to_plain
 from armillary.store.home import Home
 from armillary.units import bandwidth_text, bytes_text, dollars_text, flops_per_s_text, seconds_text
 

@@ -15,9 +15,9 @@ from armillary.errors import BadInput
 from armillary.store.home import Home
 
 if TYPE_CHECKING:
-    from armillary.serving.load.drive import Watch
+    from armillary.serving.load.rate_search import Found
     from armillary.serving.load.run import LoadReport, Test
-    from armillary.serving.load.search import Found
+    from armillary.serving.load.sender import Watch
     from armillary.spec.recipe import Recipe
 
 
@@ -61,7 +61,7 @@ def load(
     if page is not None:
         _write(page, report, found, hour)
     _show(out, report, found, hour, page)
-    from armillary.serving.load.words import plain
+    from armillary.serving.load.report_text import plain
 
     best = found.best if found else None
     quiet = f"{best:.4g}" if best is not None else f"{report.last.goodput_requests_per_s:.4g}"
@@ -90,7 +90,7 @@ def _price(recipe: Recipe, *, given: bool) -> float | None:
         return recipe.cost.usd_per_device_hour
     if not given and recipe.cost.usd_per_device_hour is None:
         return None
-    from armillary.planning.cost import device_hour
+    from armillary.planning.cost.cost import device_hour
 
     cluster = recipe.cluster()
     return device_hour(recipe.cost, cluster).usd_per_useful_hour * cluster.num_devices
@@ -111,8 +111,8 @@ def run_load(
 ) -> tuple[LoadReport, Found | None]:
     """The test with its progress shown, and with `search` the highest rate that is sustained."""
     from armillary.serving.load.probe import probe
+    from armillary.serving.load.rate_search import search_rate, trying
     from armillary.serving.load.run import report_of, run_once
-    from armillary.serving.load.search import search_rate, trying
 
     probed = probe(url, test.load, key=key)
     runs, found = [], None
@@ -147,14 +147,14 @@ def _bars(out: Output, test: Test) -> Iterator[Callable[[str], Watch]]:
 
 
 def _write(path: Path, report: LoadReport, found: Found | None, hour: float | None) -> None:
-    from armillary.serving.load.page import page
+    from armillary.serving.load.load_page import page
     from armillary.store.atomic import write_text
 
     write_text(path, page(report, found, hour))
 
 
 def _show(out: Output, report: LoadReport, found: Found | None, hour: float | None, page: Path | None) -> None:
-    from armillary.serving.load import words
+    from armillary.serving.load import report_text as words
 
     out.say(words.title_text(report))
     heads, rows = words.narrow(words.LATENCY_HEADS, words.latency_rows(report), repeats=len(report.runs))

@@ -13,9 +13,9 @@ from armillary.cli.output import Output
 from armillary.cli.verb import verb
 from armillary.model.buildable import unbuildable
 from armillary.spec import catalogue
-from armillary.spec.fields import to_plain
+from armillary.spec.arithmetic.params import kv_bytes, kv_bytes_per_token, parameters
 from armillary.spec.model import ModelConfig
-from armillary.spec.params import kv_bytes, kv_bytes_per_token, parameters
+from armillary.spec.tables.fields import to_plain
 from armillary.store.home import Home
 from armillary.units import bytes_text, count_text, flops_text
 

@@ -13,8 +13,8 @@ from armillary.store.home import Home
 from armillary.store.runs import Run
 
 if TYPE_CHECKING:
-    from armillary.diagnosis.finding import Lever
-    from armillary.diagnosis.reading import Kind
+    from armillary.diagnosis.evidence.finding import Lever
+    from armillary.diagnosis.readings.reading import Kind
 
 MODEL = "MODEL"
 """what is printed where a run was not of stored weights"""
@@ -22,7 +22,7 @@ MODEL = "MODEL"
 
 def next_command(run: Run, lever: Lever, kind: Kind, recipe: Path, home: Home) -> str:
     """As a person would type it."""
-    from armillary.diagnosis.apply import overrides_of
+    from armillary.diagnosis.levers.apply import overrides_of
 
     words = ["train", path_text(recipe)]
     if kind == "serving":

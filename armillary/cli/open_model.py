@@ -8,7 +8,7 @@ from armillary.cli.find_model import find_model
 from armillary.cli.output import Output
 from armillary.errors import missing
 from armillary.store.home import Home
-from armillary.store.source import ModelSource
+from armillary.store.resolve_model import ModelSource
 
 if TYPE_CHECKING:
     from armillary.model.transformer import Transformer
@@ -29,7 +29,7 @@ def open_model(
     what could not be written again."""
     source = find_model(out, home, text, need_weights=not random_weights)
     need_torch("running a model")
-    from armillary.model.convert import open_weights, refuse_unwritable
+    from armillary.model.weights.convert import open_weights, refuse_unwritable
 
     if to_write:
         refuse_unwritable(source)
@@ -44,7 +44,7 @@ def open_model(
 
 def _dtype(out: Output, home: Home, source: ModelSource, device: str | None) -> str:
     """The dtype that a server would take on this device, said where it is not the stored one."""
-    from armillary.cli.serve_run import resolve_dtype
+    from armillary.cli.serve_run_folder import resolve_dtype
     from armillary.spec.recipe import recipe_from_dict
     from armillary.store.hf_folder import stored_dtype
 

@@ -56,7 +56,7 @@ def serve(
     A model file (.pt2, .pt, .onnx), or a folder of numbered versions of one, is served at /predict with dynamic
     batching. A .pt2 or .pt can hold code: one that armillary convert did not write here needs --trust.
     """
-    from armillary.serving.predict.files import is_model_file
+    from armillary.serving.predict.versions import is_model_file
 
     if is_model_file(Path(model)):
         from armillary.cli.serve_file import serve_file
@@ -69,12 +69,12 @@ def serve(
     asked = _asked(recipe, overrides, max_model_len)
     _need_torch()
     source = find_model(out, home, model, need_weights=True)
-    from armillary.cli.serve_run import recorded, resolve_dtype, resolve_threads
-    from armillary.profiling.dtype_choice import with_dtype
-    from armillary.serving.api.channel import Orders
-    from armillary.serving.api.keys import read_keys
-    from armillary.serving.api.serve import Door
-    from armillary.serving.api.serve import serve as run
+    from armillary.cli.serve_run_folder import recorded, resolve_dtype, resolve_threads
+    from armillary.profiling.dtypes.choice import with_dtype
+    from armillary.serving.http.api_keys import read_keys
+    from armillary.serving.openai.run_server import Door
+    from armillary.serving.openai.run_server import serve as run
+    from armillary.serving.processes.engine_ipc import Orders
 
     say = partial(click.echo, err=out.mode != "human")
     dtype = resolve_dtype(home, source, asked, device)

@@ -25,8 +25,8 @@ def serve_file(
     trust: bool = False,
 ) -> None:
     """Serve the model file, or folder of versions, at `path` with the recipe's [predict] table and [serve]'s keys."""
-    from armillary.serving.api.keys import read_keys
-    from armillary.serving.predict.run import run
+    from armillary.serving.http.api_keys import read_keys
+    from armillary.serving.predict.run_server import run
     from armillary.serving.predict.trust import Trust
     from armillary.spec.recipe import load_recipe, recipe_from_dict
 

@@ -9,23 +9,21 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from armillary.diagnosis import (
-    inner_rules,
-    log_rules,
-    page_rules,
-    product_rules,
-    serving_levers,
-    their_levers,
-    training_levers,
-    training_rules,
-)
-from armillary.diagnosis.diagnosis import WORTH, Diagnosis
-from armillary.diagnosis.finding import Finding, Lever
-from armillary.diagnosis.parts import parts_of
-from armillary.diagnosis.read_run import is_disturbed
-from armillary.diagnosis.reading import Reading
-from armillary.diagnosis.rule import Rule
-from armillary.diagnosis.service import Service
+from armillary.diagnosis.evidence.finding import Finding, Lever
+from armillary.diagnosis.evidence.rule import Rule
+from armillary.diagnosis.evidence.serving_run import Service
+from armillary.diagnosis.evidence.step_parts import parts_of
+from armillary.diagnosis.levers import advice as their_levers
+from armillary.diagnosis.levers import serving as serving_levers
+from armillary.diagnosis.levers import training as training_levers
+from armillary.diagnosis.outcome.diagnosis import WORTH, Diagnosis
+from armillary.diagnosis.readings.reading import Reading
+from armillary.diagnosis.readings.run_folder import is_disturbed
+from armillary.diagnosis.rules import device as inner_rules
+from armillary.diagnosis.rules import logs as log_rules
+from armillary.diagnosis.rules import metrics_page as page_rules
+from armillary.diagnosis.rules import serving as product_rules
+from armillary.diagnosis.rules import training as training_rules
 from armillary.profiling.profile import BUDGET
 from armillary.store.home import Home
 

@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.model import fused_block
-from armillary.model.attend import Attend
-from armillary.model.attention import Attention, CosSin
 from armillary.model.buildable import refuse_unbuildable
 from armillary.model.device import refuse_too_big
-from armillary.model.fused import Fused
-from armillary.model.mlp import MLP
-from armillary.model.moe import MixtureOfExperts, Router
-from armillary.model.norm import Norm, hidden_norm
-from armillary.model.rope import RotaryTable
+from armillary.model.fused import dispatch as fused_block
+from armillary.model.fused.passes import Fused
+from armillary.model.layers.attention import Attention, CosSin
+from armillary.model.layers.attention_forms import Attend
+from armillary.model.layers.mlp import MLP
+from armillary.model.layers.norm import Norm, hidden_norm
+from armillary.model.layers.rope import RotaryTable
+from armillary.model.moe.experts import MixtureOfExperts, Router
 from armillary.spec.model import LayerKind, ModelConfig
 
 # B batch, T tokens, H hidden, V vocabulary

@@ -18,23 +18,24 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from armillary.model.transformer import Transformer
-from armillary.model.weights import whole_names
-from armillary.parallel import data, vocabulary
-from armillary.parallel.clip import clip
+from armillary.model.weights.hf_weights import whole_names
+from armillary.parallel import fsdp as data
+from armillary.parallel import vocabulary
 from armillary.parallel.collectives import Clock, Group
-from armillary.parallel.compiling import can_fold, compile_blocks
-from armillary.parallel.context import Context, agree_on_length
-from armillary.parallel.expert import cut_experts, is_of_expert, shard_experts
+from armillary.parallel.compile_blocks import can_fold, compile_blocks
+from armillary.parallel.context.shard_sequence import Context, agree_on_length
+from armillary.parallel.ddp import Replicas, sum_partial
+from armillary.parallel.expert.shard_experts import cut_experts, is_of_expert, shard_experts
+from armillary.parallel.grad_norm import clip
 from armillary.parallel.mesh import DATA_AXES, Mesh
 from armillary.parallel.offload import Activations, offload_activations
-from armillary.parallel.pipeline import make_pipeline
-from armillary.parallel.pipeline_stage import Chunk, Held
+from armillary.parallel.pipeline.pipeline import make_pipeline
+from armillary.parallel.pipeline.stage import Chunk, Held
 from armillary.parallel.recompute import recompute, recomputed
-from armillary.parallel.replicate import Replicas, sum_partial
+from armillary.parallel.shard_weights import whole
 from armillary.parallel.tensor import cut_by_tensor, refuse_uneven
-from armillary.parallel.weights import whole
 from armillary.spec.layout import Layout
-from armillary.spec.layout_rules import check_layout
+from armillary.spec.layout_rules.rules import check_layout
 
 LossSum = Callable[..., Tensor]
 """loss_sum(model, hidden, targets, chunk=…) of a model that holds its whole head"""

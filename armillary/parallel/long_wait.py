@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from armillary.errors import ArmillaryError
 from armillary.store import strict_json
-from armillary.store.process import Process
+from armillary.store.writer_process import Process
 
 BEAT_S = 1.0
 SILENT_S = 120.0

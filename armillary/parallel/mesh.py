@@ -18,7 +18,7 @@ from armillary.errors import BadLayout
 from armillary.parallel.groups import new_group, new_mesh
 from armillary.parallel.world import World
 from armillary.spec.layout import Layout
-from armillary.spec.placement import axis_sizes, expert_axis_sizes
+from armillary.spec.layout_rules.placement import axis_sizes, expert_axis_sizes
 
 DATA_AXES = ("replicate", "shard")
 AXES = ("pp", *DATA_AXES, "tp")

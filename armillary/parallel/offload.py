@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from armillary.model.transformer import Transformer
 from armillary.parallel.collectives import Clock
-from armillary.parallel.host import Event, HostMemory, Lane, compute_after, computed
+from armillary.parallel.host_memory import Event, HostMemory, Lane, compute_after, computed
 
 LEAST_BYTES = 1 << 14
 """what is smaller is not worth a copy"""

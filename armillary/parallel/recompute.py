@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from armillary.model.fused_block import fits
+from armillary.model.fused.dispatch import fits
 from armillary.model.transformer import Transformer
-from armillary.parallel.localise import become
+from armillary.parallel.local_tensors import become
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "grouped_linear", "fp8_linear")
 _PARTS = ("attention", "reduce_scatter", "all_reduce", "all_to_all")

@@ -18,15 +18,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.errors import BadLayout
-from armillary.model.attention import Attention
 from armillary.model.dtype import widen
-from armillary.model.mlp import MLP
-from armillary.model.moe import MixtureOfExperts
-from armillary.model.norm import Norm
+from armillary.model.layers.attention import Attention
+from armillary.model.layers.mlp import MLP
+from armillary.model.layers.norm import Norm
+from armillary.model.moe.experts import MixtureOfExperts
 from armillary.model.transformer import Block, Transformer
 from armillary.parallel.collectives import Group, all_gather, gather, scatter, share, summed, summed_for_each
-from armillary.parallel.expert import cut_routing
-from armillary.parallel.localise import COLUMNS, ROWS, SAME, SHARED, become, local, localise
+from armillary.parallel.expert.shard_experts import cut_routing
+from armillary.parallel.local_tensors import COLUMNS, ROWS, SAME, SHARED, become, local, localise
 from armillary.parallel.vocabulary import first_row, look_up
 
 # B batch, T tokens, H hidden

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from armillary.spec.layout import Layout
 from armillary.spec.lora import targets
 from armillary.spec.model import ModelConfig
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.train import TrainJob
 
 MULTIPLE = 16
 """of the sizes of an fp8 product, for the tensor cores"""

@@ -12,13 +12,13 @@ from math import isfinite
 from typing import Any
 
 from armillary.errors import BadInput, unknown
-from armillary.spec.fields import build, to_plain
 from armillary.spec.gauges import GAUGES
 from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
-from armillary.spec.service import Serve
-from armillary.spec.train_job import Data, TrainJob
+from armillary.spec.tables.fields import build, to_plain
+from armillary.spec.tables.serve import Serve
+from armillary.spec.tables.train import Data, TrainJob
 
 VERSION = 1
 """raised when an older armillary could misread what is written"""

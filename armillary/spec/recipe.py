@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import BadRecipe, NotFound, nearest
-from armillary.spec import catalogue, toml_text
-from armillary.spec.fields import build, to_plain
+from armillary.spec import catalogue
 from armillary.spec.hardware import Cluster
-from armillary.spec.hardware_table import HardwareTable
-from armillary.spec.key_class import Defining, Free, Noted
 from armillary.spec.layout import Layout
-from armillary.spec.load import Load
 from armillary.spec.model import ModelConfig
-from armillary.spec.model_table import ModelTable, apply_model_overrides, model_table, table_to_plain
-from armillary.spec.predict import Predict
-from armillary.spec.service import Cost, Objective, Serve, Traffic
-from armillary.spec.train_job import Data, TrainJob
+from armillary.spec.tables import toml_writer as toml_text
+from armillary.spec.tables.fields import build, to_plain
+from armillary.spec.tables.hardware import HardwareTable
+from armillary.spec.tables.key_class import Defining, Free, Noted
+from armillary.spec.tables.load import Load
+from armillary.spec.tables.model import ModelTable, apply_model_overrides, model_table, table_to_plain
+from armillary.spec.tables.predict import Predict
+from armillary.spec.tables.serve import Cost, Objective, Serve, Traffic
+from armillary.spec.tables.train import Data, TrainJob
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from armillary.spec.fields import to_plain
-from armillary.spec.key_class import KeyClass, classes_of
 from armillary.spec.recipe import TABLES, Recipe
+from armillary.spec.tables.fields import to_plain
+from armillary.spec.tables.key_class import KeyClass, classes_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from typing import Any
 
 from armillary.errors import ArmillaryError, BadInput
 from armillary.store import strict_json
-from armillary.store.process import Process
 from armillary.store.rename import exchange, rename_new
+from armillary.store.writer_process import Process
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _REFUSED = {

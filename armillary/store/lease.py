@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from armillary.errors import ArmillaryError, BadInput
-from armillary.spec.fields import build, to_plain
+from armillary.spec.tables.fields import build, to_plain
 from armillary.store import strict_json
 from armillary.store.atomic import write_json
 from armillary.store.lock import locked
-from armillary.store.process import Process
+from armillary.store.writer_process import Process
 
 NAME, LOCK = "lease.json", ".lease.lock"
 BEAT_S, LASTS_S = 10.0, 60.0

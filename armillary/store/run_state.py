@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from armillary.spec.fields import build
-from armillary.store.process import Process
+from armillary.spec.tables.fields import build
+from armillary.store.writer_process import Process
 
 Status = Literal["running", "finished", "interrupted", "failed", "died", "unreadable"]
 

@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import ArmillaryError, BadInput, NotFound, unknown
-from armillary.spec.fields import to_plain
+from armillary.spec.tables.fields import to_plain
 from armillary.store import strict_json
 from armillary.store.atomic import Taken, staged_folder, write_json, write_text
 from armillary.store.gauges import last_record
 from armillary.store.home import Home
 from armillary.store.lease import Held, Lease, LeaseLost, is_live, keeps_beating, read_lease, take, write_lease
 from armillary.store.lock import wait_unlocked
-from armillary.store.names import new_name
-from armillary.store.process import Process
+from armillary.store.run_names import new_name
 from armillary.store.run_state import RunState
+from armillary.store.writer_process import Process
 
 Say = Callable[[str], None]
 STOPS_S = 600.0

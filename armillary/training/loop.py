@@ -11,20 +11,20 @@ from dataclasses import replace
 import torch
 
 from armillary.errors import ArmillaryError
+from armillary.parallel.consensus import Agreement
 from armillary.parallel.groups import new_group
 from armillary.parallel.world import World, join_world
+from armillary.spec.layout_rules.trainer import splits_backward
 from armillary.spec.plan import Plan
-from armillary.spec.trainer_rules import splits_backward
 from armillary.store.home import Home
 from armillary.store.lease import Held, LeaseLost
 from armillary.store.runs import Run
-from armillary.training import checkpoint
-from armillary.training.agreement import Agreement
-from armillary.training.course import Course, Trained
-from armillary.training.precision import numerics
-from armillary.training.random_state import seed
-from armillary.training.recorder import Recorder, Say, Watch, note_failure
-from armillary.training.stop import StopRequest
+from armillary.training.checkpoint import checkpoint
+from armillary.training.gauge_log import Recorder, Say, Watch, note_failure
+from armillary.training.run_lifecycle import Course, Trained
+from armillary.training.step.numerics import numerics
+from armillary.training.step.random_state import seed
+from armillary.training.stopping import StopRequest
 from armillary.training.trainer import Trainer
 from armillary.training.until import Until
 

@@ -15,34 +15,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.model.attend import Attend
+from armillary.model.layers.attention_forms import Attend
+from armillary.parallel.consensus import Agreement, attempt
+from armillary.parallel.exposed_waits import Waits
 from armillary.parallel.mesh import make_mesh
-from armillary.parallel.pipeline import Passing, Pipeline, Rows
+from armillary.parallel.pipeline.pipeline import Passing, Pipeline, Rows
 from armillary.parallel.world import World
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
-from armillary.training.again import Again
-from armillary.training.agreement import Agreement, attempt
-from armillary.training.balance import Routers
 from armillary.training.data.loader import DeviceBatch, to_device
-from armillary.training.feed import Feed, Fetched, Stop
-from armillary.training.joined_rows import JoinedRows, can_join
-from armillary.training.looks import Looks
-from armillary.training.measure import WINDOW, memory_gauges
-from armillary.training.memory import NoMeter, make_meter
-from armillary.training.model_start import open_text, start_model
-from armillary.training.nonfinite import Nonfinite
-from armillary.training.offloading import Offloaded, optimizer_of
-from armillary.training.optim import learning_rate, set_learning_rate, update
-from armillary.training.pace import Pace, queued_s, spread
-from armillary.training.precision import HALF, autocast
-from armillary.training.reading import Mark, Read, Reading
-from armillary.training.samples import Samples
-from armillary.training.scaler import LossScaler
-from armillary.training.speed import Speed
-from armillary.training.step_report import StepReport
-from armillary.training.waits import Waits
-from armillary.training.window import roof_here, set_apart, undisturbed
+from armillary.training.setup.build_model import open_text, start_model
+from armillary.training.step.loss_scaler import LossScaler
+from armillary.training.step.nonfinite import Nonfinite
+from armillary.training.step.numerics import HALF, autocast
+from armillary.training.step.offload import Offloaded, optimizer_of
+from armillary.training.step.optimizer import learning_rate, set_learning_rate, update
+from armillary.training.step.router_balance import Routers
+from armillary.training.step_batches import Feed, Fetched, Stop
+from armillary.training.telemetry.async_readback import Mark, Read, Reading
+from armillary.training.telemetry.call_cost import Samples
+from armillary.training.telemetry.looks import Looks
+from armillary.training.telemetry.memory_gauges import NoMeter, make_meter
+from armillary.training.telemetry.micro_batch_cost import JoinedRows, can_join
+from armillary.training.telemetry.process_stats import WINDOW, memory_gauges
+from armillary.training.telemetry.profiled_step import roof_here, set_apart, undisturbed
+from armillary.training.telemetry.recompute_timer import Again
+from armillary.training.telemetry.speed import Speed
+from armillary.training.telemetry.step_clock import Pace, queued_s, spread
+from armillary.training.telemetry.step_report import StepReport
 
 Meanwhile = Callable[[], None]
 MEASURED_STEP = 1

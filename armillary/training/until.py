@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from armillary.errors import BadInput
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.train import TrainJob
 
 GAUGES = ("val_loss", "loss")
 

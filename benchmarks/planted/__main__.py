@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from armillary.profiling.ceilings import measure_ceilings, name_of
+from armillary.profiling.ceilings.ceilings import measure_ceilings, name_of
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks, save_peaks
 from benchmarks.planted.catalogue import PROBLEMS, chosen

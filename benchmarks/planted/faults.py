@@ -83,7 +83,7 @@ def slow_link(share: float) -> AbstractContextManager[Any]:
 
 def collapsed_router(amount: float) -> AbstractContextManager[Any]:
     """Every router prefers its first expert by so much in its logits."""
-    from armillary.model.moe import Router
+    from armillary.model.moe.experts import Router
 
     plain = Router.logits
 

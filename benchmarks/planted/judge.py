@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.diagnosis import Diagnosis
-from armillary.diagnosis.finding import Lever
-from armillary.diagnosis.open_reading import open_reading
+from armillary.diagnosis.evidence.finding import Lever
+from armillary.diagnosis.outcome.diagnosis import Diagnosis
+from armillary.diagnosis.readings.open_reading import open_reading
 from armillary.store.home import Home
 from benchmarks.planted.problem import ACTION, Problem, Wish
 from benchmarks.planted.quiet import LOUD, Quiet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from armillary.spec.params import kv_bytes_per_token
+from armillary.spec.arithmetic.params import kv_bytes_per_token
 from armillary.store.home import Home
 from benchmarks.planted.problem import ACTION, Problem, Wish
 from benchmarks.planted.serve_small import Arrival, rates, serve_small, serving_recipe

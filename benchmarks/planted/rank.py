@@ -1,11 +1,11 @@
-"""One rank of a run with a fault in it: `armillary.cli.rank` with the fault around it."""
+"""One rank of a run with a fault in it: `armillary.cli.train.rank` with the fault around it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from armillary.cli.output import Output
-from armillary.cli.rank import run_as_rank, train_run
+from armillary.cli.train.rank import run_as_rank, train_run
 from benchmarks.planted.faults import Fault, planted
 
 

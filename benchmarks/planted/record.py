@@ -18,13 +18,14 @@ from unittest import mock
 
 import torch
 
-from armillary.profiling.ceilings import measure_ceilings
+from armillary.profiling.ceilings.ceilings import measure_ceilings
 from armillary.spec.recipe import Recipe
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.store.peaks import save_peaks
 from armillary.store.runs import Run
-from armillary.training import checkpoint, course
+from armillary.training import run_lifecycle as course
+from armillary.training.checkpoint import checkpoint
 from benchmarks.planted.faults import Fault
 from benchmarks.planted.problem import Wish
 from benchmarks.planted.record_cases import asked_for, record_each

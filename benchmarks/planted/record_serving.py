@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from armillary.engine.build import make_engine
 from armillary.model.transformer import Transformer
-from armillary.serving.engine.make import make_engine
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
 from armillary.store.runs import Run

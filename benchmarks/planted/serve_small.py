@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from armillary.engine.bench.workload import fixed
+from armillary.engine.build import make_engine
+from armillary.engine.engine import Engine
+from armillary.engine.request.request import Request
 from armillary.machine.machine import here
 from armillary.model.device import pick_device
 from armillary.model.dtype import DTYPES
 from armillary.model.transformer import Transformer, build
-from armillary.serving.engine.engine import Engine
-from armillary.serving.engine.make import make_engine
-from armillary.serving.engine.request import Request
-from armillary.serving.workload import fixed
-from armillary.spec.fields import to_plain
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, recipe_from_dict, to_dict
+from armillary.spec.tables.fields import to_plain
 from armillary.store.gauges import GaugeWriter
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from armillary.serving.engine.params import SamplingParams
-from armillary.serving.engine.request import Request
+from armillary.engine.request.request import Request
+from armillary.engine.request.sampling_params import SamplingParams
 from benchmarks.planted.serve_small import VOCAB, Arrival
 
 

@@ -14,10 +14,10 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
-from armillary.cli import launch as launching
-from armillary.cli.launch import Launched
 from armillary.cli.output import Output
-from armillary.cli.train import begin, run_training
+from armillary.cli.train import launch as launching
+from armillary.cli.train.launch import Launched
+from armillary.cli.train.train import begin, run_training
 from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home

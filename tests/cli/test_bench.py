@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from armillary.cli.bench_tables import shares
-from armillary.profiling.collective_ranks import Plan, Sample
+from armillary.cli.bench.tables import shares
+from armillary.profiling.ceilings.collective_ranks import Plan, Sample
 from armillary.store.home import Home
 from armillary.store.peaks import Peaks, new_peaks, save_peaks
 from armillary.training.data.prepare import prepare
@@ -71,7 +71,7 @@ def test_errors_are_one_line(cli: Cli, words: list[str], expected: str) -> None:
 
 
 def test_figures_stand_beside_the_catalogue(h200: Peaks, capsys: pytest.CaptureFixture[str]) -> None:
-    from armillary.cli.bench_tables import show_peaks
+    from armillary.cli.bench.tables import show_peaks
     from armillary.cli.output import Output
 
     found = shares(h200)
@@ -102,7 +102,7 @@ def test_collectives(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         pairs = [(op, size) for op in plan.ops for size in plan.sizes]
         return [Sample(op=op, bytes=size, seconds=1e-4 + size / 1e9, spread=0.1, samples=9) for op, size in pairs]
 
-    monkeypatch.setattr("armillary.profiling.collectives.run_ranks", made_up)
+    monkeypatch.setattr("armillary.profiling.ceilings.collectives.run_ranks", made_up)
     ran = cli(
         "bench",
         "collectives",
@@ -143,13 +143,13 @@ def test_a_busy_processor_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_engine_that_does_not_start_is_no_reason_to_stop(
     home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from armillary.cli.measuring import measure_engine
+    from armillary.cli.bench.measuring import measure_engine
     from armillary.cli.output import Output
     from armillary.errors import ArmillaryError
 
     def fails(home: Home, limit_s: float) -> None:
         raise ArmillaryError("it did not answer")
 
-    monkeypatch.setattr("armillary.planning.calibration.calibrate", fails)
+    monkeypatch.setattr("armillary.planning.calibrate.engine_calibration.calibrate", fails)
     measure_engine(Output("human"), home, 1.0)
     assert "torch calls were not timed" in "".join(capsys.readouterr())

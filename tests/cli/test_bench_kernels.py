@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from armillary.kernels import needs
-from armillary.profiling import kernel_bench
-from armillary.profiling.kernel_rows import KernelBench, KernelRow
+from armillary.kernels.core import requirements as needs
+from armillary.profiling.kernel_bench import bench as kernel_bench
+from armillary.profiling.kernel_bench.results import KernelBench, KernelRow
 from tests.conftest import Ran
 
 Cli = Callable[..., Ran]

@@ -18,13 +18,13 @@ from armillary.cli.demo.sizing import (
     fit,
     rounded,
 )
-from armillary.cli.demo.walk import Walk
+from armillary.cli.demo.state import Walk
 from armillary.cli.output import Output
 from armillary.machine.device_name import device_name
 from armillary.machine.machine import here
-from armillary.planning.serving_choices import server_of
-from armillary.planning.serving_plan import serving_request
-from armillary.spec.params import parameters
+from armillary.planning.serving.deployment_options import server_of
+from armillary.planning.serving.serving_plan import serving_request
+from armillary.spec.arithmetic.params import parameters
 from armillary.store.home import Home
 from armillary.store.peaks import Peaks, new_peaks, save_peaks
 

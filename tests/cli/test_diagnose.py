@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from armillary.cli.diagnose import _run_of
-from armillary.diagnosis.diagnosis import read_diagnosis
-from armillary.diagnosis.reading import Reading
-from armillary.diagnosis.track_record import path_of
+from armillary.diagnosis.outcome.diagnosis import read_diagnosis
+from armillary.diagnosis.outcome.track_record import path_of
+from armillary.diagnosis.readings.reading import Reading
 from armillary.machine.machine import here
 from armillary.spec.recipe import load_recipe
 from armillary.store.home import Home
@@ -92,7 +92,7 @@ def command(said: str) -> list[str]:
 
 def train_words(words: list[str]) -> list[str]:
     """What the train verb's parser makes of them."""
-    from armillary.cli.train import train
+    from armillary.cli.train.train import train
 
     context = train.make_context("train", words[1:])
     return list(context.params["words"])
@@ -130,8 +130,8 @@ def test_a_lever_of_a_server_is_applied_by_the_command_that_is_printed(
     words = command(said)
     assert words[:4] == ["serve", "a model", "--recipe", "slow-server.lever1.toml"]
     started: list[tuple[Any, Any]] = []
-    monkeypatch.setattr("armillary.serving.api.serve.serve", lambda *args, **_: started.append(args[:2]))
-    monkeypatch.setattr("armillary.profiling.dtype_choice.check_asked", lambda *_: "")  # however slow bf16 is here
+    monkeypatch.setattr("armillary.serving.openai.run_server.serve", lambda *args, **_: started.append(args[:2]))
+    monkeypatch.setattr("armillary.profiling.dtypes.choice.check_asked", lambda *_: "")  # however slow bf16 is here
     ran = cli(*words)
     assert ran.code == 0, ran.err
     ((source, orders),) = started

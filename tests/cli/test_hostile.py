@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from armillary.model.bpe import train_tokenizer
+from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import build
-from armillary.model.weights import save_model
+from armillary.model.weights.hf_weights import save_model
 from tests.conftest import Ran
 from tests.model.test_attend import small
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from armillary.model.weights import load_model
+from armillary.model.weights.hf_weights import load_model
 from armillary.store.home import Home
 from tests.conftest import Ran
 from tests.serving.api.tiny import make_folder
@@ -139,7 +139,7 @@ def test_generate_draws_as_the_model_says_where_no_flag_does(cli: Cli, tmp_path:
 
 def test_generate_penalises_repetitions_as_the_model_says(cli: Cli, tmp_path: Path) -> None:
     """Greedily, so that the engine and its slow twin must agree."""
-    from armillary.model.generate import default_sampling, generate
+    from armillary.model.reference_generate import default_sampling, generate
 
     folder = make_folder(tmp_path)
     line = ("generate", str(folder), "def main", "--max-tokens=12", "--temperature=0", "--device=cpu", "--json")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from armillary.machine.device_name import device_name
-from armillary.profiling.ceilings import Ceilings
+from armillary.profiling.ceilings.ceilings import Ceilings
 from armillary.profiling.profile import Profile, read_profile
 from armillary.store.home import Home
 from armillary.store.peaks import new_peaks, save_peaks
@@ -69,7 +69,8 @@ def test_a_device_without_ceilings_is_measured_once(
         path.unlink()
     looks: list[Any] = []
     monkeypatch.setattr(
-        "armillary.profiling.ceilings.measure_ceilings", lambda *args, **kwargs: looks.append(kwargs) or ceilings_here()
+        "armillary.profiling.ceilings.ceilings.measure_ceilings",
+        lambda *args, **kwargs: looks.append(kwargs) or ceilings_here(),
     )
     first = cli("profile", f"{module}:step", "--steps", "1")
     assert "a quick look now" in first.out and looks[0]["quick"], first.err

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from armillary.cli.demo.serving import ask, server
+from armillary.cli.demo.serve_and_load import ask, server
 from armillary.cli.output import Output
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks

@@ -6,21 +6,21 @@ from dataclasses import replace
 from math import exp
 from typing import Any
 
-from armillary.diagnosis.circle import Circle, Served, Stage
-from armillary.diagnosis.compare import Comparison
-from armillary.diagnosis.diagnosis import Diagnosis
-from armillary.diagnosis.finding import Evidence, Finding, Lever
-from armillary.diagnosis.reading import Reading
-from armillary.serving.load.lag import Lag
+from armillary.diagnosis.evidence.finding import Evidence, Finding, Lever
+from armillary.diagnosis.outcome.compare import Comparison
+from armillary.diagnosis.outcome.diagnosis import Diagnosis
+from armillary.diagnosis.readings.reading import Reading
+from armillary.diagnosis.report.demo_report import Circle, Served, Stage
+from armillary.serving.load.client_lag import Lag
 from armillary.serving.load.record import Answer
 from armillary.serving.load.run import LoadReport, Ran, Test
 from armillary.serving.load.summary import summary
 from armillary.spec import catalogue
 from armillary.spec.layout import Layout
-from armillary.spec.load import Load
 from armillary.spec.plan import Plan
-from armillary.spec.service import Objective, Serve, Traffic
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.load import Load
+from armillary.spec.tables.serve import Objective, Serve, Traffic
+from armillary.spec.tables.train import TrainJob
 from tests.profiling.profiles import made_profile
 
 

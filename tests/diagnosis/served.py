@@ -7,18 +7,18 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from armillary.diagnosis.reading import Reading
-from armillary.planning.arrivals import Arrival
-from armillary.planning.simulate import System, simulate
-from armillary.planning.step_cost import StepCost
-from armillary.serving.engine.kv_groups import layer_groups
-from armillary.serving.engine.settings import settings_for
+from armillary.diagnosis.readings.reading import Reading
+from armillary.engine.cache.layer_groups import layer_groups
+from armillary.engine.scheduler.settings import settings_for
+from armillary.planning.simulation.fitted_step_time import StepCost
+from armillary.planning.simulation.replayed_requests import Arrival
+from armillary.planning.simulation.simulate import System, simulate
 from armillary.spec import catalogue
-from armillary.spec.fields import to_plain
 from armillary.spec.hardware import Chip, Cluster
 from armillary.spec.layout import Layout
 from armillary.spec.plan import Plan
-from armillary.spec.service import Serve
+from armillary.spec.tables.fields import to_plain
+from armillary.spec.tables.serve import Serve
 from armillary.store.gauges import KEYS, GaugeWriter, Record
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from armillary.diagnosis.apply import changed_recipe, with_key
-from armillary.diagnosis.finding import Lever
+from armillary.diagnosis.evidence.finding import Lever
+from armillary.diagnosis.levers.apply import changed_recipe, with_key
 from armillary.errors import BadInput
 from armillary.spec.recipe import load_recipe, recipe_from_dict, to_dict
 from armillary.store.home import Home

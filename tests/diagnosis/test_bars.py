@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.diagnosis.bars import bar_plot
+from armillary.diagnosis.report.bars import bar_plot
 
 VALUE = st.none() | st.floats(0, 1e9)
 

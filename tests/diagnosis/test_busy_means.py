@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.diagnosis.metrics_page import reading_of_page
+from armillary.diagnosis.readings.metrics_page import reading_of_page
 from tests.diagnosis.data.make_vllm_pages import Case, pages
 
 SGLANG = """sglang:num_running_reqs 0

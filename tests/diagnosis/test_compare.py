@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from armillary.diagnosis.compare import as_kept, compare
 from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.diagnosis import FILE, read_diagnosis
-from armillary.diagnosis.differences import other_keys, same_requests
-from armillary.diagnosis.keep import keep
-from armillary.diagnosis.read_run import read_run
-from armillary.diagnosis.track_record import path_of, promise, read_record
+from armillary.diagnosis.outcome.compare import as_kept, compare
+from armillary.diagnosis.outcome.diagnosis import FILE, read_diagnosis
+from armillary.diagnosis.outcome.run_diff import other_keys, same_requests
+from armillary.diagnosis.outcome.save import keep
+from armillary.diagnosis.outcome.track_record import path_of, promise, read_record
+from armillary.diagnosis.readings.run_folder import read_run
 from armillary.errors import ArmillaryError, BadInput
-from armillary.spec.fields import to_plain
 from armillary.spec.recipe import recipe_from_dict, to_dict
+from armillary.spec.tables.fields import to_plain
 from armillary.store.gauges import GaugeWriter
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from armillary.diagnosis.diagnose import budget_of, diagnose, is_worth, rules_for
-from armillary.diagnosis.diagnosis import Diagnosis
-from armillary.diagnosis.finding import Finding, Lever
-from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.evidence.finding import Finding, Lever
+from armillary.diagnosis.outcome.diagnosis import Diagnosis
+from armillary.diagnosis.readings.reading import Reading
 from armillary.errors import BadInput
 from armillary.spec.gauges import GAUGES
 from tests.diagnosis.trained import BUSY, NOWHERE, plan_of, reading_of

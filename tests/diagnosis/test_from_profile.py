@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.finding import Finding
-from armillary.diagnosis.from_profile import read_profiled, reading_of
-from armillary.diagnosis.their_levers import levers_for
+from armillary.diagnosis.evidence.finding import Finding
+from armillary.diagnosis.levers.advice import levers_for
+from armillary.diagnosis.readings.from_profile import read_profiled, reading_of
 from armillary.profiling.profile import BUDGET, Gap, Row
 from armillary.store.home import Home
 from tests.profiling.profiles import made_profile

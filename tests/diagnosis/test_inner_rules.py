@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.inner_rules import (
+from armillary.diagnosis.evidence.launch_overhead import launching
+from armillary.diagnosis.readings.reading import Reading
+from armillary.diagnosis.rules.device import (
     compute,
     computing,
     data_starvation,
@@ -14,10 +16,8 @@ from armillary.diagnosis.inner_rules import (
     precision,
     sync,
 )
-from armillary.diagnosis.launching import launching
-from armillary.diagnosis.reading import Reading
 from armillary.machine.machine import here
-from armillary.planning.efficiency import CALL_S
+from armillary.planning.device_model.efficiency import CALL_S
 from armillary.profiling.profile import Profile, Roof, Row
 from armillary.store.home import Home
 from armillary.store.peaks import save_peaks

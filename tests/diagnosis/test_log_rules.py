@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.diagnosis import Diagnosis
-from armillary.diagnosis.log_rules import RULES
-from armillary.diagnosis.others_logs import read_log
-from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.outcome.diagnosis import Diagnosis
+from armillary.diagnosis.readings.logs import read_log
+from armillary.diagnosis.readings.reading import Reading
+from armillary.diagnosis.rules.logs import RULES
 from armillary.store.home import Home
 from tests.diagnosis.logs import megatron_log, titan_log
 

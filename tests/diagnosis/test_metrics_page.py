@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from armillary.diagnosis.metrics_page import is_page, page_url, read_metrics, reading_of_page
+from armillary.diagnosis.readings.metrics_page import is_page, page_url, read_metrics, reading_of_page
 from armillary.errors import BadData, NotFound
 from armillary.store.home import Home
 
@@ -170,7 +170,7 @@ def test_other_servers(tmp_path: Path) -> None:
 
 
 def test_our_own_page() -> None:
-    from armillary.serving.api.metrics import Metrics
+    from armillary.serving.http.metrics import Metrics
 
     metrics = Metrics()
     metrics.state({"running": 4.0, "waiting": 2.0, "kv_used_fraction": 0.5, "preemptions_total": 3.0})

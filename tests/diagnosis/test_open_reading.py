@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from armillary.diagnosis.open_reading import open_reading
+from armillary.diagnosis.readings.open_reading import open_reading
 from armillary.store.home import Home
 from tests.diagnosis.logs import megatron_log, titan_log
 from tests.diagnosis.trained import plan_of, run_of

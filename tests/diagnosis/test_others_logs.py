@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from armillary.diagnosis.log_lines import clock, in_order, plain_lines
-from armillary.diagnosis.others_logs import is_log, read_log
-from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.readings.log_lines import clock, in_order, plain_lines
+from armillary.diagnosis.readings.logs import is_log, read_log
+from armillary.diagnosis.readings.reading import Reading
 from armillary.errors import BadData, NotFound
 from armillary.spec.gauges import GAUGES
 from armillary.store.gauges import KEYS

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.diagnosis.circle import Circle
-from armillary.diagnosis.page import page
-from armillary.diagnosis.predicted import Predicted, predicted_of
+from armillary.diagnosis.outcome.prediction_errors import Predicted, predicted_of
+from armillary.diagnosis.report.demo_report import Circle
+from armillary.diagnosis.report.diagnosis_page import page
 from tests.diagnosis.circles import made_circle
 from tests.profiling.test_page import Tags
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.metrics_page import reading_of_page
-from armillary.diagnosis.page_load import load_of
-from armillary.diagnosis.page_rules import RULES
-from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.evidence.server_load import load_of
+from armillary.diagnosis.readings.metrics_page import reading_of_page
+from armillary.diagnosis.readings.reading import Reading
+from armillary.diagnosis.rules.metrics_page import RULES
 from armillary.store.home import Home
 from tests.diagnosis.data.make_vllm_pages import CASES, Case, pages
 from tests.diagnosis.test_metrics_page import SGLANG, TGI

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.diagnosis.parts import parts_of, steady
-from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.evidence.step_parts import parts_of, steady
+from armillary.diagnosis.readings.reading import Reading
 from tests.diagnosis.trained import plan_of, reading_of
 
 

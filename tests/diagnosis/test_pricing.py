@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.diagnosis.finding import Finding
-from armillary.diagnosis.pricing import Pricing, pricing_of
-from armillary.diagnosis.training_levers import levers_for
+from armillary.diagnosis.evidence.finding import Finding
+from armillary.diagnosis.levers.training import levers_for
+from armillary.diagnosis.levers.training_price import Pricing, pricing_of
 from tests.diagnosis.trained import BUSY, NOWHERE, plan_of, reading_of
 
 
@@ -109,7 +109,7 @@ def test_without_a_plan_for_training_there_is_nothing_to_price() -> None:
 
 
 def test_workers_are_as_many_as_the_step_needs() -> None:
-    from armillary.diagnosis.inner_rules import data_starvation
+    from armillary.diagnosis.rules.device import data_starvation
 
     made = reading_of(plan_of(), data_wait_s=0.75)
     finding = data_starvation(made, made.plan)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from armillary.diagnosis.finding import Finding
-from armillary.diagnosis.product_rules import RULES
-from armillary.diagnosis.reading import Reading
-from armillary.diagnosis.service import Service
-from armillary.planning.step_cost import StepCost
+from armillary.diagnosis.evidence.finding import Finding
+from armillary.diagnosis.evidence.serving_run import Service
+from armillary.diagnosis.readings.reading import Reading
+from armillary.diagnosis.rules.serving import RULES
+from armillary.planning.simulation.fitted_step_time import StepCost
 from tests.diagnosis.served import COST, requests, served
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.diagnosis.prometheus import Histogram, parse_page
+from armillary.diagnosis.readings.prometheus import Histogram, parse_page
 
 PAGE = """# HELP requests_total what it is
 # TYPE requests_total counter

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from armillary.diagnosis.read_run import read_gauges_file, read_records, read_run
+from armillary.diagnosis.readings.run_folder import read_gauges_file, read_records, read_run
 from armillary.errors import BadInput, NotFound
 from armillary.store.home import Home
 from tests.diagnosis.trained import plan_of, reading_of, records, run_of

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.diagnosis.busy_means import NOTE
 from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.diagnosis import Diagnosis
-from armillary.diagnosis.finding import Finding
-from armillary.diagnosis.metrics_page import reading_of_page
-from armillary.diagnosis.page_load import Load, load_of
-from armillary.diagnosis.reading import Reading
+from armillary.diagnosis.evidence.finding import Finding
+from armillary.diagnosis.evidence.server_load import Load, load_of
+from armillary.diagnosis.outcome.diagnosis import Diagnosis
+from armillary.diagnosis.readings.busy_means import NOTE
+from armillary.diagnosis.readings.metrics_page import reading_of_page
+from armillary.diagnosis.readings.reading import Reading
 from armillary.store.home import Home
 
 DATA = Path(__file__).parent / "data" / "rtx4090"

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.product_rules import RULES
-from armillary.diagnosis.reading import Reading
-from armillary.diagnosis.serving_levers import levers_for
-from armillary.planning.arrivals import Arrival
-from armillary.planning.step_cost import StepCost
+from armillary.diagnosis.levers.serving import levers_for
+from armillary.diagnosis.readings.reading import Reading
+from armillary.diagnosis.rules.serving import RULES
+from armillary.planning.simulation.fitted_step_time import StepCost
+from armillary.planning.simulation.replayed_requests import Arrival
 from armillary.store.home import Home
 from tests.diagnosis.served import requests, served
 
@@ -65,8 +65,8 @@ def test_what_is_predicted_is_obtained(name: str, home: Home) -> None:
 
 
 def _kv_bytes(reading: Reading) -> float:
-    from armillary.diagnosis.replay import Replay
-    from armillary.diagnosis.service import Service
+    from armillary.diagnosis.evidence.serving_run import Service
+    from armillary.diagnosis.levers.serving_replay import Replay
 
     service = Service(reading, reading.plan)
     assert reading.plan is not None and service.cost is not None

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.diagnosis.track_record import Kept, path_of, promise, read_record, settle
+from armillary.diagnosis.outcome.track_record import Kept, path_of, promise, read_record, settle
 from armillary.errors import ArmillaryError
 from armillary.store.home import Home
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.lateness import late_rank, stage_flops
-from armillary.diagnosis.training_rules import (
+from armillary.diagnosis.evidence.stragglers import late_rank, stage_flops
+from armillary.diagnosis.rules.training import (
     WASTED,
     bubble,
     checkpoint_stall,

@@ -6,16 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from armillary.diagnosis.read_run import read_records
-from armillary.diagnosis.reading import Reading
-from armillary.planning.layouts import of
-from armillary.planning.prediction import predict
-from armillary.planning.question import question
-from armillary.planning.training_plan import training_plan
-from armillary.spec.fields import to_plain
+from armillary.diagnosis.readings.reading import Reading
+from armillary.diagnosis.readings.run_folder import read_records
+from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.training.prediction import predict
+from armillary.planning.training.resolve import question
+from armillary.planning.training.training_plan import training_plan
 from armillary.spec.hardware import Cluster
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import recipe_from_dict
+from armillary.spec.tables.fields import to_plain
 from armillary.store.gauges import GaugeWriter, Record
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run

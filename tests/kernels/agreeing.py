@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from armillary.kernels.agree import check, expect
-from armillary.kernels.op import Case, Op
+from armillary.kernels.core.agreement import check, expect
+from armillary.kernels.core.op import Case, Op
 
 
 def assert_agrees(op: Op, case: Case, version: str = "triton", inputs: tuple[Any, ...] | None = None) -> None:

@@ -52,7 +52,7 @@ def pretend_and_compile(capability: accelerator.Capability, compiled: list[tuple
 
 
 def grouped(rows: int, *, tma: bool, dtype: torch.dtype = BF16) -> None:
-    from armillary.kernels import grouped_linear_triton as launches
+    from armillary.kernels.gemm import grouped_triton as launches
 
     x, weight = torch.zeros(rows, 128, dtype=dtype), torch.zeros(4, 256, 128, dtype=dtype)
     ends = torch.tensor([rows] * 4, dtype=torch.int32)
@@ -62,7 +62,7 @@ def grouped(rows: int, *, tma: bool, dtype: torch.dtype = BF16) -> None:
 
 
 def attention(head_dim: int, dtype: torch.dtype = BF16, *, documents: bool = False) -> None:
-    from armillary.kernels import attention_own
+    from armillary.kernels.attention import attention_triton as attention_own
 
     q, k = (torch.zeros(1, 256, heads, head_dim, dtype=dtype) for heads in (4, 2))
     packed = torch.zeros(1, 256, dtype=torch.int32) if documents else None
@@ -72,7 +72,7 @@ def attention(head_dim: int, dtype: torch.dtype = BF16, *, documents: bool = Fal
 
 
 def small_linear(tokens: int, outputs: int, dtype: torch.dtype = BF16) -> None:
-    from armillary.kernels import small_linear_triton as launches
+    from armillary.kernels.gemm import skinny_triton as launches
 
     x, weight = torch.zeros(tokens, 4096, dtype=dtype), torch.zeros(outputs, 4096, dtype=dtype)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def small_linear(tokens: int, outputs: int, dtype: torch.dtype = BF16) -> None:
 
 
 def paged(head_dim: int, max_query: int, *, dtype: torch.dtype = BF16, cache: torch.dtype | None = None) -> None:
-    from armillary.kernels import paged_attention_triton as launches
+    from armillary.kernels.paged import paged_attention_triton as launches
 
     q = torch.zeros(2 * max_query, 8, head_dim, dtype=dtype)
     pages = torch.zeros(64, 2, 2, 16, head_dim, dtype=cache or dtype)
@@ -92,9 +92,9 @@ def paged(head_dim: int, max_query: int, *, dtype: torch.dtype = BF16, cache: to
 
 
 def one_token(head_dim: int) -> None:
-    from armillary.kernels.paged_attention import PagedBatch, PagedOptions
-    from armillary.kernels.paged_token_triton import attend_tokens
-    from armillary.kernels.qkv_cache import QkvOptions
+    from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions
+    from armillary.kernels.paged.qkv_to_cache import QkvOptions
+    from armillary.kernels.paged.single_token_triton import attend_tokens
 
     qkv, cache = torch.zeros(1, 2 * 6 * head_dim, dtype=BF16), torch.zeros(64, 2, 2, 16, head_dim, dtype=BF16)
     turns, zero = torch.zeros(1, head_dim // 2, dtype=BF16), torch.zeros(1, dtype=torch.int32)
@@ -108,7 +108,7 @@ def one_token(head_dim: int) -> None:
 
 
 def one_stream(both: Callable[..., None]) -> Callable[..., None]:
-    from armillary.kernels import paged_attention_triton as launches
+    from armillary.kernels.paged import paged_attention_triton as launches
 
     def run(*args: Any) -> None:
         launches.fits_beside = lambda *rest: False
@@ -118,14 +118,14 @@ def one_stream(both: Callable[..., None]) -> Callable[..., None]:
 
 
 def fp8_product(rows: int, *, fast: bool) -> None:
-    from armillary.kernels.fp8_product_triton import product
+    from armillary.kernels.fp8.gemm_triton import product
 
     a, b = (torch.zeros(n, 512).to(torch.float8_e4m3fn) for n in (rows, 1024))
     product((a, torch.ones(rows, 1)), (b, torch.ones(1024, 1)), BF16, fast=fast)
 
 
 def norm(columns: int, dtype: torch.dtype = BF16) -> None:
-    from armillary.kernels import norm_triton
+    from armillary.kernels.norm import norm_triton
 
     x, weight = torch.zeros(512, columns, dtype=dtype), torch.ones(columns, dtype=dtype, requires_grad=True)
     y = norm_triton.norm(x.requires_grad_(), weight, None, 1e-6)
@@ -133,7 +133,7 @@ def norm(columns: int, dtype: torch.dtype = BF16) -> None:
 
 
 def loss(vocab: int, dtype: torch.dtype = BF16) -> None:
-    from armillary.kernels import cross_entropy_triton, linear_cross_entropy_triton
+    from armillary.kernels.loss import cross_entropy_triton, linear_cross_entropy_triton
 
     z, targets = torch.zeros(64, vocab, dtype=dtype), torch.zeros(64, dtype=torch.int64)
     linear_cross_entropy_triton.to_gradient_(z, targets, torch.zeros(64), -100, 0.0, 1.0, write=True)

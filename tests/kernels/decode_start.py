@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from armillary.kernels.paged_decode import _start
+from armillary.kernels.paged.decode_triton import _start
 
 
 @triton.jit

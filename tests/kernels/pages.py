@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.kernels.paged_attention import PagedBatch, PagedOptions
+from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions
 
 
 @dataclass(frozen=True, kw_only=True)

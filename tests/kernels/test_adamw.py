@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from armillary.kernels.adamw import AdamW, gradient_norm, takes
+from armillary.kernels.optimizer.adamw import AdamW, gradient_norm, takes
 from tests.kernels.interpreter import needs_interpreter
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -94,7 +94,7 @@ def test_the_norm_of_all_gradients(device: str, dtype: torch.dtype) -> None:
         assert norm.dtype == torch.float32
         torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=0)
     if device == "cpu":
-        from armillary.kernels.adamw_triton import squares
+        from armillary.kernels.optimizer.adamw_triton import squares
 
         torch.testing.assert_close(squares(grads).sum().sqrt().double(), expected, rtol=1e-5, atol=0)
 

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.agree import check, expect, relative_error
-from armillary.kernels.attention import (
+from armillary.kernels.attention.attention import (
     ATTENTION,
     Attention,
     AttentionOptions,
@@ -22,6 +21,7 @@ from armillary.kernels.attention import (
     sdpa,
     seen_keys,
 )
+from armillary.kernels.core.agreement import check, expect, relative_error
 from tests.kernels.interpreter import needs_interpreter
 
 # a GPU that is new to the thread of a backward: torch sets it up and says so
@@ -82,7 +82,7 @@ def assert_agrees(run, inputs) -> None:
     st.sampled_from([0.0, 5.0]),
 )
 def test_any_shape(length: int, heads: tuple[int, int], dim: int, documents: str, window: int, softcap: float) -> None:
-    from armillary.kernels.attention_own import attention
+    from armillary.kernels.attention.attention_triton import attention
 
     more = {"documents": documents, "window": window, "softcap": softcap, "dtype": torch.float16}
     assert_agrees(attention, random(length, heads=heads[0], kv_heads=heads[1], dim=dim, **more))
@@ -106,7 +106,7 @@ def test_any_shape(length: int, heads: tuple[int, int], dim: int, documents: str
     ids=lambda more: " ".join(map(str, more)),
 )
 def test_masks(more: dict) -> None:
-    from armillary.kernels.attention_own import attention
+    from armillary.kernels.attention.attention_triton import attention
 
     assert_agrees(attention, random(**more))
 
@@ -115,7 +115,7 @@ def test_masks(more: dict) -> None:
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=90, max_size=90), min_size=1, max_size=2), st.booleans())
 def test_document_runs(rows: list[list[int]], ascending: bool) -> None:
-    from armillary.kernels import document_runs_triton as module
+    from armillary.kernels.attention import document_runs_triton as module
 
     documents = torch.tensor([sorted(row) if ascending else row for row in rows])
     with patch.object(module, "_LONGEST_BLOCK", 32):  # several blocks a row
@@ -131,7 +131,7 @@ def test_document_runs(rows: list[list[int]], ascending: bool) -> None:
 
 @needs_interpreter
 def test_sinks_take_part_and_learn() -> None:
-    from armillary.kernels.attention_own import attention
+    from armillary.kernels.attention.attention_triton import attention
 
     q, k, v, *_ = random(60, heads=4, kv_heads=2)
     found = []
@@ -145,7 +145,7 @@ def test_sinks_take_part_and_learn() -> None:
 
 @needs_interpreter
 def test_extreme_scores_and_strided_heads() -> None:
-    from armillary.kernels.attention_own import attention
+    from armillary.kernels.attention.attention_triton import attention
 
     qkv = torch.randn(1, 70, 2, 3 * 16) * 6  # scores of several hundred
     assert_agrees(attention, qkv.split(16, dim=-1))
@@ -153,7 +153,7 @@ def test_extreme_scores_and_strided_heads() -> None:
 
 @needs_interpreter
 def test_nan_reaches_the_queries_that_see_it_and_no_others() -> None:
-    from armillary.kernels.attention_own import attention
+    from armillary.kernels.attention.attention_triton import attention
 
     q, k, v, *_ = random(80)
     k[0, 50, 0, 3] = torch.nan
@@ -165,7 +165,7 @@ def test_nan_reaches_the_queries_that_see_it_and_no_others() -> None:
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
 def test_a_query_that_is_nan_gives_nan() -> None:
-    from armillary.kernels.attention_own import attention
+    from armillary.kernels.attention.attention_triton import attention
 
     q, k, v = torch.randn(1, 70, 2, 16), torch.randn(1, 70, 1, 16), torch.randn(1, 70, 1, 16)
     q[0, 60, 1, 3] = torch.nan
@@ -176,7 +176,7 @@ def test_a_query_that_is_nan_gives_nan() -> None:
 
 @needs_interpreter
 def test_a_query_that_sees_nothing_gives_zeros() -> None:
-    from armillary.kernels.attention_own import attention
+    from armillary.kernels.attention.attention_triton import attention
 
     q, k, v, *_ = random(300)
     blocks = torch.ones(3, 3, dtype=torch.bool)
@@ -188,7 +188,7 @@ def test_a_query_that_sees_nothing_gives_zeros() -> None:
 
 @needs_interpreter
 def test_without_keys_there_are_zeros_and_no_gradients() -> None:
-    from armillary.kernels.attention_own import attention
+    from armillary.kernels.attention.attention_triton import attention
 
     for run in (reference, attention):
         q, k, v = (torch.randn(1, n, 2, 16, requires_grad=True) for n in (5, 0, 0))
@@ -199,7 +199,7 @@ def test_without_keys_there_are_zeros_and_no_gradients() -> None:
 
 @needs_interpreter
 def test_sinks_and_slopes_that_lie_apart() -> None:
-    from armillary.kernels.attention_own import attention
+    from armillary.kernels.attention.attention_triton import attention
 
     q, k, v, _ = random(60, heads=4, kv_heads=2)
     options = AttentionOptions(sinks_N=torch.randn(4, 2)[:, 0], slopes_N=torch.rand(4, 2)[:, 1])
@@ -208,7 +208,7 @@ def test_sinks_and_slopes_that_lie_apart() -> None:
 
 @needs_interpreter
 def test_what_kernels_cannot_hold_is_left_to_torch_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    from armillary.kernels.attention_own import attention
+    from armillary.kernels.attention.attention_triton import attention
 
     q, k, v, _ = random(5, dim=300)
     with caplog.at_level(logging.WARNING, logger="armillary.kernels"):
@@ -221,7 +221,7 @@ def test_what_kernels_cannot_hold_is_left_to_torch_and_said_once(caplog: pytest.
 
 @needs_interpreter
 def test_the_op_can_be_traced() -> None:
-    from armillary.kernels.attention_own import _attention
+    from armillary.kernels.attention.attention_triton import _attention
 
     q, k, v, *_ = random(20)
     arguments = (q, k, v, None, None, None, None, 0.25, 0, 0.0, True)
@@ -265,7 +265,7 @@ def test_work_counts_the_pairs_that_are_seen() -> None:
     ids=lambda more: " ".join(map(str, more.values())),
 )
 def test_on_a_gpu(more: dict) -> None:
-    from armillary.kernels.attention_own import attention
+    from armillary.kernels.attention.attention_triton import attention
 
     inputs = random(**{"dtype": torch.bfloat16, **more}, device="cuda")
     assert_agrees(attention, inputs)

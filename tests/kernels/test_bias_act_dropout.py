@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.bias_act_dropout import BIAS_ACT_DROPOUT, DropoutCase, bias_act_dropout
-from armillary.kernels.philox import keep_scale, kept, philox, random_words
+from armillary.kernels.core.philox import keep_scale, kept, philox, random_words
+from armillary.kernels.pointwise.bias_act_dropout import BIAS_ACT_DROPOUT, DropoutCase, bias_act_dropout
 from tests.kernels.agreeing import assert_agrees, loaded
 from tests.kernels.interpreter import needs_interpreter
 

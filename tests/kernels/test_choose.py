@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from armillary.errors import BadInput
-from armillary.kernels.choose import choose, explain
-from armillary.kernels.compiled import compiled
-from armillary.kernels.dtype import widen
-from armillary.kernels.identity import device_name
-from armillary.kernels.norm import NORM, NormCase
-from armillary.kernels.op import Case, Late, Op, Version, Work
-from armillary.store.choices import choices_path, load_choices
+from armillary.kernels.core.cache_key import device_name
+from armillary.kernels.core.choose import choose, explain
+from armillary.kernels.core.compile import compiled
+from armillary.kernels.core.dtype import widen
+from armillary.kernels.core.op import Case, Late, Op, Version, Work
+from armillary.kernels.norm.norm import NORM, NormCase
 from armillary.store.home import Home
+from armillary.store.kernel_choices import choices_path, load_choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ def test_a_store_that_cannot_be_used_is_said_and_passed_over(
 
 
 def test_deterministic_mode_takes_the_order_and_times_nothing(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    import armillary.kernels.choose as module
+    import armillary.kernels.core.choose as module
 
     monkeypatch.setattr(module, "time_version", lambda *args, **kwargs: pytest.fail("timed"))
     slow = Version(name="slow", run=lambda x, scale: reference(x, scale))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.cross_entropy import CROSS_ENTROPY, IGNORED, CrossEntropyCase
+from armillary.kernels.loss.cross_entropy import CROSS_ENTROPY, IGNORED, CrossEntropyCase
 from tests.kernels.agreeing import assert_agrees, loaded
 from tests.kernels.interpreter import needs_interpreter
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from armillary.kernels.core.catalogue import find_op
-from armillary.kernels.op import Case, Op
+from armillary.kernels.core.op import Case, Op
 from tests.kernels.agreeing import loaded
 from tests.kernels.interpreter import needs_interpreter
 

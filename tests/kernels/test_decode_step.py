@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.core.catalogue import find_op
-from armillary.kernels.paged_attention import PagedBatch, PagedOptions
-from armillary.kernels.qkv_cache import QkvOptions
-from armillary.kernels.sampling import Draws
+from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions
+from armillary.kernels.paged.qkv_to_cache import QkvOptions
+from armillary.kernels.sampling.sampling import Draws
 from tests.kernels.interpreter import needs_interpreter
 from tests.kernels.pages import error
 

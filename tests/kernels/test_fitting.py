@@ -7,7 +7,8 @@ from importlib import import_module
 import pytest
 import torch
 
-from armillary.kernels import fitting, launch
+from armillary.kernels.core import launch
+from armillary.kernels.core import tile_fitting as fitting
 from armillary.machine.accelerator import Accelerator, accelerator_of
 from tests.kernels.interpreter import INTERPRETED, needs_interpreter
 from tests.machine.gpus import forgotten, pretend  # noqa: F401
@@ -39,7 +40,7 @@ def test_the_first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [HALF, WIDE])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_attention(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, head_dim: int) -> None:
-    from armillary.kernels.attention_tiles import forward_tiles, key_tiles, query_tiles
+    from armillary.kernels.attention.tiles import forward_tiles, key_tiles, query_tiles
 
     chip, q = on(monkeypatch, name), torch.empty(1, 1, 1, head_dim, dtype=dtype)
     for tiles in (forward_tiles(q, False), forward_tiles(q, True), key_tiles(q), query_tiles(q)):
@@ -48,8 +49,8 @@ def test_attention(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtyp
 
 @needs_interpreter
 def test_an_h200_has_what_was_timed_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from armillary.kernels.attention_tiles import Tiles, forward_tiles, key_tiles, query_tiles
-    from armillary.kernels.paged_attention_triton import prefill_tiling, split_tiling
+    from armillary.kernels.attention.tiles import Tiles, forward_tiles, key_tiles, query_tiles
+    from armillary.kernels.paged.paged_attention_triton import prefill_tiling, split_tiling
 
     on(monkeypatch, "H200")
 
@@ -73,7 +74,7 @@ def test_an_h200_has_what_was_timed_there(monkeypatch: pytest.MonkeyPatch) -> No
 
 @needs_interpreter
 def test_a_chip_of_99_kb_takes_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    from armillary.kernels.paged_attention_triton import prefill_tiling, split_tiling
+    from armillary.kernels.paged.paged_attention_triton import prefill_tiling, split_tiling
 
     on(monkeypatch, "L4")
     assert prefill_tiling(torch.device("cpu"), 4, 256, HALF).m == 64

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadInput
-from armillary.kernels.agree import check, expect, relative_error
-from armillary.kernels.fp8_linear import E4M3, E5M2, FP8_LINEAR, Fp8Linear, quantised, reference, refuses, rounded
-from armillary.kernels.fp8_matmul import FP8_MATMUL, Fp8Matmul, produced
-from armillary.kernels.fp8_matmul import reference as matmul
+from armillary.kernels.core.agreement import check, expect, relative_error
+from armillary.kernels.fp8.linear import E4M3, E5M2, FP8_LINEAR, Fp8Linear, quantised, reference, refuses, rounded
+from armillary.kernels.fp8.matmul import FP8_MATMUL, Fp8Matmul, produced
+from armillary.kernels.fp8.matmul import reference as matmul
 from tests.kernels.interpreter import needs_interpreter
 
 # a GPU that is new to the thread of a backward: torch sets it up and says so
@@ -41,7 +41,7 @@ def exact(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     st.sampled_from([1e-20, 1.0, 1e9]),
 )
 def test_quantisers_round_as_plain_torch_does(m: int, k: int, scaling: str, dtype: torch.dtype, size: float) -> None:
-    from armillary.kernels.fp8_quantise_triton import quantise, quantise_columns
+    from armillary.kernels.fp8.quantize_triton import quantise, quantise_columns
 
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(m * 7 + k)) * size
     for mine, plain in ((quantise(x, dtype, scaling), x), (quantise_columns(x, dtype, scaling), x.t())):
@@ -55,7 +55,7 @@ def test_quantisers_round_as_plain_torch_does(m: int, k: int, scaling: str, dtyp
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.integers(0, 40), st.integers(1, 40), st.integers(1, 40), st.sampled_from(["row", "tensor", "token"]))
 def test_forward_and_backward_agree(m: int, n: int, k: int, scaling: str) -> None:
-    from armillary.kernels.fp8_linear_triton import fp8_linear
+    from armillary.kernels.fp8.linear_triton import fp8_linear
 
     x, weight, dy = exact(m, k, E4M3), exact(n, k, E4M3), exact(m, n, E5M2)
     for run in (fp8_linear, reference):
@@ -72,8 +72,8 @@ def test_forward_and_backward_agree(m: int, n: int, k: int, scaling: str) -> Non
 @given(st.integers(0, 9), st.integers(1, 40), st.integers(1, 90), SCALINGS, st.sampled_from(["", "norm", "gated"]))
 def test_a_product_with_a_weight_in_fp8(m: int, n: int, k: int, scaling: str, producer: str) -> None:
     """What the producer gives is quantised as if it had been written out."""
-    from armillary.kernels.fp8_matmul_triton import fp8_matmul
-    from armillary.kernels.fp8_quantise_triton import quantise_rows
+    from armillary.kernels.fp8.matmul_triton import fp8_matmul
+    from armillary.kernels.fp8.quantize_triton import quantise_rows
 
     torch.manual_seed(m * 31 + k)
     x, norm = torch.randn(m, k * (2 if producer == "gated" else 1)), torch.rand(k) if producer == "norm" else None
@@ -137,8 +137,8 @@ def test_what_cannot_be_done_is_said() -> None:
     ("m", "n", "k"), [(512, 256, 1024), (77, 48, 4096), (1, 16, 16), (300, 64, 20000), (0, 32, 32)]
 )
 def test_on_a_gpu(scaling: str, m: int, n: int, k: int) -> None:
-    from armillary.kernels.fp8_linear_triton import fp8_linear, library_linear
-    from armillary.kernels.fp8_quantise_triton import quantise, quantise_columns
+    from armillary.kernels.fp8.linear_triton import fp8_linear, library_linear
+    from armillary.kernels.fp8.quantize_triton import quantise, quantise_columns
 
     x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((m, k), (n, k)))
     for dtype in (E4M3, E5M2) if scaling != "token" else ():
@@ -156,7 +156,7 @@ def test_on_a_gpu(scaling: str, m: int, n: int, k: int) -> None:
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize(("m", "n", "k"), [(300, 256, 1024), (5, 48, 20000), (33, 50, 100), (0, 32, 32)])
 def test_fused_producers_on_a_gpu(producer: str, scaling: str, m: int, n: int, k: int) -> None:
-    from armillary.kernels.fp8_matmul_triton import fp8_matmul, library_matmul
+    from armillary.kernels.fp8.matmul_triton import fp8_matmul, library_matmul
 
     case = Fp8Matmul(tokens=m, outputs=n, inputs=k, scaling=scaling, norm=producer == "norm", gated=producer == "gated")
     generator = torch.Generator("cuda").manual_seed(5)
@@ -168,7 +168,7 @@ def test_fused_producers_on_a_gpu(producer: str, scaling: str, m: int, n: int, k
 
 @pytest.mark.gpu
 def test_nan_on_a_gpu() -> None:
-    from armillary.kernels.fp8_linear_triton import fp8_linear, library_linear
+    from armillary.kernels.fp8.linear_triton import fp8_linear, library_linear
 
     x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((48, 64), (32, 64)))
     x[2, 7] = torch.nan
@@ -179,7 +179,7 @@ def test_nan_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_our_own_product_takes_any_size_and_format() -> None:
-    from armillary.kernels.fp8_linear_triton import fp8_linear
+    from armillary.kernels.fp8.linear_triton import fp8_linear
 
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         x, weight = (torch.randn(shape, device="cuda", dtype=dtype) for shape in ((130, 101), (259, 101)))

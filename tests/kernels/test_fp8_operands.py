@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from armillary.kernels.fp8_linear import E4M3, E5M2, quantised
-from armillary.kernels.fp8_operands import Operand, Scaled, Source, make_operand, norm_source
-from armillary.kernels.fp8_products import Fp8Products
-from armillary.kernels.gated import activate as activated
+from armillary.kernels.fp8.gemm import Fp8Products
+from armillary.kernels.fp8.linear import E4M3, E5M2, quantised
+from armillary.kernels.fp8.operands import Operand, Scaled, Source, make_operand, norm_source
+from armillary.kernels.pointwise.activation import activate as activated
 from tests.kernels.interpreter import needs_interpreter
 
 SCALINGS = st.sampled_from(["row", "tensor", "token"])

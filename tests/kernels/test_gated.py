@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels import gated
-from armillary.kernels.gated import ACTIVATE, ActivationCase
-from armillary.model.mlp import activate as model_activate
+from armillary.kernels.pointwise import activation as gated
+from armillary.kernels.pointwise.activation import ACTIVATE, ActivationCase
+from armillary.model.layers.mlp import activate as model_activate
 from tests.kernels.agreeing import assert_agrees, loaded
 from tests.kernels.interpreter import needs_interpreter
 

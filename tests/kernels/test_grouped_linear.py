@@ -9,9 +9,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels import fitting
-from armillary.kernels.grouped_linear import GROUPED_LINEAR, GroupedCase, grouped_linear
-from armillary.kernels.needs import lacking
+from armillary.kernels.core import tile_fitting as fitting
+from armillary.kernels.core.requirements import lacking
+from armillary.kernels.gemm.grouped import GROUPED_LINEAR, GroupedCase, grouped_linear
 from armillary.machine.accelerator import accelerator_of
 from tests.kernels.agreeing import assert_agrees, loaded
 from tests.kernels.interpreter import needs_interpreter
@@ -60,7 +60,7 @@ def test_hopper_has_pointers_for_odd_rows_only(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("chip", ["A100", "RTX 3090", "L4", "H200", "B200", "RTX 5090", "MI300X"])
 def test_tiles_fit_the_chip(monkeypatch: pytest.MonkeyPatch, chip: str, dtype: torch.dtype) -> None:
-    from armillary.kernels import grouped_linear_triton as launches
+    from armillary.kernels.gemm import grouped_triton as launches
 
     described = accelerator_of(pretend(monkeypatch, chip))
     assert described is not None

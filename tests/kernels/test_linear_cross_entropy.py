@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels import linear_cross_entropy_chunked as module
-from armillary.kernels.agree import check, expect
-from armillary.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY, reference
-from armillary.kernels.linear_cross_entropy_chunked import _chunk_rows, _loss, chunked
+from armillary.kernels.core.agreement import check, expect
+from armillary.kernels.loss import linear_cross_entropy_chunked as module
+from armillary.kernels.loss.linear_cross_entropy import LINEAR_CROSS_ENTROPY, reference
+from armillary.kernels.loss.linear_cross_entropy_chunked import _chunk_rows, _loss, chunked
 from tests.kernels.interpreter import needs_interpreter
 
 # a GPU that is new to the thread of a backward: torch sets it up and says so
@@ -66,7 +66,7 @@ def test_half_sums_that_would_overflow_before_they_are_scaled() -> None:
 
 @needs_interpreter
 def test_scaling_rounds_once() -> None:
-    from armillary.kernels.linear_cross_entropy_triton import scaled
+    from armillary.kernels.loss.linear_cross_entropy_triton import scaled
 
     x, factor = torch.randn(10_000).half(), torch.tensor(1 / 7711)
     torch.testing.assert_close(scaled(x, factor, torch.float16), (x.float() * factor).half(), rtol=0, atol=0)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.logprobs import LOGPROBS, by_topk, logprobs
+from armillary.kernels.sampling.logprobs import LOGPROBS, by_topk, logprobs
 from tests.kernels.interpreter import needs_interpreter
 
 
@@ -65,7 +65,7 @@ def test_rows_where_many_are_alike() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LOGPROBS.cases)
 def test_agreement_on_a_gpu(name: str) -> None:
-    from armillary.kernels.agree import check, expect
+    from armillary.kernels.core.agreement import check, expect
 
     generator = torch.Generator("cuda").manual_seed(0)
     expected = expect(LOGPROBS, LOGPROBS.inputs(LOGPROBS.small(LOGPROBS.cases[name]), generator), generator)

@@ -9,11 +9,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels import norm as module
-from armillary.kernels.norm import ADD_NORM, NORM, NormCase
-from armillary.kernels.norm_shape import Shape, backward_shape, forward_shape
-from armillary.kernels.op import Op
-from armillary.model.norm import Norm
+from armillary.kernels.core.op import Op
+from armillary.kernels.norm import norm as module
+from armillary.kernels.norm.launch_config import Shape, backward_shape, forward_shape
+from armillary.kernels.norm.norm import ADD_NORM, NORM, NormCase
+from armillary.model.layers.norm import Norm
 from tests.kernels.agreeing import assert_agrees, loaded
 from tests.kernels.interpreter import needs_interpreter
 
@@ -63,7 +63,7 @@ def test_add_norm_agrees(case: NormCase) -> None:
 @settings(max_examples=8, deadline=None)
 def test_rows_too_wide_for_a_program(case: NormCase, op: Op) -> None:
     """The kernels for very wide rows, met here at 64 columns."""
-    triton = import_module("armillary.kernels.norm_triton")
+    triton = import_module("armillary.kernels.norm.norm_triton")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("WIDEST_FORWARD", "WIDEST_BACKWARD", "WIDEST_TWO_SUMS", "_PIECE"):
             patch.setattr(triton, name, 64)
@@ -78,7 +78,7 @@ def test_rows_too_wide_for_a_program(case: NormCase, op: Op) -> None:
 )
 def test_rows_in_pieces(op: Op, kind: str, how: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     """150 columns in pieces of 64 or 32, whichever way rows are held."""
-    triton = import_module("armillary.kernels.norm_triton")
+    triton = import_module("armillary.kernels.norm.norm_triton")
     for name in ("forward_shape", "backward_shape"):
         monkeypatch.setattr(triton, name, lambda *args, **kwargs: how)
     assert_agrees(op, NormCase(rows=5, columns=150, kind=kind, bias=kind == "layer", dtype="fp32", device="cpu"))

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.bias_act_dropout import BIAS_ACT_DROPOUT, DropoutCase, bias_act_dropout
-from armillary.kernels.choose import choose
-from armillary.kernels.cross_entropy import CROSS_ENTROPY, CrossEntropyCase
-from armillary.kernels.gated import ACTIVATE, ActivationCase
-from armillary.kernels.norm import ADD_NORM, NORM, NormCase
-from armillary.kernels.op import Case, Op
-from armillary.kernels.rope import ROPE, RopeCase
+from armillary.kernels.core.choose import choose
+from armillary.kernels.core.op import Case, Op
+from armillary.kernels.loss.cross_entropy import CROSS_ENTROPY, CrossEntropyCase
+from armillary.kernels.norm.norm import ADD_NORM, NORM, NormCase
+from armillary.kernels.pointwise.activation import ACTIVATE, ActivationCase
+from armillary.kernels.pointwise.bias_act_dropout import BIAS_ACT_DROPOUT, DropoutCase, bias_act_dropout
+from armillary.kernels.pointwise.rope import ROPE, RopeCase
 from tests.kernels.agreeing import assert_agrees, loaded
 
 pytestmark = [

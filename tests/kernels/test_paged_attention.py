@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.paged_attention import (
+from armillary.kernels.paged.paged_attention import (
     PAGED_ATTENTION,
     PagedCase,
     by_heads,
@@ -85,7 +85,7 @@ def test_chunks_of_prompts_and_decoding_in_one_batch_agree(shape: Shape, how: di
 def test_keys_of_a_short_chunk_of_a_long_text_are_split(
     window: int | None, sinks: bool, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from armillary.kernels import paged_attention_triton
+    from armillary.kernels.paged import paged_attention_triton
 
     monkeypatch.setattr(paged_attention_triton, "num_programs", lambda x, count: slots)
     shape = Shape(queries=[1, 20, 9], lengths=[40, 900, 300], kv_heads=1, group=3, head_dim=16, page=24, padding=2)
@@ -96,7 +96,7 @@ def test_keys_of_a_short_chunk_of_a_long_text_are_split(
 
 @needs_interpreter
 def test_splits_fill_the_chip_and_no_more() -> None:
-    from armillary.kernels.paged_attention_triton import prefill_splits
+    from armillary.kernels.paged.paged_attention_triton import prefill_splits
 
     assert [prefill_splits(programs, 132) for programs in (0, 24, 131, 132, 395, 396)] == [8, 8, 8, 4, 4, 1]
 
@@ -276,7 +276,7 @@ GPU_CASES = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_agreement_on_a_gpu(name: str) -> None:
-    from armillary.kernels.agree import check, expect
+    from armillary.kernels.core.agreement import check, expect
 
     case = PagedCase(**({"batch": 5, "context": 700} | GPU_CASES[name]))  # type: ignore[arg-type]
     generator = torch.Generator("cuda").manual_seed(0)
@@ -317,7 +317,7 @@ def test_one_graph_serves_any_lengths(most: int) -> None:
 def test_decodes_and_prompts_run_at_once_where_they_fit(
     group: int, width: int, dtype: torch.dtype, parts: int, fits: bool
 ) -> None:
-    from armillary.kernels.paged_attention_triton import fits_beside, split_tiling
+    from armillary.kernels.paged.paged_attention_triton import fits_beside, split_tiling
 
     assert fits_beside(split_tiling(torch.device("cpu"), group, 200, width, dtype), parts, width, dtype) is fits
 
@@ -325,7 +325,7 @@ def test_decodes_and_prompts_run_at_once_where_they_fit(
 @pytest.mark.gpu
 def test_on_two_streams_memory_is_used_again_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eagerly, many calls whose tensors are let go at once: the same bits as one after the other."""
-    from armillary.kernels import paged_attention_triton as module
+    from armillary.kernels.paged import paged_attention_triton as module
 
     inputs = batch(
         Shape(queries=[150, 1, 1, 1, 1], lengths=[3000, 700, 800, 600, 5]), dtype=torch.bfloat16, device="cuda"
@@ -341,8 +341,8 @@ def test_on_two_streams_memory_is_used_again_in_time(monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 @pytest.mark.parametrize("queries", [1, 100])
 def test_a_cache_in_fp8_is_written_and_read(queries: int) -> None:
-    from armillary.kernels.qkv_cache import QkvOptions
-    from armillary.kernels.qkv_cache_triton import qkv_cache
+    from armillary.kernels.paged.qkv_to_cache import QkvOptions
+    from armillary.kernels.paged.qkv_to_cache_triton import qkv_cache
 
     inputs = batch(Shape(queries=[queries], lengths=[300]), dtype=torch.bfloat16, device="cuda")
     q, cache, places, options = inputs

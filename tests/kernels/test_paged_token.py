@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from armillary.kernels.paged_attention import PagedBatch, PagedOptions
-from armillary.kernels.paged_token import attend_tokens, plain
-from armillary.kernels.qkv_cache import QkvOptions
+from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions
+from armillary.kernels.paged.qkv_to_cache import QkvOptions
+from armillary.kernels.paged.single_token import attend_tokens, plain
 from tests.kernels.interpreter import needs_interpreter
 
 PAGE = 16
@@ -61,7 +61,7 @@ def case(
 
 def both(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Results and caches: the kernel's, and the reference's in fp32."""
-    from armillary.kernels.paged_token_triton import attend_tokens as by_kernel
+    from armillary.kernels.paged.single_token_triton import attend_tokens as by_kernel
 
     qkv, cache, *rest = arguments
     mine, right = cache.clone(), cache.float()

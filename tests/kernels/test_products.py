@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from armillary.kernels import products_tune
-from armillary.kernels.cublaslt import Product, form
-from armillary.kernels.products import Products, Shape, Tuned
-from armillary.kernels.products_tune import Linear, tune, tune_sums
+from armillary.kernels.gemm import autotune as products_tune
+from armillary.kernels.gemm.autotune import Linear, tune, tune_sums
+from armillary.kernels.gemm.cublaslt import Product, form
+from armillary.kernels.gemm.gemm import Products, Shape, Tuned
 from tests.kernels.interpreter import needs_interpreter
 
 M, N, K = 5, 3, 4
@@ -54,7 +54,7 @@ def test_gradients_are_summed_in_the_sum_s_own_format(wide: torch.dtype) -> None
 
 @needs_interpreter
 def test_a_narrow_gradient_is_added_in_one_pass() -> None:
-    from armillary.kernels.sums_triton import add_
+    from armillary.kernels.core.sums_triton import add_
 
     total, part = torch.randn(3, 5000), torch.randn(3, 5000).bfloat16()
     expected = total + part.float()

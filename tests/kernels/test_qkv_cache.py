@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.paged_attention import by_heads
-from armillary.kernels.qkv_cache import QKV_CACHE, QkvCase, QkvOptions, qkv_cache, unpadded
+from armillary.kernels.paged.paged_attention import by_heads
+from armillary.kernels.paged.qkv_to_cache import QKV_CACHE, QkvCase, QkvOptions, qkv_cache, unpadded
 from tests.kernels.interpreter import needs_interpreter
 from tests.kernels.pages import error, wide
 
@@ -94,9 +94,9 @@ def test_nan_is_written_to_a_cache_in_fp8() -> None:
 
 @torch.no_grad()
 def test_it_is_what_the_model_does() -> None:
-    from armillary.model.attend import plain
-    from armillary.model.attention import Attention
-    from armillary.model.rope import RotaryTable
+    from armillary.model.layers.attention import Attention
+    from armillary.model.layers.attention_forms import plain
+    from armillary.model.layers.rope import RotaryTable
     from armillary.spec.model import LayerKind, ModelConfig
 
     config = ModelConfig(
@@ -137,7 +137,7 @@ def test_a_norm_over_all_heads_is_left_to_torch() -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("tokens", [1, 3000])
 def test_agreement_on_a_gpu(tokens: int, dtype: str, interleaved: bool) -> None:
-    from armillary.kernels.agree import check, expect
+    from armillary.kernels.core.agreement import check, expect
 
     case = QkvCase(tokens=tokens, dtype=dtype, interleaved=interleaved, rotary=64)
     generator = torch.Generator("cuda").manual_seed(0)

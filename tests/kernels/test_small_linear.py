@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.agree import check, expect, relative_error
-from armillary.kernels.small_linear import SMALL_LINEAR, SmallLinear, reference, refuses
+from armillary.kernels.core.agreement import check, expect, relative_error
+from armillary.kernels.gemm.skinny import SMALL_LINEAR, SmallLinear, reference, refuses
 from tests.kernels.interpreter import needs_interpreter
 
 # a GPU that is new to the thread of a backward: torch sets it up and says so
@@ -50,7 +50,7 @@ def assert_agrees(run, inputs) -> None:
     st.integers(1, 4),
 )
 def test_any_shape(m: int, n: int, k: int, norm: bool, gated: bool, residual: bool, splits: int) -> None:
-    from armillary.kernels.small_linear_triton import Tiles, run_tiles, small_linear
+    from armillary.kernels.gemm.skinny_triton import Tiles, run_tiles, small_linear
 
     inputs = random(m, n, k, norm=norm, gated=gated, residual=residual)
     assert_agrees(small_linear, inputs)
@@ -63,7 +63,7 @@ def test_any_shape(m: int, n: int, k: int, norm: bool, gated: bool, residual: bo
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 300), (40, 1024), (6, 1500)])
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_token(n: int, k: int, fused: bool) -> None:
-    from armillary.kernels.small_linear_vector_triton import VectorTiles, run_vector
+    from armillary.kernels.gemm.gemv_triton import VectorTiles, run_vector
 
     inputs = random(1, n, k, norm=fused, gated=fused, residual=fused)
     for rows, depth in ((4, 256), (2, 64), (2, 2048)):
@@ -73,7 +73,7 @@ def test_one_token(n: int, k: int, fused: bool) -> None:
 
 @needs_interpreter
 def test_short_rows_are_loaded_whole_and_few_rows_are_split() -> None:
-    from armillary.kernels.small_linear_vector_triton import vector_plan
+    from armillary.kernels.gemm.gemv_triton import vector_plan
 
     assert vector_plan(256, 4096) is None
     short, long = vector_plan(6144, 4000), vector_plan(4096, 14336)
@@ -83,7 +83,7 @@ def test_short_rows_are_loaded_whole_and_few_rows_are_split() -> None:
 
 @needs_interpreter
 def test_a_norm_and_a_residual_that_lie_apart() -> None:
-    from armillary.kernels.small_linear_triton import small_linear
+    from armillary.kernels.gemm.skinny_triton import small_linear
 
     x, weight, norm, residual, *rest = random(3, 40, 64, norm=True, gated=False, residual=True)
     norm, residual = torch.stack((norm, norm), 1)[:, 0], torch.stack((residual, residual), 2)[..., 0]
@@ -94,7 +94,7 @@ def test_a_norm_and_a_residual_that_lie_apart() -> None:
 @needs_interpreter
 @given(st.integers(1, 64), st.integers(1, 300_000), st.integers(1, 40_000), st.sampled_from([2, 4]))
 def test_any_plan_fits_a_multiprocessor(tokens: int, outputs: int, inputs: int, itemsize: int) -> None:
-    from armillary.kernels.small_linear_triton import plan
+    from armillary.kernels.gemm.skinny_triton import plan
 
     tiles = plan(tokens, outputs, inputs, itemsize)
     width = max(16, 1 << (tokens - 1).bit_length())
@@ -105,7 +105,7 @@ def test_any_plan_fits_a_multiprocessor(tokens: int, outputs: int, inputs: int, 
 
 @needs_interpreter
 def test_leading_dims_stay() -> None:
-    from armillary.kernels.small_linear_triton import small_linear
+    from armillary.kernels.gemm.skinny_triton import small_linear
 
     x, weight = torch.randn(2, 3, 32), torch.randn(24, 32)
     torch.testing.assert_close(small_linear(x, weight), reference(x, weight))
@@ -113,7 +113,7 @@ def test_leading_dims_stay() -> None:
 
 @needs_interpreter
 def test_nan_stays_in_its_row() -> None:
-    from armillary.kernels.small_linear_triton import small_linear
+    from armillary.kernels.gemm.skinny_triton import small_linear
 
     x, weight = torch.randn(4, 64), torch.randn(32, 64)
     x[1, 5] = torch.nan
@@ -123,7 +123,7 @@ def test_nan_stays_in_its_row() -> None:
 
 @needs_interpreter
 def test_the_op_can_be_traced() -> None:
-    from armillary.kernels.small_linear_triton import _op
+    from armillary.kernels.gemm.skinny_triton import _op
 
     inputs = random(3, 8, 16, norm=True, gated=True, residual=True)
     torch.library.opcheck(_op, inputs, test_utils=("test_schema", "test_faketensor"))
@@ -150,7 +150,7 @@ def test_more_tokens_are_refused_by_name() -> None:
     ],
 )
 def test_on_a_gpu(dtype: torch.dtype, fused: bool, m: int, n: int, k: int) -> None:
-    from armillary.kernels.small_linear_triton import small_linear
+    from armillary.kernels.gemm.skinny_triton import small_linear
 
     inputs = random(m, n, k, norm=fused, gated=fused, residual=fused, dtype=dtype)
     inputs = tuple(x.cuda() if isinstance(x, torch.Tensor) else x for x in inputs)
@@ -161,7 +161,7 @@ def test_on_a_gpu(dtype: torch.dtype, fused: bool, m: int, n: int, k: int) -> No
 
 @pytest.mark.gpu
 def test_it_can_be_captured() -> None:
-    from armillary.kernels.small_linear_triton import small_linear
+    from armillary.kernels.gemm.skinny_triton import small_linear
 
     x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((8, 4096), (4096, 4096)))
     small_linear(x, weight)
@@ -177,8 +177,8 @@ def test_it_can_be_captured() -> None:
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_an_early_start_never_reads_what_is_not_there_yet(tokens: int) -> None:
     """A chain of layers in a graph, each waiting for the one ahead, against the same without early starts."""
-    from armillary.kernels.small_linear_triton import plan, run_tiles
-    from armillary.kernels.small_linear_vector_triton import VectorTiles, run_vector
+    from armillary.kernels.gemm.gemv_triton import VectorTiles, run_vector
+    from armillary.kernels.gemm.skinny_triton import plan, run_tiles
 
     weights = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45 for _ in range(16)]
     first, norm = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16), torch.ones(2048, device="cuda")

@@ -13,7 +13,7 @@ PLACES = {"rows_T": 0, "positions_T": 5, "angles_T": 10, "rows_B": 15}
 @needs_interpreter
 @pytest.mark.parametrize(("sequences", "groups", "pages", "turn"), [(1, 1, 3, 16), (5, 2, 300, 24)])
 def test_rows_are_looked_up(sequences: int, groups: int, pages: int, turn: int) -> None:
-    from armillary.kernels.step_rows_triton import look_up
+    from armillary.kernels.paged.decode_inputs_triton import look_up
 
     torch.manual_seed(0)
     rows, longest, angles = 7, 50, 40
@@ -35,7 +35,7 @@ def test_rows_are_looked_up(sequences: int, groups: int, pages: int, turn: int) 
 
 @needs_interpreter
 def test_tokens_are_put_into_their_rows() -> None:
-    from armillary.kernels.step_rows_triton import put
+    from armillary.kernels.paged.decode_inputs_triton import put
 
     wide, rows = torch.tensor([9, 2, 0, 1, 4, 4, 3]), torch.zeros(3, 6, dtype=torch.int32)
     put(torch.tensor([7, -1, 8]), wide, 1, 4, rows)

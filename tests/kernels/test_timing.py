@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from armillary.kernels.timing import MIN_SAMPLES, calls_per_sample, num_samples, summary, time_calls
+from armillary.kernels.core.timing import MIN_SAMPLES, calls_per_sample, num_samples, summary, time_calls
 from armillary.machine.clocks import Clocks, cpu_clocks, parse_gpu
 
 

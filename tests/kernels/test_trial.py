@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from armillary.kernels.capture import capturing
-from armillary.kernels.gated import ACTIVATE, ActivationCase
-from armillary.kernels.norm import NORM, NormCase
-from armillary.kernels.op import Case, Op
-from armillary.kernels.rope import ROPE, RopeCase
-from armillary.kernels.trial import input_sets, time_version
+from armillary.kernels.core.graph_capture import capturing
+from armillary.kernels.core.op import Case, Op
+from armillary.kernels.core.trial import input_sets, time_version
+from armillary.kernels.norm.norm import NORM, NormCase
+from armillary.kernels.pointwise.activation import ACTIVATE, ActivationCase
+from armillary.kernels.pointwise.rope import ROPE, RopeCase
 
 CASES: list[tuple[Op, Case]] = [
     (NORM, NormCase(rows=8, columns=64, dtype="fp32", device="cpu")),

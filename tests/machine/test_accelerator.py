@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from armillary.kernels.launch import can_start_early
-from armillary.kernels.needs import lacking
+from armillary.kernels.core.launch import can_start_early
+from armillary.kernels.core.requirements import lacking
 from armillary.machine.accelerator import SHARED_BYTES, accelerator_of
-from armillary.profiling.gemm import dtypes
+from armillary.profiling.ceilings.gemm import dtypes
 from tests.machine.gpus import CHIPS, forgotten, pretend  # noqa: F401
 
 UNITS = {

@@ -15,7 +15,7 @@ sys.modules["triton"] = None  # as if it were not installed
 import importlib, pkgutil
 import armillary
 from armillary.kernels.core.catalogue import all_ops
-skipped = ("armillary.kernels.", "armillary.profiling.fma_chain", "armillary.__main__")
+skipped = ("armillary.kernels.", "armillary.profiling.ceilings.fma_triton", "armillary.__main__")
 names = [m.name for m in pkgutil.walk_packages(armillary.__path__, "armillary.")]
 for name in names:
     if not name.startswith(skipped):
@@ -30,11 +30,12 @@ sys.modules["triton"] = None
 from types import SimpleNamespace
 import pytest, torch
 from tests.machine.gpus import pretend
-from armillary.kernels import adamw, products
-from armillary.kernels.needs import has_triton, lacking
+from armillary.kernels.optimizer import adamw
+from armillary.kernels.gemm import gemm as products
+from armillary.kernels.core.requirements import has_triton, lacking
 from armillary.kernels.core.catalogue import all_ops
-from armillary.parallel import ring_block
-from armillary.serving.engine.engine_kernels import _lookups
+from armillary.parallel.context import ring_attention_block as ring_block
+from armillary.engine.runner.engine_kernels import _lookups
 
 device = pretend(pytest.MonkeyPatch(), "H200")
 assert torch.cuda.is_available() and not has_triton(device)

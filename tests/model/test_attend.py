@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from armillary.errors import BadInput
-from armillary.model.attend import ContiguousCache, How, alibi_slopes, packed, plain
+from armillary.model.layers.attention_forms import ContiguousCache, How, alibi_slopes, packed, plain
 from armillary.model.transformer import build
 from armillary.spec.catalogue import config_from_fields
 from armillary.spec.model import ModelConfig

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from armillary.errors import BadInput
-from armillary.model.bpe import SMALLEST, train_tokenizer
-from armillary.model.tokenizer import Tokenizer
+from armillary.model.text.tokenizer import Tokenizer
+from armillary.model.text.train_tokenizer import SMALLEST, train_tokenizer
 
 TEXTS = [f"def name_{i}(x):\n    return x + {i * 37}  # it's déjà vu\n" for i in range(200)]
 

@@ -10,7 +10,7 @@ from tokenizers import models
 from transformers import AutoTokenizer
 
 from armillary.errors import BadInput, BadModel
-from armillary.model.tokenizer import Tokenizer
+from armillary.model.text.tokenizer import Tokenizer
 
 LLAMA_3 = """{{- bos_token }}
 {%- if not date_string is defined %}

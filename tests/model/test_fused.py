@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from armillary.kernels.products import Tuned
-from armillary.model import fused_block
-from armillary.model.attend import packed, plain
-from armillary.model.fused import Fused
-from armillary.model.half_weights import HalfWeights
+from armillary.kernels.gemm.gemm import Tuned
+from armillary.model.fused import dispatch as fused_block
+from armillary.model.fused.passes import Fused
+from armillary.model.layers.attention_forms import packed, plain
+from armillary.model.low_precision.weights_16bit import HalfWeights
 from armillary.model.transformer import Transformer
-from armillary.planning.software import runs_whole
+from armillary.planning.device_model.frameworks import runs_whole
 from armillary.spec.model import ModelConfig
 from tests.emulated_bf16 import any_cpu
 from tests.kernels.interpreter import needs_interpreter
@@ -44,9 +44,9 @@ UNFIT = {
 
 
 def model_of(config: ModelConfig, fused: Fused | None = None) -> Transformer:
-    import armillary.kernels.gated_triton
-    import armillary.kernels.norm_triton
-    import armillary.kernels.rope_triton  # noqa: F401
+    import armillary.kernels.norm.norm_triton
+    import armillary.kernels.pointwise.activation_triton
+    import armillary.kernels.pointwise.rope_triton  # noqa: F401
 
     model = randomised(config).float()
     for block in model.blocks.values():

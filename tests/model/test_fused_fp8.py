@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from armillary.model import fused_block
-from armillary.model.attend import plain
-from armillary.model.fp8_linear import Fp8Linear, Multiply, use_fp8
-from armillary.model.fp8_weights import Fp8Weights
-from armillary.model.fused import Fused
-from armillary.model.fused_fp8 import Fp8
-from armillary.model.half_weights import HalfWeights
+from armillary.model.fused import dispatch as fused_block
+from armillary.model.fused.passes import Fused
+from armillary.model.fused.passes_fp8 import Fp8
+from armillary.model.layers.attention_forms import plain
+from armillary.model.low_precision.fp8_linear import Fp8Linear, Multiply, use_fp8
+from armillary.model.low_precision.fp8_weights import Fp8Weights
+from armillary.model.low_precision.weights_16bit import HalfWeights
 from armillary.model.transformer import Transformer
 from armillary.spec.model import ModelConfig
 from tests.kernels.interpreter import needs_interpreter
@@ -116,7 +116,7 @@ def test_layers_with_a_bias_or_something_else_stay_as_they_are() -> None:
 @pytest.mark.parametrize("scaling", ["tensor", "row", "token"])
 def test_on_a_gpu(scaling: str, again: bool) -> None:
     """Fused passes beside layers by themselves, and both beside fp32: with the library's products, sums in fp32 too."""
-    from armillary.kernels.fp8_linear_triton import library_linear
+    from armillary.kernels.fp8.linear_triton import library_linear
 
     config = small(hidden=256, heads=4, head_dim=64, ffn=384, num_layers=2)
     torch.manual_seed(3)

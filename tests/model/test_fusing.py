@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from armillary.model.attend import plain
-from armillary.model.fusing import rules
+from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import Transformer, build
-from armillary.model.weights import selection_biases
-from armillary.spec.hf_config import from_hf
+from armillary.model.weights.hf_layout import rules
+from armillary.model.weights.hf_weights import selection_biases
+from armillary.spec.hf.config import from_hf
 from tests.model.families import FAMILIES, random_config
 from tests.model.test_attend import small
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from armillary.errors import BadInput
-from armillary.model.bpe import train_tokenizer
-from armillary.model.generate import Sampling, generate, generate_tokens
+from armillary.model.reference_generate import Sampling, generate, generate_tokens
+from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import build
-from armillary.model.weights import load_model, save_model
+from armillary.model.weights.hf_weights import load_model, save_model
 from tests.model.families import FAMILIES, random_model
 from tests.model.test_attend import small
 

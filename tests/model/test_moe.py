@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from armillary.kernels.grouped_linear import GROUPED_LINEAR
-from armillary.model.moe import MixtureOfExperts, plain_dispatch
-from armillary.model.moe_balance import Balance, Counts
-from armillary.model.moe_capacity import drop_beyond, places
-from armillary.model.moe_sorted import SortedDispatch
+from armillary.kernels.gemm.grouped import GROUPED_LINEAR
+from armillary.model.moe.expert_capacity import drop_beyond, places
+from armillary.model.moe.experts import MixtureOfExperts, plain_dispatch
+from armillary.model.moe.router_losses import Balance, Counts
+from armillary.model.moe.sorted_dispatch import SortedDispatch
 from armillary.spec.model import LayerKind, ModelConfig, MoE
 from tests.kernels.agreeing import loaded
 from tests.kernels.interpreter import needs_interpreter
@@ -255,7 +255,7 @@ def test_a_forward_pass_made_again_is_counted_once() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sorted_dispatch_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
     """By the kernels of a GPU, against the plain dispatch in fp64: as near as it is in the same format."""
-    from armillary.kernels.agree import relative_error
+    from armillary.kernels.core.agreement import relative_error
 
     sizes = KINDS[kind] | {"ffn": 16}
     made, x = layer(**sizes), inputs(tokens=40)

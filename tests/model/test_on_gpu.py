@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from armillary.model.attend import plain
-from armillary.model.generate import Sampling, generate_tokens
+from armillary.model.layers.attention_forms import plain
+from armillary.model.reference_generate import Sampling, generate_tokens
 from armillary.model.transformer import build
 from tests.model.test_agreement import full_logits
 from tests.model.test_attend import SHAPES, small

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from armillary.errors import BadModel
-from armillary.model import sending
-from armillary.model.sending import Sender
-from armillary.model.tensors import TensorFolder
+from armillary.model.weights import host_to_device as sending
+from armillary.model.weights.host_to_device import Sender
+from armillary.model.weights.safetensors_folder import TensorFolder
 
 
 def sent(groups: list[list[Tensor]], device: str) -> list[list[Tensor]]:

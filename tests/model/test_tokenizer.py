@@ -11,7 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from armillary.errors import BadInput, BadModel, NotFound
-from armillary.model.tokenizer import Detokenizer, Tokenizer
+from armillary.model.text.tokenizer import Detokenizer, Tokenizer
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from armillary.errors import BadModel
-from armillary.model.attend import plain
 from armillary.model.buildable import unbuildable
+from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import Transformer, build
 from armillary.spec import catalogue
-from armillary.spec.params import parameters
+from armillary.spec.arithmetic.params import parameters
 from tests.model.test_attend import SHAPES, randomised, small
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +129,7 @@ def test_every_part_counts_exactly_and_is_causal(name: str) -> None:
 COMPILED = """
 import torch
 from torch._dynamo.utils import counters
-from armillary.model.attend import ContiguousCache, plain
+from armillary.model.layers.attention_forms import ContiguousCache, plain
 from armillary.model.transformer import build
 from tests.model.test_attend import small
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from armillary.errors import ArmillaryError
 from armillary.model.transformer import Transformer, build
-from armillary.model.weights import load_model, save_model
+from armillary.model.weights.hf_weights import load_model, save_model
 from tests.model.families import random_model, transformers
 from tests.model.test_attend import small
 
@@ -168,7 +168,7 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("armillary.model.weights.save_file", full)
+    monkeypatch.setattr("armillary.model.weights.hf_weights.save_file", full)
     with pytest.raises(ArmillaryError):
         save_model(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -8,16 +8,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from armillary.errors import BadLayout
-from armillary.model.attend import plain
+from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import Transformer, build
 from armillary.parallel.apply import Sharded, apply
 from armillary.parallel.mesh import Mesh, make_mesh
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
-from armillary.spec.placement import axis_sizes
-from armillary.training.loss import loss_sum
+from armillary.spec.layout_rules.placement import axis_sizes
 from armillary.training.parity.case import ROWS, Case, batch, tiny
 from armillary.training.parity.steps import many
+from armillary.training.step.loss import loss_sum
 from tests.parallel.test_strategies import check
 from tests.ranks import Ranks
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from armillary.errors import BadLayout
-from armillary.model.attend import How, packed, plain
-from armillary.parallel import ring_block
-from armillary.parallel.context import Context
+from armillary.model.layers.attention_forms import How, packed, plain
+from armillary.parallel.context import ring_attention_block as ring_block
+from armillary.parallel.context.ring_attention import ALL, NONE, SOME, meetings, pieces, seen_pairs
+from armillary.parallel.context.shard_sequence import Context
 from armillary.parallel.mesh import Mesh, make_mesh
-from armillary.parallel.ring import ALL, NONE, SOME, meetings, pieces, seen_pairs
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
+from armillary.spec.layout_rules.placement import axis_sizes
 from armillary.spec.model import LayerKind, Rope
-from armillary.spec.placement import axis_sizes
 from armillary.training.parity.case import Case, tiny
 from armillary.training.parity.steps import many
 from tests.kernels.interpreter import needs_interpreter

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.kernels.grouped_linear import grouped_linear
-from armillary.model.moe import MixtureOfExperts
-from armillary.parallel import dispatch
+from armillary.kernels.gemm.grouped import grouped_linear
+from armillary.model.moe.experts import MixtureOfExperts
 from armillary.parallel.collectives import Group
-from armillary.parallel.dispatch import Trip
+from armillary.parallel.expert import all_to_all as dispatch
+from armillary.parallel.expert.all_to_all import Trip
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, MoE
 from armillary.training.parity.case import Case, Outcome, tiny

@@ -16,12 +16,12 @@ from armillary.model.transformer import build
 from armillary.parallel.apply import apply
 from armillary.parallel.groups import timeout_of
 from armillary.parallel.mesh import make_mesh
-from armillary.parallel.pipeline_stage import hold
+from armillary.parallel.pipeline.stage import hold
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
 from armillary.training.loop import agreement
-from armillary.training.loss import loss_sum
 from armillary.training.parity.case import SEQUENCE, mixture
+from armillary.training.step.loss import loss_sum
 from tests.ranks import Ranks
 
 ALIKE = timedelta(seconds=77)

@@ -16,10 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from armillary.errors import BadData
+from armillary.parallel.consensus import AgreedError, Agreement
 from armillary.parallel.long_wait import LongWait, RankLost, _namespace
 from armillary.store import strict_json
-from armillary.store.process import Process
-from armillary.training.agreement import AgreedError, Agreement
+from armillary.store.writer_process import Process
 from tests.ranks import Ranks
 
 
@@ -115,8 +115,8 @@ import os, signal, sys, time
 from datetime import timedelta
 import torch.distributed as dist
 from armillary.parallel.world import join_world
-from armillary.training import start
-from armillary.training.data import opening
+from armillary.training import prepare_run as start
+from armillary.training.data import open_sources as opening
 
 def slow(*args, **kwargs):
     print("preparing", flush=True)

@@ -9,7 +9,7 @@ import pytest
 
 from armillary.errors import BadInput
 from armillary.training.parity.matrix import Row, cases_of, measure
-from armillary.training.parity.page import page, rows_of, table, with_rows
+from armillary.training.parity.parity_page import page, rows_of, table, with_rows
 from armillary.training.parity.strategies import ALL, EXPERTS, chosen, layout_of
 from tests.ranks import Ranks
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from armillary.model.attend import plain
+from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import Transformer, build
-from armillary.parallel.host import HostMemory, MappedFile
+from armillary.parallel.host_memory import HostMemory, MappedFile
 from armillary.parallel.offload import Activations, offload_activations
 from armillary.parallel.recompute import recompute
 from armillary.spec.layout import Layout

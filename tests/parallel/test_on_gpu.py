@@ -18,21 +18,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from armillary.model.attend import plain
+from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import Transformer
-from armillary.parallel import data, vocabulary
-from armillary.parallel.clip import clip
+from armillary.parallel import fsdp as data
+from armillary.parallel import vocabulary
 from armillary.parallel.collectives import Group
-from armillary.parallel.compiling import compile_blocks
+from armillary.parallel.compile_blocks import compile_blocks
+from armillary.parallel.ddp import Replicas, sum_partial
+from armillary.parallel.grad_norm import clip
 from armillary.parallel.mesh import Mesh, make_mesh
 from armillary.parallel.recompute import recompute
-from armillary.parallel.replicate import Replicas, sum_partial
+from armillary.parallel.shard_weights import fill_random, materialise, whole
 from armillary.parallel.tensor import cut_by_tensor
-from armillary.parallel.weights import fill_random, materialise, whole
 from armillary.parallel.world import World, leave_at_once
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, ModelConfig
-from armillary.training.loss import loss_sum
+from armillary.training.step.loss import loss_sum
 
 pytestmark = pytest.mark.gpu
 CONFIG = ModelConfig(
@@ -186,8 +187,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed._symmetric_memory import _test_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from armillary.model.attend import plain
-from armillary.parallel.compiling import compile_blocks
+from armillary.model.layers.attention_forms import plain
+from armillary.parallel.compile_blocks import compile_blocks
 from armillary.parallel.tensor import cut_by_tensor
 from armillary.model.transformer import build
 from tests.parallel.test_on_gpu import CONFIG

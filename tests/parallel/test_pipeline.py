@@ -10,19 +10,19 @@ import torch.distributed as dist
 
 from armillary.errors import BadLayout
 from armillary.model.transformer import Transformer, build
-from armillary.model.weights import save_model
+from armillary.model.weights.hf_weights import save_model
 from armillary.parallel.apply import apply
 from armillary.parallel.mesh import make_mesh
-from armillary.parallel.pipeline_busy import Pass
-from armillary.parallel.pipeline_stage import hold
-from armillary.parallel.weights import fill_from, materialise
+from armillary.parallel.pipeline.idle_time import Pass
+from armillary.parallel.pipeline.stage import hold
+from armillary.parallel.shard_weights import fill_from, materialise
 from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
-from armillary.spec.layout_rules import check_layout
+from armillary.spec.layout_rules.rules import check_layout
 from armillary.spec.model import LayerKind, ModelConfig
-from armillary.training.loss import loss_sum
 from armillary.training.parity.case import Case, tiny
 from armillary.training.parity.steps import many
+from armillary.training.step.loss import loss_sum
 from benchmarks.idle_stages import Work, idle_share, measured_idle, replayed_idle, sleeping_pipeline
 from tests.parallel.test_strategies import check
 from tests.ranks import Ranks

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from armillary.model.attend import plain
+from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import build
 from armillary.parallel.recompute import keep, recompute
 from armillary.spec.model import LayerKind
-from armillary.training.loss import loss_sum
 from armillary.training.parity.case import Case, batch, tiny
+from armillary.training.step.loss import loss_sum
 
 LAYERS = 4
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from armillary.parallel.replicate import Replicas
+from armillary.parallel.ddp import Replicas
 from tests.ranks import Ranks
 
 

@@ -14,7 +14,7 @@ from armillary.parallel.mesh import make_mesh
 from armillary.parallel.tensor import cut_by_tensor, gathering_again
 from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.train import TrainJob
 from armillary.training.parity.case import Case, tiny
 from armillary.training.parity.steps import spread, train_step
 from tests.ranks import Ranks

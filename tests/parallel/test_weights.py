@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from armillary.model.transformer import Transformer, build
-from armillary.model.weights import save_model
+from armillary.model.weights.hf_weights import save_model
 from armillary.parallel.apply import apply
 from armillary.parallel.mesh import make_mesh
-from armillary.parallel.weights import fill_from, fill_random, materialise, whole
+from armillary.parallel.shard_weights import fill_from, fill_random, materialise, whole
 from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
-from armillary.spec.train_job import TrainJob
-from armillary.training.lora import add_lora
+from armillary.spec.tables.train import TrainJob
 from armillary.training.parity.case import tiny
+from armillary.training.step.lora import add_lora
 from tests.ranks import Ranks
 
 LAYOUTS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from armillary.planning.case import TrainCase
+from armillary.planning.training.train_case import TrainCase
 from armillary.spec import catalogue
 from armillary.spec.hardware import Cluster
 from armillary.spec.model import LayerKind, ModelConfig

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from armillary.planning.activations import kept
-from armillary.planning.adapters import lora_of
-from armillary.planning.layouts import of
-from armillary.planning.memory import memory
-from armillary.planning.prediction import predict
-from armillary.planning.step_time import step_time
+from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.training.activations import kept
+from armillary.planning.training.adapters import lora_of
+from armillary.planning.training.memory_breakdown import memory
+from armillary.planning.training.prediction import predict
+from armillary.planning.training.step_time import step_time
+from armillary.spec.arithmetic.params import parameters
 from armillary.spec.layout import Layout
 from armillary.spec.lora import adapter_weights
-from armillary.spec.params import parameters
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.train import TrainJob
 from tests.planning.cases import case_of, small_model
 
 ALL = TrainJob(lora_rank=16)
@@ -51,9 +51,9 @@ def test_tensor_parallelism_leaves_one_side_of_each_adapter_whole() -> None:
 def test_what_nothing_reads_is_not_kept() -> None:
     """Against what autograd really keeps: the difference between adapters everywhere and on attention alone."""
     torch = pytest.importorskip("torch")
-    from armillary.model.attend import plain
+    from armillary.model.layers.attention_forms import plain
     from armillary.model.transformer import build
-    from armillary.training.lora import add_lora
+    from armillary.training.step.lora import add_lora
 
     model = small_model(num_layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=96, context=64)
 

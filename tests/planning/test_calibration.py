@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from armillary.machine.device_name import device_name
-from armillary.planning.calibration import calibrate, small_replica
-from armillary.planning.efficiency import CALL_S, DECODE_CALL_S
-from armillary.planning.serving_memory import serving_memory
+from armillary.planning.calibrate.engine_calibration import calibrate, small_replica
+from armillary.planning.device_model.efficiency import CALL_S, DECODE_CALL_S
+from armillary.planning.serving.serving_memory import serving_memory
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks
 from tests.training.test_auto_precision import measured

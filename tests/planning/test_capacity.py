@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadInput
-from armillary.planning.capacity import capacity, sustainable
-from armillary.planning.forward import Formats, Split
-from armillary.planning.generation import static_batch, steady_state
-from armillary.planning.load import Server, load
-from armillary.planning.pools import split_pools, transfer_s
-from armillary.planning.replica import Replica
-from armillary.planning.serving_choices import Request, best, choices, from_layout, pools
-from armillary.planning.serving_ranking import rank_serving
-from armillary.planning.serving_report import choice_cells, explain, plan_rows
+from armillary.planning.serving.capacity import capacity, sustainable
+from armillary.planning.serving.deployment_options import Request, best, choices, from_layout, pools
+from armillary.planning.serving.disaggregation import split_pools, transfer_s
+from armillary.planning.serving.forward_ops import Formats, Split
+from armillary.planning.serving.generation import static_batch, steady_state
+from armillary.planning.serving.node_ranking import rank_serving
+from armillary.planning.serving.queueing import Server, load
+from armillary.planning.serving.replica import Replica
+from armillary.planning.serving.serving_report import choice_cells, explain, plan_rows
 from armillary.spec import catalogue
 from armillary.spec.gauges import GAUGES
 from armillary.spec.layout import Layout
-from armillary.spec.service import Cost, Objective, Serve, Traffic
+from armillary.spec.tables.serve import Cost, Objective, Serve, Traffic
 
 CHAT = Traffic(requests_per_s=20, tokens_in=1000, tokens_out=250)
 rates, lengths = st.floats(0.01, 50), st.integers(1, 4000)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.errors import BadInput
-from armillary.planning.failures import (
+from armillary.planning.cost.failures import (
     Failures,
     best_interval_s,
     daly_s,

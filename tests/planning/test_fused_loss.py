@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from armillary.kernels.linear_cross_entropy_chunked import SPARE_BYTES, _chunk_rows
-from armillary.planning import moments
-from armillary.planning.layouts import of
-from armillary.planning.memory import memory
-from armillary.planning.software import OURS
+from armillary.kernels.loss.linear_cross_entropy_chunked import SPARE_BYTES, _chunk_rows
+from armillary.planning.device_model.frameworks import OURS
+from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.training import peak_memory as moments
+from armillary.planning.training.memory_breakdown import memory
 from armillary.spec.layout import Layout
 from tests.planning.cases import case_of
 

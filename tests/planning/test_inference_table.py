@@ -11,10 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadInput
-from armillary.planning.engines import MOST_PARAMETERS, Engine, engine_for, engines, physics, rates_for
-from armillary.planning.inference_row import config_id, inference_row, is_fitted
-from armillary.planning.inference_table import InferencePrediction, is_inference_table, predict_row, predict_rows
-from armillary.planning.published_names import find_chip, find_model
+from armillary.planning.published.inference_row import config_id, inference_row, is_fitted
+from armillary.planning.published.inference_table import (
+    InferencePrediction,
+    is_inference_table,
+    predict_row,
+    predict_rows,
+)
+from armillary.planning.published.names import find_chip, find_model
+from armillary.planning.serving.engines import MOST_PARAMETERS, Engine, engine_for, engines, physics, rates_for
 
 FIXTURE = Path(__file__).parent / "published_inference_40.csv"
 WHOLE = Path(__file__).parents[3] / "shared" / "data" / "published_inference.csv"

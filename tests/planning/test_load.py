@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from armillary.planning.capacity import sustainable
-from armillary.planning.forward import Split
-from armillary.planning.load import Server, load
-from armillary.planning.replica import Replica
+from armillary.planning.serving.capacity import sustainable
+from armillary.planning.serving.forward_ops import Split
+from armillary.planning.serving.queueing import Server, load
+from armillary.planning.serving.replica import Replica
 from armillary.spec import catalogue
-from armillary.spec.service import Objective, Serve, Traffic
+from armillary.spec.tables.serve import Objective, Serve, Traffic
 
 
 @dataclass

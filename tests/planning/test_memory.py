@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.planning.activations import in_flight, kept
-from armillary.planning.case import Lora, TrainCase
-from armillary.planning.layouts import of
-from armillary.planning.memory import Memory, by_stage, memory
-from armillary.planning.software import OURS, Software
-from armillary.planning.states import state_bytes
+from armillary.planning.device_model.frameworks import OURS, Software
+from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.training.activations import in_flight, kept
+from armillary.planning.training.memory_breakdown import Memory, by_stage, memory
+from armillary.planning.training.optimizer_states import state_bytes
+from armillary.planning.training.train_case import Lora, TrainCase
+from armillary.spec.arithmetic.params import parameters
 from armillary.spec.layout import Layout
 from armillary.spec.model import MoE
-from armillary.spec.params import parameters
 from tests.planning.cases import case_of, small_model
 
 STATES = ("weights", "gradients", "optimizer", "master")

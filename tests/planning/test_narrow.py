@@ -7,20 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from armillary.planning.adapters import lora_of
-from armillary.planning.case import TrainCase
-from armillary.planning.cuts import product
-from armillary.planning.explain import explain
-from armillary.planning.layouts import PRECISIONS, of
-from armillary.planning.narrow import precision_of
-from armillary.planning.prediction import predict
-from armillary.planning.search import search
-from armillary.planning.software import OURS, OURS_BY_LAYER, PHYSICS, Software
+from armillary.planning.device_model.frameworks import OURS, OURS_BY_LAYER, PHYSICS, Software
+from armillary.planning.device_model.layout_arrays import PRECISIONS, of
+from armillary.planning.training.adapters import lora_of
+from armillary.planning.training.explain import explain
+from armillary.planning.training.fp8_fp4 import precision_of
+from armillary.planning.training.prediction import predict
+from armillary.planning.training.search import search
+from armillary.planning.training.sharding import product
+from armillary.planning.training.train_case import TrainCase
+from armillary.spec.arithmetic.workload import layer_pieces, make_batch
 from armillary.spec.fp8 import kept_in_bf16, projections
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, MoE
-from armillary.spec.train_job import TrainJob
-from armillary.spec.workload import layer_pieces, make_batch
+from armillary.spec.tables.train import TrainJob
 from armillary.store.peaks import Peaks, new_peaks
 from tests.planning.cases import case_of, small_model
 

@@ -11,24 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadLayout
-from armillary.planning import offload
-from armillary.planning.case import TrainCase
-from armillary.planning.changes import remedy, remedy_text
-from armillary.planning.layouts import of
-from armillary.planning.memory import memory
-from armillary.planning.prediction import Prediction, predict
-from armillary.planning.question import Question
-from armillary.planning.search import search
-from armillary.planning.software import OURS, PHYSICS
-from armillary.planning.space import constrained, runnable, space
-from armillary.planning.training_plan import training_plan
+from armillary.planning.device_model.frameworks import OURS, PHYSICS
+from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.training import offload
+from armillary.planning.training.memory_breakdown import memory
+from armillary.planning.training.prediction import Prediction, predict
+from armillary.planning.training.remedies import remedy, remedy_text
+from armillary.planning.training.resolve import Question
+from armillary.planning.training.search import search
+from armillary.planning.training.search_space import constrained, runnable, space
+from armillary.planning.training.train_case import TrainCase
+from armillary.planning.training.training_plan import training_plan
+from armillary.spec.arithmetic.params import parameters
 from armillary.spec.layout import Layout
-from armillary.spec.layout_case import Case
-from armillary.spec.layout_rules import layout_problems
-from armillary.spec.model_table import ModelTable
-from armillary.spec.params import parameters
+from armillary.spec.layout_rules.case import Case
+from armillary.spec.layout_rules.rules import layout_problems
 from armillary.spec.recipe import Recipe
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.model import ModelTable
+from armillary.spec.tables.train import TrainJob
 from armillary.store.peaks import new_peaks
 from tests.planning.cases import case_of, small_model
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.model.bpe import train_tokenizer
+from armillary.engine.llm import LLM
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import build
-from armillary.model.weights import save_model
-from armillary.planning.efficiency import DECODE_CALL_S
-from armillary.planning.load import Server
-from armillary.planning.planned_service import planned_service
-from armillary.planning.replica import Replica
-from armillary.serving.engine.llm import LLM
-from armillary.serving.engine.params import SamplingParams
+from armillary.model.weights.hf_weights import save_model
+from armillary.planning.device_model.efficiency import DECODE_CALL_S
+from armillary.planning.serving.queueing import Server
+from armillary.planning.serving.replica import Replica
+from armillary.planning.simulation.planned_service import planned_service
 from armillary.spec import catalogue
-from armillary.spec.service import Serve, Traffic
+from armillary.spec.tables.serve import Serve, Traffic
 from tests.model.test_attend import small
 
 TRAFFIC = Traffic(requests_per_s=6, tokens_in=32, tokens_out=64, duration_s=10)

@@ -10,13 +10,13 @@ import pytest
 
 from armillary.machine.device_name import device_name
 from armillary.machine.machine import here
-from armillary.planning.attention_curve import measured_attention
-from armillary.planning.case import TrainCase
-from armillary.planning.efficiency import CALL_S
-from armillary.planning.layouts import of
-from armillary.planning.measured import of_a_rank, processor_peaks
-from armillary.planning.prediction import predict
-from armillary.planning.software import OURS, OURS_ON_CPU
+from armillary.planning.device_model.attention_curve import measured_attention
+from armillary.planning.device_model.efficiency import CALL_S
+from armillary.planning.device_model.frameworks import OURS, OURS_ON_CPU
+from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.device_model.measured_peaks import of_a_rank, processor_peaks
+from armillary.planning.training.prediction import predict
+from armillary.planning.training.train_case import TrainCase
 from armillary.spec import catalogue
 from armillary.spec.layout import Layout
 from armillary.store.home import Home

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadInput, BadLayout
-from armillary.planning.engines import physics
-from armillary.planning.forward import Formats, Forward, Group, Split, check_split, sharded
-from armillary.planning.replica import Replica
+from armillary.planning.serving.engines import physics
+from armillary.planning.serving.forward_ops import Formats, Forward, Group, Split, check_split, sharded
+from armillary.planning.serving.replica import Replica
 from armillary.spec import catalogue
+from armillary.spec.arithmetic.params import parameters
+from armillary.spec.arithmetic.workload import forward_ops, make_batch
 from armillary.spec.hardware import Cluster
-from armillary.spec.params import parameters
-from armillary.spec.workload import forward_ops, make_batch
 from armillary.store.peaks import Peaks
 
 LLAMA = catalogue.model("llama-3.1-8b").config
@@ -209,7 +209,7 @@ def test_rates_that_are_none() -> None:
 
 
 def test_fp16_is_computed_in_fp16() -> None:
-    from armillary.planning.serving_formats import serving_formats
+    from armillary.planning.serving.serving_formats import serving_formats
     from armillary.spec import catalogue
 
     chip = catalogue.chip("h100-sxm")

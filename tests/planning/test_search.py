@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from armillary.errors import BadInput, BadLayout
-from armillary.planning.changes import remedy, remedy_text
-from armillary.planning.explain import explain
-from armillary.planning.layouts import of
-from armillary.planning.node_ranking import rank_nodes
-from armillary.planning.prediction import predict
-from armillary.planning.search import limits, search, why
-from armillary.planning.software import OURS
-from armillary.planning.space import space, supported
+from armillary.planning.device_model.frameworks import OURS
+from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.training.explain import explain
+from armillary.planning.training.node_ranking import rank_nodes
+from armillary.planning.training.prediction import predict
+from armillary.planning.training.remedies import remedy, remedy_text
+from armillary.planning.training.search import limits, search, why
+from armillary.planning.training.search_space import space, supported
 from armillary.spec import catalogue
 from armillary.spec.layout import Layout
-from armillary.spec.layout_rules import check_layout
-from armillary.spec.service import Cost
+from armillary.spec.layout_rules.rules import check_layout
+from armillary.spec.tables.serve import Cost
 from tests.planning.cases import case_of, small_model
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadInput
-from armillary.planning.forward import Formats, Split
-from armillary.planning.replica import Replica
-from armillary.planning.serving_memory import (
+from armillary.planning.serving.forward_ops import Formats, Split
+from armillary.planning.serving.replica import Replica
+from armillary.planning.serving.serving_memory import (
     concurrency,
     kv_capacity_tokens,
     refuse_too_big,
@@ -20,8 +20,8 @@ from armillary.planning.serving_memory import (
     weight_bytes,
 )
 from armillary.spec import catalogue
-from armillary.spec.params import parameters
-from armillary.spec.service import Serve
+from armillary.spec.arithmetic.params import parameters
+from armillary.spec.tables.serve import Serve
 
 
 def replica(model: str, on: str = "h100x8", split: Split | None = None, formats: Formats | None = None) -> Replica:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from armillary.errors import BadInput
-from armillary.planning.serving_plan import ServingPlan, serving_plan
+from armillary.planning.serving.serving_plan import ServingPlan, serving_plan
 from armillary.spec.gauges import GAUGES
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import recipe_from_dict

@@ -11,21 +11,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from armillary.engine.build import make_engine
+from armillary.engine.engine import Engine
+from armillary.engine.request.request import Request
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.scheduler.settings import Settings
 from armillary.model.transformer import build
-from armillary.planning.arrivals import Arrival, Prompts, drawn, recorded
-from armillary.planning.replica import Replica
-from armillary.planning.served_gauges import served_gauges
-from armillary.planning.simulate import Simulated, System, simulate
-from armillary.planning.step_cost import StepCost, beyond_rows, fit_step_cost, least_queries, planned_step_cost
-from armillary.serving.engine.engine import Engine
-from armillary.serving.engine.make import make_engine
-from armillary.serving.engine.params import SamplingParams
-from armillary.serving.engine.request import Request
-from armillary.serving.engine.settings import Settings
+from armillary.planning.serving.replica import Replica
+from armillary.planning.simulation.fitted_step_time import (
+    StepCost,
+    beyond_rows,
+    fit_step_cost,
+    least_queries,
+    planned_step_cost,
+)
+from armillary.planning.simulation.replayed_requests import Arrival, Prompts, drawn, recorded
+from armillary.planning.simulation.request_stats import served_gauges
+from armillary.planning.simulation.simulate import Simulated, System, simulate
 from armillary.spec import catalogue
 from armillary.spec.layout import Layout
 from armillary.spec.plan import Plan
-from armillary.spec.service import Serve, Traffic
+from armillary.spec.tables.serve import Serve, Traffic
 from tests.model.test_attend import small
 
 COST = StepCost(base_s=0.005, prefill_s=2e-5, decode_s=1e-4, context_s=1e-8)

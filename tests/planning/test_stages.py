@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.planning.layouts import of
-from armillary.planning.memory import by_stage, memory
-from armillary.planning.software import OURS
-from armillary.planning.stages import split, stage_layers
-from armillary.planning.step_time import step_time
+from armillary.planning.device_model.frameworks import OURS
+from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.training.memory_breakdown import by_stage, memory
+from armillary.planning.training.stages import split, stage_layers
+from armillary.planning.training.step_time import step_time
 from armillary.spec.layout import Layout
-from armillary.spec.stages import layers_by_stage
+from armillary.spec.layout_rules.pipeline_split import layers_by_stage
 from tests.planning.cases import case_of, small_model
 
 PIPELINE = Layout(pp=4, dp=2)

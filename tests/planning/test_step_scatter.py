@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from armillary.planning.step_scatter import ENOUGH, Scatter, scatter_of
+from armillary.planning.simulation.step_noise import ENOUGH, Scatter, scatter_of
 
 
 def test_a_step_gets_the_luck_of_steps_of_its_kind_and_size() -> None:

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadInput
-from armillary.planning.case import Lora
-from armillary.planning.collectives import Network, Ring, network
-from armillary.planning.layouts import PRECISIONS, Layouts, of
-from armillary.planning.memory import memory
-from armillary.planning.prediction import predict
-from armillary.planning.software import MOST_PARAMETERS, OURS_BY_LAYER, declared, software
-from armillary.planning.step_time import StepTime, step_time
-from armillary.profiling.amdahl import speedup
+from armillary.planning.device_model.frameworks import MOST_PARAMETERS, OURS_BY_LAYER, declared, software
+from armillary.planning.device_model.layout_arrays import PRECISIONS, Layouts, of
+from armillary.planning.device_model.network import Network, Ring, network
+from armillary.planning.training.memory_breakdown import memory
+from armillary.planning.training.prediction import predict
+from armillary.planning.training.step_time import StepTime, step_time
+from armillary.planning.training.train_case import Lora
+from armillary.profiling.analysis.amdahl import speedup
 from armillary.spec import catalogue
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, MoE

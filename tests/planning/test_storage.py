@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.errors import BadInput
-from armillary.planning.storage import checkpoint_bytes, fit, fits, run_storage, write_s
+from armillary.planning.cost.storage import checkpoint_bytes, fit, fits, run_storage, write_s
 from armillary.spec import catalogue
-from armillary.spec.params import parameters
+from armillary.spec.arithmetic.params import parameters
 
 LLAMA = catalogue.model("llama-3.1-8b").config
 RUN: dict[str, Any] = {"tokens_per_s": 1e6, "total_tokens": 1e12, "interval_s": 600.0}

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from armillary.errors import BadData, NotFound
-from armillary.planning.fitting import fit, is_fitted_on
-from armillary.planning.layouts import PRECISIONS
-from armillary.planning.row_cluster import chip_of, cluster_of
-from armillary.planning.row_model import model_of, second_token_layers
-from armillary.planning.software import PHYSICS
-from armillary.planning.table import judge, read_table
-from armillary.planning.training_row import measurement, predicted, published_flops_per_token, training_row
-from armillary.planning.training_table import predict_row, ready
-from armillary.spec.params import parameters
+from armillary.planning.device_model.frameworks import PHYSICS
+from armillary.planning.device_model.layout_arrays import PRECISIONS
+from armillary.planning.published.fitting import fit, is_fitted_on
+from armillary.planning.published.row_cluster import chip_of, cluster_of
+from armillary.planning.published.row_model import model_of, second_token_layers
+from armillary.planning.published.table import judge, read_table
+from armillary.planning.published.training_row import measurement, predicted, published_flops_per_token, training_row
+from armillary.planning.published.training_table import predict_row, ready
+from armillary.spec.arithmetic.params import parameters
 
 FIXTURE = Path(__file__).parent / "published_training_40.csv"
 WHOLE = Path(__file__).parents[3] / "shared" / "data" / "published_training.csv"

@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from armillary.errors import BadInput
-from armillary.profiling.amdahl import amdahl, speedup
+from armillary.profiling.analysis.amdahl import amdahl, speedup
 
 
 def test_eighty_percent_twice_as_fast() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.profiling.analyse import amdahl_of, analyse
+from armillary.profiling.analysis.analyse import amdahl_of, analyse
 from armillary.profiling.profile import Profile
-from armillary.profiling.trace import read_trace
+from armillary.profiling.trace.trace import read_trace
 from tests.profiling.traces import ROOF, SHARED, HandMade
 
 
@@ -271,8 +271,8 @@ THIRD_PARTY = sorted((SHARED / "kineto").glob("*.json.gz")) if (SHARED / "kineto
 @pytest.mark.skipif(not THIRD_PARTY, reason="the folder ../shared/data/kineto with other people's traces is not here")
 @pytest.mark.parametrize("path", THIRD_PARTY, ids=lambda path: path.name[:24])
 def test_traces_of_others(path: Path) -> None:
-    from armillary.profiling.analyse import device_name
-    from armillary.profiling.roofline import roof_for
+    from armillary.profiling.analysis.analyse import device_name
+    from armillary.profiling.analysis.roofline import roof_for
 
     trace = read_trace(path)
     roof = roof_for(device_name(trace), None)

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from armillary.errors import BadInput
-from armillary.profiling.capture import profile, record
-from armillary.profiling.module_names import PREFIX, ModuleNames
-from armillary.profiling.recorder import Recorder
-from armillary.profiling.sample_places import free_stretches, merged, placed
-from armillary.profiling.sampler import Sample, Sampler
+from armillary.profiling.record.capture import profile, record
+from armillary.profiling.record.module_scopes import PREFIX, ModuleNames
+from armillary.profiling.record.python_sampler import Sample, Sampler
+from armillary.profiling.record.recorder import Recorder
+from armillary.profiling.record.sample_events import free_stretches, merged, placed
 from armillary.store.home import Home
 
 pytestmark = pytest.mark.slow  # real runs, whose shares depend on what else the machine does

@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from armillary.engine.runner.int8_weights import int_mm_is_exact
 from armillary.errors import NotFound
-from armillary.kernels.random_data import Pool, random_row, set_elements
+from armillary.kernels.core.random_inputs import Pool, random_row, set_elements
 from armillary.machine.background_load import Others
 from armillary.machine.device_name import device_name, names_here
-from armillary.profiling import attention, bandwidth, disk, fma, gemm, host_copy, launch, passes
-from armillary.profiling.ceilings import measure_ceilings, name_of
-from armillary.profiling.settings import Settings, cache_bytes
-from armillary.serving.engine.int8 import int_mm_is_exact
+from armillary.profiling.ceilings import attention_flops as attention
+from armillary.profiling.ceilings import bandwidth, disk, fma, gemm, host_copy
+from armillary.profiling.ceilings import elementwise as passes
+from armillary.profiling.ceilings import launch_latency as launch
+from armillary.profiling.ceilings.ceilings import measure_ceilings, name_of
+from armillary.profiling.ceilings.settings import Settings, cache_bytes
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks, new_peaks, save_peaks
 

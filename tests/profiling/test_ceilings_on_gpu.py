@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from armillary.kernels.timing import time_calls
-from armillary.profiling import gemm
-from armillary.profiling.ceilings import measure_ceilings
-from armillary.profiling.settings import settings_for
+from armillary.kernels.core.timing import time_calls
+from armillary.profiling.ceilings import gemm
+from armillary.profiling.ceilings.ceilings import measure_ceilings
+from armillary.profiling.ceilings.settings import settings_for
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -41,7 +41,7 @@ def test_tf32_is_left_as_it_was() -> None:
 
 def test_the_chain_of_multiply_adds_is_one() -> None:
     pytest.importorskip("triton")
-    from armillary.profiling.fma_chain import chain
+    from armillary.profiling.ceilings.fma_triton import chain
 
     row = torch.randn(4096, device=CUDA)
     expected = row.double()

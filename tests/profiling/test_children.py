@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from armillary.profiling.children import Children
+from armillary.profiling.record.child_processes import Children
 
 
 @pytest.fixture

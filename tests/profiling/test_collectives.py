@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.errors import BadInput, NotFound
-from armillary.profiling import collective_ranks
-from armillary.profiling.alpha_beta import fit
-from armillary.profiling.collective_ranks import OPS, Plan, RanksFailed, run_ranks
-from armillary.profiling.collectives import SIZES, default_worlds, measure_collectives
+from armillary.profiling.ceilings import collective_ranks
+from armillary.profiling.ceilings.alpha_beta import fit
+from armillary.profiling.ceilings.collective_ranks import OPS, Plan, RanksFailed, run_ranks
+from armillary.profiling.ceilings.collectives import SIZES, default_worlds, measure_collectives
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from armillary.profiling.analyse import analyse
-from armillary.profiling.compare import compare
-from armillary.profiling.memory_timeline import BEFORE
+from armillary.profiling.analysis.analyse import analyse
+from armillary.profiling.analysis.compare import compare
+from armillary.profiling.analysis.memory_timeline import BEFORE
 from tests.profiling.traces import ROOF, HandMade
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from armillary.profiling.analyse import amdahl_of, analyse
-from armillary.profiling.kernel_time import KERNEL_PARTS
+from armillary.profiling.analysis.analyse import amdahl_of, analyse
+from armillary.profiling.analysis.kernel_time import KERNEL_PARTS
 from armillary.profiling.profile import Profile
 from tests.profiling.traces import ROOF
 

@@ -11,9 +11,11 @@ import torch
 
 from armillary.machine.device_name import device_name
 from armillary.machine.machine import here
-from armillary.profiling import dtype_rates as module
-from armillary.profiling.dtype_probe import probe
-from armillary.profiling.dtype_rates import (
+from armillary.profiling.ceilings.gemm import cases, is_emulated, measure
+from armillary.profiling.ceilings.settings import settings_for
+from armillary.profiling.dtypes import rates as module
+from armillary.profiling.dtypes.probe import probe
+from armillary.profiling.dtypes.rates import (
     PROBE,
     RunShape,
     catalogue_rates,
@@ -23,8 +25,6 @@ from armillary.profiling.dtype_rates import (
     measured_rates,
     probe_rates,
 )
-from armillary.profiling.gemm import cases, is_emulated, measure
-from armillary.profiling.settings import settings_for
 from armillary.spec import catalogue
 from armillary.spec.precision import training_dtype
 from armillary.store.home import Home
@@ -92,7 +92,7 @@ def test_a_probe_is_short_and_kept(home: Home, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_emulated_format_is_looked_at_on_one_small_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    from armillary.profiling import dtype_probe
+    from armillary.profiling.dtypes import probe as dtype_probe
 
     seen: list[tuple[int, int, int, str]] = []
 
@@ -108,7 +108,7 @@ def test_an_emulated_format_is_looked_at_on_one_small_shape(monkeypatch: pytest.
 
 
 def test_ceilings_of_an_emulated_format_are_one_small_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from armillary.profiling import gemm as section
+    from armillary.profiling.ceilings import gemm as section
 
     monkeypatch.setattr(section, "_once_s", lambda dtype, settings: 1e-3 if dtype == "fp32" else 1.0)
     settings = replace(settings_for(torch.device("cpu"), quick=True, folder=tmp_path), budget_s=1e-3, cache_bytes=1)

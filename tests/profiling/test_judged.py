@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from armillary.profiling.analyse import analyse
-from armillary.profiling.names import element_size, host_state, is_plain_fp32, kernel_work
+from armillary.profiling.analysis.analyse import analyse
 from armillary.profiling.profile import Profile, Row
+from armillary.profiling.trace.event_classes import element_size, host_state, is_plain_fp32, kernel_work
 from tests.profiling.traces import ROOF, HandMade
 
 B = "c10::BFloat16"

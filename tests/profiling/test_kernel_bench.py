@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from armillary.errors import NotFound
-from armillary.kernels import needs
+from armillary.kernels.core import requirements as needs
+from armillary.kernels.core.cache_key import device_name
 from armillary.kernels.core.catalogue import OPS, all_ops, find_op
-from armillary.kernels.identity import device_name
-from armillary.kernels.linear_cross_entropy import LinearLoss
-from armillary.kernels.norm import NormCase
-from armillary.profiling.kernel_bars import bar_of
-from armillary.profiling.kernel_bench import _in_turn, bench_kernels
-from armillary.profiling.kernel_plot import bench_page
-from armillary.profiling.kernel_rows import KernelBench, KernelRow, Measured
-from armillary.store.choices import load_choices
+from armillary.kernels.loss.linear_cross_entropy import LinearLoss
+from armillary.kernels.norm.norm import NormCase
+from armillary.profiling.kernel_bench.bench import _in_turn, bench_kernels
+from armillary.profiling.kernel_bench.report import bench_page
+from armillary.profiling.kernel_bench.results import KernelBench, KernelRow, Measured
+from armillary.profiling.kernel_bench.targets import bar_of
 from armillary.store.home import Home
+from armillary.store.kernel_choices import load_choices
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from armillary.errors import BadData
-from armillary.profiling.loader import Way, as_tensors, measure_loader
+from armillary.profiling.ceilings.data_loader import Way, as_tensors, measure_loader
 
 CPU = torch.device("cpu")
 

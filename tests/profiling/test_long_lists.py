@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.profiling.long_lists import KEY, fill_lists
-from armillary.profiling.recorder import Recorder
-from armillary.profiling.trace import read_trace
-from armillary.profiling.work import op_of
+from armillary.profiling.record.recorder import Recorder
+from armillary.profiling.trace.tensor_lists import KEY, fill_lists
+from armillary.profiling.trace.trace import read_trace
+from armillary.profiling.work.work import op_of
 from tests.profiling.traces import HandMade
 
 LISTS = {KEY: [{"weights": 3000, "dtype": "c10::BFloat16"}, {"weights": 1000, "dtype": "c10::BFloat16"}]}

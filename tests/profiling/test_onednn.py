@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from armillary.profiling import onednn
+from armillary.profiling.dtypes import onednn
 
 
 def test_it_is_as_before_and_the_warning_is_not_passed_on() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from armillary.profiling.analyse import analyse
+from armillary.profiling.analysis.analyse import analyse
 from armillary.profiling.profile import Profile
 from tests.profiling.traces import ROOF, HandMade
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from armillary.profiling.compare import compare
-from armillary.profiling.page import page, write_page
-from armillary.profiling.plots import thinned
+from armillary.profiling.analysis.compare import compare
 from armillary.profiling.profile import Profile, Roof
-from armillary.profiling.words import amdahl_cells, budget_line, memory_line
+from armillary.profiling.report.plots import thinned
+from armillary.profiling.report.profile_page import page, write_page
+from armillary.profiling.report.profile_text import amdahl_cells, budget_line, memory_line
 from tests.profiling.profiles import made_profile
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from torch.distributed import run
 
-from armillary.profiling.ranks import follow_launcher, is_recorded, launches, note
-from armillary.profiling.run_script import inside, split
+from armillary.profiling.record.run_script import inside, split
+from armillary.profiling.record.torchrun import follow_launcher, is_recorded, launches, note
 
 
 @pytest.mark.parametrize(

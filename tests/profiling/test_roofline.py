@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from armillary.profiling.analysis.roofline import bound, peak_flops, roof_for, roof_seconds
 from armillary.profiling.profile import Roof
-from armillary.profiling.roofline import bound, peak_flops, roof_for, roof_seconds
-from armillary.spec import ops
+from armillary.spec.arithmetic import ops
 from armillary.store.home import Home
 from armillary.store.peaks import new_peaks, save_peaks
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.modules import module as modules
 
-from armillary.profiling.script_steps import ScriptSteps
+from armillary.profiling.record.step_detector import ScriptSteps
 
 Train = Callable[[Callable[..., Any]], None]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd import profiler
 
-from armillary.profiling.their_profiler import TheirProfiler
+from armillary.profiling.record.user_profiler import TheirProfiler
 
 
 class Seen:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from armillary.errors import ArmillaryError, BadData
-from armillary.profiling import chrome
-from armillary.profiling.analyse import analyse
-from armillary.profiling.judged import judge
-from armillary.profiling.trace import KERNEL, OP, RUNTIME, read_trace
+from armillary.profiling.analysis.analyse import analyse
+from armillary.profiling.analysis.roofline_attribution import judge
+from armillary.profiling.trace import chrome_json as chrome
+from armillary.profiling.trace.trace import KERNEL, OP, RUNTIME, read_trace
 from tests.profiling.traces import ROOF, HandMade
 
 
@@ -244,7 +244,7 @@ def test_fifty_megabytes_in_little_memory(tmp_path: Path) -> None:
         file.write("]}")
     code = (
         "import resource, sys\n"
-        "from armillary.profiling.analyse import analyse\n"
+        "from armillary.profiling.analysis.analyse import analyse\n"
         "from armillary.profiling.profile import Roof\n"
         "profile = analyse(sys.argv[1], roof=Roof(device='x'))\n"
         "print(profile.rows[0].calls, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)\n"

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from armillary.profiling import unknown_block
-from armillary.profiling.unknown_block import freed_unknown_block
+from armillary.profiling.record import torch_stderr_filter as unknown_block
+from armillary.profiling.record.torch_stderr_filter import freed_unknown_block
 
 RECORDED = """
 import contextlib, torch
-from armillary.profiling.unknown_block import freed_unknown_block
+from armillary.profiling.record.torch_stderr_filter import freed_unknown_block
 
 held = [torch.ones(100) for _ in range(20)]
 own = torch.profiler.profile(profile_memory=True)

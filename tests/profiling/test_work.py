@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.profiling.trace import Signature
-from armillary.profiling.work import op_of
+from armillary.profiling.trace.trace import Signature
+from armillary.profiling.work.work import op_of
 
 B = "c10::BFloat16"
 

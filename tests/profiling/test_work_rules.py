@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import armillary.kernels
-from armillary.profiling.trace import Signature
-from armillary.profiling.work import is_guess, op_of
-from armillary.profiling.work_rules import RULES
-from armillary.spec.ops import Op
+from armillary.profiling.trace.trace import Signature
+from armillary.profiling.work.rules import RULES
+from armillary.profiling.work.work import is_guess, op_of
+from armillary.spec.arithmetic.ops import Op
 
 B, F, INT, L, N = "c10::BFloat16", "float", "int", "long int", "Scalar"
 

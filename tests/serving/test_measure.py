@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from armillary.engine.bench.bench import bench_serve
+from armillary.engine.bench.bench_plot import bench_page, picture
+from armillary.engine.bench.measure import decode_bytes, percentile, serve_all
+from armillary.engine.bench.workload import fixed, nano_vllm, ragged
+from armillary.engine.build import make_engine
 from armillary.model.transformer import build
-from armillary.serving.bench import bench_serve
-from armillary.serving.bench_plot import bench_page, picture
-from armillary.serving.engine.make import make_engine
-from armillary.serving.measure import decode_bytes, percentile, serve_all
-from armillary.serving.workload import fixed, nano_vllm, ragged
-from armillary.spec.service import Serve
+from armillary.spec.tables.serve import Serve
 from tests.conftest import Ran
 from tests.model.test_attend import small
 

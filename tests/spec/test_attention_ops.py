@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.spec.attention_ops import (
+from armillary.spec.arithmetic.attention_ops import (
     AttentionShape,
     attention,
     attention_backward,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from armillary.errors import BadRecipe
 from armillary.spec.blend import LONGEST, shares
 from armillary.spec.recipe import load_recipe, recipe_from_dict, to_dict, to_toml
-from armillary.spec.train_job import Data
+from armillary.spec.tables.train import Data
 
 
 def test_decimals_become_the_smallest_whole_numbers_in_the_order_of_names() -> None:

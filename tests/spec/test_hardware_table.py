@@ -8,8 +8,8 @@ import pytest
 
 from armillary.errors import BadInput, BadRecipe, NotFound
 from armillary.spec import catalogue
-from armillary.spec.fields import build
-from armillary.spec.hardware_table import HardwareTable
+from armillary.spec.tables.fields import build
+from armillary.spec.tables.hardware import HardwareTable
 
 
 def table(**values: Any) -> HardwareTable:

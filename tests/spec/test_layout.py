@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadLayout
-from armillary.spec.fields import build, to_plain
 from armillary.spec.layout import Layout
-from armillary.spec.layout_case import Case
-from armillary.spec.layout_rules import check_layout, layout_problems
+from armillary.spec.layout_rules.case import Case
+from armillary.spec.layout_rules.rules import check_layout, layout_problems
 from armillary.spec.model import LayerKind, ModelConfig, MoE
+from armillary.spec.tables.fields import build, to_plain
 
 
 def model(**changes: Any) -> ModelConfig:

@@ -7,7 +7,7 @@ import pytest
 from armillary.errors import BadRecipe
 from armillary.spec import catalogue
 from armillary.spec.lora import adapter_weights, frozen_experts, targets
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.train import TrainJob
 
 LLAMA = catalogue.model("llama-3.1-8b").config
 ALL = ("qkv", "out", "gate_up", "down")

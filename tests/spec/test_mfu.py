@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from armillary.spec.mfu import attention_flops_per_token, hardware_flops_per_token, model_flops_per_token
+from armillary.spec.arithmetic.mfu import attention_flops_per_token, hardware_flops_per_token, model_flops_per_token
+from armillary.spec.arithmetic.params import parameters
 from armillary.spec.model import MLA, LayerKind, ModelConfig, MoE
-from armillary.spec.params import parameters
 
 
 def model(**changes: Any) -> ModelConfig:

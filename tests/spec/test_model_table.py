@@ -8,7 +8,7 @@ import pytest
 
 from armillary.errors import BadInput, BadModel, BadRecipe
 from armillary.spec.model import MLA, LayerKind, ModelConfig, MoE, Rope
-from armillary.spec.model_table import apply_model_overrides, model_table, override_hints, table_to_plain
+from armillary.spec.tables.model import apply_model_overrides, model_table, override_hints, table_to_plain
 
 
 def model(**changes: Any) -> ModelConfig:

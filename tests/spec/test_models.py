@@ -13,8 +13,8 @@ import pytest
 
 from armillary.errors import BadInput, NotFound
 from armillary.spec import catalogue
+from armillary.spec.arithmetic.params import parameters
 from armillary.spec.model import ModelConfig
-from armillary.spec.params import parameters
 
 EXACT = {
     "gpt2": 124_439_808,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from armillary.spec import ops
+from armillary.spec.arithmetic import ops
 
 
 def counted(step: Callable[[], Any]) -> int:

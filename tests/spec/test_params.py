@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.spec import catalogue
+from armillary.spec.arithmetic.params import LayerParameters, kv_bytes, kv_bytes_per_token, layer_parameters, parameters
 from armillary.spec.model import MLA, LayerKind, ModelConfig, MoE, Simplicial
-from armillary.spec.params import LayerParameters, kv_bytes, kv_bytes_per_token, layer_parameters, parameters
 
 PARTS = ("embedding", "positions", "attention", "mlp", "router", "experts", "shared", "norms", "head")
 

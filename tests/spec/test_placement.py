@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from armillary.spec.catalogue import cluster
 from armillary.spec.layout import Layout
-from armillary.spec.placement import (
+from armillary.spec.layout_rules.placement import (
     axis_sizes,
     axis_words,
     crossed,

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.model.attend import plain
+from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import build
 from armillary.spec import catalogue
+from armillary.spec.arithmetic.eager_ops import moved
+from armillary.spec.arithmetic.workload import embedding_pieces, layer_pieces, make_batch
 from armillary.spec.model import ModelConfig
-from armillary.spec.plain_passes import moved
-from armillary.spec.workload import embedding_pieces, layer_pieces, make_batch
 from tests.emulated_bf16 import any_cpu
 
 ROWS, LENGTH = 4, 64

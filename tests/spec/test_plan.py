@@ -16,8 +16,8 @@ from armillary.spec.hardware import Chip, Cluster, Link, Tier
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, ModelConfig, MoE, Rope
 from armillary.spec.plan import VERSION, Plan
-from armillary.spec.service import Serve
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.serve import Serve
+from armillary.spec.tables.train import TrainJob
 
 CHIP = Chip(name="c", title="C", vendor="v", kind="gpu", memory_bytes=80e9, flops={"bf16": 989.4e12, "fp8": 1979e12})
 LINK = Link(name="l", title="L", bytes_per_s=450e9, latency_s=1e-6, kind="scale_up")

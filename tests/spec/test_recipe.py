@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadInput, BadRecipe, NotFound
-from armillary.spec import toml_text
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, ModelConfig
 from armillary.spec.recipe import (
@@ -23,7 +22,8 @@ from armillary.spec.recipe import (
     to_dict,
     to_toml,
 )
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables import toml_writer as toml_text
+from armillary.spec.tables.train import TrainJob
 
 TOUR = """
 [model]

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.spec import catalogue
+from armillary.spec.layout_rules.pipeline_split import chunks_of, layers_by_stage, places, split
 from armillary.spec.model import LayerKind, ModelConfig
-from armillary.spec.stages import chunks_of, layers_by_stage, places, split
 
 
 def model(num_layers: int, vocab: int = 64, **changes: object) -> ModelConfig:

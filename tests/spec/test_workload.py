@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from armillary.spec import catalogue
+from armillary.spec.arithmetic.ops import Op, total
+from armillary.spec.arithmetic.params import kv_bytes, parameters
+from armillary.spec.arithmetic.sublayers import experts_used
+from armillary.spec.arithmetic.workload import backward_ops, even_lengths, forward_ops, make_batch
 from armillary.spec.model import MLA, LayerKind, ModelConfig, MoE, Simplicial
-from armillary.spec.ops import Op, total
-from armillary.spec.params import kv_bytes, parameters
-from armillary.spec.sublayers import experts_used
-from armillary.spec.workload import backward_ops, even_lengths, forward_ops, make_batch
 
 
 def model(kinds: list[LayerKind] | None = None, **changes: Any) -> ModelConfig:

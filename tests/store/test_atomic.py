@@ -14,7 +14,7 @@ import pytest
 from armillary.errors import ArmillaryError
 from armillary.store import atomic, rename
 from armillary.store.atomic import Taken, staged_folder, write_bytes, write_json, write_text
-from armillary.store.process import Process
+from armillary.store.writer_process import Process
 from tests.store.victim import kill_at_random
 
 

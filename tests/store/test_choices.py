@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from armillary.errors import BadData
-from armillary.store.choices import choices_path, forget_choices, load_choice, load_choices, save_choice
 from armillary.store.home import Home
+from armillary.store.kernel_choices import choices_path, forget_choices, load_choice, load_choices, save_choice
 
 
 def test_kept_per_device_and_key(home: Home) -> None:

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import replace
 
-from armillary.store.process import Process
+from armillary.store.writer_process import Process
 
 
 def test_this_process_is_there() -> None:

@@ -12,8 +12,8 @@ from armillary.errors import ArmillaryError, BadInput, BadModel, NotFound
 from armillary.spec import catalogue
 from armillary.store.home import Home
 from armillary.store.registry import publish, set_alias
+from armillary.store.resolve_model import ModelSource, resolve_model
 from armillary.store.runs import create_run
-from armillary.store.source import ModelSource, resolve_model
 from tests.store.conftest import write_model
 from tests.store.stand_in_hub import StandInHub
 

@@ -60,4 +60,4 @@ def recipe(corpus: Path) -> Callable[..., Recipe]:
 def any_precision(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test asks for is trained in, however slow this CPU is in it; that such a dtype is refused has its own."""
     if request.module.__name__.rpartition(".")[2] != "test_auto_precision":
-        monkeypatch.setattr("armillary.profiling.dtype_choice.check_asked", lambda dtype, rates, key: "")
+        monkeypatch.setattr("armillary.profiling.dtypes.choice.check_asked", lambda dtype, rates, key: "")

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from armillary.parallel.world import join_world
-from armillary.planning.layouts import of
-from armillary.planning.memory import memory
-from armillary.planning.question import question
+from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.training.memory_breakdown import memory
+from armillary.planning.training.resolve import question
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.home import Home
 from armillary.training.loop import agreement
-from armillary.training.start import start, starting_point
+from armillary.training.prepare_run import start, starting_point
 from armillary.training.trainer import MEASURED_STEP, Trainer
 from tests.ranks import Ranks
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from armillary.cli.train import DAY_S
+from armillary.cli.train.train import DAY_S
 from armillary.machine.device_name import device_name
 from armillary.machine.machine import here
-from armillary.planning.compile_choice import compile_choice
-from armillary.planning.layouts import of
-from armillary.planning.prediction import predict
-from armillary.planning.question import question
+from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.training.compile_choice import compile_choice
+from armillary.planning.training.prediction import predict
+from armillary.planning.training.resolve import question
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_toml
 from armillary.store.home import Home
@@ -132,7 +132,7 @@ def test_a_plan_in_fp32_does_not_depend_on_how_slow_bf16_is(recipe: Callable[...
 def test_compiling_is_chosen_where_it_saves_several_times_its_cost(
     recipe: Callable[..., Recipe], home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("armillary.planning.compile_choice.has_compiler", lambda: True)
+    monkeypatch.setattr("armillary.planning.training.compile_choice.has_compiler", lambda: True)
     measured(home, 0.3e9)
 
     def chosen(*overrides: str) -> str:
@@ -141,7 +141,7 @@ def test_compiling_is_chosen_where_it_saves_several_times_its_cost(
 
     assert chosen("train.steps=20") == ""
     assert chosen("train.steps=5000000").startswith("true: ")
-    monkeypatch.setattr("armillary.planning.compile_choice.has_compiler", lambda: False)
+    monkeypatch.setattr("armillary.planning.training.compile_choice.has_compiler", lambda: False)
     assert chosen("train.steps=5000000") == ""
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from armillary.errors import ArmillaryError
-from armillary.model.moe import MixtureOfExperts
+from armillary.model.moe.experts import MixtureOfExperts
 from armillary.model.transformer import build
-from armillary.model.weights import load_model, save_model
+from armillary.model.weights.hf_weights import load_model, save_model
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind
 from armillary.spec.recipe import ModelTable, Recipe
@@ -21,7 +21,7 @@ from armillary.training.loop import train
 from armillary.training.parity.case import Case
 from armillary.training.parity.case import mixture as tiny_mixture
 from armillary.training.parity.steps import many
-from armillary.training.start import start, starting_point
+from armillary.training.prepare_run import start, starting_point
 from armillary.training.trainer import Trainer
 from tests.ranks import Ranks
 from tests.training.test_loop import alone

@@ -19,20 +19,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import ArmillaryError, BadData
+from armillary.parallel.consensus import Agreement
 from armillary.parallel.world import World
 from armillary.spec.recipe import Recipe
 from armillary.store import atomic
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
-from armillary.training.agreement import Agreement
-from armillary.training.checkpoint import newest, save, saved_steps
-from armillary.training.course import Course
+from armillary.training.checkpoint.checkpoint import newest, save, saved_steps
+from armillary.training.checkpoint.seal import faults
 from armillary.training.loop import train
-from armillary.training.random_state import seed
-from armillary.training.seal import faults
-from armillary.training.start import Start, start, starting_point
-from armillary.training.step_report import StepReport
+from armillary.training.prepare_run import Start, start, starting_point
+from armillary.training.run_lifecycle import Course
+from armillary.training.step.random_state import seed
+from armillary.training.telemetry.step_report import StepReport
 from armillary.training.trainer import Trainer
 
 Make = Callable[..., Recipe]

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from armillary.model.fp8_linear import Fp8Linear
+from armillary.model.low_precision.fp8_linear import Fp8Linear
 from armillary.parallel.world import join_world
 from armillary.spec.fp8 import fp8_rule, kept_in_bf16
 from armillary.spec.layout import Layout
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
 from armillary.training.loop import agreement
 from armillary.training.trainer import Trainer
@@ -74,7 +74,7 @@ def test_two_ranks_follow_one(layout: str, recipe: Make, home: Home, ranks: Rank
 
 
 def begin_many(recipe: Recipe, home: Home) -> str:
-    from armillary.training.start import start, starting_point
+    from armillary.training.prepare_run import start, starting_point
 
     begun = start(recipe, home, starting_point(recipe, home), room=2)
     begun.prepare()

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from armillary.kernels.adamw import AdamW
-from armillary.model.attend import packed, plain
+from armillary.kernels.optimizer.adamw import AdamW
+from armillary.model.layers.attention_forms import packed, plain
 from armillary.model.transformer import Transformer, build
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.train import TrainJob
 from armillary.training.data.batch import IGNORED
-from armillary.training.kernels import Choices, use_kernels
-from armillary.training.loss import loss_sum
+from armillary.training.setup.kernel_selection import Choices, use_kernels
+from armillary.training.step.loss import loss_sum
 from tests.kernels.interpreter import needs_interpreter
 from tests.model.test_attend import randomised, small
 

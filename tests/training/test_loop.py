@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from armillary.errors import ArmillaryError, BadData, BadInput
-from armillary.model.weights import load_model
+from armillary.model.weights.hf_weights import load_model
 from armillary.parallel.world import World
-from armillary.spec.model_table import ModelTable
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe
+from armillary.spec.tables.model import ModelTable
 from armillary.store.gauges import columns
 from armillary.store.home import Home
+from armillary.store.resolve_model import resolve_model
 from armillary.store.runs import find_run
-from armillary.store.source import resolve_model
 from armillary.training.loop import train
-from armillary.training.start import Start, start, starting_point, train_recipe
-from armillary.training.step_report import StepReport
+from armillary.training.prepare_run import Start, start, starting_point, train_recipe
+from armillary.training.telemetry.step_report import StepReport
 from armillary.training.trainer import Trainer
 from tests.model.families import transformers
 

@@ -14,23 +14,23 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from armillary.errors import ArmillaryError
-from armillary.model import weights
-from armillary.model.attend import plain
-from armillary.model.fusing import FAMILIES as NAMED
-from armillary.model.fusing import rules
+from armillary.model.layers.attention_forms import plain
 from armillary.model.lora import LoraLinear, adapters, change, spread
 from armillary.model.transformer import Transformer, build
-from armillary.model.weights import load_model, save_model
+from armillary.model.weights import hf_weights as weights
+from armillary.model.weights.hf_layout import FAMILIES as NAMED
+from armillary.model.weights.hf_layout import rules
+from armillary.model.weights.hf_weights import load_model, save_model
 from armillary.spec import catalogue
 from armillary.spec.lora import STACKED, adapter_weights, targets
-from armillary.spec.model_table import model_table
 from armillary.spec.recipe import Recipe
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.model import model_table
+from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
-from armillary.training.lora import add_lora, base_dtype, is_adapter, merged, peft_tensors, save_adapter
-from armillary.training.optim import make_optimizer
-from armillary.training.start import start, starting_point, train_recipe
-from armillary.training.step_report import StepReport
+from armillary.training.prepare_run import start, starting_point, train_recipe
+from armillary.training.step.lora import add_lora, base_dtype, is_adapter, merged, peft_tensors, save_adapter
+from armillary.training.step.optimizer import make_optimizer
+from armillary.training.telemetry.step_report import StepReport
 from tests.model.families import random_model
 
 TINY = catalogue.model("armillary-2m").config

@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 
 from armillary.errors import ArmillaryError
-from armillary.model.weights import load_model
+from armillary.model.weights.hf_weights import load_model
+from armillary.parallel.consensus import AgreedError, Agreement
 from armillary.parallel.world import World
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
-from armillary.training import checkpoint
-from armillary.training.agreement import AgreedError, Agreement
-from armillary.training.checkpoint import saved_steps
+from armillary.training.checkpoint import checkpoint
+from armillary.training.checkpoint.checkpoint import saved_steps
 from armillary.training.loop import train
-from armillary.training.start import Start, start, starting_point
-from armillary.training.step_report import StepReport
+from armillary.training.prepare_run import Start, start, starting_point
+from armillary.training.telemetry.step_report import StepReport
 from armillary.training.trainer import Trainer
 from tests.ranks import Ranks
 
@@ -60,7 +60,7 @@ def run_rank(plan: str, folder: str, stop_at: int | None = None, stopper: int = 
 
 def _ask_at(step: int, by: str) -> None:
     """Only the main rank is watched: another is reached through its own step."""
-    from armillary.training import feed
+    from armillary.training import step_batches as feed
 
     original = feed.Feed._rows
 
@@ -76,7 +76,7 @@ def _ask_at(step: int, by: str) -> None:
 
 
 def _undo() -> None:
-    from armillary.training import feed
+    from armillary.training import step_batches as feed
 
     if hasattr(feed, "_before_test"):
         feed.Feed._rows = feed._before_test  # type: ignore[method-assign]

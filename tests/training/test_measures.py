@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from armillary.errors import BadInput
-from armillary.model.attend import plain
+from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import build
+from armillary.parallel.exposed_waits import Waits, covered
 from armillary.parallel.recompute import recompute
 from armillary.profiling.profile import BUDGET, Roof
-from armillary.spec.train_job import TrainJob
-from armillary.training.again import Again
-from armillary.training.looks import FIRST, Looks
-from armillary.training.memory import CpuMeter, bytes_of
-from armillary.training.memory_watch import MemoryWatch
-from armillary.training.pace import Pace, queued_s, spread
+from armillary.spec.tables.train import TrainJob
 from armillary.training.parity.case import tiny
+from armillary.training.telemetry.looks import FIRST, Looks
+from armillary.training.telemetry.memory_gauges import CpuMeter, bytes_of
+from armillary.training.telemetry.memory_tracker import MemoryWatch
+from armillary.training.telemetry.profiled_step import recorded, set_apart, undisturbed
+from armillary.training.telemetry.recompute_timer import Again
+from armillary.training.telemetry.step_clock import Pace, queued_s, spread
 from armillary.training.until import Until
-from armillary.training.waits import Waits, covered
-from armillary.training.window import recorded, set_apart, undisturbed
 
 
 def test_storages_are_counted_from_birth_to_end() -> None:
@@ -136,18 +136,20 @@ def test_time_in_which_others_had_the_cores_is_no_stall(monkeypatch: pytest.Monk
     assert undisturbed(parts, 1.0, 0.05, 0.7)["host_stall_fraction"] == pytest.approx(0.25), "it slept"
     assert undisturbed({}, 1.0, 0.3, 0.7) == {}
     (tmp_path / "schedstat").write_text("1000 2500000000 7\n")
-    monkeypatch.setattr("armillary.training.pace.QUEUE", tmp_path / "schedstat")
+    monkeypatch.setattr("armillary.training.telemetry.step_clock.QUEUE", tmp_path / "schedstat")
     assert queued_s() == 2.5
-    monkeypatch.setattr("armillary.training.pace.QUEUE", tmp_path / "none")
+    monkeypatch.setattr("armillary.training.telemetry.step_clock.QUEUE", tmp_path / "none")
     assert queued_s() == 0.0
 
 
 def test_early_looks_end_when_they_become_dear(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Looks(100, Roof(device="x"))
     assert [taken for taken in range(20) if looks.due(taken, taken)] == list(FIRST) and looks.due(99, 50)
-    monkeypatch.setattr("armillary.training.looks.recorded", lambda work, roof, plain_s: (work(), {"compute_s": 1.0}))
+    monkeypatch.setattr(
+        "armillary.training.telemetry.looks.recorded", lambda work, roof, plain_s: (work(), {"compute_s": 1.0})
+    )
     clock = iter([0.0, 2.5, 10.0, 12.6])
-    monkeypatch.setattr("armillary.training.looks.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("armillary.training.telemetry.looks.time.perf_counter", lambda: next(clock))
     assert looks.at(lambda: ("made", 0.1), None) == (("made", 0.1), {"compute_s": 1.0}) and looks.due(9, 9)
     looks.at(lambda: ("made", 0.1), None)
     assert not looks.due(11, 11) and looks.due(199, 3)
@@ -187,7 +189,7 @@ def test_the_slowest_rank_is_held_against_the_median_one() -> None:
 
 def test_what_the_loop_does_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 1.5, 2.5])
-    monkeypatch.setattr("armillary.training.pace.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("armillary.training.telemetry.step_clock.time.perf_counter", lambda: next(now))
     pace = Pace()
     pace.come()
     assert pace.gauges() == {} and pace.plain_s is None

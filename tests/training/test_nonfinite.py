@@ -16,16 +16,22 @@ from torch import Tensor
 from armillary.errors import ArmillaryError
 from armillary.model.transformer import build
 from armillary.parallel.apply import Sharded
-from armillary.parallel.replicate import local_of
+from armillary.parallel.ddp import local_of
 from armillary.parallel.world import join_world
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
-from armillary.training.host_adamw import HostAdamW
-from armillary.training.nonfinite import MOST_IN_A_ROW
-from armillary.training.optim import _checked_step, make_optimizer, parameter_groups, states_by_name, weights_by_name
-from armillary.training.start import Start, start, starting_point
+from armillary.training.prepare_run import Start, start, starting_point
+from armillary.training.step.host_adamw import HostAdamW
+from armillary.training.step.nonfinite import MOST_IN_A_ROW
+from armillary.training.step.optimizer import (
+    _checked_step,
+    make_optimizer,
+    parameter_groups,
+    states_by_name,
+    weights_by_name,
+)
 from armillary.training.trainer import Trainer
 from tests.model.test_attend import small
 from tests.ranks import Ranks

@@ -13,19 +13,19 @@ import torch
 from torch import nn
 
 from armillary.errors import ArmillaryError
-from armillary.model.attend import plain as attend
-from armillary.model.half_weights import HalfWeights
+from armillary.model.layers.attention_forms import plain as attend
+from armillary.model.low_precision.weights_16bit import HalfWeights
 from armillary.model.transformer import build
-from armillary.spec.params import parameters
+from armillary.spec.arithmetic.params import parameters
 from armillary.spec.recipe import Recipe
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
-from armillary.training.host_adamw import HostAdamW
-from armillary.training.host_states import slices_of
 from armillary.training.loop import train
-from armillary.training.offloading import narrow, widen
 from armillary.training.parity.case import tiny
-from armillary.training.step_report import StepReport
+from armillary.training.step.host_adamw import HostAdamW
+from armillary.training.step.host_states import slices_of
+from armillary.training.step.offload import narrow, widen
+from armillary.training.telemetry.step_report import StepReport
 from tests.training.test_checkpoint import begin, losses
 
 Make = Callable[..., Recipe]
@@ -89,7 +89,7 @@ def give_gradients(*models: nn.Module, seed: int) -> None:
 
 @pytest.mark.parametrize("in_file", [False, True])
 def test_slices_of_any_size_are_stepped_alike(in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("armillary.training.host_adamw.slices_of", lambda parameters: slices_of(parameters, 1000))
+    monkeypatch.setattr("armillary.training.step.host_adamw.slices_of", lambda parameters: slices_of(parameters, 1000))
     ours, theirs, host, plain = pair(tmp_path if in_file else None)
     assert len(host.slices) > 3
     assert sum(piece.size for piece in host.slices) == sum(p.numel() for p in ours.parameters())
@@ -110,7 +110,7 @@ def test_slices_of_any_size_are_stepped_alike(in_file: bool, tmp_path: Path, mon
 
 
 def test_a_step_runs_beside_the_next_forward_pass_whose_layers_wait_for_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("armillary.training.host_adamw.slices_of", lambda parameters: slices_of(parameters, 1500))
+    monkeypatch.setattr("armillary.training.step.host_adamw.slices_of", lambda parameters: slices_of(parameters, 1500))
     ours, theirs, host, plain = pair()
     host.run_beside(ours)  # type: ignore[arg-type]
     go, original = threading.Event(), host.states.done

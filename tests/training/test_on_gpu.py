@@ -12,8 +12,8 @@ from armillary.spec.recipe import Recipe
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.training.loop import train
-from armillary.training.start import start, starting_point
-from armillary.training.step_report import StepReport
+from armillary.training.prepare_run import start, starting_point
+from armillary.training.telemetry.step_report import StepReport
 from tests.training.test_checkpoint import Cut
 from tests.training.test_checkpoint import losses as written
 from tests.training.test_loop import losses

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadRecipe
 from armillary.model.transformer import build
-from armillary.spec.train_job import TrainJob
-from armillary.training.optim import learning_rate, make_optimizer
+from armillary.spec.tables.train import TrainJob
+from armillary.training.step.optimizer import learning_rate, make_optimizer
 from tests.model.test_attend import small
 
 N = 1_000_000

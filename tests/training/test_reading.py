@@ -13,8 +13,8 @@ from armillary.parallel.world import join_world
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
 from armillary.training import trainer as trainer_module
-from armillary.training.reading import Reading
-from armillary.training.start import start, starting_point
+from armillary.training.prepare_run import start, starting_point
+from armillary.training.telemetry.async_readback import Reading
 from armillary.training.trainer import Trainer
 
 Make = Callable[..., Recipe]
@@ -45,7 +45,7 @@ def test_what_the_device_did_while_the_host_was_away_counts(
 ) -> None:
     """The optimiser runs for 8 ms after the numbers are there; the host is away for shorter, or for longer."""
     now, reading = [100.0], Reading(CPU)
-    monkeypatch.setattr("armillary.training.reading.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("armillary.training.telemetry.async_readback.time.perf_counter", lambda: now[0])
     reading.come()
     reading.leave(Event(1.0), Event(1.008))
     assert reading.tail_s == 0.0

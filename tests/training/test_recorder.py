@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from armillary.errors import ArmillaryError
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.train import TrainJob
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
-from armillary.training.recorder import Recorder
-from armillary.training.step_report import StepReport
+from armillary.training.gauge_log import Recorder
+from armillary.training.telemetry.step_report import StepReport
 
 
 def recorder(run: Run, device: str, seen: list[int]) -> Recorder:

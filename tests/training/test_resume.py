@@ -12,8 +12,8 @@ from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
 from armillary.store.lease import Lease, write_lease
 from armillary.store.runs import Run, list_runs
-from armillary.training.resume import Choice, changes_since, unfinished_run
-from armillary.training.start import Start, start, starting_point
+from armillary.training.checkpoint.resume import Choice, changes_since, unfinished_run
+from armillary.training.prepare_run import Start, start, starting_point
 
 Make = Callable[..., Recipe]
 FREE = [

@@ -12,13 +12,13 @@ import torch
 from armillary.parallel.world import World
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
-from armillary.training import joined_rows
 from armillary.training.data.loader import DeviceBatch
-from armillary.training.joined_rows import MOST, MOST_BYTES, JoinedRows, can_join
-from armillary.training.samples import EARLY, HALF_CALLS, WIDE_CALLS, Samples, call_sample
-from armillary.training.start import start, starting_point
+from armillary.training.prepare_run import start, starting_point
+from armillary.training.telemetry import micro_batch_cost as joined_rows
+from armillary.training.telemetry.call_cost import EARLY, HALF_CALLS, WIDE_CALLS, Samples, call_sample
+from armillary.training.telemetry.micro_batch_cost import MOST, MOST_BYTES, JoinedRows, can_join
+from armillary.training.telemetry.profiled_step import recorded
 from armillary.training.trainer import Trainer
-from armillary.training.window import recorded
 
 Make = Callable[..., Recipe]
 EXPERTS = (

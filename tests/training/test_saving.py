@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from armillary.spec.recipe import Recipe
-from armillary.spec.train_job import TrainJob
+from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
-from armillary.training.checkpoint import prune, saved_steps
+from armillary.training.checkpoint.checkpoint import prune, saved_steps
+from armillary.training.checkpoint.interval import APART, EVERY_S, SaveClock, interval_steps
 from armillary.training.loop import train
-from armillary.training.saving import APART, EVERY_S, SaveClock, interval_steps
-from armillary.training.start import Start, start, starting_point
-from armillary.training.step_report import StepReport
+from armillary.training.prepare_run import Start, start, starting_point
+from armillary.training.telemetry.step_report import StepReport
 from tests.ranks import Ranks
 from tests.training.test_many_ranks import on_ranks
 

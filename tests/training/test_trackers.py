@@ -13,9 +13,9 @@ from armillary.errors import BadInput, MissingPart
 from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
-from armillary.training import trackers
-from armillary.training.start import train_recipe
-from armillary.training.trackers import Sink, Trackers, check_trackers, flat
+from armillary.training.prepare_run import train_recipe
+from armillary.training.telemetry import trackers
+from armillary.training.telemetry.trackers import Sink, Trackers, check_trackers, flat
 
 RECIPE = {"model": {"name": "x"}, "train": {"lr": 1e-3, "betas": [0.9, 0.95]}}
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from armillary.errors import ArmillaryError, BadInput
+from armillary.parallel.consensus import AgreedError
 from armillary.profiling.profile import BUDGET
 from armillary.spec.gauges import GAUGES
 from armillary.spec.plan import Plan
@@ -25,8 +26,7 @@ from armillary.spec.recipe import Recipe, to_toml
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.store.runs import Run, list_runs
-from armillary.training.agreement import AgreedError
-from armillary.training.checkpoint import saved_steps
+from armillary.training.checkpoint.checkpoint import saved_steps
 from tests.conftest import Ran
 from tests.ranks import Ranks
 
@@ -323,7 +323,7 @@ def test_going_on_without_a_checkpoint_is_said_and_why_it_had_ended(
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_how_a_joined_rank_ends(rank: int) -> None:
-    from armillary.cli.train import _as_said
+    from armillary.cli.train.train import _as_said
     from armillary.parallel.long_wait import RankLost
 
     main_lost, other_lost = RankLost(0, "rank 0 ended"), RankLost(3, "rank 3 ended")

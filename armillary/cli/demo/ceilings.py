@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from armillary.cli.demo.walk import Walk
-from armillary.cli.measuring import measure_engine, on_bar, pick
+from armillary.cli.bench.measuring import measure_engine, on_bar, pick
+from armillary.cli.demo.state import Walk
 from armillary.store.peaks import Peaks, load_peaks, save_peaks
 from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
 
 if TYPE_CHECKING:
-    from armillary.profiling.ceilings import Ceilings
+    from armillary.profiling.ceilings.ceilings import Ceilings
 
 LIMITS_S = {"gemm": 4.0, "bandwidth": 4.0, "passes": 1.0, "launch": 1.0, "attention": 3.0}
 """sections of `bench ceilings` that plans and rooflines rest on, the weightiest first, and how long each may take where
@@ -35,7 +35,7 @@ def measure(walk: Walk) -> None:
     """The ceilings, kept for every plan and profile to come; those of today are not measured twice."""
     with walk.stage("measure", "what this machine reaches (quick; armillary bench ceilings is thorough)") as say:
         device = pick(None)
-        from armillary.profiling.ceilings import name_of
+        from armillary.profiling.ceilings.ceilings import name_of
 
         peaks = load_peaks(walk.home, name_of(device))
         if peaks is None or not is_known(peaks, walk.recipe.layout.num_devices):
@@ -56,8 +56,8 @@ def is_known(peaks: Peaks, ranks: int) -> bool:
 
 def _measured(walk: Walk, device: Any) -> Peaks:
     from armillary.machine.background_load import BUSY_CORES
-    from armillary.profiling.ceilings import name_of
-    from armillary.profiling.collectives import QUICK_SIZES, measure_collectives
+    from armillary.profiling.ceilings.ceilings import name_of
+    from armillary.profiling.ceilings.collectives import QUICK_SIZES, measure_collectives
 
     ranks, begin = walk.recipe.layout.num_devices, time.monotonic()
     looks = [
@@ -88,7 +88,7 @@ def _measured(walk: Walk, device: Any) -> Peaks:
 
 def _look(walk: Walk, device: Any, section: str, threads: int | None, limit_s: float) -> Ceilings:
     """One section, kept; what was measured before counts where it was faster."""
-    from armillary.profiling.ceilings import measure_ceilings
+    from armillary.profiling.ceilings.ceilings import measure_ceilings
 
     with walk.out.progress(f"measuring {section}", unit="case") as bar, _computing_with(threads):
         found = measure_ceilings(device, quick=True, only=(section,), limit_s=max(0.1, limit_s), watch=on_bar(bar))

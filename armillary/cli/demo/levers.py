@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from armillary.cli.demo.serving import serve_changed
-from armillary.cli.demo.training import train_changed
-from armillary.cli.demo.walk import RECIPE, Walk
+from armillary.cli.demo.plan_and_train import train_changed
+from armillary.cli.demo.serve_and_load import serve_changed
+from armillary.cli.demo.state import RECIPE, Walk
 from armillary.store.runs import Run
 
 if TYPE_CHECKING:
-    from armillary.diagnosis.compare import Comparison
-    from armillary.diagnosis.diagnosis import Diagnosis
+    from armillary.diagnosis.outcome.compare import Comparison
+    from armillary.diagnosis.outcome.diagnosis import Diagnosis
     from armillary.profiling.profile import Profile
 
 PROFILED = 2
@@ -23,8 +23,8 @@ def diagnose(walk: Walk, trained: Run, service: Run) -> None:
     """Which loop limits each of them, and what each lever would buy; kept before anything is pulled."""
     from armillary.cli.diagnose import say as say_verdict
     from armillary.diagnosis.diagnose import diagnose as judge
-    from armillary.diagnosis.keep import keep
-    from armillary.diagnosis.read_run import read_run
+    from armillary.diagnosis.outcome.save import keep
+    from armillary.diagnosis.readings.run_folder import read_run
 
     with walk.stage("diagnose", "which loop limits the training run, and which the server") as say:
         assert walk.circle.served is not None, "it was served before"
@@ -41,9 +41,9 @@ def diagnose(walk: Walk, trained: Run, service: Run) -> None:
 def _profile(walk: Walk) -> Profile:
     """A step of the recipe against the measured ceilings, as `armillary profile` takes it."""
     from armillary.cli.output import Output
-    from armillary.cli.profiled_step import recipe_step
-    from armillary.profiling.capture import profile
-    from armillary.profiling.words import budget_line
+    from armillary.cli.profile.step import recipe_step
+    from armillary.profiling.record.capture import profile
+    from armillary.profiling.report.profile_text import budget_line
 
     with recipe_step(Output("silent"), walk.home, str(RECIPE), walk.overrides, None) as step:
         found = profile(step, steps=PROFILED, warmup=1, home=walk.home, memory=False, stacks=False, source=RECIPE.name)
@@ -66,8 +66,8 @@ def pull(walk: Walk, trained: Run, service: Run) -> None:
 
 def _pull(walk: Walk, trained: Run, run: Run, found: Diagnosis) -> Comparison | None:
     from armillary.cli.diagnose import say_comparison, write_lever
-    from armillary.diagnosis.compare import compare
-    from armillary.diagnosis.diagnosis import WORTH
+    from armillary.diagnosis.outcome.compare import compare
+    from armillary.diagnosis.outcome.diagnosis import WORTH
 
     number = next((i for i, lever in enumerate(found.levers, 1) if lever.change and lever.speedup > WORTH), None)
     if number is None:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from math import floor, log10
 from typing import TYPE_CHECKING
 
-from armillary.cli.demo.walk import RECIPE, Walk
+from armillary.cli.demo.state import RECIPE, Walk
 from armillary.errors import ArmillaryError
 from armillary.machine.machine import here
 from armillary.spec.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
-    from armillary.planning.load import Server
+    from armillary.planning.serving.queueing import Server
 
 TRAIN_S = 85.0
 """training time aimed at: above a minute also where the plan is a quarter too slow"""
@@ -84,9 +84,9 @@ def choose(sizes: Sequence[Size], price: Callable[[Size], float]) -> tuple[Size,
 
 def step_s(walk: Walk, overrides: Sequence[str]) -> float:
     """Predicted seconds of a step; endless where it does not fit or cannot be laid out."""
-    from armillary.planning.layouts import of
-    from armillary.planning.prediction import predict
-    from armillary.planning.question import question
+    from armillary.planning.device_model.layout_arrays import of
+    from armillary.planning.training.prediction import predict
+    from armillary.planning.training.resolve import question
 
     recipe = load_recipe(RECIPE, overrides)
     try:
@@ -102,8 +102,8 @@ def step_s(walk: Walk, overrides: Sequence[str]) -> float:
 
 def traffic(walk: Walk) -> tuple[str, ...]:
     """Requests a second that keep the server BUSY, and objectives that the lever left on the table decides about."""
-    from armillary.planning.serving_choices import server_of
-    from armillary.planning.serving_plan import serving_request
+    from armillary.planning.serving.deployment_options import server_of
+    from armillary.planning.serving.serving_plan import serving_request
 
     recipe: Recipe = walk.recipe
     request = serving_request(recipe, recipe.model_config(), recipe.cluster(here()), walk.home)

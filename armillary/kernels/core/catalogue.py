@@ -5,25 +5,25 @@ from __future__ import annotations
 from importlib import import_module
 
 from armillary.errors import unknown
-from armillary.kernels.op import Op
+from armillary.kernels.core.op import Op
 
 OPS: dict[str, str] = {
-    "norm": "norm:NORM",
-    "add_norm": "norm:ADD_NORM",
-    "rope": "rope:ROPE",
-    "activate": "gated:ACTIVATE",
-    "bias_act_dropout": "bias_act_dropout:BIAS_ACT_DROPOUT",
-    "cross_entropy": "cross_entropy:CROSS_ENTROPY",
-    "linear_cross_entropy": "linear_cross_entropy:LINEAR_CROSS_ENTROPY",
-    "attention": "attention:ATTENTION",
-    "small_linear": "small_linear:SMALL_LINEAR",
-    "grouped_linear": "grouped_linear:GROUPED_LINEAR",
-    "fp8_linear": "fp8_linear:FP8_LINEAR",
-    "fp8_matmul": "fp8_matmul:FP8_MATMUL",
-    "paged_attention": "paged_attention:PAGED_ATTENTION",
-    "qkv_cache": "qkv_cache:QKV_CACHE",
-    "sample": "sampling:SAMPLE",
-    "logprobs": "logprobs:LOGPROBS",
+    "norm": "norm.norm:NORM",
+    "add_norm": "norm.norm:ADD_NORM",
+    "rope": "pointwise.rope:ROPE",
+    "activate": "pointwise.activation:ACTIVATE",
+    "bias_act_dropout": "pointwise.bias_act_dropout:BIAS_ACT_DROPOUT",
+    "cross_entropy": "loss.cross_entropy:CROSS_ENTROPY",
+    "linear_cross_entropy": "loss.linear_cross_entropy:LINEAR_CROSS_ENTROPY",
+    "attention": "attention.attention:ATTENTION",
+    "small_linear": "gemm.skinny:SMALL_LINEAR",
+    "grouped_linear": "gemm.grouped:GROUPED_LINEAR",
+    "fp8_linear": "fp8.linear:FP8_LINEAR",
+    "fp8_matmul": "fp8.matmul:FP8_MATMUL",
+    "paged_attention": "paged.paged_attention:PAGED_ATTENTION",
+    "qkv_cache": "paged.qkv_to_cache:QKV_CACHE",
+    "sample": "sampling.sampling:SAMPLE",
+    "logprobs": "sampling.logprobs:LOGPROBS",
 }
 """name -> module and attribute that hold its Op"""
 

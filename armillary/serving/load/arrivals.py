@@ -11,7 +11,7 @@ from itertools import accumulate
 from math import sqrt
 from random import Random
 
-from armillary.spec.service import Traffic
+from armillary.spec.tables.serve import Traffic
 
 
 def send_times(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from math import ceil, floor, log10
 
-from armillary.html_page import Frame, drawing, legend
+from armillary.report.page import Frame, drawing, legend
 from armillary.units import seconds_text
 
 FRAMES = (Frame(width=960, height=300, left=76, right=28), Frame(width=420, height=250, left=60, right=22))

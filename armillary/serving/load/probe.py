@@ -11,11 +11,11 @@ import aiohttp
 
 from armillary.errors import BadInput, NotFound
 from armillary.serving.load.client import ask, clock_from, get_json, session
+from armillary.serving.load.prompts import ByCharacters, ByTokenizer, Cut
 from armillary.serving.load.record import Answer, Shot
 from armillary.serving.load.sample import sample_of
 from armillary.serving.load.target import Target, base_url
-from armillary.serving.load.texts import ByCharacters, ByTokenizer, Cut
-from armillary.spec.load import Load
+from armillary.spec.tables.load import Load
 
 _SHORT, _SHORT_TOKENS, _LONG = "Hello.", 2, 2000
 _TRIAL_TOKENS = 4

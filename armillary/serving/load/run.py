@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from armillary.errors import BadInput
-from armillary.serving.load.drive import Job, Watch
-from armillary.serving.load.lag import lag_of
+from armillary.serving.load.client_lag import lag_of
+from armillary.serving.load.multi_process import drive_all
 from armillary.serving.load.probe import Probed, probe
+from armillary.serving.load.prompts import Texts
 from armillary.serving.load.record import Answer
 from armillary.serving.load.schedule import num_cut, planned, warmup_s
-from armillary.serving.load.spread import drive_all
+from armillary.serving.load.sender import Job, Watch
 from armillary.serving.load.summary import Summary, summary
-from armillary.serving.load.texts import Texts
-from armillary.spec.load import Load
-from armillary.spec.service import Objective, Traffic
+from armillary.spec.tables.load import Load
+from armillary.spec.tables.serve import Objective, Traffic
 
 _ENDLESS = float("inf")
 _MANY = 100

@@ -12,8 +12,8 @@ from armillary.errors import BadInput
 from armillary.serving.load.arrivals import send_times
 from armillary.serving.load.record import Planned
 from armillary.serving.load.trace import read_trace
-from armillary.spec.load import Load
-from armillary.spec.service import Traffic
+from armillary.spec.tables.load import Load
+from armillary.spec.tables.serve import Traffic
 
 _LONGEST_WARMUP_S = 10.0
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from armillary.serving.load.lag import Lag
+from armillary.serving.load.client_lag import Lag
 from armillary.serving.load.record import Answer
-from armillary.serving.load.stats import percentile, slope
-from armillary.spec.service import Objective
+from armillary.spec.tables.serve import Objective
+from armillary.stats import percentile, slope
 
 _SAMPLES = 60
 

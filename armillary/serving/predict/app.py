@@ -15,17 +15,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from armillary.serving.api.keys import REFUSAL, Keys
+from armillary.serving.http.api_keys import REFUSAL, Keys
+from armillary.serving.http.body_limits import Bodies, TooLarge, TooMany, TooSlow
 from armillary.serving.predict.batcher import Closed, Full
-from armillary.serving.predict.bodies import Bodies, TooLarge, TooMany, TooSlow
-from armillary.serving.predict.large import Desk, Lost
-from armillary.serving.predict.live import Live, Say, Version
+from armillary.serving.predict.hot_reload import Live, Say, Version
+from armillary.serving.predict.json_workers import Desk, Lost
 from armillary.serving.predict.metrics import Metrics
 from armillary.serving.predict.openapi import document
 from armillary.serving.predict.request import Unfit
 from armillary.serving.predict.schema import Schema
 from armillary.serving.predict.trust import Trust
-from armillary.spec.predict import Predict
+from armillary.spec.tables.predict import Predict
 
 _STUCK_S = 10.0
 """a batch that has run so long while others wait is no good sign"""

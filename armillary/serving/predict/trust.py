@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from armillary.errors import BadModel
-from armillary.store.converted import digest_of, is_known
+from armillary.store.converted_files import digest_of, is_known
 from armillary.store.home import Home
 
 

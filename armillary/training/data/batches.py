@@ -11,11 +11,11 @@ from functools import cached_property
 import numpy as np
 
 from armillary.errors import BadData, BadInput
-from armillary.training.data.ahead import Ahead
 from armillary.training.data.batch import Batch
-from armillary.training.data.order import ids_at
+from armillary.training.data.prefetch import Ahead
 from armillary.training.data.remote import Remote
-from armillary.training.data.rows import Packing, Rows, make_rows
+from armillary.training.data.row_packing import Packing, Rows, make_rows
+from armillary.training.data.sample_order import ids_at
 from armillary.training.data.shards import TokenShards
 
 

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import ArmillaryError, BadInput, BadModel
-from armillary.model.bpe import LARGEST, SMALLEST
-from armillary.model.tokenizer import Tokenizer
+from armillary.model.text.tokenizer import Tokenizer
+from armillary.model.text.train_tokenizer import LARGEST, SMALLEST
 from armillary.store.atomic import Taken, staged_folder
 from armillary.training.data.cache import Cache
 from armillary.training.data.corpus import Corpus, find_corpus
-from armillary.training.data.encode import encode_corpus
 from armillary.training.data.index import NAME, SPLITS, Index
 from armillary.training.data.remote import is_url
 from armillary.training.data.shards import SHARD_TOKENS, TokenShards
 from armillary.training.data.survey import Progress
+from armillary.training.data.tokenize_corpus import encode_corpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +199,6 @@ Maker = Callable[[Corpus, Path, Tokenizer | None, int, Mapping[str, Any], Progre
 def _maker(format: str, template: str) -> Maker:
     if format != "chat":
         return encode_corpus
-    from armillary.training.instruct.prepare import make_chat
+    from armillary.training.chat_data.prepare import make_chat
 
     return lambda corpus, folder, given, vocab, *rest: make_chat(corpus, folder, given, vocab, template, *rest)

@@ -16,7 +16,7 @@ from typing import Any
 
 from armillary.errors import BadData, missing
 from armillary.training.data.document import Document, Skipped
-from armillary.training.data.tars import read_tar
+from armillary.training.data.webdataset import read_tar
 
 PIECE = 256 * 1024
 """characters after which a text file is cut, at a blank line, into several documents"""

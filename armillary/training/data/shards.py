@@ -18,9 +18,9 @@ import numpy as np
 
 from armillary.errors import BadData
 from armillary.training.data.cache import Cache
-from armillary.training.data.files import ANSWER, OFFSET, ShardFiles, check_sum, fetched_tokenizer
 from armillary.training.data.index import Index, Shard, Split
 from armillary.training.data.remote import Remote, is_url
+from armillary.training.data.shard_files import ANSWER, OFFSET, ShardFiles, check_sum, fetched_tokenizer
 
 SHARD_TOKENS = 100_000_000
 

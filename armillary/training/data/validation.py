@@ -14,7 +14,7 @@ import numpy as np
 from armillary.training.data.batch import IGNORED, LAYOUT, Batch
 from armillary.training.data.batches import positions_of
 from armillary.training.data.blend import Turns, blended
-from armillary.training.data.rows import Packing, Rows, make_rows
+from armillary.training.data.row_packing import Packing, Rows, make_rows
 from armillary.training.data.shards import TokenShards
 
 

@@ -14,23 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from armillary.model.attend import packed, plain
-from armillary.model.moe import Router
+from armillary.model.layers.attention_forms import packed, plain
+from armillary.model.moe.experts import Router
 from armillary.model.transformer import Transformer, build
 from armillary.parallel.apply import Sharded, apply
 from armillary.parallel.mesh import Mesh, make_mesh
-from armillary.parallel.pipeline import Passing, Rows
-from armillary.parallel.pipeline_stage import hold
-from armillary.parallel.weights import fill_random, materialise
+from armillary.parallel.pipeline.pipeline import Passing, Rows
+from armillary.parallel.pipeline.stage import hold
+from armillary.parallel.shard_weights import fill_random, materialise
 from armillary.parallel.world import World, join_world
-from armillary.spec.placement import axis_sizes
-from armillary.spec.train_job import TrainJob
-from armillary.training.balance import Routers
-from armillary.training.kernels import use_kernels
-from armillary.training.lora import add_lora
-from armillary.training.loss import loss_sum
-from armillary.training.offloading import optimizer_of
+from armillary.spec.layout_rules.placement import axis_sizes
+from armillary.spec.tables.train import TrainJob
 from armillary.training.parity.case import DTYPES, ROWS, SEQUENCE, Case, Outcome, batch
+from armillary.training.setup.kernel_selection import use_kernels
+from armillary.training.step.lora import add_lora
+from armillary.training.step.loss import loss_sum
+from armillary.training.step.offload import optimizer_of
+from armillary.training.step.router_balance import Routers
 
 
 def steps(case: Case) -> Outcome:

@@ -9,10 +9,10 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from armillary.serving.api import engine_main
-from armillary.serving.api.channel import Outlet, Started, messages
-from armillary.serving.engine.decision import Decision
-from armillary.serving.engine.rehearsal import Kind, decision_of
+from armillary.engine.scheduler.decision import Decision
+from armillary.engine.telemetry.step_calibration import Kind, decision_of
+from armillary.serving.processes import engine_main
+from armillary.serving.processes.engine_ipc import Outlet, Started, messages
 from tests.serving.engine.fake import VOCAB, FakeExecutor
 from tests.serving.engine.test_engine import make_engine
 
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def work(tokens: int) -> dict[str, float]:
-    from armillary.serving.engine.gauges import work_gauges
+    from armillary.engine.telemetry.gauges import work_gauges
     from tests.serving.engine.fake import make_scheduler
 
     return work_gauges(decision_of(Kind(prompts=1, size=tokens), make_scheduler().cache))

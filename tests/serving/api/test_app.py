@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 
-from armillary.serving.api import reply, texts
-from armillary.serving.api.app import Api
-from armillary.serving.api.channel import INDEX_BITS, Orders, Started, Submit, Turn
-from armillary.serving.api.engine_process import EngineProcess
-from armillary.serving.api.exchange import Budget, Exchange
-from armillary.serving.api.metrics import Metrics
-from armillary.serving.api.problem import Problem
-from armillary.serving.api.served import Served
-from armillary.serving.api.texts import Texts
-from armillary.spec.service import Serve
+from armillary.serving.http.asgi import Budget, Exchange
+from armillary.serving.http.metrics import Metrics
+from armillary.serving.http.problem import Problem
+from armillary.serving.openai import response as reply
+from armillary.serving.openai import tokenization as texts
+from armillary.serving.openai.app import Api
+from armillary.serving.openai.served_model import Served
+from armillary.serving.openai.tokenization import Texts
+from armillary.serving.processes.engine_client import EngineProcess
+from armillary.serving.processes.engine_ipc import INDEX_BITS, Orders, Started, Submit, Turn
+from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from armillary.engine.request.constraint import Structure
+from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import ArmillaryError, BadInput
-from armillary.serving.api import compiling
-from armillary.serving.api.channel import Submit
-from armillary.serving.api.compiling import Busy, Compiling
-from armillary.serving.api.trials import TooLong, Trials
-from armillary.serving.engine.constraint import Structure
-from armillary.serving.engine.params import SamplingParams
+from armillary.serving.processes import grammar_queue as compiling
+from armillary.serving.processes.engine_ipc import Submit
+from armillary.serving.processes.grammar_queue import Busy, Compiling
+from armillary.serving.processes.grammar_sandbox import TooLong, Trials
 
 
 class Fits:

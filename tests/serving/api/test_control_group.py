@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from armillary.machine.cgroup import groups
-from armillary.model.bpe import train_tokenizer
+from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import build
-from armillary.model.weights import save_model
+from armillary.model.weights.hf_weights import save_model
 from tests.model.test_attend import small
 from tests.serving.api.streams import Streamed, stream
 from tests.serving.api.tiny import TEXT, run_server

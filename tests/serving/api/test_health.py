@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from armillary.serving.api import engine_process
-from armillary.serving.api.app import Api
-from armillary.serving.api.channel import Orders, Started, frame
+from armillary.serving.openai.app import Api
+from armillary.serving.processes import engine_client as engine_process
+from armillary.serving.processes.engine_ipc import Orders, Started, frame
 from tests.serving.api.test_app import api, ask
 
 STARTED = Started(max_model_len=300, vocab=400, kv_tokens=1000, kv_text="", phases=[("in all", 1.0)])

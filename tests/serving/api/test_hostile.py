@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from armillary.serving.api import connections
+from armillary.serving.http import connections
 from tests.serving.api.streams import request_bytes, stream
 from tests.serving.api.tiny import Server
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from armillary.serving.api.connections import raise_file_limit
+from armillary.serving.http.connections import raise_file_limit
 from tests.serving.api.streams import Streamed, request_bytes, stream
 from tests.serving.api.tiny import Server, run_server
 

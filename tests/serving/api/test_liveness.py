@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from armillary.serving.api.channel import Beat, Orders, Turn
-from armillary.serving.api.engine_process import EngineProcess
-from armillary.serving.api.liveness import Liveness
-from armillary.serving.api.mailbox import Mailbox
-from armillary.serving.api.metrics import Metrics
-from armillary.serving.api.problem import Problem
-from armillary.serving.api.pulse import Pulse
-from armillary.serving.api.ranks import Ranks
-from armillary.serving.engine.params import SamplingParams
-from armillary.serving.engine.worker import Worker
-from armillary.spec.service import Serve
+from armillary.engine.engine_thread import Worker
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.serving.http.metrics import Metrics
+from armillary.serving.http.problem import Problem
+from armillary.serving.processes.engine_client import EngineProcess
+from armillary.serving.processes.engine_ipc import Beat, Orders, Turn
+from armillary.serving.processes.heartbeat import Pulse
+from armillary.serving.processes.liveness import Liveness
+from armillary.serving.processes.mailbox import Mailbox
+from armillary.serving.processes.ranks import Ranks
+from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
 from tests.serving.api.slow_engine import QUICK, SLOW, STUCK
 from tests.serving.engine.test_engine import make_engine

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("aiohttp", reason="load tests need the extra http")
 
 from armillary.serving.load.run import Test, load_test
-from armillary.spec.load import Load
-from armillary.spec.service import Objective, Traffic
+from armillary.spec.tables.load import Load
+from armillary.spec.tables.serve import Objective, Traffic
 from tests.serving.api.tiny import Server
 
 TRAFFIC = Traffic(requests_per_s=40, tokens_in=96, tokens_out=8, shared_prefix=64, duration_s=1.0)

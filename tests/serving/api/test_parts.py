@@ -15,27 +15,27 @@ from typing import Any
 
 import pytest
 
+from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import BadInput
 from armillary.model.generation_config import SamplingDefaults
-from armillary.model.tokenizer import Detokenizer, Tokenizer
-from armillary.serving.api.answer_text import AnswerText
-from armillary.serving.api.bodies import read
-from armillary.serving.api.channel import Orders, Outlet, Submit, Turn, messages, read_message
-from armillary.serving.api.engine_process import for_engine
-from armillary.serving.api.logprob_text import CompletionLogprobs, chat_entry
-from armillary.serving.api.mailbox import End, Mailbox
-from armillary.serving.api.metrics import Histogram, Metrics
-from armillary.serving.api.openapi import document
-from armillary.serving.api.problem import Problem
-from armillary.serving.api.ranks import Ranks
-from armillary.serving.api.schemas import Asked, Chat, Completion
-from armillary.serving.api.serve import bind
-from armillary.serving.api.structured_outputs import structure_of
-from armillary.serving.api.texts import Texts
-from armillary.serving.api.wishes import late, refuse_priority, wish_of
-from armillary.serving.engine.params import SamplingParams
+from armillary.model.text.tokenizer import Detokenizer, Tokenizer
+from armillary.serving.http.metrics import Histogram, Metrics
+from armillary.serving.http.problem import Problem
+from armillary.serving.openai.bodies import read
+from armillary.serving.openai.detokenize import AnswerText
+from armillary.serving.openai.logprobs import CompletionLogprobs, chat_entry
+from armillary.serving.openai.openapi import document
+from armillary.serving.openai.run_server import bind
+from armillary.serving.openai.sampling_request import late, refuse_priority, wish_of
+from armillary.serving.openai.schemas import Asked, Chat, Completion
+from armillary.serving.openai.structured_outputs import structure_of
+from armillary.serving.openai.tokenization import Texts
+from armillary.serving.processes.engine_client import for_engine
+from armillary.serving.processes.engine_ipc import Orders, Outlet, Submit, Turn, messages, read_message
+from armillary.serving.processes.mailbox import End, Mailbox
+from armillary.serving.processes.ranks import Ranks
 from armillary.spec.gauges import GAUGES
-from armillary.spec.service import Serve
+from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
 
 
@@ -307,7 +307,9 @@ def test_the_document_describes_every_field() -> None:
 
 
 def test_the_servers_process_has_no_torch() -> None:
-    code = "import sys, armillary.serving.api.serve, armillary.serving.api.app; print('torch' in sys.modules)"
+    code = (
+        "import sys, armillary.serving.openai.run_server, armillary.serving.openai.app; print('torch' in sys.modules)"
+    )
     ran = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

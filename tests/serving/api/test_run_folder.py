@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from armillary.diagnosis.read_run import read_run
+from armillary.diagnosis.readings.run_folder import read_run
 from armillary.store.home import Home
 from armillary.store.runs import list_runs
 from tests.serving.api.tiny import Server

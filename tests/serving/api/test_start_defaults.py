@@ -13,12 +13,12 @@ import pytest
 
 from armillary.errors import BadModel
 from armillary.model.generation_config import SamplingDefaults
-from armillary.serving.api.channel import Orders
-from armillary.serving.api.metrics import Metrics
-from armillary.serving.api.serve import _served
-from armillary.spec.service import Serve
+from armillary.serving.http.metrics import Metrics
+from armillary.serving.openai.run_server import _served
+from armillary.serving.processes.engine_ipc import Orders
+from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
-from armillary.store.source import resolve_model
+from armillary.store.resolve_model import resolve_model
 from tests.serving.api.tiny import CONTEXT, Server, run_server
 
 HELLO: list[Any] = [{"role": "user", "content": "def main"}]

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.serving.api.answering import Piece
-from armillary.serving.api.chat import ChatForm, _Choice
-from armillary.serving.api.schemas import Chat, Function, Tool
-from armillary.serving.api.tool_calls import Call, Forced, ToolStream, family_of, forced_schema, tool_stream
+from armillary.serving.openai.chat import ChatForm, _Choice
+from armillary.serving.openai.generation import Piece
+from armillary.serving.openai.schemas import Chat, Function, Tool
+from armillary.serving.openai.tool_calls import Call, Forced, ToolStream, family_of, forced_schema, tool_stream
 
 NAMES = ("weather", "news")
 WEATHER = Call("weather", '{"town": "Köln"}')

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from armillary.errors import BadInput
-from armillary.serving.api.answering import Answering
-from armillary.serving.api.exchange import Exchange
-from armillary.serving.api.mailbox import Mailbox
-from armillary.serving.api.tracing import Tracing
+from armillary.serving.http.asgi import Exchange
+from armillary.serving.openai.generation import Answering
+from armillary.serving.openai.tracing import Tracing
+from armillary.serving.processes.mailbox import Mailbox
 from tests.serving.api.tiny import run_server
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="traces need the otel extra")

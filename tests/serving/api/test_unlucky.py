@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
+from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import BadInput
-from armillary.serving.api import engine_process
-from armillary.serving.api.channel import Failed, Orders, Refused, Started, Turn, frame
-from armillary.serving.api.completions import complete
-from armillary.serving.api.engine_process import EngineProcess
-from armillary.serving.api.lines import to_whom_it_concerns
-from armillary.serving.api.mailbox import Mailbox
-from armillary.serving.api.metrics import Metrics
-from armillary.serving.api.problem import Problem
-from armillary.serving.api.schemas import Completion
-from armillary.serving.engine.params import SamplingParams
-from armillary.spec.service import Serve
+from armillary.serving.http.lines import to_whom_it_concerns
+from armillary.serving.http.metrics import Metrics
+from armillary.serving.http.problem import Problem
+from armillary.serving.openai.completions import complete
+from armillary.serving.openai.schemas import Completion
+from armillary.serving.processes import engine_client as engine_process
+from armillary.serving.processes.engine_client import EngineProcess
+from armillary.serving.processes.engine_ipc import Failed, Orders, Refused, Started, Turn, frame
+from armillary.serving.processes.mailbox import Mailbox
+from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
 
 STARTED = Started(max_model_len=8, vocab=8, kv_tokens=8, kv_text="", phases=[("in all", 0.1)])

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from armillary.model.bpe import train_tokenizer
+from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import build
-from armillary.model.weights import save_model
+from armillary.model.weights.hf_weights import save_model
 from tests.model.test_attend import small
 
 TEMPLATE = """{%- if tools %}<tools>{{ tools | tojson }}</tools> as <tool_call>{"name": …}</tool_call>

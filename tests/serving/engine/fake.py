@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from typing import Any
 
-from armillary.serving.engine.decision import Decision
-from armillary.serving.engine.invariants import check_idle
-from armillary.serving.engine.kv_cache import KVCache
-from armillary.serving.engine.kv_groups import WHOLE, Group
-from armillary.serving.engine.loop import Loop
-from armillary.serving.engine.params import SamplingParams
-from armillary.serving.engine.request import Request
-from armillary.serving.engine.scheduler import Scheduler
-from armillary.serving.engine.sequence import Sequence
-from armillary.serving.engine.settings import Settings
+from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.cache.layer_groups import WHOLE, Group
+from armillary.engine.request.request import Request
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.request.sequence import Sequence
+from armillary.engine.scheduler.decision import Decision
+from armillary.engine.scheduler.invariants import check_idle
+from armillary.engine.scheduler.loop import Loop
+from armillary.engine.scheduler.scheduler import Scheduler
+from armillary.engine.scheduler.settings import Settings
 
 VOCAB = 50
 EOS = 1

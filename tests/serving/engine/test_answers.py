@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.serving.engine.answers import Answers
-from armillary.serving.engine.invariants import check_idle
-from armillary.serving.engine.loop import Loop
-from armillary.serving.engine.sequence import Sequence
-from armillary.serving.engine.stop_text import StopText
+from armillary.engine.output.output_text import Answers
+from armillary.engine.output.stop_strings import StopText
+from armillary.engine.request.sequence import Sequence
+from armillary.engine.scheduler.invariants import check_idle
+from armillary.engine.scheduler.loop import Loop
 from tests.serving.engine.fake import EOS, FakeExecutor, ask, expected, make_scheduler
 
 

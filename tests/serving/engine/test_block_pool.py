@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from armillary.serving.engine.block_pool import NULL, BlockPool
+from armillary.engine.cache.block_pool import NULL, BlockPool
 
 
 def unname(pool: BlockPool, blocks: list[int]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.serving.engine.chunks import chunk_cost, chunk_size
-from armillary.serving.engine.settings import attention_tokens, settings_for
+from armillary.engine.scheduler.prefill_budget import chunk_cost, chunk_size
+from armillary.engine.scheduler.settings import attention_tokens, settings_for
 from armillary.spec.catalogue import models
-from armillary.spec.service import Serve
+from armillary.spec.tables.serve import Serve
 
 
 def test_plain_budgets_are_tokens() -> None:

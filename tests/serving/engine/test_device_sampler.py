@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from armillary.kernels.sampling_rows import sample as sample_rows
-from armillary.serving.engine.constraint import Structure
-from armillary.serving.engine.device_sampler import DeviceSampler
-from armillary.serving.engine.engine_kernels import EngineKernels
-from armillary.serving.engine.fast_executor import FastExecutor
-from armillary.serving.engine.plain_executor import PlainExecutor
-from armillary.serving.engine.settings import settings_for
+from armillary.engine.request.constraint import Structure
+from armillary.engine.runner.engine_kernels import EngineKernels
+from armillary.engine.runner.executor import FastExecutor
+from armillary.engine.runner.reference_executor import PlainExecutor
+from armillary.engine.runner.sampler import DeviceSampler
+from armillary.engine.scheduler.settings import settings_for
+from armillary.kernels.sampling.cpu import sample as sample_rows
 from tests.serving.engine import test_plain_executor
 from tests.serving.engine.fake import ask
 from tests.serving.engine.test_fast_executor import padded

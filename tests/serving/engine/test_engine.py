@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from armillary.engine.engine import Completion, Engine
+from armillary.engine.engine_thread import Worker
+from armillary.engine.output.output_text import Answers, Piece
+from armillary.engine.scheduler.decision import Decision
+from armillary.engine.scheduler.invariants import check_idle
+from armillary.engine.scheduler.loop import Loop, StepFailed
 from armillary.errors import BadInput
-from armillary.serving.engine.answers import Answers, Piece
-from armillary.serving.engine.decision import Decision
-from armillary.serving.engine.engine import Completion, Engine
-from armillary.serving.engine.invariants import check_idle
-from armillary.serving.engine.loop import Loop, StepFailed
-from armillary.serving.engine.worker import Worker
 from armillary.spec.gauges import GAUGES
 from tests.serving.engine.fake import FakeExecutor, ask, expected, make_scheduler
 from tests.serving.engine.test_answers import Letters

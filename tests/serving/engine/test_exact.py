@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.serving.engine.invariants import check_idle
-from armillary.serving.engine.kv_groups import WHOLE, Group
-from armillary.serving.engine.loop import Loop
+from armillary.engine.cache.layer_groups import WHOLE, Group
+from armillary.engine.scheduler.invariants import check_idle
+from armillary.engine.scheduler.loop import Loop
 from tests.serving.engine.fake import FakeExecutor, ask, expected, make_scheduler, run
 
 WINDOW = (Group(sees="window", reach=6),)

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from armillary.engine.runner.executor import FastExecutor
 from armillary.model.transformer import Transformer
-from armillary.model.weights import load_model
-from armillary.serving.engine.fast_executor import FastExecutor
+from armillary.model.weights.hf_weights import load_model
 from tests.model.families import FAMILIES, random_model
 from tests.serving.engine.fake import ask
 from tests.serving.engine.test_fast_executor import padded

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.grouped_linear import GROUPED_LINEAR
-from armillary.model.attend import plain
+from armillary.engine.request.constraint import Structure
+from armillary.engine.runner.cuda_graphs import row_sizes, token_sizes
+from armillary.engine.runner.engine_kernels import REFERENCE, EngineKernels
+from armillary.engine.runner.executor import FastExecutor, null_step
+from armillary.engine.runner.step_input import Shape
+from armillary.kernels.gemm.grouped import GROUPED_LINEAR
+from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import build
-from armillary.serving.engine.constraint import Structure
-from armillary.serving.engine.engine_kernels import REFERENCE, EngineKernels
-from armillary.serving.engine.fast_executor import FastExecutor, null_step
-from armillary.serving.engine.graphs import row_sizes, token_sizes
-from armillary.serving.engine.step import Shape
 from tests.kernels.agreeing import loaded
 from tests.kernels.interpreter import needs_interpreter
 from tests.model.test_attend import small

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from armillary.engine.build import make_engine
+from armillary.engine.runner.executor import FastExecutor
+from armillary.engine.runner.fp8_weights import Fp8Dense, to_fp8
+from armillary.engine.runner.layer import Dense
 from armillary.errors import BadInput
-from armillary.kernels.fp8_matmul import reference
+from armillary.kernels.fp8.matmul import reference
 from armillary.model.transformer import build
-from armillary.serving.engine.fast_executor import FastExecutor
-from armillary.serving.engine.fp8 import Fp8Dense, to_fp8
-from armillary.serving.engine.layer import Dense
-from armillary.serving.engine.make import make_engine
-from armillary.spec.service import Serve
+from armillary.spec.tables.serve import Serve
 from tests.model.test_attend import small
 from tests.serving.engine.fake import ask
 from tests.serving.engine.test_plain_executor import serve

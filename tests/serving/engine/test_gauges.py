@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.serving.engine.gauges import request_gauges, step_gauges
-from armillary.serving.engine.loop import Loop
-from armillary.serving.engine.report import report
+from armillary.engine.report import report
+from armillary.engine.scheduler.loop import Loop
+from armillary.engine.telemetry.gauges import request_gauges, step_gauges
 from armillary.spec.gauges import GAUGES
 from tests.serving.engine.fake import FakeExecutor, ask, expected, make_scheduler, run
 

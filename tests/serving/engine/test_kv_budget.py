@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from armillary.engine.build import make_engine
+from armillary.engine.runner import kv_memory_budget as kv_budget
+from armillary.engine.runner.kv_memory_budget import step_bytes
 from armillary.errors import BadInput, BadRecipe
 from armillary.model.transformer import build
-from armillary.serving.engine import kv_budget
-from armillary.serving.engine.kv_budget import step_bytes
-from armillary.serving.engine.make import make_engine
-from armillary.spec.service import Serve
+from armillary.spec.tables.serve import Serve
 from tests.model.test_attend import small
 from tests.serving.engine.fake import ask
 

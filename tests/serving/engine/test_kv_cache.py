@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.serving.engine.invariants import Broken, check, check_idle
-from armillary.serving.engine.kv_cache import Copy
-from armillary.serving.engine.kv_groups import Group
-from armillary.serving.engine.scheduler import Scheduler
-from armillary.serving.engine.sequence import Sequence
+from armillary.engine.cache.kv_cache import Copy
+from armillary.engine.cache.layer_groups import Group
+from armillary.engine.request.sequence import Sequence
+from armillary.engine.scheduler.invariants import Broken, check, check_idle
+from armillary.engine.scheduler.scheduler import Scheduler
 from tests.serving.engine.fake import ask, expected, make_scheduler, run
 
 

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from armillary.engine.cache.kv_capacity import plan_kv
+from armillary.engine.cache.layer_groups import Group, group_size, layer_groups
+from armillary.engine.scheduler.scheduler import Scheduler
+from armillary.engine.scheduler.settings import settings_for
 from armillary.errors import BadInput
-from armillary.serving.engine.kv_capacity import plan_kv
-from armillary.serving.engine.kv_groups import Group, group_size, layer_groups
-from armillary.serving.engine.scheduler import Scheduler
-from armillary.serving.engine.settings import settings_for
+from armillary.spec.arithmetic.params import kv_bytes
 from armillary.spec.catalogue import models
 from armillary.spec.model import LayerKind, ModelConfig
-from armillary.spec.params import kv_bytes
-from armillary.spec.service import Serve
+from armillary.spec.tables.serve import Serve
 from tests.serving.engine.fake import ask
 
 LLAMA = ModelConfig(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from armillary.engine.request.constraint import Constraint
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.request.token_limits import bad_tokens_of, limited
 from armillary.errors import BadInput
-from armillary.model.bpe import train_tokenizer
-from armillary.serving.engine.constraint import Constraint
-from armillary.serving.engine.limits import bad_tokens_of, limited
-from armillary.serving.engine.params import SamplingParams
+from armillary.model.text.train_tokenizer import train_tokenizer
 
 VOCAB = 70
 

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 import armillary
+from armillary.engine.engine_thread import Worker
+from armillary.engine.llm import LLM
+from armillary.engine.request.request import Request
+from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import BadInput, BadRecipe
-from armillary.model.bpe import train_tokenizer
-from armillary.model.generate import Sampling, default_sampling, generate
+from armillary.model.reference_generate import Sampling, default_sampling, generate
+from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import build
-from armillary.model.weights import save_model
-from armillary.profiling.ceilings import name_of
-from armillary.serving.engine.llm import LLM
-from armillary.serving.engine.params import SamplingParams
-from armillary.serving.engine.request import Request
-from armillary.serving.engine.worker import Worker
-from armillary.spec.service import Serve
+from armillary.model.weights.hf_weights import save_model
+from armillary.profiling.ceilings.ceilings import name_of
+from armillary.spec.tables.serve import Serve
 from armillary.store.gauges import GaugeWriter, read_gauges
 from armillary.store.home import Home
 from armillary.store.peaks import Peaks, save_peaks

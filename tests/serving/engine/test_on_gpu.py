@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from armillary.engine.runner.executor import FastExecutor
 from armillary.model.transformer import Transformer, build
-from armillary.serving.engine.fast_executor import FastExecutor
 from tests.model.test_attend import small
 from tests.serving.engine.fake import ask
 from tests.serving.engine.test_plain_executor import MODELS, model, serve

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from armillary.serving.engine.answers import Answers
-from armillary.serving.engine.decision import Decision
-from armillary.serving.engine.engine import Engine
-from armillary.serving.engine.invariants import check_idle
-from armillary.serving.engine.kv_cache import Copy
-from armillary.serving.engine.kv_groups import WHOLE, Group
-from armillary.serving.engine.loop import Loop, StepTooLarge
-from armillary.serving.engine.out_of_memory import is_out_of_memory
-from armillary.serving.engine.report import report
-from armillary.serving.engine.retreat import as_one
-from armillary.serving.engine.step_limit import StepLimit
+from armillary.engine.cache.kv_cache import Copy
+from armillary.engine.cache.layer_groups import WHOLE, Group
+from armillary.engine.engine import Engine
+from armillary.engine.output.output_text import Answers
+from armillary.engine.report import report
+from armillary.engine.runner.out_of_memory import is_out_of_memory
+from armillary.engine.scheduler.decision import Decision
+from armillary.engine.scheduler.invariants import check_idle
+from armillary.engine.scheduler.loop import Loop, StepTooLarge
+from armillary.engine.scheduler.rollback import as_one
+from armillary.engine.scheduler.step_limit import StepLimit
 from tests.serving.engine.fake import FakeExecutor, ask, expected, make_scheduler
 from tests.serving.engine.test_answers import Letters
 
@@ -136,8 +136,8 @@ LIMITED = """
 import json, resource, sys
 import torch
 from armillary.model.transformer import build
-from armillary.serving.engine.make import make_engine
-from armillary.spec.service import Serve
+from armillary.engine.build import make_engine
+from armillary.spec.tables.serve import Serve
 from tests.model.test_attend import small
 from tests.serving.engine.fake import ask
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from armillary.engine.engine import Engine
+from armillary.engine.engine_thread import Worker
+from armillary.engine.output.output_text import Answers
+from armillary.engine.scheduler.decision import Chunk, Decision
+from armillary.engine.scheduler.loop import Loop
+from armillary.engine.scheduler.prefill_budget import Budget
+from armillary.engine.scheduler.prefill_pacing import Pace
 from armillary.errors import BadRecipe
-from armillary.serving.engine.answers import Answers
-from armillary.serving.engine.chunks import Budget
-from armillary.serving.engine.decision import Chunk, Decision
-from armillary.serving.engine.engine import Engine
-from armillary.serving.engine.loop import Loop
-from armillary.serving.engine.pace import Pace
-from armillary.serving.engine.worker import Worker
-from armillary.spec.service import Serve
+from armillary.spec.tables.serve import Serve
 from tests.serving.engine.fake import FakeExecutor, ask, make_scheduler
 from tests.serving.engine.test_answers import Letters
 

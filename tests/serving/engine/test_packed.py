@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 import torch
 
+from armillary.engine.build import make_engine
+from armillary.engine.runner.cpu_packed_weights import PackedDense, packs
+from armillary.engine.runner.int8_weights import Int8Dense
+from armillary.engine.runner.layer import Dense, Product
 from armillary.model.transformer import build
-from armillary.serving.engine.int8 import Int8Dense
-from armillary.serving.engine.layer import Dense, Product
-from armillary.serving.engine.make import make_engine
-from armillary.serving.engine.packed import PackedDense, packs
-from armillary.spec.service import Serve
+from armillary.spec.tables.serve import Serve
 from tests.model.test_attend import small
 from tests.serving.engine.fake import ask
 

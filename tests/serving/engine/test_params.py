@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from armillary.engine.request.constraint import Structure
+from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import BadInput
-from armillary.serving.engine.constraint import Structure
-from armillary.serving.engine.params import SamplingParams
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n=0 must be a whole number of at least 1"),

@@ -12,20 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.model.generate import Sampling, generate_tokens
+from armillary.engine.cache.kv_capacity import plan_kv
+from armillary.engine.engine import Completion, Engine
+from armillary.engine.output.output_text import Answers
+from armillary.engine.request.constraint import Structure
+from armillary.engine.request.request import Request
+from armillary.engine.runner.reference_executor import PlainExecutor
+from armillary.engine.scheduler.invariants import check_idle
+from armillary.engine.scheduler.loop import Loop
+from armillary.engine.scheduler.scheduler import Scheduler
+from armillary.engine.scheduler.settings import settings_for
+from armillary.model.reference_generate import Sampling, generate_tokens
 from armillary.model.transformer import Transformer, build
-from armillary.serving.engine.answers import Answers
-from armillary.serving.engine.constraint import Structure
-from armillary.serving.engine.engine import Completion, Engine
-from armillary.serving.engine.invariants import check_idle
-from armillary.serving.engine.kv_capacity import plan_kv
-from armillary.serving.engine.loop import Loop
-from armillary.serving.engine.plain_executor import PlainExecutor
-from armillary.serving.engine.request import Request
-from armillary.serving.engine.scheduler import Scheduler
-from armillary.serving.engine.settings import settings_for
 from armillary.spec.model import ModelConfig
-from armillary.spec.service import Serve
+from armillary.spec.tables.serve import Serve
 from tests.model.test_attend import SHAPES, small
 from tests.serving.engine.fake import ask
 from tests.serving.engine.test_answers import Letters

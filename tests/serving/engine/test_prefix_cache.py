@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.serving.engine.block_hash import Chain, digest, root
-from armillary.serving.engine.prefix_cache import MEANING
-from armillary.serving.engine.scheduler import Scheduler
-from armillary.serving.engine.sequence import Sequence
+from armillary.engine.cache.block_hash import Chain, digest, root
+from armillary.engine.cache.prefix_cache import MEANING
+from armillary.engine.request.sequence import Sequence
+from armillary.engine.scheduler.scheduler import Scheduler
 from tests.serving.engine.fake import ask, make_scheduler
 
 TEXT = list(range(2, 20))  # four blocks of four and a half

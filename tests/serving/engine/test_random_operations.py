@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from armillary.engine.cache.layer_groups import WHOLE, Group
+from armillary.engine.scheduler.invariants import check, check_idle
 from armillary.errors import BadInput
-from armillary.serving.engine.invariants import check, check_idle
-from armillary.serving.engine.kv_groups import WHOLE, Group
 from tests.serving.engine.fake import VOCAB, ask, make_scheduler
 
 MIXED = (Group(), Group(sees="window", reach=6))

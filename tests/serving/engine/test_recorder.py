@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from armillary.engine.telemetry.gauge_log import Recorder
 from armillary.errors import BadData
-from armillary.serving.engine.recorder import Recorder
 from armillary.store.gauges import GaugeWriter, read_gauges
 
 
@@ -27,7 +27,7 @@ def test_every_request_and_some_steps(tmp_path: Path) -> None:
 
 def test_a_quick_engine_is_sampled_more_thinly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("armillary.serving.engine.recorder.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("armillary.engine.telemetry.gauge_log.time.monotonic", lambda: now[0])
     made = Recorder(GaugeWriter(tmp_path / "gauges.jsonl"), a_second=50)
     for step in range(1, 2001):
         now[0] += 0.001  # a thousand steps a second

@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from armillary.engine import build as make
+from armillary.engine.build import make_engine
+from armillary.engine.request.request import Request
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.scheduler.loop import StepTooLarge
+from armillary.engine.telemetry import step_calibration as rehearsal
+from armillary.engine.telemetry.step_calibration import kinds_of, rehearse
 from armillary.model.transformer import build
-from armillary.serving.engine import make, rehearsal
-from armillary.serving.engine.loop import StepTooLarge
-from armillary.serving.engine.make import make_engine
-from armillary.serving.engine.params import SamplingParams
-from armillary.serving.engine.rehearsal import kinds_of, rehearse
-from armillary.serving.engine.request import Request
 from armillary.spec.gauges import GAUGES
-from armillary.spec.service import Serve
+from armillary.spec.tables.serve import Serve
 from tests.model.test_attend import small
 from tests.serving.engine.fake import make_scheduler
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.serving.engine.gauges import request_gauges, step_gauges
-from armillary.serving.engine.repeats import Repeats
-from armillary.serving.engine.scheduler import Scheduler
-from armillary.serving.engine.sequence import Sequence
+from armillary.engine.cache.prefix_reuse import Repeats
+from armillary.engine.request.sequence import Sequence
+from armillary.engine.scheduler.scheduler import Scheduler
+from armillary.engine.telemetry.gauges import request_gauges, step_gauges
 from tests.serving.engine.fake import ask, make_scheduler, run
 
 TEXT = list(range(2, 26))

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
+from armillary.engine.request.constraint import Structure
+from armillary.engine.request.sequence import Sequence, State
+from armillary.engine.scheduler.decision import Decision, Outcome
+from armillary.engine.scheduler.invariants import check_idle
+from armillary.engine.scheduler.prefill_budget import chunk_cost
+from armillary.engine.scheduler.scheduler import Scheduler
+from armillary.engine.scheduler.settings import Settings
 from armillary.errors import BadInput
-from armillary.serving.engine.chunks import chunk_cost
-from armillary.serving.engine.constraint import Structure
-from armillary.serving.engine.decision import Decision, Outcome
-from armillary.serving.engine.invariants import check_idle
-from armillary.serving.engine.scheduler import Scheduler
-from armillary.serving.engine.sequence import Sequence, State
-from armillary.serving.engine.settings import Settings
-from armillary.spec.service import Serve
+from armillary.spec.tables.serve import Serve
 from tests.serving.engine.fake import EOS, ask, expected, make_scheduler, run
 
 Start = Callable[..., Sequence]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.serving.engine.decision import Chunk, Decision
-from armillary.serving.engine.step_roof import step_roof
+from armillary.engine.scheduler.decision import Chunk, Decision
+from armillary.engine.telemetry.step_roofline import step_roof
+from armillary.spec.arithmetic.params import parameters
 from armillary.spec.catalogue import models
-from armillary.spec.params import parameters
 from armillary.store.peaks import Peaks
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.serving.engine.rehearsal import Kind, decision_of
-from armillary.serving.engine.step_times import StepTimes
+from armillary.engine.telemetry.step_calibration import Kind, decision_of
+from armillary.engine.telemetry.step_estimate import StepTimes
 from tests.serving.engine.fake import make_scheduler
 from tests.serving.engine.test_engine import ask, make_engine
 

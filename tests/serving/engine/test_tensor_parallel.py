@@ -10,21 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from armillary.engine.cache.kv_capacity import plan_kv
+from armillary.engine.engine import Engine
+from armillary.engine.llm import LLM
+from armillary.engine.output.output_text import Answers
+from armillary.engine.runner.executor import FastExecutor
+from armillary.engine.runner.tensor_parallel import Leader, cut, follow, local_kv_heads, refuse_uncuttable
+from armillary.engine.scheduler.loop import Loop
+from armillary.engine.scheduler.scheduler import Scheduler
+from armillary.engine.scheduler.settings import settings_for
 from armillary.errors import BadInput, BadLayout
 from armillary.model.transformer import Transformer, build
-from armillary.model.weights import load_model
+from armillary.model.weights.hf_weights import load_model
 from armillary.parallel.collectives import Group
 from armillary.parallel.world import join_world
-from armillary.serving.engine.answers import Answers
-from armillary.serving.engine.engine import Engine
-from armillary.serving.engine.fast_executor import FastExecutor
-from armillary.serving.engine.kv_capacity import plan_kv
-from armillary.serving.engine.llm import LLM
-from armillary.serving.engine.loop import Loop
-from armillary.serving.engine.scheduler import Scheduler
-from armillary.serving.engine.settings import settings_for
-from armillary.serving.engine.tensor_parallel import Leader, cut, follow, local_kv_heads, refuse_uncuttable
-from armillary.spec.service import Serve
+from armillary.spec.tables.serve import Serve
 from tests.model.families import FAMILIES
 from tests.model.test_attend import small
 from tests.ranks import Ranks

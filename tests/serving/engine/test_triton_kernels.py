@@ -11,14 +11,17 @@ import torch
 pytest.importorskip("triton")
 
 import tests.kernels.interpreter  # noqa: F401
-from armillary.kernels import gated_triton, logprobs_triton, norm_triton, qkv_cache_triton, sampling_triton
-from armillary.kernels.paged_attention_triton import paged_attention
-from armillary.kernels.paged_token_triton import attend_tokens
-from armillary.kernels.small_linear_triton import small_linear
-from armillary.kernels.step_rows_triton import look_up, put
+from armillary.engine.runner.engine_kernels import EngineKernels
+from armillary.engine.runner.executor import FastExecutor
+from armillary.kernels.gemm.skinny_triton import small_linear
+from armillary.kernels.norm import norm_triton
+from armillary.kernels.paged import qkv_to_cache_triton as qkv_cache_triton
+from armillary.kernels.paged.decode_inputs_triton import look_up, put
+from armillary.kernels.paged.paged_attention_triton import paged_attention
+from armillary.kernels.paged.single_token_triton import attend_tokens
+from armillary.kernels.pointwise import activation_triton as gated_triton
+from armillary.kernels.sampling import logprobs_triton, sampling_triton
 from armillary.model.transformer import build
-from armillary.serving.engine.engine_kernels import EngineKernels
-from armillary.serving.engine.fast_executor import FastExecutor
 from tests.model.test_attend import small
 from tests.serving.engine.fake import ask
 from tests.serving.engine.test_plain_executor import serve

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.serving.load.arrivals import send_times
-from armillary.spec.service import Traffic
+from armillary.spec.tables.serve import Traffic
 
 
 def variation(times: list[float]) -> float:

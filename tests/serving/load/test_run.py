@@ -13,16 +13,16 @@ import pytest
 pytest.importorskip("aiohttp", reason="load tests need the extra http")
 
 from armillary.errors import BadInput, NotFound
-from armillary.serving.load.drive import Job
-from armillary.serving.load.page import page
+from armillary.serving.load.load_page import page
+from armillary.serving.load.multi_process import drive_all, parts
 from armillary.serving.load.probe import probe
+from armillary.serving.load.prompts import Texts
+from armillary.serving.load.rate_search import search_rate, trying
+from armillary.serving.load.report_text import latency_rows, plain, rate_rows, title_text
 from armillary.serving.load.run import Test, load_test
-from armillary.serving.load.search import search_rate, trying
-from armillary.serving.load.spread import drive_all, parts
-from armillary.serving.load.texts import Texts
-from armillary.serving.load.words import latency_rows, plain, rate_rows, title_text
-from armillary.spec.load import Load
-from armillary.spec.service import Objective, Traffic
+from armillary.serving.load.sender import Job
+from armillary.spec.tables.load import Load
+from armillary.spec.tables.serve import Objective, Traffic
 from tests.serving.load.fake_server import Fake, fake_server
 
 TRAFFIC = Traffic(requests_per_s=40, tokens_in=60, tokens_out=8, duration_s=1.0)
@@ -171,7 +171,7 @@ def test_a_sending_process_that_dies_is_one_line(when: str, monkeypatch: pytest.
     def start(command: list[str], **pipes: Any) -> Any:
         return begun([sys.executable, "-c", dies.format(says)], **pipes)
 
-    monkeypatch.setattr("armillary.serving.load.spread.subprocess.Popen", start)
+    monkeypatch.setattr("armillary.serving.load.multi_process.subprocess.Popen", start)
     with pytest.raises(BadInput, match=r"killed by signal 9.*try fewer load\.processes"):
         drive_all(job(), 2)
 

@@ -10,8 +10,8 @@ import pytest
 from armillary.errors import BadData, BadInput, NotFound
 from armillary.serving.load.schedule import lengths, num_cut, planned, warmup_s
 from armillary.serving.load.trace import read_trace
-from armillary.spec.load import Load
-from armillary.spec.service import Traffic
+from armillary.spec.tables.load import Load
+from armillary.spec.tables.serve import Traffic
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

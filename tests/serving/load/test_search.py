@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.serving.load.lag import Lag
+from armillary.serving.load.client_lag import Lag
+from armillary.serving.load.rate_search import Found, search_rate
 from armillary.serving.load.record import Answer
+from armillary.serving.load.report_text import best_text, trial_rows
 from armillary.serving.load.run import Ran
-from armillary.serving.load.search import Found, search_rate
 from armillary.serving.load.summary import summary
-from armillary.serving.load.words import best_text, trial_rows
-from armillary.spec.service import Objective
+from armillary.spec.tables.serve import Objective
 
 SECONDS, WORK_S = 20.0, 0.1
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.serving.load.lag import Lag
+from armillary.serving.load.client_lag import Lag
+from armillary.serving.load.rate_search import breaches
 from armillary.serving.load.record import Answer
-from armillary.serving.load.search import breaches
-from armillary.serving.load.stats import estimate, percentile, slope
 from armillary.serving.load.summary import in_flight, summary
-from armillary.spec.service import Objective
+from armillary.spec.tables.serve import Objective
+from armillary.stats import estimate, percentile, slope
 
 
 def answer(due: float, *stamps: float, late: float = 0.0, tokens: int | None = None, error: str = "") -> Answer:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from armillary.errors import NotFound
+from armillary.serving.load.prompts import ByCharacters, ByTokenizer, Texts
 from armillary.serving.load.record import Planned
-from armillary.serving.load.texts import ByCharacters, ByTokenizer, Texts
 
 CUT = ByCharacters(per_token=4.0)
 

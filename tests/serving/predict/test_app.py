@@ -16,10 +16,11 @@ import pytest
 pytest.importorskip("starlette", reason="the server needs the extra http")
 pytest.importorskip("prometheus_client", reason="the server needs the extra http")
 
-from armillary.serving.predict import bodies, large
+from armillary.serving.http import body_limits as bodies
+from armillary.serving.predict import json_workers as large
 from armillary.serving.predict.app import PredictServer, make_app
 from armillary.serving.predict.trust import Trust
-from armillary.spec.predict import Predict
+from armillary.spec.tables.predict import Predict
 from armillary.store.home import Home
 from tests.serving.predict.asgi import Client, running
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from armillary.errors import BadModel, NotFound
-from armillary.serving.predict.files import is_model_file, newest
 from armillary.serving.predict.model import open_file
-from armillary.spec.predict import Predict
+from armillary.serving.predict.versions import is_model_file, newest
+from armillary.spec.tables.predict import Predict
 
 Files = dict[str, Path]
 ROWS = np.arange(8, dtype=np.float32).reshape(2, 4)

@@ -20,8 +20,8 @@ pytest.importorskip("starlette", reason="the server needs the extra http")
 pytest.importorskip("uvicorn", reason="the server needs the extra http")
 
 from armillary.serving.load.run import Test, load_test
-from armillary.spec.load import Load
-from armillary.spec.service import Objective, Traffic
+from armillary.spec.tables.load import Load
+from armillary.spec.tables.serve import Objective, Traffic
 
 LIMIT_S = 60
 

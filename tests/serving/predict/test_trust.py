@@ -21,8 +21,8 @@ import torch
 from armillary.errors import BadModel
 from armillary.serving.predict.app import PredictServer, make_app
 from armillary.serving.predict.trust import Trust
-from armillary.spec.predict import Predict
-from armillary.store.converted import remember
+from armillary.spec.tables.predict import Predict
+from armillary.store.converted_files import remember
 from armillary.store.home import Home
 from tests.serving.predict.asgi import Client, running
 from tests.serving.predict.test_app import ROW, _until

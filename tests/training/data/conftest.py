@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from armillary.model.bpe import train_tokenizer
+from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.training.data.index import SPLITS, Index
 from armillary.training.data.shards import ShardWriter, TokenShards
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from armillary.errors import BadData
-from armillary.training.data.ahead import Ahead
-from armillary.training.data.order import ids_at
+from armillary.training.data.prefetch import Ahead
+from armillary.training.data.sample_order import ids_at
 
 SIZES = np.array([10, 10, 5, 15, 10])
 EDGES = np.concatenate([[0], np.cumsum(SIZES)])

@@ -76,7 +76,7 @@ def test_micro_batches_know_their_own_targets(batches: Batches) -> None:
 
 
 def test_a_profiler_sees_the_wait_as_the_loaders(batches: Batches) -> None:
-    from armillary.profiling.names import host_state
+    from armillary.profiling.trace.event_classes import host_state
 
     with Loader(batches, device=CPU, rank=0, world=1, workers=0, start=0, stop=4) as loader:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from armillary.errors import ArmillaryError, BadData, BadInput, NotFound
-from armillary.spec.train_job import Data, TrainJob
+from armillary.spec.tables.train import Data, TrainJob
 from armillary.store.home import Home
 from armillary.training.data.blend import Blend
 from armillary.training.data.cache import Cache
 from armillary.training.data.corpus import find_corpus
 from armillary.training.data.loader import Loader
-from armillary.training.data.opening import OpenData, open_data, plan_data, prepare_data
+from armillary.training.data.open_sources import OpenData, open_data, plan_data, prepare_data
 from armillary.training.data.prepare import prepare
 
 JOB = TrainJob(sequence=16, batch_tokens=16 * 8, steps=10)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.training.data.order import ids_at, permuted, shard_order
+from armillary.training.data.sample_order import ids_at, permuted, shard_order
 
 sizes = st.integers(1, 700)
 seeds = st.integers(0, 2**63 - 1)

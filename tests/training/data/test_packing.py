@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from armillary.errors import BadData
 from armillary.training.data.batch import IGNORED
 from armillary.training.data.batches import Batches
+from armillary.training.data.bin_packing import best_fit, pack_documents
 from armillary.training.data.cache import Cache
-from armillary.training.data.packing import best_fit, pack_documents
-from armillary.training.data.rows import WholeRows
+from armillary.training.data.row_packing import WholeRows
 from armillary.training.data.shards import TokenShards
 
 

@@ -13,8 +13,8 @@ import pytest
 
 import armillary
 from armillary.errors import BadData, BadInput, BadModel, NotFound
-from armillary.model.bpe import train_tokenizer
-from armillary.model.tokenizer import Tokenizer
+from armillary.model.text.tokenizer import Tokenizer
+from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.training.data.prepare import prepare
 from armillary.training.data.shards import TokenShards
 

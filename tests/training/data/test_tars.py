@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from armillary.errors import BadData, BadInput, NotFound
-from armillary.model.bpe import train_tokenizer
+from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.training.data.corpus import find_corpus, numbered
 from armillary.training.data.document import Document, Skipped
 from armillary.training.data.prepare import prepare

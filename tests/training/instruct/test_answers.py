@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from armillary.errors import BadData
-from armillary.model.bpe import CHAT_TEMPLATE, train_tokenizer
-from armillary.model.tokenizer import Tokenizer
-from armillary.training.instruct.answers import Sample, samples
-from armillary.training.instruct.conversation import Conversation, conversation
-from armillary.training.instruct.templates import TEMPLATES
+from armillary.model.text.tokenizer import Tokenizer
+from armillary.model.text.train_tokenizer import CHAT_TEMPLATE, train_tokenizer
+from armillary.training.chat_data.answer_mask import Sample, samples
+from armillary.training.chat_data.conversation import Conversation, conversation
+from armillary.training.chat_data.templates import TEMPLATES
 
 UNMARKED = re.sub(r"\{%- (end)?generation %\}", "", CHAT_TEMPLATE)
 # reasoning is shown in the last turn only, as Qwen3 and DeepSeek-R1 do it

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from armillary.errors import BadData
-from armillary.training.instruct.conversation import conversation
+from armillary.training.chat_data.conversation import conversation
 
 ASKED = {"role": "user", "content": "2 + 2?"}
 SAID = {"role": "assistant", "content": "4"}

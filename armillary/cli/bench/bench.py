@@ -1,0 +1,273 @@
+"""`armillary bench`: measure what this machine reaches (ceilings, collectives, loader, kernels) and keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from armillary.cli.bench.kernels import kernels
+from armillary.cli.bench.measuring import device_option, measure_engine, on_bar, pick, quick_option
+from armillary.cli.bench.serve import serve
+from armillary.cli.bench.tables import bests, shares, show_peaks
+from armillary.cli.data import on_bar as on_bytes
+from armillary.cli.data import say_prepared
+from armillary.cli.output import Output
+from armillary.cli.verb import VerbGroup
+from armillary.errors import BadInput, NotFound
+from armillary.store.home import Home
+from armillary.store.peaks import Peaks, Point, load_peaks, new_peaks, peaks_path, save_peaks
+from armillary.units import scaled, seconds_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from armillary.cli.bench.loader import TrainingBatches
+    from armillary.profiling.ceilings.data_loader import Fed
+
+ENGINE_S = 30.0
+"""how long a small engine may take to start and to answer"""
+
+bench = VerbGroup("bench", help="Measure what this machine can reach, and keep it as peaks.")
+bench.add_command(kernels)
+bench.add_command(serve)
+
+
+@bench.verb
+@device_option
+@quick_option
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="SECTION",
+    help="bandwidth, gemm, attention, passes, fma, launch, host_copy, disk; often.",
+)
+@click.option("--folder", type=click.Path(path_type=Path), help="Whose disk is measured.  [default: this folder]")
+@click.option("--show", is_flag=True, help="Print what is stored, measure nothing.")
+def ceilings(
+    out: Output, home: Home, device: str | None, quick: bool, only: tuple[str, ...], folder: Path | None, show: bool
+) -> None:
+    """Measure memory, matrix products, launches, host copies and the disk.
+
+    Random data, buffers in turn, the median of many. A minute on a CPU, a few on a GPU; --quick takes seconds.
+    """
+    target = pick(device)
+    from armillary.machine.background_load import BUSY_CORES
+    from armillary.profiling.ceilings.ceilings import measure_ceilings, name_of
+
+    if show:
+        _answer(out, _stored(home, name_of(target)))
+        return
+    where = folder or Path.cwd()
+    if not where.is_dir():
+        raise NotFound(f"no folder {where} to measure the disk of; give --folder DIR")
+    with out.progress("measuring", unit="case") as bar:
+        found = measure_ceilings(target, quick=quick, folder=where, only=only, watch=on_bar(bar))
+    save_peaks(home, found.peaks)
+    if target.type == "cpu" and not only:
+        measure_engine(out, home, ENGINE_S)
+    if target.type == "cpu" and (found.other_cores or 0) > BUSY_CORES:
+        busy = f"other work kept {found.other_cores:.1f} cores busy"
+        out.warn(f"{busy}, so these figures are too low; measure again when the machine is quiet")
+    if found.skipped:
+        out.warn(f"{found.skipped} cases were left out when the time was over; --only SECTION measures some")
+    _answer(out, found.peaks)
+    out.say(f"\nmeasured in {seconds_text(found.seconds)}, kept in {peaks_path(home, found.peaks.device)}")
+
+
+@bench.verb
+@device_option
+@quick_option
+@click.option("--world", "worlds", multiple=True, type=int, help="Number of ranks; often.  [default: 2, 4 … devices]")
+@click.option("--op", "ops", multiple=True, help="all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send.")
+@click.option("--size", "sizes", multiple=True, help="Bytes, like 4MiB; at least two.  [default: 1 kiB to 64 MiB]")
+def collectives(
+    out: Output,
+    home: Home,
+    device: str | None,
+    quick: bool,
+    worlds: tuple[int, ...],
+    ops: tuple[str, ...],
+    sizes: tuple[str, ...],
+) -> None:
+    """Measure collectives between local ranks and fit latency and bandwidth.
+
+    gloo between processes on a CPU, NCCL between GPUs.
+    """
+    target = pick(device)
+    from armillary.machine.cores import usable_cores
+    from armillary.profiling.ceilings.collective_ranks import OPS
+    from armillary.profiling.ceilings.collectives import QUICK_SIZES, SIZES, default_worlds, measure_collectives
+    from armillary.units import parse_count
+
+    chosen = worlds or default_worlds(target, usable_cores())
+    if not chosen:
+        raise BadInput("collectives need two GPUs and there is one; use --device cpu")
+    spans = tuple(map(parse_count, sizes)) or (QUICK_SIZES if quick else SIZES)
+    with out.progress("measuring", unit="case") as bar:
+        found = measure_collectives(
+            target,
+            worlds=chosen,
+            ops=ops or tuple(OPS),
+            sizes=spans,
+            budget_s=0.05 if quick else 0.15,
+            watch=on_bar(bar),
+        )
+    save_peaks(home, found.peaks)
+    _say_times(out, found.peaks)
+    _answer(out, found.peaks)
+
+
+@bench.verb
+@click.argument("data", required=False, type=click.Path(path_type=Path))
+@device_option
+@quick_option
+@click.option("--sequence", default=512, show_default=True, help="Tokens in a row.")
+@click.option("--batch", default=32, show_default=True, help="Rows in a batch.")
+@click.option("--workers", "workers", multiple=True, type=int, help="Loader processes; often.  [default: 0, 1, 2]")
+def loader(
+    out: Output,
+    home: Home,
+    data: Path | None,
+    device: str | None,
+    quick: bool,
+    sequence: int,
+    batch: int,
+    workers: tuple[int, ...],
+) -> None:
+    """Measure how fast the data path feeds a trainer.
+
+    DATA is a folder of prepared shards (armillary data prepare); without it the standard library is prepared.
+    """
+    target = pick(device)
+    from armillary.cli.bench.loader import TrainingBatches
+    from armillary.profiling.ceilings.ceilings import about, name_of
+
+    if any(count < 0 for count in workers):
+        raise BadInput("a loader cannot have fewer than no workers; use --workers 0 or more")
+    folder = data or _prepared(out, home)
+    reading = TrainingBatches(folder=folder.absolute(), sequence=sequence, batch=batch)
+    reading.open()  # refused now where too small
+    counts = workers or ((0, 1) if quick else (0, 1, 2))
+    with out.progress("measuring", unit="way") as bar:
+        paths = _paths_fed(reading, counts, on_bar(bar), device=target, budget_s=0.5 if quick else 2.0)
+    points = [_loader_point(path, one, sequence * batch) for path, found in paths.items() for one in found]
+    peaks = new_peaks(name_of(target), about(target)).with_points("loader", points)
+    save_peaks(home, peaks)
+    best = max(paths["loader"], key=lambda one: one.tokens_per_s)
+    show_peaks(out, peaks)
+    speed = f"{scaled(best.tokens_per_s)} tok/s"
+    out.say(f"\nbest: {best.way.text()}, {speed}; a trainer that is faster will wait for data")
+    out.result(_as_json(peaks), quiet=f"{best.tokens_per_s:.0f}")
+
+
+# --- parts
+
+
+def _stored(home: Home, device: str) -> Peaks:
+    peaks = load_peaks(home, device)
+    if peaks is None:
+        raise NotFound(f"nothing was measured on {device} yet; run armillary bench ceilings")
+    return peaks
+
+
+def _answer(out: Output, peaks: Peaks) -> None:
+    show_peaks(out, peaks)
+    out.result(_as_json(peaks), quiet=_quiet(peaks))
+
+
+def _as_json(peaks: Peaks) -> dict[str, Any]:
+    return {
+        "device": peaks.device,
+        "date": peaks.date,
+        "about": peaks.about,
+        "of_catalogue": shares(peaks),
+        "points": peaks.points,
+    }
+
+
+def _quiet(peaks: Peaks) -> list[str]:
+    """The best of each, one a line: 'gemm bf16 7.9e+14'."""
+    lines = []
+    for kind in peaks.points:
+        if kind in ("gemm", "fma"):
+            lines += [f"{kind} {name} {best:.4g}" for name, best in bests(peaks, kind)]
+        elif kind in ("copy", "read", "write", "triad", "passes", "disk", "host_copy"):
+            lines += [f"{kind} {best:.4g}" for _, best in bests(peaks, kind)]
+        elif kind == "collective":
+            lines += [f"{p['op']} {p['world']} {p['alpha_s']:.4g} {p['bytes_per_s']:.4g}" for p in peaks.points[kind]]
+        elif kind == "attention":
+            lines += [f"attention {_pass_of(point)} {point['flops']:.4g}" for point in peaks.points[kind]]
+        elif kind == "launch":
+            lines += [f"launch {point['mode']} {point['seconds']:.4g}" for point in peaks.points[kind]]
+    return lines
+
+
+def _pass_of(point: Point) -> str:
+    return "backward" if point["backward"] else "forward"
+
+
+def _say_times(out: Output, peaks: Peaks) -> None:
+    from armillary.units import bandwidth_text, bytes_text
+
+    rows = [
+        [
+            p["op"].replace("_", " "),
+            p["world"],
+            bytes_text(p["bytes"]),
+            seconds_text(p["seconds"]),
+            bandwidth_text(p["beside"]["algorithm_bytes_per_s"]),
+            bandwidth_text(p["beside"]["bus_bytes_per_s"]),
+            f"{50 * p['beside']['spread']:.1f}%",
+        ]
+        for p in peaks.points["collective_time"]
+    ]
+    out.table("", ["operation", "ranks", "size", "time", "algorithm", "bus", "spread"], rows)
+    out.say()
+
+
+def _prepared(out: Output, home: Home) -> Path:
+    from armillary.training.data.corpus import STDLIB
+    from armillary.training.data.prepare import folder_name, prepare
+
+    with out.progress("preparing", unit="B") as bar:
+        made = prepare(STDLIB, home.data / folder_name(STDLIB), progress=on_bytes(bar))
+    say_prepared(out, made)
+    return made.folder
+
+
+def _paths_fed(
+    reading: TrainingBatches, workers: Sequence[int], watch: Any, *, device: torch.device, budget_s: float
+) -> dict[str, list[Fed]]:
+    """Files as plainly as they can be read; batches made in this process, by torch's workers, by training's loader."""
+    from armillary.cli.bench.loader import PlainReads, through_loader
+    from armillary.profiling.ceilings.data_loader import Way, measure_loader
+
+    there = device.type == "cuda"
+    measured: dict[str, Any] = {"device": device, "budget_s": budget_s}
+    ways = [Way(workers=count, pinned=there, to_device=there) for count in workers]
+    plain = PlainReads(folder=reading.folder, sequence=reading.sequence, batch=reading.batch)
+    return {
+        "plain mmap": measure_loader(plain, [Way()], **measured),
+        "batches": measure_loader(reading, [Way()], **measured),
+        "torch DataLoader": measure_loader(reading, [way for way in ways if way.workers], **measured),
+        "loader": measure_loader(reading, ways, **measured, watch=watch, feed=through_loader),
+    }
+
+
+def _loader_point(path: str, fed: Fed, tokens: int) -> dict[str, Any]:
+    import time
+
+    way = fed.way
+    tried = {
+        "path": path,
+        "tokens": tokens,
+        "workers": way.workers,
+        "prefetch": way.prefetch,
+        "pinned": way.pinned,
+        "to_device": way.to_device,
+    }
+    seen = {"tokens_per_s": fed.tokens_per_s, "bytes_per_s": fed.bytes_per_s, "batches": fed.batches}
+    return {**tried, "seconds": fed.seconds, "beside": seen | {"date": time.strftime("%Y-%m-%d")}}

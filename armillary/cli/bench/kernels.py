@@ -1,0 +1,104 @@
+"""`armillary bench kernels`: every kernel on shapes of real models, against its rivals and the measured ceiling."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from armillary.cli.bench.measuring import device_option, on_bar, pick, quick_option
+from armillary.cli.output import Output
+from armillary.cli.verb import verb
+from armillary.errors import BadInput
+from armillary.store.home import Home
+from armillary.units import bandwidth_text, flops_per_s_text, seconds_text
+
+if TYPE_CHECKING:
+    from armillary.profiling.kernel_bench.results import KernelBench, KernelRow, Measured
+
+
+@verb
+@device_option
+@quick_option
+@click.option("--op", "ops", multiple=True, metavar="NAME", help="norm, rope, attention …; often.  [default: all]")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write a page of bars (HTML) there.")
+def kernels(out: Output, home: Home, device: str | None, quick: bool, ops: tuple[str, ...], plot: Path | None) -> None:
+    """Time every version of every kernel, check it, name the winner.
+
+    Shapes of real models, random data past the caches; what wins is remembered and used from then on.
+    """
+    target = pick(device)
+    if plot is not None and plot.suffix not in (".html", ".htm"):
+        raise BadInput(f"what is drawn is a page of HTML; try --plot {plot.with_suffix('.html')}")
+    from armillary.profiling.kernel_bench.bench import bench_kernels
+    from armillary.profiling.kernel_bench.report import bench_page
+    from armillary.store.atomic import write_text
+
+    with out.progress("measuring", unit="case") as bar:
+        found = bench_kernels(target, ops=ops, quick=quick, home=home, watch=on_bar(bar))
+    if plot is not None:
+        write_text(plot, bench_page(found))
+    show(out, found)
+    if found.skipped:
+        out.warn(f"{found.skipped} cases were left out when the time was over; --op NAME measures some")
+    out.say(f"\nmeasured in {seconds_text(found.seconds)}" + (f", drawn in {plot}" if plot else ""))
+    out.result(asdict(found), quiet=[f"{row.op}\t{row.name}\t{row.chosen}" for row in found.rows])
+
+
+def show(out: Output, found: KernelBench) -> None:
+    """A table an operation."""
+    tops = ", ".join(f"{name} {_rate(name, top)}" for name, top in found.ceilings.items())
+    out.say(f"{found.device} · {found.date} · ceilings of this run: {tops}")
+    for op in dict.fromkeys(row.op for row in found.rows):
+        rows, others = [row for row in found.rows if row.op == op], _others(found, op)
+        columns = ["case", "shape", "winner", "forward", "backward", "ours", "bar", *(f"× {name}" for name in others)]
+        out.say()
+        out.table(op, columns, [[*_cells(row), *_gains(row, others)] for row in rows])
+
+
+def _cells(row: KernelRow) -> list[Any]:
+    won = row.of(row.chosen)
+    forward = _reached(row, won.forward_rate, won.forward_share) if won else None
+    backward = _reached(row, won.backward_rate, won.backward_share) if won else None
+    return [row.name, row.shape, row.chosen or row.failed[:40], forward, backward, _shares(row.ours), _verdict(row)]
+
+
+def _verdict(row: KernelRow) -> str | None:
+    """Whether what was chosen holds the bar, and what our own kernel misses of it."""
+    if row.bar is None:
+        return None
+    missed, own = row.misses(row.of(row.chosen)), row.misses(row.ours)
+    text = f"{row.bar.text}: {'; '.join(missed) or 'holds'}"
+    return text if missed or not own else f"{text} (ours: {'; '.join(own)})"
+
+
+def _reached(row: KernelRow, rate: float | None, share: float | None) -> str | None:
+    if rate is None:
+        return None
+    return _rate(row.ceiling, rate) + (f" {100 * share:.0f}%" if share is not None else "")
+
+
+def _shares(one: Measured | None) -> str | None:
+    """'94% / 88%' of the ceiling, or why our kernel is out."""
+    if one is None or one.forward_share is None:
+        return one.refused[:40] if one else None
+    return f"{100 * one.forward_share:.0f}%" + (f" / {100 * one.backward_share:.0f}%" if one.backward_share else "")
+
+
+def _others(found: KernelBench, op: str) -> list[str]:
+    """Versions beside ours that were timed for some case of the op."""
+    seen = dict.fromkeys(one.version for row in found.rows if row.op == op for one in row.measured if one.seconds)
+    return [name for name in seen if not name.startswith("triton")]
+
+
+def _gains(row: KernelRow, names: list[str]) -> list[str | None]:
+    """How much faster the winner is than each."""
+    won = row.of(row.chosen)
+    rest = [row.of(name) for name in names]
+    return [f"{one.seconds / won.seconds:.2f}" if one and one.seconds and won and won.seconds else None for one in rest]
+
+
+def _rate(ceiling: str, rate: float) -> str:
+    return bandwidth_text(rate) if ceiling in ("copy", "read") else flops_per_s_text(rate)

@@ -1,0 +1,167 @@
+"""`armillary bench serve`: what the inference engine reaches with a model on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from armillary.cli import complete
+from armillary.cli.open_model import open_model
+from armillary.cli.output import Output
+from armillary.cli.verb import verb
+from armillary.errors import BadInput
+from armillary.store.home import Home
+from armillary.units import bandwidth_text, seconds_text
+
+if TYPE_CHECKING:
+    from armillary.engine.bench.bench import Notes, ServeBench
+    from armillary.model.transformer import Transformer
+    from armillary.spec.recipe import Recipe
+    from armillary.store.peaks import Peaks
+    from armillary.store.resolve_model import ModelSource
+    from armillary.store.runs import Run
+
+_BATCHES = 6
+"""a sixth of the requests runs at a time: with all of them together, ways of batching would not differ"""
+
+
+@verb
+@click.argument("model", shell_complete=complete.models)
+@click.option("--mode", "modes", multiple=True, help="none, static, dynamic, continuous; often.  [default: all]")
+@click.option("--requests", default=48, show_default=True, help="Requests of a run.")
+@click.option("--tokens-in", default=64, show_default=True, help="Longest prompt.")
+@click.option("--tokens-out", default=96, show_default=True, help="Longest answer.")
+@click.option("--dtype", help="fp32, bf16 or fp16.  [default: as serve.dtype=auto resolves it]")
+@click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
+@click.option("--weights", type=click.Choice(["auto", "int8", "fp8"]), default="auto", help="Round the weights.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write bars there: .html or .svg.")
+def serve(
+    out: Output,
+    home: Home,
+    model: str,
+    modes: tuple[str, ...],
+    requests: int,
+    tokens_in: int,
+    tokens_out: int,
+    dtype: str | None,
+    device: str | None,
+    weights: str,
+    plot: Path | None,
+) -> None:
+    """Serve random requests with MODEL: a single stream, then every batching mode on the same requests.
+
+    A shape that has no weights gets random ones. A run folder holds what was recorded of continuous batching (of the
+    last mode, where that is not among them), for armillary diagnose.
+    """
+    if min(requests, tokens_in, tokens_out) < 1:
+        raise BadInput("requests and tokens must be at least 1; give larger numbers")
+    source, loaded = _opened(out, home, model, dtype, device)
+    if tokens_in + tokens_out > loaded.config.context:
+        raise BadInput(
+            f"{tokens_in} + {tokens_out} tokens exceed the context of {source.name}; ask for at most "
+            f"{loaded.config.context} together"
+        )
+    from armillary.cli.serve_run_folder import recorded
+    from armillary.engine.bench.bench import bench_serve
+    from armillary.profiling.dtypes.choice import Resolved
+
+    chosen = _chosen(modes)
+    kept: dict[str, Notes] = {}
+    shown = "continuous" if "continuous" in chosen else chosen[-1]
+    asked = _asked(loaded, shown, weights, together=-(-requests // _BATCHES), longest=tokens_in + tokens_out)
+    ran_in = Resolved(dtype=asked.layout.precision)
+    with recorded(home, source, asked, dtype=ran_in, device=device, say=out.say) as run:
+        found = bench_serve(
+            loaded,
+            asked.serve,
+            modes=chosen,
+            requests=requests,
+            tokens_in=tokens_in,
+            tokens_out=tokens_out,
+            keep=kept.__setitem__,
+            peaks=_peaks(home, loaded),
+        )
+        if run is not None:
+            _write(run, kept[shown])
+    if plot is not None:
+        _plot(plot, found)
+    _answer(out, found, run)
+
+
+def _chosen(modes: tuple[str, ...]) -> tuple[str, ...]:
+    """All where none is asked for."""
+    from armillary.engine.bench.bench import MODES
+
+    unknown = [mode for mode in modes if mode not in MODES]
+    if unknown:
+        raise BadInput(f"no batching mode '{unknown[0]}'; use one of {', '.join(MODES)}")
+    return modes or tuple(MODES)
+
+
+def _opened(
+    out: Output, home: Home, model: str, dtype: str | None, device: str | None
+) -> tuple[ModelSource, Transformer]:
+    from armillary.cli.find_model import find_model
+
+    random = find_model(out, home, model, need_weights=False).folder is None
+    return open_model(out, home, model, random_weights=random, dtype=dtype, device=device)
+
+
+def _asked(loaded: Transformer, mode: str, weights: str, *, together: int, longest: int) -> Recipe:
+    """What is run, as a recipe would say it."""
+    from armillary.model.dtype import DTYPES
+    from armillary.spec.recipe import recipe_from_dict
+
+    dtype = next(name for name, kind in DTYPES.items() if kind == next(loaded.parameters()).dtype)
+    keys: dict[str, Any] = {
+        "weights": weights,
+        "dtype": dtype,
+        "max_running": together,
+        "max_model_len": longest,
+        "batching": mode,
+    }
+    return recipe_from_dict({"model": {"name": loaded.config.name}, "serve": keys, "layout": {"precision": dtype}})
+
+
+def _peaks(home: Home, loaded: Transformer) -> Peaks | None:
+    from armillary.profiling.ceilings.ceilings import name_of
+    from armillary.store.peaks import load_peaks
+
+    return load_peaks(home, name_of(next(loaded.parameters()).device))
+
+
+def _write(run: Run, notes: Notes) -> None:
+    from armillary.store.gauges import GaugeWriter
+
+    with GaugeWriter(run.gauges) as writer:
+        for at, gauges, step, request in notes.kept:
+            writer.write(gauges, step=step, request=request, now=at)
+
+
+def _plot(path: Path, found: ServeBench) -> None:
+    from armillary.engine.bench.bench_plot import bench_page, picture
+    from armillary.store.atomic import write_text
+
+    write_text(path, picture(found) if path.suffix == ".svg" else bench_page(found))
+
+
+def _answer(out: Output, found: ServeBench, run: Run | None) -> None:
+    _show(out, found)
+    rows = [asdict(mode) | {"tokens_per_s": mode.tokens_per_s} for mode in found.modes]
+    quiet = [f"{mode.name}\t{mode.tokens_per_s:.1f}" for mode in found.modes]
+    out.result(asdict(found) | {"modes": rows, "run": run.name if run is not None else None}, quiet=quiet)
+
+
+def _show(out: Output, found: ServeBench) -> None:
+    from armillary.engine.bench.bench_plot import COLUMNS, cells, workload
+
+    one, rate = found.single, found.single_tokens_per_s
+    out.say(f"{found.model} on {found.device}, {found.dtype}")
+    out.say(
+        f"single stream: {one.tokens_in} in {seconds_text(one.ttft_p50_s)}, then {rate:,.1f} tokens/s = "
+        f"{bandwidth_text(found.single_bytes_per_s)}"
+    )
+    out.table(workload(found), list(COLUMNS), list(map(cells, found.modes)))

@@ -1,0 +1,138 @@
+"""Stages 2 and 3 of the demo: plan the run, train it on its ranks, interrupt it once, and let it go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from armillary.cli.demo.state import RECIPE, Walk
+from armillary.cli.train.train import begin, run_training
+from armillary.errors import ArmillaryError
+from armillary.store.gauges import last_record, read_gauges
+from armillary.store.run_names import new_name
+from armillary.store.runs import Run, find_run, list_runs
+from armillary.units import seconds_text
+
+if TYPE_CHECKING:
+    from armillary.training.prepare_run import Start
+
+STOP_AT = 0.4
+"""share of the steps after which the run is interrupted"""
+_POLL_S = 0.1
+
+
+def plan(walk: Walk) -> Start:
+    """What the training run will take, before anything is started."""
+    with walk.stage("plan", "what the recipe will take, before anything runs") as say:
+        begun = begin(walk.out, walk.home, walk.recipe)
+        told = begun.plan.predicted
+        say(f"{seconds_text(told['step_s'])} a step predicted")
+        walk.keep(title=f"{begun.plan.model.name} on {begun.plan.cluster.text()}")
+        return begun
+
+
+def train(walk: Walk, begun: Start) -> Run:
+    """Train, be interrupted by a real SIGINT, and go on from the checkpoint that it left."""
+    job, layout = begun.recipe.train, begun.plan.layout
+    ranks = f"{layout.num_devices} ranks" if layout.num_devices > 1 else "one process"
+    with walk.stage("train", f"{job.steps:,} steps on {ranks}, interrupted once on the way") as say:
+        before = begun.unfinished()
+        name = before.name if before else new_name({run.name for run in list_runs(walk.home)})
+        try:
+            outcome = _train_and_go_on(walk, begun, name, stop=max(1, round(STOP_AT * job.steps)))
+        finally:
+            _keep_records(walk, name)
+        say(_outcome_text(outcome, walk.circle.stops))
+        return find_run(walk.home, name)
+
+
+def _train_and_go_on(walk: Walk, begun: Start, name: str, *, stop: int) -> dict[str, Any]:
+    """How the run called `name` ended, interrupted after about `stop` steps on the way."""
+    settings: dict[str, Any] = {"text": RECIPE.read_text(), "overrides": walk.overrides, "name": name, "brief": True}
+    with interrupted_at(walk, name, stop) as interruption:
+        outcome = run_training(walk.out, begun, **settings)
+    if not outcome["finished"] and interruption.sent:
+        walk.keep(stops=(int(outcome["steps"]),))
+        outcome = run_training(walk.out, begun, **settings)
+    if not outcome["finished"]:
+        raise KeyboardInterrupt  # by somebody else
+    return outcome
+
+
+def _keep_records(walk: Walk, name: str) -> None:
+    """Every step so far, also of a run that was cut short."""
+    run = _run(walk, name)
+    if run is not None and run.gauges.is_file():
+        walk.keep(records=tuple(read_gauges(run.gauges)))
+
+
+def _outcome_text(outcome: dict[str, Any], stops: tuple[int, ...]) -> str:
+    val = outcome["val_loss"]
+    loss = f"held-out loss {val:.3f}" if val is not None else f"loss {outcome['loss']:.3f}"
+    stopped = f", interrupted after {stops[0]:,} and resumed" if stops else ""
+    return f"{outcome['steps']:,} steps{stopped}, {loss}, exported as a Hugging Face folder"
+
+
+@dataclass
+class Interruption:
+    """Whether the signal was sent."""
+
+    sent: bool = False
+
+
+@contextmanager
+def interrupted_at(walk: Walk, name: str, step: int) -> Iterator[Interruption]:
+    """Ctrl-C by another hand: SIGINT for this process once the run called `name` has done `step` steps, unless it was
+    already past them."""
+    interruption, over = Interruption(), threading.Event()
+    run = _run(walk, name)
+    if run is not None and run.state.step >= step:
+        yield interruption
+        return
+
+    def watch() -> None:
+        while not over.wait(_POLL_S):
+            if _steps_done(_run(walk, name)) >= step:
+                interruption.sent = True
+                walk.out.say(f"… Ctrl-C after step {step} (the demo presses it)")
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=watch, name="interruption", daemon=True)
+    thread.start()
+    try:
+        yield interruption
+    finally:
+        over.set()
+        thread.join()
+
+
+def _run(walk: Walk, name: str) -> Run | None:
+    with suppress(ArmillaryError):
+        return find_run(walk.home, name)
+    return None
+
+
+def _steps_done(run: Run | None) -> int:
+    last = last_record(run.gauges) if run is not None else None
+    return int(last.get("step", -1)) + 1 if last else 0
+
+
+def train_changed(walk: Walk, recipe: Path, steps: int) -> Run:
+    """The run with a lever pulled, only as long as it takes to time it."""
+    from armillary.cli.output import Output
+    from armillary.spec.recipe import load_recipe
+
+    overrides = (f"train.steps={steps}",)
+    begun = begin(Output("silent"), walk.home, load_recipe(recipe, overrides))
+    name = new_name({run.name for run in list_runs(walk.home)})
+    outcome = run_training(walk.out, begun, text=recipe.read_text(), overrides=overrides, name=name, brief=True)
+    if not outcome["finished"]:
+        raise KeyboardInterrupt
+    return find_run(walk.home, name)

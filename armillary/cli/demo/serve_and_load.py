@@ -1,0 +1,194 @@
+"""Stages 4 and 5 of the demo: the trained model behind a real server process, and what its clients see under load."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from queue import Empty, Queue
+
+from armillary.cli.demo.state import RECIPE, Walk
+from armillary.cli.load import run_load
+from armillary.cli.output import Output
+from armillary.diagnosis.readings.run_folder import read_run
+from armillary.diagnosis.report.demo_report import Served
+from armillary.errors import ArmillaryError
+from armillary.machine.process import peak_of
+from armillary.serving.load.report_text import LATENCY_HEADS, errors_text, latency_rows
+from armillary.serving.load.run import LoadReport, Test
+from armillary.spec.plan import Plan
+from armillary.spec.recipe import to_toml
+from armillary.store.atomic import write_text
+from armillary.store.home import Home
+from armillary.store.runs import Run, list_runs
+from armillary.units import seconds_text
+
+START_S, STOP_S = 90.0, 20.0
+"""how long a server may take to come and to go"""
+PROMPT = "def read_lines(path):\n"
+_READY = re.compile(r"ready on (http://\S+)")
+
+
+def serve_and_load(walk: Walk, trained: Run) -> Run:
+    """The server as the recipe sets it, and what its clients see; gives the server's run."""
+    before = {run.id for run in list_runs(walk.home)}
+    with ExitStack() as until_loaded:
+        with walk.stage("serve", f"armillary serve {trained.name}, in a process of its own") as say:
+            recipe = trained.folder / "demo.toml"  # with what was overridden: the serve verb reads [serve] alone
+            write_text(recipe, to_toml(walk.recipe) if walk.overrides else RECIPE.read_text())
+            url, pid = until_loaded.enter_context(server(walk.home, trained, recipe, show=walk.out))
+            run = _new_run(walk.home, before)
+            text = planned_text(run)
+            walk.out.say(text)
+            walk.out.say(f"» {PROMPT}{ask(url, PROMPT)}")
+            say(f"answers OpenAI's clients; {text}")
+        report = _load(walk, url)
+        peak = peak_memory(pid)
+    walk.keep(served=Served(reading=read_run(run, walk.home), load=report, peak_bytes=peak))
+    return run
+
+
+def serve_changed(walk: Walk, trained: Run, recipe: Path) -> Run:
+    """The same with a lever pulled, under the same requests."""
+    before = {run.id for run in list_runs(walk.home)}
+    with server(walk.home, trained, recipe, show=Output("silent")) as (url, pid):
+        run = _new_run(walk.home, before)
+        walk.out.say(planned_text(run))
+        report, peak = load(walk, url), peak_memory(pid)
+    walk.keep(served_after=Served(reading=read_run(run, walk.home), load=report, peak_bytes=peak))
+    return run
+
+
+def planned_text(run: Run) -> str:
+    """What the planner says of the server and its traffic: times, or that it will not do."""
+    plan = Plan.from_json(run.plan.read_text(), str(run.plan))
+    names = {"ttft_p50_s": "TTFT p50", "itl_p50_s": "ITL p50", "e2e_p99_s": "end to end p99"}
+    told = [f"{name} {seconds_text(plan.predicted[gauge])}" for gauge, name in names.items() if gauge in plan.predicted]
+    return "planned: " + (", ".join(told) or "; ".join(plan.notes) or "nothing")
+
+
+def _new_run(home: Home, before: set[str]) -> Run:
+    found = [run for run in list_runs(home) if run.id not in before]
+    if not found:
+        raise ArmillaryError(f"the server left no run in {home.runs}; report this with armillary doctor --json")
+    return found[0]
+
+
+# --- under load
+
+
+def _load(walk: Walk, url: str) -> LoadReport:
+    traffic = walk.recipe.traffic
+    about = (
+        f"{traffic.requests_per_s:g} requests/s of {traffic.tokens_in} + {traffic.tokens_out} tokens for "
+        f"{traffic.duration_s:g} s"
+    )
+    with walk.stage("load", about) as say:
+        report = load(walk, url)
+        last = report.last
+        times = f"TTFT p99 {seconds_text(last.ttft.p99_s)}, ITL p99 {seconds_text(last.itl.p99_s)}"
+        say(f"{times}, {last.tokens_out_per_s:,.0f} tokens/s, {last.slo_met_fraction:.0%} met every objective")
+        return report
+
+
+def load(walk: Walk, url: str) -> LoadReport:
+    """The recipe's traffic on the server, as `armillary load` sends it."""
+    recipe = walk.recipe
+    test = Test(traffic=recipe.traffic, load=recipe.load, objective=recipe.objective)
+    report, _ = run_load(walk.out, url, test)
+    rows = [row for row in latency_rows(report) if row[0] in ("TTFT", "ITL", "end to end")]
+    walk.out.table("", LATENCY_HEADS, rows)
+    last = report.last
+    if last.failed == last.requests:
+        raise ArmillaryError(f"no request was answered: {errors_text(report)}; try longer serve.max_model_len")
+    walk.out.say(
+        f"throughput  {last.tokens_out_per_s:,.0f} tokens/s out · goodput {last.goodput_requests_per_s:.3g} "
+        f"requests/s ({last.slo_met_fraction:.0%}) · {last.failed} errors"
+    )
+    return report
+
+
+# --- the process
+
+
+@contextmanager
+def server(home: Home, trained: Run, recipe: Path, *, show: Output) -> Iterator[tuple[str, int]]:
+    """`armillary serve RUN` until the block ends; gives its address and its process once it is ready."""
+    place = ["--home", str(home.work)] if home.work == home.cache else []
+    words = ["serve", str(trained.folder), "--port", "0", "--recipe", str(recipe), *place]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "armillary", *words],
+        cwd=home.work,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    lines: Queue[str | None] = Queue()
+    reader = threading.Thread(target=_pass_on, args=(process, lines), daemon=True)
+    reader.start()
+    try:
+        yield _wait_until_ready(process, lines, show), process.pid
+    finally:
+        _end(process)
+        reader.join(STOP_S)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _pass_on(process: subprocess.Popen[str], lines: Queue[str | None]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put(line.rstrip())
+    lines.put(None)  # it has ended
+
+
+def _wait_until_ready(process: subprocess.Popen[str], lines: Queue[str | None], show: Output) -> str:
+    said: list[str] = []
+    while True:
+        try:
+            line = lines.get(timeout=START_S)
+        except Empty:
+            raise ArmillaryError(f"the server was not ready after {START_S:g} s; try armillary serve") from None
+        if line is None:
+            raise ArmillaryError(
+                f"the server ended at once ({said[-1] if said else 'without a word'}); try armillary serve by itself"
+            )
+        said.append(line)
+        show.say(line)
+        if found := _READY.search(line):
+            return found.group(1)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Let it finish what is under way; then insist."""
+    for end in (process.terminate, process.terminate, process.kill):
+        if process.poll() is None:
+            end()
+        try:
+            process.wait(STOP_S / 2)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def peak_memory(pid: int) -> float | None:
+    """Most memory that the largest of a process and its children had; none where the system does not say."""
+    pids = [pid]
+    with suppress(OSError):  # it may end meanwhile
+        pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return max((found for one in pids if (found := peak_of(one)) is not None), default=None)
+
+
+def ask(url: str, prompt: str, tokens: int = 32) -> str:
+    """One completion, as any client would ask for it."""
+    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.7, "top_p": 0.9, "seed": 1}
+    body = json.dumps(asked).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return str(json.load(answer)["choices"][0]["text"])

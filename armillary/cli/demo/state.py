@@ -1,0 +1,56 @@
+"""Walk: what the stages of the demo share: where to print, where to keep, and what has been found so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from armillary.cli.output import Output
+from armillary.diagnosis.report.demo_report import Circle, Stage
+from armillary.machine.machine import here
+from armillary.spec.recipe import Recipe, load_recipe
+from armillary.store.home import Home
+
+RECIPE = Path(__file__).parent / "circle.toml"
+STAGES = ("measure", "plan", "train", "serve", "load", "diagnose", "lever", "report")
+
+
+class Walk:
+    """One turn under way."""
+
+    def __init__(self, out: Output, home: Home, overrides: Sequence[str]) -> None:
+        self.out, self.home, self.overrides = out, home, fitting(overrides, here().num_devices)
+        self.recipe: Recipe = load_recipe(RECIPE, self.overrides)
+        now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+        self.circle = Circle(title=self.recipe.model.source, created=now)
+
+    def resize(self, overrides: Sequence[str]) -> None:
+        """Take these overrides in place of those so far."""
+        self.overrides = tuple(overrides)
+        self.recipe = load_recipe(RECIPE, self.overrides)
+
+    @contextmanager
+    def stage(self, name: str, about: str) -> Iterator[Callable[[str], None]]:
+        """Announce a stage and time it; what it yields takes the line that the report has of it. A stage that is cut
+        short is kept, too."""
+        self.out.say(f"\n[{STAGES.index(name) + 1}/{len(STAGES)}] {name} · {about}")
+        begin, said = time.monotonic(), list[str]()
+        try:
+            yield said.append
+        finally:
+            stage = Stage(name=name, seconds=time.monotonic() - begin, said="; ".join(said))
+            self.keep(stages=(*self.circle.stages, stage))
+
+    def keep(self, **found: Any) -> None:
+        """Put what was found into the circle."""
+        self.circle = replace(self.circle, **found)
+
+
+def fitting(overrides: Sequence[str], devices: int) -> tuple[str, ...]:
+    """What was overridden, and one rank where there is one device and nobody said how many."""
+    said = any(text.startswith("layout.") for text in overrides)
+    return tuple(overrides) if said or devices > 1 else (*overrides, "layout.dp=1")

@@ -1,0 +1,137 @@
+"""What `plan` verbs are asked: a recipe, or a model and a cluster, with the flags they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from armillary.cli import complete
+from armillary.cli.output import Output
+from armillary.cli.verb import set_option
+from armillary.errors import BadInput, NotFound
+from armillary.store.home import Home
+from armillary.units import parse_count
+
+if TYPE_CHECKING:  # numpy and the planner come with the verbs that need them
+    from armillary.planning.training.resolve import Question
+    from armillary.spec.hardware import Cluster
+    from armillary.spec.model import ModelConfig
+    from armillary.spec.recipe import Recipe
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def question_options(function: Function) -> Function:
+    """RECIPE, --model, --on, --sequence, --batch-tokens, --lora and --set."""
+    for option in reversed(
+        (
+            click.argument("recipe", type=click.Path(path_type=Path), required=False),
+            click.option("--model", metavar="M", help="Instead of a recipe: a model.", shell_complete=complete.models),
+            click.option("--on", metavar="HARDWARE", help="Devices, like h100x64 or dgx-h200x8; over the recipe's."),
+            click.option("--sequence", metavar="N", help="Tokens of a sequence; over the recipe's."),
+            click.option("--batch-tokens", metavar="N", help="Tokens of a step, like 4M; over the recipe's."),
+            click.option("--lora", metavar="R", help="Fine-tune with adapters of rank R; 16:nf4 beside 4-bit weights."),
+            set_option,
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def read_recipe(
+    recipe: Path | Mapping[str, Any] | None,
+    model: str | None,
+    on: str | None,
+    sequence: str | None,
+    batch_tokens: str | None,
+    overrides: tuple[str, ...],
+) -> Recipe:
+    """The recipe (a file, or the tables of a run) with the flags over it, or a recipe made of the flags."""
+    from armillary.spec.recipe import load_recipe, recipe_from_dict
+
+    if (recipe is None) == (model is None):
+        raise BadInput("give a recipe or --model with --on, like armillary plan --model llama-3-8b --on h100x8")
+    flags = [f"hardware.on={on}"] if on else []
+    flags += [f"train.sequence={parse_count(sequence)}"] if sequence else []
+    flags += [f"train.batch_tokens={parse_count(batch_tokens)}"] if batch_tokens else []
+    if recipe is not None:
+        changes = (*overrides, *flags)
+        return load_recipe(recipe, changes) if isinstance(recipe, Path) else recipe_from_dict(recipe, changes)
+    if not on and not any(text.startswith("hardware.") for text in overrides):
+        raise BadInput(f"--model {model} needs --on, like --on h100x8, or --on here")
+    key = "path" if Path(model or "").exists() else "name"
+    given = {"model": {key: model}, "train": _first(sequence, batch_tokens)}
+    return recipe_from_dict(given, (*overrides, *flags))
+
+
+def _first(sequence: str | None, batch_tokens: str | None) -> dict[str, Any]:
+    """Values that do not contradict each other before the model is known."""
+    tokens = parse_count(sequence) if sequence else 1
+    return {"sequence": tokens, "batch_tokens": parse_count(batch_tokens) if batch_tokens else max(tokens, 65_536)}
+
+
+def ask(
+    out: Output,
+    home: Home,
+    *,
+    recipe: Path | Mapping[str, Any] | None,
+    model: str | None,
+    on: str | None,
+    sequence: str | None,
+    batch_tokens: str | None,
+    lora: str | None,
+    overrides: tuple[str, ...],
+) -> Question:
+    """The question with model and devices found; what the flags leave out is derived and noted."""
+    from armillary.planning.training.resolve import question
+    from armillary.spec.recipe import check_recipe
+
+    asked = read_recipe(recipe, model, on, sequence, batch_tokens, overrides)
+    config = model_config(out, home, asked)
+    cluster = find_cluster(asked)
+    notes: list[str] = []
+    if recipe is None:
+        asked, notes = _with_usual(asked, config, cluster, sequence, batch_tokens)
+    check_recipe(asked, config)
+    made = question(asked, config, cluster, home, lora)
+    return replace(made, notes=(*notes, *made.notes))
+
+
+def model_config(out: Output, home: Home, recipe: Recipe) -> ModelConfig:
+    """The recipe's model; a name of the catalogue is answered without looking anywhere else."""
+    if not Path(recipe.model.source).exists():
+        with suppress(NotFound):
+            return recipe.model_config()
+    from armillary.cli.find_model import find_model
+
+    source = find_model(out, home, recipe.model.source, need_weights=False)
+    return recipe.model_config(source.config)
+
+
+def find_cluster(recipe: Recipe) -> Cluster:
+    """The recipe's devices; this machine is looked at only where it is meant."""
+    if not recipe.hardware.is_here:
+        return recipe.cluster()
+    from armillary.machine.machine import here
+
+    return recipe.cluster(here())
+
+
+def _with_usual(
+    recipe: Recipe, config: ModelConfig, cluster: Cluster, sequence: str | None, batch_tokens: str | None
+) -> tuple[Recipe, list[str]]:
+    """Sequence and batch where nobody said, and a batch that divides."""
+    from armillary.planning.training.resolve import dividing_batch, usual_sequence
+
+    said_s = sequence is not None or recipe.train.sequence > 1
+    length = recipe.train.sequence if said_s else usual_sequence(config)
+    wanted = recipe.train.batch_tokens if batch_tokens or recipe.train.batch_tokens != 65_536 else None
+    batch, note = dividing_batch(wanted, length, cluster.num_devices)
+    train = replace(recipe.train, sequence=length, batch_tokens=batch)
+    notes = [] if said_s else [f"sequences of {length:,} tokens were assumed; --sequence says otherwise"]
+    return replace(recipe, train=train), [*notes, *([note] if note else [])]

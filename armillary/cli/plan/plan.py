@@ -1,0 +1,316 @@
+"""`armillary plan`: predict before anything runs; search layouts, explain every term, judge against a table."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from armillary.cli.output import Output
+from armillary.cli.plan.options import ask, find_cluster, model_config, question_options, read_recipe
+from armillary.cli.verb import VerbGroup, refuse_verb
+from armillary.errors import BadInput, BadLayout, nearest
+from armillary.profiling.analysis.amdahl import amdahl as amdahl_rows
+from armillary.profiling.analysis.amdahl import speedup
+from armillary.spec.recipe import check_recipe
+from armillary.store.home import Home
+
+FOR = click.option(
+    "--for",
+    "purpose",
+    type=click.Choice(["train", "serve"]),
+    default="train",
+    show_default=True,
+    help="What is planned.",
+)
+ANY = re.compile(r"any(?:x(\d+))?")
+ANY_DEVICES, ANY_SHOWN = 64, 10
+
+
+class PlanGroup(VerbGroup):
+    """`plan RECIPE` and `plan --model M` are `plan predict`, which nobody needs to type."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in ("-h", "--help") and args[0] not in self.commands and not ctx.resilient_parsing:
+            word = args[0]
+            close = nearest(word, self.commands)
+            if close and not word.startswith("-") and "." not in word and not Path(word).exists():
+                refuse_verb(word, self.list_commands(ctx), ctx)
+            args = ["predict", *args]
+        return super().parse_args(ctx, args)
+
+
+plan = PlanGroup(
+    "plan",
+    help="Predict memory, step time, cost and layout before anything runs.\n\n"
+    "`armillary plan RECIPE` or `armillary plan --model M --on h100x64` predicts one plan.",
+)
+
+
+@plan.verb
+@question_options
+@FOR
+@click.option("--from", "run", metavar="RUN", help="Instead of a recipe: a run's, with its diagnosis' lever pulled.")
+def predict(out: Output, home: Home, purpose: str, run: str | None, **asked: Any) -> None:
+    """Memory, step time, throughput and cost of a recipe, or of a model on some devices.
+
+    Without a recipe the best layout is searched for; --on any ranks the catalogue's nodes, as `plan search` does.
+    --from RUN plans what its diagnosis asks for: the run's recipe with the first lever pulled.
+    """
+    if run is not None:
+        purpose = _take_run(out, home, run, asked)
+    if _any_node(asked):
+        _search(out, home, asked, purpose, ANY_SHOWN)
+        return
+    if purpose == "serve":
+        _serve(out, home, asked, "predict")
+        return
+    from armillary.cli.plan.plan_text import say_training
+    from armillary.planning.past_errors import confidence
+    from armillary.planning.training.training_plan import training_plan
+
+    question, found, how = _priced(out, home, asked)
+    made = training_plan(question, found)
+    known = confidence(home, question.case.cluster.chip)
+    say_training(out, made, how, str(known) if known else "")
+    if run is None:
+        _say_next(out, asked)
+    answer = {"for": "train", "fits": made.fits, "remedy": made.remedy or None, "plan": made.plan()}
+    out.result(answer, quiet=f"{float(found.time.total[0]):.6g}")
+
+
+def _take_run(out: Output, home: Home, run: str, asked: dict[str, Any]) -> str:
+    """Ask about the run's recipe; gives what it is for."""
+    from armillary.cli.plan.from_run import from_run
+
+    if asked["recipe"] or asked["model"]:
+        raise BadInput(f"--from {run} brings its own recipe; leave the other out, and change it with --set")
+    changed = from_run(out, home, run)
+    asked |= {"recipe": changed.recipe, "overrides": (*changed.overrides, *asked["overrides"])}
+    return changed.purpose
+
+
+def _say_next(out: Output, asked: dict[str, Any]) -> None:
+    what = asked["recipe"] or f"--model {asked['model']} --on {asked['on']}"
+    what = f"{what} --lora {asked['lora']}" if asked["lora"] else what
+    out.say(f"why:     armillary plan explain {what}\nothers:  armillary plan search {what}")
+
+
+def _priced(out: Output, home: Home, asked: dict[str, Any]) -> tuple[Any, Any, str]:
+    """(question, the layout priced, where it is from): the recipe's layout, else the best that a search finds."""
+    from armillary.planning.device_model.layout_arrays import of
+    from armillary.planning.training.prediction import predict as price
+    from armillary.planning.training.search import search as library_search
+    from armillary.spec.layout_rules.rules import check_layout
+
+    question = ask(out, home, **asked)
+    fixed = _fixed(question, asked)
+    if asked["recipe"] is None:
+        check_layout(question.layout, question.model, by_trainer=True)
+        try:
+            found = library_search(question.case, shown=1, fixed=fixed)
+        except BadLayout:
+            if not fixed:
+                raise
+            question = _filled(question, fixed)  # what was asked for does not fit: show by how much
+        else:
+            question = replace(question, recipe=replace(question.recipe, layout=found.best.layout()))
+            return question, found.best, f"   (the quickest of {found.num_fitting:,} that fit)"
+    job = question.recipe.train
+    check_layout(
+        question.layout,
+        question.model,
+        num_devices=_room(question),
+        sequence=job.sequence,
+        batch_tokens=job.batch_tokens,
+        by_trainer=True,
+        compiled=job.compiled,
+    )
+    return question, price(question.case, of([question.layout])), ""
+
+
+def _fixed(question: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """What --set says of the layout: kept by a search."""
+    names = [
+        text.partition("=")[0].strip().removeprefix("layout.")
+        for text in asked["overrides"]
+        if text.startswith("layout.")
+    ]
+    return {name: getattr(question.layout, name) for name in names}
+
+
+def _filled(question: Any, fixed: dict[str, Any]) -> Any:
+    """Where some axes and no dp are given, dp fills the devices."""
+    layout = question.layout if "dp" in fixed else question.layout.on_devices(question.case.cluster.num_devices)
+    return replace(question, recipe=replace(question.recipe, layout=layout))
+
+
+def _room(question: Any) -> int:
+    """Devices a layout may use; a processor's cores are shared by as many processes as are asked for."""
+    cluster = question.case.cluster
+    return int(max(cluster.num_devices, question.layout.num_devices if cluster.chip.kind == "cpu" else 1))
+
+
+@plan.verb
+@question_options
+@FOR
+@click.option("--top", default=10, show_default=True, help="Layouts to show.")
+def search(out: Output, home: Home, purpose: str, top: int, **asked: Any) -> None:
+    """The best layouts of all that are valid, why the first wins, and what limits it.
+
+    --on any (or anyx128) ranks the catalogue's nodes for the job.
+    """
+    if top < 1:
+        raise BadInput(f"--top {top} shows nothing; try --top 10")
+    _search(out, home, asked, purpose, top)
+
+
+def _any_node(asked: dict[str, Any]) -> re.Match[str] | None:
+    """Whether --on is any or anyxN."""
+    return ANY.fullmatch((asked["on"] or "").strip().lower())
+
+
+def _search(out: Output, home: Home, asked: dict[str, Any], purpose: str, top: int) -> None:
+    if purpose == "serve":
+        _serve(out, home, asked, "search")
+        return
+    from armillary.cli.plan.search import say_search
+    from armillary.planning.training.search import search as library_search
+
+    match = _any_node(asked)
+    if match:
+        _rank(out, home, asked, int(match.group(1) or ANY_DEVICES))
+        return
+    question = ask(out, home, **asked)
+    fixed = _fixed(question, asked)
+    if asked["recipe"] is not None:
+        fixed |= {name: getattr(question.layout, name) for name in ("precision", "fp8_scaling", "offload")}
+    say_search(out, question, library_search(question.case, shown=top, fixed=fixed))
+
+
+def _rank(out: Output, home: Home, asked: dict[str, Any], devices: int) -> None:
+    from armillary.cli.plan.search import say_ranking
+    from armillary.planning.training.node_ranking import rank_nodes
+
+    if devices < 1:
+        raise BadInput("anyx0 has no devices; write at least one, like anyx64")
+    question = ask(out, home, **{**asked, "on": f"h100x{devices if devices < 8 else (devices + 7) // 8 * 8}"})
+    recipe = question.recipe
+    with out.progress("trying nodes", unit="node") as bar:
+        ranked = rank_nodes(
+            question.case,
+            devices=devices,
+            steps=recipe.train.steps,
+            cost=recipe.cost,
+            watch=lambda done, total, what: bar.at(done, total, now=what),
+        )
+    say_ranking(out, ranked)
+
+
+@plan.verb
+@question_options
+@FOR
+def explain(out: Output, home: Home, purpose: str, **asked: Any) -> None:
+    """Every term of a plan, with its formula and its numbers."""
+    if _any_node(asked):
+        raise BadInput("--on any names no devices to explain; armillary plan search --on any ranks them")
+    if purpose == "serve":
+        _serve(out, home, asked, "explain")
+        return
+    from armillary.cli.plan.cost import money_plain, say_money
+    from armillary.cli.plan.plan_text import layout_text, say_stages
+    from armillary.planning.training.explain import explain as explain_terms
+    from armillary.planning.training.training_plan import training_plan
+
+    question, found, how = _priced(out, home, asked)
+    terms, made = explain_terms(found), training_plan(question, found)
+    out.say(f"{question.model.name} on {question.case.cluster.text()}\n{layout_text(found)}{how}")
+    out.table("", ["term", "formula", "numbers", "result"], [[t.name, t.formula, t.numbers, t.text] for t in terms])
+    say_stages(out, found)
+    say_money(out, made)
+    quiet = [f"{term.name.strip()} {term.text}" for term in terms]
+    out.result({"terms": terms, "plan": made.plan(), **money_plain(made)}, quiet=quiet)
+
+
+def _serve(out: Output, home: Home, asked: dict[str, Any], how: str) -> None:
+    from armillary.cli.plan import serving as plan_serving
+    from armillary.planning.serving.serving_plan import serving_plan, serving_request
+
+    if asked["lora"]:
+        raise BadInput("--lora is for training: merge the adapters and leave --lora out to plan serving")
+    every_node = _any_node(asked) is not None
+    on = "h100" if every_node else asked["on"]  # any chip stands in for all of them
+    recipe = read_recipe(
+        asked["recipe"], asked["model"], on, asked["sequence"], asked["batch_tokens"], asked["overrides"]
+    )
+    config = model_config(out, home, recipe)
+    check_recipe(recipe, config, for_training=False)
+    if every_node:
+        from armillary.planning.serving.node_ranking import rank_serving
+
+        with out.progress("trying nodes", unit="node"):
+            ranked = rank_serving(serving_request(recipe, config, find_cluster(recipe), home))
+        plan_serving.say_serving_ranking(out, ranked)
+        return
+    say = {
+        "predict": plan_serving.say_serving,
+        "search": plan_serving.say_serving_search,
+        "explain": plan_serving.explain_serving,
+    }[how]
+    say(out, serving_plan(recipe, config, find_cluster(recipe), home, search=how == "search"))
+
+
+@plan.verb
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.csv")
+@click.option("--filter", "filters", metavar="A,B", help="Only such rows: newest, complete, dense, moe, lora.")
+@click.option("--physics-only", is_flag=True, help="Leave every fitted number out.")
+@click.option("--fit", "fitting", is_flag=True, help="Fit the declared numbers of each framework again.")
+@click.option("--write", "target", type=click.Path(path_type=Path), help="Write the table with predictions here.")
+def table(
+    out: Output, home: Home, file: Path, filters: str | None, physics_only: bool, fitting: bool, target: Path | None
+) -> None:
+    """Hold the predictor against measured configurations.
+
+    FILE.csv has the columns of a table of training runs or of inference runs; which shows in its headings.
+    """
+    from armillary.cli.plan.table import fit_frameworks, say_fits, say_table, write_beside
+    from armillary.planning.published.table import judge
+
+    if fitting:
+        say_fits(out, fit_frameworks(file))
+        return
+    names = [name.strip() for name in (filters or "").split(",") if name.strip()]
+    judged = judge(file, names, physics_only=physics_only)
+    if target is not None:
+        write_beside(target, judged, file)
+    say_table(out, judged)
+    mape = judged.summary["mape"]
+    out.result(judged.plain(), quiet="nothing to judge" if mape is None else f"{mape:.4f}")
+
+
+@plan.verb
+@click.argument("parts", nargs=-1, required=True, metavar="PART=SHARE...")
+@click.option("--speedup", "factor", default=2.0, show_default=True, help="How many times as fast a part becomes.")
+def amdahl(out: Output, home: Home, parts: tuple[str, ...], factor: float) -> None:
+    """What speeding up a part of the time buys for the whole.
+
+    PART=SHARE is a class of work and its share of the time: gemm=0.8, or gemm=80%.
+    """
+    shares = dict(_share(part) for part in parts)
+    rows = [(row, speedup(row.share, factor)) for row in amdahl_rows(shares)]
+    cells = [[row.work, f"{row.share * 100:.4g} %", f"{buys:.2f} ×", f"{row.ceiling:.2f} ×"] for row, buys in rows]
+    out.table("", ["part", "share", f"{factor:g} × faster buys", "at most"], cells)
+    answer = [{"part": row.work, "share": row.share, "speedup": buys, "ceiling": row.ceiling} for row, buys in rows]
+    out.result(answer, quiet=[f"{buys:.4g}" for _, buys in rows])
+
+
+def _share(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        share = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
+    except ValueError:
+        raise BadInput(f"'{text}' is not PART=SHARE; write it like gemm=0.8") from None
+    return name, share

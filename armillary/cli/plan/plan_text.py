@@ -1,0 +1,174 @@
+"""A training plan for people: memory and step as stacked bars, throughput, what limits it, what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from shutil import get_terminal_size
+from textwrap import wrap
+
+import numpy as np
+
+from armillary.cli.output import Output
+from armillary.cli.plan.stacked_bar import stacked_bar
+from armillary.planning.cost.cost_report import goodput_rows, training_rows
+from armillary.planning.device_model.layout_arrays import OFFLOADS, taken
+from armillary.planning.training.memory_breakdown import by_stage, memory
+from armillary.planning.training.offload import host_adamw_s
+from armillary.planning.training.prediction import Prediction
+from armillary.planning.training.search import limits
+from armillary.planning.training.stages import stage_layers
+from armillary.planning.training.training_plan import TrainingPlan
+from armillary.spec.arithmetic.params import parameters
+from armillary.spec.layout_rules.placement import placement
+from armillary.units import bytes_text, count_text, flops_text, scaled, seconds_text
+
+LABEL, WIDTH = 20, 118
+GLUE = "\N{NO-BREAK SPACE}"
+"""holds a figure to its name and unit where a line is wrapped; printed as a blank"""
+
+
+def say_training(out: Output, made: TrainingPlan, how: str, confidence: str = "") -> None:
+    """The plan as a page; `how` says where the layout is from, `confidence` how far earlier plans were off."""
+    found, question = made.found, made.question
+    count = parameters(question.model)
+    width = min(WIDTH, get_terminal_size((WIDTH, 0)).columns)
+    head = (
+        f"{question.model.name} on {question.case.cluster.text()} · {count_text(count.total)} parameters, "
+        f"{flops_text(found.model_flops)} a token"
+    )
+    out.say("\n".join(wrap(head, width)))
+    rows = [
+        ("layout", f"{layout_text(found)}{how}"),
+        *((key.partition(".")[2], why) for key, why in made.question.chosen.items()),
+        *_links(made),
+        ("memory / device", memory_text(found) + ("   fits" if made.fits else "   does not fit")),
+        ("", _bar(found.memory.parts(), found.room if made.fits else None)),
+        *offload_rows(found),
+        ("step", step_text(found)),
+        ("", _bar(step_parts(found))),
+        ("throughput", throughput_text(found)),
+        ("limit next", limit_text(found)),
+        *([("confidence", confidence)] if confidence else []),
+    ]
+    rows += training_rows(made.cost) if made.cost else [("cost", made.price_source)]
+    rows += goodput_rows(made.goodput) if question.case.cluster.num_devices > 8 else []
+    rows += [("note", note) for note in made.notes()]
+    for name, text in rows:
+        out.say(line_text(name, text, width))
+
+
+def _links(made: TrainingPlan) -> list[tuple[str, str]]:
+    """Which link each axis crosses, innermost first, where there are several kinds."""
+    cluster = made.question.case.cluster
+    words = placement(made.found.layout(), cluster) if len(cluster.tiers) > 1 else []
+    return [("links", ";  ".join(glued(each) for each in words))] if words else []
+
+
+def line_text(name: str, text: str, width: int = WIDTH) -> str:
+    """A label and its text, wrapped under itself."""
+    lines = wrap(text, width - LABEL, break_long_words=False, break_on_hyphens=False) or [""]
+    whole = "\n".join([f"  {name:<{LABEL - 2}}{lines[0]}", *(" " * LABEL + line for line in lines[1:])])
+    return whole.replace(GLUE, " ")
+
+
+def glued(text: str) -> str:
+    """`text` so that no line ends inside it."""
+    return text.replace(" ", GLUE)
+
+
+def _bar(parts: dict[str, float], whole: float | None = None) -> str:
+    """The stacked bar, its legend wrapped between parts."""
+    bar, *legend = stacked_bar(parts, whole).split("  ")
+    return "  ".join([bar, *(glued(part) for part in legend)])
+
+
+def say_stages(out: Output, found: Prediction) -> None:
+    """Layers and memory of every pipeline stage, where there is more than one."""
+    layouts = found.layouts.take(np.array([0]))
+    stages, layers = by_stage(found.case, layouts), stage_layers(found.case, layouts)
+    if len(stages) < 2:
+        return
+    names = list(stages[0].parts())
+    cells = [
+        [i, f"{layers[i]:g}", *(bytes_text(size) for size in one.parts().values()), bytes_text(float(one.total[0]))]
+        for i, one in enumerate(stages)
+    ]
+    out.table("\nmemory by pipeline stage", ["stage", "layers", *names, "all"], cells)
+
+
+def layout_text(found: Prediction, i: int = 0) -> str:
+    """'tp=4 × pp=8 × dp=2 · 5 chunks a stage · zero 1 · micro-batch 1 · recompute none · fp8'."""
+    layout = found.layout(i)
+    parts = [layout.text("tp", "pp", "cp", "ep", "dp")]
+    parts += [f"{layout.interleave} chunks a stage"] if layout.interleave > 1 else []
+    parts += [f"zero {layout.zero}" + (f" in {layout.shard}s" if layout.shard else "")] if layout.zero else []
+    parts += [f"micro-batch {layout.micro_batch}", f"recompute {layout.recompute}", found.precision(i)]
+    return " · ".join(parts + ([f"offload {layout.offload}"] if layout.offload != "none" else []))
+
+
+def memory_text(found: Prediction, i: int = 0) -> str:
+    parts = "  ".join(glued(f"{name} {bytes_text(size)}") for name, size in found.memory.parts(i).items() if size > 0)
+    return f"{parts}  " + glued(f"→ {bytes_text(float(found.memory.total[i]))} of {bytes_text(found.room)}")
+
+
+def offload_rows(found: Prediction, i: int = 0) -> list[tuple[str, str]]:
+    """What offloading frees and what it costs; nothing where nothing is offloaded."""
+    layout, one = found.layout(i), found.layouts.take(np.array([i]))
+    if layout.offload == "none":
+        return []
+    before = memory(found.case, replace(one, offload=np.array([OFFLOADS.index("none")])))
+    freed, size = float(before.total[0] - found.memory.total[i]), float(found.memory.host[i])
+    where = "on disk" if layout.offload == "nvme" else "on the host"
+    gain = f"frees {bytes_text(freed)}" if freed > 0 else "frees nothing"
+    text = (
+        f"{gain} of the device for {bytes_text(size)} {where}  the step stands still "
+        f"{seconds_text(float(found.time.offload[i]))} for it"
+    )
+    if layout.offload != "activations":
+        seconds = host_adamw_s(found.case, one, taken(found.time.held, np.array([i])))
+        text += f"  (AdamW there takes {seconds_text(float(seconds[0]))})"
+    return [("offload", "  ".join(glued(part) for part in text.split("  ")))]
+
+
+def step_parts(found: Prediction, i: int = 0) -> dict[str, float]:
+    time = found.time
+    parts = {
+        "products": time.gemm,
+        "attention": time.attention,
+        "memory-bound": time.memory,
+        "recompute": time.recompute + time.contention,
+        "comm exposed": time.exposed,
+        "bubble": time.bubble,
+        "overhead": time.overhead,
+    }
+    return {name: max(0.0, float(seconds[i])) for name, seconds in parts.items()}
+
+
+def step_text(found: Prediction, i: int = 0) -> str:
+    time = found.time
+    compute, exposed, comm, bubble, overhead, total = (
+        max(0.0, float(array[i]))
+        for array in (time.compute, time.exposed, time.comm, time.bubble, time.overhead, time.total)
+    )
+    parts = (
+        f"compute {seconds_text(compute)}",
+        f"comm exposed {seconds_text(exposed)} of {seconds_text(comm)}",
+        f"bubble {seconds_text(bubble)}",
+        f"overhead {seconds_text(overhead)}",
+        f"→ {seconds_text(total)}",
+    )
+    return "  ".join(glued(part) for part in parts)
+
+
+def throughput_text(found: Prediction, i: int = 0) -> str:
+    each = float(found.tokens_per_s[i]) / float(found.layouts.num_devices[i])
+    return (
+        f"{scaled(each)} tokens/s/device   {found.mfu[i] * 100:.0f} % MFU, {found.hfu(i) * 100:.0f} % HFU "
+        f"(6·N, causal attention as half, of the dense 16-bit peak)   ceilings: {found.case.curves.source}"
+    )
+
+
+def limit_text(found: Prediction, i: int = 0) -> str:
+    """The two largest parts of the step and what doubling their speed would buy."""
+    rows = limits(found.time, i)[:2]
+    return ", then ".join(f"{row.work}: twice as fast buys " + glued(f"{row.doubled:.2f} ×") for row in rows)

@@ -1,0 +1,143 @@
+"""`armillary profile`: where the time of a step goes, of a recipe, a script, a callable or a trace."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from armillary.cli.open_model import need_torch
+from armillary.cli.output import Output, path_text
+from armillary.cli.profile.read_file import check_folder, is_readable, read_file
+from armillary.cli.profile.roof import measure_once
+from armillary.cli.profile.step import callable_step, recipe_step
+from armillary.cli.profile.tables import say_comparison, say_profile
+from armillary.cli.verb import set_option, verb
+from armillary.errors import BadInput, NotFound
+from armillary.store.home import Home
+
+if TYPE_CHECKING:
+    from armillary.profiling.profile import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command line asked for."""
+
+    steps: int
+    """how many to record"""
+    trace: Path | None
+    """where to keep the trace"""
+    overrides: tuple[str, ...]
+    """of a recipe"""
+    device: str | None
+    """for a recipe"""
+    stop: bool
+    """end a script when it has been recorded"""
+
+
+@verb
+@click.argument("target", nargs=-1, required=True, type=click.UNPROCESSED, metavar="TARGET")
+@click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="How many steps to record.")
+@click.option(
+    "--html",
+    default="profile.html",
+    show_default=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where the page goes.",
+)
+@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Keep the trace, for Perfetto.")
+@click.option(
+    "--compare",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="An earlier trace, or what --json printed.",
+)
+@click.option("--stop", is_flag=True, help="End the script when its steps are recorded.")
+@click.option("--device", help="cpu, cuda … for a recipe.  [default: the best there is]")
+@set_option
+def profile(
+    out: Output,
+    home: Home,
+    target: tuple[str, ...],
+    steps: int,
+    html: Path,
+    trace: Path | None,
+    compare: Path | None,
+    stop: bool,
+    device: str | None,
+    overrides: tuple[str, ...],
+) -> None:
+    """Say where the time of a step goes, against what this machine was measured to reach.
+
+    TARGET is a recipe (its training step), a trace of torch.profiler or an nsys SQLite export, MODULE:FUNCTION, or a
+    script as it is: armillary profile -- python train.py --its options.
+    """
+    from armillary.profiling.report.profile_page import write_page
+
+    asked = Asked(steps=steps, trace=trace, overrides=overrides, device=device, stop=stop)
+    for option, path in (("--html", html), ("--trace", trace)):
+        if path:
+            check_folder(option, path)
+    before = read_file(compare, home) if compare else None
+    found, code = _profile(out, home, target, asked)
+    say_profile(out, found)
+    comparison = say_comparison(out, before, found) if before else None
+    write_page(found, html, comparison)
+    out.say(f"report: {path_text(html.absolute())} (roofline, gaps, memory)")
+    if trace:
+        out.say(f"trace: {path_text(trace.absolute())}, for ui.perfetto.dev")
+    answer = {"profile": found, "comparison": comparison} if comparison else found
+    out.result(answer, quiet=str(html))
+    if code:
+        raise click.exceptions.Exit(code)
+
+
+def _profile(out: Output, home: Home, target: tuple[str, ...], asked: Asked) -> tuple[Profile, int]:
+    """The profile, and the exit code of a script."""
+    name = target[0]
+    if Path(name).name.startswith(("python", "torchrun")) and len(target) > 1:
+        return _script(out, home, target, asked)
+    if len(target) > 1:
+        raise BadInput(f"'{' '.join(target[1:])}' comes after {name}; a script is profiled with -- python {name} …")
+    if name.endswith(".toml"):
+        return _step(out, home, name, asked), 0
+    if asked.overrides or asked.device:
+        raise BadInput(f"--set and --device are for recipes, and {name} is none; leave them out")
+    if is_readable(name):
+        return read_file(Path(name), home), 0
+    if name.endswith(".py"):
+        raise BadInput(f"{name} is a script; write armillary profile -- python {name}")
+    if ":" in name:
+        return _step(out, home, name, asked), 0
+    raise NotFound(f"nothing to profile in '{name}'; give a recipe.toml, a trace, MODULE:FUNCTION or -- python SCRIPT")
+
+
+def _script(out: Output, home: Home, target: tuple[str, ...], asked: Asked) -> tuple[Profile, int]:
+    if asked.overrides or asked.device:
+        raise BadInput("--set and --device are for recipes; give a script its own options after its name")
+    from armillary.profiling.record.script import parse, profile_script
+
+    parse(target)
+    measure_once(out, home)
+    # with --json or --quiet stdout is for the answer alone
+    stdout = None if out.mode == "human" else sys.stderr.fileno()
+    sys.stdout.flush()
+    ran = profile_script(target, home=home, steps=asked.steps, stop=asked.stop, trace_path=asked.trace, stdout=stdout)
+    if ran.code:
+        out.warn(f"the script ended with exit code {ran.code}; the profile is of what ran before")
+    return ran.profile, ran.code
+
+
+def _step(out: Output, home: Home, name: str, asked: Asked) -> Profile:
+    need_torch("profiling")
+    from armillary.profiling.record.capture import profile as capture
+
+    make = recipe_step if name.endswith(".toml") else callable_step
+    with make(out, home, name, asked.overrides, asked.device) as step:
+        measure_once(out, home, asked.device)
+        out.say(f"profiling {asked.steps} steps of {name}")
+        return capture(step, steps=asked.steps, home=home, trace_path=asked.trace, source=name)

@@ -1,0 +1,150 @@
+"""The run folder of a server: what was asked, what is predicted, and gauges that the engine writes while it serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from armillary.errors import ArmillaryError
+from armillary.spec.hardware import Cluster
+from armillary.spec.layout import Layout
+from armillary.spec.plan import Plan
+from armillary.spec.recipe import Recipe, to_dict
+from armillary.spec.tables.serve import Traffic
+from armillary.store.home import Home
+from armillary.store.resolve_model import ModelSource
+from armillary.store.runs import Run, create_run
+
+if TYPE_CHECKING:
+    from armillary.planning.serving.threads import Threads
+    from armillary.profiling.dtypes.choice import Resolved
+
+Say = Callable[[str], None]
+
+
+@contextmanager
+def recorded(home: Home, source: ModelSource, asked: Recipe, *, say: Say, **more: Any) -> Iterator[Run | None]:
+    """A run folder for as long as something is served, with what `begin_run` needs; one that cannot be written is no
+    reason not to serve."""
+    if not asked.model.path and source.folder is not None:
+        asked = replace(asked, model=replace(asked.model, name="", path=str(source.folder)))
+    try:
+        made = begin_run(home, source, asked, **more)
+    except (ArmillaryError, OSError) as error:
+        say(f"nothing is recorded: {error}")
+        yield None
+        return
+    say(f"run {made.name}: armillary diagnose {made.name} says what holds it back")
+    try:
+        with made.held():
+            yield made
+    except BaseException as error:
+        made.update(state="failed", error=" ".join(str(error).split()))
+        raise
+    made.update(state="finished")
+
+
+def begin_run(
+    home: Home,
+    source: ModelSource,
+    recipe: Recipe,
+    *,
+    dtype: Resolved,
+    threads: Threads | None = None,
+    text: str = "",
+    overrides: tuple[str, ...] = (),
+    tp: int = 1,
+    device: str | None = None,
+) -> Run:
+    """A folder for what this server measures; ArmillaryError where it cannot be written."""
+    layout = replace(recipe.layout, tp=tp, precision=dtype.dtype)
+    recipe = replace(recipe, layout=layout)
+    tables = {name: table for name, table in to_dict(recipe).items() if name not in ("train", "data")}
+    plan = serve_plan(home, source, recipe, layout, tables, device)
+    why = {"serve.dtype": dtype.reason, "serve.threads": threads.reason if threads else ""}
+    plan = replace(plan, chosen={key: reason for key, reason in why.items() if reason})
+    if threads is not None and plan.serve is not None:
+        plan = replace(plan, serve=replace(plan.serve, threads=threads.count))
+    return create_run(home, tables, text=text, overrides=overrides, plan=plan, model=source.config.name)
+
+
+def serve_plan(
+    home: Home, source: ModelSource, recipe: Recipe, layout: Layout, tables: dict[str, Any], device: str | None = None
+) -> Plan:
+    """The plan of a server, with what the planner can say of its traffic."""
+    from armillary.machine.machine import here
+
+    cluster = recipe.cluster(here(device=device))
+    is_said = recipe.traffic != type(recipe.traffic)()
+    predicted, notes = _predicted(home, source, recipe, cluster) if is_said else ({}, ())
+    return Plan(
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        recipe=tables,
+        model=source.config,
+        cluster=cluster,
+        layout=layout,
+        serve=recipe.serve,
+        weights=str(source.folder or ""),
+        predicted=predicted,
+        notes=notes,
+    )
+
+
+def _predicted(
+    home: Home, source: ModelSource, recipe: Recipe, cluster: Cluster
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """One replica at the recipe's traffic, which its scheduler plays; nothing where the planner says that this cannot
+    be."""
+    from armillary.planning.serving.deployment_options import from_layout
+    from armillary.planning.serving.queueing import load
+    from armillary.planning.serving.serving_plan import serving_request
+    from armillary.planning.simulation.planned_service import planned_service
+
+    try:
+        request = serving_request(recipe, source.config, cluster, home)
+        found = from_layout(replace(request, objective=type(request.objective)()), recipe.layout).capacity
+        now = load(found.server, recipe.traffic.requests_per_s) if found is not None else None
+        if found is None:
+            return {}, ("one server does not bear this traffic",)
+        said = replace(found, replicas=1, actual=now or found.actual).predicted()
+        return said | planned_service(found.server, said["kv_capacity_tokens"]), ()
+    except ArmillaryError as error:
+        return {}, (f"nothing is predicted: {error}",)
+
+
+def resolve_dtype(home: Home, source: ModelSource, asked: Recipe, device: str | None) -> Resolved:
+    """serve.dtype, auto resolved for the device that will serve."""
+    from armillary.machine.machine import here
+    from armillary.profiling.dtypes.choice import resolve_serving, serving_shape
+    from armillary.profiling.dtypes.rates import cluster_rates
+    from armillary.store.hf_folder import stored_dtype
+
+    shape = serving_shape(source.config, asked.serve)
+    rates = cluster_rates(home, here(device=device), shape, device=device)
+    return resolve_serving(asked.serve, rates, stored=stored_dtype(source.folder), traffic=asked.traffic)
+
+
+def resolve_threads(
+    home: Home, source: ModelSource, asked: Recipe, dtype: Resolved, *, tp: int, device: str | None, say: Say
+) -> Threads | None:
+    """serve.threads for a model that a CPU of this machine serves; none where the planner cannot say."""
+    from armillary.machine.machine import here
+    from armillary.planning.serving.serving_plan import serving_request
+    from armillary.profiling.dtypes.choice import with_dtype
+
+    cluster = here(device=device)
+    if cluster.chip.kind != "cpu":
+        return None
+    layout = replace(asked.layout, tp=tp, precision=dtype.dtype)
+    recipe = replace(asked, layout=layout, serve=with_dtype(asked.serve, dtype))
+    longest, traffic = asked.serve.max_model_len or source.config.context, asked.traffic
+    if traffic.tokens_in + traffic.tokens_out > longest:  # nobody said what is asked of so short a model
+        recipe = replace(recipe, traffic=Traffic(tokens_in=max(1, longest // 2), tokens_out=max(1, longest // 4)))
+    try:
+        return serving_request(recipe, source.config, cluster, home).threads
+    except ArmillaryError as error:  # one that it cannot price is served as torch sets itself
+        say(f"threads are left to torch: {error}")
+        return None

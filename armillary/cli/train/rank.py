@@ -1,0 +1,101 @@
+"""One rank of a run, as `armillary train` starts it: `python -m armillary.cli.train.rank ORDERS`.
+
+It reads the plan from the run's folder, trains, and leaves its outcome, or one line on what went wrong, as a file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from armillary.cli.main import BUG, INTERRUPTED, OK, USER_ERROR, user_message
+from armillary.cli.output import Output
+from armillary.store import strict_json
+from armillary.store.atomic import write_json
+
+_BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out", re.IGNORECASE)
+
+
+Work = Callable[[dict[str, Any], Output], dict[str, Any]]
+"""what a rank does with its orders; the main one's outcome is kept"""
+
+
+def main(orders: dict[str, Any], work: Work) -> int:
+    rank = int(os.environ["RANK"])
+    if rank:
+        _print_to(Path(orders["logs"]) / f"rank-{rank}.log")
+    try:
+        outcome = work(orders, Output(orders["mode"] if rank == 0 else "silent"))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        message, lost = user_message(error), lost_a_peer(error)
+        if message is None and not lost:
+            raise
+        said = {"error": message} if not lost else {"lost": " ".join(str(error).split())[:300]}
+        write_json(Path(orders["answers"]) / f"{next(iter(said))}-{rank}.json", said)
+        return USER_ERROR
+    if rank == 0:
+        write_json(Path(orders["answers"]) / "outcome.json", outcome)
+    return OK
+
+
+def lost_a_peer(error: Exception) -> bool:
+    """A collective that fails because another rank is gone: that rank's end is the news, not this one's."""
+    import torch.distributed as dist
+
+    from armillary.parallel.long_wait import RankLost
+
+    if isinstance(error, dist.DistError | RankLost):
+        return True
+    return isinstance(error, RuntimeError) and bool(_BROKEN.search(str(error)))
+
+
+def _print_to(path: Path) -> None:
+    """Only the main rank speaks; what others print is kept for when something goes wrong."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+
+
+def train_run(orders: dict[str, Any], out: Output) -> dict[str, Any]:
+    from armillary.cli.train.view import TrainView, outcome_of
+    from armillary.spec.plan import Plan
+    from armillary.store.home import Home
+    from armillary.store.runs import Run
+    from armillary.training.loop import train
+    from armillary.training.until import Until
+
+    run = Run(folder=Path(orders["run"]))
+    home = Home(**{name: Path(path) for name, path in orders["home"].items()})
+    plan = Plan.from_json(run.plan.read_text(), str(run.plan))
+    until = Until.parse(orders["until"]) if orders["until"] else None
+    with TrainView(out, plan, run, brief=orders["brief"]) as view:
+        done = train(
+            plan,
+            run,
+            device=orders["device"],
+            until=until,
+            watch=view,
+            say=out.warn,
+            home=home,
+            parent=orders["parent"],
+        )
+    return outcome_of(done)
+
+
+def run_as_rank(work: Work) -> None:
+    """As the process that `launch` started."""
+    code = main(strict_json.loads(sys.argv[1]), work)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code) if code not in (OK, BUG) else sys.exit(code)  # a failed collective must not keep a rank from ending
+
+
+if __name__ == "__main__":
+    run_as_rank(train_run)

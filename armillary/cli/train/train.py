@@ -1,0 +1,452 @@
+"""`armillary train`: plan the recipe, start its ranks, and show them train; goes on with an unfinished run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from armillary.cli.data import on_bar, say_prepared
+from armillary.cli.find_model import find_model
+from armillary.cli.main import USER_ERROR
+from armillary.cli.open_model import need_torch
+from armillary.cli.output import Output, path_text
+from armillary.cli.train.parity import parity, the_recipe
+from armillary.cli.train.view import TrainView, outcome_of, say_end
+from armillary.cli.verb import moved, set_option, verb, yes_option
+from armillary.errors import ArmillaryError, BadInput, BadLayout
+from armillary.spec.plan import Plan
+from armillary.spec.recipe import Recipe, load_recipe
+from armillary.spec.tables.train import TrainJob
+from armillary.store.home import Home
+from armillary.units import bytes_text, count_text, seconds_text
+
+if TYPE_CHECKING:
+    from armillary.parallel.world import World
+    from armillary.planning.training.training_plan import TrainingPlan
+    from armillary.store.runs import Run
+    from armillary.training.prepare_run import Start
+    from armillary.training.until import Until
+
+DAY_S = 86_400.0
+
+
+@verb
+@click.argument("words", nargs=-1, metavar="RECIPE")
+@set_option
+@yes_option
+@click.option("--devices", type=int, metavar="N", help="Spread over N devices: as much dp as fills them.")
+@click.option("--run", "name", metavar="NAME", help="Go on with this run, or begin one of this name.")
+@click.option("--new", is_flag=True, help="Begin a new run, whatever unfinished ones there are.")
+@click.option("--take-over", is_flag=True, help="Go on with a run that another process is running, and stop that one.")
+@click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
+@click.option("--dry-run", is_flag=True, help="Plan and check everything; stop before anything is written.")
+@click.option("--parity", "as_parity", is_flag=True, help="Hold strategies (or RECIPE's layout) against one process.")
+@moved("--only", "name strategies and formats behind --parity, like armillary train --parity pp fp32")
+@moved("--page", "name the page behind --parity, like armillary train --parity docs/page.md")
+@moved("--random-weights", "try --set train.from_scratch=true", is_flag=True)
+@moved("--from", "try --set model.path=FOLDER, or --set model.name=NAME for a run or a Hub id")
+@moved("--until", "try --set train.until=val_loss=3.2")
+def train(
+    out: Output,
+    home: Home,
+    words: tuple[str, ...],
+    overrides: tuple[str, ...],
+    devices: int | None,
+    name: str | None,
+    new: bool,
+    take_over: bool,
+    device: str | None,
+    dry_run: bool,
+    as_parity: bool,
+    yes: bool,
+) -> None:
+    """Train the model of RECIPE, on one device or many, and export it as a Hugging Face folder.
+
+    A name of the catalogue starts from scratch; a folder, a run or a Hub id (--set model.path=…, model.name=…) goes on
+    from its weights. An unfinished run of the recipe goes on where it stopped, on whatever layout; where the recipe has
+    become another since, the command stops and asks for --new.
+
+    Starts its own processes on this machine, or joins those of torchrun and srun. Ctrl-C saves and stops.
+
+    --parity trains a tiny model on --devices ranks (2, 4 or 8) by every strategy and in one process, and writes the
+    differences to a page (parallel_agreement.md); exit code 1 where one does not hold. In place of RECIPE it takes
+    names of strategies or parts of them, dense, experts, fp32, fp64, and another page (FILE.md).
+    """
+    need_torch("training")
+    from armillary.parallel.world import is_launched
+
+    if as_parity:
+        parity(out, home, words, overrides, devices=devices, dry_run=dry_run)
+        return
+    recipe = the_recipe(words)
+    asked = _asked(load_recipe(recipe, overrides), devices)
+    settings: dict[str, Any] = {"device": device, "until": _goal(asked)}
+    choice = {"name": name or "", "new": new, "take_over": take_over, "file": str(recipe.absolute())}
+    texts: dict[str, Any] = {"text": recipe.read_text(), "overrides": overrides, **choice}
+    planning: dict[str, Any] = settings | {"devices": devices, "fills": devices}
+    if is_launched() and not dry_run:
+        train_joined(out, home, asked, planning, **texts, **settings)
+        return
+    begun = begin(out, home, asked, **planning)
+    refuse_days(begun, yes=yes)
+    if dry_run:
+        out.result({"plan": begun.plan})
+        return
+    outcome = run_training(out, begun, **texts, **settings)
+    out.result(outcome, quiet=outcome["run"])
+
+
+def _asked(recipe: Recipe, devices: int | None) -> Recipe:
+    if devices is None:
+        return recipe
+    if devices < 1:
+        raise BadInput(f"--devices {devices} is nothing to train on; give at least 1")
+    inner = recipe.layout.num_devices // recipe.layout.dp
+    # what does not fill them is refused where the model is known, with a layout that does
+    return recipe if devices % inner else replace(recipe, layout=recipe.layout.on_devices(devices))
+
+
+def _goal(recipe: Recipe) -> Until | None:
+    from armillary.training.until import Until
+
+    return Until.of(recipe.train)
+
+
+# --- before anything is written
+
+
+def begin(
+    out: Output,
+    home: Home,
+    recipe: Recipe,
+    *,
+    device: str | None = None,
+    devices: int | None = None,
+    fills: int | None = None,
+    until: Until | None = None,
+) -> Start:
+    """Find the model, fetching its weights if it must, check everything, plan it, and say what was planned."""
+    need_torch("training")
+    from armillary.model.device import pick_device
+    from armillary.training.prepare_run import start, starting_point
+
+    source = find_model(out, home, recipe.model.source, need_weights=False)
+    if source.origin == "hub" and not recipe.train.from_scratch:
+        find_model(out, home, recipe.model.source, need_weights=True)
+    found = starting_point(recipe, home)
+    pick_device(device)
+    begun = _with_compile(start(recipe, home, found, room=devices or 0, fills=fills, until=until, device=device))
+    begun, made = planned(begun)
+    say_start(out, begun, made)
+    for note in begun.plan.notes:
+        out.warn(note)
+    return begun
+
+
+def planned(begun: Start) -> tuple[Start, TrainingPlan]:
+    """What was begun with the planner's predictions in its plan, and these by themselves."""
+    made = plan_of(begun)
+    found = made.plan()
+    notes = tuple(dict.fromkeys((*begun.plan.notes, *found.notes)))
+    return replace(begun, plan=replace(begun.plan, predicted=found.predicted, notes=notes)), made
+
+
+def _resolved(begun: Start) -> Recipe:
+    """The recipe with what its plan has in place of auto."""
+    assert begun.plan.train is not None
+    return replace(begun.recipe, layout=begun.plan.layout, train=begun.plan.train)
+
+
+def _with_compile(begun: Start) -> Start:
+    """train.compile = "auto" resolved by what the planner says that compiling saves."""
+    if begun.recipe.train.compile != "auto":
+        return begun
+    from armillary.planning.training.compile_choice import compile_choice
+    from armillary.planning.training.resolve import question
+
+    asked = question(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home, settled=True)
+    reason = compile_choice(asked)
+    if not reason:
+        return begun
+    assert begun.plan.train is not None
+    plan = replace(
+        begun.plan, train=replace(begun.plan.train, compile=True), chosen={**begun.plan.chosen, "train.compile": reason}
+    )
+    return replace(begun, plan=plan)
+
+
+def plan_of(begun: Start) -> TrainingPlan:
+    """What the planner predicts; a plan that cannot fit is refused with what would."""
+    from armillary.planning.device_model.layout_arrays import of
+    from armillary.planning.training.prediction import predict
+    from armillary.planning.training.resolve import question
+    from armillary.planning.training.training_plan import training_plan
+
+    asked = question(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home, settled=True)
+    made = training_plan(asked, predict(asked.case, of([asked.layout])))
+    if not made.fits:
+        said = made.shortage.replace("it ", f"{begun.plan.model.name} ", 1)
+        raise BadLayout(f"{said}; {made.remedy.replace('--on ', '--set hardware.on=')}")
+    return made
+
+
+def say_start(out: Output, begun: Start, made: TrainingPlan) -> None:
+    from armillary.cli.plan.plan_text import layout_text, line_text, memory_text, offload_rows, step_text
+    from armillary.spec.arithmetic.params import parameters
+
+    plan = begun.plan
+    origin = f"from the weights in {path_text(Path(plan.weights))}" if plan.weights else "from scratch"
+    count = count_text(parameters(plan.model).total)
+    out.say(f"{plan.model.name} on {plan.cluster.text()} · {count} parameters · {origin}")
+    chosen = [(key.partition(".")[2], why) for key, why in plan.chosen.items()]
+    rows = [
+        ("layout", layout_text(made.found)),
+        *chosen,
+        ("memory / device", memory_text(made.found)),
+        *offload_rows(made.found),
+        ("step", step_text(made.found)),
+        ("learning rate", _rate_text(begun)),
+    ]
+    for name, text in rows:
+        out.say(line_text(name, text))
+
+
+def _rate_text(begun: Start) -> str:
+    """The peak, and what the batch made of it."""
+    from armillary.spec.arithmetic.params import parameters
+
+    job = begun.recipe.train
+    peak = job.peak_lr(parameters(begun.plan.model).total)
+    scaled = f" = {peak / job.lr_factor:.3g} × {job.lr_factor:g} for the batch" if job.lr_base_batch else ""
+    return f"{peak:.3g}{scaled}, {job.warmup:,} steps of warm-up, then {job.schedule}"
+
+
+# --- in this process, in processes of our own, or in those of torchrun
+
+
+def run_training(
+    out: Output,
+    begun: Start,
+    *,
+    text: str,
+    overrides: tuple[str, ...],
+    device: str | None = None,
+    until: Until | None = None,
+    brief: bool = False,
+    **choice: Any,
+) -> dict[str, Any]:
+    """Prepare the data, open the run, train, and say how it ended; `brief` leaves out what single steps tell, and
+    `choice` (name, new, take_over, file) says which run it is."""
+    from armillary.training.prepare_run import refuse_elsewhere
+
+    refuse_elsewhere(begun.plan)
+    begun, run = _open_run(out, begun, text, overrides, choice, brief=brief)
+    if begun.plan.layout.num_devices == 1:
+        outcome = _train_here(out, begun, run, device, until, brief=brief)
+    else:
+        outcome = _launch(out, begun, run, device, until, brief=brief)
+    say_end(out, run, outcome, brief=brief)
+    return outcome
+
+
+def _open_run(
+    out: Output, begun: Start, text: str, overrides: tuple[str, ...], choice: dict[str, Any], *, brief: bool = False
+) -> tuple[Start, Run]:
+    from armillary.training.checkpoint.resume import Choice
+
+    chosen = Choice(**choice)
+    before = begun.to_resume(chosen, out.say)  # what is for a person to decide is said before any text is prepared
+    with out.progress("preparing", unit="B") as bar:
+        made = begun.prepare(on_bar(bar))
+    for each in made:
+        if not (brief and each.reused):
+            say_prepared(out, each)
+    begun = _kept(out, begun, before) if before else begun
+    goes_on = _goes_on(out, begun, before) if before else ""
+    told: dict[str, Any] = {"text": text, "overrides": overrides}
+    if before is not None:
+        run = begun.take_over(before, chosen, say=out.say, **told)
+    else:
+        run = begun.create_run(name=chosen.name, file=chosen.file, **told)
+    job, goes_on = begun.recipe.train, goes_on or f"new run {run.id}"
+    planned = begun.plan.predicted
+    saves = _saves(job, planned["step_s"])
+    out.say(
+        f"planned {seconds_text(planned['step_s'])}/step, {bytes_text(planned['memory_peak_bytes'])}/device · "
+        f"{goes_on} · {job.steps:,} steps of {count_text(job.batch_tokens)} tokens · {saves} · "
+        f"{end_text(begun, run)}"
+    )
+    return begun, run
+
+
+def _kept(out: Output, begun: Start, run: Run) -> Start:
+    """What was begun as the run that it goes on with keeps it, planned anew where that makes a difference."""
+    kept = begun.keeping(run)
+    if (kept.plan.layout, kept.plan.train) == (begun.plan.layout, begun.plan.train):
+        return kept
+    for note in kept.plan.notes:
+        if note not in begun.plan.notes:
+            out.warn(note)
+    return planned(kept)[0]
+
+
+def seconds_left(begun: Start, run: Run | None) -> float:
+    """Predicted time of the steps that are left."""
+    from armillary.training.checkpoint.checkpoint import saved_steps
+
+    done = (saved_steps(run) or [0])[-1] if run is not None else 0
+    return max(0, begun.recipe.train.steps - done) * begun.plan.predicted["step_s"]
+
+
+def end_text(begun: Start, run: Run) -> str:
+    """'ends about 14:05 (12:30)', with the day where that is not today."""
+    left = seconds_left(begun, run)
+    now, end = time.localtime(), time.localtime(time.time() + left)
+    day = "" if now[:3] == end[:3] else time.strftime("%Y-%m-%d ", end)
+    return f"ends about {day}{time.strftime('%H:%M', end)} (in {seconds_text(left)})"
+
+
+def refuse_days(begun: Start, *, yes: bool) -> None:
+    """A plan of more than a day on a CPU is more often a mistake than a wish."""
+    left = seconds_left(begun, None)
+    if yes or begun.plan.cluster.chip.kind != "cpu" or left <= DAY_S:
+        return
+    raise BadInput(
+        f"{begun.recipe.train.steps:,} steps would take {seconds_text(left)} on this CPU; start it all the "
+        "same with --yes, or take fewer steps (--set train.steps=…) or a smaller model"
+    )
+
+
+def _saves(job: TrainJob, step_s: float) -> str:
+    from armillary.training.checkpoint.interval import EVERY_S, interval_steps
+
+    steps = interval_steps(job, step_s)
+    if not steps:
+        return "a checkpoint at the end"
+    about = "" if job.save_every else f" or so ({seconds_text(max(EVERY_S, step_s))})"
+    return f"checkpoints every {steps:,} steps{about}"
+
+
+def _goes_on(out: Output, begun: Start, run: Run) -> str:
+    """Where an unfinished run goes on, and why it had ended, which may come again; what was edited since is said."""
+    from armillary.training.checkpoint.checkpoint import saved_steps
+    from armillary.training.checkpoint.resume import texts
+
+    if noted := texts(begun.changes_since(run), "noted"):
+        out.say(f"run {run.name} continues with changes: {', '.join(noted)}")
+    steps = saved_steps(run)
+    where = f"from step {steps[-1]:,}" if steps else "from the beginning (no checkpoint yet)"
+    failed = f", which had failed ({run.state.error})" if run.state.error else ""
+    return f"goes on with run {run.id} {where}{failed}"
+
+
+def _train_here(
+    out: Output, begun: Start, run: Run, device: str | None, until: Until | None, *, brief: bool
+) -> dict[str, Any]:
+    from armillary.training.loop import train as library_train
+
+    with TrainView(out, begun.plan, run, brief=brief) as view:
+        done = library_train(begun.plan, run, device=device, until=until, watch=view, say=out.warn, home=begun.home)
+    return outcome_of(done)
+
+
+def _launch(
+    out: Output, begun: Start, run: Run, device: str | None, until: Until | None, *, brief: bool
+) -> dict[str, Any]:
+    """Ranks of our own; how the run ended is noted here, because a rank may not live to do it."""
+    from armillary.cli.train.launch import launch
+    from armillary.machine.cores import compute_threads
+    from armillary.training.gauge_log import note_failure
+
+    count = begun.plan.layout.num_devices
+    on_cpu = begun.plan.cluster.chip.kind == "cpu" or device == "cpu"
+    orders = {
+        "run": str(run.folder),
+        "mode": out.mode,
+        "device": device,
+        "brief": brief,
+        "home": {"work": str(begun.home.work), "cache": str(begun.home.cache)},
+        "until": f"{until.gauge}={until.value!r}" if until else "",
+    }
+    try:
+        ended = launch(
+            "armillary.cli.train.rank",
+            orders,
+            num_ranks=count,
+            logs=run.folder / "logs",
+            threads=compute_threads(count) if on_cpu else None,
+        )
+    except BaseException as error:
+        note_failure(run, error)
+        raise
+    if not ended.outcome:
+        raise KeyboardInterrupt
+    return ended.outcome
+
+
+def train_joined(
+    out: Output,
+    home: Home,
+    recipe: Recipe,
+    planning: dict[str, Any],
+    *,
+    text: str,
+    overrides: tuple[str, ...],
+    device: str | None,
+    until: Until | None,
+    **choice: Any,
+) -> None:
+    """As one of the ranks that torchrun or srun started: the main one speaks, and opens the run for all."""
+    from armillary.parallel.world import join_world
+    from armillary.training.loop import agreement
+    from armillary.training.loop import train as library_train
+
+    with join_world(device) as world:
+        shown, ranks = out if world.is_main else Output("silent"), agreement(world)
+        try:
+            asked = {**planning, "devices": world.size}
+            begun = ranks.patiently("find the model", lambda: begin(shown, home, recipe, **asked))
+            opened = ranks.patiently("prepare the data", lambda: _opened(shown, begun, world, text, overrides, choice))
+            run = ranks.tell(opened)
+            assert run is not None
+            plan = Plan.from_json(run.plan.read_text(), str(run.plan))  # as the main rank resolved it
+            with TrainView(shown, plan, run) as view:
+                done = library_train(plan, run, device=device, until=until, watch=view, say=shown.warn, home=home)
+        except Exception as error:
+            said = _as_said(error, rank=world.rank)
+            if said is error:
+                raise
+            raise said from error
+    outcome = outcome_of(done)
+    say_end(shown, run, outcome)
+    shown.result(outcome, quiet=outcome["run"])
+
+
+def _as_said(error: Exception, *, rank: int) -> BaseException:
+    """What a joined rank ends with: what all agreed on is said by the main one, and a lost connection means that
+    another rank has said, or could not say, why it ended. The next rank speaks for a main one that is lost."""
+    from armillary.cli.train.rank import lost_a_peer
+    from armillary.parallel.consensus import AgreedError
+    from armillary.parallel.long_wait import RankLost
+
+    lost = lost_a_peer(error)
+    if isinstance(error, RankLost):
+        return error if rank == (error.rank == 0) else SystemExit(USER_ERROR)
+    if rank and (lost or isinstance(error, AgreedError)):
+        return SystemExit(USER_ERROR)
+    if lost:
+        return ArmillaryError(
+            f"another rank ended ({' '.join(str(error).split())[:200]}); see what it said, and train "
+            "again: the run goes on from the last whole checkpoint"
+        )
+    return error
+
+
+def _opened(
+    out: Output, begun: Start, world: World, text: str, overrides: tuple[str, ...], choice: dict[str, Any]
+) -> Run | None:
+    return _open_run(out, begun, text, overrides, choice)[1] if world.is_main else None

@@ -1,0 +1,245 @@
+"""What the records of a serving run say, in the terms that rules speak: who waited, for what, and what steps cost.
+
+In a step after which somebody still waits, one thing kept him out: all rows of the batch were taken, the step's budget
+of prompt tokens was spent, or blocks of the KV cache were lacking; with batches that are put together, their rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from armillary.diagnosis.readings.reading import Reading
+from armillary.planning.simulation.fitted_step_time import StepCost
+from armillary.spec.plan import Plan
+from armillary.spec.tables.serve import Objective, Serve
+from armillary.store.gauges import Record
+
+Door = Literal["rows", "budget", "blocks", "batch", "unknown"]
+OBJECTIVES = ("ttft_p99_s", "itl_p99_s", "tpot_p99_s", "e2e_p99_s")
+AT_ONCE = 0.05
+"""of the run's time: where all requests came within it, it is a batch job, and its queue is its own"""
+_SPENT = 0.5
+"""of a budget: parts of prompts end at blocks and tiles of queries, and late tokens count for more than one"""
+_BEGINNING = 4
+"""steps: records that begin there are of a whole run"""
+_HELD = 0.5
+"""of the KV cache: below it blocks cannot be what is lacking, whatever admission keeps in reserve"""
+
+
+@dataclass(frozen=True)
+class Service:
+    """A serving run."""
+
+    reading: Reading
+    plan: Plan | None
+
+    @cached_property
+    def serve(self) -> Serve:
+        """Its settings; the defaults where nobody says."""
+        return self.plan.serve if self.plan is not None and self.plan.serve is not None else Serve()
+
+    @cached_property
+    def objective(self) -> Objective:
+        given = dict(self.plan.recipe.get("objective") or {}) if self.plan is not None else {}
+        return Objective(**{name: given[name] for name in OBJECTIVES if given.get(name) is not None})
+
+    @cached_property
+    def missed(self) -> dict[str, float]:
+        """Objectives that are not met: gauge -> how many times the limit was taken, the worst first."""
+        found = {}
+        for name in OBJECTIVES:
+            limit, value = getattr(self.objective, name), self.reading.get(name)
+            if limit and value is not None and value > limit:
+                found[name] = value / limit
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    # --- time
+
+    @cached_property
+    def cost(self) -> StepCost | None:
+        """What its steps took, as a line in their tokens."""
+        return self.reading.step_cost
+
+    @cached_property
+    def busy_s(self) -> float:
+        """Time in steps."""
+        return sum(float(one.get("engine_step_s", 0.0)) for one in self.reading.steps)
+
+    @cached_property
+    def queue_share(self) -> float:
+        """Of the time from a request's arrival to its last token, before it was started."""
+        timed = [one for one in self.reading.requests if "queue_s" in one and "e2e_s" in one]
+        whole = sum(float(one["e2e_s"]) for one in timed)
+        return sum(float(one["queue_s"]) for one in timed) / whole if whole else 0.0
+
+    @cached_property
+    def batch_job(self) -> bool:
+        """All requests came at once: what counts is when the last is done."""
+        timed = [one for one in self.reading.requests if "arrived_s" in one and "e2e_s" in one]
+        if len(timed) < 2:
+            return False
+        came = [float(one["arrived_s"]) for one in timed]
+        over = max(float(one["arrived_s"]) + float(one["e2e_s"]) for one in timed)
+        return max(came) - min(came) <= AT_ONCE * (over - min(came))
+
+    @cached_property
+    def excess(self) -> float:
+        """Share of the work that is too much: requests came in this much less time than it took to answer them."""
+        timed = [one for one in self.reading.requests if "arrived_s" in one and "e2e_s" in one]
+        came = [float(one["arrived_s"]) for one in timed]
+        if len(came) < 2:
+            return 0.0
+        over = max(float(one["arrived_s"]) + float(one["e2e_s"]) for one in timed)
+        return max(0.0, 1 - (max(came) - min(came)) / (over - min(came))) if over > min(came) else 0.0
+
+    # --- the queue
+
+    @cached_property
+    def queued(self) -> Sequence[Record]:
+        """Steps after which somebody still waited."""
+        return [one for one in self.reading.steps if one.get("waiting", 0) > 0 and "running" in one]
+
+    @cached_property
+    def queued_share(self) -> float:
+        """Of the time in steps."""
+        return sum(map(_seconds, self.queued)) / self.busy_s if self.busy_s else 0.0
+
+    @cached_property
+    def doors(self) -> dict[Door, float]:
+        """What kept those who waited out: share of the time in steps, the largest first."""
+        found: dict[Door, float] = {}
+        for one in self.queued:
+            door = self._door(one)
+            found[door] = found.get(door, 0.0) + _seconds(one) / self.busy_s
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
+    def door(self) -> Door | None:
+        """The one that counted most; none where nobody waited."""
+        return next(iter(self.doors), None)
+
+    def _door(self, step: Record) -> Door:
+        if self.serve.batching != "continuous":
+            return "rows" if step["running"] >= self.rows else "batch"
+        if step["running"] >= self.rows:
+            return "rows"
+        if self._is_full(step) or self.serve.prefill_slowdown is not None:
+            return "budget"
+        return "blocks" if float(step.get("kv_used_fraction", 1.0)) >= _HELD else "unknown"
+
+    def _is_full(self, step: Record) -> bool:
+        """Whether a step took as much of prompts as it may."""
+        prompts, decodes = float(step.get("prefill_tokens", 0)), float(step.get("decode_tokens", 0))
+        limit = self.serve.max_tokens_per_step - decodes
+        if decodes and self.serve.prefill_tokens is not None:
+            limit = min(limit, self.serve.prefill_tokens)
+        return prompts >= _SPENT * limit
+
+    @property
+    def rows(self) -> int:
+        """Requests that may run together."""
+        return 1 if self.serve.batching == "none" else self.serve.max_running
+
+    # --- what more rows would do
+
+    @cached_property
+    def decoding(self) -> float:
+        """Decodes in a step that decodes, on average over tokens' steps."""
+        found = [float(one["decode_tokens"]) for one in self.reading.steps if one.get("decode_tokens")]
+        return sum(found) / len(found) if found else 0.0
+
+    @cached_property
+    def wanted(self) -> float:
+        """Requests that would run, were there room: those there and those waiting, on average over queued steps."""
+        found = [float(one["running"]) + float(one["waiting"]) for one in self.queued]
+        return sum(found) / len(found) if found else 0.0
+
+    @cached_property
+    def context(self) -> float:
+        """Keys that a decode reads, on average."""
+        decodes = sum(float(one.get("decode_tokens", 0)) for one in self.reading.steps)
+        return sum(float(one.get("context_tokens", 0)) for one in self.reading.steps) / decodes if decodes else 0.0
+
+    def share_saved(self, rows: float) -> float:
+        """Share of the time in steps that would go if so many decoded together instead of `decoding`: a step costs its
+        base once, however many are in it."""
+        cost, now = self.cost, self.decoding
+        if cost is None or not now or rows <= now or not self.busy_s:
+            return 0.0
+        decodes = sum(float(one.get("decode_tokens", 0)) for one in self.reading.steps)
+        return min(0.99, decodes * cost.base_s * (1 / now - 1 / rows) / self.busy_s)
+
+    # --- gaps
+
+    def stretched(self, limit_s: float) -> float:
+        """Share of decoded tokens whose step was longer than that because of its prompts: by what such steps usually
+        take, so that what held up the whole machine is not put down to them."""
+        cost, tokens, found = self.cost, 0.0, 0.0
+        for one in self.reading.steps:
+            count = float(one.get("decode_tokens", 0))
+            tokens += count
+            if cost is not None and count and one.get("prefill_tokens") and cost.of(one) > limit_s:
+                found += count
+        return found / tokens if tokens else 0.0
+
+    # --- prompts
+
+    def total(self, gauge: str) -> float:
+        """What a counter grew by over the records that there are: a server's older ones may have been cut off."""
+        steps = [one for one in self.reading.steps if gauge in one]
+        last = self.reading.get(gauge) or 0.0
+        if len(steps) < 2 or steps[0].get("step", 0) <= _BEGINNING:
+            return last
+        return max(0.0, last - float(steps[0][gauge]))
+
+    @cached_property
+    def repeated(self) -> float:
+        """Prompt tokens that an earlier request began with too."""
+        return self.total("prefix_repeated_total")
+
+    @cached_property
+    def not_found(self) -> float:
+        """Of these, tokens that were computed all the same; a prompt's last block always is."""
+        return max(0.0, self.repeated - self.total("prefix_hits_total"))
+
+    @cached_property
+    def whole_s(self) -> float:
+        """Time in all steps, where only some were recorded: these and those drew the same tokens a second."""
+        drawn = sum(float(one.get("decode_tokens", 0)) for one in self.reading.steps)
+        ended = self.total("requests_total")
+        return self.busy_s * max(1.0, (self.total("tokens_out_total") - ended) / drawn) if drawn else self.busy_s
+
+    @cached_property
+    def prompt_share(self) -> float:
+        """Of the time in steps, what prompt tokens took."""
+        cost = self.cost
+        if cost is None or not self.busy_s:
+            return 0.0
+        return min(1.0, sum(self._prompt_s(one, cost) for one in self.reading.steps) / self.busy_s)
+
+    @staticmethod
+    def _prompt_s(step: Record, cost: StepCost) -> float:
+        tokens, pairs = float(step.get("prefill_tokens", 0)), float(step.get("prefill_pairs", 0))
+        alone = cost.base_s if tokens and not step.get("decode_tokens") else 0.0
+        rows = float(step.get("prefill_rows", 0))
+        past = float(step.get("prefill_past", 0))
+        return alone + tokens * cost.prefill_s + pairs * cost.pair_s + rows * cost.row_s + past * cost.past_s
+
+    @cached_property
+    def computed(self) -> float:
+        """Prompt tokens that were computed, in steps that were recorded or not."""
+        seen = sum(float(one.get("prefill_tokens", 0)) for one in self.reading.steps)
+        return max(seen, self.total("tokens_in_total") - self.total("prefix_hits_total"))
+
+    @cached_property
+    def filled_share(self) -> float:
+        """Of the time in steps, those that took as much of prompts as they may."""
+        full = [one for one in self.reading.steps if one.get("prefill_tokens") and self._is_full(one)]
+        return sum(map(_seconds, full)) / self.busy_s if self.busy_s else 0.0
+
+
+def _seconds(step: Record) -> float:
+    return float(step.get("engine_step_s", 0.0))

@@ -1,0 +1,113 @@
+"""Parts: what a step of a training run cost by the wall clock, everything between steps included, in seconds a step.
+
+A median hides a loader that is late every fourth time, and a mean is ruled by one hiccup of a busy machine: so each
+part is a mean in which what lies above the 90th percentile counts as the 90th percentile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from armillary.diagnosis.readings.reading import Reading
+from armillary.store.gauges import Record
+
+HIGH = 0.9
+"""percentile to which higher values are lowered"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Seconds of one step, and its share of what is done every so many steps."""
+
+    step: float
+    """from its begin to its end"""
+    data_wait: float = 0.0
+    """part of the step: waiting for the batch"""
+    comm_exposed: float = 0.0
+    """part of the step: waiting for other ranks"""
+    bubble: float = 0.0
+    """part of the step: a pipeline stage idle"""
+    checkpoint: float = 0.0
+    """beside the step: one checkpoint over the steps between two"""
+    validation: float = 0.0
+    """beside the step: one validation over the steps between two"""
+    between: float = 0.0
+    """beside the step: whatever else the loop does"""
+
+    @property
+    def whole(self) -> float:
+        """What one step costs the run."""
+        return self.step + self.checkpoint + self.validation + self.between
+
+    @property
+    def work(self) -> float:
+        """Of the step, what is neither waiting nor idling."""
+        return max(0.0, self.step - self.data_wait - self.comm_exposed - self.bubble)
+
+    def share(self, seconds: float) -> float:
+        return min(1.0, max(0.0, seconds) / self.whole) if self.whole else 0.0
+
+
+def parts_of(reading: Reading) -> Parts | None:
+    """None where no step was timed."""
+    step = steady(reading.series("step_s"))
+    if not step:
+        step = reading.get("step_s") or 0.0
+    if not step:
+        return None
+    job = reading.plan.train if reading.plan else None
+    saves = _saves(reading, job.save_every if job else 0)
+    validates = every(reading, "validation_s", job.eval_every if job else 0)
+    inside = {name: min(step, _steady(reading, f"{name}_s")) for name in ("data_wait", "comm_exposed", "bubble")}
+    between = steady(reading.series("between_steps_s"))
+    return Parts(step=step, checkpoint=saves, validation=validates, between=between, **inside)
+
+
+def _saves(reading: Reading, period: int | None) -> float:
+    """Seconds a step of checkpoints: every `period` steps, or where the trainer chose when (None), all but the one at
+    the end over all steps."""
+    if period is not None:
+        return every(reading, "checkpoint_stall_s", period)
+    found = [one.get("checkpoint_stall_s", 0.0) for one in reading.steps[:-1]]
+    return float(sum(found)) / len(reading.steps) if found else 0.0
+
+
+def every(reading: Reading, gauge: str, period: int) -> float:
+    """Seconds a step of what is done every `period` steps; what every run does at its end, however long it is, is left
+    out, unless it is all there is of something that would come again."""
+    if not period:
+        return 0.0
+    found = [(int(one.get("step", -1)) + 1, float(one[gauge])) for one in reading.steps if gauge in one]
+    regular = [seconds for step, seconds in found if step % period == 0]
+    return median(regular) / period if regular else 0.0
+
+
+def steady(values: Sequence[float]) -> float:
+    """The mean, with what is above the 90th percentile lowered to it; 0 of nothing."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    cap = ordered[int(HIGH * (len(ordered) - 1))]
+    return sum(min(value, cap) for value in ordered) / len(ordered)
+
+
+def _steady(reading: Reading, gauge: str) -> float:
+    if gauge in reading.values:
+        return reading.values[gauge]
+    return steady(reading.series(gauge))
+
+
+def recomputed(reading: Reading) -> float | None:
+    """Share of a step that makes activations again: within each step that has it, since steps of another moment may be
+    quicker or slower."""
+    found = [(float(one["recompute_s"]), _length(one)) for one in reading.steps if "recompute_s" in one]
+    shares = [min(1.0, seconds / whole) for seconds, whole in found if whole > 0]
+    return median(shares) if shares else None
+
+
+def _length(record: Record) -> float:
+    """Seconds of one step: of a recorded one, its parts."""
+    parts = sum(float(record.get(name, 0.0)) for name in ("compute_s", "comm_exposed_s", "bubble_s", "overhead_s"))
+    return parts if "compute_s" in record else float(record.get("step_s", 0.0))

@@ -1,0 +1,109 @@
+"""Late: one rank that needs longer for its own work than the others, step after step.
+
+Each rank's work is timed with its waiting left out. On a busy machine now one rank is late and now another, often for
+seconds on end, so a rank must be the slowest nearly always, by more than chance, and in every part of the run; a
+pipeline stage that was given more to do is not late.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from math import sqrt
+from statistics import median
+
+from armillary.diagnosis.evidence.step_parts import parts_of, steady
+from armillary.diagnosis.readings.reading import Reading
+from armillary.spec.layout_rules.pipeline_split import chunks_of, places, split
+from armillary.spec.plan import Plan
+
+SAME_RANK = 0.65
+"""share of the steps in which the slowest rank is the same one; chance gives 1 / ranks"""
+FEWEST = 5
+"""steps that must have been timed: of two ranks, chance makes the same one slowest in four of four one time in eight"""
+STANDS_OUT = 2.5
+"""standard errors of the median by which a rank must be late: chance comes to that once in a hundred runs"""
+STRETCHES = 4
+"""parts of the run, one after the other, in each of which it must be late: steps beside each other are held up by the
+same thing, so that many of them say little more than one"""
+LASTS = 0.25
+"""of how late it is on the whole, in each of them: less, and it was late only for a time"""
+MEDIAN_ERROR = 1.2533 * 1.4826
+"""standard error of a median of n normal values over their median deviation / √n"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Late:
+    """A rank behind the others."""
+
+    rank: int
+    """which"""
+    seconds: float
+    """a step, beyond what its pipeline stage has more to do"""
+    often: float
+    """share of the steps in which it was the slowest"""
+
+
+def late_rank(reading: Reading, plan: Plan | None) -> Late | None:
+    """The rank that is slowest nearly always, and by how much on the whole: steps in which another one was count
+    against it."""
+    found = [
+        (int(one["slowest_rank"]), float(one["rank_spread_s"]))
+        for one in reading.steps
+        if "rank_spread_s" in one and "slowest_rank" in one
+    ]
+    if len(found) < FEWEST:
+        return None
+    rank, times = Counter(rank for rank, _ in found).most_common(1)[0]
+    behind = [seconds if slowest == rank else -seconds for slowest, seconds in found]
+    often, net = times / len(found), median(behind)
+    if often < SAME_RANK or net <= STANDS_OUT * _error(behind) or not _lasts(behind, net):
+        return None
+    seconds = net - _given_more(reading, plan, rank)
+    return Late(rank=rank, seconds=seconds, often=often) if seconds > 0 else None
+
+
+def waited_for_others(reading: Reading) -> float:
+    """Seconds a step that the main rank stood still because another one was late, whichever it was: no exchange takes
+    that long, and no layout makes it shorter."""
+    found = [
+        float(one["rank_spread_s"]) if int(one["slowest_rank"]) != 0 else 0.0
+        for one in reading.steps
+        if "rank_spread_s" in one and "slowest_rank" in one
+    ]
+    return steady(found)
+
+
+def _error(values: list[float]) -> float:
+    """Standard error of the median."""
+    middle = median(values)
+    return MEDIAN_ERROR * median(abs(value - middle) for value in values) / sqrt(len(values))
+
+
+def _lasts(behind: list[float], net: float) -> bool:
+    """Whether no part of the run was without it."""
+    ends = [part * len(behind) // STRETCHES for part in range(STRETCHES + 1)]
+    return all(median(behind[begin:end]) >= LASTS * net for begin, end in pairwise(ends))
+
+
+def _given_more(reading: Reading, plan: Plan | None, rank: int) -> float:
+    """Seconds that a rank's stage should take longer than the usual one: its FLOPs over those of the first stage, whose
+    work the main rank has measured."""
+    parts = parts_of(reading)
+    if plan is None or plan.train is None or parts is None or plan.layout.pp == 1:
+        return 0.0
+    flops = stage_flops(plan)
+    usual = sorted(flops)[(len(flops) - 1) // 2]
+    stage = min(rank // (plan.layout.num_devices // plan.layout.pp), len(flops) - 1)
+    return parts.work * max(0.0, flops[stage] - usual) / flops[0] if flops[0] else 0.0
+
+
+def stage_flops(plan: Plan) -> list[float]:
+    """FLOPs a token of each pipeline stage."""
+    assert plan.train is not None
+    layout, sequence = plan.layout, plan.train.sequence
+    spans = split(plan.model, layout.pp, layout.interleave, sequence=sequence)
+    first, *layers, head = (place.flops for place in places(plan.model, sequence))
+    chunks = [sum(layers[i] for i in span.layers) + first * span.first + head * span.last for span in spans]
+    return [sum(chunks[span.index] for span in chunks_of(spans, stage, layout.pp)) for stage in range(layout.pp)]

@@ -1,0 +1,323 @@
+"""Levers of a server, priced by playing the run's own requests again with each change.
+
+What counts is the gauge that limits: an objective that is missed, the rate where all requests came at once or the queue
+grows without end, else the time that the cause stretches. Of changes of one key the smallest that buys nearly all is
+taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from armillary.diagnosis.evidence.finding import Finding, Lever
+from armillary.diagnosis.evidence.serving_run import Service
+from armillary.diagnosis.levers.serving_replay import Replay
+from armillary.diagnosis.levers.side_effects import Change, harms, risk_of, waits
+from armillary.diagnosis.readings.reading import Reading
+from armillary.errors import ArmillaryError
+from armillary.planning.serving.forward_ops import Split
+from armillary.planning.serving.replica import Replica
+from armillary.planning.serving.serving_formats import serving_formats
+from armillary.planning.simulation.fitted_step_time import StepCost, beyond_rows, planned_step_cost
+from armillary.spec.arithmetic.params import parameters
+from armillary.store.home import Home
+from armillary.units import bytes_text
+
+NEARLY = 0.97
+"""of the best gain: a smaller change that buys as much is the better one"""
+OVERLOAD = 0.25
+"""of a request's time in the queue, and of the run's time after the last request came: a queue that grows as long as
+requests come. How long anybody waits in it says how long was measured; how many are answered a second does not"""
+CLEARS = 0.5
+"""of what more servers would gain: a lever that gains as much has dealt with the queue"""
+HOST_S = 5e-4
+"""the host's part of a step in graphs where nobody measured it: 0.5 ms and 3.4 µs a row on an H200's host"""
+REPLAY_S = 2e-4
+"""to encode a step and replay its graph: the host's part of steps in graphs (0.7 ms with 64 rows, on an H200's host)
+less what deciding and answers take of it"""
+_USABLE = 0.9
+"""of a device's memory"""
+_SMALLEST_CHUNK = 16
+
+
+def levers_for(finding: Finding, reading: Reading, home: Home) -> tuple[Lever, ...]:
+    """Priced levers against a finding, best first; none where there is nothing to play again."""
+    plan = reading.plan
+    service = Service(reading, plan)
+    if plan is None or service.cost is None:
+        return ()
+    replay = Replay(service, plan.model, service.cost)
+    if len(replay.arrivals) < 2 or not reading.get("kv_capacity_tokens"):
+        return ()
+    make = _LEVERS.get(finding.rule)
+    found = make(finding, replay, home) if make is not None else []
+    return tuple(sorted(found, key=lambda lever: -lever.speedup))
+
+
+def limiting_gauge(finding: Finding, service: Service) -> str:
+    """What a lever against it has to better."""
+    if finding.cause == "prefill_interference":
+        return "itl_p99_s"
+    grows = is_overloaded(service)
+    missed = [name for name in service.missed if not (grows and name in ("ttft_p99_s", "e2e_p99_s"))]
+    if missed:
+        return missed[0]
+    if service.batch_job or grows:
+        return "tokens_out_per_s"
+    return "ttft_p50_s" if finding.cause == "cache_misses" and service.queue_share < 0.5 else "e2e_p50_s"
+
+
+def is_overloaded(service: Service) -> bool:
+    """Whether requests come so fast that the queue grows without end."""
+    return not service.batch_job and min(service.queue_share, service.excess) >= OVERLOAD
+
+
+def settled(findings: list[Finding]) -> list[Finding]:
+    """Findings with their levers: a cause whose lever leaves most of the queue that more servers would clear does not
+    own it, and what is left are too few servers."""
+    crowd = next((one for one in findings if one.cause == "too_few_replicas" and one.levers), None)
+    if crowd is None:
+        return findings
+    whole = crowd.levers[0]
+    gains = {
+        one.rule: max((lever.speedup for lever in one.levers if lever.of == whole.of), default=0.0)
+        for one in findings
+        if one is not crowd
+    }
+    weak = {rule: gain for rule, gain in gains.items() if gain and gain - 1 < CLEARS * (whole.speedup - 1)}
+    if not weak:
+        return findings
+    shares = {rule: max(0.0, 1 - 1 / gain) for rule, gain in weak.items()}
+    if len(weak) == sum(gain > 0 for gain in gains.values()):
+        shares[crowd.rule] = 1 - 1 / whole.speedup
+    return [replace(one, share=shares.get(one.rule, one.share)) for one in findings]
+
+
+# --- by rule
+
+
+def _batching(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    change = {"serve.batching": "continuous"}
+    return _one(finding, replay, [change], lambda _: "start requests as soon as a row is free")
+
+
+def _more_rows(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    now, wanted = replay.service.serve.max_running, replay.service.wanted
+    replay = _with_more_rows(replay)
+    tried: list[Change] = []
+    rows = 2 * now
+    while rows < 2 * wanted and len(tried) < 6:
+        tried.append({"serve.max_running": rows} | _budget_for(replay, rows))
+        rows *= 2
+    return _one(finding, replay, tried, lambda change: f"run {now} → {change['serve.max_running']} requests together")
+
+
+def _with_more_rows(replay: Replay) -> Replay:
+    """Where steps of few rows do not say what many cost: on a GPU, the planner."""
+    service = replay.service
+    planned = _planned(service) if service.plan is not None and service.plan.cluster.chip.kind == "gpu" else None
+    if planned is None:
+        return replay
+    cost = beyond_rows(replay.cost, planned, service.rows, service.context or 512.0)
+    return Replay(service, replay.config, cost)
+
+
+def _budget_for(replay: Replay, rows: int) -> Change:
+    """A step must have room for a token of everybody."""
+    return {"serve.max_tokens_per_step": rows} if rows > replay.service.serve.max_tokens_per_step else {}
+
+
+def _more_blocks(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    now, room = replay.kv_bytes, _room_bytes(replay)
+    tried = [{"serve.kv_bytes": int(now * times)} for times in (1.5, 2, 3, 4, 8) if now * (times - 1) <= room]
+    if not tried:  # the device is full: only another one helps
+        return _more_replicas(finding, replay, home)
+    return _one(
+        finding, replay, tried, lambda change: f"KV cache {bytes_text(now)} → {bytes_text(change['serve.kv_bytes'])}"
+    )
+
+
+def _cache_on(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    return _one(finding, replay, [{"serve.prefix_cache": True}], lambda _: "keep the beginnings of prompts")
+
+
+def _smaller_chunks(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    """The best gaps that cost nobody much: prompts take more steps, so that their own first token comes later."""
+    mixed = [one for one in replay.service.reading.steps if one.get("decode_tokens")]
+    largest = max((one.get("prefill_tokens", 0) for one in mixed), default=0)
+    size = _SMALLEST_CHUNK
+    tried: list[Change] = []
+    while size < largest:
+        tried.append({"serve.prefill_tokens": size})
+        size *= 2
+    kept = [change for change in tried if not harms(replay, change)]
+    return _one(
+        finding,
+        replay,
+        kept[::-1],
+        lambda change: f"{change['serve.prefill_tokens']} prompt tokens a step beside decodes",
+    )
+
+
+def _larger_steps(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    serve = replay.service.serve
+    now = serve.max_tokens_per_step
+    tried: list[Change] = [{"serve.max_tokens_per_step": now * times} for times in (2, 4, 8)]
+    if serve.prefill_tokens is not None:
+        tried = [{"serve.prefill_tokens": min(now, serve.prefill_tokens * times)} for times in (2, 4, 8, 16)] + tried
+    return _one(finding, replay, tried, lambda change: "more prompt tokens a step")
+
+
+def _more_replicas(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    """As many as are needed for the queue to go."""
+    counts = [count for count in (2, 3, 4, 6, 8, 12, 16) if count < len(replay.arrivals)]
+    enough = next((count for count in counts if not waits(replay, {"layout.dp": count})), counts[-1] if counts else 0)
+    tried: list[Change] = [{"layout.dp": enough}] if enough else []
+    found = _one(finding, replay, tried, lambda change: f"{change['layout.dp']} servers behind one address")
+    return [
+        replace(
+            lever,
+            change={},
+            action=f"start {enough} servers and deal requests out to them in turn",
+            risk=f"{enough} × the devices",
+        )
+        for lever in found
+    ]
+
+
+def _graphs(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    """Steps that are launched as one take what the planner says that the device needs for them; never less than the
+    host still takes for one."""
+    cost = launched_at_once(replay.service)
+    if cost is None:
+        return []
+    change = {"serve.graphs": True}
+    gauge = limiting_gauge(finding, replay.service)
+    gain = replay.speedup(gauge, change, cost)
+    if gain is None:
+        return []
+    return [
+        Lever(
+            title="launch steps as CUDA graphs",
+            change=change,
+            speedup=gain,
+            of=gauge,
+            risk="some seconds to capture them at the start",
+            basis="planner's device time of the same steps, requests played again",
+        )
+    ]
+
+
+def launched_at_once(service: Service) -> StepCost | None:
+    """What steps would cost without their launches."""
+    planned = _planned(service)
+    if service.cost is None or planned is None:
+        return None
+    return replace(planned, base_s=min(max(planned.base_s, _host_s(service)), service.cost.base_s), waits=True)
+
+
+def _planned(service: Service) -> StepCost | None:
+    """What the planner's roofline says of steps of this model here; none where it does not know the device."""
+    plan = service.plan
+    assert plan is not None
+    try:
+        precision = "fp8" if service.serve.weights == "fp8" else plan.layout.precision
+        formats = serving_formats(precision, plan.cluster.chip, service.serve.kv_dtype)
+        replica = Replica(config=plan.model, cluster=plan.cluster, split=Split(tp=plan.layout.tp), formats=formats)
+        return planned_step_cost(replica, context=int(service.context) or 512)
+    except ArmillaryError:
+        return None
+
+
+def _host_s(service: Service) -> float:
+    """What the host still does in a step of decodes that is launched at once: all but its launches, and a graph's."""
+    steps = [one for one in service.reading.steps if "engine_launch_s" in one and not one.get("prefill_tokens")]
+    if not steps:
+        return max(HOST_S, service.reading.get("engine_schedule_s") or 0.0)
+    rest = [float(one["engine_step_s"] - one["engine_wait_s"] - one["engine_launch_s"]) for one in steps]
+    return REPLAY_S + median(rest)
+
+
+def _overlap(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
+    reading = replay.service.reading
+    step, decided = reading.get("engine_step_s") or 0.0, reading.get("engine_schedule_s") or 0.0
+    if step <= decided:
+        return []
+    return [
+        Lever(
+            title="decide the next step while one runs",
+            change={"serve.overlap": True},
+            of="engine_step_s",
+            speedup=step / max(step - decided, decided),
+            basis="Amdahl over the parts of a step",
+        )
+    ]
+
+
+# --- parts
+
+
+def _one(
+    finding: Finding, replay: Replay, tried: Iterable[Change], title: Callable[[Mapping[str, Any]], str]
+) -> list[Lever]:
+    """Of changes that go ever further the first that buys nearly as much as the best. Where a queue grows, all that end
+    it bring the same rate: there it is the first that makes requests nearly as quick as the best."""
+    service = replay.service
+    gauge = limiting_gauge(finding, service)
+    by = "e2e_p99_s" if is_overloaded(service) and gauge == "tokens_out_per_s" else gauge
+    tried = list(tried)
+    gains = [_gain(replay, by, change) or 0.0 for change in tried]
+    enough = [change for change, gain in zip(tried, gains, strict=True) if gain - 1 >= NEARLY * (max(gains) - 1)]
+    return [
+        Lever(
+            title=title(change),
+            change=change,
+            speedup=gain,
+            of=gauge,
+            risk=risk_of(replay, change),
+            basis=_basis(replay, gauge),
+        )
+        for change in enough[:1]
+        if (gain := _gain(replay, gauge, change)) is not None
+    ]
+
+
+def _gain(replay: Replay, gauge: str, change: Change) -> float | None:
+    try:
+        return replay.speedup(gauge, change)
+    except ArmillaryError:  # settings that do not go together
+        return None
+
+
+def _basis(replay: Replay, gauge: str) -> str:
+    off, cost = replay.off_by(gauge), replay.cost
+    known = f"; the run as it was comes out within {off:.0%}" if off is not None else ""
+    return f"{len(replay.arrivals)} requests played again, steps {cost.basis}{known}"
+
+
+def _room_bytes(replay: Replay) -> float:
+    """Memory that is left beside weights and cache; where the device's is not known, as much as the cache takes."""
+    plan, config = replay.service.plan, replay.config
+    memory = plan.cluster.chip.memory_bytes if plan is not None else None
+    if not memory:
+        return 8.0 * replay.kv_bytes
+    return max(0.0, _USABLE * memory - 2 * parameters(config).total - replay.kv_bytes)
+
+
+_LEVERS: dict[str, Callable[[Finding, Replay, Home], list[Lever]]] = {
+    "static_batching": _batching,
+    "batch_too_small": _more_rows,
+    "kv_pressure": _more_blocks,
+    "preemption": _more_blocks,
+    "prefix_cache_off": _cache_on,
+    "prefix_cache_too_small": _more_blocks,
+    "prefill_interference": _smaller_chunks,
+    "queueing": _larger_steps,
+    "too_few_replicas": _more_replicas,
+    "graphs_off": _graphs,
+    "deciding_alone": _overlap,
+}
+"""rule -> who prices its levers"""

@@ -1,0 +1,259 @@
+"""Pricing: what a change of the recipe would make of a measured step, part by part.
+
+The planner says how each part changes (predicted then over predicted now); the measurement says how long each part is.
+Operations too short for any roof follow the number of launches rather than the work in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from armillary.diagnosis.evidence.launch_overhead import a_micro_batch, launching
+from armillary.diagnosis.evidence.step_parts import Parts, parts_of, recomputed
+from armillary.diagnosis.levers.apply import overrides_of
+from armillary.diagnosis.readings.reading import Reading
+from armillary.errors import ArmillaryError
+from armillary.planning.device_model.layout_arrays import Layouts, of
+from armillary.planning.training.prediction import Prediction, predict
+from armillary.planning.training.resolve import question
+from armillary.spec.layout_rules.rules import check_layout
+from armillary.spec.plan import Plan
+from armillary.spec.recipe import Recipe, recipe_from_dict
+from armillary.store.home import Home
+from armillary.units import bytes_text
+
+ROOM = 0.92
+"""share of a device's memory that a change may fill: beyond, the allocator has nothing to spare"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced:
+    """A change with what it would make of the run."""
+
+    change: Mapping[str, Any]
+    """key of the recipe -> value"""
+    speedup: float
+    """a step's cost to the run now over then"""
+    memory_bytes: float
+    """more (or less) memory on the fullest device"""
+
+    @property
+    def risk(self) -> str:
+        """What it takes of memory, where that is worth saying."""
+        if abs(self.memory_bytes) < 1e7:
+            return "none"
+        return f"{'+' if self.memory_bytes > 0 else '−'} {bytes_text(abs(self.memory_bytes))}"
+
+
+class Pricing:
+    """Of one reading with a plan for training: `price(change)`."""
+
+    def __init__(self, reading: Reading, home: Home) -> None:
+        assert reading.plan is not None and reading.plan.train is not None, "a plan for training"
+        self.reading, self.plan, self.home = reading, reading.plan, home
+        self.parts: Parts | None = parts_of(reading)
+        asked = recipe_from_dict(self.plan.recipe)
+        self.recipe = replace(asked, layout=self.plan.layout, train=reading.plan.train)  # as it ran: auto is resolved
+
+    @cached_property
+    def now(self) -> Prediction:
+        return self._predict(self.recipe)
+
+    def price(self, change: Mapping[str, Any]) -> Priced | None:
+        """None where the change is not valid, does not fit, or nothing was measured to apply it to."""
+        then = self._then(change)
+        if then is None or self.parts is None:
+            return None
+        more = self._more_memory(then)
+        if more is None:
+            return None
+        changed = self._changed(self.parts, then)
+        return Priced(change=change, speedup=self.parts.whole / changed.whole, memory_bytes=more)
+
+    def priced(self, change: Mapping[str, Any], **seconds: float) -> Priced | None:
+        """A change that only alters parts which were measured, given as they would be."""
+        if self.parts is None:
+            return None
+        values = {name: getattr(self.parts, name) for name in self.parts.__dataclass_fields__} | seconds
+        lost = sum(getattr(self.parts, name) - values[name] for name in ("data_wait", "comm_exposed", "bubble"))
+        values["step"] = seconds.get("step", max(1e-9, self.parts.step - lost))
+        return Priced(change=change, speedup=self.parts.whole / Parts(**values).whole, memory_bytes=0.0)
+
+    def joined(self, change: Mapping[str, Any]) -> Priced | None:
+        """A change that only joins a processor's passes over memory: those that were measured by the predicted time of
+        such passes, calls by the predicted time of calls; products and all else stay."""
+        then, passes = self._then(change), self.reading.get("fusible_fraction")
+        if then is None or self.parts is None or passes is None:
+            return None
+        saved = passes * (1 - _of(then, "memory") / _of(self.now, "memory"))
+        saved += (self.fixed or 0.0) * (1 - _of(then, "launch") / _of(self.now, "launch"))
+        return self.priced(change, step=self.parts.step - self.parts.work * saved)
+
+    def kept_here(self, change: Mapping[str, Any]) -> Priced | None:
+        """A change that offloads nothing: what was measured to stand still for it goes, what the optimiser takes on the
+        device comes; by the planner alone where nothing was measured."""
+        priced, spent, then = self.price(change), self.reading.get("offload_s"), self._then(change)
+        if priced is None or spent is None or then is None or self.parts is None:
+            return priced
+        updating = max(0.0, _of(then, "optimizer") - _of(self.now, "optimizer"))
+        measured = self.priced(change, step=max(0.1 * self.parts.step, self.parts.step - spent + updating))
+        return measured and replace(measured, memory_bytes=priced.memory_bytes)
+
+    @property
+    def held_bytes(self) -> float:
+        """Memory in use at the fullest moment, as predicted."""
+        return float(self.now.memory.total[0])
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether blocks are torch's operators one by one, and not compiled yet."""
+        job = self.plan.train
+        return job is not None and not job.compiled and self.now.case.software.plain_layers
+
+    # --- the planner
+
+    def _predict(self, recipe: Recipe) -> Prediction:
+        asked = question(recipe, self.plan.model, self.plan.cluster, self.home)
+        return predict(asked.case, of([asked.layout]))
+
+    def _then(self, change: Mapping[str, Any]) -> Prediction | None:
+        """The changed recipe as predicted; None where it is refused."""
+        try:
+            recipe = recipe_from_dict(self.plan.recipe, overrides_of(change))
+            job = recipe.train
+            check_layout(
+                recipe.layout,
+                self.plan.model,
+                num_devices=self._devices,
+                sequence=job.sequence,
+                batch_tokens=job.batch_tokens,
+                by_trainer=True,
+            )
+            return self._predict(recipe)
+        except ArmillaryError:
+            return None
+
+    @property
+    def _devices(self) -> int:
+        return max(self.plan.cluster.num_devices, self.plan.layout.num_devices)
+
+    def _more_memory(self, then: Prediction) -> float | None:
+        """Bytes beyond what is held now; None where that does not fit. What was measured counts where it is more than
+        was predicted."""
+        before, after = float(self.now.memory.total[0]), float(then.memory.total[0])
+        measured = self.reading.get("memory_peak_bytes") or 0.0
+        factor = max(1.0, measured / before) if before and self.plan.cluster.chip.kind != "cpu" else 1.0
+        fits = after * factor <= ROOM * then.room and bool(then.fits[0])
+        return after - before if fits or after <= before else None
+
+    # --- a measured step, changed as predicted
+
+    def _changed(self, parts: Parts, then: Prediction) -> Parts:
+        now, work = self.now, self._worked(parts, then)
+        exposed = _carried(parts.comm_exposed, now.time.exposed[0], then.time.exposed[0])
+        idle = _carried(parts.bubble, now.time.bubble[0], then.time.bubble[0])
+        busy = work + exposed + idle
+        wait = max(0.0, parts.step - busy) if parts.data_wait > 0.02 * parts.step else parts.data_wait
+        return Parts(
+            step=busy + wait,
+            data_wait=wait,
+            comm_exposed=exposed,
+            bubble=idle,
+            checkpoint=parts.checkpoint,
+            validation=parts.validation,
+            between=parts.between,
+        )
+
+    def _worked(self, parts: Parts, then: Prediction) -> float:
+        """Seconds that are neither waiting nor idling. Where nothing but the rows of a micro-batch differs, and the
+        trainer joined some to see, what comes with each follows their number."""
+        now, rows = self.now, a_micro_batch(self.reading)
+        if rows is not None and _same_but_rows(now.layouts, then.layouts):
+            fewer = float(then.time.micro_batches[0] / now.time.micro_batches[0])
+            return parts.work * (rows * fewer + 1 - rows)
+        again = min(self.again_s, parts.work)
+        work = (parts.work - again) * self._work_ratio(then)
+        return work + (_carried(again, now.time.recompute[0], then.time.recompute[0]) if again else 0.0)
+
+    def _work_ratio(self, then: Prediction) -> float:
+        """Of what is neither waiting nor idling: launches by their number, the rest by its predicted time. Activations
+        made again are apart where they were measured."""
+        now, fixed, apart = self.now, self.fixed, self.again_s > 0
+        if fixed is None:
+            before, after = (worked(one, apart) + float(one.time.launch[0] + one.time.other[0]) for one in (now, then))
+            return after / before
+        if now.precision() != then.precision() and self.reading.get("fusible_fraction") is not None:
+            return self._narrower_ratio(then, fixed)
+        fewer = launches(then, apart) / launches(now, apart)
+        if now.case.software.plain_layers and _same_but_rows(now.layouts, then.layouts):
+            return fixed * fewer + 1 - fixed  # the same work row after row: what small products lose is their calls
+        return fixed * fewer + (1 - fixed) * without_calls(then, apart) / without_calls(now, apart)
+
+    def _narrower_ratio(self, then: Prediction, fixed: float) -> float:
+        """Another number format: measured passes over memory by the predicted time of such passes, the rest by that of
+        products and attention; launches stay."""
+        passes = min(1 - fixed, self.reading.get("fusible_fraction") or 0.0)
+        moved = _of(then, "memory", "optimizer") / _of(self.now, "memory", "optimizer")
+        multiplied = _of(then, "gemm", "attention") / _of(self.now, "gemm", "attention")
+        return fixed + passes * moved + (1 - fixed - passes) * multiplied
+
+    @property
+    def again_s(self) -> float:
+        """Seconds of a step that make activations again, where that was measured: its share of the steps in which it
+        was, applied to a step as long as they usually are."""
+        share = recomputed(self.reading)
+        return share * self.parts.step if share and self.parts is not None else 0.0
+
+    @cached_property
+    def fixed(self) -> float | None:
+        """Share of a recorded step that follows the number of launches; None where none was recorded."""
+        return launching(self.reading, self.plan)
+
+
+def launches(found: Prediction, apart: bool = False) -> float:
+    """Kernels of a step, as the planner counts them: forward, what is made again unless that is `apart`, and backward
+    of every micro-batch."""
+    time, layer = found.time, found.time.layer
+    again = 0.0 if apart else float(time.recompute[0] > 0) / float(found.layouts.recompute_every[0])
+    a_layer = float(layer.kernels_forward[0]) * (1 + again) + float(layer.kernels_backward[0])
+    return float(time.micro_batches[0]) * a_layer
+
+
+def worked(found: Prediction, apart: bool = False) -> float:
+    """Seconds of a step in which the device computes, what is made again left out where it is `apart`."""
+    time = found.time
+    whole = float(time.compute[0] + time.optimizer[0] + time.offload[0])
+    return whole - float(time.recompute[0]) if apart else whole
+
+
+def without_calls(found: Prediction, apart: bool = False) -> float:
+    """The same without what the planner adds for every kernel, which counts as launching."""
+    whole, layers = worked(found, apart), float(found.time.stages.mean[0])
+    return max(0.1 * whole, whole - launches(found, apart) * layers * found.case.curves.kernel_s)
+
+
+def _same_but_rows(now: Layouts, then: Layouts) -> bool:
+    """Whether nothing but the rows of a micro-batch differs."""
+    return all(
+        bool((getattr(now, field.name) == getattr(then, field.name)).all())
+        for field in fields(now)
+        if field.name != "micro_batch"
+    )
+
+
+def _of(found: Prediction, *names: str) -> float:
+    return float(sum(getattr(found.time, name)[0] for name in names))
+
+
+def _carried(measured: float, now: float, then: float) -> float:
+    """A measured part, changed in the predicted proportion; where none was predicted, what will be is added."""
+    return measured * float(then / now) if now > 0 else measured + float(then)
+
+
+def pricing_of(reading: Reading, home: Home) -> Pricing | None:
+    """None where there is no plan for training to change."""
+    plan: Plan | None = reading.plan
+    return Pricing(reading, home) if plan is not None and plan.train is not None else None

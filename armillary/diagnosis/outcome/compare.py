@@ -1,0 +1,160 @@
+"""Compare two runs: what a lever was predicted to buy, and what was obtained.
+
+An outcome is booked only where it can be one: the lever is all that differs, and it was predicted before run b began.
+"""
+
+from __future__ import annotations
+
+import calendar
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from armillary.diagnosis.evidence.finding import Lever
+from armillary.diagnosis.evidence.step_parts import parts_of
+from armillary.diagnosis.outcome.diagnosis import FILE, Diagnosis, read_diagnosis
+from armillary.diagnosis.outcome.run_diff import changes, other_conditions, other_keys
+from armillary.diagnosis.outcome.track_record import Kept, read_record, settle
+from armillary.diagnosis.readings.reading import Kind, Reading
+from armillary.diagnosis.readings.run_folder import read_run
+from armillary.errors import BadInput
+from armillary.store.home import Home
+from armillary.store.runs import Run
+
+STEP = "step_s"
+SHOWN_KEYS = 6
+"""keys named in a sentence"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One run against another."""
+
+    a: str
+    """the run before"""
+    b: str
+    """the run after"""
+    of: str
+    """the gauge that is compared"""
+    before: float
+    """its value in a"""
+    after: float
+    """its value in b"""
+    obtained: float
+    """speed-up: above 1 is better"""
+    predicted: float | None = None
+    """speed-up as it was predicted before; none where nobody predicted just this change"""
+    title: str = ""
+    """the lever"""
+    change: Mapping[str, Any]
+    """keys of the recipe that differ, as they are in b"""
+    notes: tuple[str, ...] = ()
+    """why a lever that was pulled is not credited with this"""
+
+    @property
+    def error(self) -> float | None:
+        return abs(self.obtained / self.predicted - 1) if self.predicted else None
+
+
+def compare(a: Run, b: Run, home: Home) -> Comparison:
+    """What changed, what it brought, and what was predicted; the outcome of a prediction goes into the record."""
+    if a.folder.resolve() == b.folder.resolve():
+        raise BadInput(f"run {a.name} cannot be compared with itself; name the run with the lever pulled second")
+    first, second = read_run(a, home), read_run(b, home)
+    if first.kind != second.kind:
+        raise BadInput(f"run {a.name} is {first.kind} and run {b.name} is {second.kind}; compare two of a kind")
+    told, notes = _told(a, b, home, first.kind)
+    if told is not None:
+        notes += [
+            f"{one}, so {told.title} is not held to its {told.predicted:.2f} ×"
+            for one in other_conditions(first, second)
+        ]
+    found = _measured_both(a, b, first, second, told)
+    if told is None or notes:
+        return replace(found, notes=tuple(notes))
+    settle(home, replace(told, obtained=found.obtained, by=b.id))
+    return replace(found, predicted=told.predicted, title=told.title)
+
+
+def _measured_both(a: Run, b: Run, first: Reading, second: Reading, told: Kept | None) -> Comparison:
+    of = told.of if told else STEP if first.kind == "training" else _latency(first, second)
+    before, after = measured(first, of), measured(second, of)
+    if not before or not after:
+        raise BadInput(f"{of} was not measured in both runs; compare runs that took some steps")
+    obtained = after / before if is_rate(of) else before / after
+    return Comparison(a=a.id, b=b.id, of=of, before=before, after=after, obtained=obtained, change=changes(a, b))
+
+
+def measured(reading: Reading, of: str) -> float | None:
+    """The figure of a gauge; a step with all that comes between steps, since that is what levers are priced for."""
+    parts = parts_of(reading) if of == STEP else None
+    return parts.whole if parts is not None else reading.get(of)
+
+
+def is_rate(gauge: str) -> bool:
+    """Whether more is better."""
+    return gauge.endswith("_per_s")
+
+
+def _latency(first: Reading, second: Reading) -> str:
+    """What to hold two servers against where nobody predicted anything."""
+    both = [name for name in ("tokens_out_per_s", "e2e_p50_s", "ttft_p50_s") if first.get(name) and second.get(name)]
+    if not both:
+        raise BadInput("the two runs have no figure in common; compare runs that answered requests")
+    return both[0]
+
+
+# --- what was predicted
+
+
+def predictions(run: Run, home: Home) -> list[Kept]:
+    """Of this run's levers: first those that were applied, in the order they were, then those of its diagnosis."""
+    kept = sorted((one for one in read_record(home).lines if one.run == run.id), key=lambda one: one.predicted_at)
+    if not (run.folder / FILE).is_file():
+        return kept
+    found = read_diagnosis(run.folder)
+    return kept + [as_kept(run, lever, at=made_at(found)) for lever in found.levers if lever.change]
+
+
+def as_kept(run: Run, lever: Lever, *, at: float, value: float | None = None, recipe: str = "") -> Kept:
+    """A lever as a prediction; `value` is what its gauge is now."""
+    expected = None if value is None else value * lever.speedup if is_rate(lever.of) else value / lever.speedup
+    return Kept(
+        run=run.id,
+        title=lever.title,
+        change=dict(lever.change),
+        of=lever.of,
+        value=value,
+        predicted=lever.speedup,
+        expected=expected,
+        predicted_at=at,
+        recipe=recipe,
+    )
+
+
+def made_at(found: Diagnosis) -> float:
+    """Unix seconds at which a diagnosis was there: the end of the second it names."""
+    try:
+        return calendar.timegm(time.strptime(found.created, "%Y-%m-%dT%H:%M:%SZ")) + 1.0
+    except ValueError:
+        return float("inf")
+
+
+def _told(a: Run, b: Run, home: Home, kind: Kind) -> tuple[Kept | None, list[str]]:
+    """The first prediction of what differs between the runs, and what speaks against holding it to its word."""
+    pulled = [
+        (one, others) for one in predictions(a, home) if (others := other_keys(a, b, one.change, kind)) is not None
+    ]
+    if not pulled:
+        return None, []
+    began = b.state.started
+    one, others = min(pulled, key=lambda pair: (len(pair[1]), pair[0].predicted_at > began))
+    said = f"{one.title} was predicted to bring {one.predicted:.2f} ×"
+    notes = [f"{said}, but more differs than that: {_names(others)}"] if others else []
+    return one, notes + ([f"{said} only after run {b.name} had begun"] if one.predicted_at > began else [])
+
+
+def _names(keys: Sequence[str]) -> str:
+    more = len(keys) - SHOWN_KEYS
+    return ", ".join(keys[:SHOWN_KEYS]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,121 @@
+"""Differences: what else than a lever two runs differ in, be it a key of the recipe, the machine or what was asked.
+
+A lever is credited with an outcome only where nothing else can have brought it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from armillary.diagnosis.levers.apply import overrides_of
+from armillary.diagnosis.readings.reading import Kind, Reading
+from armillary.diagnosis.readings.run_folder import FEWEST
+from armillary.errors import BadInput
+from armillary.spec.recipe import recipe_from_dict
+from armillary.spec.recipe_changes import flat
+from armillary.store.gauges import Record
+from armillary.store.runs import Run
+
+NEITHER = ("traffic", "objective", "predict", "load", "cost")
+"""tables that change neither training nor an engine; requests are compared as they came, not as they were planned"""
+UNREAD: Mapping[Kind, tuple[str, ...]] = {"training": (*NEITHER, "serve"), "serving": (*NEITHER, "train", "data")}
+SAME_STEP = tuple(
+    f"train.{name}"
+    for name in (
+        "steps",
+        "lr",
+        "lr_base_batch",
+        "min_lr",
+        "warmup_steps",
+        "schedule",
+        "decay_fraction",
+        "weight_decay",
+        "betas",
+        "eps",
+        "seed",
+        "profile_every",
+    )
+)
+"""keys that leave the time of a step as it is; recorded steps are not timed"""
+TOLD = ("serve.dtype", "serve.name", "serve.tools", "serve.api_key_file", "serve.otlp")
+"""keys of a server that change no figure by themselves: what its number format came to stands in layout.precision"""
+ALIKE, STRAY = 0.15, 2
+"""how far two loads may be apart, in share or in requests: arrivals are drawn at random, and somebody tries a server"""
+
+
+def changes(a: Run, b: Run) -> dict[str, Any]:
+    """Keys whose values differ, with b's value."""
+    found = differing(flat(recipe_from_dict(a.recipe)), flat(recipe_from_dict(b.recipe)))
+    return {key: value for key, value in found.items() if key not in TOLD}
+
+
+def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys whose values differ, with the value after; none where there is none any more."""
+    keys = dict.fromkeys([*before, *after])
+    return {key: after.get(key) for key in keys if before.get(key) != after.get(key)}
+
+
+def other_keys(a: Run, b: Run, lever: Mapping[str, Any], kind: Kind) -> tuple[str, ...] | None:
+    """Keys that differ beside a lever's and may matter; none at all (None) where b does not have the lever pulled."""
+    try:
+        wanted = flat(recipe_from_dict(a.recipe, overrides_of(lever)))
+    except BadInput:
+        return None
+    pulled = differing(flat(recipe_from_dict(a.recipe)), wanted)
+    rest = differing(wanted, flat(recipe_from_dict(b.recipe)))
+    if not pulled or any(key in rest for key in pulled):
+        return None
+    return tuple(key for key in rest if matters(key, kind))
+
+
+def matters(key: str, kind: Kind) -> bool:
+    """Whether a key can change what is measured in a run of this kind."""
+    return key.partition(".")[0] not in UNREAD.get(kind, ()) and key not in (*SAME_STEP, *TOLD)
+
+
+def other_conditions(a: Reading, b: Reading) -> list[str]:
+    """Whatever no recipe says and yet changes figures, a phrase each."""
+    found = [f"{one.source} took only {count} steps" for one in (a, b) if (count := _steps(one)) < FEWEST]
+    chips = [one.plan.cluster.chip.name for one in (a, b) if one.plan is not None]
+    if len(set(chips)) > 1:
+        found.append(f"one ran on {chips[0]} and the other on {chips[1]}")
+    if a.kind == "serving" and not same_requests(a.requests, b.requests):
+        found.append(f"other requests came: {_load_text(a.requests)} against {_load_text(b.requests)}")
+    return found
+
+
+def _steps(reading: Reading) -> int:
+    gauge = "engine_step_s" if reading.kind == "serving" else "step_s"
+    return sum(gauge in one for one in reading.steps)
+
+
+# --- requests
+
+
+def same_requests(a: Sequence[Record], b: Sequence[Record]) -> bool:
+    """Of like lengths, and as many, or as many a second: a server that is never left waiting gets more in a second the
+    quicker it is, and one that is watched for longer gets more in all."""
+    lengths = all(_alike(_typical(a, name), _typical(b, name)) for name in ("tokens_in", "tokens_out"))
+    rates = [_rate(a), _rate(b)]
+    return lengths and (_alike(len(a), len(b), STRAY) or (all(rates) and _alike(*rates)))
+
+
+def _alike(one: float, other: float, stray: float = 0.0) -> bool:
+    return abs(one - other) <= max(stray, ALIKE * max(one, other))
+
+
+def _typical(requests: Sequence[Record], name: str) -> float:
+    """The median, which one request that was tried by hand does not move."""
+    return median(float(one.get(name, 0)) for one in requests) if requests else 0.0
+
+
+def _rate(requests: Sequence[Record]) -> float:
+    """Arrivals a second; 0 where they all came at once or nobody noted when."""
+    times = sorted(float(one["arrived_s"]) for one in requests if "arrived_s" in one)
+    return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
+
+
+def _load_text(requests: Sequence[Record]) -> str:
+    return f"{len(requests)} of {_typical(requests, 'tokens_in'):.0f} + {_typical(requests, 'tokens_out'):.0f} tokens"

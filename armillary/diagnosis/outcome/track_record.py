@@ -1,0 +1,160 @@
+"""The track record: what was predicted of levers and what came of them, kept in the store, so that honesty shows.
+
+One JSON line a prediction or an outcome. Lines are only ever added: the first prediction of a lever is the one that
+counts, and of two runs that are compared again the last outcome.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from armillary.errors import BadData, BadInput
+from armillary.spec.tables.fields import build, to_plain
+from armillary.store import strict_json
+from armillary.store.atomic import plain_errors
+from armillary.store.home import Home
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """One lever that was predicted, and what it brought once it was pulled."""
+
+    run: str
+    """the run that was diagnosed"""
+    title: str
+    """the lever"""
+    change: Mapping[str, Any] = field(default_factory=dict)
+    """key of the recipe -> value"""
+    of: str = "step_s"
+    """the gauge that the speed-ups are about"""
+    value: float | None = None
+    """that gauge in the run that was diagnosed"""
+    predicted: float
+    """speed-up, before"""
+    expected: float | None = None
+    """the gauge as predicted with the lever pulled"""
+    predicted_at: float
+    """unix seconds of the prediction"""
+    obtained: float | None = None
+    """speed-up, measured; none: not pulled yet"""
+    by: str = ""
+    """the run with the lever pulled"""
+    recipe: str = ""
+    """the file that the changed recipe was written to"""
+
+    @property
+    def error(self) -> float | None:
+        """|obtained / predicted − 1|."""
+        return abs(self.obtained / self.predicted - 1) if self.obtained is not None else None
+
+    @property
+    def lever(self) -> tuple[str, str, str]:
+        """What makes two lines be about the same prediction."""
+        return self.run, json.dumps(to_plain(self.change), sort_keys=True), self.of
+
+    @property
+    def is_sound(self) -> bool:
+        figures = [self.predicted] if self.obtained is None else [self.predicted, self.obtained]
+        return all(math.isfinite(figure) and figure > 0 for figure in figures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackRecord:
+    """Every line that could be read."""
+
+    lines: tuple[Kept, ...] = ()
+    """as they were written, oldest first"""
+    notes: tuple[str, ...] = ()
+    """what could not be read"""
+
+    @property
+    def levers(self) -> tuple[Kept, ...]:
+        """Each pair of runs once, as last compared, and each prediction that waits for its outcome."""
+        done = {line.lever for line in self.lines if line.by}
+        found: dict[tuple[str, ...], Kept] = {}
+        for line in self.lines:
+            if line.by:
+                found[(*line.lever, line.by)] = line
+            elif line.lever not in done:
+                found.setdefault(line.lever, line)
+        return tuple(found.values())
+
+    @property
+    def median_error(self) -> float | None:
+        errors = [one.error for one in self.levers if one.error is not None]
+        return median(errors) if errors else None
+
+    @property
+    def summary(self) -> str:
+        """'15 levers, median error 8 %'."""
+        count = sum(one.error is not None for one in self.levers)
+        if self.median_error is None:
+            return "no lever was measured yet"
+        return f"{count} lever{'s' if count > 1 else ''}, median error {self.median_error:.0%}"
+
+
+def path_of(home: Home) -> Path:
+    return home.work / "track-record.jsonl"
+
+
+def read_record(home: Home) -> TrackRecord:
+    """Every line; a broken one is left out with a note."""
+    path = path_of(home)
+    if not path.is_file():
+        return TrackRecord()
+    try:
+        texts = path.read_bytes().splitlines()
+    except OSError as error:
+        raise BadData(f"{path} cannot be read ({error.strerror}); check who may read it") from None
+    found = {number: _parse(text, path) for number, text in enumerate(texts, 1) if text.strip()}
+    return TrackRecord(
+        lines=tuple(line for line in found.values() if line is not None),
+        notes=tuple(
+            f"line {number} of {path} is broken and left out; delete it"
+            for number, line in found.items()
+            if line is None
+        ),
+    )
+
+
+def _parse(text: bytes, path: Path) -> Kept | None:
+    try:
+        values = strict_json.loads(text)
+        line = build(Kept, values, str(path)) if isinstance(values, dict) else None
+    except (ValueError, RecursionError, BadInput):
+        return None
+    return line if line is not None and line.is_sound else None
+
+
+def promise(home: Home, kept: Kept) -> Kept:
+    """Write a prediction down, unless the same lever was predicted before; gives the one that counts."""
+    before = next((line for line in read_record(home).lines if line.lever == kept.lever), None)
+    if before is None:
+        _append(path_of(home), kept)
+    return before or kept
+
+
+def settle(home: Home, kept: Kept) -> None:
+    """Write an outcome down; the same once more adds nothing."""
+    assert kept.by and kept.obtained is not None, "an outcome names its run and what it brought"
+    pair = (kept.lever, kept.by)
+    last = next((line for line in reversed(read_record(home).lines) if (line.lever, line.by) == pair), None)
+    if last is None or last.obtained != kept.obtained:
+        _append(path_of(home), kept)
+
+
+def _append(path: Path, kept: Kept) -> None:
+    line = strict_json.dumps(to_plain(kept)).encode() + b"\n"
+    with plain_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab+") as file:
+            end = file.seek(0, 2)
+            file.seek(max(0, end - 1))
+            torn = end > 0 and file.read(1) != b"\n"  # a writer was killed: its line stays broken, ours does not
+            file.write(b"\n" + line if torn else line)

@@ -1,0 +1,125 @@
+"""A trace, or a profile made of one, as a Reading: the step budget in gauges, whoever recorded it.
+
+As in a run of our own, the time a step waits for its batch stands apart, and the shares of the budget are of the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from armillary.diagnosis.readings.reading import Reading
+from armillary.errors import BadData
+from armillary.profiling.profile import BUDGET, Gap, Profile, Row
+from armillary.store.home import Home
+
+LONG_S = 1e-3
+"""a stretch of Python beyond what comes between two operators"""
+CHEAPEST = 0.25
+"""share of the operators' calls, the cheapest, whose cost is taken for what any call costs"""
+_KERNEL_PARTS = ("useful", "inefficiency", "unjudged")
+_HEAD = 4096
+
+
+def read_profiled(path: Path, home: Home) -> Reading:
+    """A trace of torch.profiler or Nsight Systems, or what `armillary profile --json` printed."""
+    from armillary.profiling.analysis.analyse import analyse, device_name
+    from armillary.profiling.analysis.roofline import roof_for
+    from armillary.profiling.trace.trace import read_trace
+
+    if (profile := _written(path)) is not None:
+        return reading_of(profile, str(path))
+    trace = read_trace(path)
+    memory = trace.device_bytes[0] if trace.device_bytes else None
+    roof = roof_for(device_name(trace), home, memory)
+    return reading_of(analyse(trace, roof=roof, source=str(path)), str(path))
+
+
+def reading_of(profile: Profile, source: str) -> Reading:
+    """Where the time of a step went, by gauge name."""
+    wait = _waited(profile)
+    rest = max(1e-12, profile.wall_s - wait)
+    parts = {part: profile.budget.get(part, 0.0) for part in BUDGET}
+    parts["host"] = max(0.0, parts["host"] - wait)
+    values = {f"{part}_fraction": seconds / rest for part, seconds in parts.items()}
+    values |= {
+        "step_s": profile.step_s,
+        "data_wait_s": wait / profile.steps,
+        "data_wait_fraction": wait / profile.wall_s if profile.wall_s else 0.0,
+        "comm_exposed_s": parts["comm_exposed"] / profile.steps,
+    }
+    values |= _kernels(profile, rest)
+    values["host_stall_fraction"] = _stalled(profile.gaps, rest, parts["host"] + parts["sync"])
+    if profile.memory is not None:
+        values["memory_peak_bytes"] = profile.memory.peak_bytes
+    return Reading(
+        source=source,
+        kind="profile",
+        by="torch-profiler",
+        values=values,
+        profile=profile,
+        settings=_settings(profile),
+        notes=profile.notes,
+    )
+
+
+def _waited(profile: Profile) -> float:
+    """Seconds in which the device stood still for its loader."""
+    found = sum(gap.seconds for gap in profile.gaps if gap.cause == "loader")
+    return min(found, profile.budget.get("host", 0.0))
+
+
+def _kernels(profile: Profile, rest: float) -> dict[str, float]:
+    """How many, how far from the roof, and how much of the time follows their number rather than their work."""
+    rows = profile.kernels or tuple(row for row in profile.operators if row.device_s)
+    judged = sum(profile.budget.get(part, 0.0) for part in ("useful", "inefficiency"))
+    worked = sum(profile.budget.get(part, 0.0) for part in _KERNEL_PARTS)
+    found = {"roof_fraction": profile.budget["useful"] / judged} if judged > 0.5 * worked > 0 else {}
+    if profile.kernels:
+        found["device_busy_fraction"] = min(1.0, worked / profile.wall_s) if profile.wall_s else 0.0
+    return found | {
+        "kernels": sum(row.calls for row in rows) / profile.steps,
+        "short_kernels_fraction": min(1.0, _short_s(rows) / rest),
+    }
+
+
+def _short_s(rows: tuple[Row, ...]) -> float:
+    """On a GPU kernels too short for any roof; on a processor what its cheapest operators cost, of every operator."""
+    if any(row.kind == "kernel" for row in rows):
+        return sum(row.seconds for row in rows if row.bound == "overhead")
+    before, total = 0, sum(row.calls for row in rows)
+    for each, calls in sorted((row.seconds / row.calls, row.calls) for row in rows):
+        before += calls
+        if before >= CHEAPEST * total:
+            return sum(min(row.seconds, row.calls * each) for row in rows)
+    return 0.0
+
+
+def _stalled(gaps: tuple[Gap, ...], rest: float, most: float) -> float:
+    """Share in which the host held the device up for long at a stretch, for another reason than its loader."""
+    held = sum(gap.seconds for gap in gaps if gap.seconds >= LONG_S and gap.cause in ("host", "gil", "sync", "copy"))
+    return min(held, most) / rest
+
+
+def _settings(profile: Profile) -> dict[str, str]:
+    """Where the worst waits come from, where the trace has lines."""
+    found = {"device": profile.device}
+    for cause in ("loader", "sync", "host"):
+        worst = max((gap for gap in profile.gaps if gap.cause == cause), key=lambda gap: gap.seconds, default=None)
+        if worst is not None and (worst.where or worst.what):
+            found[cause] = worst.where or worst.what
+    return found
+
+
+def _written(path: Path) -> Profile | None:
+    """What --json printed, also with a comparison beside it; None for a trace."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD).lstrip()
+    if not head.startswith(b"{") or b'"wall_s"' not in head or b'"traceEvents"' in head:
+        return None
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise BadData(f"{path} is not JSON ({error}); profile again") from None
+    inner = values.get("profile", values)
+    return Profile.from_json(json.dumps(inner), str(path))

@@ -1,0 +1,174 @@
+"""A server's metrics page as a Reading: means, percentiles and totals; two pages some seconds apart give rates too.
+
+Percentiles are interpolated in the histograms' buckets, so they are as exact as those are fine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from urllib.error import URLError
+from urllib.parse import urlsplit, urlunsplit
+from urllib.request import Request, urlopen
+
+from armillary.diagnosis.readings.busy_means import NOTE, busy_means
+from armillary.diagnosis.readings.prometheus import Page, number_of, parse_page
+from armillary.diagnosis.readings.reading import Reading
+from armillary.diagnosis.readings.scrapes import Looks, first_of, totals_of
+from armillary.diagnosis.readings.server_metrics import SERVERS, Server
+from armillary.errors import BadData, NotFound
+from armillary.store.home import Home
+
+APART_S = 5.0
+"""seconds between the two looks at a live page: some hundred engine steps"""
+_TIMEOUT_S = 10.0
+_MOST_BYTES = 16_000_000
+_READS = ", ".join(server.name for server in SERVERS.values())
+
+
+def read_metrics(
+    target: str, home: Home | None = None, *, apart_s: float = APART_S, wait: Callable[[float], None] = time.sleep
+) -> Reading:
+    """The page behind a URL, looked at twice, or the page in a file."""
+    if not target.startswith(("http://", "https://")):
+        return reading_of_page(_file(Path(target)), source=target)
+    url = page_url(target)
+    first = _fetch(url)
+    page = parse_page(first)
+    own = _own_run(page, _server(page, url), home, target)
+    if own is not None:
+        return own
+    begun = time.monotonic()
+    wait(apart_s)
+    second, seconds = _fetch(url), time.monotonic() - begun
+    return reading_of_page(second, source=target, earlier=first, seconds=seconds)
+
+
+def _own_run(page: Page, server: Server, home: Home | None, target: str) -> Reading | None:
+    """A server of ours names its run: where that is in this home, it has the steps and requests a page lacks."""
+    from armillary.diagnosis.readings.run_folder import read_run
+    from armillary.store.runs import find_run
+
+    name = page.labels(server.info).get("run", "") if server.name == "armillary" and home is not None else ""
+    if not name or home is None:
+        return None
+    try:
+        run = find_run(home, name)
+    except NotFound:
+        return None
+    return replace(read_run(run, home), notes=(f"read from run {run.name}, which {target} writes",))
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file looks like a metrics page of a server that is known here."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(1_000_000).decode(errors="replace")
+    lines = (line.removeprefix("# HELP ").removeprefix("# TYPE ") for line in head.splitlines())
+    prefixes = tuple(server.prefix for server in SERVERS.values())
+    return any(line.startswith(prefixes) for line in lines)
+
+
+def reading_of_page(text: str, *, source: str, earlier: str | None = None, seconds: float = 0.0) -> Reading:
+    """What a page tells; with the page of `seconds` before, what happened in between."""
+    page = parse_page(text)
+    server = _server(page, source)
+    before, notes = _before(page, earlier, server)
+    looks = Looks(server=server, now=page, before=before, seconds=seconds if before else 0.0)
+    values = looks.figures()
+    settings, more = _settings(page, server, values)
+    means = busy_means(looks, values | more)
+    notes = (*notes, *_notes(looks, values), *((NOTE,) if means else ()))
+    return Reading(
+        source=source, kind="serving", by=server.name, settings=settings, values=values | more | means, notes=notes
+    )
+
+
+def _notes(looks: Looks, values: Mapping[str, float]) -> Iterator[str]:
+    if looks.before is not None:
+        yield f"looked at twice, {looks.seconds:.0f} s apart"
+    else:
+        yield "one look at the page: means are since the server started; a URL is looked at twice"
+    if not values.get("requests_total") and not values.get("running"):
+        yield "no request has been answered yet: there is nothing to judge"
+
+
+def page_url(target: str) -> str:
+    """Where the metrics of a server are, given its address, its API's address or the page's own."""
+    parts = urlsplit(target)
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    if not path.endswith("/metrics"):
+        path += "/metrics"
+    return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
+
+
+# --- what is on the page
+
+
+def _server(page: Page, source: str) -> Server:
+    found = [(sum(name.startswith(server.prefix) for name in page.samples), server) for server in SERVERS.values()]
+    most, server = max(found, key=lambda one: one[0])
+    if not most:
+        raise BadData(f"{source} is no metrics page of a server known here; give one of {_READS}")
+    return server
+
+
+def _before(page: Page, earlier: str | None, server: Server) -> tuple[Page | None, tuple[str, ...]]:
+    """The earlier page, unless the server started again in between."""
+    if earlier is None:
+        return None, ()
+    before = parse_page(earlier)
+    now, then = totals_of(page, server), totals_of(before, server)
+    if any(now.get(name, total) < total for name, total in then.items()):
+        return None, ("the server started again between the two looks: the first is left out",)
+    return before, ()
+
+
+def _settings(page: Page, server: Server, values: Mapping[str, float]) -> tuple[dict[str, str], dict[str, float]]:
+    """What the page says of the server's settings, and what follows from them."""
+    found = page.labels(server.info) if server.info else {}
+    found |= {"models": ", ".join(models)} if (models := _models(page, server)) else {}
+    more: dict[str, float] = {}
+    blocks, size = (number_of(found.get(name)) for name in ("num_gpu_blocks", "block_size"))
+    tokens = number_of(found.get("kv_cache_size_tokens")) or (blocks * size if blocks and size else None)
+    engines = _engines(page, server)
+    if tokens and "kv_capacity_tokens" not in values:
+        more["kv_capacity_tokens"] = tokens * engines
+    if engines > 1:
+        more["replicas"] = float(engines)
+    return found, more
+
+
+def _models(page: Page, server: Server) -> list[str]:
+    name = first_of(page, server.values.get("running", ()))
+    return sorted({one.labels["model_name"] for one in page.find(name) if "model_name" in one.labels}) if name else []
+
+
+def _engines(page: Page, server: Server) -> int:
+    name = first_of(page, server.values.get("running", ()))
+    ranks = {one.labels.get("engine", one.labels.get("dp_rank", "")) for one in page.find(name)} if name else set()
+    return max(1, len(ranks))
+
+
+# --- where it is
+
+
+def _file(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        raise NotFound(f"no file {path}; save the page with: curl -s http://HOST:PORT/metrics > {path.name}") from None
+    except OSError as error:
+        raise BadData(f"{path} cannot be read ({error.strerror}); give a file with a metrics page") from None
+
+
+def _fetch(url: str) -> str:
+    try:
+        with urlopen(Request(url, headers={"Accept": "text/plain"}), timeout=_TIMEOUT_S) as answer:
+            return str(answer.read(_MOST_BYTES).decode(errors="replace"))
+    except (URLError, OSError, ValueError) as error:
+        why = getattr(error, "reason", None) or error
+        raise NotFound(f"no metrics page at {url} ({why}); start the server, or give the address it prints") from None

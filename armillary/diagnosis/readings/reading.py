@@ -1,0 +1,68 @@
+"""Reading: what was measured, whoever wrote it, in the words of `spec/gauges.py`; what every rule looks at.
+
+A run folder, a server's metrics page, a trace and other people's logs all become one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import median
+from typing import Literal
+
+from armillary.planning.simulation.fitted_step_time import StepCost, fit_step_cost, least_queries
+from armillary.profiling.profile import Profile
+from armillary.spec.plan import Plan
+from armillary.store.gauges import Record
+
+Kind = Literal["training", "serving", "profile"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One run, server or trace as it was measured."""
+
+    source: str
+    """what was read: run quiet-otter, a URL, a file"""
+    kind: Kind
+    """what it was doing"""
+    by: str = "armillary"
+    """who wrote it: armillary, vllm, sglang, tgi, hf-trainer, torchtitan, megatron, torch-profiler"""
+    steps: tuple[Record, ...] = ()
+    """records of steps in their order, warm-up left out"""
+    requests: tuple[Record, ...] = ()
+    """records of requests that ended"""
+    rehearsed: tuple[Record, ...] = ()
+    """an engine's steps of many kinds, timed before the first request"""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """figures of the whole: percentiles, totals, and what has no step; they win over `steps`"""
+    plan: Plan | None = None
+    """what was asked and predicted; none where someone else ran it"""
+    profile: Profile | None = None
+    """where the time of a step went, where that was recorded"""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """what somebody else's page or log says of its own settings, in its words"""
+    notes: tuple[str, ...] = ()
+    """what could not be read, and what was left out"""
+
+    def get(self, gauge: str) -> float | None:
+        """The figure of the whole, or the median over the steps that have it; None where nobody measured it."""
+        if gauge in self.values:
+            return self.values[gauge]
+        found = self.series(gauge)
+        return median(found) if found else None
+
+    def series(self, gauge: str) -> list[float]:
+        """Of every step, or else of every request, that has it."""
+        of_steps = [float(one[gauge]) for one in self.steps if gauge in one]
+        return of_steps or [float(one[gauge]) for one in self.requests if gauge in one]
+
+    @cached_property
+    def step_cost(self) -> StepCost | None:
+        """What an engine's steps took, as a line in their tokens; fitted once, however many rules ask."""
+        return fit_step_cost(self.steps, rehearsed=self.rehearsed, least=least_queries(self.plan))
+
+    def predicted(self, gauge: str) -> float | None:
+        """What the plan said."""
+        return self.plan.predicted.get(gauge) if self.plan else None

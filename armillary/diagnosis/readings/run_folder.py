@@ -1,0 +1,162 @@
+"""A run folder as a Reading: training's steps without their warm-up, or an engine's steps and requests.
+
+A step that was recorded by the profiler is slower than the others: it tells where its time went, not how long steps
+take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from armillary.diagnosis.readings.reading import Kind, Reading
+from armillary.errors import BadData, BadInput
+from armillary.planning.simulation.fitted_step_time import PARTS
+from armillary.planning.simulation.request_stats import served_gauges
+from armillary.spec.gauges import GAUGES
+from armillary.spec.plan import Plan
+from armillary.store import strict_json
+from armillary.store.gauges import Record, read_gauges
+from armillary.store.home import Home
+from armillary.store.runs import Run
+
+WARM_UP = 3
+"""steps at the beginning that compile, choose and fill caches"""
+FEWEST = 4
+"""steps that must remain"""
+DISTURBED = 0.15
+"""share of a step that the main thread waits for a core, from which that is worth saying"""
+_TIMES = (
+    "step_s",
+    "data_wait_s",
+    "data_wait_fraction",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "mfu",
+    "between_steps_s",
+    "optimizer_s",
+    "comm_exposed_s",
+    "bubble_s",
+    "host_cpu_s",
+    "host_queue_s",
+)
+"""what a recording falsifies in the step it records; who was slowest is told of the step before, and only where that
+one was not recorded"""
+
+
+def read_run(run: Run, home: Home) -> Reading:
+    """What a run measured, with its plan; records of an unfinished run are read as far as they go."""
+    plan = Plan.from_json(run.plan.read_text(), str(run.plan)) if run.plan.is_file() else None
+    return read_records(list(read_gauges(run.gauges)), source=f"run {run.name}", plan=plan)
+
+
+def read_gauges_file(path: Path) -> Reading:
+    """gauges.jsonl alone, with the plan that may lie beside it."""
+    beside = path.parent / "plan.json"
+    plan = Plan.from_json(beside.read_text(), str(beside)) if beside.is_file() else None
+    return read_records(list(read_gauges(path)), source=str(path), plan=plan)
+
+
+def read_records(records: Sequence[Record], *, source: str, plan: Plan | None = None) -> Reading:
+    """Records of gauges.jsonl as one Reading."""
+    if not records:
+        raise BadInput(f"{source} has measured nothing yet; wait until it has taken some steps")
+    _check_numbers(records, source)
+    kind = _kind(records, plan)
+    if kind == "serving":
+        return _serving(records, source, plan)
+    return _training([record for record in records if "step" in record], source, plan)
+
+
+def _check_numbers(records: Sequence[Record], source: str) -> None:
+    for record in records:
+        wrong = next((name for name in record if name in GAUGES and not isinstance(record[name], int | float)), None)
+        if wrong is not None:
+            raise BadData(f"{source} has {wrong}={record[wrong]!r}, which is not a number; delete that line")
+
+
+def _kind(records: Sequence[Record], plan: Plan | None) -> Kind:
+    if any("engine_step_s" in record or "request" in record or "rehearsed_s" in record for record in records):
+        return "serving"
+    return "serving" if plan is not None and plan.serve is not None and plan.train is None else "training"
+
+
+# --- training
+
+
+def _training(records: Sequence[Record], source: str, plan: Plan | None) -> Reading:
+    skipped = max(0, min(WARM_UP, len(records) - FEWEST))
+    kept = [_cleaned(record) for record in records[skipped:]]
+    early = [_lasting(record) for record in records[:skipped]]
+    found = [record for record in early if len(record) > 1] + kept
+    notes = (f"{skipped} steps of warm-up were left out",) if skipped else ()
+    if sum("step_s" in record for record in kept) < FEWEST:
+        notes = (*notes, "few steps were measured: a longer run says more")
+    reading = Reading(source=source, kind="training", steps=tuple(found), values=_last(records), plan=plan)
+    if is_disturbed(reading):
+        notes = (
+            *notes,
+            f"the main thread waited for a core {_queued(reading):.0%} of the time: something else runs "
+            "on this machine, and shares are rough",
+        )
+    return replace(reading, notes=notes)
+
+
+def is_disturbed(reading: Reading) -> bool:
+    """Whether other programs had the cores for a good part of the steps."""
+    return _queued(reading) > DISTURBED
+
+
+def _queued(reading: Reading) -> float:
+    """Of a step, how long its main thread was ready to run and did not."""
+    queued, step = reading.get("host_queue_s"), reading.get("step_s")
+    return queued / step if queued and step else 0.0
+
+
+def _cleaned(record: Record) -> Record:
+    """Without what the profiler slowed."""
+    return {name: value for name, value in record.items() if name not in _TIMES} if "compute_s" in record else record
+
+
+def _lasting(record: Record) -> Record:
+    """What a warm-up step tells all the same: memory taken apart, and what is done between steps."""
+    told = ("step", "checkpoint_s", "checkpoint_stall_s", "checkpoint_bytes", "validation_s")
+    return {name: value for name, value in record.items() if name in told or name.startswith("memory_")}
+
+
+def _last(records: Sequence[Record]) -> dict[str, float]:
+    """Totals and what holds for the run so far."""
+    found: dict[str, float] = {}
+    for record in records:
+        kept = {name: float(value) for name, value in record.items() if _is_total(name)}
+        found |= kept
+    return found
+
+
+def _is_total(name: str) -> bool:
+    return name in ("goodput_fraction", "memory_peak_bytes") or (name in GAUGES and GAUGES[name].kind == "counter")
+
+
+# --- serving
+
+
+def _serving(records: Sequence[Record], source: str, plan: Plan | None) -> Reading:
+    requests = tuple(record for record in records if "request" in record)
+    steps = tuple(record for record in records if "engine_step_s" in record and "request" not in record)
+    rehearsed = {strict_json.dumps(_kind_of(record)): record for record in records if "rehearsed_s" in record}
+    values = _last(records) | served_gauges(steps, requests)
+    return Reading(
+        source=source,
+        kind="serving",
+        steps=steps,
+        requests=requests,
+        values=values,
+        plan=plan,
+        rehearsed=tuple(rehearsed.values()),
+    )
+
+
+def _kind_of(record: Record) -> Record:
+    """What a rehearsed step was; a server that cuts old records off writes these once more."""
+    return {name: value for name, value in record.items() if name in PARTS}

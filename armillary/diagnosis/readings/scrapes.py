@@ -1,0 +1,149 @@
+"""Looks: one metrics page of a server, or two some seconds apart, in the words of `spec/gauges.py`.
+
+What happened between two looks is told apart from what happened since the server started wherever enough did happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from armillary.diagnosis.readings.prometheus import Histogram, Page
+from armillary.diagnosis.readings.server_metrics import Server
+from armillary.spec.gauges import GAUGES
+
+_ENOUGH = 30
+"""values a distribution must have gained between two looks for its percentiles to be taken from these alone"""
+_PERCENTILES = (50, 90, 99)
+_APART = 3.0
+"""times that gaps between tokens are longer where a step computes prompts too, for the two kinds to be told apart"""
+_RATES = {
+    "requests_total": "requests_per_s",
+    "tokens_in_total": "tokens_in_per_s",
+    "tokens_out_total": "tokens_out_per_s",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looks:
+    """A server's page now and, where it was looked at before, then."""
+
+    server: Server
+    """what it calls its gauges"""
+    now: Page
+    """the page"""
+    before: Page | None = None
+    """the page of some time before; none where the server started again in between"""
+    seconds: float = 0.0
+    """from one to the other"""
+
+    def figures(self) -> dict[str, float]:
+        """Everything the page says, by gauge."""
+        values = dict(self._gauges()) | (totals := totals_of(self.now, self.server))
+        values |= _fractions(totals) | dict(self._distributions()) | self._of_steps()
+        values |= self._derived(values)
+        if self.before is not None:
+            gained = self._gained(totals)
+            values |= self._rates(gained) | _fractions(gained)
+        return values
+
+    def distribution(self, gauge: str) -> Histogram | None:
+        """By the first name that the page knows."""
+        found = (self.histogram(name) for name in self.server.histograms.get(gauge, ()))
+        return next((one for one in found if one is not None), None)
+
+    def histogram(self, name: str) -> Histogram | None:
+        """Of the time between two looks where enough happened, else since the start."""
+        now, then = self.now.histogram(name), self.before.histogram(name) if self.before else None
+        if now is None or then is None or now.bounds != then.bounds or now.count - then.count < _ENOUGH:
+            return now
+        return now.since(then)
+
+    @property
+    def steps(self) -> Histogram | None:
+        """Tokens of the engine's steps."""
+        found = self.histogram(self.server.step_tokens) if self.server.step_tokens else None
+        return found if found is not None and found.count else None
+
+    @property
+    def batch(self) -> float | None:
+        """Requests in a step: each has its first token or a gap after the last from it."""
+        steps, firsts, gaps = self.steps, self.distribution("ttft_s"), self.distribution("itl_s")
+        if steps is None or firsts is None or gaps is None:
+            return None
+        return (firsts.count + gaps.count) / steps.count
+
+    def _gauges(self) -> Iterator[tuple[str, float]]:
+        """Counts of all engines together; shares as their mean."""
+        for gauge, names in self.server.values.items():
+            name = first_of(self.now, names)
+            found = (self.now.mean if gauge.endswith("_fraction") else self.now.total)(name) if name else None
+            if found is not None:
+                yield gauge, found
+
+    def _distributions(self) -> Iterator[tuple[str, float]]:
+        for gauge in self.server.histograms:
+            histogram = self.distribution(gauge)
+            if histogram is None or histogram.mean is None:
+                continue
+            yield gauge, histogram.mean
+            for percent in _PERCENTILES:
+                name = f"{gauge.removesuffix('_s')}_p{percent}_s"
+                value = histogram.quantile(percent / 100)
+                if name in GAUGES and value is not None and len(histogram.bounds) > 1:
+                    yield name, value
+
+    def _of_steps(self) -> dict[str, float]:
+        """Tokens of a step, its batch's and the prompts', and the gap between tokens where there are no prompts."""
+        steps, batch = self.steps, self.batch
+        if steps is None or steps.mean is None or batch is None:
+            return {}
+        found = {"decode_tokens": min(batch, steps.mean), "prefill_tokens": max(0.0, steps.mean - batch)}
+        gaps = self.distribution("itl_s")
+        alone = gaps.lower_group(_APART) if gaps is not None else None
+        fullest = steps.quantile(0.99) if len(steps.bounds) > 1 else None
+        return found | ({"decode_gap_s": alone} if alone else {}) | ({"full_step_tokens": fullest} if fullest else {})
+
+    def _derived(self, values: Mapping[str, float]) -> dict[str, float]:
+        """What a page leaves out and its other figures tell: requests answered, lengths of a mean request."""
+        found: dict[str, float] = {}
+        ended = next(
+            (one for name in self.server.histograms.get("e2e_s", ()) if (one := self.now.histogram(name))), None
+        )
+        requests = values.get("requests_total") or (ended.count if ended is not None else 0.0)
+        if requests and "requests_total" not in values:
+            found["requests_total"] = requests
+        for total, each in (("tokens_in_total", "tokens_in"), ("tokens_out_total", "tokens_out")):
+            if requests and each not in values and total in values:
+                found[each] = values[total] / requests
+        return found
+
+    def _gained(self, totals: Mapping[str, float]) -> dict[str, float]:
+        before = totals_of(self.before, self.server) if self.before is not None else {}
+        return {name: totals[name] - then for name, then in before.items() if name in totals}
+
+    def _rates(self, gained: Mapping[str, float]) -> dict[str, float]:
+        """Per second, and per request where enough of them ended."""
+        found = {
+            rate: gained[total] / self.seconds for total, rate in _RATES.items() if total in gained and self.seconds > 0
+        }
+        requests = gained.get("requests_total", 0.0)
+        if requests >= _ENOUGH and "preemptions_total" in gained:
+            found["preemptions_per_request"] = gained["preemptions_total"] / requests
+        return found
+
+
+def first_of(page: Page, names: tuple[str, ...]) -> str | None:
+    """The name that the page knows."""
+    return next((name for name in names if name in page), None)
+
+
+def totals_of(page: Page, server: Server) -> dict[str, float]:
+    """What only grows."""
+    found = {gauge: page.total(name) for gauge, names in server.totals.items() if (name := first_of(page, names))}
+    return {gauge: total for gauge, total in found.items() if total is not None}
+
+
+def _fractions(totals: Mapping[str, float]) -> dict[str, float]:
+    asked = totals.get("prefix_queries_total", 0.0)
+    return {"prefix_hit_fraction": totals.get("prefix_hits_total", 0.0) / asked} if asked > 0 else {}

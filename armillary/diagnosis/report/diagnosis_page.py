@@ -1,0 +1,166 @@
+"""One turn of the circle as a page: loss, step budget, roofline, latencies, levers, and every prediction checked.
+
+The file stands alone: no script, no font, no address is loaded; it fits a phone.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+from armillary.diagnosis.evidence.finding import Lever
+from armillary.diagnosis.evidence.finding_text import evidence_text, value_text
+from armillary.diagnosis.outcome.compare import Comparison
+from armillary.diagnosis.outcome.diagnosis import WORTH, Diagnosis
+from armillary.diagnosis.outcome.prediction_errors import HEADS
+from armillary.diagnosis.report.bars import bar_plot
+from armillary.diagnosis.report.demo_report import Circle
+from armillary.profiling.profile import Profile
+from armillary.profiling.report.plots import roofline_plot, work_colour
+from armillary.profiling.report.profile_page import budget_bar
+from armillary.report.page import Below, document, heading, items, legend, section, table
+from armillary.serving.load.plots import line_plot
+from armillary.serving.load.run import LoadReport
+from armillary.units import seconds_text
+
+_LEVERS = 6
+_LATENCIES = (
+    ("Time to first token", "TTFT", "ttft"),
+    ("Inter-token latency", "ITL", "itl"),
+    ("End to end", "end to end", "e2e"),
+)
+
+
+def page(circle: Circle) -> str:
+    """The whole document."""
+    seconds = sum(stage.seconds for stage in circle.stages)
+    parts = [heading(circle.title, f"once round the circle in {seconds_text(seconds)} · {circle.created}")]
+    parts += [_stages(circle), _loss(circle), _budget(circle), _roofline(circle.profile), _latency(circle)]
+    parts += [_diagnosis(found, circle.pulled) for found in circle.diagnoses]
+    parts += [_pulled(circle), _predicted(circle), section("Notes", items(circle.notes, kind="note"))]
+    return document(f"{circle.title}: once round the circle", parts)
+
+
+def _stages(circle: Circle) -> str:
+    rows = [[stage.name, seconds_text(stage.seconds), stage.said] for stage in circle.stages]
+    return section("The way round", table(["", "took", "what came of it"], rows, wide=True) if rows else "")
+
+
+# --- training
+
+
+def _loss(circle: Circle) -> str:
+    lines = [
+        (name, [(float(one["step"]) + 1, float(one[gauge])) for one in circle.records if gauge in one])
+        for name, gauge in (("loss", "loss"), ("held-out loss", "val_loss"))
+    ]
+    lowest = min((value for _, points in lines for _, value in points), default=0.0)
+    marks = [(float(step), f"interrupted after step {step}, resumed") for step in circle.stops]
+    plot = line_plot(lines, label="Loss over steps", x_name="step", marks=marks, above=lowest)
+    return section("Loss", plot)
+
+
+def _budget(circle: Circle) -> str:
+    """Of the training run as its ranks recorded it; of the profiled step where they did not."""
+    found = next((one for one in circle.diagnoses if one.kind == "training" and one.budget), None)
+    reading = circle.training
+    step = reading.get("step_s") if reading else None
+    if found is not None and step:
+        bar = budget_bar(found.budget.items(), step) + _sum(found.budget.values())
+        return section(f"Where a step of {seconds_text(step)} goes, on the main rank", bar)
+    if circle.profile is None:
+        return ""
+    profile = circle.profile
+    parts = {part: profile.fraction(part) for part in profile.budget}
+    bar = budget_bar(parts.items(), profile.step_s)
+    return section(f"Where a step of {seconds_text(profile.step_s)} goes, in one process", bar + _sum(parts.values()))
+
+
+def _sum(shares: object) -> str:
+    assert hasattr(shares, "__iter__")
+    return f"<div class='note'>together {100 * sum(shares):.1f} %</div>"
+
+
+def _roofline(profile: Profile | None) -> str:
+    drawing = roofline_plot(profile) if profile else ""
+    if profile is None or not drawing:
+        return ""
+    works = dict.fromkeys(row.work for row in (profile.kernels or profile.operators) if row.intensity)
+    roof = {"measured": "measured here", "catalogue": "the catalogue's", "unknown": "not known"}[profile.roof.source]
+    note = f"<div class='note'>operators of one step, in one process; area is time; ceilings are {roof}</div>"
+    return section("Roofline", drawing + legend((work_colour(work), work) for work in works) + note)
+
+
+# --- serving
+
+
+def _latency(circle: Circle) -> str:
+    servers = (("as set", circle.served), ("lever pulled", circle.served_after))
+    reports = [(name, one.load) for name, one in servers if one]
+    if not reports:
+        return ""
+    plots = ""
+    for label, short, name in _LATENCIES:
+        rows = [
+            (f"{short} {percent}", [_percentile(one, name, percent) for _, one in reports])
+            for percent in ("p50", "p90", "p99")
+        ]
+        plots += bar_plot(rows, [name for name, _ in reports], label=label, text=seconds_text)
+    rates = "; ".join(f"{name}: {_rates(one)}" for name, one in reports)
+    return section("Latency under load", f"{plots}<div class='note'>{escape(rates)}</div>")
+
+
+def _percentile(report: LoadReport, name: str, percent: str) -> float:
+    return float(getattr(getattr(report.last, name), f"{percent}_s"))
+
+
+def _rates(report: LoadReport) -> str:
+    last = report.last
+    return (
+        f"{last.offered_per_s:.3g} requests/s offered, {last.requests_per_s:.3g} completed, "
+        f"{last.tokens_out_per_s:,.0f} tokens/s out, {last.failed} failed"
+    )
+
+
+# --- levers
+
+
+def _diagnosis(found: Diagnosis, pulled: tuple[Comparison, ...]) -> str:
+    evidence = found.findings[0].evidence if found.findings and not found.is_healthy else ()
+    rows = [_lever_row(number, lever, pulled) for number, lever in enumerate(found.levers[:_LEVERS], 1)]
+    levers = table(["", "lever", "predicted", "obtained"], rows, wide=True) if rows else ""
+    inside = f"<p><b>{escape(found.headline)}</b></p>" + items(map(evidence_text, evidence), kind="note")
+    return section(f"Diagnosis of {found.source}", inside + levers)
+
+
+def _lever_row(number: int, lever: Lever, pulled: tuple[Comparison, ...]) -> list[str]:
+    done = next((one for one in pulled if one.title == lever.title and one.of == lever.of), None)
+    risk = f"risk {lever.risk} · " if lever.speedup > WORTH or lever.at_most is not None else "not worth it · "
+    told = Below(lever.gain_text, "" if lever.of == "step_s" else f"in {lever.of}")
+    return [
+        f"{number}",
+        Below(lever.title, risk + (lever.sets or lever.action)),
+        told,
+        f"{done.obtained:.2f} ×" if done else "–",
+    ]
+
+
+def _pulled(circle: Circle) -> str:
+    rows = [(one.title, [one.predicted, one.obtained]) for one in circle.pulled]
+    plot = bar_plot(rows, ["predicted", "obtained"], label="Levers", text=lambda value: f"{value:.2f} ×")
+    texts = [
+        f"{one.title}: {one.of} {value_text(one.of, one.before)} → {value_text(one.of, one.after)}"
+        for one in circle.pulled
+    ]
+    return section("Levers pulled: predicted and obtained", plot + items(texts, kind="note") if plot else "")
+
+
+def _predicted(circle: Circle) -> str:
+    """A table for each thing that was planned, and one for the levers."""
+    groups: dict[str, list[list[str]]] = {}
+    for one in circle.predicted:
+        of, gauge, predicted, measured, error = one.cells()
+        name = Below(gauge, of) if one.is_speedup else gauge
+        seen = measured if one.measured is not None else Below("–", measured)
+        groups.setdefault("levers" if one.is_speedup else of, []).append([name, predicted, seen, error])
+    inside = "".join(f"<h3>{escape(name)}</h3>{table(HEADS[1:], rows, wide=True)}" for name, rows in groups.items())
+    return section("Predicted and measured: every figure that was predicted", inside)

@@ -1,0 +1,186 @@
+"""Rules of the inner loop: is the device doing useful work, or waiting for its own host?
+
+Each is a plain function of what was measured and what was planned. Shares of a recorded step are turned into shares of
+the whole, so that they can be held against waiting for data and for other ranks.
+"""
+
+from __future__ import annotations
+
+from armillary.diagnosis.evidence.finding import Evidence, Finding
+from armillary.diagnosis.evidence.launch_overhead import launching
+from armillary.diagnosis.evidence.rule import Rule
+from armillary.diagnosis.evidence.step_parts import Parts, parts_of
+from armillary.diagnosis.readings.reading import Reading
+from armillary.spec.plan import Plan
+from armillary.spec.precision import SIXTEEN_BIT
+from armillary.units import seconds_text
+
+STARVED = 0.04
+"""share of the time spent waiting for batches that a loader which reads ahead never comes to"""
+LATE_LAUNCHES = 0.08
+"""share of launch gaps and kernels too short for any roof: runs whose operators are of a fair size stay below"""
+HELD_UP = 0.08
+"""share in which Python alone held the device up: logging and the learning rate take a tenth of that"""
+ASKS = 0.06
+"""share of synchronisations from which launches that come late are their doing: a host that asks the device for numbers
+cannot run ahead of it"""
+WIDE = ("fp32", "tf32")
+"""precisions that leave the chip's fastest units idle"""
+
+
+def data_starvation(reading: Reading, plan: Plan | None) -> Finding | None:
+    """The step waits for its batch."""
+    parts = parts_of(reading)
+    if parts is None:
+        share = reading.get("data_wait_fraction")
+        return _starved(share, None) if share is not None and share >= STARVED else None
+    share = parts.share(parts.data_wait)
+    return _starved(share, parts) if share >= STARVED else None
+
+
+def _starved(share: float, parts: Parts | None) -> Finding:
+    each = f"{seconds_text(parts.data_wait)} of {seconds_text(parts.step)}" if parts else f"{share:.0%} of the time"
+    evidence = [Evidence(gauge="data_wait_fraction", value=share, expected=STARVED, against="most a healthy run has")]
+    if parts:
+        evidence.append(Evidence(gauge="data_wait_s", value=parts.data_wait))
+    return Finding(
+        loop="inner",
+        cause="data_starvation",
+        rule="data_starvation",
+        share=share,
+        evidence=tuple(evidence),
+        says=f"every step waits {each} for its batch: the loader delivers too little",
+    )
+
+
+def launch_overhead(reading: Reading, plan: Plan | None) -> Finding | None:
+    """The device, or the processor, is kept busy by many small operations rather than by their work."""
+    found = launching(reading, plan)
+    share = computing(reading) * (found or 0.0)
+    if found is None or share < LATE_LAUNCHES or _asks(reading) >= ASKS:
+        return None
+    count = reading.get("kernels")
+    gauges = ("launch_gap_fraction", "short_kernels_fraction", "kernels")
+    evidence = [Evidence(gauge=name, value=value) for name in gauges if (value := reading.get(name)) is not None]
+    many = f"{count:,.0f} kernels a step, most too short to be worth a launch" if count else "kernels come too late"
+    return Finding(
+        loop="inner",
+        cause="launch_overhead",
+        rule="launch_overhead",
+        share=share,
+        evidence=tuple(evidence),
+        says=f"{share:.0%} of the time goes into launching: {many}",
+    )
+
+
+def sync(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Python's own work, or waiting for the device in the middle of a step, holds everything up."""
+    inside = max(reading.get("host_stall_fraction") or 0.0, _asks(reading))
+    if reading.get("host_stall_fraction") is None:
+        inside += reading.get("host_fraction") or 0.0
+    if _asks(reading) >= ASKS:
+        inside += reading.get("launch_gap_fraction") or 0.0
+    parts, share = parts_of(reading), computing(reading) * inside
+    between = parts.share(parts.between) if parts else 0.0
+    if share + between < HELD_UP:
+        return None
+    evidence = [
+        Evidence(gauge=name, value=value)
+        for name in ("host_stall_fraction", "host_fraction", "sync_fraction")
+        if (value := reading.get(name)) is not None
+    ]
+    if parts and between:
+        evidence.append(Evidence(gauge="between_steps_s", value=parts.between))
+    where = "between steps" if between > share else "inside the step"
+    return Finding(
+        loop="inner",
+        cause="sync",
+        rule="sync",
+        share=share + between,
+        evidence=tuple(evidence),
+        says=f"the host holds the device up for {share + between:.0%} of the time, {where}",
+    )
+
+
+def _asks(reading: Reading) -> float:
+    """Share of a step in which the host waits for the device, or copies."""
+    return reading.get("sync_fraction") or 0.0
+
+
+def precision(reading: Reading, plan: Plan | None) -> Finding | None:
+    """GEMMs in a dtype that is not the device's quickest: a wide one where it has units for 16 bits, or 16 bits that it
+    only emulates. It stands where a lever, priced by the device's own ceilings, says so."""
+    if plan is None or plan.train is None or plan.layout.precision not in (*WIDE, *SIXTEEN_BIT):
+        return None
+    mine, other = plan.layout.precision, "bf16" if plan.layout.precision in WIDE else "fp32"
+    now, then = (plan.cluster.chip.flops.get(name) for name in (mine, other))
+    evidence = [Evidence(gauge="step_s", value=reading.get("step_s") or 0.0)]
+    if now and then:
+        against = f"the chip's {other} peak"
+        evidence.append(Evidence(gauge="gemm_flops_per_s", value=now, expected=then, against=against))
+    says = f"GEMMs run in {mine}" + (" where bf16 is there" if mine in WIDE else ", which is emulated here")
+    return Finding(loop="inner", cause="precision", rule="precision", share=0.0, evidence=tuple(evidence), says=says)
+
+
+def compute(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Nothing waits: the kernels themselves are the time. How far they are from the roof says what is left."""
+    return _kernels(reading, bound="compute")
+
+
+def memory_bandwidth(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Kernels are the time, and most of them move bytes rather than multiply."""
+    return _kernels(reading, bound="memory")
+
+
+def _kernels(reading: Reading, *, bound: str) -> Finding | None:
+    busy = sum(reading.get(f"{name}_fraction") or 0.0 for name in ("useful", "inefficiency", "unjudged"))
+    if busy < 0.5 or _bound(reading) != bound:
+        return None
+    reached = reading.get("roof_fraction")
+    evidence = [
+        Evidence(gauge=f"{name}_fraction", value=value)
+        for name in ("useful", "inefficiency", "unjudged")
+        if (value := reading.get(f"{name}_fraction"))
+    ]
+    if reached is not None:
+        evidence.append(Evidence(gauge="roof_fraction", value=reached, expected=1.0, against="measured ceiling"))
+    at = f" at {reached:.0%} of the {_roof(reading)} roof" if reached is not None else ""
+    if (reading.get("unjudged_fraction") or 0.0) > busy / 2:
+        at = f": kernels take {busy:.0%} of the time, and most of them cannot be judged"
+    cause, says = ("compute", "compute-bound") if bound == "compute" else ("memory_bandwidth", "memory-bound")
+    return Finding(
+        loop="inner",
+        cause=cause,  # type: ignore[arg-type]
+        rule=cause,
+        share=0.0,
+        evidence=tuple(evidence),
+        says=says + at,
+    )
+
+
+def _roof(reading: Reading) -> str:
+    source = reading.profile.roof.source if reading.profile else "measured"
+    return "catalogue's" if source == "catalogue" else "measured"
+
+
+def _bound(reading: Reading) -> str:
+    """What most kernel time is under: by the rows of a profile, else by the arithmetic intensity of the step."""
+    rows = (reading.profile.kernels or reading.profile.operators) if reading.profile else ()
+    passes = ("elementwise", "norm", "softmax", "copy", "embedding", "optimizer")
+    unknown = [row for row in rows if row.bound == "unknown"]
+    memory = sum(row.seconds for row in rows if row.bound == "memory")
+    products = sum(row.seconds for row in rows if row.bound == "compute")
+    memory += sum(row.seconds for row in unknown if row.work in passes)
+    products += sum(row.seconds for row in unknown if row.work in ("gemm", "conv", "attention"))
+    return "memory" if memory > products else "compute"
+
+
+def computing(reading: Reading) -> float:
+    """Of the whole time, the part that a recorded step stands for: all but waiting for data and what is between."""
+    parts = parts_of(reading)
+    if parts is None:
+        return 1.0
+    return parts.share(parts.step - parts.data_wait)
+
+
+RULES: tuple[Rule, ...] = (data_starvation, launch_overhead, sync, precision, compute, memory_bandwidth)

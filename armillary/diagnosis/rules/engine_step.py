@@ -1,0 +1,129 @@
+"""The engine's steps: prompts that stretch them for everybody who decodes, and a host that holds the device up."""
+
+from __future__ import annotations
+
+from armillary.diagnosis.evidence.finding import Evidence, Finding
+from armillary.diagnosis.evidence.serving_run import Service
+from armillary.diagnosis.readings.reading import Reading
+from armillary.spec.plan import Plan
+from armillary.units import seconds_text
+
+STRETCHED = 4.0
+"""times the usual gap: steps with prompts in them are always longer, but a well chosen budget keeps them below it"""
+CHOSEN = 2.0
+"""times that, where somebody chose how much of prompts a step takes: an objective must say that it is too much"""
+NOTICED_S = 0.02
+"""a gap: nobody reads or speaks faster than fifty tokens a second"""
+SOMETIMES = 0.01
+"""of tokens: what the 99th percentile sees"""
+FAR_BELOW = 0.35
+"""of the roof: a GPU's step of kernels that do run reaches more, even at one row"""
+OVERHEAD = 0.15
+"""of a step in which the device has nothing to do because the host decides"""
+KNOWN = 0.5
+"""of the prompt tokens computed: where more of them were there before, what they hold up is the cache's doing"""
+
+
+def prefill_interference(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Prompts computed in one piece hold up everybody who decodes."""
+    here = Service(reading, plan)
+    usual, worst = reading.get("itl_p50_s"), reading.get("itl_p99_s")
+    if usual is None or worst is None or here.cost is None:
+        return None
+    chosen = here.serve.prefill_tokens is not None or here.serve.prefill_slowdown is not None
+    times = STRETCHED * (CHOSEN if chosen else 1.0)
+    limit = here.objective.itl_p99_s or (None if here.batch_job else max(times * _alone_s(here), NOTICED_S))
+    if limit is None or worst <= limit or here.stretched(limit) < SOMETIMES:
+        return None
+    if here.not_found > KNOWN * here.computed:  # the deeper cause: such prompts need not be computed at all
+        return None
+    alone = min(worst, _alone_s(here))
+    return Finding(
+        loop="product",
+        cause="prefill_interference",
+        rule="prefill_interference",
+        share=1 - max(alone, limit) / worst if here.objective.itl_p99_s else 1 - alone / worst,
+        says=f"one gap in a hundred between tokens is {seconds_text(worst)} or more, {worst / alone:.0f} times a step "
+        f"without prompts: up to {_largest(here):,.0f} prompt tokens go into a step beside decodes",
+        evidence=(
+            Evidence(
+                gauge="itl_p99_s",
+                value=worst,
+                expected=limit,
+                against="objective" if here.objective.itl_p99_s else f"{times:g} × a step without prompts",
+            ),
+            Evidence(gauge="itl_p50_s", value=usual),
+            Evidence(
+                gauge="prefill_tokens",
+                value=_largest(here),
+                expected=float(here.serve.max_tokens_per_step),
+                against="budget of a step",
+            ),
+        ),
+    )
+
+
+def graphs_off(reading: Reading, plan: Plan | None) -> Finding | None:
+    """On a GPU, steps take as long as their launches: the device idles between kernels."""
+    here = Service(reading, plan)
+    if here.serve.graphs or not _on_gpu(plan) or here.cost is None:
+        return None
+    reached, waited = reading.get("engine_roof_fraction"), reading.get("engine_wait_s")
+    step = reading.get("engine_step_s") or 0.0
+    host_bound = waited is not None and step > 0 and waited < 0.5 * step
+    if not host_bound or (reached is not None and reached > FAR_BELOW):
+        return None
+    share = 1 - (waited or 0.0) / step
+    found = [Evidence(gauge="engine_wait_s", value=waited or 0.0, expected=step, against="a whole step")]
+    if reached is not None:
+        found.append(
+            Evidence(gauge="engine_roof_fraction", value=reached, expected=FAR_BELOW, against="launches hidden")
+        )
+    return Finding(
+        loop="inner",
+        cause="launch_overhead",
+        rule="graphs_off",
+        share=share,
+        says=f"CUDA graphs are off and the host is busy for {share:.0%} of a step of {seconds_text(step)}, launching "
+        "kernels that the device is done with before the next comes",
+        evidence=tuple(found),
+    )
+
+
+def deciding_alone(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Without overlap the device has nothing to do while the next step is decided."""
+    here = Service(reading, plan)
+    decided, step = reading.get("engine_schedule_s"), reading.get("engine_step_s")
+    if here.serve.overlap or not _on_gpu(plan) or not decided or not step or decided < OVERHEAD * step:
+        return None
+    return Finding(
+        loop="inner",
+        cause="sync",
+        rule="deciding_alone",
+        share=min(0.99, decided / step),
+        says=f"the device waits {seconds_text(decided)} of every {seconds_text(step)} while the next step is decided",
+        evidence=(
+            Evidence(
+                gauge="engine_schedule_s", value=decided, expected=OVERHEAD * step, against="most a healthy run has"
+            ),
+        ),
+    )
+
+
+def _alone_s(here: Service) -> float:
+    """A step of the usual decodes without prompts."""
+    assert here.cost is not None
+    return here.cost.seconds(0, here.decoding, here.decoding * here.context)
+
+
+def _largest(here: Service) -> float:
+    found = [
+        float(one["prefill_tokens"])
+        for one in here.reading.steps
+        if one.get("decode_tokens") and one.get("prefill_tokens")
+    ]
+    return max(found, default=0.0)
+
+
+def _on_gpu(plan: Plan | None) -> bool:
+    return plan is not None and plan.cluster.chip.kind == "gpu"

@@ -1,0 +1,241 @@
+"""Rules for what other people's logs alone can tell; each brings its levers, in the writer's own words.
+
+They are silent on runs of ours, which say the same things more exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import ceil
+from statistics import mean, median
+
+from armillary.diagnosis.evidence.finding import Cause, Evidence, Finding, Lever
+from armillary.diagnosis.evidence.rule import CALM, FULL, STALLS, Rule
+from armillary.diagnosis.levers.advice import without
+from armillary.diagnosis.readings.reading import Reading
+from armillary.diagnosis.rules.log_settings import RULES as SETTINGS_RULES
+from armillary.diagnosis.rules.traces import RULES as TRACE_RULES
+from armillary.profiling.analysis.amdahl import speedup
+from armillary.spec.plan import Plan
+from armillary.units import seconds_text
+
+SPIKE = 1.5
+"""times the usual from which a line is a spike: noise of shared machines stays below"""
+FEWEST_SPIKES = 3
+"""that make a rhythm"""
+SLOWER = 1.1
+"""times the beginning's step from which a run has become slow"""
+FEWEST_STEPS = 9
+"""lines that make a trend"""
+LONG_S = 120.0
+"""a run shorter than that says nothing about heat or leaks"""
+
+
+def saving(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Checkpoints whose time the log says."""
+    return _stall(reading, "checkpoint_stall_s", "checkpoint_stall", "saving")
+
+
+def validating(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Validations whose time the log says."""
+    return _stall(reading, "validation_s", "validation_stall", "validating")
+
+
+def rhythm(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Steps that are much longer at regular intervals: something is done every so often, and the log does not say."""
+    timed = _timed(reading)
+    if len(timed) < FEWEST_STEPS or _told(reading):
+        return None
+    usual = median(seconds for _, seconds in timed)
+    spikes = [(step, seconds) for step, seconds in timed if seconds > SPIKE * usual]
+    period = _period([step for step, _ in spikes])
+    if period is None:
+        return None
+    each = _steps_a_line(timed)
+    share = sum((seconds - usual) * each for _, seconds in spikes) / max(1e-12, sum(s for _, s in timed) * each)
+    if share < STALLS:
+        return None
+    validated = any("val_loss" in record for record in reading.steps)
+    cause: Cause = "validation_stall" if validated else "checkpoint_stall"
+    once = mean(seconds - usual for _, seconds in spikes) * each
+    what = "validation" if validated else "a checkpoint or a validation"
+    longest = Evidence(gauge="step_s", value=max(s for _, s in spikes), expected=usual, against="the usual step")
+    says = f"every {period} steps {seconds_text(once)} are lost: {what}"
+    return _stalled(reading, cause, share, period, says, longest)
+
+
+def slowing_down(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Steps become longer and longer."""
+    timed = _timed(reading)
+    if len(timed) < FEWEST_STEPS or (_run_s(reading) or 0.0) < LONG_S:
+        return None
+    third = len(timed) // 3
+    first, middle, last = (
+        median(seconds for _, seconds in part) for part in (timed[:third], timed[third:-third], timed[-third:])
+    )
+    if last < SLOWER * first or not 0.98 * first <= middle <= 1.02 * last:
+        return None
+    fuller = _grows(reading.series("memory_reserved_bytes"))
+    cause: Cause = "memory_pressure" if fuller else "straggler"
+    why = "while memory fills" if fuller else "as when a device gets hot or shares its machine"
+    action = (
+        "find what is kept: armillary profile shows memory over time"
+        if fuller
+        else "look at clocks and temperature (nvidia-smi -q -d PERFORMANCE), then try another node"
+    )
+    lever = Lever(
+        title="as quick as at the beginning", action=action, speedup=last / first, basis="the log's own beginning"
+    )
+    share = 1 - first / mean(seconds for _, seconds in timed)
+    return Finding(
+        loop="training",
+        cause=cause,
+        rule="slowing_down",
+        share=max(0.0, share),
+        levers=(lever,),
+        evidence=(Evidence(gauge="step_s", value=last, expected=first, against="the beginning"),),
+        says=f"steps take {last / first:.2f} times as long as at the beginning, {why}",
+    )
+
+
+def nearly_full(reading: Reading, plan: Plan | None) -> Finding | None:
+    """The device's memory is all but taken; where the allocator had to try again, slow steps are its doing."""
+    used = max(reading.series("memory_used_fraction"), default=0.0)
+    if not _theirs(reading) or used < FULL:
+        return None
+    times, tried = [seconds for _, seconds in _timed(reading)], reading.settings.get("retries", "0")
+    lost = 1 - sorted(times)[len(times) // 10] / mean(times) if times and tried != "0" else 0.0
+    again = f", and the allocator had to try again {tried} times" if tried != "0" else ""
+    lever = Lever(
+        title="leave the allocator some room",
+        speedup=without(lost),
+        basis="the log's own quickest steps",
+        action="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, a smaller micro-batch, or recompute",
+        risk="recompute takes time",
+    )
+    return Finding(
+        loop="training",
+        cause="memory_pressure",
+        rule="nearly_full",
+        share=max(0.0, lost),
+        levers=(lever,),
+        evidence=(Evidence(gauge="memory_used_fraction", value=used, expected=FULL, against="full"),),
+        says=f"{used:.0%} of the device's memory is taken{again}: a longer batch ends the run",
+    )
+
+
+# --- what the rules share
+
+
+def _theirs(reading: Reading) -> bool:
+    return reading.by not in ("armillary", "")
+
+
+def _timed(reading: Reading) -> list[tuple[int, float]]:
+    """(step, seconds) of every line that has both."""
+    if not _theirs(reading):
+        return []
+    return [(int(one["step"]), float(one["step_s"])) for one in reading.steps if "step_s" in one]
+
+
+def _told(reading: Reading) -> bool:
+    """Whether the log itself says how long saving or validating took."""
+    return bool(reading.series("checkpoint_stall_s") or reading.series("validation_s"))
+
+
+def _steps_a_line(timed: Sequence[tuple[int, float]]) -> float:
+    return median(after - before for (before, _), (after, _) in pairwise(timed))
+
+
+def _period(steps: Sequence[int]) -> int | None:
+    """Steps between events that come regularly."""
+    gaps = [after - before for before, after in pairwise(steps)]
+    if len(steps) < FEWEST_SPIKES:
+        return None
+    usual = round(median(gaps))
+    even = all(abs(gap - usual * max(1, round(gap / usual))) <= 1 + 0.02 * gap for gap in gaps)
+    return usual if even and usual > 1 else None
+
+
+def _grows(values: Sequence[float]) -> bool:
+    return len(values) > 1 and values[-1] > 1.05 * values[0]
+
+
+def _run_s(reading: Reading) -> float | None:
+    """How long the lines cover, by the clock or by their steps."""
+    if whole := reading.values.get("run_s"):
+        return whole
+    times = [float(one["time"]) for one in reading.steps if "time" in one]
+    if len(times) > 1 and times[-1] > times[0]:
+        return times[-1] - times[0]
+    timed = _timed(reading)
+    if len(timed) < 2:
+        return None
+    return sum(seconds for _, seconds in timed) * _steps_a_line(timed)
+
+
+def _stall(reading: Reading, gauge: str, cause: Cause, doing: str) -> Finding | None:
+    found = [(int(one["step"]), float(one[gauge])) for one in reading.steps if gauge in one]
+    whole = _run_s(reading) if _theirs(reading) and found else None
+    if not whole:
+        return None
+    share, once = min(0.95, sum(seconds for _, seconds in found) / whole), mean(seconds for _, seconds in found)
+    if share < STALLS:
+        return None
+    period = _period([step for step, _ in found])
+    often = f"every {period} steps" if period else f"{len(found)} times"
+    says = f"{doing} takes {seconds_text(once)} {often}: {share:.0%} of the time"
+    calm = Evidence(gauge=gauge, value=once, expected=CALM * once / share, against="a hundredth of the time")
+    return _stalled(reading, cause, share, period, says, calm)
+
+
+_SAY = {
+    ("torchtitan", "checkpoint_stall"): ("--checkpoint.interval={}", "--checkpoint.async_mode=async"),
+    ("torchtitan", "validation_stall"): ("--validation.freq={}", ""),
+    ("megatron", "checkpoint_stall"): ("--save-interval {}", "--async-save"),
+    ("megatron", "validation_stall"): ("--eval-interval {}", ""),
+    ("hf-trainer", "checkpoint_stall"): ("save_steps={}", ""),
+    ("hf-trainer", "validation_stall"): ("eval_steps={}", ""),
+}
+"""(writer, cause) -> how often it is done, and how it is done beside the steps"""
+
+
+def _stalled(reading: Reading, cause: Cause, share: float, period: int | None, says: str, seen: Evidence) -> Finding:
+    """Less often, so that it takes a hundredth of the time; or beside the steps."""
+    often, beside = _SAY.get((reading.by, cause), ("every {} steps", ""))
+    times = ceil(share / CALM)
+    every = often.format(period * times) if period else f"{times} times less often"
+    levers = [
+        Lever(
+            title=f"{times} times less often",
+            action=every,
+            speedup=speedup(share, times),
+            basis="Amdahl over the log's times",
+            risk="more to do again after a crash"
+            if cause == "checkpoint_stall"
+            else "the best moment is seen less exactly",
+        )
+    ]
+    if beside:
+        levers.append(
+            Lever(
+                title="beside the steps",
+                action=beside,
+                speedup=without(share),
+                risk="host memory for a copy",
+                basis="at most: Amdahl over the log's times",
+            )
+        )
+    return Finding(
+        loop="training",
+        cause=cause,
+        rule=cause,
+        share=share,
+        evidence=(seen,),
+        says=says,
+        levers=tuple(sorted(levers, key=lambda lever: -lever.speedup)),
+    )
+
+
+RULES: tuple[Rule, ...] = (saving, validating, rhythm, slowing_down, nearly_full, *SETTINGS_RULES, *TRACE_RULES)

@@ -1,0 +1,260 @@
+"""Rules of the training loop: do many devices act like one, and is anything done that need not be?"""
+
+from __future__ import annotations
+
+from statistics import median
+
+from armillary.diagnosis.evidence.finding import Cause, Evidence, Finding
+from armillary.diagnosis.evidence.rule import FULL, IDLE_STAGES, STALLS, Rule
+from armillary.diagnosis.evidence.step_parts import Parts, parts_of, recomputed
+from armillary.diagnosis.evidence.stragglers import late_rank, waited_for_others
+from armillary.diagnosis.readings.reading import Reading
+from armillary.spec.plan import Plan
+from armillary.units import bytes_text, seconds_text
+
+EXPOSED = 0.08
+"""share of the time in exchanges that nothing hides, from which a layout is worth another look"""
+STRAGGLES = 0.1
+"""share by which one and the same rank is later than the others: machines of one kind differ by less"""
+STAGES_DIFFER = 0.3
+"""the same of pipeline stages, against a stage's own work: FLOPs tell how long they take only so well"""
+COLLAPSED = 0.5
+"""how far the load of the busiest expert is from even (0) to all tokens on the fewest experts (1)"""
+QUALITY = 0.05
+"""share given to what costs quality or safety rather than time"""
+WASTED = 0.4
+"""share given to a router that has collapsed wholly, in proportion to one that has in part: most weights were paid for
+and no token uses them, which a fifth of a step's time does not outweigh, and half of it does"""
+UNUSED = 0.25
+"""share of experts that hardly see a token"""
+
+
+def exposed_communication(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Exchanges that no computation hides; waiting for a rank that is late is that rank's fault."""
+    parts = parts_of(reading)
+    if parts is None:
+        share = reading.get("comm_exposed_fraction") or 0.0
+        return _exposed(share, share * (reading.get("step_s") or 0.0), reading) if share >= EXPOSED else None
+    late = max(0.0, waited_for_others(reading) - parts.bubble)  # a heavier stage is waited for in the bubble
+    talking = parts.comm_exposed - late
+    share = parts.share(talking)
+    return _exposed(share, talking, reading) if share >= EXPOSED else None
+
+
+def _exposed(share: float, seconds: float, reading: Reading) -> Finding:
+    expected = reading.predicted("comm_exposed_s")
+    evidence = Evidence(gauge="comm_exposed_s", value=seconds, expected=expected, against="plan" if expected else "")
+    return Finding(
+        loop="training",
+        cause="exposed_communication",
+        rule="exposed_communication",
+        share=share,
+        evidence=(evidence,),
+        says=f"ranks talk for {seconds_text(seconds)} a step with nothing computing "
+        f"beside it ({share:.0%} of the time)",
+    )
+
+
+def bubble(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Pipeline stages stand idle while the pipeline fills and drains."""
+    parts = parts_of(reading)
+    if parts is None:
+        return None
+    late = straggler(reading, plan)  # whose stage the others wait for: that is no bubble
+    share, expected = parts.share(parts.bubble) - (late.share if late else 0.0), reading.predicted("bubble_s")
+    if share < IDLE_STAGES:
+        return None
+    evidence = [Evidence(gauge="bubble_s", value=parts.bubble, expected=expected, against="plan" if expected else "")]
+    count = reading.predicted("micro_batches")
+    if count:
+        evidence.append(Evidence(gauge="micro_batches", value=count))
+    few = f"; micro-batches a step: {count:.0f}, few for {plan.layout.pp} stages" if plan and count else ""
+    return Finding(
+        loop="training",
+        cause="bubble",
+        rule="bubble",
+        share=share,
+        evidence=tuple(evidence),
+        says=f"pipeline stages stand idle {share:.0%} of the time{few}",
+    )
+
+
+def straggler(reading: Reading, plan: Plan | None) -> Finding | None:
+    """One and the same rank is late, and all others wait for it."""
+    parts, late = parts_of(reading), late_rank(reading, plan)
+    if parts is None or late is None:
+        return None
+    share, usual = parts.share(late.seconds), _usual_spread(parts, plan)
+    if late.seconds < usual:
+        return None
+    evidence = (
+        Evidence(
+            gauge="rank_spread_s", value=late.seconds, expected=usual, against="most that equal machines differ by"
+        ),
+        Evidence(gauge="slowest_rank", value=float(late.rank)),
+    )
+    return Finding(
+        loop="training",
+        cause="straggler",
+        rule="straggler",
+        share=share,
+        evidence=evidence,
+        says=f"rank {late.rank} takes {seconds_text(late.seconds)} longer than the others, in "
+        f"{late.often:.0%} of the steps; all wait for it",
+    )
+
+
+def _usual_spread(parts: Parts, plan: Plan | None) -> float:
+    """Seconds by which ranks may differ: of a whole step, or of a stage's own work where pipeline stages differ."""
+    return STAGES_DIFFER * parts.work if plan is not None and plan.layout.pp > 1 else STRAGGLES * parts.whole
+
+
+def needless_recompute(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Activations are made again; whether they would fit is for the lever to say."""
+    if plan is None or plan.train is None or plan.layout.recompute == "none":
+        return None
+    step, share = reading.get("step_s") or reading.predicted("step_s") or 0.0, recomputed(reading)
+    if share is None:
+        share = (reading.predicted("recompute_s") or 0.0) / (reading.predicted("step_s") or 1.0)
+    if not share or not step:
+        return None
+    spent = share * step
+    evidence = [Evidence(gauge="recompute_s", value=spent), *_memory(reading, plan)]
+    return Finding(
+        loop="training",
+        cause="needless_recompute",
+        rule="needless_recompute",
+        share=share,
+        evidence=tuple(evidence),
+        says=f"{seconds_text(spent)} of a step make activations again though there is memory to keep them",
+    )
+
+
+def needless_offload(reading: Reading, plan: Plan | None) -> Finding | None:
+    """States or activations wait elsewhere; whether they would fit is for the lever to say."""
+    if plan is None or plan.train is None or plan.layout.offload == "none":
+        return None
+    step, spent = reading.get("step_s"), reading.get("offload_s")
+    if not step or spent is None:
+        spent, step = reading.predicted("offload_s"), reading.predicted("step_s")
+    moved = reading.get("offloaded_bytes") or reading.predicted("offloaded_bytes") or 0.0
+    share = min(1.0, (spent or 0.0) / step) if step else 0.0
+    evidence = [Evidence(gauge="offloaded_bytes", value=moved), *_memory(reading, plan)]
+    return Finding(
+        loop="training",
+        cause="needless_offload",
+        rule="needless_offload",
+        share=share,
+        evidence=tuple(evidence),
+        says=f"{bytes_text(moved)} wait in host memory or on disk though the device has room for them",
+    )
+
+
+def memory_pressure(reading: Reading, plan: Plan | None) -> Finding | None:
+    """The device is so full that a longer batch, or fragmentation, ends the run."""
+    used = reading.get("memory_peak_bytes")  # allocators reserve what they can get
+    room = plan.cluster.chip.memory_bytes if plan is not None else None
+    if plan is None or not used or not room or plan.cluster.chip.kind == "cpu" or used / room < FULL:
+        return None
+    return Finding(
+        loop="training",
+        cause="memory_pressure",
+        rule="memory_pressure",
+        share=QUALITY,
+        evidence=tuple(_memory(reading, plan)),
+        says=f"{bytes_text(used)} of {bytes_text(room)} are taken: the allocator has nothing to spare",
+    )
+
+
+def _memory(reading: Reading, plan: Plan) -> list[Evidence]:
+    used, room = reading.get("memory_peak_bytes"), plan.cluster.chip.memory_bytes
+    if not used:
+        return []
+    return [Evidence(gauge="memory_peak_bytes", value=used, expected=room, against="the device's memory")]
+
+
+def expert_imbalance(reading: Reading, plan: Plan | None) -> Finding | None:
+    """A few experts get the tokens of all: the others are dead weight, and their ranks wait."""
+    heavy, unused = _late_median(reading, "expert_load_max_over_mean"), _late_median(reading, "expert_tail_fraction")
+    moe = plan.model.moe if plan is not None else None
+    if heavy is None:
+        return None
+    most = moe.num_experts / max(1, moe.top_k) if moe is not None else max(heavy, 2.0)
+    skew = (heavy - 1) / (most - 1) if most > 1 else 0.0
+    if skew < COLLAPSED and (unused or 0.0) < UNUSED:
+        return None
+    evidence = [Evidence(gauge="expert_load_max_over_mean", value=heavy, expected=1.0, against="even load")]
+    if unused is not None:
+        evidence.append(Evidence(gauge="expert_tail_fraction", value=unused, expected=0.0, against="even load"))
+    return Finding(
+        loop="training",
+        cause="expert_imbalance",
+        rule="expert_imbalance",
+        share=max(_waited_for_experts(heavy, plan), WASTED * max(skew, COLLAPSED)),
+        evidence=tuple(evidence),
+        says=f"the busiest expert gets {heavy:.1f} times the mean load, {unused or 0.0:.0%} of the experts hardly any",
+    )
+
+
+def _waited_for_experts(heavy: float, plan: Plan | None) -> float:
+    """Of the time: ranks wait for the one with the busiest experts. On one rank it costs quality only."""
+    return 0.5 * (1 - 1 / heavy) if plan is not None and plan.layout.ep > 1 else 0.0
+
+
+def _late_median(reading: Reading, gauge: str) -> float | None:
+    """Over the second half of the steps: a router begins uneven by chance."""
+    found = reading.series(gauge)
+    return median(found[len(found) // 2 :]) if found else None
+
+
+def checkpoint_stall(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Checkpoints come so often that the run mostly saves."""
+    parts = parts_of(reading)
+    job = plan.train if plan is not None else None
+    if parts is None or job is None or job.save_every is None or parts.share(parts.checkpoint) < STALLS:
+        return None  # by itself, a run never saves so often
+    return _stall("checkpoint_stall", "checkpoint_stall_s", parts, parts.checkpoint, job.save_every, "saving")
+
+
+def validation_stall(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Validation comes so often, or reads so much, that the run mostly validates."""
+    parts = parts_of(reading)
+    job = plan.train if plan is not None else None
+    if parts is None or job is None or parts.share(parts.validation) < STALLS:
+        return None
+    return _stall("validation_stall", "validation_s", parts, parts.validation, job.eval_every, "validating")
+
+
+def _stall(cause: Cause, gauge: str, parts: Parts, each: float, period: int, doing: str) -> Finding:
+    share, once = parts.share(each), each * period
+    evidence = (
+        Evidence(
+            gauge=gauge,
+            value=once,
+            expected=STALLS * parts.whole * period,
+            against=f"most a healthy run has in {period} steps",
+        ),
+        Evidence(gauge="step_s", value=parts.step),
+    )
+    return Finding(
+        loop="training",
+        cause=cause,
+        rule=cause,
+        share=share,
+        evidence=evidence,
+        says=f"{doing} takes {seconds_text(once)} every {period} steps of {seconds_text(parts.step)}: "
+        f"{share:.0%} of the time",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    exposed_communication,
+    bubble,
+    straggler,
+    needless_recompute,
+    needless_offload,
+    memory_pressure,
+    expert_imbalance,
+    checkpoint_stall,
+    validation_stall,
+)

@@ -1,0 +1,119 @@
+"""`bench serve` as a library: offline throughput by batching mode, and the latency of a single stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from armillary.engine.bench.measure import Served, decode_bytes, serve_all, serve_bursts
+from armillary.engine.bench.workload import fixed, ragged
+from armillary.engine.build import make_engine
+from armillary.model.transformer import Transformer
+from armillary.spec.tables.serve import Serve
+from armillary.store.peaks import Peaks
+
+MODES = ("none", "static", "dynamic", "continuous")
+_BURST = 3
+"""batches a burst"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeBench:
+    """What an engine reached."""
+
+    model: str
+    """name of the shape"""
+    device: str
+    """cpu, cuda …"""
+    dtype: str
+    """of the weights"""
+    single: Served
+    """one request at a time, greedy"""
+    single_bytes_per_s: float
+    """weights and keys that decoding one token read, a second"""
+    together: int
+    """requests of a batch at most"""
+    burst: int
+    """requests that come together"""
+    modes: tuple[Served, ...]
+    """the same requests, batched in different ways"""
+
+    @property
+    def single_tokens_per_s(self) -> float:
+        """After the first."""
+        return (self.single.tokens_out - 1) / max(1e-9, self.single.seconds - self.single.ttft_p50_s)
+
+
+@dataclass(kw_only=True)
+class Notes:
+    """What an engine recorded, in memory: no file is written while the clock runs."""
+
+    kept: list[tuple[float, Mapping[str, Any], int | None, str | None]] = field(default_factory=list)
+    """unix seconds, gauges, and the step or the request they are of"""
+
+    def record(self, gauges: Mapping[str, Any], *, step: int | None = None, request: str | None = None) -> None:
+        self.kept.append((time.time(), gauges, step, request))
+
+    def forget_warm_up(self) -> None:
+        """Steps and requests so far; what the engine rehearsed stays."""
+        self.kept = [one for one in self.kept if one[2] is None and one[3] is None]
+
+
+def bench_serve(
+    model: Transformer,
+    serve: Serve,
+    *,
+    modes: Items[str] = MODES,
+    requests: int = 32,
+    tokens_in: int = 128,
+    tokens_out: int = 64,
+    watch: Callable[[str], None] = lambda name: None,
+    keep: Callable[[str, Notes], None] | None = None,
+    peaks: Peaks | None = None,
+) -> ServeBench:
+    """A single stream, then the same ragged requests once for each batching mode.
+
+    They come in bursts, thrice as many as run together, the first of each a moment ahead, as from a program that asks
+    several things and goes on when it has all answers. So the modes differ by what they are, not by chance: one that
+    takes what is there runs the first alone; one that waits a little fills its batches; one that lets others in as
+    answers end has no batch whose longest answer all wait for. `keep` gets what was recorded of each mode.
+    """
+    config, weight = model.config, next(model.parameters())
+    longest = min(config.context, serve.max_model_len or tokens_in + tokens_out)
+    serve = replace(serve, max_model_len=longest)
+    watch("single stream")
+    single = _single(model, serve, tokens_in, tokens_out)
+    found = []
+    for mode in modes:
+        watch(f"batching {mode}")
+        notes, setting = Notes(), replace(serve, batching=mode)  # type: ignore[arg-type]
+        engine, _ = make_engine(model, None, setting, seed=0, record=notes.record if keep else None, peaks=peaks)
+        serve_all(engine, fixed(serve.max_running, tokens_in=tokens_in, tokens_out=4, vocab=config.vocab, name="warm"))
+        notes.forget_warm_up()
+        load = ragged(requests, most_in=tokens_in, most_out=tokens_out, vocab=config.vocab)
+        found.append(serve_bursts(engine, load, _BURST * serve.max_running, name=mode))
+        if keep is not None:
+            keep(mode, notes)
+    made = ServeBench(
+        model=config.name,
+        device=weight.device.type,
+        dtype=str(weight.dtype).removeprefix("torch."),
+        single=single,
+        single_bytes_per_s=0.0,
+        together=serve.max_running,
+        burst=_BURST * serve.max_running,
+        modes=tuple(found),
+    )
+    token_bytes = decode_bytes(model, tokens_in + tokens_out / 2)
+    return replace(made, single_bytes_per_s=made.single_tokens_per_s * token_bytes)
+
+
+def _single(model: Transformer, serve: Serve, tokens_in: int, tokens_out: int) -> Served:
+    alone = replace(serve, max_running=1, prefix_cache=False, batching="continuous")
+    engine, _ = make_engine(model, None, alone, seed=0)
+    vocab = model.config.vocab
+    serve_all(engine, fixed(1, tokens_in=2, tokens_out=2, vocab=vocab, name="warm"))
+    return serve_all(engine, fixed(1, tokens_in=tokens_in, tokens_out=tokens_out, vocab=vocab), name="single")

@@ -1,0 +1,171 @@
+"""What an engine reaches: tokens a second, time to first token, gaps between tokens, and bytes a second of decoding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from armillary.engine.engine import Engine
+from armillary.engine.output.output_text import Piece
+from armillary.engine.request.request import Request
+from armillary.errors import BadInput
+from armillary.model.transformer import Transformer
+
+_NAP_S = 0.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """One run of requests that were all there from the beginning."""
+
+    name: str
+    """what was run"""
+    requests: int
+    """answers that came to their end"""
+    tokens_in: int
+    """of the prompts"""
+    tokens_out: int
+    """of the answers"""
+    seconds: float
+    """from the first request to the last token"""
+    steps: int
+    """of the engine"""
+    ttft_p50_s: float
+    """time to first token, from the beginning"""
+    ttft_p99_s: float
+    itl_p50_s: float
+    """gap between tokens of an answer"""
+    itl_p99_s: float
+    schedule_s: float
+    """mean time to decide a step"""
+    preempted: int
+    """times an answer was put back"""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens out."""
+        return self.tokens_out / self.seconds
+
+
+def serve_all(engine: Engine, requests: Iterable[Request], *, name: str = "", limit_s: float = 600.0) -> Served:
+    """Serve `requests` and say how it went; BadInput where one could not be served."""
+    watch = Watch(engine)
+    begin = time.monotonic()
+    for request in requests:
+        watch.submit(request)
+    while engine.busy:
+        watch.step()
+        if time.monotonic() - begin > limit_s:
+            watch.give_up()
+    return watch.served(name, time.monotonic() - begin)
+
+
+def serve_bursts(engine: Engine, requests: Items[Request], size: int, *, name: str = "") -> Served:
+    """Serve `requests` in bursts of `size`, each after the answers to the one before: the first of a burst is a turn of
+    the engine ahead of the others."""
+    watch = Watch(engine)
+    begin = time.monotonic()
+    for at in range(0, len(requests), size):
+        first, *others = requests[at : at + size]
+        watch.submit(first)
+        watch.step()
+        for request in others:
+            watch.submit(request)
+        while engine.busy:
+            watch.step()
+    return watch.served(name, time.monotonic() - begin)
+
+
+class Watch:
+    """An engine, and what came out of it since `clear`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.clear()
+        self._names: list[str] = []
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self.gaps: list[float] = []
+        self.firsts: list[float] = []
+        self.decided: list[float] = []
+        self.tokens_in = self.tokens_out = self.finished = 0
+        self._preempted = self.engine.scheduler.totals.preempted
+
+    def submit(self, request: Request) -> None:
+        self.engine.scheduler.submit(request, self.engine.loop.clock())
+        self._names.append(request.id)
+
+    def step(self) -> list[Piece]:
+        """One step of the engine."""
+        scheduler, before = self.engine.scheduler, self.engine.scheduler.totals.tokens_out
+        pieces = self.engine.step()
+        if scheduler.roster.running or scheduler.under_way or scheduler.totals.tokens_out > before:
+            self.decided.append(self.engine.loop.schedule_s)
+        else:
+            time.sleep(_NAP_S)  # a dynamic batch waits for its window
+        for piece in pieces:
+            self._add(piece)
+        return pieces
+
+    def give_up(self) -> None:
+        """Abort what is left."""
+        for name in self._names:
+            self.engine.abort(name)
+
+    def _add(self, piece: Piece) -> None:
+        if piece.error:
+            raise BadInput(f"{piece.sequence.id}: {piece.error}")
+        seq = piece.sequence
+        self.tokens_out += len(piece.tokens)
+        if piece.gap_s is not None:
+            self.gaps.append(piece.gap_s)
+        elif piece.tokens:
+            assert seq.first_token_at is not None
+            self.firsts.append(seq.first_token_at - seq.arrived_at)
+            self.tokens_in += seq.num_prompt
+        self.finished += piece.finish in ("stop", "length")
+
+    def served(self, name: str, seconds: float) -> Served:
+        preempted = self.engine.scheduler.totals.preempted - self._preempted
+        return Served(
+            name=name,
+            requests=self.finished,
+            tokens_in=self.tokens_in,
+            tokens_out=self.tokens_out,
+            seconds=seconds,
+            steps=len(self.decided),
+            ttft_p50_s=percentile(self.firsts, 50),
+            ttft_p99_s=percentile(self.firsts, 99),
+            itl_p50_s=percentile(self.gaps, 50),
+            itl_p99_s=percentile(self.gaps, 99),
+            schedule_s=sum(self.decided) / max(1, len(self.decided)),
+            preempted=preempted,
+        )
+
+
+def percentile(values: Items[float], percent: float) -> float:
+    """The value that `percent` of all do not exceed; 0 where there is none."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def decode_bytes(model: Transformer, context: float, *, batch: int = 1) -> float:
+    """Bytes one decode step has to read: every weight but the input embedding, and keys and values of the context.
+    Window layers read their window."""
+    config = model.config
+    weights = sum(
+        p.numel() * p.element_size()
+        for name, p in model.named_parameters()
+        if config.tied or not name.startswith("embedding.")
+    )
+    size = next(model.parameters()).element_size()
+    seen = sum(
+        min(context, config.window) if layer.attention == "sliding" and config.window else context
+        for layer in config.layers
+    )
+    return weights + batch * seen * 2 * config.kv_heads * config.head_dim * size

@@ -1,0 +1,204 @@
+"""Where the parts of an engine are put together: scheduler, cache, executor, loop and texts of answers."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.cache.kv_capacity import KVPlan, plan_kv
+from armillary.engine.engine import Engine, Record
+from armillary.engine.output.output_text import Answers
+from armillary.engine.runner.cpu_packed_weights import PackedDense, exchange, exchange_head, packs
+from armillary.engine.runner.executor import FastExecutor
+from armillary.engine.runner.fp8_weights import pick_fp8, to_fp8
+from armillary.engine.runner.int8_weights import Int8Dense
+from armillary.engine.runner.kv_memory_budget import kv_budget
+from armillary.engine.runner.tensor_parallel import Leader, cut, local_kv_heads
+from armillary.engine.scheduler.loop import Loop
+from armillary.engine.scheduler.scheduler import Scheduler
+from armillary.engine.scheduler.settings import Settings, settings_for
+from armillary.engine.telemetry.step_calibration import rehearse
+from armillary.engine.telemetry.step_roofline import step_roof
+from armillary.errors import BadInput
+from armillary.kernels.core.requirements import lacking
+from armillary.model.device import fit_threads, free_bytes
+from armillary.model.dtype import DTYPES
+from armillary.model.text.tokenizer import Detokenizer, Tokenizer
+from armillary.model.transformer import Transformer
+from armillary.parallel.collectives import Group, all_reduce
+from armillary.spec.tables.serve import Serve
+from armillary.store.peaks import Peaks
+from armillary.units import bytes_text
+
+Phase = Callable[[str, float], None]
+"""what was done when an engine started, and the seconds it took"""
+_REHEARSAL_S = {"cuda": 0.5, "cpu": 1.0}
+"""that a start takes longer where records are kept"""
+_SPARE = 0.25
+"""of free memory that a second copy of the weights may take on a CPU"""
+
+
+class NoText:
+    """For models without a tokenizer: tokens are all there is."""
+
+    def push(self, token: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+def make_engine(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    serve: Serve,
+    *,
+    record: Record | None = None,
+    seed: int | None = None,
+    phase: Phase | None = None,
+    group: Group | None = None,
+    peaks: Peaks | None = None,
+    warm: bool = True,
+    owns_model: bool = False,
+    eos_ids: Items[int] = (),
+) -> tuple[Engine, KVPlan]:
+    """`seed` is of the seeds that requests do not bring themselves; `phase` is told what the start consists of. With a
+    `group` of ranks the model is cut over them; the first one's engine leads, the others follow. Where few requests
+    will come, graphs need not be captured beforehand (`warm`): each is when its shape first comes. An engine that
+    `owns_model` lets go of weights that it keeps in another form. `eos_ids` count where there is no tokenizer."""
+    tell = phase or (lambda name, seconds: None)
+    begin = time.monotonic()
+    fit_threads()
+    if serve.threads is not None and _device_type(model) == "cpu":
+        torch.set_num_threads(max(1, serve.threads // (group.size if group is not None else 1)))
+    settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else eos_ids))
+    run_fp8 = pick_fp8(model.blocks["0"].attention.out.weight, settings.max_running) if serve.weights == "fp8" else None
+    executor = make_executor(model, settings, serve, seed, group)
+    if _device_type(model) == "cpu":
+        _fit_cpu(executor, serve, let_go=owns_model)
+    if run_fp8 is not None:
+        to_fp8(executor.forward, run_fp8, let_go=owns_model)
+    plan = kv_plan(executor, serve, settings.max_model_len, group, warm=warm)
+    cache = plan.make(prefix=serve.prefix_cache)
+    settings = replace(settings, max_model_len=_fitting_len(settings, serve, plan, cache), late_masks=group is None)
+    executor.rows.allocate(cache.pool.num_blocks)
+    scheduler = Scheduler(settings, cache)
+    tell("kernels and KV cache", time.monotonic() - begin)
+    begin = time.monotonic()
+    if warm and (graphs := executor.warm()):
+        tell(f"{graphs} CUDA graphs", time.monotonic() - begin)
+    ahead = serve.decides_ahead(_device_type(model))
+    loop = Loop(scheduler, executor if group is None else Leader(executor), overlap=ahead)
+    if record is not None and warm and group is None:
+        begin = time.monotonic()
+        for made in rehearse(executor, scheduler.cache, settings, _REHEARSAL_S[_device_type(model)]):
+            record(made)
+            loop.times.learn(made, made["rehearsed_s"])
+        tell("rehearsal", time.monotonic() - begin)
+    texts = Answers(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
+    roof = step_roof(model.config, peaks, _dtype_name(model))
+    return Engine(loop, texts, record=record, roof=roof), plan
+
+
+def make_executor(
+    model: Transformer, settings: Settings, serve: Serve, seed: int | None, group: Group | None = None
+) -> FastExecutor:
+    """The executor of a recipe, its weights cut and rounded where that was asked for, with hardly any blocks yet: what
+    there is for them is known once all else is in its place."""
+    plan = _plan(model, serve, None, group)
+    weight, dice = next(model.parameters()), random.Random(seed)
+    if serve.weights == "int8" and weight.device.type != "cpu":
+        raise BadInput("weights in int8 are for a CPU; leave serve.weights=auto, or take --device cpu")
+    kv_dtype = torch.float8_e4m3fn if plan.dtype == "fp8" else DTYPES[plan.dtype]
+    if kv_dtype == torch.float8_e4m3fn and lacking(("fp8",), weight.device.type):
+        raise BadInput("a KV cache in fp8 is for a GPU of compute capability 8.9 or more; leave serve.kv_dtype=auto")
+    executor = FastExecutor(
+        model,
+        plan.make(prefix=False),
+        max_running=settings.max_running,
+        max_model_len=settings.max_model_len,
+        max_tokens=settings.max_tokens_per_step,
+        new_seed=lambda: dice.getrandbits(61),
+        graphs=serve.graphs,
+        kv_dtype=kv_dtype,
+        kv_heads=None if group is None else local_kv_heads(model.config, group.size),
+    )
+    if group is not None:
+        cut(executor, model.config, group)
+    if kv_dtype == torch.float8_e4m3fn:
+        _scale(executor)
+    return executor
+
+
+def _device_type(model: Transformer) -> str:
+    """Kind of device that the model is on."""
+    return next(model.parameters()).device.type
+
+
+def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
+    """Products in the form a CPU is quickest with: 8 bits where asked for, else bf16 rearranged once."""
+    forward = executor.forward
+    can_pack = packs(next(forward.model.parameters()))
+    held = sum(weight.numel() * weight.element_size() for weight in forward.model.parameters())
+    packed = partial(PackedDense, plain=held < (free_bytes(executor.device) or 0) * _SPARE)
+    if can_pack:
+        exchange_head(forward, packed, let_go=let_go)
+    if serve.weights == "int8" or can_pack:
+        exchange(forward, Int8Dense if serve.weights == "int8" else packed, let_go=let_go)
+
+
+def _scale(executor: FastExecutor) -> None:
+    """Keys and values go to fp8 as they are: their range suffices without calibration (vLLM's default too)."""
+    heads = executor.rows.blocks.shape[3]
+    ones_2K = torch.ones(2, heads, device=executor.device)
+    for layer in executor.forward.layers:
+        layer.heads = replace(layer.heads, scales_2K=ones_2K)
+        layer.options = replace(layer.options, scales_2K=ones_2K)
+
+
+def kv_plan(
+    executor: FastExecutor, serve: Serve, max_model_len: int, group: Group | None = None, *, warm: bool = True
+) -> KVPlan:
+    """A cache of serve.kv_bytes, or of what serve.memory_fraction leaves (on the rank that has least), but no more than
+    a full batch can use."""
+    model = executor.forward.model
+    if serve.kv_bytes is not None:
+        return _plan(model, serve, serve.kv_bytes, group)
+    one = _plan(model, serve, 1 << 62, group)
+    useful = (one.blocks_of(max_model_len) * serve.max_running + 1) * one.block_bytes
+    left = kv_budget(executor, serve.memory_fraction, graphs=warm)
+    if group is not None:
+        left = int(all_reduce(torch.tensor([left], device=executor.device), group, "min"))
+    return _plan(model, serve, min(useful, left), group)
+
+
+def _plan(model: Transformer, serve: Serve, num_bytes: int | None, group: Group | None) -> KVPlan:
+    """A cache of so many bytes on a rank; none: the smallest there is, the null block and one more."""
+    tp, dtype = 1 if group is None else group.size, _dtype_name(model)
+    plan = plan_kv(model.config, serve, num_bytes or 1 << 62, dtype=dtype, tp=tp)
+    return plan if num_bytes is not None else replace(plan, budget_bytes=2 * plan.block_bytes)
+
+
+def _fitting_len(settings: Settings, serve: Serve, plan: KVPlan, cache: KVCache) -> int:
+    """Prompt and answer together: the model's context, or what the cache can hold; BadInput where more was asked."""
+    wanted = settings.max_model_len
+    longest = cache.longest(wanted)
+    if longest < wanted and serve.max_model_len is not None:
+        needed = (cache.blocks_at(wanted) + 1) * plan.block_bytes
+        raise BadInput(
+            f"serve.max_model_len={wanted} needs {bytes_text(needed)} of KV cache and there are "
+            f"{bytes_text(plan.budget_bytes)}; try --set serve.max_model_len={longest} or --set "
+            f"serve.kv_bytes={needed}"
+        )
+    return longest
+
+
+def _dtype_name(model: Transformer) -> str:
+    return next(name for name, known in DTYPES.items() if known == next(model.parameters()).dtype)

@@ -1,0 +1,278 @@
+"""The KV-cache manager: block tables of sequences, over one pool of blocks and one prefix cache.
+
+It moves no numbers: what the executor has to do is left in `edits` (table entries) and `copies` (whole blocks), which
+go out with the next decision. A step's work is bounded: long tables are searched and given back a slice at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+from armillary.engine.cache.block_hash import Chain, Digest, digest, root
+from armillary.engine.cache.block_pool import NULL, BlockPool
+from armillary.engine.cache.layer_groups import WHOLE, Group
+from armillary.engine.cache.prefix_cache import PrefixCache
+from armillary.engine.request.sequence import Sequence
+
+_AT_ONCE = 256
+"""blocks given back at once; what is longer leaves in slices"""
+_SAMPLED = 16
+"""of a long table every so manieth block is asked whether others hold it too"""
+
+
+class Edit(NamedTuple):
+    """Entries of a block table that changed."""
+
+    row: int
+    group: int
+    first: int
+    blocks: list[int]
+
+
+class Copy(NamedTuple):
+    """A block whose content is needed in another: read before anything of the step is written."""
+
+    source: int
+    target: int
+
+
+class KVCache:
+    """Blocks of every sequence."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_tokens: int = 16,
+        *,
+        groups: Items[Group] = WHOLE,
+        prefix: bool = True,
+        step_tokens: int = 2048,
+        digest: Digest = digest,
+    ) -> None:
+        self.block_tokens = block_tokens
+        self.groups = tuple(groups)
+        self.step_tokens = step_tokens
+        self.prefix = prefix
+        self.pool = BlockPool(num_blocks)
+        self.names = PrefixCache(self.pool, len(self.groups))
+        self.edits: list[Edit] = []
+        self.copies: list[Copy] = []
+        self.leaving: deque[list[int]] = deque()
+        """tables that are being given back, from their ends"""
+        self._leaving_own = 0
+        self.digest = digest
+        self.whole = [g for g, group in enumerate(self.groups) if group.sees == "all"]
+        self.windowed = [g for g, group in enumerate(self.groups) if group.sees != "all"]
+
+    # --- sizes
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be used; the null block is not among them."""
+        return self.pool.num_blocks - 1
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be had, about: those on their way back may still be shared."""
+        return self.pool.num_free + max(0, self._leaving_own)
+
+    @property
+    def used_fraction(self) -> float:
+        return 1 - min(self.available, self.num_blocks) / self.num_blocks
+
+    def blocks_at(self, tokens: int) -> int:
+        """Most blocks one sequence of `tokens` holds, all groups together."""
+        return sum(group.blocks_at(tokens, self.block_tokens, self.step_tokens) for group in self.groups)
+
+    def longest(self, tokens: int) -> int:
+        """The longest sequence, of `tokens` at most, whose blocks fit while nobody else has any."""
+        if self.blocks_at(tokens) <= self.num_blocks:
+            return tokens
+        low, high = 0, tokens  # by bisection: blocks_at grows with its argument
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.blocks_at(middle) <= self.num_blocks else (low, middle - 1)
+        return low
+
+    def chain(self, tokens: list[int], salt: str = "", adapter: str = "") -> Chain:
+        """The names of a prompt's blocks: made when it is submitted, outside the steps."""
+        made = Chain(root(salt, adapter), self.block_tokens, self.digest)
+        if self.prefix:
+            made.extend(tokens, len(tokens))
+        return made
+
+    # --- a sequence comes and grows
+
+    def start(self, seq: Sequence) -> None:
+        """Empty tables; `match` and `grow` fill them."""
+        seq.tables = [[] for _ in self.groups]
+        seq.windows = [0] * len(self.groups)
+        seq.computed = seq.settled = seq.room = seq.writable = seq.named = seq.held = 0
+        seq.matching = self.prefix and seq.request.params.prompt_logprobs is None
+        if not seq.matching:
+            seq.miss = seq.miss or "off"
+
+    def grow(self, seq: Sequence, upto: int) -> bool:
+        """Blocks for the tokens below `upto`, the next to be written its own alone; False where there are too few."""
+        size, tables, pool = self.block_tokens, seq.tables, self.pool
+        have, first = len(tables[0]), seq.computed // size
+        if self.windowed:
+            self._leave_windows(seq)
+        num_new = max(0, -(-upto // size) - have)
+        shared = [g for g, table in enumerate(tables) if pool.refs[table[first]] > 1] if first < have else []
+        wanted = num_new * len(tables) + len(shared)
+        if wanted > pool.num_free and not self._make_free(wanted):
+            return False
+        if first < have:
+            self._own(seq, first, shared)
+        if num_new:
+            for g, table in enumerate(tables):
+                fresh = pool.allocate(num_new)
+                table += fresh
+                self.edits.append(Edit(seq.row, g, have, fresh))
+            seq.held += num_new * len(tables)
+        self._set_room(seq)
+        return True
+
+    def extend(self, full: list[Sequence]) -> None:
+        """A block more for each of these answers: `grow` for many together. There must be as many blocks."""
+        groups, edits = len(self.groups), self.edits
+        if self.windowed:
+            for seq in full:
+                self._leave_windows(seq)
+        fresh = self.pool.allocate(len(full) * groups)
+        for seq in full:
+            row, have = seq.row, len(seq.tables[0])
+            for g, table in enumerate(seq.tables):
+                block = fresh.pop()
+                table.append(block)
+                edits.append(Edit(row, g, have, [block]))
+            seq.held += groups
+            self._set_room(seq)
+
+    def _set_room(self, seq: Sequence) -> None:
+        seq.writable = writable = len(seq.tables[0]) * self.block_tokens
+        if seq.constraint is None:
+            most = seq.limit - 2
+            seq.room = writable if writable < most else most
+
+    def _own(self, seq: Sequence, index: int, shared: list[int]) -> None:
+        """Before a block is written, others that hold it keep the old one, and nobody finds it by a name."""
+        for g, table in enumerate(seq.tables):
+            block = table[index]
+            if g in shared:
+                (target,) = self.pool.allocate(1)
+                self.copies.append(Copy(block, target))
+                self.pool.release(block)
+                table[index] = target
+                self.edits.append(Edit(seq.row, g, index, [target]))
+            elif self.pool.named[block]:
+                self.names.forget(block)
+
+    def name(self, seq: Sequence) -> None:
+        """Let others find the blocks that are full, computed and of known tokens."""
+        full = min(seq.computed, len(seq.tokens)) // self.block_tokens
+        first = seq.named
+        if full <= first or not self.prefix:
+            return
+        seq.chain.extend(seq.tokens, full * self.block_tokens)
+        for g, table in enumerate(seq.tables):
+            self.names.add(table[first:full], g, seq.chain, first)
+        seq.named = full
+
+    def _leave_windows(self, seq: Sequence) -> None:
+        """Give back blocks that no query from `computed` on looks at."""
+        for g in self.windowed:
+            table, start = seq.tables[g], seq.windows[g]
+            end = min(len(table), self.groups[g].first_needed(seq.computed) // self.block_tokens)
+            if end <= start:
+                continue
+            gone = [block for block in table[start:end] if block]
+            gone.reverse()
+            self.pool.release_all(gone)
+            table[start:end] = nothing = [NULL] * (end - start)
+            seq.windows[g] = end
+            seq.held -= len(gone)
+            self.edits.append(Edit(seq.row, g, start, nothing))
+
+    def fork(self, leader: Sequence, seq: Sequence) -> bool:
+        """Share the leader's blocks of the prompt but for its last token, which every answer computes for itself;
+        False where the leader does not hold them."""
+        shared = seq.num_prompt - 1
+        count = -(-shared // self.block_tokens)
+        firsts = [group.first_needed(shared) // self.block_tokens for group in self.groups]
+        if any(leader.windows[g] > first for g, first in enumerate(firsts)):
+            return False
+        for g, first in enumerate(firsts):
+            first, table = min(first, count), leader.tables[g][:count]
+            table[:first] = [NULL] * first
+            self.pool.hold_again(table[first:] if first else table)
+            seq.tables[g], seq.windows[g] = table, first
+            seq.held += count - first
+            if table:
+                self.edits.append(Edit(seq.row, g, 0, table.copy()))
+        seq.computed, seq.matching = shared, False
+        seq.named = min(leader.named, shared // self.block_tokens)
+        leader.room = leader.writable = 0  # the next block it writes may be shared now
+        return True
+
+    # --- a sequence goes
+
+    def free(self, seq: Sequence, *, spoiled: bool = False) -> None:
+        """Give all blocks back, the last ones first; what is `spoiled` is forgotten by the prefix cache."""
+        if not spoiled:
+            self.name(seq)
+        for table in seq.tables:
+            if spoiled:
+                self._forget(table)
+            self.give_back(table)
+        seq.tables, seq.windows = [[] for _ in self.groups], [0] * len(self.groups)
+        seq.computed = seq.settled = seq.room = seq.writable = seq.named = seq.held = 0
+        seq.matching = False
+
+    def give_back(self, table: list[int]) -> None:
+        """Release a table's blocks, its last first; a long one leaves in slices."""
+        if len(table) > _AT_ONCE:
+            self.leaving.append(table)
+            asked = [self.pool.refs[block] for block in table[::_SAMPLED]]
+            self._leaving_own += len(table) * asked.count(1) // len(asked)
+        else:
+            self._return(table, len(table))
+
+    def settle(self, most: int) -> None:
+        """Give back up to `most` blocks of the tables that are leaving."""
+        while most > 0 and self.leaving:
+            table = self.leaving[0]
+            count = min(most, len(table))
+            self._leaving_own -= self._return(table, count)
+            most -= count
+            if not table:
+                self.leaving.popleft()
+        if not self.leaving:
+            self._leaving_own = 0  # what was shared or revived meanwhile had been miscounted
+
+    def distrust(self) -> None:
+        """Blocks may hold anything, and the executor's tables too: forget all names and what it was to be told."""
+        self.names.clear()
+        self.edits.clear()
+        self.copies.clear()
+
+    def _make_free(self, count: int) -> bool:
+        while self.pool.num_free < count and self.leaving:
+            self.settle(max(32, count - self.pool.num_free))
+        return self.pool.num_free >= count
+
+    def _return(self, table: list[int], count: int) -> int:
+        before = self.pool.num_free
+        going = [block for block in table[len(table) - count :] if block]
+        del table[len(table) - count :]
+        going.reverse()
+        self.pool.release_all(going)
+        return self.pool.num_free - before
+
+    def _forget(self, table: list[int]) -> None:
+        for block in table:
+            if block and self.pool.named[block]:
+                self.names.forget(block)

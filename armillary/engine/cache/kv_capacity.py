@@ -1,0 +1,124 @@
+"""How far a number of bytes goes as KV cache, and the sums behind it in words.
+
+block      layers of a group · block_tokens · numbers a token and layer · bytes a number
+numbers    2·kv_heads/tp·head_dim; latent attention kv_rank + rope_dim; 2-simplicial layers twice as many
+blocks     ⌊budget / block⌋ − 1: the null block is never used
+sequence   Σ over groups of ⌈tokens / block_tokens⌉ blocks, windowed groups no more than window and step need
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from math import ceil
+
+from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.cache.layer_groups import Group, layer_groups
+from armillary.errors import BadInput
+from armillary.spec.arithmetic.ops import size_of
+from armillary.spec.model import ModelConfig
+from armillary.spec.tables.serve import Serve
+from armillary.units import bytes_text, parse_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVPlan:
+    """A KV cache of one device, before it is allocated."""
+
+    config: ModelConfig
+    """the model"""
+    budget_bytes: int
+    """bytes it may take"""
+    dtype: str
+    """number format"""
+    tp: int
+    """devices the KV heads are cut over"""
+    block_tokens: int
+    """tokens of a block"""
+    step_tokens: int
+    """tokens of a step at most: what windowed layers hold beside their window"""
+    groups: tuple[Group, ...]
+    """layers by what they see"""
+
+    @property
+    def layers_per_group(self) -> int:
+        """Layers a block has room for."""
+        return max(len(group.layers) for group in self.groups)
+
+    @property
+    def numbers(self) -> int:
+        """Numbers a token takes in one layer, the widest there is."""
+        config = self.config
+        if config.mla is not None:
+            return config.mla.kv_rank + config.mla.rope_dim
+        twice = any(layer.attention == "simplicial" for layer in config.layers)
+        return 2 * ceil(config.kv_heads / self.tp) * config.head_dim * (2 if twice else 1)
+
+    @property
+    def block_bytes(self) -> int:
+        return ceil(self.layers_per_group * self.block_tokens * self.numbers * size_of(self.dtype))
+
+    @property
+    def num_blocks(self) -> int:
+        """All of them, the null block too."""
+        return self.budget_bytes // self.block_bytes
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that fit while no window is full."""
+        return max(0, self.num_blocks - 1) // len(self.groups) * self.block_tokens
+
+    def blocks_of(self, tokens: int) -> int:
+        """Blocks of one sequence."""
+        return sum(group.blocks_at(tokens, self.block_tokens, self.step_tokens) for group in self.groups)
+
+    def sequences_of(self, tokens: int) -> int:
+        """Sequences of that length that fit together."""
+        return max(0, self.num_blocks - 1) // self.blocks_of(tokens)
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the blocks' bytes that no layer uses."""
+        return 1 - self.config.num_layers / (self.layers_per_group * len(self.groups))
+
+    def text(self, lengths: Items[int] = ()) -> str:
+        """The explanation: one line, and one for every odd thing about it."""
+        per_layer = f"{self.numbers:,} numbers a token and layer in {self.dtype}"
+        shown = [f"{self.sequences_of(length):,} sequences of {length:,}" for length in lengths]
+        usable = f"{self.num_blocks - 1:,} blocks of {self.block_tokens} tokens ({bytes_text(self.block_bytes)} each)"
+        lines = [
+            f"KV cache {bytes_text(self.budget_bytes)} = {usable} = " + " = ".join([f"{self.tokens:,} tokens", *shown])
+        ]
+        lines.append(f"  a block: {self.layers_per_group} layers × {self.block_tokens} tokens × {per_layer}")
+        if len(self.groups) > 1 or self.groups[0].sees != "all":
+            lines += [f"  table {i}: {group.text()}" for i, group in enumerate(self.groups)]
+        if self.padding_fraction > 0:
+            lines.append(f"  {self.padding_fraction:.1%} of it is padding, so that all tables share one pool")
+        return "\n".join(lines)
+
+    def make(self, *, prefix: bool = True) -> KVCache:
+        """The manager of such a cache."""
+        return KVCache(
+            self.num_blocks, self.block_tokens, groups=self.groups, prefix=prefix, step_tokens=self.step_tokens
+        )
+
+
+def plan_kv(config: ModelConfig, serve: Serve, budget_bytes: int | str, *, dtype: str = "bf16", tp: int = 1) -> KVPlan:
+    """A cache of `budget_bytes` on each device; BadInput where not one token of an answer would fit."""
+    kv_dtype = dtype if serve.kv_dtype == "auto" else serve.kv_dtype
+    plan = KVPlan(
+        config=config,
+        budget_bytes=parse_count(budget_bytes),
+        dtype=kv_dtype,
+        tp=tp,
+        block_tokens=serve.block_tokens,
+        step_tokens=serve.max_tokens_per_step,
+        groups=layer_groups(config),
+    )
+    least = (plan.blocks_of(2) + 1) * plan.block_bytes
+    if plan.budget_bytes < least:
+        raise BadInput(
+            f"{bytes_text(plan.budget_bytes)} of KV cache hold no sequence of {config.name}, whose blocks "
+            f"take {bytes_text(plan.block_bytes)}; give at least serve.kv_bytes={least}"
+        )
+    return plan

@@ -1,0 +1,134 @@
+"""Which computed blocks can be shared: a dictionary from hash chains to blocks, with a look at the tokens.
+
+A digest is never trusted alone: tokens and parent are compared, so a collision costs a miss and not a wrong answer.
+What was evicted is remembered for a while, so that a miss can say why it was one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from armillary.engine.cache.block_hash import Chain
+from armillary.engine.cache.block_pool import NULL, BlockPool
+from armillary.engine.cache.digest_map import DigestMap
+
+Miss = Literal["off", "short", "partial", "cold", "salt", "evicted", "diverged", "extends"]
+MEANING: dict[Miss, str] = {
+    "off": "the prefix cache is off, or the request wants logprobs of its prompt",
+    "short": "the prompt fills no block before its last token, which is always computed",
+    "partial": "every full block was found; only the last, incomplete one is computed",
+    "cold": "no request began like this",
+    "salt": "a request with another salt or adapter began like this",
+    "evicted": "the next block was cached and had to make room",
+    "diverged": "another text continues here",
+    "extends": "nothing was computed beyond here yet",
+}
+
+_GHOSTS = 32_768
+"""evicted blocks that are remembered at most, where there are not more blocks than that"""
+
+
+class PrefixCache:
+    """Named blocks of all layer groups. What a name is made of stands in columns, a place a block: as many objects as
+    there are blocks would keep the garbage collector busy."""
+
+    def __init__(self, pool: BlockPool, num_groups: int) -> None:
+        self._pool = pool
+        pool.evict = self._evicted
+        self.found = [DigestMap(pool.num_blocks) for _ in range(num_groups)]
+        """for each group of layers: digest -> block"""
+        self.digests, self.parents, self.chunks = ([b""] * pool.num_blocks for _ in range(3))
+        """of each named block: its digest, that of the block before, its tokens"""
+        self.groups = bytearray(pool.num_blocks)
+        """group of layers each named block belongs to"""
+        self.first = bytearray(pool.num_blocks)
+        """1 for named blocks that begin a prompt"""
+        self.num_named = 0
+        self.children = DigestMap(pool.num_blocks)
+        """digest -> named blocks that continue it (first group)"""
+        self.beginnings = DigestMap(pool.num_blocks)
+        """tokens of first blocks, whatever their salt (first group)"""
+        self.ghosts = DigestMap(pool.num_blocks)
+        """digests evicted lately, oldest first in each part (first group)"""
+        self.num_ghosts = 0
+        kept = max(pool.num_blocks, min(_GHOSTS, 8 * pool.num_blocks))  # a small cache forgets soon what comes again
+        self._most_ghosts = -(-kept // len(self.ghosts.parts))
+        """of a part"""
+
+    def __len__(self) -> int:
+        return self.num_named
+
+    def find(self, group: int, digest: bytes, parent: bytes, chunk: bytes) -> int:
+        """The block that holds these tokens after these, or 0."""
+        block = self.found[group].get(digest)
+        return block if self.chunks[block] == chunk and self.parents[block] == parent else NULL
+
+    def add(self, blocks: list[int], group: int, chain: Chain, index: int) -> None:
+        """Give computed blocks, of which the first is the chain's block `index`, their names; of two alike the first
+        keeps it."""
+        found, named = self.found[group], self._pool.named
+        for place, block in enumerate(blocks, index):
+            digest = chain.digests[place]
+            part = found.parts[hash(digest) & found.mask]
+            if not block or digest in part or named[block]:
+                continue
+            part[digest] = block
+            parent, chunk = chain.parent(place), chain.chunks[place]
+            self.digests[block], self.parents[block], self.chunks[block] = digest, parent, chunk
+            self.groups[block], self.first[block], named[block] = group, not place, 1
+            self.num_named += 1
+            if not group:
+                self._continues(parent, digest, chunk, first=not place)
+
+    def _continues(self, parent: bytes, digest: bytes, chunk: bytes, *, first: bool) -> None:
+        """What is kept to explain misses."""
+        self.children.count(parent, 1)
+        if self.num_ghosts and self.ghosts.part(digest).pop(digest, 0):
+            self.num_ghosts -= 1
+        if first:
+            self.beginnings.count(chunk, 1)
+
+    def _evicted(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if not self.groups[block]:
+                digest = self.digests[block]
+                part = self.ghosts.part(digest)
+                part[digest] = 1
+                self.num_ghosts += 1
+                if len(part) > self._most_ghosts:
+                    del part[next(iter(part))]
+                    self.num_ghosts -= 1
+            self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        assert self._pool.named[block], f"block {block} has no name to forget"
+        digest, group = self.digests[block], self.groups[block]
+        del self.found[group].part(digest)[digest]
+        if not group:
+            self.children.count(self.parents[block], -1)
+            if self.first[block]:
+                self.beginnings.count(self.chunks[block], -1)
+        self.digests[block] = self.parents[block] = self.chunks[block] = b""
+        self._pool.named[block] = 0
+        self.num_named -= 1
+
+    def forget(self, block: int) -> None:
+        """The block will be written, or what is in it is not to be trusted."""
+        self._forget(block)
+        self._pool.lose_name(block)
+
+    def clear(self) -> None:
+        """Forget every name."""
+        for block, named in enumerate(self._pool.named):
+            if named:
+                self.forget(block)
+        self.ghosts.clear()
+        self.num_ghosts = 0
+
+    def why(self, digest: bytes, parent: bytes, chunk: bytes, *, first: bool) -> Miss:
+        """Why there is no block of this name."""
+        if digest in self.ghosts:
+            return "evicted"
+        if first:
+            return "salt" if chunk in self.beginnings else "cold"
+        return "diverged" if parent in self.children else "extends"

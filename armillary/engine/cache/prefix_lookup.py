@@ -1,0 +1,166 @@
+"""Finding the blocks of a prompt in the prefix cache, a bounded number of them in a step.
+
+Layers that see everything need every block from the first on; layers with a window only those the next query can see,
+so in a model with both the longest prefix is wanted for which all of them have what they need.
+"""
+
+from __future__ import annotations
+
+from armillary.engine.cache.block_pool import NULL
+from armillary.engine.cache.kv_cache import Edit, KVCache
+from armillary.engine.request.counters import Totals
+from armillary.engine.request.sequence import Sequence
+
+
+def search(cache: KVCache, seq: Sequence, budget: int, totals: Totals) -> int:
+    """Look for the next blocks of a prompt; how many looks it took. `seq.matching` stays set where the budget ended
+    the search. What is found again after a preemption is not counted as found."""
+    if not seq.matching and seq.computed >= seq.num_prompt:
+        return 0
+    first, before = seq.matching, seq.cached_tokens if seq.matching else seq.computed
+    looks = match(cache, seq, budget) if first else rematch(cache, seq, budget)
+    if not seq.matching and not seq.preemptions:
+        if first:
+            totals.misses[str(seq.miss)] += 1
+        totals.found += seq.computed - before
+        seq.cached_tokens += seq.computed - before
+    return looks
+
+
+def match(cache: KVCache, seq: Sequence, budget: int) -> int:
+    """Take cached blocks from where the sequence stands; how many were looked at. `seq.matching` stays set where
+    the budget ended the search."""
+    index = seq.computed // cache.block_tokens
+    last = _last(cache, seq)
+    stop = min(last, index + max(0, budget))
+    found = _walk(cache, seq, index, stop) if cache.whole else last
+    if cache.whole:
+        seq.computed = found * cache.block_tokens
+        seq.named = found
+    if found == stop < last:
+        return stop - index
+    looked = found - index + 1
+    if cache.windowed:
+        kept, more = _longest_with_windows(cache, seq, found, max(budget, 1))
+        _take(cache, seq, found, kept)
+        found, looked = kept, looked + more
+    seq.matching = False
+    if seq.miss is None:
+        _explain(cache, seq, found, last)
+    return looked
+
+
+def rematch(cache: KVCache, seq: Sequence, budget: int) -> int:
+    """Later in a prompt: blocks that another request computed meanwhile. Only where all layers see everything."""
+    at_boundary = not seq.computed % cache.block_tokens and len(seq.tables[0]) * cache.block_tokens == seq.computed
+    if cache.windowed or not cache.prefix or not at_boundary or seq.request.params.prompt_logprobs is not None:
+        return 0
+    cache.name(seq)
+    index = seq.computed // cache.block_tokens
+    stop = min(_last(cache, seq), index + max(0, budget))
+    found = _walk(cache, seq, index, stop)
+    seq.computed = found * cache.block_tokens
+    seq.named = found
+    return found - index
+
+
+def probe(cache: KVCache, seq: Sequence) -> int:
+    """About how many blocks of the prompt others hold right now: they cost nothing. A few looks, by bisection, because
+    prefixes are evicted from their ends."""
+    if not cache.prefix or not cache.whole or seq.request.params.prompt_logprobs is not None:
+        return 0
+    group, chain = cache.whole[0], seq.chain
+    low, high = 0, _last(cache, seq)
+    while low < high:
+        middle = (low + high + 1) // 2
+        block = cache.names.found[group].get(chain.digests[middle - 1])
+        if block and cache.pool.refs[block]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * len(cache.whole)
+
+
+def _last(cache: KVCache, seq: Sequence) -> int:
+    """Blocks that may be found: full ones, and not the last token, whose logits are wanted."""
+    return min((len(seq.tokens) - 1) // cache.block_tokens, len(seq.chain))
+
+
+def _find(cache: KVCache, seq: Sequence, group: int, index: int) -> int:
+    chain = seq.chain
+    return cache.names.find(group, chain.digests[index], chain.parent(index), chain.chunks[index])
+
+
+def _walk(cache: KVCache, seq: Sequence, index: int, stop: int) -> int:
+    """Share the blocks `index` … of the groups that see everything, until one is missing; the index where it ended."""
+    runs = [_run(cache, seq, g, index, stop) for g in cache.whole]
+    count = min(map(len, runs))
+    for g, blocks in zip(cache.whole, runs, strict=True):
+        if count:
+            del blocks[count:]
+            cache.pool.share_all(blocks)
+            seq.tables[g] += blocks
+            seq.held += count
+            cache.edits.append(Edit(seq.row, g, index, blocks))
+    return index + count
+
+
+def _run(cache: KVCache, seq: Sequence, group: int, index: int, stop: int) -> list[int]:
+    """Blocks found from `index` on, without a gap: `PrefixCache.find` again and again, in a loop of its own because
+    a long prompt has thousands."""
+    names, found = cache.names, cache.names.found[group]
+    parents, chunks, parts, mask = names.parents, names.chunks, found.parts, found.mask
+    parent, blocks = seq.chain.parent(index), []
+    for digest, chunk in zip(seq.chain.digests[index:stop], seq.chain.chunks[index:stop], strict=True):
+        block = parts[hash(digest) & mask].get(digest, NULL)
+        if chunks[block] != chunk or parents[block] != parent:
+            break
+        blocks.append(block)
+        parent = digest
+    return blocks
+
+
+def _longest_with_windows(cache: KVCache, seq: Sequence, most: int, budget: int) -> tuple[int, int]:
+    """The most blocks, up to `most`, after which every windowed group has what a next query sees; (blocks, looks)."""
+    count, looks, size = most, 0, cache.block_tokens
+    group = 0
+    while count and group < len(cache.windowed):
+        g = cache.windowed[group]
+        first = cache.groups[g].first_needed(count * size) // size
+        missing = next((i for i in range(count - 1, first - 1, -1) if not _find(cache, seq, g, i)), None)
+        looks += count - (first if missing is None else missing)
+        if missing is None:
+            group += 1
+        elif looks > budget:
+            return 0, looks
+        else:
+            count, group = missing, 0
+    return count, looks
+
+
+def _take(cache: KVCache, seq: Sequence, found: int, kept: int) -> None:
+    """Give back what lies beyond `kept`, and share the windows before it."""
+    for g in cache.whole:
+        cache.give_back(seq.tables[g][kept:])
+        del seq.tables[g][kept:]
+        seq.held -= found - kept
+    for g in cache.windowed:
+        first = min(kept, cache.groups[g].first_needed(kept * cache.block_tokens) // cache.block_tokens)
+        blocks = [_find(cache, seq, g, index) for index in range(first, kept)]
+        cache.pool.share_all(blocks)
+        seq.tables[g] = [NULL] * first + blocks
+        seq.windows[g] = first
+        seq.held += len(blocks)
+        if kept:
+            cache.edits.append(Edit(seq.row, g, 0, seq.tables[g].copy()))
+    seq.computed = kept * cache.block_tokens
+    seq.named = kept
+
+
+def _explain(cache: KVCache, seq: Sequence, found: int, last: int) -> None:
+    """Why no more was found."""
+    if found == last:
+        seq.miss = "partial" if last else "short"
+    else:
+        chain = seq.chain
+        seq.miss = cache.names.why(chain.digests[found], chain.parent(found), chain.chunks[found], first=not found)

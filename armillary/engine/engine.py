@@ -1,0 +1,166 @@
+"""The engine: requests in, pieces of answers out, a record of every step and request.
+
+`generate` serves a list of requests and returns; a `Worker` does the same in a thread of its own, for as long as asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from armillary.engine.gc_freeze import old_objects_at_rest
+from armillary.engine.output.output_text import Answers, Piece
+from armillary.engine.request.logprob import Logprob
+from armillary.engine.request.request import Request
+from armillary.engine.request.sequence import Finish, Sequence
+from armillary.engine.scheduler.decision import Decision
+from armillary.engine.scheduler.loop import Loop, StepFailed
+from armillary.engine.scheduler.request_checks import MakeConstraint
+from armillary.engine.telemetry.gauges import request_gauges, step_gauges
+from armillary.engine.telemetry.step_roofline import StepRoof
+from armillary.errors import BadInput, MissingPart
+
+Record = Callable[..., None]
+"""`GaugeWriter.write`, or anything that takes gauges and step= or request="""
+_NAP_S = 0.001
+"""between looks whether the window of a dynamic batch is over"""
+
+
+@dataclass(kw_only=True)
+class Completion:
+    """One answer, whole."""
+
+    request: Request
+    """what was asked"""
+    index: int = 0
+    """which of its answers"""
+    tokens: list[int] = field(default_factory=list)
+    """the answer's tokens, the end token included"""
+    text: str = ""
+    """its text, without end tokens and stop texts"""
+    finish: Finish | None = None
+    """why it ended"""
+    error: str = ""
+    """what went wrong, for finish = error"""
+    logprobs: list[Logprob] = field(default_factory=list)
+    """of its tokens, where they were asked for"""
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+    """of the prompt's tokens but the first, where they were asked for"""
+
+    def add(self, piece: Piece) -> None:
+        """What is new of it."""
+        self.tokens += piece.tokens
+        self.text += piece.text
+        self.logprobs += piece.logprobs
+        self.finish, self.error = piece.finish, piece.error
+        leader = piece.sequence.leader or piece.sequence
+        self.prompt_logprobs = leader.prompt_logprobs
+
+
+class Engine:
+    """Steps, and what comes of them."""
+
+    def __init__(
+        self, loop: Loop, answers: Answers, *, record: Record | None = None, roof: StepRoof | None = None
+    ) -> None:
+        self.loop = loop
+        self.scheduler = loop.scheduler
+        self.answers = answers
+        self._record = record
+        self._roof = roof
+        self._open: dict[int, dict[str, float]] = {}
+        """records of steps whose tokens are not back"""
+        self._ended_at: float | None = None
+        """when the last step was over, where the next follows at once"""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step may bring something."""
+        return self.scheduler.has_work or bool(self.scheduler.under_way)
+
+    def under_way(self) -> tuple[int, float | None]:
+        """For another thread: tokens of the steps that are not over, and the seconds these may be expected to take, by
+        steps so far or, before there are any, by the roof; None where neither is known."""
+        decisions = [decision for decision in tuple(self.scheduler.under_way) if not decision.empty]
+        expected = [self.loop.times.expected_s(decision) for decision in decisions]
+        if None in expected and self._roof is not None:
+            expected = [self._roof.seconds(decision) for decision in decisions]
+        tokens = sum(decision.num_tokens for decision in decisions)
+        return tokens, None if None in expected else sum(seconds or 0.0 for seconds in expected)
+
+    def step(self) -> list[Piece]:
+        """One step; a step that fails ends the answers in it and no others."""
+        begin = self.loop.clock() if self._ended_at is None else self._ended_at
+        try:
+            decision, outcome = self.loop.step()
+        except StepFailed as error:
+            self._open.clear()
+            return self.end(self.loop.fail(str(error)))
+        now = self.loop.clock()
+        pieces = self.answers.take(decision, outcome, now)
+        if self._record is not None:
+            self._record_step(decision, now - begin, len(outcome.finished), self._record)
+        self._ended_at = now if self.scheduler.roster.running else None
+        return self._recorded(pieces)
+
+    def _record_step(self, decision: Decision, seconds: float, left: int, record: Record) -> None:
+        """With overlap a turn decides and launches one step and waits for another: each gets its part, and its record
+        is written once its tokens are back."""
+        loop, own_s = self.loop, seconds - self.loop.wait_s
+        if not decision.empty:
+            times = {
+                "engine_step_s": own_s,
+                "engine_schedule_s": loop.schedule_s,
+                "engine_launch_s": loop.launch_s,
+                "engine_wait_s": 0.0,
+            }
+            needed = {} if self._roof is None else {"engine_roof_fraction": self._roof.seconds(decision)}
+            self._open[decision.number] = step_gauges(self.scheduler, decision, left) | times | needed
+        taken = [number for number in loop.taken if number in self._open]
+        for number in taken:
+            made = self._open.pop(number)
+            made["engine_wait_s"] = loop.wait_s / len(taken)
+            made["engine_step_s"] += made["engine_wait_s"]
+            if self._roof is not None:  # until now, the seconds that the roof needs
+                made["engine_roof_fraction"] /= max(made["engine_step_s"], 1e-9)
+            record(made, step=number)
+
+    def abort(self, request_id: str) -> list[Piece]:
+        """Give a request up; one that is over, or was never here, is none."""
+        return self.end(self.scheduler.abort(request_id, self.loop.clock()))
+
+    def end(self, ended: Iterable[Sequence]) -> list[Piece]:
+        """Last pieces of answers that ended between steps."""
+        return self._recorded(self.answers.end(ended))
+
+    def _recorded(self, pieces: list[Piece]) -> list[Piece]:
+        record = self._record
+        if record is not None:
+            for piece in pieces:
+                if piece.finish is not None:
+                    record(request_gauges(piece.sequence), request=piece.sequence.id)
+        return pieces
+
+    def generate(
+        self, requests: Iterable[Request], constraints: Mapping[str, MakeConstraint] | None = None
+    ) -> list[Completion]:
+        """Serve all `requests`: n completions each, in their order; what is wrong with one is said in its own."""
+        made: dict[Sequence, Completion] = {}
+        found: list[Completion] = []
+        for request in requests:
+            try:
+                entered = self.scheduler.submit(request, self.loop.clock(), (constraints or {}).get(request.id))
+            except (BadInput, MissingPart) as error:
+                found.append(Completion(request=request, finish="error", error=str(error)))
+                continue
+            made |= {seq: Completion(request=request, index=seq.index) for seq in entered}
+            found += (made[seq] for seq in entered)
+        with old_objects_at_rest():
+            while self.busy:
+                pieces = self.step()
+                for piece in pieces:
+                    made[piece.sequence].add(piece)
+                if not pieces and not self.scheduler.under_way and not self.scheduler.roster.running:
+                    time.sleep(_NAP_S)
+        return found

@@ -1,0 +1,200 @@
+"""An engine in a thread of its own: others submit and abort from any thread or event loop, and get pieces as they come.
+
+Requests are checked and hashed by whoever submits them; the engine's thread only reads an inbox between steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Protocol
+
+from armillary.engine.engine import Engine
+from armillary.engine.gc_freeze import old_objects_at_rest
+from armillary.engine.output.output_text import Piece
+from armillary.engine.request.request import Request
+from armillary.engine.request.sequence import Sequence
+from armillary.engine.scheduler.request_checks import MakeConstraint
+from armillary.errors import BadInput
+
+Deliver = Callable[[Piece], None]
+_IDLE_S = 0.5
+"""how long an idle engine sleeps before it shows again that it is alive"""
+
+
+class Outbox(Protocol):
+    """Takes the pieces of all requests at once, for whoever passes them on together. Called in the engine's thread."""
+
+    def take(self, pieces: list[Piece]) -> None:
+        """What a step, or an end between steps, brought."""
+
+    def flush(self) -> None:
+        """A turn of the loop is over, also one that brought nothing."""
+
+
+class Worker:
+    """The thread, its inbox, and who gets which answers."""
+
+    def __init__(self, engine: Engine, outbox: Outbox | None = None) -> None:
+        """With an `outbox`, pieces of all requests go there and none is delivered by itself."""
+        self.engine = engine
+        self._outbox = outbox
+        self.failure: BaseException | None = None
+        """what ended the thread, where that was not `stop`"""
+        self._clock = engine.loop.clock
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._deliver: dict[str, Deliver] = {}
+        self._door = threading.Lock()
+        """held to look whether the thread still reads the inbox, and to put something there"""
+        self._stopping = self._closed = False
+        self._last_turn = self._clock()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> Worker:
+        """Begin to serve; from now on answers are read as they come."""
+        self.engine.scheduler.stream()
+        self._thread.start()
+        return self
+
+    def submit(
+        self, request: Request, deliver: Deliver | None = None, constraint: MakeConstraint | None = None
+    ) -> None:
+        """Queue a request; `deliver` gets its pieces, in the engine's thread. BadInput where it cannot be served; that
+        the queue is full or the name taken is told by a piece with finish = error."""
+        made = self.engine.scheduler.roster.prepare(request, constraint)
+        with self._door:
+            if self._stopping or self._closed:
+                raise BadInput("the engine is stopping; ask another one")
+            self._inbox.put(lambda: self._enter(made, deliver))
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Give a request up: its last pieces say so. With an `index`, that one of its answers is complete."""
+        if index is None:
+            self._inbox.put(lambda: self._send(self.engine.abort(request_id)))
+        else:
+            self._inbox.put(lambda: self._complete(request_id, index))
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
+
+    async def stream(self, request: Request, constraint: MakeConstraint | None = None) -> AsyncIterator[Piece]:
+        """Pieces of all answers to a request as they come. Leaving the loop early aborts it."""
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
+        self.submit(request, lambda piece: _hand_over(loop, pieces, piece), constraint)
+        left = request.params.n
+        try:
+            while left:
+                piece = await pieces.get()
+                left -= piece.finish is not None
+                yield piece
+        finally:
+            if left:
+                self.abort(request.id)
+
+    def stop(self, *, drain_s: float = 0.0) -> None:
+        """Take no more, serve what is here for up to `drain_s`, give up the rest, and end the thread."""
+        self._stopping = True
+        self._inbox.put(lambda: None)
+        self._thread.join(drain_s)
+        if self._thread.is_alive():
+            self._inbox.put(self._give_up)
+            self._thread.join()
+
+    def quiet_s(self) -> float:
+        """Time since the thread last went round: a health check that a hung step or a dead thread cannot pass."""
+        return self._clock() - self._last_turn
+
+    def frame(self) -> FrameType | None:
+        """Where in its program the thread is now; none: it is over."""
+        return sys._current_frames().get(self._thread.ident or 0)
+
+    # --- in the thread
+
+    def _run(self) -> None:
+        try:
+            with old_objects_at_rest():
+                while not self._leaves():
+                    self._last_turn = self._clock()
+                    self._read(self._wait_s())
+                    if self.engine.busy:
+                        self._send(self.engine.step())
+                    if self._outbox is not None:
+                        self._outbox.flush()
+        except BaseException as failure:
+            self.failure = failure
+            with self._door:
+                self._closed = True
+            self._read(0.0)
+            self._tell_everybody(f"the engine failed ({type(failure).__name__}: {failure}); restart it")
+            raise
+
+    def _leaves(self) -> bool:
+        with self._door:
+            self._closed = self._stopping and not self.engine.busy and self._inbox.empty()
+            return self._closed
+
+    def _wait_s(self) -> float:
+        """How long to wait for the inbox; 0 where there is work."""
+        scheduler, now = self.engine.scheduler, self._clock()
+        wake = now if scheduler.under_way or self._stopping else scheduler.wake_at(now)
+        return _IDLE_S if wake is None else min(_IDLE_S, max(0.0, wake - now))
+
+    def _read(self, wait_s: float) -> None:
+        """Do what the inbox says, and wait for it where there is nothing else to do."""
+        try:
+            if wait_s > 0:
+                self._inbox.get(timeout=wait_s)()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _enter(self, made: list[Sequence], deliver: Deliver | None) -> None:
+        try:
+            self.engine.scheduler.roster.enter(made, self._clock())
+        except BadInput as error:
+            pieces = [Piece(sequence=seq, tokens=(), text="", finish="error", error=str(error)) for seq in made]
+            if self._outbox is not None:
+                self._outbox.take(pieces)
+            elif deliver is not None:
+                for piece in pieces:
+                    deliver(piece)
+            return
+        if deliver is not None:
+            self._deliver[made[0].request.id] = deliver
+
+    def _complete(self, request_id: str, index: int) -> None:
+        """Whoever reads this answer has seen its end (a stop text)."""
+        for seq in self.engine.scheduler.roster.requests.get(request_id, ()):
+            if seq.index == index and seq.finish is None:
+                self.engine.scheduler.finish(seq, "stop", self._clock())
+                return self._send(self.engine.end([seq]))
+
+    def _send(self, pieces: list[Piece]) -> None:
+        if self._outbox is not None:
+            return self._outbox.take(pieces)
+        for piece in pieces:
+            self._deliver[piece.sequence.request.id](piece)
+        for name in {piece.sequence.request.id for piece in pieces if piece.finish is not None}:
+            if name not in self.engine.scheduler.roster.requests:
+                del self._deliver[name]
+
+    def _give_up(self) -> None:
+        for name in list(self.engine.scheduler.roster.requests):
+            self._send(self.engine.abort(name))
+
+    def _tell_everybody(self, error: str) -> None:
+        for name, made in self.engine.scheduler.roster.requests.items():
+            for seq in (seq for seq in made if seq.finish is None and name in self._deliver):
+                self._deliver[name](Piece(sequence=seq, tokens=(), text="", finish="error", error=error))
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Piece], piece: Piece) -> None:
+    with suppress(RuntimeError):  # the client is gone, and its event loop is closed
+        loop.call_soon_threadsafe(pieces.put_nowait, piece)

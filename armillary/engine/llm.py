@@ -1,0 +1,201 @@
+"""Models as Python objects: `LLM("folder").generate(["Once upon"], SamplingParams(max_tokens=20))`.
+
+`stream` gives an answer piece by piece to an event loop; a server hands the engine to a `Worker` of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as Items
+from itertools import count
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from armillary.engine.build import Phase, make_engine
+from armillary.engine.engine import Completion, Record
+from armillary.engine.engine_thread import Worker
+from armillary.engine.output.output_text import Piece
+from armillary.engine.output.structured import Structures
+from armillary.engine.request.request import Request
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.runner.tensor_parallel import Leader, follow, refuse_uncuttable, whole_world
+from armillary.engine.scheduler.request_checks import MakeConstraint
+from armillary.errors import BadInput
+from armillary.model.device import pick_device
+from armillary.model.generation_config import sampling_defaults
+from armillary.model.text.tokenizer import Tokenizer, eos_ids_of
+from armillary.model.weights.hf_weights import load_model
+from armillary.parallel.collectives import Group, all_reduce
+from armillary.parallel.world import World
+from armillary.profiling.ceilings.ceilings import name_of
+from armillary.profiling.dtypes.choice import resolve_serving, serving_shape
+from armillary.profiling.dtypes.rates import DTYPES, device_rates
+from armillary.spec.tables.serve import Serve
+from armillary.store.hf_folder import stored_dtype
+from armillary.store.home import Home
+from armillary.store.peaks import load_peaks
+from armillary.store.resolve_model import ModelSource, resolve_model
+
+Prompt = str | Items[int]
+
+
+def dtype_to_load(
+    source: ModelSource, serve: Serve, home: Home, device: torch.device, group: Group | None = None
+) -> str:
+    """serve.dtype with auto resolved for the device; ranks that would differ all take the narrowest."""
+    if serve.dtype != "auto":
+        return serve.dtype
+    rates = device_rates(home, str(device), serving_shape(source.config, serve))
+    found = DTYPES.index(resolve_serving(serve, rates, stored=stored_dtype(source.folder)).dtype)
+    if group is not None:
+        found = int(all_reduce(torch.tensor(found, device=device), group, "max"))
+    return DTYPES[found]
+
+
+class LLM:
+    """A model and its tokenizer, ready to answer; one without a tokenizer answers token ids."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        serve: Serve | None = None,
+        *,
+        home: Home | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+        record: Record | None = None,
+        phase: Phase | None = None,
+        world: World | None = None,
+    ) -> None:
+        """With a `world` of several ranks (parallel.world) the model is cut over them: the first one answers until it
+        is closed, the others `follow`."""
+        source = resolve_model(str(model), home or Home.default(), need_weights=True)
+        assert source.folder is not None
+        begin = time.monotonic()
+        group = None if world is None or world.size == 1 else whole_world(world)
+        if group is not None:
+            refuse_uncuttable(source.config, group.size)
+        serve = serve or Serve()
+        where = world.device if world else pick_device(device)
+        dtype = dtype or dtype_to_load(source, serve, home or Home.default(), where, group)
+        loaded = load_model(source.folder, dtype=dtype, device=where)
+        if phase is not None:
+            phase("weights", time.monotonic() - begin)
+        has_text = (source.folder / "tokenizer.json").is_file()
+        self.tokenizer = Tokenizer.load(source.folder) if has_text else None
+        self.engine, self.plan = make_engine(
+            loaded,
+            self.tokenizer,
+            serve,
+            record=record,
+            phase=phase,
+            group=group,
+            owns_model=True,
+            eos_ids=() if has_text else eos_ids_of(source.folder),
+            peaks=load_peaks(home or Home.default(), name_of(next(loaded.parameters()).device)),
+        )
+        self._asked_len = serve.max_model_len
+        self.structures = Structures(self.tokenizer, loaded.config.vocab)
+        own = sampling_defaults(source.folder if serve.generation_config == "auto" else None).given
+        own["max_tokens"] = own.pop("max_new_tokens", None)
+        self.default_params = SamplingParams(**own)
+        """where a call says nothing: the model's own, from generation_config.json"""
+        self.notes = self._notes()
+        """what somebody who starts it should know, a line each"""
+        self._numbers = count(1)
+        self._worker: Worker | None = None
+
+    def _notes(self) -> tuple[str, ...]:
+        longest, context = self.engine.scheduler.settings.max_model_len, self.plan.config.context
+        if self._asked_len is not None or longest == context:
+            return ()
+        return (
+            f"max_model_len is {longest:,} and not the context of {context:,}: the KV cache holds no more; raise "
+            "serve.kv_bytes for longer answers",
+        )
+
+    def generate(
+        self, prompts: Items[Prompt], params: SamplingParams | Items[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Answers to texts or token ids, in their order, n each; what is wrong with a prompt is said in its answer."""
+        if self._worker is not None:
+            raise BadInput("this engine is streaming; await `stream`, or `close` it first")
+        if isinstance(prompts, str | bytes):
+            raise BadInput("prompts is a single text; give a list of prompts")
+        given = [params or self.default_params] * len(prompts) if not isinstance(params, Items) else list(params)
+        if len(given) != len(prompts):
+            raise BadInput(f"{len(prompts)} prompts have {len(given)} parameters; give one for all, or one each")
+        requests, unreadable = self._requests(prompts, given)
+        made = {request.id: maker for request in requests if (maker := self._constraint(request.params))}
+        found = self.engine.generate([request for request in requests if request.id not in unreadable], made)
+        found += [
+            Completion(request=request, finish="error", error=unreadable[request.id])
+            for request in requests
+            if request.id in unreadable
+        ]
+        return sorted(found, key=lambda made: int(made.request.id))  # answers to one prompt keep their order
+
+    def _requests(self, prompts: Items[Prompt], given: Items[SamplingParams]) -> tuple[list[Request], dict[str, str]]:
+        """A request for each prompt, and by id what is wrong with those that have no tokens."""
+        requests, unreadable = [], {}
+        for prompt, wish in zip(prompts, given, strict=True):
+            try:
+                requests.append(self._request(prompt, wish))
+            except BadInput as error:
+                requests.append(Request(id=str(next(self._numbers)), prompt=[], params=wish))
+                unreadable[requests[-1].id] = str(error)
+        return requests, unreadable
+
+    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Piece]:
+        """Pieces of the answers as they come; many may be asked for at once. Leaving the loop early gives them up."""
+        if self._worker is None:
+            self._worker = Worker(self.engine).start()
+        request = self._request(prompt, params or self.default_params)
+        async for piece in self._worker.stream(request, self._constraint(request.params)):
+            yield piece
+
+    def follow(self) -> int:
+        """On the other ranks: run what the first one sends until it is closed; how many steps that was."""
+        leader = self.engine.loop.executor
+        if not isinstance(leader, Leader):
+            raise BadInput("this engine is alone and leads itself; call generate")
+        return follow(leader.executor)
+
+    def close(self) -> None:
+        """End the thread of `stream`, and let other ranks go, where there are any."""
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+        leader = self.engine.loop.executor
+        if isinstance(leader, Leader) and leader.leads:
+            leader.stop()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        return Request(id=str(next(self._numbers)), prompt=self._tokens(prompt), params=params)
+
+    def _tokens(self, prompt: Any) -> Items[int]:
+        """Text is encoded; arrays and their numbers become plain ones."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise BadInput("this model has no tokenizer.json; give token ids")
+            return self.tokenizer.encode(prompt)
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()
+        if isinstance(prompt, bytes) or not isinstance(prompt, Items):
+            raise BadInput(f"a prompt is of type {type(prompt).__name__}; give text or a list of token ids")
+        if set(map(type, prompt)) <= {int}:
+            return prompt
+        return [int(x) if isinstance(x, Integral) and not isinstance(x, bool) else x for x in prompt]
+
+    def _constraint(self, params: SamplingParams) -> MakeConstraint | None:
+        return None if params.structure is None else self.structures.maker(params.structure)

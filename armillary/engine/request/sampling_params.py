@@ -1,0 +1,140 @@
+"""What a request may ask for, checked where it is written down: an impossible wish is refused before it is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from armillary.engine.request.constraint import Structure
+from armillary.errors import BadInput
+
+MOST_LOGPROBS = 100
+MOST_SEQUENCES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of an answer are chosen, and when it ends."""
+
+    n: int = 1
+    """answers to the same prompt, each with its own draws"""
+    max_tokens: int | None = None
+    """tokens of an answer at most; none: up to the model's length"""
+    min_tokens: int = 0
+    """no end before so many tokens"""
+    temperature: float = 1.0
+    """0 is greedy"""
+    top_k: int = 0
+    """keep the k likeliest; 0: all"""
+    top_p: float = 1.0
+    """keep the likeliest tokens whose probabilities reach p"""
+    min_p: float = 0.0
+    """drop tokens less likely than this share of the likeliest"""
+    repetition_penalty: float = 1.0
+    """divides (or multiplies, below zero) logits of tokens that occurred; 1: off"""
+    presence_penalty: float = 0.0
+    """taken off the logits of tokens that were put out"""
+    frequency_penalty: float = 0.0
+    """taken off once for each time a token was put out"""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """token -> what is added to its logit"""
+    seed: int | None = None
+    """answer i draws with seed + i; none: the engine gives one"""
+    stop: tuple[str, ...] = ()
+    """texts that end the answer and are not part of it"""
+    stop_ids: tuple[int, ...] = ()
+    """tokens that end the answer, besides the model's own"""
+    ignore_eos: bool = False
+    """the model's own end tokens do not end the answer"""
+    logprobs: int | None = None
+    """log probabilities of the chosen and of so many likeliest tokens"""
+    prompt_logprobs: int | None = None
+    """the same for the tokens of the prompt"""
+    structure: Structure | None = None
+    """what the answer must match"""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """no other tokens may come; none: all"""
+    bad_tokens: tuple[tuple[int, ...], ...] = ()
+    """sequences of tokens that may not come (`limits.bad_tokens_of` makes them of words)"""
+
+    def __post_init__(self) -> None:
+        self._check_kinds()
+        self._whole(1, MOST_SEQUENCES, "n")
+        self._whole(1, None, "max_tokens")
+        self._whole(0, None, "min_tokens", "top_k")
+        self._whole(0, MOST_LOGPROBS, "logprobs", "prompt_logprobs")
+        self._whole(0, 2**62 - 1, "seed")
+        self._between(0, 1e4, "temperature")
+        self._between(0, 1, "min_p", "top_p")
+        self._between(-2, 2, "presence_penalty", "frequency_penalty")
+        self._between(0, 100, "repetition_penalty")
+        self._check_together()
+
+    def _check_kinds(self) -> None:
+        """One stop text may come as it is, several as any list."""
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self._listed("stop"))
+        object.__setattr__(self, "stop_ids", self._listed("stop_ids"))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", self._listed("allowed_token_ids"))
+        object.__setattr__(self, "bad_tokens", tuple(map(tuple, self._listed("bad_tokens"))))
+        if not isinstance(self.logit_bias, Mapping):
+            raise BadInput(f"logit_bias={self.logit_bias!r} must map tokens to numbers; correct the request")
+        if not isinstance(self.structure, Structure | None):
+            raise BadInput(f"structure={self.structure!r} must be a Structure; correct the request")
+
+    def _listed(self, name: str) -> tuple[Any, ...]:
+        value = getattr(self, name)
+        if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+            raise BadInput(f"{name}={value!r} must be a list; correct the request")
+        return tuple(value)
+
+    def _check_together(self) -> None:
+        if not self.top_p > 0:
+            raise BadInput("top_p=0 leaves no token; give a value above 0, or temperature=0 for the likeliest")
+        if not self.repetition_penalty > 0:
+            raise BadInput("repetition_penalty=0 divides by nothing; give 1 for none")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadInput(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower min_tokens")
+        if not all(isinstance(text, str) for text in self.stop):
+            raise BadInput(f"stop={self.stop!r} must be texts; give tokens as stop_ids")
+        if not all(self.stop):
+            raise BadInput("a stop text is empty and would end every answer; leave it out")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise BadInput("allowed_token_ids is empty and leaves no token; name at least one, or leave it out")
+        if not all(self.bad_tokens):
+            raise BadInput("bad_tokens has a sequence without a token; leave it out")
+        if not all(isinstance(bias, int | float) and isfinite(bias) for bias in self.logit_bias.values()):
+            raise BadInput("logit_bias has a value that is no finite number; use -100 to rule a token out")
+
+    def _whole(self, low: int, high: int | None, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < low or (high and value > high):
+                most = f" and at most {high}" if high else ""
+                raise BadInput(f"{name}={value!r} must be a whole number of at least {low}{most}; correct the request")
+
+    def _between(self, low: float, high: float, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not isfinite(value) or not low <= value <= high:
+                raise BadInput(f"{name}={value!r} must be from {low:g} to {high:g}; correct the request")
+
+    def check_vocab(self, vocab: int) -> None:
+        """Refuse tokens the model does not have."""
+        named = {
+            "stop_ids": self.stop_ids,
+            "logit_bias": self.logit_bias,
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "bad_tokens": [token for tokens in self.bad_tokens for token in tokens],
+        }
+        for name, tokens in named.items():
+            for token in tokens:
+                if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+                    raise BadInput(f"{name} has token {token!r} outside the vocabulary of {vocab:,}; leave it out")
+        if self.logit_bias and len(self.logit_bias) == vocab and max(self.logit_bias.values()) <= -100:
+            raise BadInput("logit_bias rules every token out; leave at least one")

@@ -1,0 +1,233 @@
+"""From a decision to a step: which tokens, where their keys go, who draws and how.
+
+It keeps the block tables a second time, on the host, so that a step's slots are looked up before it is sent.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.request.sequence import Sequence
+from armillary.engine.runner.step_input import Admitted, Extra, Ints, PromptLogprobs, Shape, Step
+from armillary.engine.scheduler.decision import Decision
+
+Fit = Callable[[int, int, bool], tuple[int, int]]
+"""(tokens, sequences, decodes only) -> the same, padded"""
+
+
+_NOTHING: Ints = np.empty((2, 0), dtype=np.int32)
+
+
+def exactly(tokens: int, rows: int, decodes: bool) -> tuple[int, int]:
+    """No padding, for devices without graphs."""
+    return tokens, rows
+
+
+class Encoder:
+    """Decisions in the order they are made, as steps."""
+
+    def __init__(
+        self,
+        *,
+        max_running: int,
+        max_model_len: int,
+        block_tokens: int,
+        groups: int,
+        new_seed: Callable[[], int],
+        fit: Fit = exactly,
+        far: bool = False,
+    ) -> None:
+        self.max_running, self.max_model_len, self.size, self.groups = max_running, max_model_len, block_tokens, groups
+        self.pages = -(-max_model_len // block_tokens)
+        self.tables_GRP: Ints = np.zeros((groups, max_running + 1, self.pages), dtype=np.int32)
+        self.fit = fit
+        self._new_seed = new_seed
+        self._far = far
+        self._special: set[int] = set()
+        """rows for which the quick way of drawing does not do"""
+        self._again: tuple[Shape, list[int], Ints, Ints] | None = None
+        """of the last step that only decoded: shape, rows twice, and its numbers"""
+
+    def encode(self, decision: Decision) -> Step:
+        """The step; the null row, one past the last, stands for padding."""
+        edits = self._edited(decision)
+        admitted = [self._admitted(seq) for seq in decision.admitted]
+        num_decodes, decodes_only = len(decision.decodes), not decision.chunks
+        shape = Shape(
+            *self.fit(decision.num_tokens, num_decodes + len(decision.chunks), decodes_only), self.groups, decodes_only
+        )
+        copies = np.array(decision.copies, dtype=np.int32).reshape(-1, 2).T if decision.copies else _NOTHING
+        quick = decodes_only and not self._far
+        ints = self._decodes(shape, decision) if quick else np.zeros(shape.size, dtype=np.int32)
+        step = Step(
+            shape=shape, ints=ints, edits=edits, admitted=admitted, copies=copies, draws=bool(decision.sampling)
+        )
+        if not quick:
+            self._fill(step, decision)
+        step.extras = self._extras(decision)
+        step.prompts = _prompt_logprobs(decision)
+        return step
+
+    def _decodes(self, shape: Shape, decision: Decision) -> Ints:
+        """Where the rows are those of the step before, as they mostly are, only places and lengths are new."""
+        if self._again is None or self._again[0] != shape or self._again[1] != decision.rows:
+            self._again = (
+                shape,
+                decision.rows,
+                np.array(decision.rows, dtype=np.int32),
+                _decoding(shape, decision.rows, self.max_running),
+            )
+        _, _, rows, ints = self._again
+        ints, parts, count = ints.copy(), shape.parts(), len(rows)
+        positions = np.array(decision.positions, dtype=np.int32)
+        block, place = np.divmod(positions, self.size)
+        for name, values in (("positions_T", positions), ("angles_T", positions), ("lengths_B", positions + 1)):
+            at = parts[name][0]
+            ints[at : at + count] = values
+        at, size = parts["slots_GT"]
+        ints[at : at + size].reshape(self.groups, -1)[:, :count] = self.tables_GRP[:, rows, block] * self.size + place
+        return ints
+
+    def _fill(self, step: Step, decision: Decision) -> None:
+        null, chunks, n = self.max_running, decision.chunks, len(decision.decodes)
+        sizes = np.array([1] * n + [chunk.size for chunk in chunks], dtype=np.int32)
+        begins = np.array(decision.positions + [chunk.start for chunk in chunks], dtype=np.int32)
+        rows = np.array(decision.rows + [chunk.row for chunk in chunks], dtype=np.int32)
+        upto, count = np.cumsum(sizes, dtype=np.int32), len(sizes)
+        total = int(upto[-1])
+        rows_T, positions_T = step.part("rows_T"), step.part("positions_T")
+        rows_T[:] = null
+        rows_T[:total] = np.repeat(rows, sizes)
+        positions_T[:total] = np.arange(total, dtype=np.int32) + np.repeat(begins - (upto - sizes), sizes)
+        step.part("angles_T")[:] = positions_T
+        if self._far:
+            self._turn_far(step, decision, sizes, total)
+        slots_GT = step.part("slots_GT").reshape(self.groups, -1)
+        slots_GT[:] = -1
+        live, at = rows_T[:total], positions_T[:total]
+        slots_GT[:, :total] = self.tables_GRP[:, live, at // self.size] * self.size + at % self.size
+        step.part("rows_B")[:] = null
+        step.part("rows_B")[:count] = rows
+        step.part("writes_B")[:] = null
+        step.part("writes_B")[:n] = rows[:n]
+        samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
+        step.part("writes_B")[n:count] = np.where(samples, rows[n:], null)
+        step.part("lasts_B")[:count] = upto - 1
+        step.part("lengths_B")[:count] = begins + sizes
+        starts = step.part("starts")
+        starts[1 : count + 1] = upto
+        starts[count + 1 :] = total
+
+    def _turn_far(self, step: Step, decision: Decision, sizes: Ints, total: int) -> None:
+        """Positions of rotary rules that change with the length, in the second half of their tables."""
+        sequences = [*decision.decodes, *(chunk.sequence for chunk in decision.chunks)]
+        far: Ints = np.array([seq.far for seq in sequences], dtype=np.int32)
+        step.part("angles_T")[:total] += np.repeat(far, sizes) * self.max_model_len
+
+    def _edited(self, decision: Decision) -> Ints:
+        if not decision.edits:
+            return _NOTHING
+        places: list[int] = []
+        values: list[int] = []
+        for row, group, first, blocks in decision.edits:
+            self.tables_GRP[group, row, first : first + len(blocks)] = blocks
+            base = (group * (self.max_running + 1) + row) * self.pages + first
+            places.extend(range(base, base + len(blocks)))
+            values.extend(blocks)
+        latest = dict(zip(places, values, strict=True))  # of several changes of a place the last counts
+        return np.array([list(latest), list(latest.values())], dtype=np.int32)
+
+    def _admitted(self, seq: Sequence) -> Admitted:
+        params = seq.request.params
+        (self._special.discard if _is_ordinary(seq, params) else self._special.add)(seq.row)
+        seed = (self._new_seed() if params.seed is None else params.seed) + seq.index
+        return Admitted(
+            row=seq.row,
+            tokens=_token_bytes(seq),
+            ints=(seed, params.top_k, seq.num_prompt),
+            floats=(
+                params.temperature,
+                params.min_p,
+                params.top_p,
+                params.repetition_penalty,
+                params.presence_penalty,
+                params.frequency_penalty,
+            ),
+        )
+
+    def _extras(self, decision: Decision) -> list[Extra]:
+        special = self._special
+        if not special:
+            return []
+        found = [
+            _extra(i, seq, position + 1)
+            for i, (seq, row, position) in enumerate(
+                zip(decision.decodes, decision.rows, decision.positions, strict=True)
+            )
+            if row in special
+        ]
+        first = len(decision.decodes)
+        return found + [
+            _extra(first + i, chunk.sequence, chunk.start + chunk.size)
+            for i, chunk in enumerate(decision.chunks)
+            if chunk.samples and chunk.row in special
+        ]
+
+
+def _decoding(shape: Shape, rows: list[int], null: int) -> Ints:
+    """What does not change while the same rows decode."""
+    ints: Ints = np.zeros(shape.size, dtype=np.int32)
+    parts, count = shape.parts(), len(rows)
+    for name in ("rows_T", "rows_B", "writes_B"):
+        at, size = parts[name]
+        ints[at : at + size] = null
+        ints[at : at + count] = rows
+    at, size = parts["slots_GT"]
+    ints[at : at + size] = -1
+    at = parts["lasts_B"][0]
+    ints[at : at + count] = np.arange(count)
+    at, size = parts["starts"]
+    ints[at : at + size] = np.minimum(np.arange(size), count)
+    return ints
+
+
+def _is_ordinary(seq: Sequence, params: SamplingParams) -> bool:
+    """Nothing asked for but temperature, top-k, top-p, min-p and a seed."""
+    penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+    return not (penalised or params.logit_bias or params.min_tokens or params.logprobs is not None or seq.constraint)
+
+
+def _extra(at: int, seq: Sequence, end: int) -> Extra:
+    params = seq.request.params
+    short = end - seq.num_prompt + 1 < params.min_tokens
+    return Extra(
+        at=at,
+        bias=tuple(params.logit_bias.items()),
+        banned=tuple(sorted(seq.stops)) if short else (),
+        penalised=bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty),
+        num_top=params.logprobs,
+        masked=seq.constraint is not None,
+    )
+
+
+def _prompt_logprobs(decision: Decision) -> list[PromptLogprobs]:
+    """Chunks whose sequences want log-probabilities of prompt tokens that they have not got yet."""
+    found, at = [], len(decision.decodes)
+    for chunk in decision.chunks:
+        seq, wanted = chunk.sequence, chunk.sequence.request.params.prompt_logprobs
+        end = min(chunk.start + chunk.size, seq.num_prompt - 1)
+        if wanted is not None and end > chunk.start:
+            targets = tuple(seq.tokens[chunk.start + 1 : end + 1])
+            found.append(PromptLogprobs(first=at, size=end - chunk.start, targets=targets, num_top=wanted))
+        at += chunk.size
+    return found
+
+
+def _token_bytes(seq: Sequence) -> bytes:
+    """Tokens known so far; those of full blocks are at hand as bytes, which matters for long prompts."""
+    data = b"".join(seq.chain.chunks)
+    return data + array("i", seq.tokens[len(data) // 4 :]).tobytes()

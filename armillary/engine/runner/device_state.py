@@ -1,0 +1,85 @@
+"""What stays on the device between steps: each row's tokens, block tables and wishes, and the blocks themselves.
+
+A token that one step draws is written here and read by the next: the host only says which rows and positions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from armillary.engine.runner.step_input import Admitted, Step
+from armillary.kernels.paged.paged_attention import by_heads
+
+# R rows of the batch and the null row, T tokens of the longest, G groups of layers, P blocks of the longest sequence
+
+FLOATS = ("temperature", "min_p", "top_p", "repetition", "presence", "frequency")
+INTS = ("seed", "top_k", "num_prompt")
+
+
+class DeviceRows:
+    """Buffers that never move, so that CUDA graphs can be captured over them."""
+
+    def __init__(
+        self,
+        *,
+        max_running: int,
+        max_model_len: int,
+        pages: int,
+        groups: int,
+        blocks: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        rows = max_running + 1
+        self.tokens_RT = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
+        self.tables_GRP = torch.zeros(groups, rows, pages, dtype=torch.int32, device=device)
+        self.floats_FR = torch.zeros(len(FLOATS), rows, device=device)
+        self.floats_FR[2:4] = 1.0
+        self.ints_IR = torch.zeros(len(INTS), rows, dtype=torch.int64, device=device)
+        self._shape, self._dtype = blocks, dtype
+        self.blocks = self._made(blocks[1])
+        """[layer of a group, block, keys and values, head, token, dim]"""
+
+    def allocate(self, num_blocks: int) -> None:
+        """Other blocks in place of those there are; before any graph is captured over them."""
+        self.blocks = self._made(num_blocks)
+
+    def _made(self, num_blocks: int) -> Tensor:
+        zeros = by_heads if self.device.type == "cpu" else torch.zeros
+        made: Tensor = zeros((self._shape[0], num_blocks, *self._shape[2:]), dtype=self._dtype, device=self.device)
+        return made
+
+    def take(self, step: Step) -> None:
+        """What a step changes before it computes: new rows, table entries, copies of blocks."""
+        if step.admitted:
+            self._admit(step.admitted)
+        if step.edits.size:
+            places, values = self.send(step.edits).unbind()
+            self.tables_GRP.view(-1)[places.long()] = values
+        if step.copies.size:
+            sources, targets = self.send(step.copies).long().unbind()
+            self.blocks[:, targets] = self.blocks[:, sources]
+
+    def _admit(self, admitted: list[Admitted]) -> None:
+        rows = torch.tensor([new.row for new in admitted])
+        floats = torch.tensor([new.floats for new in admitted]).T.contiguous()
+        ints = torch.tensor([new.ints for new in admitted], dtype=torch.int64).T.contiguous()
+        rows = self._sent(rows)
+        self.floats_FR[:, rows] = self._sent(floats)
+        self.ints_IR[:, rows] = self._sent(ints)
+        sizes = [len(new.tokens) // 4 for new in admitted]
+        flat = self._sent(torch.frombuffer(bytearray(b"".join(new.tokens for new in admitted)), dtype=torch.int32))
+        for new, tokens in zip(admitted, flat.split(sizes), strict=True):
+            self.tokens_RT[new.row, : len(tokens)] = tokens
+
+    def send(self, numbers: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+        """To the device, without waiting."""
+        return self._sent(torch.from_numpy(np.ascontiguousarray(numbers)))
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)

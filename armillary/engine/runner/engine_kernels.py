@@ -1,0 +1,154 @@
+"""The kernels an engine computes with, chosen once when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from armillary.kernels.core.choose import choose
+from armillary.kernels.core.dtype import DTYPES
+from armillary.kernels.core.op import Case, Op
+from armillary.kernels.core.requirements import has_triton
+from armillary.kernels.gemm.grouped import GROUPED_LINEAR, GroupedCase
+from armillary.kernels.gemm.skinny import SMALL_LINEAR, SmallLinear
+from armillary.kernels.norm.norm import ADD_NORM, NORM, NormCase, add_norm, norm, row_add_norm, row_norm
+from armillary.kernels.paged.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, paged_attention
+from armillary.kernels.paged.qkv_to_cache import QKV_CACHE, QkvCase, qkv_cache, unpadded
+from armillary.kernels.pointwise.activation import ACTIVATE, ActivationCase, activate
+from armillary.kernels.sampling.cpu import sample as sample_rows
+from armillary.kernels.sampling.logprobs import LOGPROBS, LogprobCase, logprobs
+from armillary.kernels.sampling.sampling import SAMPLE, SampleCase, sample
+from armillary.spec.model import ModelConfig
+
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKernels:
+    """One function an operation."""
+
+    norm: Run = norm
+    add_norm: Run = add_norm
+    activate: Run = activate
+    qkv_cache: Run = qkv_cache
+    norms_apart: bool = False
+    """`qkv_cache` knows no norm over all heads, which the model has"""
+    attention: Run = paged_attention
+    tokens: Run | None = None
+    """`qkv_cache` and `attention` in one for a few sequences with one new token each; none: one after the other"""
+    look_up: Run | None = None
+    """what a decoding step needs of its rows in one launch; none: a lookup each"""
+    put: Run | None = None
+    """drawn tokens into their rows, likewise"""
+    sample: Run = sample
+    logprobs: Run = logprobs
+    small: Run | None = None
+    """products of a few tokens with the norm before and the gate or residual after; none: plain products"""
+    grouped: Run | None = None
+    """products of all experts of a layer, which wait for nothing; none: expert by expert"""
+    capturable: bool = False
+    """none of them waits for the device, so that steps can be CUDA graphs"""
+
+
+_CHECKED = 8
+"""rows that kernels are held against the reference with: an engine starts quickly, the bench checks large ones"""
+REFERENCE = EngineKernels()
+"""what every other choice is held against"""
+
+
+def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, batch: int) -> EngineKernels:
+    """The first deterministic version of each operation that this device and model can use; nothing is timed, so that
+    an engine starts quickly and two of them compute alike."""
+    if device.type == "cpu":
+        return EngineKernels(
+            norm=row_norm, add_norm=row_add_norm, qkv_cache=unpadded, attention=by_sdpa, sample=sample_rows
+        )
+    name = next(key for key, known in DTYPES.items() if known == dtype)
+    on: dict[str, Any] = {"dtype": name, "device": device.type}
+    batch = min(batch, _CHECKED)
+    heads: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    normed = NormCase(rows=batch, columns=config.hidden, kind=config.norm, plus_one=config.norm_plus_one, **on)
+    ffn = config.ffn or config.hidden
+    apart = config.qk_norm == "all" and config.norm == "rms" and not config.norm_plus_one
+    qk: dict[str, Any] = {"norm": config.norm, "whole": config.qk_norm == "all"}
+    if apart or config.qk_norm == "none":
+        qk = {"norm": "none"}
+    small = SmallLinear(tokens=1, outputs=config.hidden, inputs=config.hidden, **on)
+    into_cache = choose(
+        QKV_CACHE, QkvCase(tokens=batch, rotary=config.rotary_dim, **heads, **qk, **on), deterministic=True
+    )
+    attention = choose(
+        PAGED_ATTENTION, PagedCase(batch=batch, context=min(config.context, 256), **heads, **on), deterministic=True
+    )
+    grouped = _grouped(config, batch, on)
+    return EngineKernels(
+        grouped=grouped,
+        norm=_first(NORM, normed),
+        add_norm=_first(ADD_NORM, normed),
+        activate=_first(
+            ACTIVATE, ActivationCase(rows=batch, ffn=ffn, activation=config.activation, gated=config.gated, **on)
+        ),
+        qkv_cache=into_cache.run,
+        norms_apart=apart,
+        attention=attention.run,
+        **_lookups(device),
+        tokens=_tokens() if into_cache.version == attention.version == "triton" and not apart else None,
+        capturable=(
+            into_cache.version == attention.version == "triton" and (config.moe is None or grouped is not None)
+        ),
+        sample=_first(SAMPLE, SampleCase(batch=batch, vocab=config.vocab, **on)),
+        logprobs=_first(LOGPROBS, LogprobCase(batch=batch, vocab=config.vocab, **on)),
+        small=_first(SMALL_LINEAR, small) if _plain(config) else None,
+    )
+
+
+def _grouped(config: ModelConfig, batch: int, on: dict[str, Any]) -> Run | None:
+    if config.moe is None:
+        return None
+    case = GroupedCase(
+        rows=batch * config.moe.top_k,
+        experts=config.moe.num_experts,
+        outputs=2 * config.moe.ffn,
+        inputs=config.hidden,
+        **on,
+    )
+    chosen = choose(GROUPED_LINEAR, case, deterministic=True)
+    return None if chosen.version == "eager" else chosen.run
+
+
+def _lookups(device: torch.device) -> dict[str, Any]:
+    if not has_triton(device):
+        return {}
+    from armillary.kernels.paged.decode_inputs_triton import look_up, put
+
+    return {"look_up": look_up, "put": put}
+
+
+def _tokens() -> Run:
+    from armillary.kernels.paged.single_token_triton import attend_tokens
+
+    return attend_tokens
+
+
+def _first(op: Op, case: Case) -> Run:
+    return choose(op, case, deterministic=True).run
+
+
+def _plain(config: ModelConfig) -> bool:
+    """Whether the fused small products have the model's norm and activation: an RMS norm, SwiGLU, no biases."""
+    biased = config.qkv_bias or config.out_bias or config.mlp_bias
+    return (
+        config.norm == "rms"
+        and config.norm_weight
+        and not config.norm_plus_one
+        and config.norm_at == "before"
+        and config.gated
+        and config.activation == "silu"
+        and not biased
+        and config.parallel == "none"
+        and config.residual_scale == 1.0
+        and config.moe is None
+    )

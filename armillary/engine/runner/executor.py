@@ -1,0 +1,294 @@
+"""The executor: a decision becomes one array, one copy to the device and one CUDA graph, and nothing waits.
+
+Tokens come back by an asynchronous copy that `tokens` waits for, so the host decides the next step meanwhile. On a CPU
+the same code runs without graphs and without padding. `PlainExecutor` is its slow twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.request.logprob import Logprob
+from armillary.engine.request.sequence import Sequence
+from armillary.engine.runner.batch_encoder import Encoder
+from armillary.engine.runner.cuda_graphs import GraphSteps, Steps
+from armillary.engine.runner.device_state import DeviceRows
+from armillary.engine.runner.engine_kernels import EngineKernels, pick_kernels
+from armillary.engine.runner.forward import Forward, gathered, inputs_of
+from armillary.engine.runner.out_of_memory import first_line, is_out_of_memory
+from armillary.engine.runner.sampler import DeviceSampler, Masks
+from armillary.engine.runner.step_input import Ints, Shape, Step
+from armillary.engine.scheduler.decision import Decision
+from armillary.engine.scheduler.loop import StepTooLarge
+from armillary.engine.scheduler.settings import rope_switch
+from armillary.model.transformer import Transformer
+
+# T tokens, B sequences, V vocabulary, W words of 32 tokens
+
+_HEAD_TOKENS = 256
+"""prompt tokens whose logits are held at once"""
+
+
+@dataclass(kw_only=True)
+class Launched:
+    """A step under way."""
+
+    decision: Decision
+    step: Step
+    tokens_B: Tensor | None = None
+    """on the host once `done`, as are the next two"""
+    told: Tensor | None = None
+    """log-probabilities of the sequences that want them (`DeviceSampler.told`)"""
+    prompts: list[Tensor] = field(default_factory=list)
+    """those of prompt tokens"""
+    done: torch.cuda.Event | None = None
+    logits_BV: Tensor | None = None
+    """where tokens are not drawn yet: what structures allow depends on tokens of the step before"""
+
+    @property
+    def late(self) -> bool:
+        """Whether `draw` is still to be called."""
+        return self.logits_BV is not None
+
+
+class FastExecutor:
+    """Encoder, rows on the device, the model, the sampler, and graphs of them."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        *,
+        max_running: int,
+        max_model_len: int,
+        max_tokens: int = 2048,
+        new_seed: Callable[[], int] = lambda: 0,
+        kernels: EngineKernels | None = None,
+        graphs: bool | None = None,
+        kv_dtype: torch.dtype | None = None,
+        kv_heads: int | None = None,
+    ) -> None:
+        weight, config = next(model.parameters()), model.config
+        self.device, self.vocab = weight.device, config.vocab
+        self.max_running, self.max_tokens = max_running, max_tokens
+        self.kernels = kernels or pick_kernels(config, dtype=weight.dtype, device=self.device, batch=max_running)
+        pages, slots = -(-max_model_len // cache.block_tokens), max(len(group.layers) for group in cache.groups)
+        blocks = (slots, cache.pool.num_blocks, 2, kv_heads or config.kv_heads, cache.block_tokens, config.head_dim)
+        self.rows = DeviceRows(
+            max_running=max_running,
+            max_model_len=max_model_len,
+            pages=pages,
+            groups=len(cache.groups),
+            blocks=blocks,
+            dtype=kv_dtype or weight.dtype,
+            device=self.device,
+        )
+        with torch.inference_mode():
+            self.forward = Forward(model, self.rows, cache.groups, self.kernels, max_model_len=max_model_len)
+        self.sampler = DeviceSampler(self.rows, self.kernels)
+        self.steps = self._steps(graphs, max_running, max_tokens)
+        self.encoder = Encoder(
+            max_running=max_running,
+            max_model_len=max_model_len,
+            block_tokens=cache.block_tokens,
+            groups=len(cache.groups),
+            new_seed=new_seed,
+            fit=self.steps.fit,
+            far=rope_switch(config) is not None,
+        )
+
+    def _steps(self, graphs: bool | None, max_running: int, max_tokens: int) -> Steps:
+        if self.device.type != "cuda" or graphs is False or not self.kernels.capturable:
+            return Steps(self._compute, self.rows.send)
+        return GraphSteps(
+            self._compute,
+            self.rows.send,
+            max_running=max_running,
+            max_tokens=max_tokens,
+            device=self.device,
+            null=lambda shape: null_step(shape, max_running),
+        )
+
+    def warm(self) -> int:
+        """Capture what there is to capture before the first request; how many graphs that is."""
+        with torch.inference_mode():
+            return self.steps.warm(self.encoder.groups)
+
+    def run_largest(self) -> None:
+        """The largest step there can be, of padding alone: it takes the memory that steps take."""
+        shape = Shape(*self.encoder.fit(self.max_tokens, self.max_running, False), self.encoder.groups, False)
+        with torch.inference_mode():
+            self._compute(shape, True, self.rows.send(null_step(shape, self.max_running)))
+
+    def graph_bytes(self) -> int:
+        """Memory that graphs will take, by two that are captured and let go of."""
+        with torch.inference_mode():
+            return self.steps.trial(self.encoder.groups)
+
+    def launch(self, decision: Decision) -> Launched:
+        """Begin a step; where structures limit its tokens they are drawn by `draw`, the model is computed meanwhile."""
+        return self._contained(lambda: self.run(self.encoder.encode(decision), decision))
+
+    def draw(self, launched: Launched) -> None:
+        """Draw tokens of a step that is `late`: all tokens before them are known to their structures now."""
+        self._contained(lambda: self._drawn(launched, self.masks(launched.step, launched.decision)))
+
+    def _contained(self, work: Callable[[], Any]) -> Any:
+        """Where an allocation fails, cached memory is given back first, and `StepTooLarge` says so: what was launched
+        of the step wrote nothing that a smaller one does not write again."""
+        try:
+            with torch.inference_mode():
+                return work()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            said = first_line(error)
+        if self.device.type == "cuda":  # only now that the error is gone, whose frames hold the step's tensors
+            torch.cuda.empty_cache()
+        raise StepTooLarge(
+            f"there was no memory for this request alone ({said}); lower serve.memory_fraction, shorten "
+            "its prompt, or ask for no log-probabilities or penalties"
+        )
+
+    def run(self, step: Step, decision: Decision, masks: Masks | None = None) -> Launched:
+        """A step that is encoded already; `masks` where another rank has asked the structures."""
+        self.rows.take(step)
+        launched = Launched(decision=decision, step=step)
+        if step.prompts:
+            logits_BV, launched.prompts = self._with_prompts(step)
+        else:
+            quick = step.draws and not step.extras
+            result = self.steps.run(step.shape, quick, step.ints)
+            launched.tokens_B, logits_BV = (result, None) if quick else (None, result)
+        if step.draws and logits_BV is not None:
+            launched.logits_BV = logits_BV
+            if masks is None and any(extra.masked for extra in step.extras):
+                return launched
+            return self._drawn(launched, masks or {})
+        return self._sent(launched)
+
+    def _compute(self, shape: Shape, quick: bool, packed: Tensor) -> Tensor:
+        """Tokens [B] where they are drawn the quick way, else logits [B, V]."""
+        inputs = self.forward.inputs(shape, packed)
+        logits_BV = self.forward.logits(self.forward.last(inputs))
+        return self.sampler.quick(logits_BV, inputs) if quick else logits_BV
+
+    def _drawn(self, launched: Launched, masks: Masks) -> Launched:
+        """Tokens of a step with rows that ask for more than the fast way gives."""
+        step, logits_BV = launched.step, launched.logits_BV
+        assert logits_BV is not None
+        inputs = inputs_of(step.shape, self.rows.send(step.ints))
+        launched.tokens_B, launched.told = self.sampler.full(logits_BV, inputs, step, masks)
+        launched.logits_BV = None
+        return self._sent(launched)
+
+    def _with_prompts(self, step: Step) -> tuple[Tensor | None, list[Tensor]]:
+        """Logits of prompt tokens are wanted too, a few at a time."""
+        inputs = inputs_of(step.shape, self.rows.send(step.ints))
+        hidden_TH = self.forward.hidden(inputs)
+        prompts = []
+        for wanted in step.prompts:
+            targets = torch.tensor(wanted.targets, device=self.device)
+            pieces = hidden_TH[wanted.first : wanted.first + wanted.size].split(_HEAD_TOKENS)
+            found = [
+                self.sampler.told(self.forward.logits(piece), target, wanted.num_top)
+                for piece, target in zip(pieces, targets.split(_HEAD_TOKENS), strict=True)
+            ]
+            prompts.append(torch.cat(found))
+        return self.forward.logits(gathered(inputs, hidden_TH)) if step.draws else None, prompts
+
+    def masks(self, step: Step, decision: Decision) -> Masks:
+        """What the structures of a step allow; of answers that ended meanwhile, everything."""
+        found = {}
+        for at in (extra.at for extra in step.extras if extra.masked):
+            seq = self._sequence(decision, at)
+            assert seq.constraint is not None
+            if seq.finish is None:
+                found[at] = seq.constraint.allowed()
+        return found
+
+    @staticmethod
+    def _sequence(decision: Decision, at: int) -> Sequence:
+        first = len(decision.decodes)
+        return decision.decodes[at] if at < first else decision.chunks[at - first].sequence
+
+    def _sent(self, launched: Launched) -> Launched:
+        """Begin to copy tokens and log-probabilities to the host. A step without tokens is waited for as well, so that
+        no more than two are ever under way."""
+        if self.device.type == "cuda":
+            launched.tokens_B, launched.told = _to_host(launched.tokens_B), _to_host(launched.told)
+            launched.prompts = [host for found in launched.prompts if (host := _to_host(found)) is not None]
+            launched.done = torch.cuda.Event()
+            launched.done.record()
+        return launched
+
+    def tokens(self, launched: Launched) -> list[int]:
+        """Wait for the device; log-probabilities are left with their sequences."""
+        if launched.done is not None:
+            launched.done.synchronize()
+        _tell_prompts(launched)
+        if launched.tokens_B is None:
+            return []
+        found, decision = launched.tokens_B.tolist(), launched.decision
+        _tell(launched, found)
+        first = len(decision.decodes)
+        return found[:first] + [found[first + i] for i, chunk in enumerate(decision.chunks) if chunk.samples]
+
+
+def null_step(shape: Shape, null_row: int) -> Any:
+    """Padding alone."""
+    ints: Ints = np.zeros(shape.size, dtype=np.int32)
+    for name, (at, size) in shape.parts().items():
+        if name in ("rows_T", "rows_B", "writes_B"):
+            ints[at : at + size] = null_row
+        elif name == "slots_GT":
+            ints[at : at + size] = -1
+    return ints
+
+
+def _to_host(tensor: Tensor | None) -> Tensor | None:
+    """On its way, without waiting."""
+    if tensor is None:
+        return None
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _tell(launched: Launched, tokens: list[int]) -> None:
+    """Log-probabilities to their sequences, out of one table."""
+    if launched.told is None:
+        return
+    wanted = [extra for extra in launched.step.extras if extra.num_top is not None]
+    for extra, row in zip(wanted, launched.told.tolist(), strict=True):
+        made = _logprob(tokens[extra.at], row, extra.num_top or 0)
+        FastExecutor._sequence(launched.decision, extra.at).logprobs.append(made)
+
+
+def _tell_prompts(launched: Launched) -> None:
+    """Each position once, however often a prompt is computed."""
+    chunks = [
+        c
+        for c in launched.decision.chunks
+        if c.sequence.request.params.prompt_logprobs is not None
+        and min(c.start + c.size, c.sequence.num_prompt - 1) > c.start
+    ]
+    for chunk, wanted, told in zip(chunks, launched.step.prompts, launched.prompts, strict=True):
+        kept, skipped = chunk.sequence.prompt_logprobs, len(chunk.sequence.prompt_logprobs) - chunk.start
+        if 0 <= skipped < wanted.size:
+            kept += [
+                _logprob(token, row, wanted.num_top)
+                for token, row in zip(wanted.targets[skipped:], told[skipped:].tolist(), strict=True)
+            ]
+
+
+def _logprob(token: int, row: list[float], num_top: int) -> Logprob:
+    """Out of a row of `DeviceSampler.told`."""
+    most = (len(row) - 1) // 2
+    ids = map(int, row[1 + most : 1 + most + num_top])
+    return Logprob(token, row[0], tuple(zip(ids, row[1 : 1 + min(most, num_top)], strict=True)))

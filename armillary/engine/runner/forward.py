@@ -1,0 +1,265 @@
+"""The model over paged blocks in few launches: what an engine computes in a step, from tokens to logits.
+
+A layer is nine calls (norm with the residual's sum, fused QKV, heads into the cache, attention, out, norm, up,
+activation, down), or six for a few tokens, where norms, gate and residual are part of the products. Nothing here waits
+for the device, so that the whole can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from armillary.engine.cache.layer_groups import Group
+from armillary.engine.runner.device_state import DeviceRows
+from armillary.engine.runner.engine_kernels import EngineKernels
+from armillary.engine.runner.full_qk_norm import whole_norm
+from armillary.engine.runner.layer import Dense, Layer, Product, make_layer
+from armillary.engine.runner.rope_tables import angle_tables
+from armillary.engine.runner.step_input import Shape
+from armillary.kernels.gemm.skinny import MOST_TOKENS
+from armillary.kernels.paged.paged_attention import PagedBatch
+from armillary.kernels.paged.single_token import plain
+from armillary.model.layers.norm import Norm
+from armillary.model.moe.sorted_dispatch import SortedDispatch
+from armillary.model.transformer import Transformer
+
+# T tokens, B sequences, H hidden, V vocabulary, G groups of layers, R rotated dims / 2
+
+Together = Callable[[Tensor], Tensor]
+
+
+def alone(x: Tensor) -> Tensor:
+    """What ranks do with a partial sum where there is but one."""
+    return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """A step on the device."""
+
+    shape: Shape
+    packed: Tensor
+    """int32, the parts of the shape"""
+    wide: Tensor
+    """the same, int64"""
+    found: Any = None
+    """decode inputs gathered in one launch (kernels/paged/decode_inputs_triton.py); None: each gathered where used"""
+
+    def narrow(self, name: str) -> Tensor:
+        at, size = self.shape.parts()[name]
+        return self.packed[at : at + size]
+
+    def long(self, name: str) -> Tensor:
+        at, size = self.shape.parts()[name]
+        return self.wide[at : at + size]
+
+
+def inputs_of(shape: Shape, packed: Tensor) -> Inputs:
+    return Inputs(shape=shape, packed=packed, wide=packed.long())
+
+
+class Forward:
+    """Layers, rotary tables and the head."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        rows: DeviceRows,
+        groups: tuple[Group, ...],
+        kernels: EngineKernels,
+        *,
+        max_model_len: int,
+    ) -> None:
+        place = {layer: (g, slot) for g, group in enumerate(groups) for slot, layer in enumerate(group.layers)}
+        assert sorted(place) == list(range(model.config.num_layers)), "the cache was planned for another model"
+        self.model, self.rows, self.kernels = model, rows, kernels
+        self.layers = [make_layer(block, *place[int(name)]) for name, block in model.blocks.items()]  # type: ignore[arg-type]
+        for layer in self.layers:
+            if layer.mixture is not None and kernels.grouped is not None:
+                layer.mixture.dispatch = SortedDispatch(kernels.grouped)
+        self.angles = None if model.rotary is None else angle_tables(model.rotary, max_model_len)
+        self.reduce: Together = alone
+        """adds up what each rank has of a product's result"""
+        self.into_cache = whole_norm(kernels.qkv_cache, model.config) if kernels.norms_apart else kernels.qkv_cache
+        self.head: Product = model.head
+        self.one_head = _plain_head(model) if kernels.small is not None and model.norm is not None else None
+        """the head's weight, where a single token's norm and logits can be one product"""
+
+    def last(self, inputs: Inputs) -> Tensor:
+        """[B, H]: the last token of each sequence, before the last norm. Where most tokens are others, the last layer
+        leaves them out behind its attention."""
+        shape = inputs.shape
+        if shape.decodes:
+            return self.hidden(inputs)
+        if shape.rows < shape.tokens:
+            return self.hidden(inputs, inputs.long("lasts_B"))
+        return gathered(inputs, self.hidden(inputs))
+
+    def hidden(self, inputs: Inputs, wanted: Tensor | None = None) -> Tensor:
+        """[T, H], before the last norm; of the `wanted` tokens alone where they are given."""
+        shape, (tokens_T, tables_GBP, turns) = inputs.shape, self._looked_up(inputs)
+        x = self.model.embed(tokens_T, inputs.long("positions_T"))
+        batches = [
+            PagedBatch(
+                tables_BP=tables_BP,
+                starts=inputs.narrow("starts"),
+                max_query=shape.max_query,
+                lengths_B=inputs.narrow("lengths_B"),
+            )
+            for tables_BP in tables_GBP
+        ]
+        slots_GT = inputs.long("slots_GT").view(shape.groups, -1)
+        small = self.kernels.small is not None and len(x) <= MOST_TOKENS
+        added: Tensor | None = None
+        for layer in self.layers:
+            kept = wanted if layer is self.layers[-1] else None
+            context = (batches[layer.group], slots_GT[layer.group], turns[layer.sliding], kept)
+            if small:
+                x = self._small(layer, x, *context)
+            else:
+                x, added = self._layer(layer, x, added, *context)
+        return x if added is None else x + added
+
+    def inputs(self, shape: Shape, packed: Tensor) -> Inputs:
+        """A step's numbers, and what they say of its rows."""
+        look, angles = self.kernels.look_up, self.angles
+        if look is None or not shape.decodes or angles is None or angles[True] is not angles[False]:
+            return inputs_of(shape, packed)
+        rows, parts = self.rows, shape.parts()
+        places = {name: parts[name][0] for name in ("rows_T", "positions_T", "angles_T", "rows_B")}
+        found = look(
+            packed, places, shape.rows, rows.tokens_RT, rows.tables_GRP, angles[False], rows.floats_FR, rows.ints_IR
+        )
+        return Inputs(shape=shape, packed=packed, wide=found.wide, found=found)
+
+    def _looked_up(self, inputs: Inputs) -> tuple[Tensor, Tensor, dict[bool, tuple[Tensor | None, Tensor | None]]]:
+        """(tokens, block tables, cos and sin)"""
+        rows, found = self.rows, inputs.found
+        if found is not None:
+            turn = (found.cos_BA, found.sin_BA)
+            return found.tokens_B, found.tables_GBP, {False: turn, True: turn}
+        tokens_T = rows.tokens_RT[inputs.long("rows_T"), inputs.long("positions_T")]
+        return tokens_T, rows.tables_GRP[:, inputs.long("rows_B")], self._turns(inputs.long("angles_T"))
+
+    def logits(self, hidden_BH: Tensor) -> Tensor:
+        """[B, V]"""
+        norm, small = self.model.norm, self.kernels.small
+        if self.one_head is not None and small is not None and len(hidden_BH) == 1 and self.head == self.model.head:
+            assert norm is not None
+            return small(hidden_BH, self.one_head, norm.weight, None, norm.eps)  # type: ignore[no-any-return]
+        return self.head(hidden_BH if norm is None else self._norm(norm, hidden_BH))
+
+    def _turns(self, angles_T: Tensor) -> dict[bool, tuple[Tensor | None, Tensor | None]]:
+        if self.angles is None:
+            return {False: (None, None), True: (None, None)}
+        full = tuple(table[angles_T] for table in self.angles[False])
+        same = self.angles[True] is self.angles[False]
+        local = full if same else tuple(table[angles_T] for table in self.angles[True])
+        return {False: full, True: local}  # type: ignore[dict-item]
+
+    def _layer(
+        self,
+        layer: Layer,
+        x: Tensor,
+        added: Tensor | None,
+        batch: PagedBatch,
+        slots_T: Tensor,
+        turn: tuple[Tensor | None, Tensor | None],
+        kept: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(residual stream, what is still to be added to it); behind attention of the `kept` tokens alone."""
+        norms = layer.norms
+        normed, x = self._summed(norms["attention_norm"], x, added)
+        mixed = self._mixed(layer, layer.qkv(normed), batch, slots_T, turn)
+        if kept is not None:
+            mixed, normed, x = (each.index_select(0, kept) for each in (mixed, normed, x))
+        mixed = _scaled(self._after(norms["attention_post_norm"], self.reduce(layer.out(mixed))), layer.scale)
+        if layer.parallel:
+            own = norms["mlp_norm"]
+            inner = normed if own is None else self._norm(own, x)
+            return x, mixed + _scaled(self._mlp(layer, inner), layer.scale)
+        normed, x = self._summed(norms["mlp_norm"], x, mixed)
+        return x, _scaled(self._after(norms["mlp_post_norm"], self._mlp(layer, normed)), layer.scale)
+
+    def _mixed(
+        self,
+        layer: Layer,
+        qkv: Tensor,
+        batch: PagedBatch,
+        slots_T: Tensor,
+        turn: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor:
+        blocks = self.rows.blocks[layer.slot]
+        cos, sin = turn if layer.rotates else (None, None)
+        if self.kernels.tokens is not None and plain(qkv, blocks, cos, layer.heads, batch, layer.options):
+            return self.kernels.tokens(qkv, blocks, slots_T, cos, sin, layer.heads, batch, layer.options)  # type: ignore[no-any-return]
+        q_TND, _ = self.into_cache(qkv, blocks, slots_T, cos, sin, layer.heads)
+        return self.kernels.attention(q_TND, blocks, batch, layer.options).flatten(1)  # type: ignore[no-any-return]
+
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        if layer.mixture is not None:
+            return self.reduce(layer.mixture(x[None])[0])
+        assert layer.up is not None and layer.down is not None
+        return self.reduce(layer.down(self.kernels.activate(layer.up(x), layer.activation, layer.gated)))
+
+    def _small(
+        self,
+        layer: Layer,
+        x: Tensor,
+        batch: PagedBatch,
+        slots_T: Tensor,
+        turn: tuple[Tensor | None, Tensor | None],
+        kept: Tensor | None,
+    ) -> Tensor:
+        """A few tokens: norms, gate and residual are part of the products."""
+        small, first, second = self.kernels.small, layer.norms["attention_norm"], layer.norms["mlp_norm"]
+        assert small is not None and first is not None and second is not None
+        qkv = small(x, _weight(layer.qkv), first.weight, None, first.eps)
+        mixed = self._mixed(layer, qkv, batch, slots_T, turn)
+        if kept is not None:
+            mixed, x = mixed.index_select(0, kept), x.index_select(0, kept)
+        x = small(mixed, _weight(layer.out), None, x)
+        inner = small(x, _weight(layer.up), second.weight, None, second.eps, True)
+        return small(inner, _weight(layer.down), None, x)  # type: ignore[no-any-return]
+
+    def _norm(self, norm: Norm, x: Tensor) -> Tensor:
+        return self.kernels.norm(x, norm.weight, norm.bias, norm.eps, norm.kind, norm.plus_one)  # type: ignore[no-any-return]
+
+    def _after(self, norm: Norm | None, x: Tensor) -> Tensor:
+        return x if norm is None else self._norm(norm, x)
+
+    def _summed(self, norm: Norm | None, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, the sum)."""
+        if norm is None or added is None:
+            x = x if added is None else x + added
+            return self._after(norm, x), x
+        return self.kernels.add_norm(added, x, norm.weight, norm.bias, norm.eps, norm.kind, norm.plus_one)  # type: ignore[no-any-return]
+
+
+def _plain_head(model: Transformer) -> Tensor | None:
+    """The weight, where logits are nothing but a product with it."""
+    config, output = model.config, model.output
+    if config.logit_scale != 1.0 or config.logit_softcap is not None or model.embedding is None:
+        return None
+    if output is None:
+        return model.embedding.weight
+    return output.weight if isinstance(output, nn.Linear) and output.bias is None else None
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale
+
+
+def _weight(product: Product | None) -> Tensor:
+    assert isinstance(product, Dense), "small products take plain weights"
+    return product.weight
+
+
+def gathered(inputs: Inputs, hidden_TH: Tensor) -> Tensor:
+    """[B, H]: the last token of each sequence."""
+    return torch.index_select(hidden_TH, 0, inputs.long("lasts_B"))

@@ -1,0 +1,120 @@
+"""The slow twin of the executor: the model, eager, over paged blocks, by the reference kernels.
+
+Faster ones must give the same tokens. Everything a decision says is done here in the order it is to be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.runner.reference_sampler import draw
+from armillary.engine.scheduler.decision import Decision
+from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions, paged_attention
+from armillary.model.layers.attention_forms import Attend, How
+from armillary.model.transformer import Transformer
+
+# T packed tokens, S sequences of the step, G groups of layers, P blocks of the longest sequence
+
+
+class PlainExecutor:
+    """Rows of tokens and block tables, and the blocks themselves."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        *,
+        max_running: int,
+        max_model_len: int,
+        new_seed: Callable[[], int] = lambda: 0,
+    ) -> None:
+        weight = next(model.parameters())
+        config, self.size = model.config, cache.block_tokens
+        self.model, self.device = model, weight.device
+        self._place = {
+            layer: (g, slot) for g, group in enumerate(cache.groups) for slot, layer in enumerate(group.layers)
+        }
+        assert sorted(self._place) == list(range(config.num_layers)), "the cache was planned for another model"
+        slots = max(len(group.layers) for group in cache.groups)
+        shape = (slots, cache.pool.num_blocks, 2, config.kv_heads, self.size, config.head_dim)
+        self.blocks = torch.zeros(shape, dtype=weight.dtype, device=self.device)
+        """for each layer of a group: [block, keys and values, head, token, dim]"""
+        longest = -(-max_model_len // self.size)
+        self.tables_GRP = torch.zeros(len(cache.groups), max_running, longest, dtype=torch.int32, device=self.device)
+        self.tokens_RT = torch.zeros(max_running, max_model_len + 1, dtype=torch.int64, device=self.device)
+        """of each row: its tokens so far, those drawn included"""
+        self._seeds = [0] * max_running
+        self._new_seed = new_seed
+
+    def launch(self, decision: Decision) -> Tensor:
+        """Run a step; the tokens drawn for `decision.sampling`."""
+        with torch.inference_mode():
+            self._prepare(decision)
+            return self._compute(decision)
+
+    def _compute(self, decision: Decision) -> Tensor:
+        spans = [(row, at, 1) for row, at in zip(decision.rows, decision.positions, strict=True)]
+        spans += [(chunk.row, chunk.start, chunk.size) for chunk in decision.chunks]
+        hidden_TH = self._forward(spans)
+        drawing = list(range(len(decision.decodes)))
+        drawing += [len(decision.decodes) + i for i, chunk in enumerate(decision.chunks) if chunk.samples]
+        if not drawing:
+            return torch.empty(0, dtype=torch.int64)
+        lasts = torch.tensor([size for _, _, size in spans], device=self.device).cumsum(0) - 1
+        logits_SV = self.model.head(hidden_TH[lasts[drawing]]).float()
+        rows, ends = [spans[i][0] for i in drawing], [spans[i][1] + spans[i][2] for i in drawing]
+        tokens = draw(logits_SV, decision.sampling, [self._seeds[row] for row in rows], self.tokens_RT[rows], ends)
+        self.tokens_RT[rows, ends] = tokens.clamp_min(0)
+        return tokens
+
+    def tokens(self, launched: Tensor) -> list[int]:
+        """Wait for the device."""
+        found: list[int] = launched.tolist()
+        return found
+
+    def _prepare(self, decision: Decision) -> None:
+        for seq in decision.admitted:
+            self.tokens_RT[seq.row, : len(seq.tokens)] = torch.tensor(seq.tokens, device=self.device)
+            seed = seq.request.params.seed
+            self._seeds[seq.row] = (self._new_seed() if seed is None else seed) + seq.index
+        for row, group, first, blocks in decision.edits:
+            changed = torch.tensor(blocks, dtype=torch.int32, device=self.device)
+            self.tables_GRP[group, row, first : first + len(blocks)] = changed
+        if decision.copies:
+            sources, targets = zip(*decision.copies, strict=True)
+            self.blocks[:, list(targets)] = self.blocks[:, list(sources)]
+
+    def _forward(self, spans: list[tuple[int, int, int]]) -> Tensor:
+        """Hidden [T, H] of all tokens of the step, packed in the order of `spans`: (row, start, size)."""
+        device = self.device
+        rows_T = torch.tensor([row for row, _, size in spans for _ in range(size)], device=device)
+        positions_T = torch.tensor([start + i for _, start, size in spans for i in range(size)], device=device)
+        tokens_T = self.tokens_RT[rows_T, positions_T]
+        return self.model(tokens_T[None], positions_T[None], self._attend(spans, rows_T, positions_T))[0]
+
+    def _attend(self, spans: list[tuple[int, int, int]], rows_T: Tensor, positions_T: Tensor) -> Attend:
+        sizes = torch.tensor([0, *(size for _, _, size in spans)], dtype=torch.int32, device=self.device)
+        starts, longest = sizes.cumsum(0, dtype=torch.int32), int(sizes.max())
+        lengths_S = torch.tensor([start + size for _, start, size in spans], dtype=torch.int32, device=self.device)
+        batches = [
+            PagedBatch(tables_BP=tables_SP, starts=starts, lengths_B=lengths_S, max_query=longest)
+            for tables_SP in self.tables_GRP[:, [row for row, _, _ in spans]]
+        ]
+        pages_GT = self.tables_GRP[:, rows_T, positions_T // self.size].long()
+        places_T = positions_T % self.size
+
+        def attend(layer: int, q_1TND: Tensor, k_1TKD: Tensor, v_1TKD: Tensor, how: How) -> Tensor:
+            group, slot = self._place[layer]
+            blocks = self.blocks[slot]
+            for index, x_1TKD in enumerate((k_1TKD, v_1TKD)):
+                blocks[:, index].transpose(1, 2)[pages_GT[group], places_T] = x_1TKD[0].to(blocks.dtype)
+            options = PagedOptions(
+                scale=how.scale, window=how.window, softcap=how.softcap, sinks_N=how.sinks_N, slopes_N=how.slopes_N
+            )
+            return paged_attention(q_1TND[0], blocks, batches[group], options)[None]
+
+        return attend

@@ -1,0 +1,80 @@
+"""Drawing the next tokens of a step from their logits: every sequence by its own wishes and its own seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import torch
+from torch import Tensor
+
+from armillary.engine.request.sequence import Sequence
+from armillary.kernels.sampling.cpu import sample
+from armillary.kernels.sampling.sampling import Draws, Penalties
+
+# S sequences, V vocabulary, W words of 32 tokens
+
+
+def draw(
+    logits_SV: Tensor, sequences: Items[Sequence], seeds: Items[int], tokens_ST: Tensor, ends: Items[int]
+) -> Tensor:
+    """Token ids [S]; -1 where the numbers are of no use. `tokens_ST` holds ends[s] tokens of sequence s so far: prompt
+    and answer, also what is drawn and not yet known to the scheduler."""
+    wishes = [seq.request.params for seq in sequences]
+    device = logits_SV.device
+
+    def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor([getattr(wish, name) for wish in wishes], dtype=dtype, device=device)
+
+    counts_SV, prompt_SV = _counted(logits_SV.shape[1], sequences, tokens_ST, ends)
+    draws = Draws(
+        temperature_B=column("temperature"),
+        min_p_B=column("min_p"),
+        top_k_B=column("top_k", torch.int32),
+        top_p_B=column("top_p"),
+        seeds_B=torch.tensor(seeds, dtype=torch.int64, device=device),
+        steps_B=torch.tensor(ends, dtype=torch.int64, device=device),
+    )
+    penalties = Penalties(
+        repetition_B=column("repetition_penalty"),
+        presence_B=column("presence_penalty"),
+        frequency_B=column("frequency_penalty"),
+        counts_SV=counts_SV,
+        prompt_SV=prompt_SV,
+    )
+    return sample(_shifted(logits_SV, sequences, ends), draws, penalties, _allowed(logits_SV, sequences))
+
+
+def _shifted(logits_SV: Tensor, sequences: Items[Sequence], ends: Items[int]) -> Tensor:
+    """Biases added; end tokens ruled out while an answer is too short."""
+    for logits_V, seq, end in zip(logits_SV, sequences, ends, strict=True):
+        params = seq.request.params
+        for token, bias in params.logit_bias.items():
+            logits_V[token] += bias
+        if end - seq.num_prompt + 1 < params.min_tokens and seq.stops:
+            logits_V[sorted(seq.stops)] = -torch.inf
+    return logits_SV
+
+
+def _counted(vocab: int, sequences: Items[Sequence], tokens_ST: Tensor, ends: Items[int]) -> tuple[Tensor, Tensor]:
+    """How often each token was put out, and whether it is in the prompt."""
+    shape = (len(sequences), vocab)
+    counts_SV = torch.zeros(shape, dtype=torch.int32, device=tokens_ST.device)
+    prompt_SV = torch.zeros(shape, dtype=torch.bool, device=tokens_ST.device)
+    for s, (seq, end) in enumerate(zip(sequences, ends, strict=True)):
+        made = tokens_ST[s, seq.num_prompt : end]
+        counts_SV[s].scatter_add_(0, made, torch.ones_like(made, dtype=torch.int32))
+        prompt_SV[s, tokens_ST[s, : seq.num_prompt]] = True
+    return counts_SV, prompt_SV
+
+
+def _allowed(logits_SV: Tensor, sequences: Items[Sequence]) -> Tensor | None:
+    """Bits of the tokens that structures allow; none where nobody has one."""
+    if all(seq.constraint is None for seq in sequences):
+        return None
+    words = -(-logits_SV.shape[1] // 32)
+    allowed_SW = torch.full((len(sequences), words), -1, dtype=torch.int32)
+    for s, seq in enumerate(sequences):
+        if seq.constraint is not None:
+            bits = seq.constraint.allowed().ljust(4 * words, b"\0")[: 4 * words]
+            allowed_SW[s] = torch.frombuffer(bytearray(bits), dtype=torch.int32)
+    return allowed_SW.to(logits_SV.device)

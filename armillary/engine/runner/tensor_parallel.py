@@ -1,0 +1,213 @@
+"""An engine over several ranks: heads, MLPs and the vocabulary are cut, decisions are made by the first and sent on.
+
+Rank 0 schedules and sends each step as numbers; the others run the same steps until there are no more. Where ranks are
+more than KV heads, several hold the same one. Every rank draws the tokens itself, from the same logits by the same
+seeds, so that the next step finds them on its own device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from armillary.engine.runner.executor import FastExecutor, Launched
+from armillary.engine.runner.full_qk_norm import whole_norm
+from armillary.engine.runner.layer import Dense, Layer, Product
+from armillary.engine.scheduler.decision import Decision
+from armillary.errors import BadLayout
+from armillary.model.layers.mlp import MLP
+from armillary.model.moe.experts import MixtureOfExperts
+from armillary.parallel.collectives import Group, all_gather, all_reduce
+from armillary.parallel.world import World
+from armillary.spec.layout import Layout
+from armillary.spec.layout_rules.case import Case
+from armillary.spec.layout_rules.tensor import tp_holds, tp_says
+from armillary.spec.model import ModelConfig
+
+# N query heads, K KV heads, D head dim, H hidden
+
+
+def whole_world(world: World) -> Group:
+    """All ranks, as one group that cuts the model."""
+    everybody = dist.group.WORLD
+    assert everybody is not None, "several ranks have a process group"
+    return Group(name=everybody.group_name, size=world.size, rank=world.rank)
+
+
+def local_kv_heads(config: ModelConfig, size: int) -> int:
+    """KV heads of a rank; one where ranks are more."""
+    return max(1, config.kv_heads // size)
+
+
+def refuse_uncuttable(config: ModelConfig, size: int) -> None:
+    """What cannot be cut evenly is said before weights are loaded."""
+    layout, case = Layout(tp=size), Case(model=config, for_training=False)
+    if not tp_holds(layout, case):
+        raise BadLayout(tp_says(layout, case, "--tp "))
+    if config.qk_norm == "all" and config.norm != "rms":
+        raise BadLayout(f"{config.name} norms all heads together by their mean, which is not cut here; use --tp 1")
+
+
+def cut(executor: FastExecutor, config: ModelConfig, group: Group) -> None:
+    """Leave this rank its part of every product."""
+    refuse_uncuttable(config, group.size)
+    for layer in executor.forward.layers:
+        _cut_layer(layer, config, group)
+    forward = executor.forward
+    forward.reduce = lambda x: all_reduce(x, group)
+    if config.qk_norm == "all":
+        forward.into_cache = whole_norm(
+            forward.kernels.qkv_cache,
+            config,
+            rank=group.rank,
+            size=group.size,
+            add=lambda squares: all_reduce(squares, group),
+        )
+    if forward.kernels.small is not None:
+        forward.kernels = replace(forward.kernels, small=None)  # its residual would be added by every rank
+    forward.head = _cut_head(forward.head, forward.model.config.vocab, group)
+    for block in forward.model.blocks.values():
+        _forget(block)
+
+
+def _forget(block: Any) -> None:
+    """The whole weights are not needed any more."""
+    dense = (block.mlp.up, block.mlp.down) if isinstance(block.mlp, MLP) else ()
+    for linear in (block.attention.qkv, block.attention.out, *dense):
+        linear.weight = torch.nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+
+
+def _cut_layer(layer: Layer, config: ModelConfig, group: Group) -> None:
+    heads, size, rank = config.heads, group.size, group.rank
+    local, dim = heads // size, config.head_dim
+    layer.qkv = _cut_qkv(_plain(layer.qkv), config, group)
+    columns = slice(rank * local * dim, (rank + 1) * local * dim)
+    layer.out = _columns(_plain(layer.out), columns, first=rank == 0)
+    if layer.up is not None and layer.down is not None:
+        up, down = _plain(layer.up), _plain(layer.down)
+        inner, rows = down.weight.shape[1] // size, len(up.weight) // size
+        layer.up = _rows(up, slice(rank * rows, (rank + 1) * rows))
+        layer.down = _columns(down, slice(rank * inner, (rank + 1) * inner), first=rank == 0)
+    else:
+        assert isinstance(layer.mixture, MixtureOfExperts)
+        _cut_mixture(layer.mixture, group)
+    mine = slice(rank * local, (rank + 1) * local)
+    sinks, slopes = layer.options.sinks_N, layer.options.slopes_N
+    layer.options = replace(
+        layer.options,
+        sinks_N=None if sinks is None else sinks[mine].contiguous(),
+        slopes_N=None if slopes is None else slopes[mine].contiguous(),
+    )
+
+
+def _cut_qkv(qkv: Dense, config: ModelConfig, group: Group) -> Dense:
+    """Whole groups of [q…, k, v]; where ranks share a KV head, its queries are cut and its key and value are copied."""
+    members, dim = config.heads // config.kv_heads, config.head_dim
+    rows = torch.arange(len(qkv.weight), device=qkv.weight.device).view(config.kv_heads, members + 2, dim)
+    if config.kv_heads >= group.size:
+        mine = rows.chunk(group.size)[group.rank].flatten()
+    else:
+        sharers = group.size // config.kv_heads
+        head, part = divmod(group.rank, sharers)
+        queries = rows[head, :members].chunk(sharers)[part].flatten()
+        mine = torch.cat((queries, rows[head, members:].flatten()))
+    return Dense(qkv.weight[mine].contiguous(), None if qkv.bias is None else qkv.bias[mine].contiguous())
+
+
+def _cut_mixture(mixture: MixtureOfExperts, group: Group) -> None:
+    """Every rank has a slice of every expert; the router is whole."""
+    experts, shared = mixture.experts, mixture.shared
+
+    def mine(whole: Tensor, dim: int) -> torch.nn.Parameter:
+        return torch.nn.Parameter(whole.detach().chunk(group.size, dim)[group.rank].contiguous(), requires_grad=False)
+
+    experts.up_E2FH, experts.down_EHF = mine(experts.up_E2FH, 1), mine(experts.down_EHF, 2)
+    if experts.up_bias_E2F is not None:
+        experts.up_bias_E2F = mine(experts.up_bias_E2F, 1)
+    if experts.down_bias_EH is not None and group.rank:
+        zeros = torch.zeros_like(experts.down_bias_EH)
+        experts.down_bias_EH = torch.nn.Parameter(zeros, requires_grad=False)  # the first rank adds it
+    if shared is not None:
+        shared.up.weight, shared.down.weight = mine(shared.up.weight, 0), mine(shared.down.weight, 1)
+
+
+def _cut_head(head: Product, vocab: int, group: Group) -> Product:
+    """Each rank keeps the whole head's weight where it is tied; logits are computed by parts and put together."""
+    model: Any = getattr(head, "__self__", None)
+    assert model is not None, "the head is the model's own"
+    linear = model.output
+    weight, bias = (linear.weight, linear.bias) if linear is not None else (model.embedding.weight, None)
+    share = -(-vocab // group.size)
+    mine = slice(group.rank * share, min(vocab, (group.rank + 1) * share))
+    short = share - (mine.stop - mine.start)
+    part = Dense(weight[mine], None if bias is None else bias[mine])
+    if linear is not None:
+        part.weight = part.weight.clone()
+        linear.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+    scale, cap = model.config.logit_scale, model.config.logit_softcap
+
+    def logits(x: Tensor) -> Tensor:
+        found = torch.nn.functional.pad(part(x), (0, short)) if short else part(x)
+        whole = all_gather(found, group, dim=1)[:, :vocab] * scale
+        return whole if cap is None else cap * torch.tanh(whole / cap)
+
+    return logits
+
+
+def _rows(product: Dense, rows: slice) -> Dense:
+    return Dense(product.weight[rows].contiguous(), None if product.bias is None else product.bias[rows].contiguous())
+
+
+def _columns(product: Dense, columns: slice, *, first: bool) -> Dense:
+    """The bias is added once, by the first rank."""
+    return Dense(product.weight[:, columns].contiguous(), product.bias if first else None)
+
+
+def _plain(product: Product) -> Dense:
+    assert isinstance(product, Dense), "weights are cut before they are rounded"
+    return product
+
+
+class Leader:
+    """The executor of rank 0: sends steps on before it runs them."""
+
+    def __init__(self, executor: FastExecutor, group: Any = None) -> None:
+        self.executor, self._group = executor, group
+        self.leads = dist.get_rank(group) == 0
+        """until it is stopped"""
+
+    def launch(self, decision: Decision) -> Launched:
+        step = self.executor.encoder.encode(decision)
+        masks = self.executor.masks(step, decision)
+        dist.broadcast_object_list([(step, masks)], src=0, group=self._group)
+        with torch.inference_mode():
+            return self.executor.run(step, decision, masks)
+
+    def tokens(self, launched: Launched) -> list[int]:
+        return self.executor.tokens(launched)
+
+    def warm(self) -> int:
+        return self.executor.warm()
+
+    def stop(self) -> None:
+        """Let the others go."""
+        self.leads = False
+        dist.broadcast_object_list([None], src=0, group=self._group)
+
+
+def follow(executor: FastExecutor, group: Any = None) -> int:
+    """The other ranks: run what comes, until nothing does; how many steps that was."""
+    count = 0
+    while True:
+        message: list[Any] = [None]
+        dist.broadcast_object_list(message, src=0, group=group)
+        if message[0] is None:
+            return count
+        step, masks = message[0]
+        with torch.inference_mode():
+            executor.run(step, Decision(count), masks)
+        count += 1

@@ -1,0 +1,126 @@
+"""What one step computes: small enough to read, plain enough to hand to other processes.
+
+An executor does, in this order: reset the rows of `admitted`, apply `edits` to its block tables, perform `copies` (read
+all before writing any), compute `decodes` and `chunks`, draw a token for every sequence of `sampling`. Decisions are
+executed in the order they are made; the inputs of a row are its tokens at the given positions, drawn ones included.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from armillary.engine.cache.kv_cache import Copy, Edit
+from armillary.engine.request.sequence import Sequence
+
+
+class Chunk(NamedTuple):
+    """Part of a prompt."""
+
+    sequence: Sequence
+    row: int
+    """its place in the batch"""
+    start: int
+    """position of its first token"""
+    size: int
+    """tokens"""
+    samples: bool
+    """it reaches the end, and a token is drawn"""
+
+
+class Decision:
+    """One step."""
+
+    __slots__ = (
+        "admitted",
+        "chunks",
+        "closely",
+        "copies",
+        "decided_at",
+        "decodes",
+        "edits",
+        "ended",
+        "last",
+        "number",
+        "positions",
+        "preempted",
+        "reached",
+        "rows",
+        "sampling",
+        "stale",
+    )
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.decided_at = 0.0
+        """when it was made"""
+        self.decodes: list[Sequence] = []
+        """one token each, and one drawn"""
+        self.positions: list[int] = []
+        """position of each decode's token"""
+        self.rows: list[int] = []
+        """row of each decode"""
+        self.chunks: list[Chunk] = []
+        """parts of prompts"""
+        self.sampling: list[Sequence] = []
+        """for whom a token is drawn, in this order: the decodes, then chunks that reach the end"""
+        self.reached: list[Sequence] = []
+        """for whom this step ends the prompt, or what was computed of them before"""
+        self.last: list[Sequence] = []
+        """for whom the token drawn is the last they may have"""
+        self.admitted: list[Sequence] = []
+        """started or started again: their rows are new, their tokens so far are `sequence.tokens`"""
+        self.edits: list[Edit] = []
+        """changes of block tables"""
+        self.copies: list[Copy] = []
+        """blocks to copy"""
+        self.preempted: list[Sequence] = []
+        """put back to wait; they will be computed again"""
+        self.ended: list[Sequence] = []
+        """given up when the step was decided: their time was over"""
+        self.closely = False
+        """somebody's structure must be told of each token"""
+        self.stale = False
+        """somebody ended while it was under way"""
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to compute: an executor need not see it."""
+        return not self.decodes and not self.chunks
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.size for chunk in self.chunks)
+
+    @property
+    def num_prefill_pairs(self) -> float:
+        """Pairs of a prompt's query and a key that it sees."""
+        return sum(chunk.size * (chunk.start + (chunk.size + 1) / 2) for chunk in self.chunks)
+
+    @property
+    def num_past_tokens(self) -> int:
+        """Keys that parts of prompts read of what was computed, or found, before."""
+        return sum(chunk.start for chunk in self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + self.num_prefill_tokens
+
+    def text(self) -> str:
+        """One line for people."""
+        parts = [f"step {self.number}: {len(self.decodes)} decodes"]
+        parts += [f"{c.sequence.id} {c.start}…{c.start + c.size}{' →' if c.samples else ''}" for c in self.chunks]
+        parts += [f"start {seq.id} ({seq.computed} cached)" for seq in self.admitted if seq.cached_tokens]
+        parts += [f"put back {seq.id}" for seq in self.preempted] + [f"give up {seq.id}" for seq in self.ended]
+        parts += [f"{len(self.copies)} copies"] if self.copies else []
+        return " · ".join(parts)
+
+
+class Outcome(NamedTuple):
+    """What came of a step."""
+
+    sequences: list[Sequence]
+    """answers that got a token"""
+    tokens: list[int]
+    """the token of each"""
+    finished: list[Sequence]
+    """answers that are complete"""

@@ -1,0 +1,43 @@
+"""Finding blocks for the tokens of a step, from those who come later in order if there are no others.
+
+The first in order can always go on: everybody behind it who has no part in the step yet gives way, last first. So
+every step brings someone forward, and in the end everybody is the first.
+"""
+
+from __future__ import annotations
+
+from armillary.engine.request.sequence import Sequence
+from armillary.engine.scheduler.decision import Decision
+from armillary.engine.scheduler.request_table import Roster
+
+
+def make_room(roster: Roster, decision: Decision, seq: Sequence, upto: int) -> bool:
+    """Blocks for the tokens of `seq` below `upto`; False where there are none and nobody gives way."""
+    while not roster.cache.grow(seq, upto):
+        victim = _victim(roster, decision, seq)
+        if victim is None:
+            return False
+        roster.put_back(victim)
+        decision.preempted.append(victim)
+    return True
+
+
+def fitting(roster: Roster, decision: Decision, seq: Sequence, count: int) -> int:
+    """Blocks for the next `count` tokens, or for as many as there are, or for one block's worth if others give way;
+    for how many it was."""
+    cache, start = roster.cache, seq.computed
+    if cache.grow(seq, start + count):
+        return count
+    size, free = cache.block_tokens, cache.pool.num_free // len(seq.tables)
+    fewer = min(count, (len(seq.tables[0]) + free) * size - start)
+    if fewer > 0 and cache.grow(seq, start + fewer):
+        return fewer
+    fewer = min(count, size - start % size)
+    return fewer if make_room(roster, decision, seq, start + fewer) else 0
+
+
+def _victim(roster: Roster, decision: Decision, seq: Sequence) -> Sequence | None:
+    """The last in order, if it comes after `seq` and has no part in this step yet."""
+    taken = set(map(id, decision.decodes)) | {id(chunk.sequence) for chunk in decision.chunks}
+    behind = (other for other in reversed(roster.running) if other.order > seq.order)
+    return next((other for other in behind if id(other) not in taken), None)

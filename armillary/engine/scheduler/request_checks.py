@@ -1,0 +1,90 @@
+"""From a request to its sequences: everything that can be wrong with it is said here, to that request alone.
+
+What takes time in proportion to the prompt (copying, checking, hashing) is done here, outside the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.request.constraint import Constraint
+from armillary.engine.request.request import Request
+from armillary.engine.request.sequence import EVERY_TOKEN, Sequence
+from armillary.engine.request.token_limits import limited
+from armillary.engine.scheduler.settings import Settings
+from armillary.errors import BadInput
+
+MakeConstraint = Callable[[], Constraint]
+FAR = "\0far"
+"""added to the adapter's name: blocks of sequences that turn by other frequencies are others"""
+
+
+def check(request: Request, settings: Settings, cache: KVCache, constraint: MakeConstraint | None = None) -> int:
+    """Tokens the sequences may come to; BadInput where the request cannot be served."""
+    _check_prompt(request, settings)
+    params, length = request.params, len(request.prompt)
+    params.check_vocab(settings.vocab)
+    room = settings.max_model_len - length
+    if room < 1:
+        raise BadInput(
+            f"the prompt has {length:,} tokens and prompt and answer may have {settings.max_model_len:,}; "
+            f"shorten it to {settings.max_model_len - 1:,} or raise serve.max_model_len "
+            "and serve.kv_bytes"
+        )
+    wanted = room if params.max_tokens is None else params.max_tokens
+    if wanted > room:
+        raise BadInput(
+            f"a prompt of {length:,} and max_tokens={wanted:,} exceed max_model_len="
+            f"{settings.max_model_len:,}; ask for at most {room:,}"
+        )
+    if request.timeout_s is not None and not request.timeout_s > 0:
+        raise BadInput(f"timeout_s={request.timeout_s} is over before it begins; give a time above 0")
+    if params.structure is not None and constraint is None:
+        raise BadInput(f"this engine cannot hold an answer to a {params.structure.kind}; leave structure out")
+    _check_room(length + wanted, cache)
+    return length + wanted
+
+
+def _check_prompt(request: Request, settings: Settings) -> None:
+    prompt = request.prompt
+    if not len(prompt):
+        raise BadInput("the prompt is empty; give at least one token")
+    if set(map(type, prompt)) != {int}:
+        wrong = next(token for token in prompt if type(token) is not int)
+        raise BadInput(f"the prompt has {wrong!r} among its token ids; give whole numbers")
+    if min(prompt) < 0 or max(prompt) >= settings.vocab:
+        wrong = next(token for token in prompt if not 0 <= token < settings.vocab)
+        raise BadInput(f"the prompt has token {wrong} outside the vocabulary of {settings.vocab:,}; use its tokenizer")
+
+
+def _check_room(tokens: int, cache: KVCache) -> None:
+    longest = cache.longest(tokens)
+    if longest < tokens:
+        raise BadInput(
+            f"prompt and answer of {tokens:,} tokens need {cache.blocks_at(tokens):,} KV blocks and the "
+            f"cache has {cache.num_blocks:,}; ask for at most {longest:,} together or raise "
+            "serve.kv_bytes"
+        )
+
+
+def make_sequences(
+    request: Request, limit: int, settings: Settings, cache: KVCache, constraint: MakeConstraint | None = None
+) -> list[Sequence]:
+    """The n sequences of a checked request; all but the first are forks of it."""
+    params = request.params
+    constraint = limited(params, settings.vocab, constraint)
+    stops = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else settings.eos_ids)
+    far = settings.rope_switch is not None and len(request.prompt) > settings.rope_switch
+    chain = cache.chain(list(request.prompt), request.salt, request.adapter + (FAR if far else ""))
+    made = [Sequence(request, i, chain.copy() if i else chain, limit, stops) for i in range(params.n)]
+    for seq in made:
+        seq.far = far
+        if constraint is not None:
+            seq.constraint, seq.watched = constraint(), EVERY_TOKEN
+        seq.blocks_at_limit = cache.blocks_at(limit)
+        seq.blocks_at_start = cache.blocks_at(seq.num_prompt)
+    made[0].forks = made[1:]
+    for fork in made[1:]:
+        fork.leader = made[0]
+    return made

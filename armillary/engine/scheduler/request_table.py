@@ -1,0 +1,139 @@
+"""Who is in the engine: requests, the queue, the batch with its rows, and the times at which they are given up."""
+
+from __future__ import annotations
+
+from bisect import insort
+from operator import attrgetter
+
+from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.cache.prefix_reuse import Repeats
+from armillary.engine.request.counters import Totals
+from armillary.engine.request.request import Request
+from armillary.engine.request.sequence import Finish, Sequence, State
+from armillary.engine.scheduler.queue import Deadlines, Waiting
+from armillary.engine.scheduler.request_checks import FAR, MakeConstraint, check, make_sequences
+from armillary.engine.scheduler.settings import Settings
+from armillary.errors import BadInput
+
+_ORDER = attrgetter("order")
+
+
+class Roster:
+    """Every sequence that is not over, and where it stands."""
+
+    def __init__(self, settings: Settings, cache: KVCache) -> None:
+        self.settings = settings
+        self.cache = cache
+        self.waiting = Waiting()
+        self.deadlines = Deadlines()
+        self.running: list[Sequence] = []
+        """in the order in which they may take blocks from each other: the first never has to wait"""
+        self.rows = list(range(settings.max_running - 1, -1, -1))
+        """free places of the batch, the next last"""
+        self.requests: dict[str, list[Sequence]] = {}
+        """sequences of every request that is not over"""
+        self.totals = Totals()
+        self.repeats = Repeats()
+
+    def prepare(self, request: Request, constraint: MakeConstraint | None) -> list[Sequence]:
+        """Check a request and make its sequences: what takes time in proportion to the prompt. Changes nothing that
+        steps look at, so any thread may do it while they are decided in another."""
+        limit = check(request, self.settings, self.cache, constraint)
+        made = make_sequences(request, limit, self.settings, self.cache, constraint)
+        self.repeats.see(made, self.cache.block_tokens)
+        return made
+
+    def enter(self, made: list[Sequence], now: float) -> None:
+        """Queue a prepared request; BadInput where there is no place for it."""
+        request = made[0].request
+        if request.id in self.requests:
+            raise BadInput(f"request '{request.id}' is here already; give each its own id")
+        most = self.settings.max_waiting
+        if most is not None and len(self.waiting) >= most:
+            self.totals.rejected += 1
+            raise BadInput(f"{len(self.waiting):,} requests are waiting, as many as may; try again later")
+        key = now + request.priority * self.settings.ageing_s
+        for seq in made:
+            seq.order, seq.arrived_at = (key, self.totals.submitted, seq.index), now
+            self._set_deadlines(seq, now)
+        self.totals.submitted += 1
+        self.requests[request.id] = made
+        self.waiting.push(made[0])
+
+    def _set_deadlines(self, seq: Sequence, now: float) -> None:
+        if seq.request.timeout_s is not None:
+            self.deadlines.add(now + seq.request.timeout_s, seq)
+        if self.settings.max_wait_s is not None:
+            self.deadlines.add(now + self.settings.max_wait_s, seq, only_waiting=True)
+
+    def start(self, seq: Sequence, now: float) -> None:
+        """From the queue into the batch; a fork shares its leader's blocks where it still has them."""
+        assert not seq.num_pending, f"{seq.id} starts while a token of it is on its way"
+        seq.state, seq.row = State.RUNNING, self.rows.pop()
+        self.cache.start(seq)
+        seq.behind, seq.due = True, len(seq.tokens)
+        if seq.leader is not None and seq.can_fork and self.cache.fork(seq.leader, seq):
+            seq.cached_tokens = seq.computed
+        if seq.started_at is None:
+            seq.started_at = now
+            self.totals.tokens_in += seq.num_prompt
+            self.totals.looked_up += seq.num_prompt if seq.matching else 0
+            self.totals.repeated += seq.repeated
+        insort(self.running, seq, key=_ORDER)
+
+    def put_back(self, seq: Sequence) -> None:
+        """From the batch into the queue: its tokens stay and are computed again, those on their way will be added."""
+        self.totals.preempted += 1
+        self.totals.recomputed += seq.computed
+        seq.behind, seq.due = True, seq.length
+        self._release(seq)
+        self.running.remove(seq)
+        seq.state = State.WAITING
+        seq.preemptions += 1
+        seq.blocks_at_start = self.cache.blocks_at(seq.due)
+        self.waiting.push(seq)
+
+    def turn(self, seq: Sequence) -> None:
+        """It has grown beyond the length at which rotary frequencies change: all of it is computed anew by others."""
+        self.put_back(seq)
+        seq.far, request = True, seq.request
+        seq.chain = self.cache.chain(seq.tokens, request.salt, request.adapter + FAR)
+
+    def wake_forks(self, seq: Sequence) -> None:
+        """The prompt is computed, or never will be by this one: its forks may start."""
+        for fork in seq.forks:
+            if fork.finish is None:
+                self.waiting.push(fork)
+        seq.forks = []
+
+    def end(self, seq: Sequence, reason: Finish, now: float, error: str = "") -> None:
+        """A sequence is over; call `sweep` after the last."""
+        assert seq.finish is None, f"{seq.id} is over already"
+        sleeping = seq.leader is not None and seq in seq.leader.forks
+        if seq.state is State.RUNNING:
+            self._release(seq, spoiled=reason == "error")
+        elif not sleeping:
+            self.waiting.left()
+        seq.state, seq.finish, seq.finished_at, seq.error = State.FINISHED, reason, now, error
+        self.deadlines.forget(seq)
+        if seq.forks:
+            self.wake_forks(seq)
+        self._count(seq, reason)
+        self.repeats.ended(seq)
+
+    def _count(self, seq: Sequence, reason: Finish) -> None:
+        self.totals.aborted += reason in ("abort", "deadline")
+        self.totals.errors += reason == "error"
+        siblings = self.requests[seq.request.id]
+        if all(other.finish is not None for other in siblings):
+            self.totals.finished += reason in ("stop", "length")
+            del self.requests[seq.request.id]
+
+    def sweep(self) -> None:
+        """Take those that are over out of the batch."""
+        self.running = [seq for seq in self.running if seq.state is State.RUNNING]
+
+    def _release(self, seq: Sequence, *, spoiled: bool = False) -> None:
+        self.cache.free(seq, spoiled=spoiled)
+        self.rows.append(seq.row)
+        seq.row = -1

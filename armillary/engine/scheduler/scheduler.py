@@ -1,0 +1,400 @@
+"""The scheduler: what the next step computes, and what its tokens mean.
+
+`schedule(now)` decides a step, `update(decision, tokens, now)` takes its tokens; time is an argument, and one decision
+may be under way while the next is made. There are no phases: every running sequence's computed tokens catch up with its
+tokens. Decodes go first, parts of prompts fill the rest of the step, then waiting requests start.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Items
+
+from armillary.engine.cache.housekeeping import Upkeep
+from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.cache.prefix_lookup import search
+from armillary.engine.request.request import Request
+from armillary.engine.request.sequence import BROKEN, Finish, Sequence, State
+from armillary.engine.scheduler import invariants
+from armillary.engine.scheduler.admission import Admission
+from armillary.engine.scheduler.decision import Chunk, Decision, Outcome
+from armillary.engine.scheduler.finish import Ending, find_endings
+from armillary.engine.scheduler.preemption import fitting, make_room
+from armillary.engine.scheduler.prefill_budget import Budget
+from armillary.engine.scheduler.prefill_pacing import Pace
+from armillary.engine.scheduler.request_checks import MakeConstraint
+from armillary.engine.scheduler.request_table import Roster
+from armillary.engine.scheduler.rollback import as_one, keep_some, take_back
+from armillary.engine.scheduler.settings import STREAMED_SLOWDOWN, Settings
+from armillary.engine.scheduler.step_limit import StepLimit
+from armillary.errors import BadInput
+
+_RUNNING = State.RUNNING
+
+
+class Scheduler:
+    """Decides steps over a roster of sequences and a cache of blocks."""
+
+    def __init__(self, settings: Settings, cache: KVCache) -> None:
+        if settings.max_tokens_per_step < settings.max_running:
+            raise BadInput(
+                f"a step of {settings.max_tokens_per_step} tokens cannot decode {settings.max_running} "
+                f"sequences; set serve.max_running={settings.max_tokens_per_step} or less"
+            )
+        self.settings = settings
+        self.cache = cache
+        self.roster = Roster(settings, cache)
+        self.admission = Admission(settings, cache)
+        self.upkeep = Upkeep(cache)
+        slowdown = settings.prefill_slowdown
+        self.pace = None if slowdown is None else Pace(slowdown, settings.attention_tokens, self._tile)
+        """keeps steps with prompts short; none: they take as long as they take"""
+        self.totals = self.roster.totals
+        self.limit = StepLimit(settings.max_tokens_per_step)
+        self.under_way: deque[Decision] = deque()
+        """decided, and their tokens not back"""
+        self._admitted: list[Sequence] = []
+        self._fresh: list[Sequence] = []
+        self._ended: list[Sequence] = []
+        """ended by decisions that were taken back: the next one tells"""
+        self._watched = {BROKEN}
+        """tokens that end somebody's answer"""
+        self._lookups = 0
+        self._stalled = False
+        self._full = False
+        self._retreated = False
+        self._gives_way = False
+        """the pace is not kept where more wait for their first token than decode"""
+        self._waits = not settings.late_masks
+        """structured answers are not run ahead"""
+
+    def stream(self) -> None:
+        """Answers are read as they come from now on: where nobody chose how long prompts may hold them up, steps are
+        paced by the default, as long as no more wait for their first token than for their next: beyond that a server
+        would answer fewer requests than it can. Batches that are read when they are done are quicker without."""
+        settings = self.settings
+        if self.pace is None and settings.prefill_tokens is None and settings.batching == "continuous":
+            self.pace = Pace(STREAMED_SLOWDOWN, settings.attention_tokens, self._tile)
+            self._gives_way = True
+
+    # --- requests
+
+    def submit(self, request: Request, now: float, constraint: MakeConstraint | None = None) -> list[Sequence]:
+        """Queue a request, one sequence an answer; BadInput says what is wrong with it, and nothing else changes."""
+        made = self.roster.prepare(request, constraint)
+        self.roster.enter(made, now)
+        return made
+
+    def abort(self, request_id: str, now: float, reason: Finish = "abort") -> list[Sequence]:
+        """End what is left of a request; the sequences that were not over."""
+        ended = [seq for seq in self.roster.requests.get(request_id, ()) if seq.finish is None]
+        self._end([(seq, Ending(reason)) for seq in ended], now)
+        return ended
+
+    def finish(self, seq: Sequence, reason: Finish, now: float, *, num_output: int | None = None) -> None:
+        """End one sequence from outside (a stop text was seen), keeping its first `num_output` tokens."""
+        self._end([(seq, Ending(reason))], now)
+        if num_output is not None:
+            del seq.tokens[seq.num_prompt + num_output :]
+
+    def _end(self, ended: list[tuple[Sequence, Ending]], now: float) -> None:
+        """Take sequences out of wherever they are."""
+        for seq, ending in ended:
+            self.roster.end(seq, ending.finish, now, ending.error)
+        if ended:
+            self.roster.sweep()
+            self._full = False
+            for decision in self.under_way:
+                decision.stale = True
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.roster.requests)
+
+    def wake_at(self, now: float) -> float | None:
+        """When to call `schedule` again if nothing else happens: now, at a deadline or a window's end, or never."""
+        if self.roster.running:
+            return now
+        times = [self.roster.deadlines.next()]
+        first = self.roster.waiting.first()
+        if first is not None:
+            window = self.settings.batch_window_s if self.settings.batching == "dynamic" else 0.0
+            full = len(self.roster.waiting) >= self.settings.max_running
+            times.append(now if full else first.arrived_at + window)
+        known = [time for time in times if time is not None]
+        return max(now, min(known)) if known else None
+
+    # --- deciding a step
+
+    def schedule(self, now: float) -> Decision:
+        """Decide what is computed next. At most one decision before this may be without its tokens."""
+        assert len(self.under_way) <= 1, "update the step before last first"
+        self.totals.steps += 1
+        decision = Decision(self.totals.steps)
+        self._settle(decision, now)
+        prompts = self._decode(decision)
+        decision.decided_at = now
+        budget = self._budget(len(decision.decodes), len(prompts) + len(self.roster.waiting))
+        for seq in prompts:
+            self._chunk(decision, seq, budget)
+        self._admit(decision, budget, now)
+        self._close(decision)
+        return decision
+
+    def _budget(self, decodes: int, prompts: int) -> Budget:
+        """What is left for so many prompts beside so many decodes."""
+        settings = self.settings
+        left = self.limit.tokens - decodes
+        if decodes and settings.prefill_tokens is not None:
+            left = min(left, settings.prefill_tokens)
+        if not decodes or not prompts or self.pace is None or (self._gives_way and prompts > decodes):
+            return Budget(tokens=left, most=left, attention_tokens=settings.attention_tokens)
+        tokens, attention_tokens = self.pace.allowance(decodes)
+        return Budget(
+            tokens=min(left, tokens),
+            most=min(left, self.pace.most),
+            attention_tokens=attention_tokens,
+            free=0.0,
+            least=settings.query_tile,
+            one=True,
+        )
+
+    def _settle(self, decision: Decision, now: float) -> None:
+        """What came before: names of computed blocks, forks that can start, blocks to give back, deadlines."""
+        self._lookups, self._stalled = self.settings.lookups, False
+        self.cache.settle(self.settings.lookups)
+        for seq in self._fresh:
+            if seq.state is _RUNNING:
+                self.cache.name(seq)
+                seq.settled = seq.computed
+                if seq.forks and seq.computed >= seq.num_prompt:
+                    self.roster.wake_forks(seq)
+                    self._full = False
+        self._fresh.clear()
+        self.upkeep.step(self.roster.running)
+        due = self.roster.deadlines.due(now)
+        self._end([(seq, Ending("deadline")) for seq in due], now)
+        decision.ended, self._ended = self._ended + due, []
+        if self.settings.rope_switch is not None:
+            self._turn(decision, self.settings.rope_switch)
+
+    def _turn(self, decision: Decision, switch: int) -> None:
+        """Answers that grow across the length at which rotary frequencies change are computed anew, as transformers
+        does."""
+        for seq in [seq for seq in self.roster.running if seq.computed == switch and not seq.behind and not seq.far]:
+            self.roster.turn(seq)
+            decision.preempted.append(seq)
+
+    def _decode(self, decision: Decision) -> list[Sequence]:
+        """One token for everyone who has one to compute; returns the others, whose prompts are under way."""
+        prompts: list[Sequence] = []
+        take, place = decision.decodes.append, decision.positions.append
+        for seq in self.roster.running:  # those put back meanwhile stand behind the one at hand
+            at = seq.computed
+            if at >= seq.room and not self._may_advance(decision, seq, prompts):
+                continue
+            seq.computed = at + 1
+            take(seq)
+            place(at)
+        if len(decision.decodes) > self.limit.tokens:
+            keep_some(decision, self.limit.turn, self.limit.tokens)
+            self.limit.turn += self.limit.tokens
+        return prompts
+
+    def _may_advance(self, decision: Decision, seq: Sequence, prompts: list[Sequence]) -> bool:
+        """Whether one that has reached its `room` goes on: at the end of its block, its length or its known tokens."""
+        if seq.behind:
+            prompts.append(seq)
+            return False
+        if seq.computed >= seq.limit - 1 or (seq.constraint is not None and self._waits and seq.num_pending):
+            return False  # its last token is on its way, or the next depends on it
+        found = seq.computed < seq.writable or make_room(self.roster, decision, seq, seq.computed + 1)
+        self._stalled |= not found
+        decision.closely |= seq.constraint is not None
+        if found and seq.computed == seq.limit - 2:
+            decision.last.append(seq)
+        return found
+
+    def _chunk(self, decision: Decision, seq: Sequence, budget: Budget) -> None:
+        """The next part of a prompt, as large as budget and blocks allow."""
+        if budget.spent or seq.state is not _RUNNING:
+            return
+        self._lookups -= search(self.cache, seq, self._lookups, self.totals)
+        if seq.matching:
+            return  # this step's share of searching is used up
+        settings, start = self.settings, seq.computed
+        left = seq.due - start
+        count = self._paced(
+            decision,
+            budget,
+            left,
+            start,
+            min(budget.size(left, start, self.cache.block_tokens, settings.query_tile), settings.max_chunk or left),
+        )
+        if not count:
+            budget.close()
+            return
+        count = fitting(self.roster, decision, seq, count)
+        if not count:
+            self._stalled = True
+            return
+        seq.computed = start + count
+        samples = seq.computed == seq.due
+        if samples:
+            seq.behind = False
+            decision.reached.append(seq)
+            decision.closely |= seq.constraint is not None
+            if seq.computed == seq.limit - 1:
+                decision.last.append(seq)
+        else:
+            seq.room = 0  # a last token that is left alone is not a decode yet
+        if samples and count == 1:
+            decision.decodes.append(seq)
+            decision.positions.append(start)
+        else:
+            decision.chunks.append(Chunk(seq, seq.row, start, count, samples))
+        self._fresh.append(seq)
+        budget.pay(count, start)
+
+    def _paced(self, decision: Decision, budget: Budget, left: int, start: int, count: int) -> int:
+        """The same tokens, or those that were seen to keep the pace; what the first part is denied nobody else gets."""
+        if self.pace is None or not budget.is_paced or count >= left:
+            return count
+        allowed = self.pace.size(len(decision.decodes), count, start, min(left - 1, budget.most))
+        if allowed < count:
+            budget.close()
+        return allowed
+
+    @property
+    def _tile(self) -> int:
+        """Tokens by which parts of prompts grow."""
+        tile, block = self.settings.query_tile, self.cache.block_tokens
+        return tile if tile % block == 0 else block
+
+    def _admit(self, decision: Decision, budget: Budget, now: float) -> None:
+        """Start those who wait, in order, as long as rows, blocks and budget last."""
+        roster, admission = self.roster, self.admission
+        admission.begin_step(preempted=bool(decision.preempted))
+        first = roster.waiting.first()
+        if first is None:
+            return
+        admission.open_batch(len(roster.running), len(roster.waiting), first.arrived_at, now)
+        whole_batch = self.settings.batching in ("static", "dynamic")
+        while first is not None and roster.rows and (not budget.spent or whole_batch):
+            if decision.preempted or self._stalled or not admission.lets_in(first, roster.running):
+                return
+            if roster.running and (self._full or not admission.fits(first, roster.running)):
+                self._full = True  # until somebody leaves: to look again each step would cost and change nothing
+                return
+            if not self._can_share(first):
+                return
+            roster.start(roster.waiting.pop(), now)
+            self._watched |= first.stops
+            self._admitted.append(first)
+            self._chunk(decision, first, budget)
+            first = roster.waiting.first()
+
+    def _can_share(self, seq: Sequence) -> bool:
+        """Sharing a long prompt's blocks takes time: one such fork a step."""
+        blocks = seq.blocks_at_start if seq.can_fork else 0
+        if blocks > self._lookups and self._lookups < self.settings.lookups:
+            return False
+        self._lookups -= blocks
+        return True
+
+    def _close(self, decision: Decision) -> None:
+        if not decision.empty:  # else the executor learns of it with the next step
+            decision.admitted = [seq for seq in dict.fromkeys(self._admitted) if seq.state is _RUNNING]
+            self._admitted.clear()
+            decision.edits, self.cache.edits = self.cache.edits, []
+            decision.copies, self.cache.copies = self.cache.copies, []
+            if self._retreated:
+                decision.copies, self._retreated = as_one(decision.copies), False
+        decision.rows = [seq.row for seq in decision.decodes]
+        reached = [chunk.sequence for chunk in decision.chunks if chunk.samples]
+        decision.sampling = decision.decodes + reached if reached else decision.decodes
+        self.under_way.append(decision)
+        self._check()
+
+    def retreat(self, decision: Decision, now: float, error: str) -> None:
+        """The executor found no memory for the last decision and did nothing of it: it is taken back, and the next is
+        half as large. A request that is alone in a step of one block at most ends with an error; no other ever does."""
+        assert self.under_way and decision is self.under_way[-1], "only the last decision can be taken back"
+        self.under_way.pop()
+        inside, tokens = take_back(decision), decision.num_tokens
+        self._fresh.clear()
+        self._admitted[:0] = decision.admitted
+        self.cache.edits[:0], self.cache.copies[:0] = decision.edits, decision.copies
+        self._retreated = True
+        self._ended += decision.ended
+        decision.ended = []
+        self.totals.shrunk += 1
+        if len(inside) > 1 or tokens > self.cache.block_tokens:
+            self.limit.failed(tokens)
+        else:
+            self.limit.reset()
+            self._ended += inside
+            self._end([(seq, Ending("error", error)) for seq in inside], now)
+        decision.decodes, decision.positions, decision.chunks = [], [], []
+        self._check()
+
+    # --- taking its tokens
+
+    def update(self, decision: Decision, tokens: Items[int], now: float) -> Outcome:
+        """Take the tokens drawn for `decision.sampling`; -1 stands for a row without usable numbers."""
+        assert self.under_way and decision is self.under_way[0], "steps are updated in the order they were decided"
+        assert len(tokens) == len(decision.sampling), f"{len(tokens)} tokens for {len(decision.sampling)} sequences"
+        self.under_way.popleft()
+        if self.limit.tight:
+            self.limit.went_well()
+        if self.pace is not None:
+            self.pace.took(decision, decision.decided_at, now)
+        sequences, kept = decision.sampling, list(tokens)
+        if decision.stale:
+            kept = [token for seq, token in zip(sequences, kept, strict=True) if seq.finish is None]
+            sequences = [seq for seq in sequences if seq.finish is None]
+            self.totals.discarded += len(tokens) - len(kept)
+        for seq, token in zip(sequences, kept, strict=True):
+            seq.tokens.append(token)
+        over = find_endings(sequences, kept) if decision.closely or not self._watched.isdisjoint(kept) else []
+        if decision.last:
+            ended = {id(seq) for seq, _ in over}
+            over += [(seq, Ending("length")) for seq in decision.last if seq.finish is None and id(seq) not in ended]
+        for seq in decision.reached:
+            if seq.first_token_at is None:
+                seq.first_token_at = now
+        if BROKEN in kept:
+            broken = [seq for seq in sequences if seq.tokens[-1] == BROKEN]
+            sequences = [seq for seq in sequences if seq not in broken]
+            kept = [token for token in kept if token != BROKEN]
+            for seq in broken:
+                seq.tokens.pop()
+        self.totals.tokens_out += len(kept)
+        return Outcome(sequences, kept, self._finished(over, now))
+
+    def _finished(self, over: list[tuple[Sequence, Ending]], now: float) -> list[Sequence]:
+        for seq, _ in over:
+            self.admission.ended(seq)
+        self._end(over, now)
+        self._check()
+        return [seq for seq, _ in over]
+
+    def fail(self, now: float, error: str) -> list[Sequence]:
+        """The executor could not do a step: what was under way ends with an error. Nothing in the cache is trusted any
+        more, so the rest is computed again."""
+        hit = {id(seq): seq for step in self.under_way for seq in (*step.decodes, *(c.sequence for c in step.chunks))}
+        ended = [seq for seq in hit.values() if seq.finish is None]
+        self.under_way.clear()
+        self._end([(seq, Ending("error", error)) for seq in ended], now)
+        for seq in list(self.roster.running):
+            self.roster.put_back(seq)
+        self.cache.distrust()
+        self._admitted.clear()
+        self._fresh.clear()
+        self._check()
+        return ended
+
+    def _check(self) -> None:
+        every = self.settings.check_every
+        if every and not self.totals.steps % every:
+            invariants.check(self)

@@ -1,0 +1,119 @@
+"""What the scheduler is told once: limits of a step, of the queue and of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from armillary.errors import BadRecipe
+from armillary.spec.arithmetic.params import parameters
+from armillary.spec.model import ModelConfig
+from armillary.spec.tables.serve import Serve
+
+STREAMED_SLOWDOWN = 2.0
+"""a step with prompts over what its decodes take alone, where answers are streamed and nobody chose another. Measured
+on an H200 (benchmarks/engine_h200.md, runs 13 to 16; 8B, 32 streams beside 32k-token prompts): at 2.0 the 99th
+percentile of gaps is 1.96 to 1.98 times the median alone and prompts keep 60 to 63 % of their speed; without, gaps are
+those of whole steps"""
+
+Batching = Literal["none", "static", "dynamic", "continuous"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Limits and habits of one engine."""
+
+    max_model_len: int
+    """prompt and answer together at most"""
+    vocab: int
+    """ids are below it"""
+    eos_ids: frozenset[int] = frozenset()
+    """the model's own end tokens"""
+    max_tokens_per_step: int = 2048
+    """tokens computed in a step at most"""
+    max_running: int = 256
+    """sequences computed together at most"""
+    batching: Batching = "continuous"
+    """how requests are put together"""
+    batch_window_s: float = 0.05
+    """dynamic: how long the first of a batch waits for others"""
+    ageing_s: float = 60.0
+    """waiting time that makes up for one step of priority; 0: first come, first served"""
+    max_waiting: int | None = None
+    """requests in the queue at most; more are refused"""
+    max_wait_s: float | None = None
+    """a request that has not started by then is given up"""
+    prefill_tokens: int | None = None
+    """prompt tokens a step while others decode, at most; none: what the step has left"""
+    prefill_slowdown: float | None = None
+    """with prompts in it, a step lasts at most so many times what its decodes take alone; none: no matter how long"""
+    max_chunk: int | None = None
+    """prompt tokens of one request in a step, so that a long prompt lets short ones pass; none: all"""
+    attention_tokens: float | None = None
+    """context at which attention costs as much as all the rest of a token; none: attention is not counted"""
+    query_tile: int = 1
+    """queries that attention of a prompt takes together: a part of it that is no multiple costs as much as the next"""
+    reserve: float | None = None
+    """share of all that running answers may still grow that is kept free; none: of what is likely, and learnt"""
+    rope_switch: int | None = None
+    """tokens of a prompt beyond which rotary frequencies are others, so that no blocks are shared across it"""
+    late_masks: bool = False
+    """the executor asks structures what they allow only once the step before was updated, so that structured answers
+    are run ahead like all others; else they wait for each token"""
+    lookups: int = 256
+    """blocks searched or given back in a step at most"""
+    check_every: int = 0
+    """steps between checks of every invariant; 0: never"""
+
+
+_ATTENTION_RATE = 0.5
+"""FLOP/s of attention of prompts over those of products. Measured on an H200 (benchmarks/): 406 TFLOP/s alone, some 260
+in short chunks; whole prompt steps 684"""
+
+
+_TILE_ROWS = 128
+"""(query, head of a group) pairs that attention of prompts takes together on a GPU"""
+
+
+def settings_for(config: ModelConfig, serve: Serve, eos_ids: frozenset[int] = frozenset()) -> Settings:
+    """The recipe's [serve] table, for a model."""
+    longest = config.context if serve.max_model_len is None else serve.max_model_len
+    if longest > config.context:
+        raise BadRecipe(
+            f"serve.max_model_len={longest} exceeds the context of {config.name}; try --set "
+            f"serve.max_model_len={config.context}"
+        )
+    return Settings(
+        max_model_len=longest,
+        vocab=config.vocab,
+        eos_ids=eos_ids,
+        max_tokens_per_step=serve.max_tokens_per_step,
+        max_running=serve.max_running,
+        batching=serve.batching,
+        batch_window_s=serve.batch_window_s,
+        ageing_s=serve.ageing_s,
+        max_waiting=serve.max_waiting,
+        max_wait_s=serve.max_wait_s,
+        prefill_tokens=serve.prefill_tokens,
+        prefill_slowdown=serve.prefill_slowdown,
+        attention_tokens=attention_tokens(config),
+        check_every=serve.check_every,
+        rope_switch=rope_switch(config),
+        query_tile=max(1, _TILE_ROWS // (config.heads // config.kv_heads)),
+    )
+
+
+def rope_switch(config: ModelConfig) -> int | None:
+    """Tokens beyond which rotary frequencies are others (longrope); none where they never change."""
+    if config.positions != "rope" or config.rope.scaling != "longrope":
+        return None
+    return config.rope.original_context or config.context
+
+
+def attention_tokens(config: ModelConfig) -> float:
+    """Context at which a token's attention (4·heads·head_dim FLOPs a key and full layer) takes as long as its matrix
+    products (2 a weight it is multiplied by): attention over pages reaches about half of their FLOP/s."""
+    dims = config.mla.nope_dim + config.mla.rope_dim if config.mla else config.head_dim
+    full = sum(layer.attention == "full" for layer in config.layers)
+    weights = parameters(config).multiplied - config.vocab * config.hidden  # only a prompt's last token needs the head
+    return _ATTENTION_RATE * 2 * weights / (4 * config.heads * dims * full) if full else float("inf")

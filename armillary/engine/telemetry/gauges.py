@@ -1,0 +1,77 @@
+"""Steps and requests as records for gauges.jsonl, under the names of `spec/gauges.py`."""
+
+from __future__ import annotations
+
+from armillary.engine.request.sequence import Sequence
+from armillary.engine.scheduler.decision import Decision
+from armillary.engine.scheduler.scheduler import Scheduler
+
+
+def step_gauges(scheduler: Scheduler, decision: Decision, left: int = 0) -> dict[str, float]:
+    """The state after a step was decided, and totals so far; `left` have ended since, and were running then."""
+    running = {"running": len(scheduler.roster.running) + left}
+    return state_gauges(scheduler) | work_gauges(decision) | running
+
+
+def work_gauges(decision: Decision) -> dict[str, float]:
+    """What a step is made of."""
+    return {
+        "prefill_tokens": decision.num_prefill_tokens,
+        "decode_tokens": len(decision.decodes),
+        "context_tokens": sum(decision.positions) + len(decision.positions),
+        "prefill_pairs": decision.num_prefill_pairs,
+        "prefill_rows": len(decision.chunks),
+        "prefill_past": decision.num_past_tokens,
+    }
+
+
+def state_gauges(scheduler: Scheduler) -> dict[str, float]:
+    """Who is here, what the cache holds, and totals so far."""
+    totals, cache = scheduler.totals, scheduler.cache
+    return {
+        "running": len(scheduler.roster.running),
+        "waiting": len(scheduler.roster.waiting),
+        "kv_used_fraction": cache.used_fraction,
+        "kv_capacity_tokens": cache.num_blocks // len(cache.groups) * cache.block_tokens,
+        "preemptions_total": totals.preempted,
+        "recomputed_total": totals.recomputed,
+        "prefix_queries_total": totals.looked_up,
+        "prefix_hits_total": totals.found,
+        "prefix_hit_fraction": totals.found / totals.looked_up if totals.looked_up else 0.0,
+        "prefix_repeated_total": totals.repeated,
+        "prefix_evicted_total": totals.misses["evicted"],
+        "requests_total": totals.finished,
+        "aborted_total": totals.aborted,
+        "rejected_total": totals.rejected,
+        "errors_total": totals.errors,
+        "tokens_in_total": totals.tokens_in,
+        "tokens_out_total": totals.tokens_out,
+    }
+
+
+def request_gauges(seq: Sequence) -> dict[str, float]:
+    """Times and sizes of an answer that is over; what it never came to is left out."""
+    found: dict[str, float] = {
+        "tokens_in": seq.num_prompt,
+        "tokens_out": seq.num_output,
+        "cached_tokens": seq.cached_tokens,
+        "tokens_limit": seq.limit - seq.num_prompt,
+        "arrived_s": seq.arrived_at,
+        "request_number": seq.number,
+    }
+    if seq.repeated:
+        found |= {"repeated_tokens": seq.repeated, "repeats_request": seq.repeats}
+    end = seq.finished_at
+    if end is not None:
+        found["e2e_s"] = end - seq.arrived_at
+    if seq.started_at is not None:
+        found["queue_s"] = seq.started_at - seq.arrived_at
+    if seq.first_token_at is not None and seq.started_at is not None:
+        found["ttft_s"] = seq.first_token_at - seq.arrived_at
+        found["prefill_s"] = seq.first_token_at - seq.started_at
+        if end is not None:
+            found["decode_s"] = end - seq.first_token_at
+            if seq.num_output > 1:
+                found["tpot_s"] = (end - seq.first_token_at) / (seq.num_output - 1)
+                found["itl_max_s"] = seq.largest_gap_s
+    return found

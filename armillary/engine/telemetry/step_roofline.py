@@ -1,0 +1,59 @@
+"""What a step takes at best: weights and keys at the measured read bandwidth, or products at the measured rate.
+
+bytes   weights a token is multiplied by · size + Σ context · KV bytes a token
+FLOPs   2 · weights · tokens + 4 · heads · head_dim · layers · Σ query · context
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from armillary.engine.scheduler.decision import Decision
+from armillary.spec.arithmetic.ops import size_of
+from armillary.spec.arithmetic.params import parameters
+from armillary.spec.model import ModelConfig
+from armillary.store.peaks import Peaks
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRoof:
+    """A model on a device."""
+
+    weight_bytes: float
+    """read in every step"""
+    kv_bytes: float
+    """of a token, all layers"""
+    token_flops: float
+    """of a token's products"""
+    pair_flops: float
+    """of a query and a key, all layers"""
+    read_bytes_per_s: float
+    flops_per_s: float
+
+    def seconds(self, decision: Decision) -> float:
+        """Windows are not counted: layers that have one read less."""
+        keys = sum(decision.positions) + len(decision.positions)
+        pairs = float(keys)
+        for chunk in decision.chunks:
+            keys += chunk.start + chunk.size
+            pairs += chunk.size * (chunk.start + (chunk.size + 1) / 2)
+        moved = self.weight_bytes + keys * self.kv_bytes
+        flops = decision.num_tokens * self.token_flops + pairs * self.pair_flops
+        return max(moved / self.read_bytes_per_s, flops / self.flops_per_s)
+
+
+def step_roof(config: ModelConfig, peaks: Peaks | None, dtype: str) -> StepRoof | None:
+    """The roof of this model, where the device's bandwidth and products were measured (`armillary bench ceilings`)."""
+    read = peaks.best("read", "bytes_per_s") if peaks else None
+    flops = peaks.best_gemm(dtype) if peaks else None
+    if read is None or flops is None:
+        return None
+    weights, size = parameters(config).multiplied, size_of(dtype)
+    return StepRoof(
+        weight_bytes=weights * size,
+        kv_bytes=2 * config.num_layers * config.kv_heads * config.head_dim * size,
+        token_flops=2.0 * weights,
+        pair_flops=4.0 * config.heads * config.head_dim * config.num_layers,
+        read_bytes_per_s=read,
+        flops_per_s=flops,
+    )

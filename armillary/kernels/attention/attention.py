@@ -1,0 +1,276 @@
+"""Attention for training: causal, grouped heads, packed documents, sliding windows, block-sparse masks.
+
+Every version takes q [B, T, N, D] and k, v [B, S, K, D] (N a multiple of K) and gives [B, T, N, D]. A query at t sees
+the keys up to t + S - T; a query that sees none gives zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from armillary.kernels.core.compile import compiled
+from armillary.kernels.core.dtype import widen
+from armillary.kernels.core.op import Case, Late, Op, Version, Work
+
+# B batch, T queries, S keys, N query heads, K KV heads, D head dim, X and Y blocks of queries and keys
+
+BLOCK = 128
+"""queries and keys that one entry of a block-sparse mask stands for"""
+_MOST_SCORES_BYTES = 1e9
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionOptions:
+    """What a layer and a batch ask of attention."""
+
+    documents_BT: Tensor | None = None
+    """queries see keys of the same number only"""
+    blocks_XY: Tensor | None = None
+    """boolean mask of blocks of 128 × 128"""
+    sinks_N: Tensor | None = None
+    """a logit a head that yields nothing"""
+    slopes_N: Tensor | None = None
+    """ALiBi"""
+    scale: float | None = None
+    """of the scores; 1/√D unless given"""
+    window: int = 0
+    """keys a query sees, itself included; 0: all"""
+    softcap: float = 0.0
+    """soft cap of the scores; 0: none"""
+    causal: bool = True
+    """whether keys behind a query are hidden from it"""
+
+
+PLAIN = AttentionOptions()
+
+
+def reference(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
+    """Scores written out, softmax in at least fp32."""
+    group = q_BTND.shape[2] // k_BSKD.shape[2]
+    k_BSND, v_BSND = k_BSKD.repeat_interleave(group, dim=2), v_BSKD.repeat_interleave(group, dim=2)
+    scale = q_BTND.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = widen(torch.einsum("btnd,bsnd->bnts", q_BTND, k_BSND)) * scale
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    distance_TS = distances(q_BTND.shape[1], k_BSKD.shape[1], q_BTND.device)
+    if options.slopes_N is not None:
+        scores = scores - options.slopes_N.to(scores.dtype)[:, None, None] * distance_TS
+    seen = seen_keys(distance_TS, options)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if options.sinks_N is not None:
+        sink = options.sinks_N.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    # an empty row would be NaN: it is made harmless before the softmax and zero after it
+    weights = scores.masked_fill(~(scores != -torch.inf).any(-1, keepdim=True), 0.0).softmax(-1)
+    weights = weights[..., : k_BSKD.shape[1]].masked_fill(~seen, 0.0)
+    return torch.einsum("bnts,bsnd->btnd", weights.to(v_BSND.dtype), v_BSND)
+
+
+def distances(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """[T, S]: how far each key lies behind each query."""
+    query = torch.arange(num_queries, device=device) + num_keys - num_queries
+    return query[:, None] - torch.arange(num_keys, device=device)
+
+
+def seen_keys(distance_TS: Tensor, options: AttentionOptions) -> Tensor:
+    """Boolean mask that broadcasts to [B, N, T, S]."""
+    seen = distance_TS >= 0 if options.causal else torch.ones_like(distance_TS, dtype=torch.bool)
+    if options.window:
+        seen = seen & (distance_TS < options.window)
+    if options.blocks_XY is not None:
+        T, S = distance_TS.shape
+        whole = options.blocks_XY.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        seen = seen & whole[:T, :S]
+    documents_BT = options.documents_BT
+    if documents_BT is not None:
+        return seen & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
+    return seen
+
+
+def sdpa(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
+    """torch's own choice of kernel, with a dense mask where being causal does not say it all."""
+    if options.softcap or options.sinks_N is not None or options.slopes_N is not None:
+        return reference(q_BTND, k_BSKD, v_BSKD, options)
+    q, k, v = (x.transpose(1, 2) for x in (q_BTND, k_BSKD, v_BSKD))
+    T, S = q.shape[2], k.shape[2]
+    free = options.documents_BT is None and options.blocks_XY is None and not 0 < options.window < S
+    plain = free and (T == S or not options.causal)
+    mask = None if plain else seen_keys(distances(T, S, q.device), options)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=plain and options.causal,
+        scale=options.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.transpose(1, 2)
+
+
+def cudnn(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
+    """The same by cuDNN or not at all."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return sdpa(q_BTND, k_BSKD, v_BSKD, options)
+
+
+def flash(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
+    """The same by torch's FlashAttention or not at all."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return sdpa(q_BTND, k_BSKD, v_BSKD, options)
+
+
+# --- the op
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Case):
+    """Causal self-attention over whole sequences."""
+
+    batch: int
+    """rows"""
+    length: int
+    """tokens of a row"""
+    heads: int
+    """query heads"""
+    kv_heads: int
+    """KV heads"""
+    head_dim: int = 128
+    """of a head"""
+    documents: int = 0
+    """of equal length in a row; 0: the row is one, and nothing says so"""
+    window: int = 0
+    """keys a query sees; 0: all before it"""
+    sparse: bool = False
+    """only blocks near the diagonal and every eighth column of blocks"""
+    softcap: float = 0.0
+    """0 is none"""
+    sinks: bool = False
+    """a logit a head that yields nothing"""
+
+
+def sparse_blocks(length: int, device: torch.device | str) -> Tensor:
+    """The block-sparse pattern of the cases: four blocks along the diagonal, and every eighth column."""
+    index = torch.arange(-(-length // BLOCK), device=device)
+    return ((index[:, None] - index).abs() < 4) | (index % 8 == 0)
+
+
+def inputs(case: Attention, generator: torch.Generator) -> tuple[object, ...]:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=generator.device).to(case.torch_dtype)
+
+    shape, kv_shape = ((case.batch, case.length, heads, case.head_dim) for heads in (case.heads, case.kv_heads))
+    documents = None
+    if case.documents:
+        index = torch.arange(case.length, device=generator.device)
+        documents = (index * case.documents // case.length).expand(case.batch, -1).contiguous()
+    blocks = sparse_blocks(case.length, generator.device) if case.sparse else None
+    sinks = normal(case.heads) if case.sinks else None
+    options = AttentionOptions(
+        documents_BT=documents, blocks_XY=blocks, sinks_N=sinks, window=case.window, softcap=case.softcap
+    )
+    return normal(*shape), normal(*kv_shape), normal(*kv_shape), options
+
+
+def num_pairs(case: Attention) -> int:
+    """Query-key pairs that are seen in a row."""
+    size = case.length / max(1, case.documents)
+    behind = (t - int(int(t / size) * size) + 1 for t in range(case.length))
+    pairs = sum(min(seen, case.window or seen) for seen in behind)
+    if not case.sparse:
+        return pairs
+    kept = sparse_blocks(case.length, "cpu").tril()
+    return int(pairs * float(kept.sum()) / float(torch.ones_like(kept).tril().sum()))
+
+
+def work(case: Attention) -> Work:
+    """4·D a pair and head forward, 2.5 times that backward (five products for two); q, k, v and the result moved."""
+    flops = 4.0 * case.head_dim * case.heads * case.batch * num_pairs(case)
+    moved = case.torch_dtype.itemsize * 2.0 * case.batch * case.length * case.head_dim * (case.heads + case.kv_heads)
+    return Work(flops=flops, bytes=moved, backward_flops=2.5 * flops, backward_bytes=2.5 * moved, ceiling="gemm")
+
+
+def _not_plain(case: Attention) -> str | None:
+    if case.documents or case.window or case.sparse or case.softcap or case.sinks:
+        return "it has no documents, windows, block masks, caps or sinks"
+    if case.dtype not in ("bf16", "fp16"):
+        return "it is for half formats"
+    return None
+
+
+def _not_sdpa(case: Attention) -> str | None:
+    return "it has no caps or sinks" if case.softcap or case.sinks else None
+
+
+def _not_flex(case: Attention) -> str | None:
+    if case.sinks:
+        return "it has no sinks"
+    return "libraries have plain causal attention" if _not_plain(case) is None else None
+
+
+def _not_written_out(case: Attention) -> str | None:
+    scores = _scores_bytes(case)
+    return f"it would hold {scores / 1e9:.0f} GB of scores" if scores > _MOST_SCORES_BYTES else None
+
+
+def _not_own(case: Attention) -> str | None:
+    if case.head_dim > 256:
+        return "heads are too wide for its registers"
+    return "it sums in fp32" if case.dtype == "fp64" else None
+
+
+def _small(case: Attention) -> Attention:
+    """As it is where the wide reference can hold its scores several times, so that what is compiled ahead fits too."""
+    if case.device == "cpu":
+        return replace(case, batch=1, length=min(case.length, 256))
+    return case if _scores_bytes(case) < 5e9 else replace(case, batch=1, length=min(case.length, 1024))
+
+
+def _scores_bytes(case: Attention) -> float:
+    return 4.0 * case.batch * case.heads * case.length**2
+
+
+def _case(length: int, heads: int, kv_heads: int, batch: int = 1, **more: Any) -> Attention:
+    return Attention(batch=batch, length=length, heads=heads, kv_heads=kv_heads, **more)
+
+
+ATTENTION = Op(
+    name="attention",
+    reference=reference,
+    versions=(
+        Version(
+            name="triton",
+            run=Late("armillary.kernels.attention.attention_triton", "attention"),
+            refuses=_not_own,
+            needs=("triton",),
+        ),
+        Version(name="cudnn", run=cudnn, refuses=_not_plain, needs=("cuda",), deterministic=False),
+        Version(name="flash", run=flash, refuses=_not_plain, needs=("cuda",), deterministic=False),
+        Version(
+            name="flex",
+            run=Late("armillary.kernels.attention.flex", "attention"),
+            refuses=_not_flex,
+            needs=("compile", "cuda"),
+        ),
+        Version(name="sdpa", run=sdpa, refuses=_not_sdpa, deterministic=False),
+        replace(compiled(reference), refuses=_not_written_out),
+    ),
+    inputs=inputs,
+    work=work,
+    grads=(0, 1, 2),
+    cases={
+        "8k": _case(8192, 32, 32),
+        "8k, groups of 4": _case(8192, 32, 8),
+        "4k in 4 documents": _case(4096, 32, 8, batch=2, documents=4),
+        "4k, window 1024": _case(4096, 32, 8, batch=2, window=1024),
+        "4k, block-sparse": _case(4096, 32, 8, batch=2, sparse=True),
+        "gpt-oss, sinks": _case(4096, 64, 8, head_dim=64, window=128, sinks=True),
+    },
+    small=_small,
+)

@@ -1,0 +1,301 @@
+"""The launches of our attention kernels, as one custom op forward and one backward.
+
+What the mask allows is boiled down on the device to stretches (documents) or lists (block-sparse masks) of blocks, so
+that kernels skip what is not seen and nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.kernels.attention.attention import BLOCK, PLAIN, AttentionOptions, reference
+from armillary.kernels.attention.backward_triton import delta_kernel, key_kernel, query_kernel
+from armillary.kernels.attention.forward_triton import forward_kernel
+from armillary.kernels.attention.mask import boil_down
+from armillary.kernels.attention.tiles import can_copy, described, forward_tiles, key_tiles, query_tiles
+from armillary.kernels.core.launch import ceil_div, dense, on, power_of_two
+from armillary.kernels.core.note import note_once
+
+# B batch, T queries, S keys, N query heads, K KV heads, D head dim
+
+_LOG2E = math.log2(math.e)
+
+
+def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
+    """attention.reference in kernels of our own; what they cannot hold goes to the reference."""
+    why = _cannot(q_BTND, v_BSKD)
+    if why:
+        if not torch.compiler.is_compiling():
+            note_once(f"attention is left to plain torch: {why}")
+        return reference(q_BTND, k_BSKD, v_BSKD, options)
+    scale = q_BTND.shape[-1] ** -0.5 if options.scale is None else options.scale
+    return _attention(
+        q_BTND,
+        k_BSKD,
+        v_BSKD,
+        options.documents_BT,
+        options.blocks_XY,
+        options.sinks_N,
+        options.slopes_N,
+        scale,
+        options.window,
+        options.softcap,
+        options.causal,
+    )[0]
+
+
+def _cannot(q_BTND: Tensor, v_BSKD: Tensor) -> str | None:
+    """Why our kernels are not for these."""
+    if v_BSKD.shape[-1] != q_BTND.shape[-1]:
+        return f"values of {v_BSKD.shape[-1]} dims, queries of {q_BTND.shape[-1]}"
+    if q_BTND.shape[-1] > 256:
+        return f"heads of {q_BTND.shape[-1]} dims are too wide for registers"
+    return "fp64" if q_BTND.dtype == torch.float64 else None
+
+
+_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? blocks, Tensor? sinks, Tensor? slopes, float scale, "
+    "int window, float softcap, bool causal"
+)
+
+
+@torch.library.custom_op("armillary::attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    blocks: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp in base 2 [B, N, T])."""
+    out, lse = _empty(q, k, v, documents, blocks, sinks, slopes, scale, window, softcap, causal)
+    if not out.numel() or not k.numel():
+        return out.zero_(), lse.fill_(torch.inf)
+    q, k, v = (_with_unit_stride(x) for x in (q, k, v))
+    sinks, slopes = dense(sinks), dense(slopes)
+    (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
+    tiles = forward_tiles(q, documents is not None)
+    flags, mask, lists = boil_down(documents, blocks, window, softcap, causal, slopes, T, S, tiles.keys)
+    listed, counts = lists.by_query if lists else (lse, lse)
+    tma = can_copy(k, v)
+    k_src, v_src = (described(x, tiles.keys) if tma else x for x in (k, v))
+    with on(q):
+        forward_kernel[(ceil_div(T, tiles.queries), N, B)](
+            q,
+            k_src,
+            v_src,
+            out,
+            lse,
+            mask.documents,
+            mask.begin,
+            mask.run,
+            listed,
+            counts,
+            sinks,
+            slopes,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            T,
+            S,
+            N,
+            N // K,
+            *_scales(scale, softcap)[1:],
+            window,
+            listed.shape[-1],
+            **flags,
+            SINKS=sinks is not None,
+            FP32=q.dtype == torch.float32,
+            D=D,
+            BLOCK_D=max(16, power_of_two(D)),
+            BLOCK_M=tiles.queries,
+            BLOCK_N=tiles.keys,
+            STAGES=tiles.stages,
+            RAW=scale > 0 and not softcap and slopes is None,
+            TMA=tma,
+            num_warps=tiles.warps,
+        )
+    return out, lse
+
+
+@_attention.register_fake
+def _empty(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    blocks: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    B, T, N, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(B, N, T, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "armillary::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor out, Tensor lse, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _attention_backward(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    blocks: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV, gradient of the sinks or empty)."""
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    if not out.numel() or not k.numel():
+        dsinks = q.new_zeros(0) if sinks is None else torch.zeros_like(sinks)
+        return dq.zero_(), dk.zero_(), dv.zero_(), dsinks
+    q, k, v, grad = (_with_unit_stride(x) for x in (q, k, v, grad))
+    slopes = dense(slopes)
+    (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
+    delta = torch.empty_like(lse)
+    shared = {"FP32": q.dtype == torch.float32, "D": D, "BLOCK_D": max(16, power_of_two(D))}
+    with on(q):
+        delta_kernel[(ceil_div(T, 64), N, B)](
+            out, grad, delta, *grad.stride()[:3], T, N, D=D, BLOCK_D=shared["BLOCK_D"], BLOCK_M=64, num_warps=4
+        )
+        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3])
+        sizes = (T, S, N, N // K, *_scales(scale, softcap), window)
+        tiles = key_tiles(q)
+        flags, mask, lists = boil_down(documents, blocks, window, softcap, causal, slopes, T, S, tiles.queries)
+        listed, counts = lists.by_key if lists else (lse, lse)
+        tma = can_copy(q, grad)
+        q_src, grad_src = (described(x, tiles.queries) if tma else x for x in (q, grad))
+        key_kernel[(ceil_div(S, tiles.keys), K, B)](
+            q_src,
+            k,
+            v,
+            grad_src,
+            dk,
+            dv,
+            lse,
+            delta,
+            mask.documents,
+            mask.end,
+            mask.run_end,
+            listed,
+            counts,
+            slopes,
+            *strides,
+            *sizes,
+            listed.shape[-1],
+            **flags,
+            **shared,
+            EVEN=T % tiles.queries == 0,
+            BLOCK_M=tiles.queries,
+            BLOCK_N=tiles.keys,
+            STAGES=tiles.stages,
+            TMA=tma,
+            num_warps=tiles.warps,
+        )
+        tiles = query_tiles(q)
+        flags["LISTED"] = BLOCK // tiles.keys if lists else 0
+        listed, counts = lists.by_query if lists else (lse, lse)
+        tma = can_copy(k, v)
+        k_src, v_src = (described(x, tiles.keys) if tma else x for x in (k, v))
+        query_kernel[(ceil_div(T, tiles.queries), N, B)](
+            q,
+            k_src,
+            v_src,
+            grad,
+            dq,
+            lse,
+            delta,
+            mask.documents,
+            mask.begin,
+            mask.run,
+            listed,
+            counts,
+            slopes,
+            *strides,
+            *sizes,
+            listed.shape[-1],
+            **flags,
+            **shared,
+            BLOCK_M=tiles.queries,
+            BLOCK_N=tiles.keys,
+            STAGES=tiles.stages,
+            TMA=tma,
+            num_warps=tiles.warps,
+        )
+    if sinks is None:
+        return dq, dk, dv, q.new_empty(0)
+    weights = torch.exp2(sinks.float()[:, None] * _LOG2E - lse)
+    return dq, dk, dv, -(weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
+@_attention_backward.register_fake
+def _(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    blocks: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, documents, blocks, sinks, slopes, *ctx.options = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, documents, blocks, sinks, slopes, out, lse)
+
+
+def _gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    q, k, v, documents, blocks, sinks, slopes, out, lse = ctx.saved_tensors
+    if grad is None:
+        return (None,) * 11
+    arguments = (q, k, v, documents, blocks, sinks, slopes, *ctx.options)
+    dq, dk, dv, dsinks = _attention_backward(grad, out, lse, *arguments)
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(None,) * 5
+
+
+_attention.register_autograd(_gradients, setup_context=_keep)
+
+
+def _scales(scale: float, softcap: float) -> tuple[float, float, float]:
+    """The scale itself, what multiplies q·k in the kernel, and the cap, both in base-2 units."""
+    return (scale, scale / softcap, softcap * _LOG2E) if softcap else (scale, scale * _LOG2E, 0.0)
+
+
+def _with_unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

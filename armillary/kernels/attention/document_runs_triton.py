@@ -1,0 +1,91 @@
+"""Where documents begin and end in packed rows, in one small kernel: what attention needs in order to skip blocks.
+
+Where numbers never fall along a row, a document is one unbroken run; otherwise it may go on anywhere in the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from armillary.kernels.core.launch import on, power_of_two
+
+_LONGEST_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Per token, [B, T] int32; a token may see from `begin` on and be seen before `end`."""
+
+    documents: Tensor | None = None
+    """its document, as a number of 32 bits: quicker to compare"""
+    begin: Tensor | None = None
+    run: Tensor | None = None
+    """first token of its run"""
+    end: Tensor | None = None
+    run_end: Tensor | None = None
+    """one beyond the last token of its run"""
+
+
+def document_runs(documents_BT: Tensor) -> Runs:
+    documents = documents_BT.contiguous()
+    batch, length = documents.shape
+    short, begin, run, end, run_end = (torch.empty_like(documents, dtype=torch.int32) for _ in range(5))
+    block = min(_LONGEST_BLOCK, max(32, power_of_two(length)))
+    if documents.numel():
+        with on(documents):
+            runs_kernel[(batch,)](documents, short, begin, run, end, run_end, length, BLOCK=block, num_warps=8)
+    return Runs(short, begin, run, end, run_end)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def runs_kernel(doc_ptr, short_ptr, begin_ptr, run_ptr, end_ptr, run_end_ptr, T, BLOCK: tl.constexpr):
+    """A program a row: does any number fall; then starts from the left, then ends from the right."""
+    row = tl.program_id(0).to(tl.int64) * T
+    index = tl.arange(0, BLOCK)
+    blocks = tl.cdiv(T, BLOCK)
+    falls = tl.zeros((BLOCK,), tl.int32)
+    for i in range(blocks):
+        at = i * BLOCK + index
+        inside = (at > 0) & (at < T)
+        doc = tl.load(doc_ptr + row + at, mask=at < T, other=0)
+        tl.store(short_ptr + row + at, doc.to(tl.int32), mask=at < T)
+        before = tl.load(doc_ptr + row + at - 1, mask=inside, other=0)
+        doc = tl.where(inside, doc, 0)
+        falls = tl.maximum(falls, tl.where(doc < before, 1, 0))
+    broken = tl.max(falls, 0) > 0
+    latest = tl.zeros((1,), tl.int32)
+    for i in range(blocks):
+        at = i * BLOCK + index
+        inside = (at > 0) & (at < T)
+        doc = tl.load(doc_ptr + row + at, mask=inside, other=0)
+        before = tl.load(doc_ptr + row + at - 1, mask=inside, other=0)
+        run = tl.maximum(tl.associative_scan(tl.where(doc != before, at, 0), 0, _larger), latest)
+        tl.store(run_ptr + row + at, run, mask=at < T)
+        tl.store(begin_ptr + row + at, tl.where(broken, 0, run), mask=at < T)
+        latest = tl.maximum(latest, tl.max(run, 0))
+    soonest = tl.zeros((1,), tl.int32) + T
+    for i in range(blocks):
+        at = (blocks - 1 - i) * BLOCK + index
+        inside = at + 1 < T
+        doc = tl.load(doc_ptr + row + at, mask=inside, other=0)
+        after = tl.load(doc_ptr + row + at + 1, mask=inside, other=0)
+        ends = tl.associative_scan(tl.where(doc != after, at + 1, T), 0, _smaller, reverse=True)
+        run_end = tl.minimum(ends, soonest)
+        tl.store(run_end_ptr + row + at, run_end, mask=at < T)
+        tl.store(end_ptr + row + at, tl.where(broken, T, run_end), mask=at < T)
+        soonest = tl.minimum(soonest, tl.min(run_end, 0))

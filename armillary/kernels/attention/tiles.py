@@ -1,0 +1,112 @@
+"""How our attention kernels cut their work, and whether their tiles can come by the copy engine.
+
+Measured on an H200 at 8k tokens and head dim 128; the comparisons are in benchmarks/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from armillary.kernels.core.launch import power_of_two
+from armillary.kernels.core.tile_fitting import first_fitting
+from armillary.machine.accelerator import accelerator_of
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a kernel cuts its work."""
+
+    queries: int
+    """of a block"""
+    keys: int
+    """of a block"""
+    warps: int
+    """of a program"""
+    stages: int
+    """loads in flight"""
+    shared_kb: int
+    """most shared memory that it compiles to for 8.x and 12.x (tests/kernels/compile_for.py); 9.0 has enough for all"""
+    sm_100_kb: int = 0
+    """the same for 10.x, where that is more than a block has"""
+
+
+Table = dict[int, tuple[Tiles, ...]]
+# head dim, up to -> tiles, the best first; what follows is for less shared memory and was not timed
+_FORWARD = {
+    64: (Tiles(128, 128, 8, 3, 81),),
+    128: (Tiles(64, 64, 4, 3, 89), Tiles(64, 64, 4, 2, 57)),
+    256: (Tiles(128, 64, 8, 2, 145), Tiles(64, 32, 4, 2, 69)),
+}
+_FORWARD_FP32 = {
+    64: (Tiles(64, 32, 4, 2, 49),),
+    128: (Tiles(64, 32, 4, 2, 113), Tiles(64, 32, 4, 1, 81)),
+    256: (Tiles(64, 32, 4, 1, 161), Tiles(32, 16, 4, 1, 81)),
+}
+_KEY = {
+    64: (Tiles(64, 128, 8, 2, 49),),
+    128: (Tiles(64, 64, 4, 2, 73),),
+    256: (Tiles(64, 64, 8, 2, 137, sm_100_kb=258), Tiles(32, 32, 4, 2, 67)),
+}
+_KEY_FP32 = {
+    64: (Tiles(16, 32, 4, 1, 41),),
+    128: (Tiles(16, 32, 4, 1, 81),),
+    256: (Tiles(16, 32, 4, 1, 161), Tiles(16, 16, 4, 1, 97)),
+}
+_QUERY = {
+    64: (Tiles(128, 64, 8, 3, 65),),
+    128: (Tiles(128, 64, 8, 3, 129), Tiles(128, 64, 8, 2, 97)),
+    256: (Tiles(128, 32, 8, 2, 169), Tiles(64, 32, 4, 1, 97)),
+}
+_QUERY_FP32 = {
+    64: (Tiles(32, 16, 4, 1, 37),),
+    128: (Tiles(32, 16, 4, 1, 73),),
+    256: (Tiles(32, 16, 4, 1, 145), Tiles(16, 16, 4, 1, 81)),
+}
+
+
+def forward_tiles(q: Tensor, packed: bool) -> Tiles:
+    """Of head dim 128, three stages just let two programs share a multiprocessor; with document numbers only two do."""
+    tiles = _of(q, _FORWARD, _FORWARD_FP32)
+    if packed and q.dtype != torch.float32 and 64 < q.shape[-1] <= 128:
+        tiles = tiles[1:]
+    return _fitting(q, tiles)
+
+
+def key_tiles(q: Tensor) -> Tiles:
+    return _fitting(q, _of(q, _KEY, _KEY_FP32))
+
+
+def query_tiles(q: Tensor) -> Tiles:
+    return _fitting(q, _of(q, _QUERY, _QUERY_FP32))
+
+
+def _of(q: Tensor, half: Table, wide: Table) -> tuple[Tiles, ...]:
+    table = wide if q.dtype == torch.float32 else half
+    return next(tiles for most, tiles in table.items() if q.shape[-1] <= most)
+
+
+def _fitting(q: Tensor, tiles: tuple[Tiles, ...]) -> Tiles:
+    chip = accelerator_of(q.device)
+    blackwell = chip is not None and chip.capability[0] == 10
+    return first_fitting(q.device, tiles, lambda each: ((blackwell and each.sm_100_kb) or each.shared_kb) << 10)
+
+
+def can_copy(*tensors: Tensor) -> bool:
+    """Whether tiles can come by TMA: a Hopper chip or newer, whole heads, everything aligned to 16 bytes."""
+    return all(
+        ((chip := accelerator_of(x.device)) is None or chip.tma)
+        and x.shape[-1] >= 16
+        and x.shape[-1] == power_of_two(x.shape[-1])
+        and x.data_ptr() % 16 == 0
+        and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+        for x in tensors
+    )
+
+
+def described(x_BTND: Tensor, length: int) -> TensorDescriptor:
+    """Tiles of `length` tokens of one head."""
+    return TensorDescriptor.from_tensor(x_BTND, [1, length, 1, x_BTND.shape[-1]])

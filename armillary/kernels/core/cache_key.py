@@ -1,0 +1,39 @@
+"""What a remembered choice belongs to: the device by name, and the libraries and kernels it was found with."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from armillary.machine.device_name import device_name as named
+
+
+def device_name(device: str) -> str:
+    """A GPU as its driver names it; a CPU by its name and the threads that compute on it."""
+    return _named(device, torch.get_num_threads())
+
+
+@cache
+def _named(device: str, threads: int) -> str:
+    return named(device, threads=threads)
+
+
+@cache
+def revision() -> str:
+    """Versions of torch, triton and CUDA, and a digest of our own kernels: a choice holds for these."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    cuda = torch.version.cuda or torch.version.hip or "none"
+    return f"torch {torch.__version__} triton {_version('triton')} cuda {cuda} kernels {digest.hexdigest()[:12]}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"

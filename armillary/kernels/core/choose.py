@@ -1,0 +1,263 @@
+"""choose(): of the versions of an op that agree with the reference for a case, the fastest on this device, with proof.
+
+It is asked when a model is built or benched, never inside a step. What it found is remembered in the store; where
+nothing may be timed, the first deterministic version in the op's own order is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from typing import Any
+
+import torch
+
+from armillary.errors import ArmillaryError, BadInput
+from armillary.kernels.core.agreement import Expected, check, expect
+from armillary.kernels.core.cache_key import device_name, revision
+from armillary.kernels.core.dtype import DTYPES
+from armillary.kernels.core.note import note_once
+from armillary.kernels.core.op import Case, Op, Version
+from armillary.kernels.core.requirements import lacking
+from armillary.kernels.core.trial import input_sets, time_version
+from armillary.store.home import Home
+from armillary.store.kernel_choices import load_choice, save_choice
+
+BUDGET_S = 0.1
+HOPELESS = 4.0
+"""times the best so far: what takes longer is timed by one call only"""
+_REST_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What became of one version."""
+
+    version: str
+    """its name"""
+    refused: str = ""
+    """why it was not tried, or how it failed"""
+    agreed: bool = False
+    """whether it agrees with the reference, forward and backward"""
+    error: float | None = None
+    """largest relative error against the wide reference"""
+    forward_s: float | None = None
+    """seconds of a forward"""
+    backward_s: float | None = None
+    """seconds of a backward"""
+    method: str = ""
+    """how time was taken"""
+
+    @property
+    def seconds(self) -> float | None:
+        return None if self.forward_s is None else self.forward_s + (self.backward_s or 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The version to use, and why."""
+
+    op: str
+    """name of the operation"""
+    case: str
+    """the case as text"""
+    version: str
+    """name of the version"""
+    run: Callable[..., Any]
+    """the function, ready to be called"""
+    trials: tuple[Trial, ...]
+    """every version and what became of it"""
+    remembered: bool = False
+    """whether it was found in an earlier run"""
+
+
+def choose(
+    op: Op,
+    case: Case,
+    *,
+    home: Home | None = None,
+    deterministic: bool = False,
+    budget_s: float = BUDGET_S,
+    again: bool = False,
+) -> Choice:
+    """The version of `op` for `case`; `budget_s` is the time to look at each version, a direction. `again` tries anew
+    what is remembered."""
+    _check(case)
+    if deterministic:
+        return _chosen(op, case, _without_timing(op, case))
+    device = device_name(case.device)
+    choice = None if again else _remembered(op, case, home, device)
+    if choice is None:
+        choice = _chosen(op, case, tuple(try_versions(op, case, budget_s=budget_s)))
+        _remember(op, case, home, device, choice)
+    return choice
+
+
+def _check(case: Case) -> None:
+    """A case that no version could ever be tried on is the caller's mistake."""
+    if case.dtype not in DTYPES:
+        raise BadInput(f"no number format '{case.dtype}' for kernels; try one of {', '.join(DTYPES)}")
+    kind = case.device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise BadInput(f"no kernels for device '{case.device}'; try cpu or cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise BadInput("torch sees no GPU here to try kernels on; try device='cpu'")
+
+
+def explain(choice: Choice) -> list[str]:
+    """One line a version, the fastest first: its time, its error, or why it is out."""
+    order = sorted(choice.trials, key=lambda t: (not t.agreed, t.seconds is None, t.seconds or 0.0))
+    head = f"{choice.op} {choice.case}: {choice.version}" + (" (remembered)" if choice.remembered else "")
+    return [head, *(f"  {_reason(trial)}" for trial in order)]
+
+
+def try_versions(op: Op, case: Case, *, budget_s: float = BUDGET_S, timed: bool = True) -> Iterator[Trial]:
+    """Check each version on a small case, and time those that agree; the reference comes last."""
+    small = op.small(case)
+    generator = torch.Generator(torch.device(case.device)).manual_seed(1)
+    expected = expect(op, op.inputs(small, generator), generator)
+    sets = input_sets(op, case) if timed else []
+    best_s = inf
+    for version in op.all_versions:
+        why = lacking(version.needs, case.device) or version.refuses(case)
+        if why:
+            yield Trial(version=version.name, refused=why)
+            continue
+        how = {"budget_s": budget_s, "rest_s": _rest_s(op, case), "hopeless_s": HOPELESS * best_s}
+        trial = _tried(op, version, case, expected, sets, how)
+        best_s = min(best_s, trial.seconds or inf)
+        yield trial
+
+
+def time_rivals(op: Op, case: Case, *, budget_s: float = BUDGET_S) -> Iterator[Trial]:
+    """The op's rivals, timed and not checked."""
+    sets = input_sets(op, case) if op.rivals else []
+    for version in op.rivals:
+        why = lacking(version.needs, case.device) or version.refuses(case)
+        if why:
+            yield Trial(version=version.name, refused=why)
+            continue
+        try:
+            how = {"budget_s": budget_s, "rest_s": _rest_s(op, case)}
+            times = time_version(version.load(), op, sets, **how, name=version.name)
+        except Exception as error:  # a rival's compiler may fail in its own way; it is timed beside, no more
+            yield Trial(version=version.name, refused=_failure(error))
+            continue
+        yield Trial(version=version.name, forward_s=times.forward_s, backward_s=times.backward_s, method=times.method)
+
+
+def _tried(op: Op, version: Version, case: Case, expected: Expected, sets: list[Any], how: dict[str, float]) -> Trial:
+    try:
+        run = version.load()
+        written = replace(op, writes=(*op.writes, *version.overwrites))
+        found = check(run, written, expected, tolerance=op.tolerance.get(case.dtype))
+        trial = Trial(version=version.name, agreed=found.agreed, error=found.error, refused=found.why_not)
+        if not found.agreed or not sets:
+            return trial
+        times = time_version(run, op, sets, **how, name=version.name)
+        return replace(trial, forward_s=times.forward_s, backward_s=times.backward_s, method=times.method)
+    except Exception as error:
+        # A compiler or a library may fail in its own way on a new chip or shape; the reference is there for that, and
+        # may itself be too large for the memory.
+        if version.run is op.reference and not is_out_of_memory(error):
+            raise
+        return Trial(version=version.name, refused=_failure(error))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch has two ways to say it."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+    )
+
+
+def _rest_s(op: Op, case: Case) -> float:
+    """Matrix products run into the power limit within a tenth of a second; their ceiling is measured with rests too."""
+    return _REST_S if op.work(case).ceiling in ("gemm", "fp8") and torch.device(case.device).type == "cuda" else 0.0
+
+
+def _without_timing(op: Op, case: Case) -> tuple[Trial, ...]:
+    """In the op's own order, up to the first that is deterministic and agrees."""
+    trials: list[Trial] = []
+    only = replace(op, versions=tuple(version for version in op.versions if version.deterministic))
+    for trial in try_versions(only, case, timed=False):
+        trials.append(trial)
+        if trial.agreed:
+            break
+    return tuple(trials)
+
+
+def _chosen(op: Op, case: Case, trials: tuple[Trial, ...]) -> Choice:
+    agreed = [trial for trial in trials if trial.agreed]
+    best = min(agreed, key=lambda t: t.seconds or 0.0).version if agreed else "eager"
+    used = {_family(trial.version) for trial in agreed}
+    for trial in trials:
+        if not trial.refused or _family(trial.version) in used or _is_plain_absence(op, trial, case):
+            continue
+        if best == "eager" or _family(trial.version) == "triton" or trial.refused.startswith("failed"):
+            note_once(f"{op.name} {case.label}: version {trial.version} is not used: {trial.refused}")
+    return _choice(op, case, best, trials)
+
+
+def _choice(op: Op, case: Case, name: str, trials: tuple[Trial, ...], *, remembered: bool = False) -> Choice:
+    version = op.version(name)
+    assert version is not None
+    run = version.load()
+    return Choice(op=op.name, case=case.label, version=name, run=run, trials=trials, remembered=remembered)
+
+
+def _remembered(op: Op, case: Case, home: Home | None, device: str) -> Choice | None:
+    """What the store holds, where it can be read and its version still exists and can be had."""
+    try:
+        record: Any = load_choice(home, device, _key(op, case)) if home else None
+        version = op.version(str(record["version"])) if record else None
+        trials = tuple(Trial(**trial) for trial in record["trials"]) if record else ()
+    except (ArmillaryError, KeyError, TypeError) as error:
+        note_once(f"what is remembered of kernels cannot be used, they are tried again: {error}")
+        return None
+    if version is None or lacking(version.needs, case.device) or version.refuses(case):
+        return None
+    return _choice(op, case, version.name, trials, remembered=True)
+
+
+def _remember(op: Op, case: Case, home: Home | None, device: str, choice: Choice) -> None:
+    """Keep it for the next run; a store that takes nothing is no reason to stop this one."""
+    if home is None:
+        return
+    record = {"version": choice.version, "trials": [asdict(trial) for trial in choice.trials]}
+    try:
+        save_choice(home, device, _key(op, case), record)
+    except ArmillaryError as error:
+        note_once(f"the choice of kernels is not remembered: {error}")
+
+
+def _family(version: str) -> str:
+    """'triton' of 'triton, pairs': where one of a family works, another that does not is no news."""
+    return version.partition(",")[0]
+
+
+def _is_plain_absence(op: Op, trial: Trial, case: Case) -> bool:
+    """A part that is not there for every shape (no GPU, no Liger) is no news; triton missing beside a GPU is."""
+    version = op.version(trial.version)
+    if version is None or not lacking(version.needs, case.device):
+        return False
+    return not ("triton" in version.needs and torch.device(case.device).type == "cuda")
+
+
+def _key(op: Op, case: Case) -> str:
+    return f"{op.name} {case.key} {revision()}"
+
+
+def _reason(trial: Trial) -> str:
+    if trial.refused:
+        return f"{trial.version}: {trial.refused}"
+    times = "not timed" if trial.forward_s is None else f"forward {trial.forward_s * 1e6:.1f} µs"
+    if trial.backward_s is not None:
+        times += f", backward {trial.backward_s * 1e6:.1f} µs"
+    return f"{trial.version}: {times}, off by {trial.error:.2g}"
+
+
+def _failure(error: Exception) -> str:
+    first_line = (str(error).strip().splitlines() or [""])[0][:200]
+    return f"failed: {type(error).__name__}: {first_line}"

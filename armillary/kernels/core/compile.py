@@ -1,0 +1,51 @@
+"""The torch.compile version of a reference: compiled for static shapes, each load with a cache of its own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from armillary.kernels.core.op import Late, Version
+
+
+class Compiled(Late):
+    """torch.compile(function) on load. The compiler keeps its cache on a function's code object and gives up after
+    eight shapes of one; a copy of the code for each load keeps cases apart."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any] | None = None) -> None:
+        self.function, self.options = function, options
+
+    def load(self) -> Callable[..., Any]:
+        source: Any = self.function
+        code = source.__code__.replace()
+        copy = FunctionType(code, source.__globals__, source.__name__, source.__defaults__, source.__closure__)
+        copy.__kwdefaults__ = source.__kwdefaults__
+        return _quiet(torch.compile(copy, dynamic=False, options=self.options))
+
+
+def compiled(function: Callable[..., Any]) -> Version:
+    """The version that every op has."""
+    return Version(name="compile", run=Compiled(function), needs=("compile",))
+
+
+def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiler warns of settings that are ours to choose (tf32 off, too few multiprocessors to autotune)."""
+    done = False
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        if done:
+            return function(*args, **kwargs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = function(*args, **kwargs)
+        done = True
+        return result
+
+    return run

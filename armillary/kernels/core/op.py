@@ -1,0 +1,174 @@
+"""Op: an operation with its plain reference, its fast versions, and what is needed to check, time and price them.
+
+A Case is one shape of it: what a version is asked about, timed on, and remembered by. Each op has a file of its own
+that ends in an `OP = Op(...)`; its Triton kernels stand in a second file that only `Late` imports, so that a machine
+without triton still has the reference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from typing import Any, Literal, Self
+
+import torch
+
+from armillary.kernels.core.dtype import DTYPES
+from armillary.spec.arithmetic import ops as spec_ops
+
+Ceiling = Literal["copy", "read", "gemm", "fp8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One shape of an operation; each op adds its own sizes in a subclass. Hashable and JSON-able."""
+
+    dtype: str = "bf16"
+    """number format of the inputs: fp32, bf16, fp16"""
+    device: str = "cuda"
+    """'cpu' or 'cuda'"""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def key(self) -> str:
+        """The case as text, the same for the same case: what a choice is remembered by."""
+        return json.dumps(asdict(self) | {"device": torch.device(self.device).type}, sort_keys=True)
+
+    @property
+    def label(self) -> str:
+        """'8192 × 4096 bf16': the numbers and words that tell it from others; 0 stands for what it has not."""
+        sizes = [value for name, value in asdict(self).items() if name not in ("dtype", "device")]
+        numbers = " × ".join(f"{v}" for v in sizes if v and isinstance(v, int) and not isinstance(v, bool))
+        return " ".join([numbers, *(v for v in sizes if isinstance(v, str) and v), self.dtype])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a case computes and must move, and the ceiling it is held against."""
+
+    flops: float
+    """of the forward, a multiply-add counted as two"""
+    bytes: float
+    """of the forward, compulsory traffic"""
+    backward_flops: float = 0.0
+    """of the backward, where there is one"""
+    backward_bytes: float = 0.0
+    """of the backward"""
+    ceiling: Ceiling = "copy"
+    """copy and read: bytes/s of memory; gemm and fp8: FLOP/s of matrix products"""
+    together: bool = False
+    """forward and backward are judged as one, because versions differ in which of them makes the gradients"""
+
+    @classmethod
+    def of(cls, forward: spec_ops.Op, *backward: spec_ops.Op, ceiling: Ceiling = "copy") -> Self:
+        """From the operations that the planner and the profiler count with."""
+        flops, moved = spec_ops.total(backward)
+        return cls(
+            flops=forward.flops, bytes=forward.bytes, backward_flops=flops, backward_bytes=moved, ceiling=ceiling
+        )
+
+
+class Late:
+    """A function that is imported (or built) when it is first wanted: `Late("armillary.kernels.x_triton", "x")`."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+
+    def load(self) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(import_module(self.module), self.name)
+        return function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.load()(*args, **kwargs)
+
+
+_CHECKED_ON_CPU = 1 << 20
+_BYTES_A_NUMBER = 96
+"""that a check needs: inputs, outputs and gradients, plain and wide"""
+
+
+def rows_to_check(case: Case, rows: int, numbers_a_row: int) -> int:
+    """All rows where the wide reference fits into free memory, else as many as do; for `Op.small`."""
+    numbers = _CHECKED_ON_CPU
+    if torch.device(case.device).type == "cuda":
+        numbers = int(torch.cuda.mem_get_info(torch.device(case.device))[0]) // _BYTES_A_NUMBER
+    return min(rows, max(16, numbers // max(1, numbers_a_row)))
+
+
+def takes_all(case: Any) -> str | None:
+    """The default of Version.refuses."""
+    return None
+
+
+def refuses_fp64(case: Case) -> str | None:
+    """For kernels that compute in fp32."""
+    return None if case.dtype in ("fp32", "bf16", "fp16") else f"{case.dtype} is left to the reference"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """One way to compute an op, with the reference's signature."""
+
+    name: str
+    """'triton', 'compile', 'cudnn', 'liger' …; 'eager' is the reference"""
+    run: Callable[..., Any]
+    """the function, or a Late; right for any number of rows or tokens, not only the case's"""
+    refuses: Callable[[Any], str | None] = takes_all
+    """why it cannot do a case, or None"""
+    needs: tuple[str, ...] = ()
+    """parts that must be there, see needs.py: 'triton', 'compile', 'cuda', 'liger' …"""
+    overwrites: tuple[int, ...] = ()
+    """arguments that it may write over although the reference does not: the check gives it copies"""
+    deterministic: bool = True
+    """whether the same inputs give the same bits every time"""
+
+    def load(self) -> Callable[..., Any]:
+        """The function itself, imported or compiled."""
+        return self.run.load() if isinstance(self.run, Late) else self.run
+
+
+def in_triton(module: str, function: str) -> Version:
+    """Our own kernel: `function` of armillary.kernels.`module`, for fp32 and half formats."""
+    run = Late(f"armillary.kernels.{module}", function)
+    return Version(name="triton", run=run, refuses=refuses_fp64, needs=("triton",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """An operation."""
+
+    name: str
+    """'rms_norm' …"""
+    reference: Callable[..., Any]
+    """plain torch, any dtype from fp64 down, sums at least in fp32; returns a tensor or a tuple of tensors"""
+    versions: tuple[Version, ...]
+    """the fast ones; the order is the preference where nothing may be timed; 'eager' is added by itself, last"""
+    inputs: Callable[[Any, torch.Generator], tuple[Any, ...]]
+    """random arguments of the reference for a case, on the case's device (the generator is on it too)"""
+    work: Callable[[Any], Work]
+    """FLOPs and bytes of a case"""
+    grads: tuple[int, ...] = ()
+    """which arguments get gradients (those that are None in a case are passed over); () for inference only"""
+    rivals: tuple[Version, ...] = ()
+    """timed beside the versions in the bench but never chosen: they compute not quite the same (other random bits)"""
+    writes: tuple[int, ...] = ()
+    """which arguments are changed in place; such an op returns them, and each run that is compared gets copies"""
+    tolerance: Mapping[str, float] = field(default_factory=dict)
+    """dtype -> relative error, where it is not the usual one of agree.py"""
+    cases: Mapping[str, Case] = field(default_factory=dict)
+    """named shapes of real models, for the bench"""
+    small: Callable[[Any], Any] = lambda case: case
+    """the case, or one with fewer rows where the wide reference would not fit: see rows_to_check"""
+
+    @property
+    def all_versions(self) -> tuple[Version, ...]:
+        """The fast ones, then the reference as it is."""
+        return (*self.versions, Version(name="eager", run=self.reference))
+
+    def version(self, name: str) -> Version | None:
+        return next((version for version in self.all_versions if version.name == name), None)

@@ -1,0 +1,54 @@
+"""The sum of a few hundred rows: the second half of a gradient that each program summed for its own rows.
+
+The order is fixed, so the result is the same every time. Two gradients are summed by one launch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from armillary.kernels.core.launch import can_start_early, ceil_div, early_launch, on, power_of_two
+
+_COLUMNS, _MOST_ROWS = 32, 256
+
+
+def column_sums(parts_GPN: Tensor, *outs: Tensor) -> None:
+    """Write the fp32 sums of each of `parts_GPN` (one or two) over its rows into its own out, in that one's format."""
+    groups, rows, columns = parts_GPN.shape
+    assert groups == len(outs) <= 2
+    early = can_start_early(parts_GPN.device)
+    with on(parts_GPN):
+        _kernel[(ceil_div(columns, _COLUMNS), groups)](
+            parts_GPN,
+            outs[0],
+            outs[-1],
+            rows,
+            columns,
+            ROWS=min(_MOST_ROWS, power_of_two(rows)),
+            BLOCK=_COLUMNS,
+            EARLY=early,
+            num_warps=8,
+            **early_launch(early),
+        )
+
+
+@triton.jit
+def _kernel(
+    parts_ptr, first_ptr, second_ptr, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    if EARLY:  # it is set up while the kernel ahead still runs, whose sums it waits for
+        tl.extra.cuda.gdc_wait()
+    group = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (column < columns)
+        total += tl.load(parts_ptr + (group * rows + row).to(tl.int64) * columns + column, mask=inside, other=0.0)
+    out = tl.sum(total, axis=0, keep_dims=True)
+    if group == 0:
+        tl.store(first_ptr + column, out.to(first_ptr.dtype.element_ty), mask=column < columns)
+    else:
+        tl.store(second_ptr + column, out.to(second_ptr.dtype.element_ty), mask=column < columns)

@@ -1,0 +1,102 @@
+"""fp8 matrix product in Triton, with a scale a row or one for all: for sizes and formats the library's will not take.
+
+Tiles come by TMA; sums are kept in the tensor cores' own format (`fast`), or added up in fp32 after every step.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from armillary.kernels.core.launch import ceil_div, fitting_stages
+
+_BLOCK_M, _BLOCK_N, _BLOCK_K, _GROUP = 128, 256, 128, 8
+_SMALL = 64
+"""a block where a side has no more rows"""
+
+
+def product(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool, stages: int = 4
+) -> Tensor:
+    """a [M, K] @ bᵀ [K, N] of quantised rows and their scales ([M, 1] and [N, 1], or one number each)."""
+    (a_q, a_scale), (b_q, b_scale) = a, b
+    (M, K), N = a_q.shape, len(b_q)
+    out = torch.empty(M, N, dtype=dtype, device=a_q.device)
+    if not out.numel() or not K:
+        return out.zero_()
+    block_m = _SMALL if M <= _SMALL else _BLOCK_M
+    # adding up outside takes a second set of sums in registers
+    block_n = _SMALL if N <= _SMALL else _BLOCK_N if fast else _BLOCK_N // 2
+    stages = fitting_stages(a_q, (block_m + block_n) * _BLOCK_K, stages)
+    product_kernel[(ceil_div(M, block_m) * ceil_div(N, block_n),)](
+        TensorDescriptor.from_tensor(a_q, [block_m, _BLOCK_K]),
+        TensorDescriptor.from_tensor(b_q, [block_n, _BLOCK_K]),
+        out,
+        a_scale,
+        b_scale,
+        M,
+        N,
+        K,
+        BY_ROW=a_scale.numel() > 1 or a_scale.dim() == 2,
+        FAST=fast,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=_BLOCK_K,
+        GROUP=_GROUP,
+        STAGES=stages,
+        num_warps=8,
+    )
+    return out
+
+
+def multiplied(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool, library: bool
+) -> Tensor:
+    """The same by the library or by our own kernel; `fast` keeps sums in the tensor cores' own, shorter format."""
+    (a_q, a_scale), (b_q, b_scale) = a, b
+    if not library or not a_q.numel():
+        return product(a, b, dtype, fast=fast)
+    return torch._scaled_mm(a_q, b_q.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=dtype, use_fast_accum=fast)
+
+
+@triton.jit
+def product_kernel(
+    a_desc,
+    b_desc,
+    out_ptr,
+    a_scale_ptr,
+    b_scale_ptr,
+    M,
+    N,
+    K,
+    BY_ROW: tl.constexpr,
+    FAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One tile of the result; programs that follow each other share rows of a and b, so these stay in L2."""
+    down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = tl.program_id(0) // (GROUP * across) * GROUP
+    height = tl.minimum(down - first, GROUP)
+    within = tl.program_id(0) % (GROUP * across)
+    row, column = (first + within % height) * BLOCK_M, within // height * BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
+        a = a_desc.load([row, step * BLOCK_K])
+        b = b_desc.load([column, step * BLOCK_K])
+        if FAST:
+            acc = tl.dot(a, tl.trans(b), acc)
+        else:
+            acc += tl.dot(a, tl.trans(b))
+    m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    # one scale is read as if it were many: with a plain number ptxas serialises the products
+    acc *= tl.load(a_scale_ptr + (m if BY_ROW else m * 0), mask=m < M, other=0.0)[:, None]
+    acc *= tl.load(b_scale_ptr + (n if BY_ROW else n * 0), mask=n < N, other=0.0)[None, :]
+    at = m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))

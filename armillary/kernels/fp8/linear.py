@@ -1,0 +1,182 @@
+"""A linear layer for training whose three products run in fp8: E4M3 for x and the weight, E5M2 for gradients.
+
+Each operand is scaled so that its largest value is the format's largest: one scale for the tensor, or one for each row
+along the dim that is summed over; or one a token, a power of two, where a weight has one a row and what is summed over
+tokens the largest of theirs. The reference rounds to fp8 and multiplies what that leaves, in the inputs' dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.errors import BadInput
+from armillary.kernels.core.compile import Compiled
+from armillary.kernels.core.op import Case, Late, Op, Version, Work
+
+# M tokens, K inputs, N outputs
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SCALINGS = ("row", "tensor", "token")
+TINY = 1e-12
+"""smallest amax that is told from zero"""
+
+
+def reference(x_MK: Tensor, weight_NK: Tensor, scaling: str = "row") -> Tensor:
+    """x @ weightᵀ of the rounded operands; gradients from rounded operands too."""
+    if scaling not in SCALINGS:
+        raise BadInput(f"fp8 scaling '{scaling}' is not known; choose {' or '.join(SCALINGS)}")
+    if scaling == "token":
+        return _RoundedByToken.apply(x_MK.flatten(0, -2), weight_NK).unflatten(0, x_MK.shape[:-1])
+    return _Rounded.apply(x_MK.flatten(0, -2), weight_NK, scaling).unflatten(0, x_MK.shape[:-1])
+
+
+class _Rounded(torch.autograd.Function):
+    """The three products, each operand rounded along the dim that is summed over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.scaling = scaling
+        return rounded(x, E4M3, scaling) @ rounded(weight, E4M3, scaling).t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x, weight), scaling = ctx.saved_tensors, ctx.scaling
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = rounded(dy, E5M2, scaling) @ rounded(weight, E4M3, scaling, dim=0)
+        if ctx.needs_input_grad[1]:
+            dw = rounded(dy, E5M2, scaling, dim=0).t() @ rounded(x, E4M3, scaling, dim=0)
+        return dx, dw, None
+
+
+class _RoundedByToken(torch.autograd.Function):
+    """The same with a scale a token; where tokens are summed, all take the largest of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return rounded(x, E4M3, "token") @ rounded(weight, E4M3, "row").t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = rounded(dy, E5M2, "token") @ rounded(weight, E4M3, "row", dim=0)
+        if ctx.needs_input_grad[1]:
+            dw = _at_one_scale(dy, E5M2).t() @ _at_one_scale(x, E4M3)
+        return dx, dw
+
+
+def _at_one_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as fp8 holds it a token, and then at the largest of the scales: these are powers of two, so only exponents
+    move, until numbers are too small for the format."""
+    values, scale = quantised(x, dtype, "token")
+    top = scale.max() if scale.numel() else scale.new_ones(())
+    return ((values.to(scale.dtype) * (scale / top)).to(dtype).to(scale.dtype) * top).to(x.dtype)
+
+
+def rounded(x: Tensor, dtype: torch.dtype, scaling: str, dim: int = 1) -> Tensor:
+    """x as fp8 holds it, where it is summed over `dim`."""
+    values, scale = quantised(x, dtype, scaling, dim)
+    return (values.to(scale.dtype) * scale).to(x.dtype)
+
+
+def quantised(x: Tensor, dtype: torch.dtype, scaling: str, dim: int = 1) -> tuple[Tensor, Tensor]:
+    """fp8 values and the scales (a column, a row with `dim` 0, or one number) that give x back, in plain torch."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if not x.numel():
+        size = () if scaling == "tensor" else (len(x), 1) if dim == 1 else (1, x.shape[1])
+        return x.to(dtype), wide.new_full(size, TINY / torch.finfo(dtype).max)
+    amax = wide.abs().amax() if scaling == "tensor" else wide.abs().amax(dim, keepdim=True)
+    amax = amax.clamp(min=TINY)
+    largest = torch.finfo(dtype).max
+    if scaling == "token":
+        scale = _power_above(amax / largest)
+        return (wide / scale).clamp(-largest, largest).to(dtype), scale
+    # with a plain number on either side a GPU multiplies by a reciprocal, which rounds twice and turns ties
+    most = torch.full_like(amax, largest)
+    return (wide * (most / amax)).clamp(-largest, largest).to(dtype), amax / most
+
+
+def _power_above(x: Tensor) -> Tensor:
+    """The smallest power of two at or above a positive number; what is not finite stays so."""
+    fraction, exponent = torch.frexp(x)
+    power = torch.ldexp(torch.ones_like(x), exponent - (fraction == 0.5).to(exponent.dtype))
+    return torch.where(x.isfinite(), power, x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Linear(Case):
+    """Tokens through a weight, in fp8."""
+
+    tokens: int
+    """rows of x"""
+    outputs: int
+    """rows of the weight"""
+    inputs: int
+    """columns of x and of the weight"""
+    scaling: str = "row"
+    """'row' or 'tensor'"""
+
+
+def inputs(case: Fp8Linear, generator: torch.Generator) -> tuple[object, ...]:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=generator.device).to(case.torch_dtype)
+
+    return normal(case.tokens, case.inputs), normal(case.outputs, case.inputs) * case.inputs**-0.5, case.scaling
+
+
+def work(case: Fp8Linear) -> Work:
+    """2·M·N·K forward and twice that backward; bytes as fp8 operands and a bf16 result would have them."""
+    product = 2.0 * case.tokens * case.outputs * case.inputs
+    moved = (case.tokens + case.outputs) * case.inputs + 2.0 * case.tokens * case.outputs
+    return Work(flops=product, bytes=moved, backward_flops=2 * product, backward_bytes=2 * moved, ceiling="fp8")
+
+
+def refuses(case: Fp8Linear) -> str | None:
+    """Why the library's fp8 product cannot do a case."""
+    if case.dtype != "bf16":
+        return "the library's fp8 products give bf16"
+    if case.outputs % 16 or case.inputs % 16:
+        return "the library's fp8 products want sizes that are multiples of 16"
+    return None
+
+
+def _small(case: Fp8Linear) -> Fp8Linear:
+    """As it is; a CPU gets less of everything."""
+    if case.device != "cpu":
+        return case
+    return replace(case, tokens=min(case.tokens, 128), outputs=min(case.outputs, 512), inputs=min(case.inputs, 1024))
+
+
+FP8_LINEAR = Op(
+    name="fp8_linear",
+    reference=reference,
+    versions=(
+        Version(
+            name="triton+cublas",
+            run=Late("armillary.kernels.fp8.linear_triton", "library_linear"),
+            refuses=refuses,
+            needs=("triton", "fp8"),
+        ),
+        Version(
+            name="triton", run=Late("armillary.kernels.fp8.linear_triton", "fp8_linear"), needs=("triton", "fp8", "tma")
+        ),
+        Version(name="compile", run=Compiled(reference), needs=("compile",)),
+    ),
+    inputs=inputs,
+    work=work,
+    grads=(0, 1),
+    tolerance={"bf16": 2e-2, "fp16": 2e-2, "fp32": 2e-2},
+    cases={
+        "8192³ row": Fp8Linear(tokens=8192, outputs=8192, inputs=8192),
+        "8192³ tensor": Fp8Linear(tokens=8192, outputs=8192, inputs=8192, scaling="tensor"),
+    },
+    small=_small,
+)

@@ -1,0 +1,132 @@
+"""The three products of a linear layer in fp8, operands quantised in Triton: as custom ops, forward and backward.
+
+`fp8_linear` multiplies by kernels of our own; `library_linear` by `torch._scaled_mm`, which takes sizes that are
+multiples of 16 and gives bf16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from armillary.errors import BadInput
+from armillary.kernels.core.launch import on
+from armillary.kernels.fp8.gemm_triton import multiplied
+from armillary.kernels.fp8.linear import E4M3, E5M2, SCALINGS
+from armillary.kernels.fp8.operands import Scaled, Source, make_operand
+from armillary.kernels.fp8.quantize_triton import amax_of, quantise, quantise_columns
+
+# M tokens, K inputs, N outputs
+
+
+def fp8_linear(x_MK: Tensor, weight_NK: Tensor, scaling: str = "row") -> Tensor:
+    """x @ weightᵀ in fp8, with fp8 gradients."""
+    return _run(x_MK, weight_NK, scaling, library=False)
+
+
+def library_linear(x_MK: Tensor, weight_NK: Tensor, scaling: str = "row") -> Tensor:
+    """The same with the library's products."""
+    return _run(x_MK, weight_NK, scaling, library=True)
+
+
+def _run(x: Tensor, weight: Tensor, scaling: str, *, library: bool) -> Tensor:
+    if scaling not in SCALINGS:
+        raise BadInput(f"fp8 scaling '{scaling}' is not known; choose {' or '.join(SCALINGS)}")
+    return _linear(x.flatten(0, -2), weight, scaling, library).unflatten(0, x.shape[:-1])
+
+
+@torch.library.custom_op(
+    "armillary::fp8_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, str scaling, bool library) -> Tensor",
+)
+def _linear(x: Tensor, weight: Tensor, scaling: str, library: bool) -> Tensor:
+    with on(x):
+        if scaling == "token":
+            a: Any = make_operand(_sixteens(x), E4M3, "token", turned=False).rows
+            return multiplied(a, quantise(weight, E4M3, "row"), x.dtype, fast=True, library=library)
+        operands = quantise(x, E4M3, scaling), quantise(weight, E4M3, scaling)
+        return multiplied(*operands, x.dtype, fast=True, library=library)
+
+
+def _sixteens(x: Tensor) -> Source:
+    """With columns of zeros up to a multiple of 16."""
+    missing = -x.shape[1] % 16
+    return Source(x=F.pad(x, (0, missing)) if missing else x)
+
+
+@_linear.register_fake
+def _(x: Tensor, weight: Tensor, scaling: str, library: bool) -> Tensor:
+    return x.new_empty(len(x), len(weight))
+
+
+@torch.library.custom_op(
+    "armillary::fp8_linear_backward",
+    mutates_args=(),
+    schema="(Tensor dy, Tensor x, Tensor weight, str scaling, bool library, bool grad_x, bool grad_w)"
+    " -> (Tensor, Tensor)",
+)
+def _gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, scaling: str, library: bool, grad_x: bool, grad_w: bool
+) -> tuple[Tensor, Tensor]:
+    dx, dw = dy.new_empty(0), dy.new_empty(0)
+    with on(x):
+        dy_rows, dy_turned = _both_ways(dy, scaling, grad_x, grad_w)
+        if grad_x:
+            operands = dy_rows, quantise_columns(weight, E4M3, "row" if scaling == "token" else scaling)
+            dx = multiplied(*operands, x.dtype, fast=False, library=library)
+        if grad_w:
+            operands = dy_turned, _turned(x, scaling)
+            dw = multiplied(*operands, weight.dtype, fast=False, library=library)
+    return dx, dw
+
+
+def _turned(x: Tensor, scaling: str) -> Any:
+    if scaling != "token":
+        return quantise_columns(x, E4M3, scaling)
+    return _cut(make_operand(_sixteens(x), E4M3, "token", rows=False).turned, x.shape[1])
+
+
+def _cut(turned: Scaled | None, rows: int) -> Scaled | None:
+    """Without what padding made."""
+    return None if turned is None else Scaled(turned.values[:rows], turned.scale)
+
+
+def _both_ways(dy: Tensor, scaling: str, rows: bool, turned: bool) -> tuple[Any, Any]:
+    """The gradient as it stands and transposed, in one pass where its columns need no padding."""
+    if scaling == "token":
+        made = make_operand(_sixteens(dy), E5M2, "token", rows=rows, turned=turned)
+        return made.rows, _cut(made.turned, dy.shape[1])
+    if dy.shape[1] % 16 == 0:
+        made = make_operand(Source(x=dy), E5M2, scaling, rows=rows, turned=turned)
+        return made.rows, made.turned
+    amax = amax_of(dy, by_column=False) if scaling == "tensor" else None
+    return (
+        quantise(dy, E5M2, scaling, amax) if rows else None,
+        quantise_columns(dy, E5M2, scaling, amax) if turned else None,
+    )
+
+
+@_gradients.register_fake
+def _(
+    dy: Tensor, x: Tensor, weight: Tensor, scaling: str, library: bool, grad_x: bool, grad_w: bool
+) -> tuple[Tensor, Tensor]:
+    return dy.new_empty(x.shape if grad_x else (0,)), dy.new_empty(weight.shape if grad_w else (0,))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, ctx.scaling, ctx.library = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    need_x, need_w = ctx.needs_input_grad[:2]
+    dx, dw = _gradients(dy, x, weight, ctx.scaling, ctx.library, need_x, need_w)
+    return dx if need_x else None, dw if need_w else None, None, None
+
+
+_linear.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,268 @@
+"""Operands of fp8 products for training, made once for all products of a matrix: as it stands, and transposed.
+
+A product sums along the last dim of both operands, so a matrix that is multiplied forward and backward is needed both
+ways. Scales are one for the whole ('tensor'); one for each row, both ways ('row'); or a power of two for each row as it
+stands, and the largest of them for the transposed form ('token': rows are tokens), which takes the fewest passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from armillary.kernels.core.launch import as_rows, ceil_div, dense, on, power_of_two
+from armillary.kernels.fp8.linear import TINY
+
+# M rows, K columns
+
+_ALIGN = 16
+"""the products want the summed dim in multiples of it: tokens, where a gradient is made"""
+_NUMBERS, _A_WARP = 8192, 1024
+"""numbers that a program makes where rows are shorter, and that a warp takes"""
+_TURN = (128, 128, 8)
+"""rows, columns and warps of a tile of fp8 that is transposed"""
+_LOOK = (16, 256, 128, 8)
+"""rows and columns of a tile when columns' largest values are looked for, rows that a program goes over, and warps"""
+_CAST = {"plain": (128, 64, 4), "norm": (128, 64, 4), "activation": (64, 64, 4), "backward": (64, 64, 4)}
+"""rows, columns and warps of a tile that is cast by columns: as much as registers hold of what it is made of"""
+
+
+class Scaled(NamedTuple):
+    """An operand: `values` · `scale` are the numbers."""
+
+    values: Tensor
+    """fp8, rows along the summed dim"""
+    scale: Tensor
+    """[rows, 1], or one number []"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """A matrix [M, K] for products on either side."""
+
+    rows: Scaled | None
+    """[M, K], to sum over K"""
+    turned: Scaled | None
+    """[K, M'], to sum over M; M' is M in whole sixteens, with zeros"""
+    known: Tensor | None
+    """what was found out about its numbers, if anything: given to `make_operand`, it makes the same in fewer passes"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What an operand is made of."""
+
+    x: Tensor
+    """[M, ·]"""
+    kind: str = "plain"
+    """'plain': x; 'norm' of x; 'activation' of x; 'backward' of an activation at x"""
+    dy: Tensor | None = None
+    """of a backward pass: gradient of what the activation gave"""
+    activation: str = "none"
+    """by name"""
+    gated: bool = False
+    """gate and up alternate in x"""
+    weight: Tensor | None = None
+    """of a norm"""
+    bias: Tensor | None = None
+    """of a norm"""
+    plus_one: bool = False
+    """a norm multiplies by 1 + weight"""
+    eps: float = 0.0
+    """of a norm"""
+    rms: bool = True
+    """an RMS norm, not a layer norm"""
+    mean: Tensor | None = None
+    """of each row, for a layer norm: filled in when its operand is made"""
+    rstd: Tensor | None = None
+    """1 / deviation of each row, for a norm: filled in likewise"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, K) of what is made."""
+        rows, columns = self.x.shape
+        return rows, columns // 2 if self.kind == "activation" and self.gated else columns
+
+    def arguments(self) -> tuple[list[Any], list[int], dict[str, Any]]:
+        """(tensors, strides of x and dy, flags) as kernels take them."""
+        x = as_rows(self.x)
+        dy = x if self.dy is None else as_rows(self.dy)
+        tensors = [
+            x,
+            dy,
+            dense(self.weight),
+            dense(self.bias),
+            x if self.mean is None else self.mean,
+            x if self.rstd is None else self.rstd,
+        ]
+        flags = {
+            "KIND": self.kind,
+            "ACT": self.activation,
+            "GATED": self.gated,
+            "RMS": self.rms,
+            "WEIGHT": self.weight is not None,
+            "PLUS_ONE": self.plus_one,
+            "BIAS": self.bias is not None,
+        }
+        return tensors, [x.stride(0), dy.stride(0)], flags
+
+
+def norm_source(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, plus_one: bool) -> Source:
+    """norm(x), with room for its statistics."""
+    x = as_rows(x)
+    mean = x.new_empty(0 if rms else len(x), dtype=torch.float32)
+    rstd = x.new_empty(len(x), dtype=torch.float32)
+    return Source(kind="norm", x=x, weight=weight, bias=bias, eps=eps, plus_one=plus_one, mean=mean, rstd=rstd, rms=rms)
+
+
+def make_operand(
+    source: Source,
+    dtype: torch.dtype,
+    scaling: str,
+    *,
+    rows: bool = True,
+    turned: bool = True,
+    known: Tensor | None = None,
+) -> Operand:
+    """Both ways, or one; `known` where it was made before."""
+    if scaling == "row":
+        made = _rows(source, dtype, "row", _number(source)) if rows else None
+        known = _columns_amax(source) if turned and known is None else known
+        columns = _by_columns(source, dtype, known) if turned and known is not None else None
+        return Operand(rows=made, turned=columns, known=known)
+    top = _number(source)
+    if scaling == "tensor":
+        top = _largest(source) if known is None else known
+    made = _rows(source, dtype, scaling, top)
+    return Operand(rows=made if rows else None, turned=_turn(made, top) if turned else None, known=top)
+
+
+def _number(source: Source) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=source.x.device)
+
+
+# --- by rows
+
+
+def _largest(source: Source) -> Tensor:
+    """max |·| of all."""
+    top = _number(source)
+    _launch_rows(source, "look", top, top, top, 1.0)
+    return top
+
+
+def _rows(source: Source, dtype: torch.dtype, mode: str, top: Tensor) -> Scaled:
+    (M, K), device = source.shape, source.x.device
+    q = torch.empty(M, K, dtype=dtype, device=device)
+    scale = torch.empty(() if mode == "tensor" else (M, 1), dtype=torch.float32, device=device)
+    _launch_rows(source, mode, q, scale, top, torch.finfo(dtype).max)
+    if not q.numel():
+        scale.fill_(TINY / torch.finfo(dtype).max)
+    return Scaled(q, scale)
+
+
+def _launch_rows(source: Source, mode: str, q: Tensor, scale: Tensor, top: Tensor, most: float) -> None:
+    from armillary.kernels.fp8.cast_rows_triton import rows_kernel
+
+    M, K = source.shape
+    if not M or not K:
+        return
+    tensors, strides, flags = source.arguments()
+    block = power_of_two(K)
+    held = max(1, _NUMBERS // block)
+    with on(source.x):
+        rows_kernel[(ceil_div(M, held),)](
+            *tensors,
+            q,
+            scale,
+            top,
+            M,
+            K,
+            *strides,
+            source.eps,
+            **flags,
+            MODE=mode,
+            LARGEST=most,
+            HELD=held,
+            BLOCK=block,
+            num_warps=max(4, min(32, held * block // _A_WARP)),
+        )
+
+
+def _turn(rows: Scaled, top: Tensor) -> Scaled:
+    """The rows transposed: at their one scale, or at the largest of them, `top`."""
+    from armillary.kernels.fp8.cast_rows_triton import turn_kernel
+
+    (M, K), dtype, one = rows.values.shape, rows.values.dtype, rows.scale.dim() == 0
+    padded = ceil_div(M, _ALIGN) * _ALIGN
+    turned = torch.empty(K, padded, dtype=dtype, device=rows.values.device)
+    block_m, block_k, warps = _TURN
+    if turned.numel():
+        with on(turned):
+            turn_kernel[(ceil_div(padded, block_m) * ceil_div(K, block_k),)](
+                rows.values,
+                rows.scale,
+                top,
+                turned,
+                M,
+                K,
+                padded,
+                ONE_SCALE=one,
+                LARGEST=torch.finfo(dtype).max,
+                BLOCK_M=block_m,
+                BLOCK_K=block_k,
+                num_warps=warps,
+            )
+    return Scaled(turned, rows.scale if one else top)
+
+
+# --- by columns
+
+
+def _columns_amax(source: Source) -> Tensor:
+    """max |·| of each column."""
+    from armillary.kernels.fp8.cast_columns_triton import amax_kernel
+
+    M, K = source.shape
+    amax = torch.zeros(K, dtype=torch.float32, device=source.x.device)
+    tensors, strides, flags = source.arguments()
+    block_m, block_k, rows, warps = _LOOK
+    if M and K:
+        with on(amax):
+            amax_kernel[(ceil_div(K, block_k), ceil_div(M, rows))](
+                *tensors, amax, M, K, *strides, **flags, ROWS=rows, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps
+            )
+    return amax
+
+
+def _by_columns(source: Source, dtype: torch.dtype, amax: Tensor) -> Scaled:
+    from armillary.kernels.fp8.cast_columns_triton import cast_kernel
+
+    (M, K), most = source.shape, torch.finfo(dtype).max
+    padded = ceil_div(M, _ALIGN) * _ALIGN
+    turned, scale = torch.empty(K, padded, dtype=dtype, device=amax.device), torch.empty_like(amax)
+    tensors, strides, flags = source.arguments()
+    block_m, block_k, warps = _CAST[source.kind]
+    if turned.numel():
+        with on(amax):
+            cast_kernel[(ceil_div(padded, block_m) * ceil_div(K, block_k),)](
+                *tensors,
+                amax,
+                turned,
+                scale,
+                M,
+                K,
+                padded,
+                *strides,
+                **flags,
+                LARGEST=most,
+                BLOCK_M=block_m,
+                BLOCK_K=block_k,
+                num_warps=warps,
+            )
+    else:
+        scale.fill_(TINY / most)
+    return Scaled(turned, scale[:, None])

@@ -1,0 +1,164 @@
+"""A matrix times one vector in Triton: rows of the weight go straight into registers, a program a few rows.
+
+For a single token tensor cores would multiply mostly zeros, and what they need of shared memory limits how much is on
+its way. A program's first loads, all of them where rows are short, are on their way before it waits for the kernel
+ahead, which never writes weights; a norm is part of the sum, so that no kernel of its own stands before it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from armillary.kernels.core.launch import can_start_early, ceil_div, early_launch, on, power_of_two
+
+_LEAST_ROWS = 4 * 132
+"""of a weight that fills the chip without splitting the inner dim"""
+_WHOLE_BYTES = 8192
+"""of a row that is loaded at once"""
+
+
+class VectorTiles(NamedTuple):
+    """How the work for one token is cut."""
+
+    rows: int
+    """of the weight in a program, even"""
+    depth: int
+    """of the inner dim in a step"""
+    warps: int
+    """of a program"""
+    early: bool = True
+    """start before the kernel ahead has ended, where the chip can"""
+
+
+def vector_plan(outputs: int, inputs: int, itemsize: int = 2) -> VectorTiles | None:
+    """Sizes as measured on an H200 (benchmarks/) in a chain of layers: whole rows at once where they are short."""
+    if outputs < _LEAST_ROWS:
+        return None
+    whole = max(64, power_of_two(inputs))
+    if whole * itemsize <= _WHOLE_BYTES:
+        return VectorTiles(rows=2, depth=whole, warps=max(1, whole * itemsize // 1024))
+    return VectorTiles(rows=4, depth=2048 // itemsize, warps=4)
+
+
+def run_vector(
+    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, tiles: VectorTiles
+) -> Tensor:
+    """One token, cut as `tiles` says."""
+    flat, weight = x.reshape(-1).contiguous(), weight.contiguous()
+    N, K = weight.shape
+    out = x.new_empty(N // 2 if gated else N)
+    norm, residual = (None if each is None else each.contiguous() for each in (norm, residual))
+    early = can_start_early(x.device) and tiles.early
+    with on(x):
+        vector_kernel[(ceil_div(N, tiles.rows),)](
+            flat,
+            weight,
+            norm,
+            residual,
+            out,
+            N,
+            K,
+            eps,
+            EARLY=early,
+            HAS_NORM=norm is not None,
+            HAS_RESIDUAL=residual is not None,
+            GATED=gated,
+            EVEN=K % tiles.depth == 0,
+            ONCE=tiles.depth >= K,
+            ROWS=tiles.rows,
+            DEPTH=tiles.depth,
+            num_warps=tiles.warps,
+            **early_launch(early),
+        )
+    return out.view(*x.shape[:-1], len(out))
+
+
+@triton.jit
+def _weights(w_row, k, K, EVEN: tl.constexpr):
+    """A step of all rows of a program, read once."""
+    if EVEN:
+        return tl.load(w_row + k[None, :], eviction_policy="evict_first")
+    else:
+        return tl.load(w_row + k[None, :], mask=k[None, :] < K, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _vector(pointer, k, K, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointer + k)
+    else:
+        return tl.load(pointer + k, mask=k < K, other=0.0)
+
+
+@triton.jit
+def _added(sums, squares, w, x, norm, HAS_NORM: tl.constexpr):
+    """Products and squares of one more step."""
+    wide = x.to(tl.float32)
+    if HAS_NORM:
+        squares += wide * wide
+        wide = wide * norm.to(tl.float32)
+    return sums + w.to(tl.float32) * wide[None, :], squares
+
+
+@triton.jit
+def vector_kernel(
+    x_ptr,
+    w_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    N,
+    K,
+    eps,
+    EARLY: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    ONCE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """ROWS of the weight times x; GATED: rows alternate between gate and up. Each step's loads begin a step ahead."""
+    if EARLY:
+        gdc_launch_dependents()
+    first = tl.program_id(0) * ROWS
+    row = tl.minimum(first + tl.arange(0, ROWS), N - 1).to(tl.int64)  # rows beyond the last are never stored
+    k = tl.arange(0, DEPTH)
+    w_row = w_ptr + row[:, None] * K
+    rows: tl.constexpr = ROWS // 2 if GATED else ROWS
+    width = N
+    if GATED:
+        width, first = N // 2, first // 2
+    at = first + tl.arange(0, rows)
+    w = _weights(w_row, k, K, EVEN)
+    norm = _vector(norm_ptr, k, K, EVEN) if HAS_NORM else 0.0
+    if EARLY:
+        gdc_wait()
+    x = _vector(x_ptr, k, K, EVEN)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + at, mask=at < width, other=0.0)
+    sums, squares = tl.zeros([ROWS, DEPTH], tl.float32), tl.zeros([DEPTH], tl.float32)
+    if not ONCE:
+        for begin in range(DEPTH, K, DEPTH):
+            k = begin + tl.arange(0, DEPTH)
+            next_w, next_x = _weights(w_row, k, K, EVEN), _vector(x_ptr, k, K, EVEN)
+            sums, squares = _added(sums, squares, w, x, norm, HAS_NORM)
+            w, x = next_w, next_x
+            if HAS_NORM:
+                norm = _vector(norm_ptr, k, K, EVEN)
+    sums, squares = _added(sums, squares, w, x, norm, HAS_NORM)
+    total = tl.sum(sums, 1)
+    if HAS_NORM:
+        total = total * tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    if GATED:  # plain torch rounds the product before the activation; so does this
+        gate, up = tl.split(tl.reshape(total.to(out_ptr.dtype.element_ty).to(tl.float32), [rows, 2]))
+        total = gate * tl.sigmoid(gate) * up
+    if HAS_RESIDUAL:
+        total += residual.to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < width)

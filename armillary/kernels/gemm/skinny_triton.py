@@ -1,0 +1,278 @@
+"""Small matmuls in Triton: programs stream disjoint tiles of the weight, all of them resident at once.
+
+The weight is the left operand of the tensor cores (64 rows and more), the tokens the right one (16 to 64 columns).
+Where its rows alone are too few tiles, the inner dim is split too, and a second kernel adds the parts in a fixed order.
+A norm is a small kernel ahead. Kernels start before the one ahead has ended (programmatic dependent launch): they fetch
+the first of their weights into L2, which no kernel ahead writes, and only then wait for their input, so that norm and
+sum cost next to nothing. One token has a kernel of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from armillary.kernels.core.launch import (
+    can_start_early,
+    ceil_div,
+    early_launch,
+    fitting_stages,
+    is_bare,
+    on,
+    power_of_two,
+)
+from armillary.kernels.core.prefetch_triton import fetch
+from armillary.kernels.gemm.gemv_triton import run_vector, vector_plan
+from armillary.kernels.gemm.skinny import MOST_TOKENS, reference
+from armillary.kernels.gemm.skinny_norm_triton import normed
+
+# M tokens, K inputs, N rows of the weight
+
+_PROGRAMS = 132
+"""multiprocessors of the chip that tiles were measured on"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How the work is cut."""
+
+    rows: int
+    """of the weight in a program"""
+    depth: int
+    """of the inner dim in a step"""
+    splits: int
+    """programs that share the inner dim of the same rows"""
+    stages: int
+    """steps in flight"""
+    warps: int = 4
+    """of a program"""
+    early: bool = True
+    """start before the kernel ahead has ended, where the chip can"""
+
+
+def small_linear(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    norm_K: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    gated: bool = False,
+) -> Tensor:
+    """The reference's result in one to three kernels; more tokens than they are made for go to the reference."""
+    tokens = x_MK.numel() // max(1, x_MK.shape[-1])
+    if tokens > MOST_TOKENS or x_MK.dtype == torch.float64 or not x_MK.numel():
+        return reference(x_MK, weight_NK, norm_K, residual, eps, gated)
+    return (_launched if is_bare(x_MK) else _op)(x_MK, weight_NK, norm_K, residual, eps, gated)
+
+
+def _launched(
+    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool
+) -> Tensor:
+    tokens, (outputs, inputs) = x.numel() // x.shape[-1], weight.shape
+    vector = vector_plan(outputs, inputs, x.element_size()) if tokens == 1 else None
+    if vector is not None:
+        return run_vector(x, weight, norm, residual, eps, gated, vector)
+    return run_tiles(x, weight, norm, residual, eps, gated, plan(tokens, outputs, inputs, x.element_size()))
+
+
+_op = torch.library.custom_op("armillary::small_linear", _launched, mutates_args=())
+
+
+@_op.register_fake
+def _(x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight) // 2 if gated else len(weight))
+
+
+def plan(tokens: int, outputs: int, inputs: int, itemsize: int = 2) -> Tiles:
+    """Tiles as measured on an H200 (benchmarks/) to be the quickest. Each multiprocessor gets one program with its
+    memory full of loads in flight, and the inner dim is split until programs are as many; an early start hides the
+    second kernel then. Only where rows are more than that, programs share a multiprocessor or follow each other."""
+    depth, most = 256 // itemsize, 8 if tokens <= 16 else 6
+    narrow = Tiles(rows=64, depth=depth, splits=_splits(64, outputs, inputs), stages=most)
+    wide = Tiles(rows=128, depth=depth, splits=_splits(128, outputs, inputs), stages=4)
+    tiles = ceil_div(outputs, 64)
+    if tiles > 2 * _PROGRAMS and tokens <= 16:
+        return replace(narrow, stages=4, early=False)
+    if tiles > _PROGRAMS:
+        return replace(wide, early=False)
+    programs, others = tiles * narrow.splits, ceil_div(outputs, 128) * wide.splits
+    whole = narrow.splits == 1 and programs < 0.9 * _PROGRAMS  # then parts, which start early, are quicker
+    return wide if others > programs or (others == programs and whole) else narrow
+
+
+def _splits(rows: int, outputs: int, inputs: int) -> int:
+    """Of the inner dim, so that programs are about as many as multiprocessors."""
+    return max(1, min(_PROGRAMS // ceil_div(outputs, rows), inputs // 512))
+
+
+def run_tiles(
+    x: Tensor, weight: Tensor, norm: Tensor | None, residual: Tensor | None, eps: float, gated: bool, tiles: Tiles
+) -> Tensor:
+    """The kernels, cut as `tiles` says."""
+    flat, weight = x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous()
+    (M, K), N = flat.shape, len(weight)
+    width, block_m = N // 2 if gated else N, max(16, power_of_two(M))
+    out = x.new_empty(M, width)
+    residual = None if residual is None else residual.reshape(M, width).contiguous()
+    parts = None
+    if tiles.splits > 1:
+        parts = torch.empty(tiles.splits, N, block_m, dtype=torch.float32, device=x.device)
+    stages = fitting_stages(x, (tiles.rows + block_m) * tiles.depth * x.element_size(), tiles.stages)
+    can = can_start_early(x.device)
+    early = can and (tiles.early or norm is not None)
+    options = {"HAS_RESIDUAL": residual is not None, "GATED": gated, "BLOCK_M": block_m}
+    with on(x):
+        if norm is not None:
+            flat = normed(flat, norm.contiguous(), eps, early)
+        linear_kernel[(ceil_div(N, tiles.rows), tiles.splits)](
+            flat,
+            weight,
+            residual,
+            out,
+            parts,
+            M,
+            N,
+            K,
+            **options,
+            EARLY=early,
+            SPLIT=parts is not None,
+            EVEN=K % tiles.depth == 0,
+            FP32=x.dtype == torch.float32,
+            BLOCK_N=tiles.rows,
+            BLOCK_K=tiles.depth,
+            STAGES=stages,
+            num_warps=tiles.warps,
+            **early_launch(early),
+        )
+        if parts is not None:
+            early = can and tiles.early
+            sum_kernel[(ceil_div(N, 32),)](
+                parts,
+                residual,
+                out,
+                M,
+                N,
+                **options,
+                EARLY=early,
+                SPLITS=tiles.splits,
+                BLOCK_N=32,
+                num_warps=4,
+                **early_launch(early),
+            )
+    return out.view(*x.shape[:-1], width)
+
+
+@triton.jit
+def _finish(
+    acc,
+    residual_ptr,
+    out_ptr,
+    first,
+    M,
+    N,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Sums [N, M] of rows from `first` on become results: activation, residual."""
+    rows: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    width = N
+    if GATED:
+        width = N // 2
+        first = first // 2
+        # plain torch rounds the product before the activation; so does this
+        acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (rows, 2, BLOCK_M)), (0, 2, 1)))
+        acc = gate * tl.sigmoid(gate) * up
+    m = tl.arange(0, BLOCK_M)
+    n = first + tl.arange(0, rows)
+    at = m[None, :].to(tl.int64) * width + n[:, None]
+    inside = (n[:, None] < width) & (m[None, :] < M)
+    if HAS_RESIDUAL:
+        acc += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def linear_kernel(
+    x_ptr,
+    w_ptr,
+    residual_ptr,
+    out_ptr,
+    part_ptr,
+    M,
+    N,
+    K,
+    EARLY: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    FP32: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Rows of the weight times all tokens, over one stretch of the inner dim."""
+    tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    m = tl.arange(0, BLOCK_M)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    w_row = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K  # rows beyond the last are never stored
+    steps = tl.cdiv(K, BLOCK_K)
+    if EARLY:
+        gdc_launch_dependents()
+        line: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth  # 128 bytes
+        ahead = steps * split // splits * BLOCK_K + tl.arange(0, 8) * line
+        fetch(w_row + tl.minimum(ahead, K - 1)[None, :])
+        gdc_wait()
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for step in tl.range(steps * split // splits, steps * (split + 1) // splits, num_stages=STAGES):
+        k = step * BLOCK_K + depth
+        if EVEN:
+            w = tl.load(w_row + k[None, :], eviction_policy="evict_first")
+            x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=m[None, :] < M, other=0.0)
+        else:
+            w = tl.load(w_row + k[None, :], mask=k[None, :] < K, other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=(m[None, :] < M) & (k[:, None] < K), other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="tf32x3" if FP32 else "tf32")
+    if SPLIT:
+        part_ptr += split.to(tl.int64) * N * BLOCK_M
+        tl.store(part_ptr + n.to(tl.int64)[:, None] * BLOCK_M + m[None, :], acc, mask=n[:, None] < N)
+    else:
+        _finish(acc, residual_ptr, out_ptr, tile * BLOCK_N, M, N, HAS_RESIDUAL, GATED, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def sum_kernel(
+    part_ptr,
+    residual_ptr,
+    out_ptr,
+    M,
+    N,
+    EARLY: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Adds the parts, always in the same order, and finishes."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    m = tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = n.to(tl.int64)[:, None] * BLOCK_M + m[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    part = tl.cast(N, tl.int64) * BLOCK_M
+    for split in tl.static_range(SPLITS):
+        acc += tl.load(part_ptr + split * part + at, mask=n[:, None] < N, other=0.0)
+    _finish(acc, residual_ptr, out_ptr, tl.program_id(0) * BLOCK_N, M, N, HAS_RESIDUAL, GATED, BLOCK_M, BLOCK_N)

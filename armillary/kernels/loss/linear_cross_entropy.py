@@ -1,0 +1,124 @@
+"""Cross-entropy of a linear layer's outputs, with vocabularies too large for their logits to be held at once.
+
+The reference holds them; `chunked` (in its own file) holds a chunk of tokens and gives loss and gradients in one go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from armillary.kernels.core.compile import compiled
+from armillary.kernels.core.dtype import widen
+from armillary.kernels.core.op import Case, Late, Op, Version, Work
+
+# M tokens, H hidden, V vocabulary
+
+_MOST_LOGITS_BYTES, _MOST_RIVAL_BYTES = 0.7e9, 2.2e9
+"""that a version may hold (with their gradient they stay below 1.5 GB), and one that is only timed beside"""
+
+
+def reference(
+    x_MH: Tensor,
+    weight_VH: Tensor,
+    targets_M: Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    softcap: float = 0.0,
+    scale: float = 1.0,
+) -> Tensor:
+    """Plain torch: logits in the inputs' dtype, what follows in at least fp32. `softcap` 0 is none; `reduction` is
+    'mean' over the targets that count, or 'sum'."""
+    logits = widen(F.linear(x_MH, weight_VH)) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    flat, targets = logits.flatten(0, -2), targets_M.flatten()
+    return F.cross_entropy(flat, targets, ignore_index=ignore_index, reduction=reduction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearLoss(Case):
+    """Tokens against a vocabulary."""
+
+    tokens: int
+    """rows of x"""
+    hidden: int
+    """columns of x and of the weight"""
+    vocab: int
+    """rows of the weight"""
+    softcap: float = 0.0
+    """0 is none"""
+    frozen: bool = False
+    """the weight gets no gradient"""
+
+
+def inputs(case: LinearLoss, generator: torch.Generator) -> tuple[object, ...]:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=generator.device).to(case.torch_dtype)
+
+    x, weight = normal(case.tokens, case.hidden), normal(case.vocab, case.hidden) * case.hidden**-0.5
+    targets = torch.randint(0, case.vocab, (case.tokens,), generator=generator, device=generator.device)
+    targets[::17] = -100
+    return x, weight, targets, -100, "mean", case.softcap, 1.0
+
+
+def work(case: LinearLoss) -> Work:
+    """Three products of 2·M·H·V, counted together: ours makes all of them in the forward."""
+    product = 2.0 * case.tokens * case.hidden * case.vocab
+    moved = case.torch_dtype.itemsize * case.hidden * (case.tokens + case.vocab)
+    return Work(
+        flops=product, bytes=moved, backward_flops=2 * product, backward_bytes=2 * moved, ceiling="gemm", together=True
+    )
+
+
+def holds_too_much(case: LinearLoss) -> str | None:
+    """Why a version that holds all logits is not for a case: it is this op's point not to."""
+    logits = case.tokens * case.vocab * case.torch_dtype.itemsize
+    return f"it would hold {logits / 1e9:.1f} GB of logits" if logits > _MOST_LOGITS_BYTES else None
+
+
+def _no_rival(case: LinearLoss) -> str | None:
+    if holds_too_much(case) is None:
+        return "it is among the versions"
+    return None if case.tokens * case.vocab * case.torch_dtype.itemsize <= _MOST_RIVAL_BYTES else holds_too_much(case)
+
+
+def _small(case: LinearLoss) -> LinearLoss:
+    """As it is where the wide reference can hold its logits several times; a CPU gets less of everything."""
+    if case.device == "cpu":
+        return replace(case, tokens=min(case.tokens, 64), hidden=min(case.hidden, 512), vocab=min(case.vocab, 8192))
+    return case if 4 * case.tokens * case.vocab < 5e9 else replace(case, tokens=256)
+
+
+def _case(tokens: int, hidden: int, vocab: int, softcap: float = 0.0) -> LinearLoss:
+    return LinearLoss(tokens=tokens, hidden=hidden, vocab=vocab, softcap=softcap)
+
+
+_CHUNKED = Late("armillary.kernels.loss.linear_cross_entropy_chunked", "chunked")
+"""with kernels of ours between the products on a GPU, with plain torch on a processor"""
+
+LINEAR_CROSS_ENTROPY = Op(
+    name="linear_cross_entropy",
+    reference=reference,
+    versions=(
+        Version(name="triton", run=_CHUNKED, needs=("triton",)),
+        Version(name="chunked", run=_CHUNKED, needs=("no_triton",)),
+        replace(compiled(reference), refuses=holds_too_much),
+        Version(name="liger", run=Late("armillary.kernels.core.liger", "linear_cross_entropy"), needs=("liger",)),
+    ),
+    rivals=(replace(compiled(reference), name="compile, all logits held", refuses=_no_rival),),
+    inputs=inputs,
+    work=work,
+    grads=(0, 1),
+    cases={
+        "8k": _case(8192, 4096, 131072),
+        "16k": _case(16384, 4096, 131072),
+        "32k": _case(32768, 4096, 131072),
+        "gemma-2-9b": _case(4096, 3584, 256000, 30.0),
+        "gpt2": _case(8192, 768, 50257),
+    },
+    small=_small,
+)

@@ -1,0 +1,88 @@
+"""Launch shapes of the norm kernels, by the number of columns: found on an H200, stated as rules.
+
+A row is held in pieces of WIDTH columns, a power of two, of which each thread reads 16 bytes. Threads with more of a
+row wait less for each other, more threads hide more of what they wait for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from armillary.kernels.core.launch import ceil_div, power_of_two
+
+_WARP_BYTES = 512
+"""that a warp reads at once, 16 for each of its threads"""
+_MOST_IDLE = 1.2
+"""lanes for each column, at most, where a piece that is hardly filled costs as much as a full one"""
+
+
+class Shape(NamedTuple):
+    """How a kernel is launched."""
+
+    held: int
+    """rows a program holds at a time"""
+    width: int
+    """columns of a piece"""
+    warps: int
+    """of a program"""
+    programs: int = 0
+    """a multiprocessor; 0: one for every block of rows"""
+    stages: int = 1
+    """blocks of rows on their way at a time"""
+    ahead: bool = False
+    """whether the weight is read once, before the rows"""
+
+
+def forward_shape(columns: int, element_size: int, pairs: bool, *, centred: bool, residual: bool) -> Shape:
+    """Eight warps a row. A layer norm has two sums to wait for, and two vectors to read with each row: two rows share
+    both where pieces are full, or four warps wait less. `pairs` is the next best."""
+    if columns <= 2048:
+        width = power_of_two(columns)
+        return Shape(max(1, 2048 // width), width, 4)
+    held, warps = 1, 16 if columns > (12288 if not residual else 8192) else 8
+    if centred and columns < 8192 and not residual:
+        held, warps = (2, 8) if columns % 4096 == 0 else (1, 4)
+        if pairs:
+            held, warps = 3 - held, 4
+    elif pairs:
+        held, warps = (2, 16) if 7168 < columns <= 8192 else (1, warps // 2)
+    return Shape(held, warps * _WARP_BYTES // element_size, warps)
+
+
+def reads_twice(columns: int, element_size: int, pairs: bool) -> bool:
+    """Whether the forward of an RMS norm without a residual does better to hold nothing and read rows again, from a
+    cache: found so for 8,192 columns of a half format (97 against 93 % of copy bandwidth)."""
+    return not pairs and (columns, element_size) == (8192, 2)
+
+
+def backward_shape(columns: int, element_size: int, pairs: bool, *, sums: int, residual: bool) -> Shape:
+    """One program a multiprocessor, so that few sums are left to add up; the next rows are loaded meanwhile, as many as
+    100 kB hold. Where there are no sums, a program for every row. `pairs` is the next best."""
+    if not sums and columns > 2048:
+        warps = fitting_warps(columns, element_size, (8 if columns <= 12288 else 16) // (2 if pairs else 1))
+        return Shape(1, warps * _WARP_BYTES // element_size, warps)
+    if columns <= 512:
+        width = power_of_two(columns)
+        return Shape(8192 // width, width, 16, 1, 3)
+    if columns <= 2048:
+        return Shape(2, 1024, 8, 1, 4)
+    most = 8 if columns <= 7168 else 16 if columns <= 12288 or sums == 2 else 32
+    if pairs:
+        most = 4 if columns <= 6144 else 8 if columns <= 8192 else 16
+    warps = fitting_warps(columns, element_size, most)
+    width = warps * _WARP_BYTES // element_size
+    if columns > 12288:
+        return Shape(1, width, warps, 1, 3 if pairs else 1)
+    if warps == 4:
+        return Shape(1, width, 4, 3, 1) if pairs else Shape(1, width, 4, 2, 3)
+    stages = 5 if columns <= 4096 else 4 if columns <= 7168 else 3
+    return Shape(1, width, warps, 1, stages, ahead=columns <= 8192 and (sums == 2 or warps == 16))
+
+
+def fitting_warps(columns: int, element_size: int, warps: int) -> int:
+    """So many warps, or half or a quarter of them where pieces would be hardly filled."""
+    for fewer in (warps, warps // 2, warps // 4):
+        width = fewer * _WARP_BYTES // element_size
+        if ceil_div(columns, width) * width <= _MOST_IDLE * columns:
+            return max(4, fewer)
+    return max(4, warps // 4)

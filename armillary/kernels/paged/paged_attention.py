@@ -1,0 +1,322 @@
+"""Attention over a paged KV cache, for decoding, chunks of prompts, and both in one batch.
+
+The cache of a layer is one tensor [pages, 2, KV heads, page size, head dim] (keys, then values). A page is one
+contiguous block, so a manager copies or moves `cache[page]`; the keys of a head in a page are contiguous too. Only the
+page dim may be strided (pages of several layers may lie together).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from armillary.kernels.core.dtype import widen
+from armillary.kernels.core.op import Case, Ceiling, Late, Op, Version, Work
+
+# T packed tokens, B sequences, P pages of the longest, N query heads, K KV heads, D head dim, S keys
+
+_LINE = 64
+"""bytes of a cache line"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PagedBatch:
+    """The sequences of a step. All of it is on the device, so that one CUDA graph serves any lengths and tables."""
+
+    tables_BP: Tensor
+    """pages of each sequence, int32"""
+    starts: Tensor
+    """sequence b owns queries starts[b] … starts[b + 1], int32 [B + 1]; none: it is passed over"""
+    lengths_B: Tensor
+    """keys of each sequence, int32; its queries are the last tokens of it. 0: its queries give zeros"""
+    max_query: int
+    """at least the most queries of a sequence; a CUDA graph is captured for one value of it"""
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """First query, the one after the last, and keys of each sequence, on the host: waits for the device."""
+        bounds = self.starts.tolist()
+        return list(zip(bounds, bounds[1:], self.lengths_B.tolist(), strict=False))
+
+    @cached_property
+    def pages(self) -> dict[int, slice | Tensor]:
+        """Pages of sequences that were asked for: the same for all layers of a step."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PagedOptions:
+    """What a layer asks of attention, the same in every step."""
+
+    scale: float
+    """of the scores"""
+    window: int | None = None
+    """keys a query sees, itself included; all before it unless given"""
+    softcap: float | None = None
+    """soft cap of the scores"""
+    sinks_N: Tensor | None = None
+    """a logit a head that yields nothing"""
+    slopes_N: Tensor | None = None
+    """ALiBi"""
+    scales_2K: Tensor | None = None
+    """what keys and values of a quantised cache are multiplied by"""
+
+
+def by_heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A cache [..., pages, 2, KV heads, page size, head dim] for processors, of zeros: in memory all pages of a head
+    lie together, so that pages that follow each other are one list of keys."""
+    *outer, pages, two, heads, size, dim = shape
+    flat = _untouched_zeros(prod(shape) * dtype.itemsize).view(dtype).to(device)
+    return flat.view(*outer, two, heads, pages, size, dim).movedim(-3, len(outer))
+
+
+def _untouched_zeros(num_bytes: int) -> Tensor:
+    """Zeros that take no memory and no time until they are written (calloc), at the beginning of a cache line."""
+    flat = torch.from_numpy(np.zeros(num_bytes + _LINE, dtype=np.uint8))
+    begin = -flat.data_ptr() % _LINE
+    return flat[begin : begin + num_bytes]
+
+
+def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
+    """out [T, N, D]: each query sees the keys of its sequence up to its own. Tokens behind the last sequence give
+    zeros."""
+    fresh = replace(batch)  # rows may have changed in place since they were last looked at
+    return _by_sequence(q_TND, cache, fresh, options, _explicit)
+
+
+def by_sdpa(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions) -> Tensor:
+    """A sequence at a time through torch's attention: the quicker one on a CPU."""
+    fancy = options.softcap is not None or options.sinks_N is not None or options.slopes_N is not None
+    return _by_sequence(q_TND, cache, batch, options, _explicit if fancy else _sdpa)
+
+
+def _by_sequence(
+    q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: PagedOptions, attend: Callable[..., Tensor]
+) -> Tensor:
+    out = None
+    for b, (begin, end, length) in enumerate(batch.spans):
+        if begin >= end or not length:
+            continue
+        if b not in batch.pages:
+            batch.pages[b] = pages_of(batch.tables_BP[b], length, cache.shape[3])
+        k_SKD, v_SKD = gather(cache, batch.pages[b], length, options.scales_2K, q_TND.dtype)
+        found = attend(q_TND[begin:end], k_SKD, v_SKD, options)
+        if end - begin == len(q_TND):
+            return found
+        out = torch.zeros_like(q_TND) if out is None else out
+        out[begin:end] = found
+    return torch.zeros_like(q_TND) if out is None else out
+
+
+def pages_of(table_P: Tensor, length: int, size: int) -> slice | Tensor:
+    """The pages of a sequence: a slice where they lie one after the other."""
+    pages_P = table_P[: -(-length // size)].long()
+    first, last, count = int(pages_P[0]), int(pages_P[-1]), len(pages_P)
+    if last - first == count - 1 and bool((pages_P.diff() == 1).all()):
+        return slice(first, last + 1)
+    return pages_P
+
+
+def gather(
+    cache: Tensor, pages: slice | Tensor, length: int, scales_2K: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [S, K, D] of a sequence, out of its pages. Nothing is copied where they lie one after the other
+    and all pages of a head lie together (`by_heads`)."""
+    heads_first = cache.permute(1, 2, 0, 3, 4)
+    found = heads_first[:, :, pages] if isinstance(pages, slice) else heads_first.index_select(2, pages)
+    both = found.flatten(2, 3)[:, :, :length].to(dtype)
+    if scales_2K is not None:
+        both = both * scales_2K.to(dtype)[:, :, None, None]
+    k_KSD, v_KSD = both
+    return k_KSD.transpose(0, 1), v_KSD.transpose(0, 1)
+
+
+def _explicit(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: PagedOptions) -> Tensor:
+    group = q_TND.shape[1] // k_SKD.shape[1]
+    k_SND, v_SND = k_SKD.repeat_interleave(group, dim=1), v_SKD.repeat_interleave(group, dim=1)
+    scores = torch.einsum("tnd,snd->nts", widen(q_TND), widen(k_SND)) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    distance_TS = _distance(q_TND.shape[0], k_SKD.shape[0], q_TND.device)
+    if options.slopes_N is not None:
+        scores = scores - widen(options.slopes_N)[:, None, None] * distance_TS
+    scores = scores.masked_fill(~_seen(distance_TS, options.window), -torch.inf)
+    if options.sinks_N is not None:
+        sink = options.sinks_N.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : k_SKD.shape[0]]
+    return torch.einsum("nts,snd->tnd", weights, widen(v_SND)).to(q_TND.dtype)
+
+
+def _sdpa(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, options: PagedOptions) -> Tensor:
+    queries, window = q_TND.shape[0], options.window
+    if window is not None and queries + window <= k_SKD.shape[0]:
+        k_SKD, v_SKD = k_SKD[1 - queries - window :], v_SKD[1 - queries - window :]  # what nobody sees any more
+    keys = k_SKD.shape[0]
+    limited = window is not None and window < keys
+    whole, mask = queries == keys and not limited, None
+    if not whole and (queries > 1 or limited):
+        mask = _seen(_distance(queries, keys, q_TND.device), window)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_TND, k_SKD, v_SKD))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=whole and queries > 1, scale=options.scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
+
+
+def _distance(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Position of the query less that of the key [T, S]."""
+    position_T = torch.arange(keys - queries, keys, device=device)
+    return position_T[:, None] - torch.arange(keys, device=device)[None]
+
+
+def _seen(distance_TS: Tensor, window: int | None) -> Tensor:
+    return distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
+
+
+_MOST_ONE_BY_ONE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedCase(Case):
+    """A batch of sequences over a cache."""
+
+    batch: int
+    """sequences"""
+    context: int
+    """tokens of the longest, those of this call included"""
+    queries: int = 1
+    """new tokens of each"""
+    heads: int = 32
+    """query heads"""
+    kv_heads: int = 8
+    """KV heads"""
+    head_dim: int = 128
+    """dims of a head"""
+    page: int = 16
+    """tokens of a page"""
+    ragged: bool = False
+    """lengths between an eighth of the context and all of it"""
+    window: int = 0
+    """sliding window; 0 for none"""
+    softcap: float = 0.0
+    """soft cap of scores; 0 for none"""
+    sinks: bool = False
+    """attention sinks"""
+    slopes: bool = False
+    """ALiBi"""
+    cache: str = ""
+    """'fp8': keys and values in E4M3 with a scale a head; as the queries unless given"""
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.cache == "fp8" else self.torch_dtype
+
+    def lengths(self) -> list[int]:
+        if not self.ragged:
+            return [self.context] * self.batch
+        least = max(self.queries, self.context // 8)
+        return [
+            self.context - (self.context - least) * (i * 7919 % self.batch) // self.batch for i in range(self.batch)
+        ]
+
+
+def _inputs(case: PagedCase, generator: torch.Generator) -> tuple[Any, ...]:
+    device = generator.device
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
+
+    per_row = -(-case.context // case.page)
+    order = torch.randperm(case.batch * per_row, generator=generator, device=device, dtype=torch.int32)
+    shape = (case.batch * per_row, 2, case.kv_heads, case.page, case.head_dim)
+    cache = torch.empty(shape, dtype=case.cache_dtype, device=device)
+    for chunk in cache.split(max(1, (1 << 28) // cache[0].numel())):  # in pieces: randn is drawn in fp32
+        chunk.copy_(normal(*chunk.shape))
+    batch = PagedBatch(
+        tables_BP=order.view(case.batch, per_row),
+        starts=torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.queries,
+        lengths_B=torch.tensor(case.lengths(), dtype=torch.int32, device=device),
+        max_query=case.queries,
+    )
+    options = PagedOptions(
+        scale=case.head_dim**-0.5,
+        window=case.window or None,
+        softcap=case.softcap or None,
+        sinks_N=normal(case.heads).float() if case.sinks else None,
+        slopes_N=2.0 ** -torch.arange(1, case.heads + 1, device=device) if case.slopes else None,
+        scales_2K=normal(2, case.kv_heads).float().abs() + 0.5 if case.cache else None,
+    )
+    return normal(case.batch * case.queries, case.heads, case.head_dim), cache, batch, options
+
+
+def _work(case: PagedCase) -> Work:
+    """Keys and values read once a sequence; flops of the visible pairs."""
+    size, kv_size = case.torch_dtype.itemsize, case.cache_dtype.itemsize
+    pairs = keys = 0
+    for length in case.lengths():
+        reach = min(length, case.window + case.queries - 1) if case.window else length
+        keys += reach
+        pairs += case.queries * reach - case.queries * (case.queries - 1) // 2
+    moved = 2 * case.head_dim * (kv_size * case.kv_heads * keys + size * case.batch * case.queries * case.heads)
+    ceiling: Ceiling = "read" if case.queries * case.heads // case.kv_heads <= 64 else "gemm"
+    return Work(flops=4.0 * case.heads * case.head_dim * pairs, bytes=float(moved), ceiling=ceiling)
+
+
+def _small(case: PagedCase) -> PagedCase:
+    """Fewer and shorter sequences that the kernels are compiled for in the same way."""
+    if case.batch > 32:
+        context = min(case.context, max(768, case.queries + 256))
+        return replace(case, batch=37, context=context, queries=min(case.queries, context))
+    context = min(case.context, max(2048, case.queries + 256))
+    return replace(case, batch=min(case.batch, 5), context=context, queries=min(case.queries, context))
+
+
+def refuses(case: PagedCase) -> str | None:
+    """What the Triton version cannot do."""
+    if case.head_dim > 256:
+        return f"head dim {case.head_dim} is beyond 256"
+    return None if case.dtype in ("fp32", "bf16", "fp16") else f"no kernel for {case.dtype}"
+
+
+def _not_one_by_one(case: PagedCase) -> str | None:
+    """A library sets itself up for every length anew: seconds for a ragged batch on a GPU."""
+    return "it takes one sequence at a time" if case.batch > _MOST_ONE_BY_ONE and case.device != "cpu" else None
+
+
+PAGED_ATTENTION = Op(
+    name="paged_attention",
+    reference=paged_attention,
+    versions=(
+        Version(
+            name="triton",
+            run=Late("armillary.kernels.paged.paged_attention_triton", "paged_attention"),
+            refuses=refuses,
+            needs=("triton",),
+        ),
+        Version(name="sdpa", run=by_sdpa, refuses=_not_one_by_one),
+    ),
+    inputs=_inputs,
+    work=_work,
+    small=_small,
+    cases={
+        "decode 256 × 1k": PagedCase(batch=256, context=1024),
+        "decode 256 × 1k, 2 KV heads": PagedCase(batch=256, context=1024, heads=16, kv_heads=2),
+        "decode 256 × 128 to 1k": PagedCase(batch=256, context=1024, heads=16, ragged=True),
+        "decode 256 × 2k, group 2, pages of 64": PagedCase(batch=256, context=2048, heads=16, page=64),
+        "decode 256 × 1k, fp8 cache": PagedCase(batch=256, context=1024, cache="fp8"),
+        "decode 256 × 4k ragged": PagedCase(batch=256, context=4096, ragged=True),
+        "decode 256 × 8k, group 8": PagedCase(batch=256, context=8192, heads=64),
+        "decode 1 × 32k": PagedCase(batch=1, context=32768),
+        "chunk of 2k at 16k": PagedCase(batch=1, context=16384, queries=2048),
+    },
+)
+"""for `choose()` and the bench"""

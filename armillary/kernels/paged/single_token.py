@@ -1,0 +1,54 @@
+"""The one new token of each of a few sequences, from the fused projection through attention: what a single stream does.
+
+The reference is `qkv_cache`, then `paged_attention`; paged_token_triton.py has both in two short launches.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from armillary.kernels.core.launch import power_of_two
+from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions, paged_attention
+from armillary.kernels.paged.qkv_to_cache import QkvOptions, qkv_cache
+
+MOST_SEQUENCES, MOST_TOKENS = 4, 65536
+"""that are a few, and what a block table may hold: for longer texts the split kernel reads quicker"""
+
+
+def attend_tokens(
+    qkv: Tensor,
+    cache: Tensor,
+    slots_T: Tensor,
+    cos_TR: Tensor | None,
+    sin_TR: Tensor | None,
+    heads: QkvOptions,
+    batch: PagedBatch,
+    options: PagedOptions,
+) -> Tensor:
+    """[T, N·D]: attention of token t, which is the newest of sequence t; its key and value are in the cache then."""
+    q_TND, cache = qkv_cache(qkv, cache, slots_T, cos_TR, sin_TR, heads)
+    return paged_attention(q_TND, cache, batch, options).flatten(1)
+
+
+def plain(
+    qkv: Tensor, cache: Tensor, cos_TR: Tensor | None, heads: QkvOptions, batch: PagedBatch, options: PagedOptions
+) -> bool:
+    """Whether it is what the kernel is made for: a few sequences, whole heads turn, no mask but the causal one."""
+    size = cache.shape[4]
+    few = batch.max_query == 1 and 0 < len(qkv) == len(batch.tables_BP) <= MOST_SEQUENCES
+    few = few and batch.tables_BP.shape[1] * cache.shape[3] <= MOST_TOKENS
+    turns = cos_TR is not None and 2 * cos_TR.shape[-1] == size and not heads.interleaved
+    sizes = {None if weight is None else weight.numel() for weight in (heads.q_weight, heads.k_weight)}
+    normed = heads.norm == "none" or (heads.norm == "rms" and sizes == {size})
+    more = (
+        heads.clip,
+        heads.scales_2K,
+        options.scales_2K,
+        options.window,
+        options.softcap,
+        options.sinks_N,
+        options.slopes_N,
+    )
+    numbers = cache.dtype == qkv.dtype != torch.float64 and power_of_two(size) == size and 32 <= size <= 256
+    return few and turns and normed and numbers and options.scale > 0 and all(x is None for x in more)

@@ -1,0 +1,102 @@
+"""Rotary positions applied to a packed QKV projection, which is taken apart on the way.
+
+Rows of the fused weight are grouped per KV head as [q…, k, v]; out come q, k and v, each contiguous as attention wants
+them, q and k with the first 2·R dims of every head rotated (Su et al., arXiv 2104.09864), the rest as they were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.kernels.core.compile import compiled
+from armillary.kernels.core.dtype import widen
+from armillary.kernels.core.op import Case, Late, Op, Version, Work, in_triton, rows_to_check
+from armillary.spec.arithmetic.ops import FP32_BYTES, size_of
+
+# B batch, T tokens, N query heads, K KV heads, D head dim, R rotated dims / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeCase(Case):
+    """A projection of some tokens."""
+
+    tokens: int
+    """batch times sequence"""
+    heads: int
+    """query heads"""
+    kv_heads: int
+    """key and value heads"""
+    head_dim: int = 128
+    """dims of a head"""
+    rotary_dim: int = 128
+    """dims that turn, 2·R"""
+    interleaved: bool = False
+    """whether neighbours turn together, or the two halves"""
+
+
+def rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, group: int, head_dim: int, interleaved: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference: qkv [B, T, K·(group + 2)·D], cos and sin [B, T, 1, R] -> q [B, T, N, D], k and v [B, T, K, D]."""
+    grouped = qkv.unflatten(-1, (-1, group + 2, head_dim))
+    q, k, v = grouped[..., :group, :].flatten(-3, -2), grouped[..., group, :], grouped[..., group + 1, :]
+    return _rotated(q, cos, sin, interleaved), _rotated(k, cos, sin, interleaved), v.contiguous()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    size = 2 * cos.shape[-1]
+    part = widen(x[..., :size])
+    first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    both = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    both = both.to(x.dtype)
+    return both if size == x.shape[-1] else torch.cat((both, x[..., size:]), dim=-1)
+
+
+def _inputs(case: RopeCase, generator: torch.Generator) -> tuple[Any, ...]:
+    group = case.heads // case.kv_heads
+    columns = case.kv_heads * (group + 2) * case.head_dim
+    qkv = torch.randn(1, case.tokens, columns, generator=generator, device=case.device).to(case.torch_dtype)
+    angles = torch.randn(1, case.tokens, 1, case.rotary_dim // 2, generator=generator, device=case.device) * 100
+    return qkv, angles.cos(), angles.sin(), group, case.head_dim, case.interleaved
+
+
+def _work(case: RopeCase) -> Work:
+    """Every number is read and written once, v too, because attention wants it contiguous; cos and sin in fp32."""
+    turning = case.tokens * (case.heads + case.kv_heads) * case.rotary_dim
+    packed = case.tokens * (case.heads + 2 * case.kv_heads) * case.head_dim
+    moved = 2 * packed * size_of(case.dtype) + case.tokens * case.rotary_dim * FP32_BYTES
+    return Work(flops=3 * turning, bytes=moved, backward_flops=3 * turning, backward_bytes=moved)
+
+
+def _not_liger(case: RopeCase) -> str | None:
+    plain = not case.interleaved and case.rotary_dim == case.head_dim
+    return None if plain else "Liger turns whole heads, by halves"
+
+
+ROPE = Op(
+    name="rope",
+    reference=rope,
+    versions=(
+        in_triton("pointwise.rope_triton", "rope"),
+        compiled(rope),
+        Version(name="liger", run=Late("armillary.kernels.core.liger", "rope"), refuses=_not_liger, needs=("liger",)),
+    ),
+    inputs=_inputs,
+    work=_work,
+    grads=(0,),
+    cases={
+        "llama-3-8b": RopeCase(tokens=16384, heads=32, kv_heads=8),
+        "llama-3-70b": RopeCase(tokens=8192, heads=64, kv_heads=8),
+        "llama-2-7b": RopeCase(tokens=16384, heads=32, kv_heads=32),
+        "glm-4-9b": RopeCase(tokens=16384, heads=32, kv_heads=2, rotary_dim=64, interleaved=True),
+        "gpt-neox-20b": RopeCase(tokens=8192, heads=64, kv_heads=64, head_dim=96, rotary_dim=24),
+    },
+    small=lambda case: replace(
+        case, tokens=rows_to_check(case, case.tokens, (case.heads + 2 * case.kv_heads) * case.head_dim)
+    ),
+)

@@ -1,0 +1,246 @@
+"""The last step of sampling: thresholds of a row's filters by bisection, then the draw.
+
+Bits of positive floats are ordered like the floats, so a threshold is an integer and is found in at most thirty
+looks at the candidates, or at all weights of the row where the candidates do not suffice.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from armillary.kernels.sampling.weights_triton import factor_of, least_of, mass_of, scores_of, share_of, weights_of
+
+_ABOVE_ALL: tl.constexpr = tl.constexpr(0x3F800001)
+"""the bits after those of 1.0"""
+_BELOW_ALL: tl.constexpr = tl.constexpr(0x2A000000)
+"""the bits of 2^-43: no weight is less"""
+
+
+@triton.jit
+def _kept(values, start, size, least, bits, BLOCK: tl.constexpr):
+    """Masses of a stretch of weights that reach both thresholds, 0 elsewhere, and which do."""
+    at = start + tl.arange(0, BLOCK)
+    weights = tl.load(values + at, mask=at < size, other=-1.0)
+    mass = mass_of(weights)
+    kept = (weights >= 0) & (weights.to(tl.int32, bitcast=True) >= bits) & (mass >= least)
+    return tl.where(kept, mass, 0), kept
+
+
+@triton.jit
+def _sums(values, size, least, bits, BLOCK: tl.constexpr):
+    """Number and mass of the weights that reach both thresholds."""
+    counts = tl.zeros([BLOCK], tl.int32)
+    masses = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, size, BLOCK):
+        mass, kept = _kept(values, start, size, least, bits, BLOCK)
+        counts += kept.to(tl.int32)
+        masses += mass
+    return tl.sum(counts, 0), tl.sum(masses, 0)
+
+
+@triton.jit
+def _kth(values, size, k, BLOCK: tl.constexpr):
+    """Bits that the k likeliest reach, and their equals, and no others."""
+    low, high = tl.zeros([], tl.int32) + _BELOW_ALL, tl.zeros([], tl.int32) + _ABOVE_ALL
+    count = tl.zeros([], tl.int32) + size
+    while (high - low > 1) & (count != k):
+        middle = low + (high - low) // 2
+        new, _ = _sums(values, size, 0, middle, BLOCK)
+        enough = new >= k
+        low = tl.where(enough, middle, low)
+        count = tl.where(enough, new, count)
+        high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit
+def _nucleus(values, size, least, low, total, wanted, BLOCK: tl.constexpr):
+    """The highest bits down to which `wanted` mass is reached, and the mass down to there."""
+    high = tl.zeros([], tl.int32) + _ABOVE_ALL
+    above, upto = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + size + 2
+    while (high - low > 1) & (upto - above > 1):
+        middle = low + (high - low) // 2
+        count, mass = _sums(values, size, least, middle, BLOCK)
+        enough = mass >= wanted
+        low = tl.where(enough, middle, low)
+        total = tl.where(enough, mass, total)
+        upto = tl.where(enough, count, upto)
+        high = tl.where(enough, high, middle)
+        above = tl.where(enough, above, count)
+    return low, total
+
+
+@triton.jit
+def _first_beyond(values, size, least, bits, target, BLOCK: tl.constexpr):
+    """Where the running sum of kept masses passes `target`."""
+    found = tl.zeros([], tl.int32) - 1
+    before = tl.zeros([], tl.int64)
+    start = 0
+    while (found < 0) & (start < size):
+        mass, _ = _kept(values, start, size, least, bits, BLOCK)
+        after = before + tl.sum(mass, 0)
+        inside = start + tl.sum((before + tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
+        found = tl.where(after > target, inside, found)
+        before = after
+        start += BLOCK
+    return found
+
+
+@triton.jit
+def _token_beyond(values, tokens, size, least, bits, target, V: tl.constexpr, CAPACITY: tl.constexpr):
+    """The same in the order of token numbers for candidates, which are in none: by bisection of the numbers."""
+    mass, _ = _kept(values, 0, size, least, bits, CAPACITY)
+    at = tl.arange(0, CAPACITY)
+    token = tl.load(tokens + at, mask=at < size, other=V)
+    low, high = tl.zeros([], tl.int32) - 1, tl.zeros([], tl.int32) + V - 1
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        beyond = tl.sum(tl.where(token <= middle, mass, 0), 0) > target
+        low = tl.where(beyond, low, middle)
+        high = tl.where(beyond, middle, high)
+    return high
+
+
+@triton.jit
+def _unfiltered(
+    b,
+    source,
+    top,
+    factor,
+    least,
+    random,
+    piece_masses,
+    V: tl.constexpr,
+    WORDS: tl.constexpr,
+    PENALTIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALLOWED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECES_PAD: tl.constexpr,
+):
+    """With min-p at most: the masses of the pieces lead to the piece, its tokens to the token."""
+    piece = tl.arange(0, PIECES_PAD)
+    target = share_of(tl.sum(piece_masses, 0), random, 31)
+    number = tl.sum(((tl.cumsum(piece_masses, 0) <= target) & (piece < PIECES)).to(tl.int32), 0)
+    before = tl.sum(tl.where(piece < number, piece_masses, 0), 0)
+    token = number * BLOCK + tl.arange(0, BLOCK)
+    mass = mass_of(weights_of(scores_of(b, token, source, V, WORDS, PENALTIES, ROWS, ALLOWED), top, factor))
+    mass = tl.where(mass >= least, mass, 0)
+    return number * BLOCK + tl.sum((before + tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
+
+
+@triton.jit
+def draw(
+    logits,
+    repetition,
+    presence,
+    frequency,
+    counts,
+    prompt,
+    rows,
+    allowed,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seeds,
+    steps,
+    row_tops,
+    masses,
+    arrived,
+    found,
+    found_at,
+    out,
+    V: tl.constexpr,
+    WORDS: tl.constexpr,
+    PENALTIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALLOWED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECES_PAD: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program (row). `found` has CAPACITY candidates of each row, then room for all its weights."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    b = tl.program_id(0)
+    top = tl.load(row_tops + b)
+    if (tl.load(temperature + b) <= 0) | (top != top):  # answered already
+        return
+    source = (logits, repetition, presence, frequency, counts, prompt, rows, allowed)
+    factor = factor_of(temperature, b)
+    piece = tl.arange(0, PIECES_PAD)
+    piece_masses = tl.load(masses + b * PIECES + piece, mask=piece < PIECES, other=0)
+    k = tl.load(top_k + b).to(tl.int32)
+    k = tl.where((k <= 0) | (k >= V), 0, k)
+    p = tl.load(top_p + b).to(tl.float32)
+    least = least_of(min_p, b)
+    step = tl.load(steps + b)
+    words = tl.philox(
+        tl.load(seeds + b),
+        (step & 0xFFFFFFFF).to(tl.uint32),
+        (step >> 32).to(tl.uint32),
+        tl.zeros([], tl.uint32),
+        tl.zeros([], tl.uint32),
+    )
+    random = (words[0].to(tl.uint32) >> 1).to(tl.int64)
+    if (k == 0) & (p >= 1.0):
+        token = _unfiltered(
+            b,
+            source,
+            top,
+            factor,
+            least,
+            random,
+            piece_masses,
+            V,
+            WORDS,
+            PENALTIES,
+            ROWS,
+            ALLOWED,
+            BLOCK,
+            PIECES,
+            PIECES_PAD,
+        )
+        tl.store(out + b, token.to(tl.int64))
+        return
+
+    values = found + b.to(tl.int64) * (CAPACITY + V)
+    total = tl.sum(piece_masses, 0)
+    fraction = (tl.minimum(tl.maximum(p, 0.0), 1.0) * 1073741824.0).to(tl.int64)
+    size = tl.load(arrived + b)
+    suffices = size <= CAPACITY
+    if suffices:
+        if k > 0:
+            suffices = size >= k
+        else:
+            _, reached = _sums(values, size, least, 0, CAPACITY)
+            suffices = reached >= tl.maximum(share_of(total, fraction, 30), 1)
+    if not suffices:  # all weights of the row take the place of the candidates
+        values += CAPACITY
+        size = V
+        for start in range(0, V, CAPACITY):
+            token = start + tl.arange(0, CAPACITY)
+            weights = weights_of(scores_of(b, token, source, V, WORDS, PENALTIES, ROWS, ALLOWED), top, factor)
+            tl.store(values + token, weights, mask=token < V)
+        tl.debug_barrier()
+    bits = tl.zeros([], tl.int32) + _BELOW_ALL
+    if k > 0:
+        bits = _kth(values, size, k, CAPACITY)
+        _, total = _sums(values, size, least, bits, CAPACITY)
+    if p < 1.0:
+        wanted = tl.maximum(share_of(total, fraction, 30), 1)
+        bits, total = _nucleus(values, size, least, bits, total, wanted, CAPACITY)
+    target = share_of(total, random, 31)
+    if suffices:
+        token = _token_beyond(values, found_at + b * CAPACITY, size, least, bits, target, V, CAPACITY)
+        tl.store(out + b, token.to(tl.int64))
+    else:
+        token = _first_beyond(values, size, least, bits, target, CAPACITY)
+        tl.store(out + b, token.to(tl.int64))

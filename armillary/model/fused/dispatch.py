@@ -1,0 +1,73 @@
+"""Which blocks can run as the two passes of fused.py, and how they do.
+
+Asked at every call, because what wraps a layer (adapters, tensor parallelism, hooks) may come after it was built.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from armillary.model.fused.passes import Finish, Fused, Project, norm_arguments
+from armillary.model.fused.passes_fp8 import Fp8Finish, Fp8Project
+from armillary.model.layers.attention_forms import Attend
+from armillary.model.layers.mlp import MLP
+from armillary.model.layers.norm import Norm
+from armillary.model.low_precision.fp8_linear import Fp8Linear
+
+if TYPE_CHECKING:
+    from armillary.model.layers.attention import CosSin
+    from armillary.model.transformer import Block
+
+
+def fits(block: Block) -> bool:
+    """Norms before attention and a dense MLP, products without biases that nobody wraps or cuts, plain rotary heads."""
+    attention, mlp = block.attention, block.mlp
+    if block.parallel or block.residual_scale != 1.0 or type(mlp) is not MLP:
+        return False
+    if block.attention_post_norm is not None or block.mlp_post_norm is not None:
+        return False
+    if attention.q_norm is not None or attention.clip is not None or not attention.rotates:
+        return False
+    norms, products = (block.attention_norm, block.mlp_norm), (attention.qkv, attention.out, mlp.up, mlp.down)
+    kind = nn.Linear
+    if any(type(x) is Fp8Linear for x in products):  # all of them, or each by itself
+        if block.fused is None or block.fused.fp8 is None:
+            return False
+        kind = Fp8Linear
+    return all(untouched(x, Norm) for x in norms) and all(untouched(x, kind) and x.bias is None for x in products)
+
+
+def run(block: Any, x: Tensor, cos_sin: CosSin, attend: Attend, layer: int, fused: Fused) -> Tensor:
+    """The block's forward."""
+    attention, mlp = block.attention, block.mlp
+    x = x.to(fused.stream or attention.qkv.weight.dtype)
+    narrow = type(attention.qkv) is Fp8Linear
+    project, finish = (Fp8Project, Fp8Finish) if narrow else (Project, Finish)
+    cos, sin = cos_sin[attention.sliding]
+    weight, bias, *norm = norm_arguments(block.attention_norm)
+    heads = (attention.group, attention.head_dim, attention.interleaved)
+    q, k, v, x = project.apply(x, weight, bias, attention.qkv.weight, cos, sin, fused, tuple(norm), heads)
+    mixed = attend(layer, q, k, v, attention.how()).flatten(2)
+    weight, bias, *norm = norm_arguments(block.mlp_norm)
+    out: Tensor = finish.apply(
+        mixed,
+        x,
+        attention.out.weight,
+        weight,
+        bias,
+        mlp.up.weight,
+        mlp.down.weight,
+        fused,
+        tuple(norm),
+        (mlp.activation, mlp.gated),
+    )
+    return out
+
+
+def untouched(module: Any, kind: Any) -> bool:
+    """A module of exactly this class, with weights that are whole tensors, that nothing is hooked to."""
+    if type(module) is not kind or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        return False
+    return all(type(parameter.data) is Tensor for parameter in module._parameters.values() if parameter is not None)

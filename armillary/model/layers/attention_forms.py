@@ -1,0 +1,198 @@
+"""The forms of attention that are handed to the model: plain causal, packed documents, and a contiguous cache.
+
+An `attend(layer, q, k, v, how)` alone owns caches and masks, so one model trains, prefills and decodes. These are
+the reference forms in plain torch; faster ones keep the same signature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from armillary.errors import BadInput
+from armillary.kernels.attention.attention import AttentionOptions
+from armillary.model.dtype import widen
+from armillary.spec.model import ModelConfig
+
+# B batch, T queries, S keys, N query heads, K KV heads, D head dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """What a layer asks of its attention."""
+
+    scale: float
+    """multiplies q·k"""
+    window: int | None = None
+    """keys a query sees, itself included; None: all before it"""
+    softcap: float | None = None
+    """c·tanh(x/c) on the scores"""
+    sinks_N: Tensor | None = None
+    """a logit a head that takes part in the softmax and yields nothing"""
+    slopes_N: Tensor | None = None
+    """ALiBi: score += slope · (key position - query position)"""
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but a scaled softmax over a mask."""
+        return self.softcap is None and self.sinks_N is None and self.slopes_N is None
+
+
+Attend = Callable[[int, Tensor, Tensor, Tensor, How], Tensor]
+AttentionFunction = Callable[..., Tensor]
+
+
+def plain(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, how: How) -> Tensor:
+    """Causal attention within the call: every row is one sequence from its first token on."""
+    num_tokens = q_BTND.shape[1]
+    if how.is_plain and (how.window is None or num_tokens <= how.window):
+        return _sdpa(q_BTND, k_BTKD, v_BTKD, how.scale, causal=True)
+    index_1T = torch.arange(num_tokens, device=q_BTND.device)[None]
+    return masked(q_BTND, k_BTKD, v_BTKD, how, index_1T, index_1T, None)
+
+
+def packed(documents_BT: Tensor) -> Attend:
+    """Causal attention that stays inside documents: rows hold several, numbered by `documents_BT`."""
+    same_BTS = documents_BT[:, :, None] == documents_BT[:, None, :]
+    index_1T = torch.arange(documents_BT.shape[1], device=documents_BT.device)[None]
+
+    @cache
+    def added(window: int | None, dtype: torch.dtype) -> Tensor:
+        """What is added to scores, made once: torch would make, and keep, one of a boolean mask in every layer."""
+        hidden_BTS = ~_visible(index_1T[:, :, None] - index_1T[:, None, :], window, same_BTS)
+        return torch.zeros(hidden_BTS.shape, dtype=dtype, device=hidden_BTS.device).masked_fill_(hidden_BTS, -torch.inf)
+
+    def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, how: How) -> Tensor:
+        if how.is_plain and not torch.compiler.is_compiling():
+            return _sdpa(q_BTND, k_BTKD, v_BTKD, how.scale, mask=added(how.window, q_BTND.dtype)[:, None])
+        return masked(q_BTND, k_BTKD, v_BTKD, how, index_1T, index_1T, same_BTS)
+
+    return attend
+
+
+def chosen(functions: Mapping[tuple[int | None, bool], AttentionFunction], documents_BT: Tensor | None) -> Attend:
+    """Plain or packed attention by the functions that were chosen for a layer's window and for rows with or without
+    documents, by `kernels.attention.reference`'s signature; the reference forms where none was."""
+
+    @cache
+    def otherwise() -> Attend:  # a mask that most models never need
+        return plain if documents_BT is None else packed(documents_BT)
+
+    def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, how: How) -> Tensor:
+        run = functions.get((how.window, documents_BT is not None))
+        if run is None:
+            return otherwise()(layer, q_BTND, k_BTKD, v_BTKD, how)
+        options = AttentionOptions(
+            documents_BT=documents_BT,
+            sinks_N=how.sinks_N,
+            slopes_N=how.slopes_N,
+            scale=how.scale,
+            window=how.window or 0,
+            softcap=how.softcap or 0.0,
+        )
+        return run(q_BTND, k_BTKD, v_BTKD, options)
+
+    return attend
+
+
+class ContiguousCache:
+    """Keys and values of `batch` sequences of up to `length` tokens, each layer one tensor.
+
+    Rows may be at different positions: a key is visible from its own position on, so what lies beyond a row's
+    position (padding of a shorter prompt) is never seen before it is overwritten.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        shape = (config.num_layers, batch, length, config.kv_heads, config.head_dim)
+        self.length = length
+        self.keys_LBSKD = torch.zeros(shape, dtype=dtype, device=device)
+        self.values_LBSKD = torch.zeros(shape, dtype=dtype, device=device)
+
+    def at(self, positions_BT: Tensor, upto: int) -> Attend:
+        """The attend of one step: `positions_BT` of its tokens, all below `upto`."""
+        if upto > self.length:
+            raise BadInput(f"{upto} tokens do not fit a cache of {self.length}; ask for fewer tokens")
+        rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
+        index_1S = torch.arange(upto, device=positions_BT.device)[None]
+
+        def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, how: How) -> Tensor:
+            keys, values = self.keys_LBSKD[layer], self.values_LBSKD[layer]
+            keys[rows_B1, positions_BT] = k_BTKD.to(keys.dtype)
+            values[rows_B1, positions_BT] = v_BTKD.to(values.dtype)
+            seen_keys, seen_values = keys[:, :upto].to(q_BTND.dtype), values[:, :upto].to(q_BTND.dtype)
+            return masked(q_BTND, seen_keys, seen_values, how, positions_BT, index_1S, None)
+
+        return attend
+
+
+def masked(
+    q_BTND: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    how: How,
+    query_BT: Tensor,
+    key_BS: Tensor,
+    allowed_BTS: Tensor | None,
+) -> Tensor:
+    """Attention over an explicit mask: causal by position, inside the window, and where `allowed`."""
+    distance_BTS = query_BT[:, :, None] - key_BS[:, None, :]
+    mask_BTS = _visible(distance_BTS, how.window, allowed_BTS)
+    if how.is_plain:
+        return _sdpa(q_BTND, k_BSKD, v_BSKD, how.scale, mask=mask_BTS[:, None])
+    return _explicit(q_BTND, k_BSKD, v_BSKD, how, mask_BTS, distance_BTS)
+
+
+def _visible(distance_BTS: Tensor, window: int | None, allowed_BTS: Tensor | None) -> Tensor:
+    mask_BTS = distance_BTS >= 0
+    if window is not None:
+        mask_BTS = mask_BTS & (distance_BTS < window)
+    return mask_BTS if allowed_BTS is None else mask_BTS & allowed_BTS
+
+
+def _sdpa(
+    q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, scale: float, *, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BTND, k_BSKD, v_BSKD))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+def _explicit(
+    q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, how: How, mask_BTS: Tensor, distance_BTS: Tensor
+) -> Tensor:
+    """Scores written out, for soft caps, sinks and ALiBi; softmax in fp32."""
+    group = q_BTND.shape[2] // k_BSKD.shape[2]
+    k_BSND, v_BSND = k_BSKD.repeat_interleave(group, dim=2), v_BSKD.repeat_interleave(group, dim=2)
+    scores_BNTS = widen(torch.einsum("btnd,bsnd->bnts", q_BTND, k_BSND)) * how.scale
+    if how.softcap is not None:
+        scores_BNTS = how.softcap * torch.tanh(scores_BNTS / how.softcap)
+    if how.slopes_N is not None:
+        scores_BNTS = scores_BNTS - how.slopes_N[None, :, None, None] * distance_BTS[:, None]
+    scores_BNTS = scores_BNTS.masked_fill(~mask_BTS[:, None], -torch.inf)
+    weights_BNTS = _softmax(scores_BNTS, how.sinks_N).to(q_BTND.dtype)
+    return torch.einsum("bnts,bsnd->btnd", weights_BNTS, v_BSND)
+
+
+def _softmax(scores_BNTS: Tensor, sinks_N: Tensor | None) -> Tensor:
+    if sinks_N is None:
+        return scores_BNTS.softmax(dim=-1)
+    sink = sinks_N.to(scores_BNTS.dtype)[None, :, None, None].expand(*scores_BNTS.shape[:3], 1)
+    return torch.cat((scores_BNTS, sink), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def alibi_slopes(num_heads: int, alibi_max: float) -> Tensor:
+    """Slopes of Press et al. 2021; a count that is no power of two takes every other slope of the next power."""
+    power = 2 ** math.ceil(math.log2(num_heads))
+    slopes = 2.0 ** (-torch.arange(1, power + 1, dtype=torch.float32) * alibi_max / power)
+    if power != num_heads:
+        slopes = torch.cat((slopes[1::2], slopes[::2]))
+    return slopes[:num_heads]

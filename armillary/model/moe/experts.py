@@ -1,0 +1,220 @@
+"""Mixture of experts: a router that scores, a choice of top-k, and stacked experts [E, 2F, H], [E, H, F].
+
+`plain_dispatch` gathers tokens expert by expert: the slow twin that sorted and exchanged dispatches are held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from armillary.model.dtype import widen
+from armillary.model.layers.mlp import MLP, activate
+from armillary.model.low_precision.weights_16bit import HalfWeights
+from armillary.model.moe.router_losses import Balance, watched
+from armillary.spec.model import ModelConfig, MoE
+
+# M tokens (batch and time flattened), E experts, F expert inner size, H hidden, k experts a token
+Grouped = Callable[..., Tensor]
+"""grouped(x_PK, weight_ENK, ends_E, full) -> y_PN: a version of `kernels.grouped_linear`"""
+Beside = Callable[[], Tensor | None]
+"""what does not depend on the routed experts, computed while they are waited for"""
+Dispatch = Callable[["Experts", Tensor, Tensor, Tensor, Beside], tuple[Tensor, Tensor | None]]
+"""dispatch(experts, x_MH, weights_Mk, experts_Mk, beside) -> (sum of the chosen experts_MH, what beside() gave)"""
+
+
+class Router(nn.Module):
+    """Scores experts for each token and chooses the top k."""
+
+    selection_bias: Tensor | None
+
+    def __init__(self, hidden: int, moe: MoE) -> None:
+        super().__init__()
+        self.moe = moe
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden))
+        self.bias = nn.Parameter(torch.empty(moe.num_experts)) if moe.router_bias else None
+        self.register_buffer("selection_bias", torch.zeros(moe.num_experts) if moe.selection_bias else None)
+
+    def reset(self) -> None:
+        if self.selection_bias is not None:
+            self.selection_bias = torch.zeros(self.moe.num_experts, device=self.weight.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if self.selection_bias is not None:  # small steps of balancing would vanish below fp32
+            self.selection_bias = self.selection_bias.float()
+        return self
+
+    def forward(self, x_MH: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights_Mk in fp32 or wider, experts_Mk)."""
+        return self.choose(self.logits(x_MH))
+
+    def logits(self, x_MH: Tensor) -> Tensor:
+        """[M, E], in fp32 or wider."""
+        return widen(F.linear(x_MH, self.weight, self.bias))
+
+    def probabilities(self, logits_ME: Tensor) -> Tensor:
+        """Over all experts, each row summing to 1."""
+        if self.moe.score != "sigmoid":
+            return logits_ME.softmax(dim=-1)
+        scores_ME = logits_ME.sigmoid()
+        return scores_ME / scores_ME.sum(dim=-1, keepdim=True).clamp_min(1e-20)
+
+    def choose(self, logits_ME: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights_Mk, experts_Mk), the likeliest first."""
+        if self.moe.score == "softmax_topk":
+            top_Mk, experts_Mk = logits_ME.topk(self.moe.top_k, dim=-1)
+            return top_Mk.softmax(dim=-1), experts_Mk
+        scores_ME = logits_ME.softmax(dim=-1) if self.moe.score == "softmax" else logits_ME.sigmoid()
+        experts_Mk = self._choose(scores_ME)
+        weights_Mk = scores_ME.gather(-1, experts_Mk)
+        if self.moe.normalize:
+            weights_Mk = weights_Mk / weights_Mk.sum(dim=-1, keepdim=True).clamp_min(1e-20)
+        return weights_Mk * self.moe.routed_scale, experts_Mk
+
+    def _choose(self, scores_ME: Tensor) -> Tensor:
+        choice_ME = scores_ME if self.selection_bias is None else scores_ME + self.selection_bias
+        if self.moe.groups > 1:
+            choice_ME = self._limit_groups(choice_ME)
+        return choice_ME.topk(self.moe.top_k, dim=-1).indices
+
+    def _limit_groups(self, choice_ME: Tensor) -> Tensor:
+        """Only the experts of the best groups stay; a group is as good as its best (or two best) experts."""
+        grouped_MGe = choice_ME.unflatten(-1, (self.moe.groups, -1))
+        best = 2 if self.moe.selection_bias else 1
+        group_scores_MG = grouped_MGe.topk(best, dim=-1).values.sum(dim=-1)
+        kept_Mg = group_scores_MG.topk(self.moe.top_groups, dim=-1).indices
+        keep_MG = torch.zeros_like(group_scores_MG, dtype=torch.bool).scatter(-1, kept_Mg, True)
+        return grouped_MGe.masked_fill(~keep_MG[..., None], -torch.inf).flatten(1)
+
+
+class Experts(nn.Module):
+    """All routed experts of a layer, stacked."""
+
+    def __init__(self, hidden: int, moe: MoE, activation: str) -> None:
+        super().__init__()
+        self.moe, self.activation = moe, activation
+        self.chosen: Callable[..., Tensor] | None = None
+        self.halves: HalfWeights | None = None
+        self.parts = 1
+        """into which the sums over F are cut: each adds its part of the bias"""
+        self.up_E2FH = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.ffn, hidden))
+        self.down_EHF = nn.Parameter(torch.empty(moe.num_experts, hidden, moe.ffn))
+        self.up_bias_E2F = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.ffn)) if moe.expert_bias else None
+        self.down_bias_EH = nn.Parameter(torch.empty(moe.num_experts, hidden)) if moe.expert_bias else None
+
+    def forward(self, rows_PH: Tensor, experts_P: Tensor, ends_E: Tensor, grouped: Grouped, full: bool) -> Tensor:
+        """Rows sorted by expert, each through its own; `ends_E` is where the rows of each expert end, and `full` says
+        that all rows have one."""
+        up_E2FH, down_EHF = self.weights(rows_PH.dtype)
+        inner_P2F = grouped(rows_PH, up_E2FH, ends_E, full)
+        if self.up_bias_E2F is not None:
+            inner_P2F = inner_P2F + _of_row(self.up_bias_E2F, experts_P, inner_P2F.dtype)
+        out_PH = grouped(self.activate(inner_P2F), down_EHF, ends_E, full)
+        if self.down_bias_EH is not None:
+            out_PH = out_PH + _of_row(self.down_bias_EH / self.parts, experts_P, out_PH.dtype)
+        return out_PH
+
+    def one(self, x_MH: Tensor, expert: int) -> Tensor:
+        """One expert on the tokens it was given."""
+        up_bias = None if self.up_bias_E2F is None else self.up_bias_E2F[expert]
+        down_bias = None if self.down_bias_EH is None else self.down_bias_EH[expert]
+        inner = self.activate(F.linear(x_MH, self.up_E2FH[expert], up_bias))
+        return F.linear(inner, self.down_EHF[expert], down_bias)
+
+    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(up_E2FH, down_EHF) as they are multiplied: cast, or the copies kept for it."""
+        up, down = self.up_E2FH, self.down_EHF
+        if self.halves is not None and self.halves.dtype == dtype and isinstance(up, nn.Parameter):
+            return self.halves(up), self.halves(down)
+        return up.to(dtype), down.to(dtype)
+
+    def activate(self, inner_M2F: Tensor) -> Tensor:
+        if self.chosen is not None:
+            return self.chosen(inner_M2F, self.activation, True)
+        return activate(inner_M2F, self.activation, gated=True)
+
+
+class MixtureOfExperts(nn.Module):
+    """Router, experts, and the shared expert where there is one."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        moe = config.moe
+        assert moe is not None
+        self.moe = moe
+        self.router = Router(config.hidden, moe)
+        self.experts = Experts(config.hidden, moe, config.activation)
+        self.shared = self.shared_gate = None
+        if moe.shared_ffn:
+            self.shared = MLP(config.hidden, moe.shared_ffn, activation=config.activation, gated=True, bias=False)
+        if moe.shared_gate:
+            self.shared_gate = nn.Linear(config.hidden, 1, bias=False)
+        self.dispatch: Dispatch = plain_dispatch
+        self.balance: Balance | None = None
+        """what training adds and counts; it takes no part where there are no gradients"""
+        self.copies = 1
+        """ranks that route the same tokens"""
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        x_MH = x_BTH.flatten(0, 1)
+        logits_ME = self.router.logits(x_MH)
+        weights_Mk, chosen_Mk = self.router.choose(logits_ME)
+        balance = self.balance if torch.is_grad_enabled() else None
+        experts_Mk = chosen_Mk if balance is None else balance.kept(chosen_Mk, len(x_BTH), self.moe)
+        mixed_MH, shared_MH = self.dispatch(
+            self.experts, x_MH, weights_Mk.to(x_MH.dtype), experts_Mk, lambda: self._shared(x_MH)
+        )
+        mixed_BTH = (mixed_MH if shared_MH is None else mixed_MH + shared_MH).view_as(x_BTH)
+        if balance is None:
+            return mixed_BTH
+        return watched(mixed_BTH, logits_ME, self.router.probabilities(logits_ME), chosen_Mk, experts_Mk, balance)
+
+    def _shared(self, x_MH: Tensor) -> Tensor | None:
+        """The shared expert's part, which every token has."""
+        if self.shared is None:
+            return None
+        shared_MH: Tensor = self.shared(x_MH)
+        return shared_MH if self.shared_gate is None else torch.sigmoid(self.shared_gate(x_MH)) * shared_MH
+
+
+def _of_row(bias_EN: Tensor, experts_P: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bias of each row's expert; rows of nobody have the last one's, and are thrown away."""
+    rows_PN: Tensor = _OfRow.apply(bias_EN.to(dtype), experts_P)
+    return rows_PN
+
+
+class _OfRow(torch.autograd.Function):
+    """Gradients are summed by a product, in fp32: adding rows up one by one in a half format loses digits."""
+
+    @staticmethod
+    def forward(ctx: Any, bias_EN: Tensor, experts_P: Tensor) -> Tensor:
+        ctx.save_for_backward(experts_P)
+        ctx.experts = len(bias_EN)
+        return bias_EN[experts_P.clamp(max=len(bias_EN) - 1)]
+
+    @staticmethod
+    def backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (experts_P,) = ctx.saved_tensors
+        is_its_EP = torch.arange(ctx.experts, device=experts_P.device)[:, None] == experts_P
+        return is_its_EP.to(grad_PN.dtype) @ grad_PN, None
+
+
+def plain_dispatch(
+    experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, beside: Beside
+) -> tuple[Tensor, Tensor | None]:
+    """Expert by expert; a choice that names no expert (a dropped one) is passed over."""
+    mixed_MH = torch.zeros_like(x_MH)
+    for expert in range(experts.moe.num_experts):
+        tokens, slots = torch.where(experts_Mk == expert)
+        weights_m1 = weights_Mk[tokens, slots, None]
+        if experts.moe.scale_input:
+            out = experts.one(x_MH[tokens] * weights_m1, expert)
+        else:
+            out = experts.one(x_MH[tokens], expert) * weights_m1
+        mixed_MH = mixed_MH.index_add(0, tokens, out.to(mixed_MH.dtype))
+    return mixed_MH, beside()

@@ -1,0 +1,108 @@
+"""What training adds to a layer of experts: the balance and z losses of its router, and a count of what it did.
+
+The losses are sums over tokens and sequences divided by the step's totals, so they do not depend on how a step is cut
+into micro-batches and ranks. They enter where the layer's gradient comes in: a layer's output stays the only thing that
+leaves it, and what is counted is counted once, in the backward pass, however often a forward pass is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.kernels.core.uncompiled import uncompiled
+from armillary.model.moe.expert_capacity import drop_beyond
+from armillary.spec.model import MoE
+
+Rule = Callable[[Tensor], Tensor]
+# B sequences, T tokens of each, M = B·T, E experts, k choices a token
+
+
+@dataclass(kw_only=True)
+class Balance:
+    """How one layer's router is held in balance, and where its counts go."""
+
+    aux_weight: float
+    """of the balance loss, over layers and tokens of a step"""
+    z_weight: float
+    """of the z-loss, over layers and tokens of a step"""
+    capacity: float | None
+    """places of an expert in each sequence, times the fair share; None: as many as are wanted"""
+    scale: Tensor
+    """what the loss is multiplied by before the backward pass"""
+    tally: Tensor
+    """[2E + 3]: see `Counts`"""
+    copies: int = 1
+    """ranks that route the same tokens, all of whose gradients are summed"""
+    over_ranks: Callable[[Tensor], Tensor] | None = None
+    """sums counts over ranks that hold other parts of the same sequences"""
+    over_rows: Callable[[Rule, Tensor], Tensor] | None = None
+    """applies a rule to the choices [B, T, k] of whole sequences, of which this rank has a part, and gives that part"""
+
+    def kept(self, chosen_Mk: Tensor, sequences: int, moe: MoE) -> Tensor:
+        """The choices, where those beyond the capacity name no expert."""
+        if (capacity := self.capacity) is None:
+            return chosen_Mk
+
+        def rule(chosen_BTk: Tensor) -> Tensor:
+            return drop_beyond(chosen_BTk.flatten(0, 1), sequences, moe, capacity).view_as(chosen_BTk)
+
+        chosen_BTk = chosen_Mk.unflatten(0, (sequences, -1))
+        return (rule(chosen_BTk) if self.over_rows is None else self.over_rows(rule, chosen_BTk)).flatten(0, 1)
+
+
+class Counts:
+    """The columns of a tally."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.load = slice(0, num_experts)
+        """choices of each expert, dropped ones too"""
+        self.probability = slice(num_experts, 2 * num_experts)
+        """sum over tokens of the router's probabilities"""
+        self.aux, self.z, self.dropped = (2 * num_experts + i for i in range(3))
+        """both losses before their weights; choices that were dropped"""
+        self.size = 2 * num_experts + 3
+
+
+@uncompiled  # counts are kept beside the graph
+def watched(
+    out_BTH: Tensor, logits_ME: Tensor, probability_ME: Tensor, chosen_Mk: Tensor, kept_Mk: Tensor, balance: Balance
+) -> Tensor:
+    """The layer's output as it is; its backward pass adds the gradients of the router's losses, and counts.
+
+    Balance loss of a sequence (Fedus et al. 2021, by sequence as in DeepSeek-V3): E/k · Σ_e f_e · P_e, f_e the choices
+    of expert e and P_e its mean probability, both over the sequence's tokens; 1 where the load is even. z-loss (Zoph et
+    al. 2022): the squared log-sum-exp of a token's logits.
+    """
+    sequences, (_, num_experts) = len(out_BTH), logits_ME.shape
+    tokens = len(logits_ME) // sequences
+    chosen_ME = (chosen_Mk[..., None] == torch.arange(num_experts, device=chosen_Mk.device)).sum(dim=1)
+    load_BE = chosen_ME.view(sequences, tokens, num_experts).sum(dim=1).to(logits_ME.dtype)
+    whole_BE = load_BE if balance.over_ranks is None else balance.over_ranks(load_BE)
+    share_BE = whole_BE / whole_BE.sum(dim=-1, keepdim=True)  # of the k·T choices of a whole sequence
+    aux = num_experts * (share_BE * probability_ME.view(sequences, tokens, num_experts).sum(dim=1)).sum()
+    z = logits_ME.logsumexp(dim=-1).square().sum()
+    added = (balance.aux_weight * aux + balance.z_weight * z) / balance.copies
+    dropped = (kept_Mk == num_experts).sum()
+    sums = (load_BE.sum(dim=0), probability_ME.sum(dim=0), torch.stack((aux, z)), dropped[None])
+    counted = torch.cat([part.detach().to(balance.tally.dtype) for part in sums])
+    result: Tensor = _Watched.apply(out_BTH, added, counted, balance)
+    return result
+
+
+class _Watched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, added: Tensor, counted: Tensor, balance: Balance) -> Tensor:
+        ctx.balance, ctx.dtype = balance, added.dtype
+        ctx.save_for_backward(counted)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # type: ignore[override]
+        balance = ctx.balance
+        balance.tally += ctx.saved_tensors[0]
+        return grad, balance.scale.to(ctx.dtype) if ctx.needs_input_grad[1] else None, None, None

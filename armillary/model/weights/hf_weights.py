@@ -1,0 +1,287 @@
+"""Hugging Face folders in and out: config.json, safetensors (one file or many with an index), tokenizer files.
+
+Fusing happens at load and is undone at save; no pickle is ever read. A folder is written beside its place and
+moved there whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from armillary.errors import BadInput, BadModel
+from armillary.model.dtype import HF_NAMES, parse_dtype
+from armillary.model.lora import NAMES as ADAPTERS
+from armillary.model.transformer import Progress, Put, Transformer, build
+from armillary.model.weights.hf_layout import SELECTION_BIAS, Rule, rules
+from armillary.model.weights.host_to_device import Sender
+from armillary.model.weights.safetensors_folder import Stored, TensorFolder
+from armillary.spec.hf.config import from_hf, to_hf
+from armillary.spec.model import ModelConfig
+from armillary.store.atomic import staged_folder
+from armillary.store.hf_folder import read_config
+
+_ALONGSIDE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+Read = Callable[[str], Tensor]
+"""a whole parameter by our name"""
+
+
+def load_model(
+    folder: Path | str,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> Transformer:
+    """The model of a Hugging Face folder; `dtype` None keeps the folder's own."""
+    folder = Path(folder)
+    raw = read_config(folder)
+    config = from_hf(raw, name=folder.name)
+    wanted = parse_dtype(dtype) if dtype is not None else _named_dtype(raw)
+    with TensorFolder(folder) as stored:
+        check_head(config, stored)
+        model = build(config, dtype=wanted or stored.dtype(), device=device)
+        fill(model, stored, progress)
+    return model
+
+
+def _named_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that config.json names, in the old or the new spelling."""
+    text = raw.get("dtype") or raw.get("torch_dtype")
+    return next((dtype for dtype, name in HF_NAMES.items() if name == text), None)
+
+
+def check_head(config: ModelConfig, stored: TensorFolder) -> None:
+    """Vocabulary rows, and tied against untied, said before anything is built."""
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    if embedding in stored:
+        shape = stored.read(embedding).shape
+        rows = shape[0] if shape else 0
+        if rows != config.vocab:
+            said = f"config.json says vocab_size {config.vocab}"
+            raise BadModel(f"{config.name}: the embedding has {rows} rows but {said}; set it to {rows}")
+    if not config.tied and embedding in stored and head not in stored:
+        found = "config.json says untied but lm_head.weight is missing"
+        raise BadModel(f"{config.name}: {found}; set tie_word_embeddings to true")
+    if config.tied and embedding in stored and head in stored:
+        ours, theirs = stored.read(embedding), stored.read(head)
+        if ours.shape != theirs.shape or not torch.equal(ours, theirs):
+            found = "config.json says tied but lm_head.weight differs from the embedding"
+            raise BadModel(f"{config.name}: {found}; set tie_word_embeddings to false")
+
+
+@torch.no_grad()
+def fill(
+    model: Transformer, stored: TensorFolder, progress: Progress | None = None, *, put: Put = Tensor.copy_
+) -> None:
+    """Copy every tensor of the stored into the model, fused; `put` may keep a shard of it. On a GPU that takes whole
+    tensors they are fused there."""
+    found = [_as_stored(rule, stored) for rule in rules(model.config)]
+    _check_complete(model, found, stored)
+    parameters = whole_names(model)
+    found = [rule for rule in found if rule.ours in parameters]  # a pipeline stage holds some
+    device = next(iter(parameters.values())).device
+    with Sender(device) if device.type == "cuda" and put is Tensor.copy_ else nullcontext() as sender:
+        places = (_checked(rule, stored, parameters[rule.ours].shape, model.config.name) for rule in found)
+        read = ([stored.read(name) for name in rule.theirs] for rule, _ in zip(found, places, strict=True))
+        for i, parts in enumerate(read if sender is None else sender.send(places)):
+            put(parameters[found[i].ours], found[i].join(parts))
+            if progress:
+                progress(i + 1, len(found))
+
+
+def whole_names(model: Transformer) -> dict[str, Tensor]:
+    """All that is stored of a model, by its names in the whole one: where a last stage holds a copy of the tied
+    embedding, that is the embedding."""
+    found: dict[str, Tensor] = dict(model.named_parameters()) | selection_biases(model)
+    if model.config.tied and model.embedding is None and model.output is not None:
+        found["embedding.weight"] = found.pop("output.weight")
+    return found
+
+
+def selection_biases(model: Transformer) -> dict[str, Tensor]:
+    """What routers add to scores to choose by: buffers, because no gradient reaches them."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(SELECTION_BIAS)}
+
+
+def _checked(rule: Rule, stored: TensorFolder, wanted: torch.Size, name: str) -> list[Stored]:
+    """Where the parts of one of our tensors lie; BadModel where they do not make its shape."""
+    parts = [stored.where(theirs) for theirs in rule.theirs]
+    made = rule.made_shape([part.shape for part in parts])
+    if made != wanted:
+        found = list(made) if made is not None else [list(part.shape) for part in parts[:3]]
+        raise BadModel(
+            f"{name}: {rule.theirs[0]} makes {found} where config.json says {list(wanted)}; config.json and "
+            "weights are not of one model"
+        )
+    return parts
+
+
+def _as_stored(rule: Rule, stored: TensorFolder) -> Rule:
+    """Experts may be stored stacked ([E, 2F, H] gates then ups; [E, H, F]) rather than one by one."""
+    if len(rule.theirs) < 2 or rule.theirs[0] in stored or ".experts.0." not in rule.theirs[0]:
+        return rule
+    prefix = rule.theirs[0].split(".experts.0.")[0].replace("block_sparse_moe", "mlp")
+    if rule.ours.endswith("up_E2FH"):
+        name, join = f"{prefix}.experts.gate_up_proj", _join_stacked_experts
+    else:
+        name, join = f"{prefix}.experts.down_proj", lambda parts: parts[0]
+    return Rule(ours=rule.ours, theirs=(name,), join=join, split=rule.split) if name in stored else rule
+
+
+def _join_stacked_experts(parts: Any) -> Tensor:
+    gate, up = parts[0].chunk(2, dim=1)
+    return torch.stack((gate, up), dim=2).flatten(1, 2)
+
+
+def _check_complete(model: Transformer, found: list[Rule], stored: TensorFolder) -> None:
+    name = model.config.name
+    made = {rule.ours for rule in found}
+    lacking = [ours for ours in whole_names(model) if ours not in made and not ours.endswith(ADAPTERS)]
+    assert not lacking, f"no rule makes {lacking[:3]}"
+    wanted = {theirs for rule in found for theirs in rule.theirs}
+    missing = sorted(wanted - set(stored.names()))
+    if missing:
+        first = f"{len(missing)} tensors are missing, the first {missing[0]}"
+        raise BadModel(f"{name}: {first}; config.json and weights are not of one model")
+    ignored = ("lm_head.weight", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+    extra = sorted(each for each in set(stored.names()) - wanted if not each.endswith(ignored))
+    if extra:
+        first = (
+            f"{len(extra)} tensors are not part of a {model.config.family} model of this shape, the first {extra[0]}"
+        )
+        raise BadModel(f"{name}: {first}; config.json and weights are not of one model")
+
+
+# --- saving
+
+
+def save_model(
+    model: Transformer,
+    folder: Path | str,
+    *,
+    dtype: torch.dtype | str | None = None,
+    like: Path | None = None,
+    shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    read: Read | None = None,
+) -> Path:
+    """Write the model as a Hugging Face folder; tokenizer files and special-token ids are those of `like`. `read` gives
+    a whole parameter by name where the model holds only a part; it is asked in the order of `fusing.rules`."""
+    if shard_bytes < 1:
+        raise BadInput(f"a weight file of at most {shard_bytes} bytes holds nothing; try --shard-size 5GB")
+    raw = to_hf(model.config) | _token_ids(like)
+    kept = parse_dtype(dtype) if dtype is not None else next(model.parameters()).dtype
+    raw["torch_dtype"] = HF_NAMES[kept]
+    _refuse_foreign(Path(folder))
+    with staged_folder(Path(folder), overwrite=overwrite) as staged:
+        _write_shards(model, staged, kept, shard_bytes, progress, read)
+        for path in [like / name for name in _ALONGSIDE] if like else []:
+            if path.exists():
+                shutil.copyfile(path, staged / path.name)
+        (staged / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    return Path(folder)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Only a model folder, or an empty one, may be replaced: `--overwrite` never takes anything else with it."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    ours = re.compile(r"config\.json|model[\w.-]*\.safetensors(\.index\.json)?|" + "|".join(map(re.escape, _ALONGSIDE)))
+    others = sorted(path.name for path in folder.iterdir() if not ours.fullmatch(path.name))
+    if others:
+        raise BadInput(f"{folder} holds {others[0]}, which is no part of a model we write; choose another folder")
+
+
+def _token_ids(like: Path | None) -> dict[str, Any]:
+    """Always written: where they are left out, families fill in ids that may lie outside the vocabulary."""
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    for name in ("config.json", "generation_config.json"):
+        if like is not None and (like / name).exists():
+            raw = json.loads((like / name).read_text())
+            return {key: raw.get(key) for key in keys}
+    return dict.fromkeys(keys)
+
+
+def hf_tensors(model: Transformer, dtype: torch.dtype, read: Read | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of every weight, unfused."""
+    read = read or (dict(model.named_parameters()) | selection_biases(model)).__getitem__
+    for rule in rules(model.config):
+        kept = torch.float32 if rule.ours.endswith(SELECTION_BIAS) else dtype
+        fused = read(rule.ours).detach().to("cpu", kept)
+        for name, part in zip(rule.theirs, rule.split(fused), strict=True):
+            yield name, part.contiguous()
+
+
+def _write_shards(
+    model: Transformer, folder: Path, dtype: torch.dtype, limit: int, progress: Progress | None, read: Read | None
+) -> None:
+    """One file where it fits, else several and an index; each shard is written as soon as it is full."""
+    total = sum(len(rule.theirs) for rule in rules(model.config))
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    size = total_size = written = 0
+    for name, tensor in hf_tensors(model, dtype, read):
+        if pending and size + tensor.nbytes > limit:
+            shards.append(_write_shard(folder, len(shards), pending))
+            pending, size = {}, 0
+        pending[name] = tensor.clone() if tensor._base is not None else tensor
+        size, total_size, written = size + tensor.nbytes, total_size + tensor.nbytes, written + 1
+        if progress:
+            progress(written, total)
+    shards.append(_write_shard(folder, len(shards), pending))
+    _name_shards(folder, shards, total_size)
+
+
+def _write_shard(folder: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
+    write_tensors(folder / f"part-{index}.safetensors", tensors)
+    return list(tensors)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file; where the disk is at fault, an OSError says so."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        said = re.search(r"os error (\d+)", str(error))
+        if said is None:
+            raise
+        raise OSError(int(said.group(1)), os.strerror(int(said.group(1))), str(path)) from error
+    path.chmod(0o666 & ~_umask())  # the library writes files only their owner can read
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total_size: int) -> None:
+    if len(shards) == 1:
+        (folder / "part-0.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"part-{i}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

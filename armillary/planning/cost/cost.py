@@ -1,0 +1,230 @@
+"""Cost: what an hour of a device costs on demand, reserved, at spot or owned, and what steps and tokens then cost.
+
+    step           devices · $/h · step / 3600 / goodput
+    run            steps · step
+    million tokens trained   run / tokens · 10⁶
+    million tokens served    devices · $/h / 3600 / (tokens/s) · 10⁶; prompts and answers apart by the time they take
+
+Spot hours are dearer than their price: interruptions lose work and time, so the price is divided by the goodput that
+failures.py expects at the rate of interruption.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, isfinite
+from statistics import median
+
+from armillary.errors import BadInput, NotFound, nearest
+from armillary.planning.cost.failures import HOUR, Failures, expected_goodput, per_month
+from armillary.planning.cost.ownership import NoPrice, Owned, owned
+from armillary.spec import catalogue
+from armillary.spec.hardware import Chip, Cluster, Price
+from armillary.spec.tables.serve import Cost
+
+RESERVED = {1: 0.62, 3: 0.40}
+"""price of a reserved hour over one on demand, by years committed: trn1.32xlarge 8.197 of 21.50 and inf2.48xlarge 5.608
+of 12.98 $/h for three years (aws-neuron-sdk price tables); one year lies between that and the full price"""
+SPOT_INTERRUPTED_MONTHLY = 0.2
+"""chance that a spot machine is taken back within a month: the top band of AWS's Spot Instance Advisor begins here"""
+SPOT_CHECKPOINT_S, SPOT_RESTART_S = 30.0, 900.0
+"""a checkpoint, and waiting for another machine"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """One way to have a device for an hour."""
+
+    name: str
+    """on demand, reserved 1 y, reserved 3 y, spot, owned"""
+    usd_per_hour: float
+    """what an hour costs"""
+    useful: float = 1.0
+    """share of the hour that is kept: interruptions of spot machines"""
+    source: str = ""
+    """where the price is from"""
+
+    @property
+    def usd_per_useful_hour(self) -> float:
+        return self.usd_per_hour / self.useful if self.useful > 0 else float("inf")
+
+
+# --- an hour of one device
+
+
+def device_hour(cost: Cost, cluster: Cluster, num_devices: int | None = None) -> Offer:
+    """The hour that the cost table asks for: owned, spot or on demand."""
+    devices = num_devices or cluster.num_devices
+    if cost.owned:
+        return _owned_offer(cost, cluster, devices)
+    if cost.usd_per_device_hour is not None:
+        return _rented(cost, cluster, devices)
+    return _spot(cost, cluster, devices) if cost.spot else _on_demand(cost, cluster.chip)
+
+
+def offers(cost: Cost, cluster: Cluster, num_devices: int | None = None) -> list[Offer]:
+    """Every way that a price is known for, cheapest useful hour first."""
+    devices, found = num_devices or cluster.num_devices, []
+    for make in (_rented, _spot, _owned_offer):
+        try:
+            found.append(make(cost, cluster, devices))
+        except NoPrice:
+            continue  # of that kind
+    full = next((offer for offer in found if offer.name in ("on demand", "rented")), None)
+    if full is not None:
+        found += [
+            Offer(
+                name=f"reserved {years} y", usd_per_hour=full.usd_per_hour * share, source=f"{share:.0%} of {full.name}"
+            )
+            for years, share in RESERVED.items()
+        ]
+    if not found:
+        raise NoPrice(f"no price of {cluster.chip.title} is known; try --set cost.usd_per_device_hour=2.5")
+    return sorted(found, key=lambda offer: offer.usd_per_useful_hour)
+
+
+def _rented(cost: Cost, cluster: Cluster, devices: int) -> Offer:
+    if cost.usd_per_device_hour is not None:
+        return Offer(name="rented", usd_per_hour=cost.usd_per_device_hour, source="cost.usd_per_device_hour")
+    return _on_demand(cost, cluster.chip)
+
+
+def _on_demand(cost: Cost, chip: Chip) -> Offer:
+    rows = _prices(chip, cost.provider)
+    return Offer(name="on demand", usd_per_hour=median(row.usd_per_hour for row in rows), source=_said(rows))
+
+
+def _spot(cost: Cost, cluster: Cluster, devices: int) -> Offer:
+    chip = cluster.chip
+    rows = [row for row in _prices(chip, cost.provider) if row.spot_usd_per_hour is not None]
+    if not rows:
+        where = f" at {cost.provider}" if cost.provider else ""
+        raise NoPrice(f"no spot price of {chip.title}{where} is known; try --set cost.spot=false")
+    price = median(row.spot_usd_per_hour for row in rows if row.spot_usd_per_hour is not None)
+    machines = ceil(devices / cluster.node.num_chips) if cluster.node else devices
+    return Offer(name="spot", usd_per_hour=price, useful=spot_goodput(machines), source=_said(rows))
+
+
+def spot_goodput(machines: int, monthly: float = SPOT_INTERRUPTED_MONTHLY) -> float:
+    """Share of the time kept on spot `machines`, each taken back within a month with chance `monthly`."""
+    rate = per_month(monthly)
+    if rate == 0:
+        return 1.0
+    case = Failures(
+        num_devices=machines, device_mtbf_s=HOUR / rate, checkpoint_s=SPOT_CHECKPOINT_S, restart_s=SPOT_RESTART_S
+    )
+    return expected_goodput(case).goodput_fraction
+
+
+def _owned_offer(cost: Cost, cluster: Cluster, devices: int) -> Offer:
+    one: Owned = owned(cost, cluster, devices)
+    return Offer(name="owned", usd_per_hour=one.usd_per_hour(cost.utilisation), source=one.capex_source)
+
+
+def _prices(chip: Chip, provider: str) -> list[Price]:
+    rows = [row for row in catalogue.prices() if row.chip == chip.name]
+    if provider:
+        known = sorted({row.provider for row in rows})
+        rows = [row for row in rows if row.provider == provider.strip().lower()]
+        if not rows and known:
+            guess = nearest(provider, known)
+            hint = f"did you mean {guess}?" if guess else f"one of: {', '.join(known)}"
+            raise NotFound(f"'{provider}' rents out no {chip.title}; {hint}")
+    if not rows:
+        raise NoPrice(f"no hourly price of {chip.title} is known; try --set cost.usd_per_device_hour=2.5")
+    return rows
+
+
+def _said(rows: list[Price]) -> str:
+    who = rows[0].provider if len(rows) == 1 else f"median of {len(rows)} providers"
+    return f"{who}, {rows[0].date}"
+
+
+# --- steps and tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCost:
+    """What training costs, in dollars."""
+
+    step_usd: float
+    """one step, its share of lost time included"""
+    run_usd: float
+    """all steps"""
+    million_trained_tokens_usd: float
+    """a million tokens"""
+    run_s: float
+    """wall time of the run"""
+    device_hour_usd: float
+    """an hour of one device"""
+
+    def predicted(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def training_cost(
+    *, step_s: float, batch_tokens: int, steps: int, num_devices: int, usd_per_device_hour: float, goodput: float = 1.0
+) -> TrainingCost:
+    """Dollars and wall time of a run of `steps`, with a share `goodput` of the time kept."""
+    _check(step_s=step_s, batch_tokens=batch_tokens, steps=steps, num_devices=num_devices, goodput=goodput)
+    if not (isfinite(usd_per_device_hour) and usd_per_device_hour >= 0):
+        raise BadInput(f"a price of {usd_per_device_hour} $/h is not a price; give 0 or more")
+    wall = step_s / min(1.0, goodput)
+    step_usd = num_devices * usd_per_device_hour * wall / HOUR
+    return TrainingCost(
+        step_usd=step_usd,
+        run_usd=step_usd * steps,
+        run_s=wall * steps,
+        million_trained_tokens_usd=step_usd / batch_tokens * 1e6,
+        device_hour_usd=usd_per_device_hour,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingCost:
+    """What serving costs, in dollars."""
+
+    million_tokens_usd: float
+    """a million tokens, prompts and answers together"""
+    million_in_usd: float
+    """a million prompt tokens, by the share of time prompts take"""
+    million_out_usd: float
+    """a million generated tokens, by the rest"""
+    device_hour_usd: float
+    """an hour of one device"""
+    month_usd: float
+    """730 hours of all devices"""
+
+    def predicted(self) -> dict[str, float]:
+        return {"million_tokens_usd": self.million_tokens_usd, "device_hour_usd": self.device_hour_usd}
+
+
+def serving_cost(
+    *,
+    num_devices: int,
+    usd_per_device_hour: float,
+    tokens_in_per_s: float,
+    tokens_out_per_s: float,
+    prefill_fraction: float = 0.5,
+    busy_fraction: float = 1.0,
+) -> ServingCost:
+    """Dollars a million tokens of devices that are paid for whether busy or not. `prefill_fraction` of the busy time
+    goes into prompts, which is how the cost is shared between prompts and answers."""
+    _check(num_devices=num_devices, tokens_in_per_s=tokens_in_per_s, tokens_out_per_s=tokens_out_per_s)
+    if not (isfinite(usd_per_device_hour) and usd_per_device_hour >= 0):
+        raise BadInput(f"a price of {usd_per_device_hour} $/h is not a price; give 0 or more")
+    second = num_devices * usd_per_device_hour / HOUR
+    share = min(1.0, max(0.0, prefill_fraction / busy_fraction if busy_fraction else 0.0))
+    return ServingCost(
+        million_tokens_usd=second / (tokens_in_per_s + tokens_out_per_s) * 1e6,
+        million_in_usd=second * share / tokens_in_per_s * 1e6,
+        million_out_usd=second * (1 - share) / tokens_out_per_s * 1e6,
+        device_hour_usd=usd_per_device_hour,
+        month_usd=second * HOUR * 730,
+    )
+
+
+def _check(**values: float) -> None:
+    for name, value in values.items():
+        if not (isfinite(value) and value > 0):
+            raise BadInput(f"{name}={value} must be above 0; nothing costs nothing")

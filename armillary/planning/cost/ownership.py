@@ -1,0 +1,111 @@
+"""Owned hardware: what an hour of a bought device costs, and when buying beats renting.
+
+a year         capex / years + power · PUE · (use + idle · (1 − use)) · 8,760 h · $/kWh + staff / devices
+an hour used   a year / (8,760 · use)
+month          the first at which capex + running costs so far are below the rent so far
+utilisation    above which the hours a year that are used cost less owned than rented
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+from armillary.errors import BadInput
+from armillary.spec.hardware import Cluster
+from armillary.spec.tables.serve import Cost
+
+HOURS_A_YEAR, HOURS_A_MONTH = 8760.0, 730.0
+IDLE = 0.3
+"""power of a device that waits over that of one that works"""
+NODE_SHARE = 1.25
+"""price of a device with its share of host and network over the bare device's, where only that is known"""
+POWER_SHARE = 1.6
+"""power of a device with its share of the host over its board power (DGX H100: 10.2 kW for 8 × 700 W is 1.8 at most)"""
+
+
+class NoPrice(BadInput):
+    """A price or power that nobody published and nobody gave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owned:
+    """One bought device, its share of the node included."""
+
+    capex_usd: float
+    """purchase"""
+    years: float
+    """over which it is written off, to nothing"""
+    power_w: float
+    """while it works"""
+    pue: float
+    """power of the site over power of the machines"""
+    usd_per_kwh: float
+    """price of electricity"""
+    staff_usd_per_year: float
+    """this device's share"""
+    capex_source: str = ""
+    """where the price is from"""
+
+    def running_usd_per_year(self, use: float) -> float:
+        """Electricity, cooling and people, with the device in use a share `use` of the time."""
+        hours = (use + IDLE * (1 - use)) * HOURS_A_YEAR
+        return self.power_w / 1e3 * self.pue * hours * self.usd_per_kwh + self.staff_usd_per_year
+
+    def usd_per_year(self, use: float) -> float:
+        return self.capex_usd / self.years + self.running_usd_per_year(use)
+
+    def usd_per_hour(self, use: float) -> float:
+        """An hour in use."""
+        if not 0 < use <= 1:
+            raise BadInput(f"a utilisation of {use} is not a share; try --set cost.utilisation=0.8")
+        return self.usd_per_year(use) / (HOURS_A_YEAR * use)
+
+    def break_even_month(self, use: float, rent_usd_per_hour: float) -> float | None:
+        """Months until what was paid for owning is below what rent would have been; None: not while it lasts."""
+        saved = rent_usd_per_hour * use * HOURS_A_MONTH - self.running_usd_per_year(use) / 12
+        months = self.capex_usd / saved if saved > 0 else float("inf")
+        return months if months <= self.years * 12 else None
+
+    def break_even_utilisation(self, rent_usd_per_hour: float) -> float | None:
+        """Share of the time in use above which an owned hour is cheaper than a rented one; None: never."""
+        at_rest, more = self.usd_per_year(0.0), self.running_usd_per_year(1.0) - self.running_usd_per_year(0.0)
+        saved = rent_usd_per_hour * HOURS_A_YEAR - more
+        use = at_rest / saved if saved > 0 else float("inf")
+        return use if use <= 1 else None
+
+
+def owned(cost: Cost, cluster: Cluster, num_devices: int | None = None) -> Owned:
+    """One device of the cluster as the cost table says it would be bought."""
+    devices = num_devices or cluster.num_devices
+    capex, source = _capex(cost, cluster)
+    return Owned(
+        capex_usd=capex,
+        years=cost.years,
+        power_w=power_w(cluster),
+        pue=cost.pue,
+        usd_per_kwh=cost.usd_per_kwh,
+        staff_usd_per_year=cost.staff_usd_per_year / devices,
+        capex_source=source,
+    )
+
+
+def _capex(cost: Cost, cluster: Cluster) -> tuple[float, str]:
+    if cost.usd_per_device is not None:
+        return cost.usd_per_device, "cost.usd_per_device"
+    node, chip = cluster.node, cluster.chip
+    if node is not None and node.list_price_usd:
+        return node.list_price_usd / node.num_chips, f"{node.title}, reported"
+    if chip.list_price_usd:
+        return chip.list_price_usd * NODE_SHARE, f"{chip.title}, reported, and a quarter for its share of the node"
+    raise NoPrice(f"no purchase price of {chip.title} is known; try --set cost.usd_per_device=30000")
+
+
+def power_w(cluster: Cluster) -> float:
+    """One device's draw with its share of the node."""
+    node, chip = cluster.node, cluster.chip
+    if node is not None and node.power_w:
+        return node.power_w / node.num_chips
+    if chip.tdp_w and isfinite(chip.tdp_w):
+        return chip.tdp_w * POWER_SHARE
+    raise NoPrice(f"the power of {chip.title} is not known; name another chip with --on")

@@ -1,0 +1,189 @@
+"""Storage: how large dataset, checkpoints and logs are, and what bandwidth each must have so that devices don't starve.
+
+    dataset       tokens · bytes a token                 read at tokens/s · bytes · epochs kept ahead (2 ×)
+    checkpoint    parameters · (weights 2 + master 4 + moments 8 bytes)      14 bytes a parameter for bf16 with AdamW
+    write         checkpoint / stall allowed, or / interval where it is written beside the training
+    read          checkpoint · copies / time to restart allowed
+    logs          steps · gauges · 24 bytes + a trace now and then
+
+A tier holds when the bandwidth of all nodes reading or writing together is at least what is asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+from armillary.errors import BadInput
+from armillary.spec import catalogue
+from armillary.spec.arithmetic.params import parameters
+from armillary.spec.hardware import Cluster, Storage
+from armillary.spec.model import ModelConfig
+
+MASTER, MOMENTS = 4, 8
+"""bytes a parameter of fp32 master weights and of AdamW's two moments"""
+AHEAD = 2.0
+"""a loader must read this many times as fast as devices consume, to recover from hiccups"""
+GAUGE_BYTES, GAUGES_A_STEP = 24, 60
+"""a number with its name, compressed; gauges of a step"""
+ONE_SERVER = ("nas", "nas-100g")
+"""tiers whose bandwidth all nodes share; of the others every node has its own, or its own way in"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """One thing that is kept: how large, how quick."""
+
+    name: str
+    """dataset, checkpoint, logs"""
+    size_bytes: float
+    """of one copy"""
+    kept_bytes: float
+    """of all that is kept"""
+    read_bytes_per_s: float
+    """that all nodes together must be able to read"""
+    write_bytes_per_s: float
+    """that all nodes together must be able to write"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Whether a tier does for a need."""
+
+    need: Need
+    """what is asked"""
+    tier: Storage
+    """of what"""
+    read_bytes_per_s: float
+    """that it gives, all nodes together"""
+    write_bytes_per_s: float
+    """that it gives, all nodes together"""
+
+    @property
+    def holds(self) -> bool:
+        return (
+            self.read_bytes_per_s >= self.need.read_bytes_per_s
+            and self.write_bytes_per_s >= self.need.write_bytes_per_s
+        )
+
+    @property
+    def short(self) -> float:
+        """How many times as much bandwidth would be needed; 1 or less where it holds."""
+        pairs = (
+            (self.need.read_bytes_per_s, self.read_bytes_per_s),
+            (self.need.write_bytes_per_s, self.write_bytes_per_s),
+        )
+        return max(asked / given for asked, given in pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStorage:
+    """What a run asks of storage."""
+
+    dataset: Need
+    """token shards"""
+    checkpoint: Need
+    """weights and optimiser states"""
+    logs: Need
+    """gauges"""
+
+    @property
+    def needs(self) -> tuple[Need, Need, Need]:
+        return self.dataset, self.checkpoint, self.logs
+
+    def predicted(self) -> dict[str, float]:
+        return {"checkpoint_bytes": self.checkpoint.size_bytes}
+
+
+def checkpoint_bytes(config: ModelConfig, *, weight_bytes: float = 2.0, optimizer: bool = True) -> float:
+    """Weights, and to resume from it the fp32 master (where weights are narrower) and AdamW's moments."""
+    master = MASTER if weight_bytes < MASTER else 0
+    return parameters(config).total * (weight_bytes + (master + MOMENTS if optimizer else 0))
+
+
+def run_storage(
+    config: ModelConfig,
+    *,
+    tokens_per_s: float,
+    total_tokens: float,
+    interval_s: float,
+    stall_s: float | None = None,
+    restart_s: float = 300.0,
+    token_bytes: float | None = None,
+    keep: int = 3,
+    steps: int = 0,
+    copies: int = 1,
+    weight_bytes: float = 2.0,
+) -> RunStorage:
+    """Sizes and bandwidths of a run that consumes `tokens_per_s`: a checkpoint every `interval_s`, written within
+    `stall_s` (none: before the next one, beside the training) and read by `copies` of the model within `restart_s`."""
+    given = {
+        "tokens_per_s": tokens_per_s,
+        "total_tokens": total_tokens,
+        "interval_s": interval_s,
+        "stall_s": stall_s,
+        "restart_s": restart_s,
+        "keep": keep,
+        "copies": copies,
+    }
+    for name, value in given.items():
+        if value is not None and not (isfinite(value) and value > 0):
+            raise BadInput(f"{name}={value} must be above 0; a run reads, writes and restarts in time")
+    each = token_bytes or (2.0 if config.vocab <= 65_536 else 4.0)
+    size = checkpoint_bytes(config, weight_bytes=weight_bytes)
+    dataset = Need(
+        name="dataset",
+        size_bytes=total_tokens * each,
+        kept_bytes=total_tokens * each,
+        read_bytes_per_s=tokens_per_s * each * AHEAD,
+        write_bytes_per_s=0.0,
+    )
+    checkpoint = Need(
+        name="checkpoint",
+        size_bytes=size,
+        kept_bytes=keep * size,
+        read_bytes_per_s=size * copies / restart_s,
+        write_bytes_per_s=size / (stall_s or interval_s),
+    )
+    line = GAUGES_A_STEP * GAUGE_BYTES
+    rate = line * steps / (total_tokens / tokens_per_s) if steps else 0.0
+    logs = Need(
+        name="logs", size_bytes=line * steps, kept_bytes=line * steps, read_bytes_per_s=0.0, write_bytes_per_s=rate
+    )
+    return RunStorage(dataset=dataset, checkpoint=checkpoint, logs=logs)
+
+
+# --- tiers
+
+
+def fit(need: Need, tier: Storage, *, nodes: int, drives: int = 1) -> Fit:
+    """What `nodes` get of a tier together: each its own drives or its own way in, or all the one server there is."""
+    if nodes < 1 or drives < 1:
+        raise BadInput(f"{nodes} nodes with {drives} drives read nothing; give at least one of each")
+    clients = 1 if tier.name in ONE_SERVER else nodes * drives
+    return Fit(
+        need=need,
+        tier=tier,
+        read_bytes_per_s=tier.read_bytes_per_s * clients,
+        write_bytes_per_s=tier.write_bytes_per_s * clients,
+    )
+
+
+def fits(need: Need, cluster: Cluster) -> list[Fit]:
+    """Every tier of the catalogue below host memory for a need of this cluster, the slowest that holds first."""
+    node = cluster.node
+    nodes = max(1, cluster.num_devices // node.num_chips) if node else 1
+    found = [
+        fit(need, tier, nodes=nodes, drives=node.num_drives if node and node.storage == tier.name else 1)
+        for tier in catalogue.storages().values()
+        if tier.name not in ("hbm", "dram")
+    ]
+    return sorted(found, key=lambda one: (not one.holds, one.read_bytes_per_s if one.holds else one.short))
+
+
+def write_s(need: Need, cluster: Cluster, tier: Storage) -> float:
+    """Time to write one copy to `tier` from all nodes at once: what a checkpoint stops training for, or hides."""
+    node = cluster.node
+    nodes = max(1, cluster.num_devices // node.num_chips) if node else 1
+    drives = node.num_drives if node and node.storage == tier.name else 1
+    return need.size_bytes / fit(need, tier, nodes=nodes, drives=drives).write_bytes_per_s + tier.latency_s

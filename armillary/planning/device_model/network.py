@@ -1,0 +1,141 @@
+"""Collectives on nested tiers: how long an exchange takes, from the links it crosses.
+
+A ring fed through every member's link is limited by the slowest tier: a byte enters each unit of a tier once, shared by
+the links of all members inside (Thakur et al. 2005; Patarasuk & Yuan 2009). Every step of the ring pays a latency.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from armillary.planning.device_model.layout_arrays import Array, Ints
+from armillary.spec.arithmetic.layer_ops import Collective, wire_factor
+from armillary.spec.hardware import Cluster, Tier
+
+if TYPE_CHECKING:  # the store's locks and sockets are slow to import
+    from armillary.store.peaks import Peaks
+
+SCALE_UP, SCALE_OUT = 0.80, 0.88
+"""share of a link's rate that large messages reach: NCCL over NVLink, over InfiniBand or RoCE"""
+UNKNOWN_BYTES_PER_S, UNKNOWN_LATENCY_S = 5e9, 20e-6
+"""a link of which nothing is known: slow enough to be noticed, said in the notes"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """One tier as an exchange meets it."""
+
+    reach: int
+    """devices inside one unit of the tier above, this tier's included"""
+    bytes_per_s: float
+    """of one device's link into this tier, as reached"""
+    latency_s: float
+    """of one hop"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The tiers of a cluster, innermost first."""
+
+    rings: tuple[Ring, ...]
+    """innermost first"""
+
+    def ring_s(self, kind: Collective, num_bytes: npt.ArrayLike, members: Ints, stride: Ints) -> Array:
+        """Seconds to gather, scatter or reduce an array of `num_bytes` among `members` ranks `stride` apart: the
+        slowest tier's bytes·(n−1)/n ÷ (links·rate), twice for an all-reduce, and a latency a step."""
+        size = np.asarray(num_bytes, dtype=float)
+        worst = np.zeros(np.broadcast_shapes(size.shape, members.shape))
+        steps = np.zeros_like(worst)
+        inside = np.ones_like(members)  # members inside one unit of the tier below
+        for ring in self.rings:
+            within = np.clip(ring.reach // np.maximum(stride, 1), 1, members)
+            units = np.maximum(members / inside, 1.0) if ring is self.rings[-1] else np.maximum(within / inside, 1.0)
+            share = size * (units - 1) / units / (inside * ring.bytes_per_s)
+            worst = np.maximum(worst, share)
+            steps = steps + (units - 1) * ring.latency_s
+            inside = np.maximum(within, 1)
+        rounds = 2.0 if kind == "all_reduce" else 1.0
+        seconds: Array = np.where(members > 1, rounds * (worst + steps), 0.0)
+        return seconds
+
+    def gather_s(self, num_bytes: npt.ArrayLike, members: Ints, stride: Ints) -> Array:
+        """All-gather or reduce-scatter of an array of `num_bytes`."""
+        return self.ring_s("all_gather", num_bytes, members, stride)
+
+    def flat_s(self, num_bytes: npt.ArrayLike, members: Ints, stride: Ints) -> Array:
+        """The same without passing anything on: every byte comes over the rank's own link of the tier it crosses."""
+        return self.all_to_all_s(np.asarray(num_bytes, dtype=float), members, stride)
+
+    def all_to_all_s(self, num_bytes: npt.ArrayLike, members: Ints, stride: Ints, copies: float | None = None) -> Array:
+        """Each rank sends `num_bytes`·(n−1)/n, each part over the tier its target is on; tiers work side by side. Where
+        the bytes are `copies` of the same rows, a row crosses into each of u units once: u·(1−(1−1/u)^k)/k of them."""
+        size = np.asarray(num_bytes, dtype=float)
+        worst = np.zeros(np.broadcast_shapes(size.shape, members.shape))
+        latency = np.zeros_like(worst)
+        inside = np.ones_like(members)
+        for ring in self.rings:
+            within = np.clip(ring.reach // np.maximum(stride, 1), 1, members)
+            within = members if ring is self.rings[-1] else within
+            units = np.maximum(members / inside, 1.0)
+            once = units * (1 - (1 - 1 / units) ** copies) / copies if copies and ring is not self.rings[0] else 1.0
+            worst = np.maximum(worst, size * once * (within - inside) / members / ring.bytes_per_s)
+            latency = np.where(within > inside, ring.latency_s * np.log2(np.maximum(members, 2)), latency)
+            inside = within
+        seconds: Array = np.where(members > 1, worst + latency, 0.0)
+        return seconds
+
+    def send_s(self, num_bytes: npt.ArrayLike, stride: Ints) -> Array:
+        """Point to point between ranks `stride` apart."""
+        size = np.asarray(num_bytes, dtype=float)
+        seconds = np.full(np.broadcast_shapes(size.shape, stride.shape), np.nan)
+        for ring in reversed(self.rings):
+            here = size / ring.bytes_per_s + ring.latency_s
+            seconds = np.where((stride < ring.reach) | np.isnan(seconds), here, seconds)
+        filled: Array = np.nan_to_num(seconds)
+        return filled
+
+
+def network(cluster: Cluster, measured: Peaks | None = None) -> Network:
+    """The cluster's tiers as rings; a single chip has none. Collectives `measured` on this machine replace the rate and
+    latency of the innermost tier."""
+    rings, reach = [], 1
+    for tier in cluster.tiers:
+        reach *= tier.count
+        rings.append(Ring(reach=reach, bytes_per_s=_rate(tier), latency_s=_latency(tier)))
+    known = _measured_link(measured, cluster.fast_domain) if measured and rings else None
+    if known:
+        rings[0] = replace(rings[0], bytes_per_s=known[0], latency_s=known[1])
+    return Network(rings=tuple(rings))
+
+
+def _measured_link(measured: Peaks, inner: int) -> tuple[float, float] | None:
+    """(rate, latency of a step) of the link behind the quickest measured collective: a time of alpha + bytes / beta
+    means a link of beta · the collective's wire factor, and alpha is shared by its steps."""
+    found = []
+    for point in measured.points.get("collective", ()):
+        world, op = int(point["world"]), str(point["op"])
+        if 2 <= world <= inner and op in _RINGS:
+            rate = float(point["bytes_per_s"]) * wire_factor(_RINGS[op], world)
+            found.append((rate, float(point["alpha_s"]) / (world - 1)))
+    return max(found, default=None)
+
+
+_RINGS: dict[str, Collective] = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+}
+
+
+def _rate(tier: Tier) -> float:
+    speed = tier.bytes_per_s or UNKNOWN_BYTES_PER_S
+    return speed * (SCALE_OUT if tier.link.kind == "scale_out" else SCALE_UP)
+
+
+def _latency(tier: Tier) -> float:
+    latency = tier.link.latency_s
+    return UNKNOWN_LATENCY_S if latency is None else latency

@@ -1,0 +1,147 @@
+"""Predictions for a table of published inference measurements, beside what was measured, with the error.
+
+A row's error is that of its first published figure among tokens/s, gap between tokens and time to first token, as
+predicted / measured − 1 of speeds and of times alike; the other figures are predicted too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from armillary.errors import ArmillaryError
+from armillary.planning.published.inference_row import InferenceRow, Row, config_id, inference_row, is_fitted
+from armillary.planning.serving.engines import Rates
+from armillary.planning.serving.generation import (
+    Generation,
+    mean_decode_s,
+    offline,
+    prefill_share_s,
+    static_batch,
+    steady_state,
+)
+from armillary.planning.serving.serving_memory import concurrency, serving_memory
+from armillary.spec.tables.serve import Serve
+
+MEASURES = {
+    "tokens_out_per_s": ("measured_tokens_per_s", 1.0),
+    "itl_s": ("measured_itl_ms", 1e-3),
+    "ttft_s": ("measured_ttft_ms", 1e-3),
+}
+"""gauge -> (column, unit); the first that a row has is the one its error is taken of"""
+OFFLINE_USABLE = 0.95
+"""share of memory that throughput benchmarks fill (TensorRT-LLM's perf-overview.md, reproducing the results)"""
+REQUIRED = frozenset({"model", "gpu", "engine", "input_len", "concurrency_or_batch"})
+"""columns by which a table is known to be one of inference"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferencePrediction:
+    """One row, predicted or not."""
+
+    row: Row
+    """as read"""
+    config_id: str
+    """identifies the configuration"""
+    fitted: bool
+    """whether the engine's parameters may have seen it"""
+    kind: str = ""
+    """what was measured: static batch, batch 1, first token, max load …"""
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    """gauge -> value"""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """gauge -> value"""
+    reason: str = ""
+    """why there is no prediction"""
+
+    @property
+    def engine(self) -> str:
+        """The engine without its release: 'TensorRT-LLM', 'gpt-fast', 'vLLM'."""
+        words = (self.row.get("engine") or "unknown").split()
+        return words[0] if len(words) < 2 or words[0] != "Transformers" else " ".join(words[:2])
+
+    @property
+    def gauge(self) -> str:
+        """The figure the error is taken of."""
+        return next((name for name in MEASURES if name in self.measured and name in self.predicted), "")
+
+    @property
+    def error(self) -> float | None:
+        """predicted / measured − 1."""
+        name = self.gauge
+        return self.predicted[name] / self.measured[name] - 1 if name else None
+
+
+def error_of(row: Row, found: InferenceRow) -> float | None:
+    """The error of one configuration, under whatever rates it has."""
+    about = {"row": row, "config_id": "", "fitted": False, "measured": _measured(row), "predicted": predict(found)}
+    return InferencePrediction(**about).error  # type: ignore[arg-type]
+
+
+def is_inference_table(columns: Iterable[str]) -> bool:
+    return set(columns) >= REQUIRED
+
+
+def predict_rows(rows: Iterable[Row], *, physics_only: bool = False) -> list[InferencePrediction]:
+    """Every row predicted, or with the reason why it cannot be."""
+    return [predict_row(row, physics_only=physics_only) for row in rows]
+
+
+def predict_row(row: Row, *, physics_only: bool = False, rates: Rates | None = None) -> InferencePrediction:
+    about = {"row": row, "config_id": config_id(row), "fitted": is_fitted(row), "measured": _measured(row)}
+    if not about["measured"]:
+        return InferencePrediction(**about, reason="nothing measured")  # type: ignore[arg-type]
+    try:
+        found = inference_row(row, physics_only=physics_only, rates=rates)
+        predicted = predict(found)
+    except ArmillaryError as error:
+        return InferencePrediction(**about, reason=str(error))  # type: ignore[arg-type]
+    return InferencePrediction(**about, kind=found.kind, predicted=predicted)  # type: ignore[arg-type]
+
+
+def predict(found: InferenceRow) -> dict[str, float]:
+    """Gauges of one configuration."""
+    replica = found.replica
+    if found.kind == "first token":
+        return {"ttft_s": replica.prefill(found.tokens_in, max(1, found.batch)).total_s}
+    if found.kind == "prefill only":
+        share = prefill_share_s(replica, found.tokens_in, 16384)
+        return {"tokens_out_per_s": found.tokens_in / share}
+    return _gauges(_generation(found))
+
+
+def _generation(found: InferenceRow) -> Generation:
+    lengths = (found.tokens_in, found.tokens_out)
+    if found.kind == "decode only":
+        gap = mean_decode_s(found.replica, found.batch, *lengths)
+        return Generation(ttft_s=gap, itl_s=gap, total_s=found.tokens_out * gap, tokens_out_per_s=found.batch / gap)
+    if found.kind in ("static batch", "batch 1"):
+        return static_batch(found.replica, found.batch, *lengths)
+    if found.kind == "max load":
+        return offline(found.replica, found.requests, _most_together(found), *lengths)
+    return steady_state(found.replica, found.batch, *lengths)
+
+
+def _most_together(found: InferenceRow) -> int:
+    """Requests that run at once: what the cache holds at full length, and the engine's limit a rank."""
+    serve = Serve(max_tokens_per_step=8192, max_running=found.batch)
+    memory = serving_memory(found.replica, serve, usable=OFFLINE_USABLE)
+    room = concurrency(found.replica, memory, found.tokens_in + found.tokens_out)
+    return max(1, min(found.batch * found.replica.split.ep, room))
+
+
+def _gauges(generation: Generation) -> dict[str, float]:
+    return {"tokens_out_per_s": generation.tokens_out_per_s, "itl_s": generation.itl_s, "ttft_s": generation.ttft_s}
+
+
+def _measured(row: Row) -> dict[str, float]:
+    found = {}
+    for name, (column, unit) in MEASURES.items():
+        text = (row.get(column) or "").strip().replace(",", "")
+        try:
+            value = float(text) * unit if text else 0.0
+        except ValueError:
+            value = 0.0
+        if 0 < value < float("inf"):
+            found[name] = value
+    return found

@@ -1,0 +1,110 @@
+"""Which catalogue model or chip a published table means: 'LLaMA 70B', 'Qwen/QwQ-32B', 'A100-80GB (330W limit)'.
+
+Tables spell names as they like. A name is cut down to letters, versions and sizes, and where several models remain the
+one whose parameters are nearest to the row's is taken; none is better than a wrong one.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from armillary.errors import NotFound
+from armillary.spec import catalogue
+from armillary.spec.arithmetic.params import parameters
+from armillary.spec.hardware import Chip
+from armillary.spec.model import ModelConfig
+
+_FAR = 0.12
+"""a model whose parameters differ by more than this share from the row's is another model"""
+_TRIMMINGS = re.compile(
+    r"[-_ ](instruct|chat|hf|base|it|fp8|fp4|nvfp4|mxfp4|bf16|fp16|int4|int8|awq|gptq|quantized|preview|0528|a\d+-?b?)$"
+)
+_SIZE = re.compile(r"(?:^|-)((?:\d+x)?\d+(?:\.\d+)?)(b|m|t)(?=-|$)")
+
+
+def find_model(text: str, params_b: float | None = None) -> ModelConfig | None:
+    """The catalogue model that `text` names, or None; `params_b` billions decide between several."""
+    name = _plain(text)
+    for candidate in _shortened(name):
+        exact = _catalogued(candidate)
+        if exact is not None and _near(exact, params_b):
+            return exact
+    alike = [config for config in map(_catalogued, _all_names()) if config and _alike(config.name, name)]
+    alike = [config for config in alike if _near(config, params_b)]
+    if not alike:
+        return None
+    return min(alike, key=lambda config: _distance(config, params_b))
+
+
+def find_chip(text: str) -> Chip | None:
+    """The chip that `text` names: whole, without what stands in brackets, what stands there, or its first words."""
+    inside = re.findall(r"\(([^)]*)\)", text)
+    outside = re.sub(r"\([^)]*\)", "", text)
+    if any("gcd" in part.lower() for part in inside):
+        inside.insert(0, f"{outside.strip()}-gcd")
+    tries = [text, *inside, outside] if inside and "gcd" in inside[0].lower() else [text, outside, *inside]
+    words = [_plain(part).removeprefix("nvidia-").removeprefix("amd-") for part in tries]
+    words += [re.sub(r"-\d+gb", "", word) for word in words if "pcie" in word]
+    words += ["-".join(word.split("-")[:size]) for word in words for size in range(word.count("-"), 0, -1)]
+    return next((chip for word in words if (chip := _chip(word)) is not None), None)
+
+
+# --- names
+
+
+def _plain(text: str) -> str:
+    """'meta-llama/Llama-v3.1 8B_Instruct' -> 'llama-3.1-8b-instruct'."""
+    name = text.strip().lower().rpartition("/")[2]
+    name = re.sub(r"[\s_]+", "-", name)
+    return re.sub(r"(llama|qwen|mistral|gemma|phi|falcon)-?v(?=\d)", r"\1-", name).strip("-")
+
+
+def _shortened(name: str) -> list[str]:
+    """The name, and what is left as its trimmings are cut off one by one; 'llama3' is also 'llama-3'."""
+    found = [name]
+    while (cut := _TRIMMINGS.sub("", found[-1])) != found[-1]:
+        found.append(cut)
+    found += [re.sub(r"-(instruct|chat|base)(?=-)", "", part) for part in found]
+    spread = [re.sub(r"^(llama|gemma|phi)(?=\d)", r"\1-", part) for part in found]
+    joined = [re.sub(r"^(qwen)-(?=\d)", r"\1", part) for part in found]
+    return list(dict.fromkeys([*found, *spread, *joined]))
+
+
+@cache
+def _all_names() -> tuple[str, ...]:
+    return tuple(catalogue.models())
+
+
+def _alike(known: str, name: str) -> bool:
+    """Same family, and a size of one is a size of the other, and no version contradicts."""
+    sizes, mine = set(_SIZE.findall(known)), set(_SIZE.findall(name))
+    if not sizes & mine:
+        return False
+    families = [re.split(r"[-\d.]", part)[0] for part in (known, name)]
+    version = re.match(r"[a-z]+-?(\d+(?:\.\d+)?)(?![\dbmx.])", _SIZE.sub("", name))
+    stated = version.group(1) if version else ""
+    return families[0] == families[1] and (not stated or stated in known)
+
+
+def _catalogued(name: str) -> ModelConfig | None:
+    try:
+        return catalogue.model(name).config
+    except NotFound:
+        return None
+
+
+def _near(config: ModelConfig, params_b: float | None) -> bool:
+    return params_b is None or _distance(config, params_b) <= _FAR
+
+
+def _distance(config: ModelConfig, params_b: float | None) -> float:
+    return 0.0 if params_b is None else abs(parameters(config).total / 1e9 / params_b - 1)
+
+
+def _chip(name: str) -> Chip | None:
+    try:
+        return catalogue.chip(name)
+    except NotFound:
+        node = catalogue.nodes().get(name)
+        return catalogue.chips()[node.chip] if node else None

@@ -1,0 +1,85 @@
+"""Split pools: replicas that only compute prompts, and others that only generate, against replicas that do both.
+
+Prompts then never lengthen a gap between tokens, and each pool has the cut that suits it; the price is the KV cache
+crossing the network once a request (DistServe, arXiv 2401.09670; Splitwise, arXiv 2311.18677):
+
+    TTFT = wait + prefill + transfer + one decode step
+    transfer = KV bytes of the prompt on a device / (its link's bandwidth · share)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from armillary.errors import BadInput
+from armillary.planning.serving.capacity import Capacity, capacity
+from armillary.planning.serving.queueing import Server
+from armillary.planning.serving.replica import Replica
+from armillary.planning.serving.serving_memory import sequence_bytes
+from armillary.spec.tables.serve import Objective
+from armillary.units import seconds_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pools:
+    """A pool for prompts and a pool for tokens."""
+
+    prefill: Capacity
+    """replicas that compute prompts"""
+    decode: Capacity
+    """replicas that generate"""
+    transfer_s: float
+    """moving a prompt's KV cache"""
+
+    @property
+    def devices(self) -> int:
+        return self.prefill.devices + self.decode.devices
+
+    def predicted(self) -> dict[str, float]:
+        """Gauge -> value, of both pools together."""
+        first, rest = self.prefill.actual, self.decode.actual
+        found = self.decode.predicted()
+        ttft = {name: getattr(first, name) + self.transfer_s + rest.step_s for name in ("ttft_p50_s", "ttft_p99_s")}
+        steps = self.decode.server.traffic.tokens_out - 1
+        return (
+            found
+            | ttft
+            | {
+                "prefill_s": self.prefill.server.alone_s,
+                "e2e_p50_s": ttft["ttft_p50_s"] + steps * rest.step_s,
+                "e2e_p99_s": ttft["ttft_p99_s"] + steps * rest.tpot_p99_s,
+                "replicas": float(self.prefill.replicas + self.decode.replicas),
+                "devices": float(self.devices),
+            }
+        )
+
+
+def split_pools(prefill: Server, decode: Server, objective: Objective | None = None) -> Pools:
+    """Replicas of each pool for the traffic; both servers must have the same traffic."""
+    assert prefill.traffic == decode.traffic, "both pools serve the same requests"
+    objective = objective or Objective()
+    moved = transfer_s(prefill.replica, prefill.traffic.tokens_in)
+    tokens = capacity(replace(decode, prefills=False), replace(objective, ttft_p99_s=None))
+    first = capacity(replace(prefill, decodes=False), _for_prompts(objective, moved + tokens.actual.step_s))
+    return Pools(prefill=first, decode=tokens, transfer_s=moved)
+
+
+def _for_prompts(objective: Objective, taken_s: float) -> Objective:
+    """What is left of the time to first token once the cache has moved and the first step has run."""
+    if objective.ttft_p99_s is None:
+        return Objective()
+    left = objective.ttft_p99_s - taken_s
+    if left <= 0:
+        raise BadInput(
+            f"ttft_p99_s={seconds_text(objective.ttft_p99_s)} leaves no time for a prompt: moving its cache "
+            f"takes {seconds_text(taken_s)}; serve prompts and tokens together"
+        )
+    return Objective(ttft_p99_s=left)
+
+
+def transfer_s(replica: Replica, tokens: int) -> float:
+    """Moving the KV cache of a prompt between replicas: every device sends its part over its link outwards."""
+    tier = replica.cluster.tiers[-1] if replica.cluster.tiers else None
+    speed = tier.bytes_per_s if tier is not None else None
+    rate = (speed or 5e9) * replica.rates.link
+    return sequence_bytes(replica, tokens) / rate

@@ -1,0 +1,210 @@
+"""One forward pass as one device of a replica sees it: operations after tensor, pipeline and expert parallelism.
+
+tp ranks cut heads and MLPs of the same tokens; ep ranks each take their own sequences and share out the experts
+(attention data-parallel); pp stages share out the layers. A step is a few groups of equal sequences, so that its cost
+does not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+
+from armillary.errors import BadLayout
+from armillary.spec.arithmetic.ops import Op, grouped_matmul
+from armillary.spec.arithmetic.sublayers import Batch, experts_used
+from armillary.spec.arithmetic.workload import embedding_pieces, head_pieces, layer_pieces
+from armillary.spec.layout import Layout
+from armillary.spec.layout_rules.case import Case
+from armillary.spec.layout_rules.tensor import tp_holds, tp_says
+from armillary.spec.model import LayerKind, ModelConfig
+
+EXPERT_PRODUCTS = ("moe.gate_up", "moe.down")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """How one replica is spread over devices: tp · pp · ep of them."""
+
+    tp: int = 1
+    """ranks that cut heads and MLPs"""
+    pp: int = 1
+    """stages that share out the layers"""
+    ep: int = 1
+    """ranks with sequences of their own that share out the experts"""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "ep"):
+            if getattr(self, name) < 1:
+                raise BadLayout(f"layout.{name}={getattr(self, name)} must be at least 1; try --set layout.{name}=1")
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp * self.pp * self.ep
+
+    def text(self) -> str:
+        sizes = {name: getattr(self, name) for name in ("tp", "pp", "ep")}
+        return " × ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "tp=1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formats:
+    """Number formats of a served model."""
+
+    weights: str = "bf16"
+    """of the layers' matrices at rest; embedding and head are in the activations' dtype"""
+    compute: str = "bf16"
+    """of the inputs of matrix products"""
+    kv: str = "bf16"
+    """of the KV cache"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """`count` sequences that each add `queries` tokens and then see `keys`."""
+
+    count: int
+    """sequences"""
+    queries: int
+    """new tokens of each"""
+    keys: int
+    """tokens of each once these are in"""
+
+    @property
+    def tokens(self) -> int:
+        return self.count * self.queries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equal(Batch):
+    """`copies` of the same spans: the same operations as if every span were listed, at the cost of one."""
+
+    copies: int
+    """how often the spans occur"""
+
+    @property
+    def tokens(self) -> int:
+        return self.copies * sum(queries for queries, _ in self.spans)
+
+
+def check_split(config: ModelConfig, split: Split) -> None:
+    """Refuse what no engine runs: heads or MLPs that tp does not divide, more stages than layers, more ranks than
+    experts."""
+    layout, case = Layout(tp=split.tp), Case(model=config, for_training=False)
+    if not tp_holds(layout, case):
+        raise BadLayout(tp_says(layout, case))
+    if split.pp > config.num_layers:
+        raise BadLayout(
+            f"pp={split.pp} exceeds the {config.num_layers} layers of {config.name}; "
+            f"try --set layout.pp={config.num_layers}"
+        )
+    if split.ep > 1 and (config.moe is None or split.ep > config.moe.num_experts):
+        experts = config.moe.num_experts if config.moe else 0
+        raise BadLayout(
+            f"ep={split.ep} needs as many experts and {config.name} has {experts}; "
+            f"try --set layout.ep={max(1, experts)}"
+        )
+
+
+def sharded(config: ModelConfig, tp: int) -> ModelConfig:
+    """The model one of `tp` ranks computes: heads, MLPs and vocabulary cut (rounded up, as engines pad), KV heads
+    repeated where there are fewer than ranks (Megatron-LM, arXiv 1909.08053)."""
+    if tp == 1:
+        return config
+    heads, kv_heads = ceil(config.heads / tp), ceil(config.kv_heads / tp)
+    moe = config.moe
+    if moe is not None:
+        moe = replace(moe, ffn=ceil(moe.ffn / tp), shared_ffn=ceil(moe.shared_ffn / tp))
+    return replace(
+        config,
+        heads=ceil(heads / kv_heads) * kv_heads,
+        kv_heads=kv_heads,
+        ffn=ceil(config.ffn / tp),
+        vocab=ceil(config.vocab / tp),
+        moe=moe,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """A model cut for one device, in given number formats."""
+
+    config: ModelConfig
+    """the whole model"""
+    split: Split
+    """how it is cut"""
+    formats: Formats
+    """number formats"""
+
+    @cached_property
+    def seen(self) -> dict[tuple[object, ...], tuple[tuple[Op, int], ...]]:
+        """Lists made before: making one takes longer than pricing it."""
+        return {}
+
+    @property
+    def dtype(self) -> str:
+        """Of activations, embedding and head: fp32 or fp16 where the products are, else bf16."""
+        return self.formats.compute if self.formats.compute in ("fp32", "fp16") else "bf16"
+
+    @cached_property
+    def mine(self) -> ModelConfig:
+        return sharded(self.config, self.split.tp)
+
+    @cached_property
+    def kinds(self) -> dict[LayerKind, int]:
+        return dict(Counter(self.config.layers))
+
+    def ops(self, tokens: int, logits: int, *, decoding: bool) -> tuple[tuple[Op, int], ...]:
+        """(operation, how often) of a pass over `tokens` of one ep rank, all stages one after the other, attention
+        itself left out; `logits` rows reach the head."""
+        key = ("ops", tokens, logits, decoding)
+        if key not in self.seen:
+            self.seen[key] = self._ops(tokens, logits, decoding)
+        return self.seen[key]
+
+    def attention(self, group: Group) -> tuple[tuple[Op, int], ...]:
+        """(attention of one sequence of the group, how often: layers × sequences)."""
+        key = ("attention", group.queries, group.keys)
+        if key not in self.seen:
+            self.seen[key] = self._attention(group.queries, group.keys)
+        return tuple((op, count * group.count) for op, count in self.seen[key])
+
+    def _ops(self, tokens: int, logits: int, decoding: bool) -> tuple[tuple[Op, int], ...]:
+        span = (1, 2) if decoding else (1, 1)
+        batch = Equal(
+            spans=(span,),
+            copies=tokens,
+            logits=logits,
+            dtype=self.dtype,
+            weight_dtype=self.formats.weights,
+            kv_dtype=self.formats.kv,
+        )
+        found = [(piece.forward, 1) for piece in embedding_pieces(self.mine, batch)]
+        for kind, count in self.kinds.items():
+            pieces = layer_pieces(self.mine, kind, batch)
+            found += [
+                (self._expert(piece.forward, tokens), count) for piece in pieces if piece.forward.kind != "attention"
+            ]
+        plain = replace(batch, weight_dtype="", copies=1)
+        return (*found, *((piece.forward, 1) for piece in head_pieces(self.mine, plain, loss=False)))
+
+    def _attention(self, queries: int, keys: int) -> tuple[tuple[Op, int], ...]:
+        batch = Equal(spans=((queries, keys),), copies=1, logits=1, dtype=self.dtype, kv_dtype=self.formats.kv)
+        return tuple(
+            (piece.forward, count)
+            for kind, count in self.kinds.items()
+            for piece in layer_pieces(self.mine, kind, batch)
+            if piece.forward.kind == "attention"
+        )
+
+    def _expert(self, op: Op, tokens: int) -> Op:
+        """A grouped product with ep: rows as many as this rank's tokens make, weights only of the experts held here."""
+        if self.split.ep == 1 or op.name not in EXPERT_PRODUCTS or self.config.moe is None:
+            return op
+        moe, (_, _, n, k) = self.config.moe, op.shape
+        groups = ceil(experts_used(moe, tokens * self.split.ep) / self.split.ep)
+        return grouped_matmul(
+            op.name, tokens * moe.top_k, n, k, groups=groups, dtype=op.dtype, weight_dtype=self.formats.weights
+        )

@@ -1,0 +1,302 @@
+"""Replica: one copy of a model on the devices that serve it, and how long its steps take.
+
+A step's time is the sum over its operations of a soft roofline, with a fixed cost a kernel, all-reduces between tp
+ranks, all-to-alls between ep ranks and sends between stages:
+
+    product     ((flops / rate)ᵖ + (bytes / bandwidth)ᵖ)^(1/p)              rates: efficiency.toml, p: engines.toml
+    decode attention   bytes / bandwidth · (1 + start / bytes a KV head)    every sequence and KV head a thread block
+    prompt attention   max(flops / rate(keys, head dim), bytes / bandwidth)
+    the rest    bytes / bandwidth
+    all-reduce  a + 2·log2(tp)·latency + 2(tp−1)/tp · bytes / (link · share)      (one a sub-layer; Thakur et al. 2005)
+
+Without graphs (prefill) a step is at least as long as the host needs to launch its kernels. The roofline is that of
+Williams et al., CACM 2009; adding terms rather than taking the larger follows what skinny products measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from math import log2
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from armillary.planning.device_model.efficiency import Curves, curves, width_of
+from armillary.planning.device_model.layout_arrays import PRECISIONS
+from armillary.planning.serving.engines import Rates, physics
+from armillary.planning.serving.forward_ops import EXPERT_PRODUCTS, Formats, Forward, Group, Split
+from armillary.spec.arithmetic.attention_ops import AttentionShape
+from armillary.spec.arithmetic.layer_ops import wire_factor
+from armillary.spec.arithmetic.ops import Op, size_of
+from armillary.spec.arithmetic.sublayers import attention_shape
+from armillary.spec.hardware import Cluster, Tier
+from armillary.spec.model import ModelConfig
+
+if TYPE_CHECKING:  # the store's locks and sockets are slow to import
+    from armillary.store.peaks import Peaks
+
+TILE = 128
+"""rows and columns of a thread block's part of a product"""
+MOST_OVERLAP = 8.0
+"""an exponent at which the larger of the two times is all that counts"""
+EXPERT_TILE = 64
+"""rows that an expert's last thread block computes in vain, on average; of a few rows, as many again"""
+SHARED_HEAD_DIM = 128
+"""head dim for which every engine has decode kernels that read a KV head once for its whole group of query heads"""
+CALLS = {"step": 235, "row": 90, "layer": 61, "layer and row": 22}
+"""calls of torch in a step of our engine on a CPU, drawing tokens included; a test counts them"""
+_SLOW_LINK = (5e9, 20e-6)
+"""bytes/s and latency of a link of which nothing is known"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one engine step, by what they are spent on."""
+
+    products_s: float = 0.0
+    """matrix products but the experts'"""
+    experts_s: float = 0.0
+    """the experts' products"""
+    attention_s: float = 0.0
+    """attention, KV reads included"""
+    other_s: float = 0.0
+    """norms, rotations, activations, routing, embedding"""
+    kernels_s: float = 0.0
+    """what kernels cost beside their work"""
+    comm_s: float = 0.0
+    """all-reduces, all-to-alls and sends"""
+    host_s: float = 0.0
+    """waiting for the host"""
+
+    @property
+    def total_s(self) -> float:
+        return float(sum(getattr(self, part.name) for part in fields(self)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """One copy of a model as it is served."""
+
+    config: ModelConfig
+    """the model"""
+    cluster: Cluster
+    """the devices it is on; only the replica's own links count"""
+    split: Split = field(default_factory=Split)
+    """how it is spread over them"""
+    formats: Formats = field(default_factory=Formats)
+    """number formats"""
+    rates: Rates = field(default_factory=physics)
+    """how the engine uses the chip"""
+    measured: Peaks | None = None
+    """ceilings measured on this very device"""
+
+    @cached_property
+    def forward(self) -> Forward:
+        """The operations of one device."""
+        return Forward(config=self.config, split=self.split, formats=self.formats)
+
+    @cached_property
+    def curves(self) -> Curves:
+        return curves(self.cluster.chip, self.measured)
+
+    @cached_property
+    def bytes_per_s(self) -> float:
+        return self.curves.bytes_per_s * self.rates.memory_rate
+
+    # --- steps
+
+    def prefill(self, tokens: int, count: int = 1, cached: int = 0) -> StepTime:
+        """`count` prompts of `tokens` new tokens each, `cached` before them, in one step."""
+        return self.step([Group(count=count, queries=tokens, keys=cached + tokens)])
+
+    def decode(self, count: int, context: int) -> StepTime:
+        """One token more for each of `count` sequences of `context` tokens."""
+        return self.step([Group(count=count, queries=1, keys=context + 1)])
+
+    def step(self, groups: Sequence[Group]) -> StepTime:
+        """One engine step over `groups`, all sequences of the replica together; with ep each rank has its share."""
+        key = tuple(groups)
+        if key not in self._steps:
+            self._steps[key] = self._step(groups)
+        return self._steps[key]
+
+    @cached_property
+    def _steps(self) -> dict[tuple[Group, ...], StepTime]:
+        """Steps priced before: rates are searched for over the same few."""
+        return {}
+
+    def _step(self, groups: Sequence[Group]) -> StepTime:
+        mine = [
+            Group(count=max(1, -(-group.count // self.split.ep)), queries=group.queries, keys=group.keys)
+            for group in groups
+            if group.count
+        ]
+        tokens, logits = sum(group.tokens for group in mine), sum(group.count for group in mine)
+        decoding = all(group.queries == 1 < group.keys for group in mine)
+        found = self._operations(self.forward.ops(tokens, logits, decoding=decoding))
+        found["attention_s"] = sum(self._attention_s(group) for group in mine)
+        found["kernels_s"] += self.config.num_layers * self._kernel_s * len(mine)
+        found["comm_s"] = self._comm_s(tokens)
+        return self._with_host(StepTime(**found), found["kernels_s"], decoding, self.calls(logits))
+
+    def _operations(self, ops: Sequence[tuple[Op, int]]) -> dict[str, float]:
+        found = {"products_s": 0.0, "experts_s": 0.0, "other_s": 0.0, "kernels_s": 0.0}
+        for op, count in ops:
+            if op.kind == "matmul":
+                part = "experts_s" if op.name in EXPERT_PRODUCTS else "products_s"
+                found[part] += count * self._product_s(op)
+            else:
+                found["other_s"] += count * op.bytes / self._plain_bytes_per_s
+            found["kernels_s"] += count * self._kernel_s
+        return found
+
+    def _with_host(self, time: StepTime, kernels_s: float, decoding: bool, calls: float) -> StepTime:
+        """A decode step runs from a graph; others wait where launching takes longer than running. On a CPU the host is
+        the device: calls come on top."""
+        if self._on_cpu:
+            return replace(time, host_s=calls * self.curves.decode_call_s + self.rates.step_s)
+        launches = 0.0 if decoding or not self._kernel_s else kernels_s / self._kernel_s * self.rates.launch_s
+        waiting = max(0.0, launches - time.total_s) + self.rates.step_s
+        return replace(time, host_s=waiting)
+
+    def calls(self, rows: int) -> float:
+        """Of torch in a step with `rows` sequences, on a CPU."""
+        each = CALLS["layer"] + CALLS["layer and row"] * rows
+        return CALLS["step"] + CALLS["row"] * rows + self.config.num_layers * each
+
+    def head_s(self, rows: int) -> float:
+        """The output projection of `rows` tokens: with stages, what the last has to do beyond its share of layers."""
+        return sum(
+            count * self._product_s(op)
+            for op, count in self.forward.ops(rows, rows, decoding=True)
+            if op.name == "head"
+        )
+
+    # --- parts
+
+    @property
+    def _kernel_s(self) -> float:
+        """Of a GPU's kernel; a processor's calls are counted apart."""
+        return 0.0 if self._on_cpu else self.curves.kernel_s * self.rates.fixed_time
+
+    @property
+    def _plain_bytes_per_s(self) -> float:
+        """Of norms, rotations and activations: a CPU runs torch's operators one by one."""
+        return self.curves.plain_bytes_per_s[self._width] if self._on_cpu else self.bytes_per_s
+
+    @property
+    def _width(self) -> str:
+        return width_of(self.forward.dtype)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.cluster.chip.kind == "cpu"
+
+    def _product_s(self, op: Op) -> float:
+        """On a CPU by the curve over shapes, or by the rate at which a single row reads weights."""
+        if self._on_cpu:
+            return self._cpu_product_s(op)
+        experts = op.name in EXPERT_PRODUCTS
+        unrounded = op.name == "head" or (experts and self.rates.experts_in_16_bits)
+        compute = self.forward.dtype if unrounded else self.formats.compute
+        rate, flops = self.curves.lasting(_precision(compute)) * self.rates.compute_rate, op.flops
+        if experts:
+            rate *= self.rates.grouped * self.rates.expert_rate
+            groups, _, n, k = op.shape
+            flops += min(op.flops, 2 * groups * EXPERT_TILE * n * k)
+        weights = self.forward.dtype if op.name == "head" else self.formats.weights
+        reads = op.bytes / self.bytes_per_s * self.rates.dequantise(weights, compute)
+        power = self._overlap(op)
+        return float(((flops / rate) ** power + reads**power) ** (1 / power))
+
+    def _cpu_product_s(self, op: Op) -> float:
+        groups, m, n, k = op.shape
+        compute = self.forward.dtype if op.name == "head" else self.formats.compute
+        code = np.array(PRECISIONS.index(_precision(compute)))
+        rate = float(self.curves.gemm_flops(code, np.float64(m), np.float64(n), np.float64(k), np.float64(groups)))
+        return max(op.flops / rate, op.bytes / self.curves.row_bytes_per_s[self._width])
+
+    def _overlap(self, op: Op) -> float:
+        """The exponent of a product: with many waves of thread blocks on the same weights, one's reads hide behind
+        another's arithmetic (an expert's few rows make few waves)."""
+        _, m, n, _ = op.shape
+        waves = m * n / TILE**2 / self.curves.num_sms
+        return min(self.rates.overlap + self.rates.overlap_waves * waves, MOST_OVERLAP)
+
+    def _attention_s(self, group: Group) -> float:
+        total = 0.0
+        for op, count in self.forward.attention(group):
+            total += count * (self._decode_attention_s(op) if group.queries == 1 else self._prompt_s(op, group))
+        return total
+
+    def _decode_attention_s(self, op: Op) -> float:
+        """One sequence, one layer: every KV head is a thread block that must start; query heads beyond the first of a
+        group read again what the engine does not share. Heads of 128 are always shared: they got kernels first."""
+        heads, kv_heads = self._shape.heads, 1 if self.config.mla else self._shape.kv_heads
+        shared = self.config.mla is not None or self._shape.qk_dim == SHARED_HEAD_DIM
+        reads = 1.0 if shared else 1 + self.rates.kv_reread * (heads / kv_heads - 1)
+        started = 1 + self.rates.kv_start_bytes * kv_heads / op.bytes
+        moved = op.bytes * reads * started / (self.bytes_per_s * self.rates.kv)
+        return float(max(moved, op.flops / (self.curves.lasting(self.forward.dtype) * self.rates.compute_rate)))
+
+    def _prompt_s(self, op: Op, group: Group) -> float:
+        code = np.array(PRECISIONS.index(self.forward.dtype))
+        rate = float(self.curves.attention_flops(group.keys, self._shape.qk_dim, backward=False, precision=code))
+        return float(max(op.flops / rate, op.bytes / self.bytes_per_s))
+
+    @cached_property
+    def _shape(self) -> AttentionShape:
+        return attention_shape(self.forward.mine, self.config.layers[0])
+
+    # --- between devices
+
+    def _comm_s(self, tokens: int) -> float:
+        config, split = self.config, self.split
+        row_bytes = config.hidden * size_of("bf16")
+        sub_layers = 1 if config.parallel != "none" else 2
+        seconds = config.num_layers * sub_layers * self.allreduce_s(tokens * row_bytes)
+        if split.ep > 1 and config.moe is not None:
+            seconds += config.num_moe_layers * (
+                self._exchange_s(tokens, self.formats.compute) + self._exchange_s(tokens, "bf16")
+            )
+        if split.pp > 1:
+            seconds += (split.pp - 1) * self._wire_s(tokens * row_bytes / split.tp, split.num_devices, 1)
+        return seconds
+
+    def _exchange_s(self, tokens: int, dtype: str) -> float:
+        """Rows to the experts' ranks, or back: between nodes a row goes once to each node that has an expert of it
+        (group-limited routing bounds those), within nodes to each of its experts (DeepSeek-V3, arXiv 2412.19437)."""
+        moe, ranks = self.config.moe, self.split.ep * self.split.tp
+        assert moe is not None
+        inside = min(ranks, self.cluster.fast_domain)
+        row = tokens * self.config.hidden * size_of(dtype) / self.split.tp
+        within = self._wire_s(row * moe.top_k * (inside - 1) / inside, inside, log2(max(2, inside)))
+        nodes = -(-ranks // inside)
+        if nodes == 1:
+            return within
+        reached = min(nodes * (1 - (1 - 1 / nodes) ** moe.top_k), moe.top_groups if moe.groups > 1 else nodes)
+        return max(within, self._wire_s(row * reached * (nodes - 1) / nodes, ranks, log2(nodes)))
+
+    def allreduce_s(self, num_bytes: float) -> float:
+        """All-reduce of `num_bytes` among the tp ranks."""
+        tp = self.split.tp
+        return self._wire_s(num_bytes * wire_factor("all_reduce", tp), tp, 2 * log2(tp)) if tp > 1 else 0.0
+
+    def _wire_s(self, wire_bytes: float, span: int, hops: float) -> float:
+        """Start-up, hops and bytes over the slowest link that `span` neighbours cross."""
+        speed, latency = _link(self.cluster.tier_spanning(span))
+        return self.rates.allreduce_s * self.rates.fixed_time + hops * latency + wire_bytes / (speed * self.rates.link)
+
+
+def _link(tier: Tier | None) -> tuple[float, float]:
+    if tier is None:
+        return _SLOW_LINK
+    latency = tier.link.latency_s
+    return tier.bytes_per_s or _SLOW_LINK[0], _SLOW_LINK[1] if latency is None else latency
+
+
+def _precision(dtype: str) -> str:
+    """The key of Curves for a format: integers compute as fast as the float of their width."""
+    return {"int8": "fp8", "fp4": "nvfp4", "int4": "nvfp4"}.get(dtype, dtype)

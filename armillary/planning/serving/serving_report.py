@@ -1,0 +1,210 @@
+"""A serving plan as rows for people: what fits, what a request sees, what it costs, and every term with its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from armillary.planning.serving.capacity import Capacity
+from armillary.planning.serving.deployment_options import Choice, Request
+from armillary.planning.serving.disaggregation import Pools
+from armillary.planning.serving.replica import StepTime
+from armillary.planning.serving.serving_memory import sequence_bytes
+from armillary.units import bytes_text, count_text, dollars_text, seconds_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One term of a prediction: the formula, and with its numbers in place."""
+
+    name: str
+    """gauge or quantity"""
+    formula: str
+    """in symbols"""
+    numbers: str
+    """in figures"""
+    value: str
+    """the result, with its unit"""
+
+
+def plan_rows(request: Request, found: Choice, split: Pools | None = None) -> list[tuple[str, str]]:
+    """(label, text) of the plan, in the order a person asks."""
+    assert found.capacity is not None, "a refused choice has no plan"
+    now, memory, traffic = found.capacity.actual, found.capacity.memory, request.traffic
+    rows = [
+        ("replica", f"{found.split.text()}, weights {found.formats.weights}, KV cache {found.formats.kv}"),
+        (
+            "memory / device",
+            f"weights {bytes_text(memory.weights_bytes)}  KV cache {bytes_text(memory.room_bytes)}  "
+            f"working {bytes_text(memory.working_bytes)}  of {bytes_text(memory.device_bytes)}",
+        ),
+        ("KV cache", _cache_text(found.capacity)),
+        (
+            "a replica bears",
+            f"{found.capacity.highest.requests_per_s:.3g} requests/s at most" + _limit_text(request, found.capacity),
+        ),
+        (
+            "needed",
+            f"{_many(found.capacity.replicas, 'replica')}, {_many(found.devices, 'device')} for "
+            f"{traffic.requests_per_s:g} requests/s" + _room_text(request, found),
+        ),
+        ("TTFT", f"p50 {seconds_text(now.ttft_p50_s)}  p99 {seconds_text(now.ttft_p99_s)}"),
+        ("ITL", f"p50 {seconds_text(now.itl_p50_s)}  p99 {seconds_text(now.itl_p99_s)}"),
+        (
+            "throughput",
+            f"{traffic.requests_per_s * traffic.tokens_out:,.0f} tokens/s out, "
+            f"{traffic.requests_per_s * traffic.tokens_in:,.0f} in; {now.running:.1f} requests run at a time",
+        ),
+    ]
+    return rows + _cost_rows(found) + _pool_rows(found, split)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _cache_text(found: Capacity) -> str:
+    values, traffic = found.predicted(), found.server.traffic
+    tokens = traffic.tokens_in + traffic.tokens_out
+    return (
+        f"{count_text(values['kv_capacity_tokens'])} tokens a replica = {values['concurrency']:,.0f} requests of "
+        f"{tokens:,} tokens, {bytes_text(sequence_bytes(found.server.replica, tokens))} each a device"
+    )
+
+
+def _limit_text(request: Request, found: Capacity) -> str:
+    """What stops the rate: the objective that is nearest, the batch, or the time prompts take."""
+    high = found.highest
+    shares = {
+        name: getattr(high, name) / wanted
+        for name in ("ttft_p99_s", "itl_p99_s", "tpot_p99_s", "e2e_p99_s")
+        if (wanted := getattr(request.objective, name)) is not None
+    }
+    if shares and max(shares.values()) > 0.97:
+        return f", limited by {max(shares, key=lambda name: shares[name])}"
+    if high.running > 0.7 * found.server.most_running:
+        full = found.server.most_running < request.serve.max_running * found.server.replica.split.ep
+        return ", limited by the KV cache" if full else ", limited by serve.max_running"
+    return ", limited by the time prompts take"
+
+
+def _room_text(request: Request, found: Choice) -> str:
+    there = request.cluster.num_devices
+    return "" if found.devices <= there else f" ({there} are there: raise --on, or relax the objectives)"
+
+
+def _cost_rows(found: Choice) -> list[tuple[str, str]]:
+    if found.cost is None:
+        return [("cost", "no price is known; try --set cost.usd_per_device_hour=2.5")]
+    cost = found.cost
+    text = (
+        f"{dollars_text(cost.million_tokens_usd)} a million tokens (in {dollars_text(cost.million_in_usd)}, "
+        f"out {dollars_text(cost.million_out_usd)}), {dollars_text(cost.month_usd)} a month at "
+        f"{dollars_text(cost.device_hour_usd)} a device-hour"
+    )
+    return [("cost", text)]
+
+
+def _pool_rows(found: Choice, split: Pools | None) -> list[tuple[str, str]]:
+    if split is None:
+        return []
+    values = split.predicted()
+    verdict = "fewer" if split.devices < found.devices else "as many" if split.devices == found.devices else "more"
+    return [
+        (
+            "split pools",
+            f"{split.prefill.replicas} prefill + {split.decode.replicas} decode replicas, "
+            f"{split.devices} devices ({verdict}); ITL p99 {seconds_text(values['itl_p99_s'])}, "
+            f"TTFT p99 {seconds_text(values['ttft_p99_s'])}",
+        )
+    ]
+
+
+def choice_cells(found: Choice) -> list[str]:
+    """One row of the table of choices: cut, weights, replicas, devices, rate, TTFT, ITL, dollars or the reason."""
+    head = [found.split.text(), found.formats.weights]
+    if found.capacity is None:
+        return [*head, "", "", "", "", "", found.reason]
+    now, cost = found.capacity.actual, found.cost
+    return [
+        *head,
+        str(found.capacity.replicas),
+        str(found.devices),
+        f"{found.capacity.highest.requests_per_s:.3g}",
+        seconds_text(now.ttft_p99_s),
+        seconds_text(now.itl_p99_s),
+        dollars_text(cost.million_tokens_usd) if cost else "",
+    ]
+
+
+CHOICE_COLUMNS = ("replica", "weights", "replicas", "devices", "requests/s", "TTFT p99", "ITL p99", "$/M tokens")
+
+
+# --- explaining
+
+
+def explain(request: Request, found: Choice) -> list[Term]:
+    """Every term of the plan, with its formula and its numbers."""
+    assert found.capacity is not None, "a refused choice has nothing to explain"
+    server, now = found.capacity.server, found.capacity.actual
+    traffic, memory = request.traffic, found.capacity.memory
+    rate, running = now.requests_per_s, max(1, round(now.running))
+    decode = server.replica.decode(running, traffic.tokens_in + traffic.tokens_out // 2)
+    prefill = server.replica.prefill(server.prompt, cached=server.cached)
+    tokens = traffic.tokens_in + traffic.tokens_out
+    each = sequence_bytes(server.replica, tokens)
+    return [
+        *_step_terms(f"decode step of {running}", decode),
+        *_step_terms(f"prefill of {server.prompt:,}", prefill),
+        Term(
+            name="KV of a request",
+            formula="Σ layers · 2 · kv_heads/tp · head_dim · tokens · bytes",
+            numbers=f"{tokens:,} tokens",
+            value=bytes_text(each),
+        ),
+        Term(
+            name="concurrency",
+            formula="⌊(memory · 0.9 − weights − working) / KV of a request⌋ · ep",
+            numbers=f"⌊{bytes_text(memory.room_bytes)} / {bytes_text(each)}⌋ · {found.split.ep}",
+            value=f"{found.predicted()['concurrency']:,.0f}",
+        ),
+        Term(
+            name="step",
+            formula="d(b) / (1 − λ·p)",
+            value=seconds_text(now.step_s),
+            numbers=f"{seconds_text(decode.total_s)} / (1 − {rate:.3g} · {server.prefill_s:.3g})",
+        ),
+        Term(
+            name="running",
+            formula="λ · (out − 1) · step",
+            value=f"{now.running:.3g}",
+            numbers=f"{rate:.3g} · {traffic.tokens_out - 1} · {now.step_s:.3g}",
+        ),
+        Term(
+            name="replicas",
+            formula="⌈rate / highest rate of a replica⌉",
+            value=str(found.capacity.replicas),
+            numbers=f"⌈{traffic.requests_per_s:g} / {found.capacity.highest.requests_per_s:.4g}⌉",
+        ),
+        *_cost_terms(found, traffic.requests_per_s * tokens),
+    ]
+
+
+def _step_terms(name: str, time: StepTime) -> list[Term]:
+    parts = [(part.name.removesuffix("_s"), getattr(time, part.name)) for part in fields(time)]
+    numbers = " + ".join(f"{label} {seconds_text(value)}" for label, value in parts if value > 0)
+    formula = "products + experts + attention + other + kernels + comm + host"
+    return [Term(name=name, formula=formula, numbers=numbers, value=seconds_text(time.total_s))]
+
+
+def _cost_terms(found: Choice, tokens_per_s: float) -> list[Term]:
+    if found.cost is None:
+        return []
+    cost = found.cost
+    return [
+        Term(
+            name="a million tokens",
+            formula="devices · $/h / 3600 / (tokens/s) · 10⁶",
+            numbers=f"{found.devices} · {cost.device_hour_usd:.3g} / 3600 / {tokens_per_s:,.0f} · 10⁶",
+            value=dollars_text(cost.million_tokens_usd),
+        )
+    ]

@@ -1,0 +1,365 @@
+"""What an engine step takes, fitted to the steps of a run: a line in its tokens, its keys and its pairs.
+
+    seconds = base + prompts·p + mixed·m + tokens·b + decodes·c + context·d + pairs·e + rows·r + past·q,  all ≥ 0
+
+`prompts` is 1 where a step has any (their kernels are launched one by one), `mixed` where it has both prompts and
+decodes, whose attention is computed apart; `rows` are prompts, for each of which a processor calls its operators;
+`past` what was computed of them before; a decode goes through the same products as a prompt's token, so it costs no
+less. Where the host waits for a device, its own part of a step and the waiting are fitted apart. Robust least squares:
+relative errors count, and steps far off the line (a cold start, another process) count less (Huber, 1964). A run's own
+steps may be too alike to tell numbers apart: what they leave open is as steps of other kinds took that the engine
+rehearsed, brought to the run's pace; without these what steps take is shared out the more evenly the noisier they are
+(ridge regression; Hoerl and Kennard, 1970), base and tokens first. With few steps the planner's roofline stands in,
+scaled to those there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from armillary.planning.simulation.step_noise import Scatter, scatter_of
+
+if TYPE_CHECKING:
+    from armillary.planning.serving.replica import Replica
+    from armillary.spec.plan import Plan
+
+Array = Any
+"""of numpy's numbers"""
+Tried = tuple[Array, Array]
+"""rehearsed steps: what they are made of, and their seconds"""
+PARTS = ("prefill_tokens", "decode_tokens", "context_tokens", "prefill_pairs", "prefill_rows", "prefill_past")
+"""gauges of a step that its time is made of, besides the base"""
+TOKENS, PAST = 3, 8
+"""columns of what is fitted: tokens, and what was computed before"""
+QUERY_TILE = 64
+"""queries of a head that a thread block of prompt attention takes"""
+LEAST_STEPS, LEAST_REHEARSED = 12, 8
+"""fewer say too little about so many numbers; rehearsed ones are all of different kinds"""
+_MOST_STEPS = 4000
+"""more say no more"""
+_ROUNDS = 8
+_MOST_RIDGE, _NOISY = 0.01, 0.1
+"""how much what is believed before steps are seen counts, and the scatter of steps from which on it counts in full"""
+
+
+class _Belief(NamedTuple):
+    """What is believed of a step's numbers before steps are seen."""
+
+    dear: Array
+    """how little of each one's share: base, prompts, mixed, tokens, decodes, context, pairs, rows, past"""
+    power: int
+    """of the scatter by which it counts the less: what scatters less is believed"""
+    by_kind: bool = False
+    """errors of steps with prompts and without are held against their own kind's: the few are no outliers"""
+
+
+_DEVICE = _Belief(np.array([1.0, 6.0, 3.0, 1.0, 4.0, 4.0, 2.0, 4.0, 6.0]), 4)
+"""a device's steps cost a base and their tokens first, then the rest"""
+_HOST = _Belief(np.array([1.0, 1.0, 4.0, 4.0, 4.0, 8.0, 8.0, 4.0, 8.0]), 4, by_kind=True)
+"""the host beside it launches kernels, whose number hardly depends on tokens"""
+_ALONE = _Belief(np.array([1.0, 12.0, 12.0, 1.0, 4.0, 6.0, 2.0, 2.0, 6.0]), 3)
+"""a host that is busy all along, as a processor is, calls operators for every row and multiplies every token; that a
+step has prompts at all costs nothing beside, though in a run whose steps are all alike it would look so"""
+_REHEARSED = 0.1
+"""what all rehearsed steps count together, over what the run's own do: enough for numbers that those leave open"""
+_EVEN = 1e-12
+"""of the squares: where columns are the same, so that there is an answer"""
+_STALL = 3.0
+"""times what its kind takes: a step that took longer waited for something else"""
+_FAR = 1.345
+"""residuals beyond so many deviations count less: 95 % as good as plain squares where errors are normal"""
+_WARM_UP = 2
+"""first steps are left out where there are enough: kernels are chosen and memory is touched there"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """Seconds of an engine step."""
+
+    base_s: float
+    """whatever is in it"""
+    prompt_s: float = 0.0
+    """more, where prompts are in it"""
+    mixed_s: float = 0.0
+    """more, where prompts and decodes are in it"""
+    prefill_s: float = 0.0
+    """a prompt token"""
+    decode_s: float = 0.0
+    """a decode"""
+    context_s: float = 0.0
+    """a key that a decode reads"""
+    pair_s: float = 0.0
+    """a pair of a prompt's query and key"""
+    row_s: float = 0.0
+    """a prompt, however few of its tokens"""
+    past_s: float = 0.0
+    """a token of a prompt that was computed before, and whose key is read"""
+    least_queries: float = 0.0
+    """tokens of prompts that attention takes the time of, at least: the thread blocks of fewer leave a device idle"""
+    waits: bool = False
+    """the device works beside the host, which waits for it; else the host is busy all along"""
+    scatter: Scatter = field(default_factory=Scatter, repr=False)
+    """what steps took over what the line says, by their kind: percentiles of gaps depend on it"""
+    error: float = 0.0
+    """median of |predicted − taken| over taken, of single steps"""
+    steps: int = 0
+    """that it was fitted to"""
+    basis: str = "given"
+    """where it comes from"""
+
+    def seconds(
+        self,
+        prefill: float,
+        decode: float,
+        context: float = 0.0,
+        pairs: float = 0.0,
+        rows: float = 0.0,
+        past: float = 0.0,
+    ) -> float:
+        """Of a step with so many tokens of prompts and decodes."""
+        more = (self.prompt_s if prefill else 0.0) + (self.mixed_s if prefill and decode else 0.0)
+        pairs *= max(1.0, self.least_queries / prefill) if prefill else 0.0
+        return (
+            self.base_s
+            + more
+            + prefill * self.prefill_s
+            + decode * self.decode_s
+            + context * self.context_s
+            + pairs * self.pair_s
+            + rows * self.row_s
+            + past * self.past_s
+        )
+
+    def of(self, step: Mapping[str, Any]) -> float:
+        """Of a recorded step."""
+        return self.seconds(*(float(step.get(name, 0.0)) for name in PARTS))
+
+
+def least_queries(plan: Plan | None) -> float:
+    """Tokens of prompts from which on every processor of a GPU has a tile of some head's queries; 0 on others."""
+    chip = plan.cluster.chip if plan is not None else None
+    if plan is None or chip is None or chip.kind != "gpu" or not chip.num_sms:
+        return 0.0
+    return chip.num_sms * QUERY_TILE / max(1, plan.model.heads // plan.layout.tp)
+
+
+def fit_step_cost(
+    steps: Sequence[Mapping[str, Any]], *, rehearsed: Sequence[Mapping[str, Any]] = (), least: float = 0.0
+) -> StepCost | None:
+    """The line through a run's step records, and through `rehearsed` ones where those leave it open; none where there
+    are too few of them. `least` is `least_queries`."""
+    known = [one for one in steps if "engine_step_s" in one and one["engine_step_s"] > 0 and "decode_tokens" in one]
+    known = known[_WARM_UP:] if len(known) >= LEAST_STEPS + _WARM_UP else known
+    if len(known) < LEAST_STEPS:
+        return None
+    known = known[:: -(-len(known) // _MOST_STEPS)]
+    parts, taken = _columns(known, least), np.array([float(one["engine_step_s"]) for one in known])
+    waited = np.array([float(one.get("engine_wait_s", 0.0)) for one in known])
+    waits = float(waited.sum()) > 0.5 * float(taken.sum())
+    tried = _tried(rehearsed, least)
+    found = _line(parts, taken, waited if waits else None, tried)
+    if found[PAST] > found[TOKENS]:  # to read a token's key is never dearer than to make it: a few held-up steps
+        bare = None if tried is None else (_without_past(tried[0]), tried[1])
+        found = _line(_without_past(parts), taken, waited if waits else None, bare)
+    error = float(np.median(np.abs(parts @ found - taken) / taken))
+    found *= _mean_ratio(parts @ found, taken)
+    ratios = np.clip(taken / np.maximum(parts @ found, 1e-12), 1 / _STALL, _STALL)
+    return StepCost(
+        base_s=float(found[0]),
+        prompt_s=float(found[1]),
+        mixed_s=float(found[2]),
+        prefill_s=float(found[3]),
+        decode_s=float(found[3] + found[4]),
+        context_s=float(found[5]),
+        pair_s=float(found[6]),
+        row_s=float(found[7]),
+        past_s=float(found[8]),
+        least_queries=least,
+        waits=waits,
+        error=error,
+        steps=len(known),
+        scatter=scatter_of(zip(map(bool, parts[:, 1]), parts @ found, ratios, strict=True)),
+        basis=f"fitted to {len(known)} steps, ± {error:.0%} each" + (f", {len(tried[1])} rehearsed" if tried else ""),
+    )
+
+
+def _line(parts: Array, taken: Array, waited: Array | None, tried: Tried | None) -> Array:
+    """Numbers for what steps took; those of waiting for a device apart from the rest, where it is waited for and
+    nothing was rehearsed that would tell them apart."""
+    if waited is None or tried is not None:
+        return _fitted(parts, taken, taken, _ALONE if waited is None else _DEVICE, tried)
+    return _fitted(parts, waited, taken, _DEVICE) + _fitted(parts, taken - waited, taken, _HOST)
+
+
+def _without_past(parts: Array) -> Array:
+    left = parts.copy()
+    left[:, PAST] = 0.0
+    return left
+
+
+def _mean_ratio(predicted: Array, taken: Array) -> float:
+    """What all steps took together over what the line says, so that sums come out right where single steps scatter
+    upwards; one that waited for something else counts as if it had not waited longer than `_STALL` allows."""
+    whole = float(predicted.sum())
+    return float(np.minimum(taken, _STALL * np.maximum(predicted, 1e-12)).sum()) / whole if whole else 1.0
+
+
+def _columns(steps: Sequence[Mapping[str, Any]], least: float) -> Array:
+    """What each step is made of: 1, prompts, mixed, tokens, decodes, context, pairs, rows, past."""
+    found = (np.array([float(one.get(name, 0.0)) for one in steps]) for name in PARTS)
+    tokens, decodes, context, pairs, rows, past = found
+    prompts = np.where(tokens > 0, 1.0, 0.0)
+    pairs = pairs * np.maximum(1.0, least / np.maximum(tokens, 1.0))
+    mixed = np.where(decodes > 0, prompts, 0.0)
+    return np.stack(
+        [np.ones(len(steps)), prompts, mixed, tokens + decodes, decodes, context, pairs, rows, past], axis=1
+    )
+
+
+def _tried(rehearsed: Sequence[Mapping[str, Any]], least: float) -> Tried | None:
+    known = [one for one in rehearsed if one.get("rehearsed_s", 0.0) > 0]
+    if len(known) < LEAST_REHEARSED:
+        return None
+    return _columns(known, least), np.array([float(one["rehearsed_s"]) for one in known])
+
+
+def _fitted(parts: Array, wanted: Array, taken: Array, belief: _Belief, tried: Tried | None = None) -> Array:
+    """Numbers for `wanted`, a part of what steps took or all of it; believed in the more the more they scatter."""
+    if tried is not None:
+        return _robust(parts, wanted, taken, belief, 0.0, _at_this_pace(parts, wanted, belief, tried))
+    freely = _robust(parts, wanted, taken, belief, 0.0)
+    scatter = float(np.median(np.abs(parts @ freely - wanted) / taken))
+    return _robust(parts, wanted, taken, belief, _MOST_RIDGE * min(1.0, scatter / _NOISY) ** belief.power)
+
+
+def _at_this_pace(parts: Array, wanted: Array, belief: _Belief, tried: Tried) -> Tried:
+    """Rehearsed steps as long as they would have been in the run, whose steps take another time than the same did in
+    the rehearsal: caches are colder there, and the host does more."""
+    columns, seconds = tried
+    alone = _robust(columns, seconds, seconds, belief, 0.0)
+    expected = parts @ alone
+    return columns, seconds * float(np.median(wanted / np.maximum(expected, 1e-12)))
+
+
+def _robust(
+    parts: Array, wanted: Array, taken: Array, belief: _Belief, ridge: float, tried: Tried | None = None
+) -> Array:
+    """Non-negative least squares of errors relative to the step, far ones counting less with every round."""
+    weights, usual = np.ones(len(taken)), float(np.median(taken))
+    more = _weighed(tried, usual, len(taken))
+    size = np.concatenate([[1.0, 1.0, 1.0], parts[:, 3:].mean(axis=0)])
+    size[7] /= max(parts[:, 1].mean(), 1e-12)  # rows too: what is there in some steps counts as if always
+    believed = np.diag(belief.dear * size / usual) * np.sqrt(ridge * len(taken))
+    kinds = parts[:, 1] if belief.by_kind else np.zeros(len(taken))
+    found = np.zeros(parts.shape[1])
+    for _ in range(_ROUNDS):
+        scale = np.sqrt(weights) / np.sqrt(taken * usual)  # between absolute and relative: long steps count, not alone
+        rows = np.vstack([parts * scale[:, None], believed, more[0]])
+        before, found = found, _non_negative(rows, np.concatenate([wanted * scale, np.zeros(len(believed)), more[1]]))
+        errors = np.abs(parts @ found - wanted) / np.sqrt(taken * usual)
+        weights = np.minimum(1.0, _FAR * _spread(errors, kinds) / np.maximum(errors, 1e-15))
+        if np.allclose(before, found, rtol=1e-6, atol=0.0):
+            break
+    return found
+
+
+def _weighed(tried: Tried | None, usual: float, count: int) -> Tried:
+    """Rehearsed steps beside so many of the run."""
+    if tried is None:
+        return np.zeros((0, 9)), np.zeros(0)
+    columns, seconds = tried
+    scale = np.sqrt(_REHEARSED * count / len(seconds)) / np.sqrt(np.maximum(seconds, 1e-12) * usual)
+    return columns * scale[:, None], seconds * scale
+
+
+def _spread(errors: Array, kinds: Array) -> Array:
+    """The usual error of each step's kind, as a deviation of normal errors."""
+    found = np.empty(len(errors))
+    for kind in np.unique(kinds):
+        found[kinds == kind] = 1.4826 * float(np.median(errors[kinds == kind])) or 1e-12
+    return found
+
+
+def _non_negative(rows: Array, wanted: Array) -> Array:
+    """Least squares with no number below 0: of all choices of numbers that are 0, but never the first, the best that
+    leaves none below."""
+    size = np.maximum(np.abs(rows).max(axis=0), 1e-30)  # columns of one size, so that none is lost to rounding
+    rows, count = rows / size, rows.shape[1]
+    products, sums = rows.T @ rows, rows.T @ wanted
+    whole = float(wanted @ wanted)
+    best, least = np.zeros(count), whole
+    others = [i for i in range(1, count) if products[i, i] > 0]
+    for chosen in ((0, *kept) for much in range(len(others) + 1) for kept in combinations(others, much)):
+        mine = products[np.ix_(chosen, chosen)] + _EVEN * np.diag(products.diagonal()[list(chosen)])
+        found = np.linalg.solve(mine, sums[list(chosen)])
+        if (found < 0).any():
+            continue
+        left = whole - 2 * float(found @ sums[list(chosen)]) + float(found @ mine @ found)
+        if left < least - 1e-9 * whole:
+            best, least = np.zeros(count), left
+            best[list(chosen)] = found
+    return best / size
+
+
+def beyond_rows(cost: StepCost, planned: StepCost, rows: int, context: float) -> StepCost:
+    """A GPU's steps as they were with `rows` decodes, and as the planner has them grow with more: few of them go
+    through other kernels than many, and the next of a few costs more than one of many."""
+    many = 16 * rows
+    now = cost.seconds(0, rows, rows * context)
+    pace = now / planned.seconds(0, rows, rows * context)
+    then = pace * planned.seconds(0, many, many * context)
+    each = max(0.0, then - now) / (many - rows)
+    if each >= cost.decode_s + context * cost.context_s:
+        return cost
+    key_s = min(each / max(context, 1.0), pace * planned.context_s)
+    return replace(
+        cost,
+        base_s=now - rows * each,
+        decode_s=each - context * key_s,
+        context_s=key_s,
+        basis=f"{cost.basis}, more rows by the planner",
+    )
+
+
+def planned_step_cost(
+    replica: Replica, *, context: int = 512, prompt: int | None = None, steps: Sequence[Mapping[str, Any]] = ()
+) -> StepCost:
+    """The planner's roofline as a line, through a few of its steps; scaled to measured ones where there are any. On a
+    CPU, where even short prompts are bound by arithmetic, it goes through a `prompt` of the usual length."""
+    few, many, chunk = 1, 64, 512
+    one, lots = replica.decode(few, context).total_s, replica.decode(many, context).total_s
+    longer = replica.decode(many, 2 * context).total_s
+    key_s = max(0.0, longer - lots) / (many * context)
+    decode_s = max(0.0, (lots - one) / (many - few) - context * key_s)
+    base_s = max(0.0, one - decode_s - context * key_s)
+    if prompt is not None and replica.cluster.chip.kind == "cpu":
+        prefill_s = (replica.prefill(prompt).total_s - base_s) / prompt
+    else:
+        prefill_s = (replica.prefill(2 * chunk).total_s - replica.prefill(chunk).total_s) / chunk
+    made = StepCost(
+        base_s=base_s,
+        prefill_s=max(0.0, prefill_s),
+        decode_s=decode_s,
+        context_s=key_s,
+        waits=True,
+        basis="planner's roofline",
+    )
+    ratios = [one["engine_step_s"] / made.of(one) for one in steps if one.get("engine_step_s", 0) > 0 and made.of(one)]
+    if not ratios:
+        return made
+    times = median(ratios)
+    return StepCost(
+        base_s=made.base_s * times,
+        prefill_s=made.prefill_s * times,
+        decode_s=made.decode_s * times,
+        context_s=made.context_s * times,
+        waits=True,
+        steps=len(ratios),
+        basis=f"planner's roofline × {times:.2g}, after {len(ratios)} steps",
+    )

@@ -1,0 +1,123 @@
+"""Requests to be played again: when each came, how long it was and whose beginning it repeats, recorded or drawn.
+
+A recorded request says which earlier text its prompt began like and for how many tokens; so prompts can be made anew
+that share exactly as much with each other, without anybody's text being kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from armillary.spec.tables.serve import Traffic
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """One request as it came."""
+
+    number: int
+    """which one it was; above 0"""
+    at_s: float
+    """when it came"""
+    tokens_in: int
+    """of its prompt"""
+    tokens_out: int
+    """of each answer, the end token included"""
+    limit: int
+    """tokens that an answer might have had"""
+    repeated: int = 0
+    """prompt tokens that the text of an earlier request began with too"""
+    repeats: int = 0
+    """number of that one"""
+    answers: int = 1
+    """to the same prompt"""
+
+
+def recorded(requests: Sequence[Mapping[str, Any]]) -> tuple[Arrival, ...]:
+    """The requests of gauges.jsonl in the order they came, the first at 0; those that got no token are left out."""
+    known = [one for one in requests if one.get("tokens_out") and "arrived_s" in one and "request_number" in one]
+    by_number: dict[int, list[Mapping[str, Any]]] = {}
+    for one in sorted(known, key=lambda one: float(one["arrived_s"])):
+        number, others = int(one["request_number"]), by_number.get(int(one["request_number"]))
+        if others and others[0]["arrived_s"] != one["arrived_s"]:
+            by_number.clear()  # the engine was started again, and counts anew
+        by_number.setdefault(number, []).append(one)
+    begin = min((float(many[0]["arrived_s"]) for many in by_number.values()), default=0.0)
+    made = [_arrival(number, many, begin) for number, many in by_number.items()]
+    return tuple(sorted(made, key=lambda one: (one.at_s, one.number)))
+
+
+def _arrival(number: int, many: Sequence[Mapping[str, Any]], begin: float) -> Arrival:
+    first = max(many, key=lambda one: one.get("repeated_tokens", 0))  # of several answers one knows what it repeats
+    out = max(1, round(sum(one["tokens_out"] for one in many) / len(many)))
+    return Arrival(
+        number=number,
+        at_s=float(first["arrived_s"]) - begin,
+        tokens_in=int(first["tokens_in"]),
+        tokens_out=out,
+        limit=max(out, int(first.get("tokens_limit", out))),
+        repeated=int(first.get("repeated_tokens", 0)),
+        repeats=int(first.get("repeats_request", 0)),
+        answers=len(many),
+    )
+
+
+def drawn(traffic: Traffic, count: int | None = None) -> tuple[Arrival, ...]:
+    """Requests of a [traffic] table: lengths vary between half and one and a half times the mean."""
+    dice, now, made = Random(f"arrivals {traffic.seed}"), 0.0, []
+    total = max(1, round(traffic.requests_per_s * traffic.duration_s)) if count is None else count
+    for number in range(1, total + 1):
+        inside = max(1, traffic.shared_prefix + 1, round(traffic.tokens_in * dice.uniform(0.5, 1.5)))
+        out = max(1, round(traffic.tokens_out * dice.uniform(0.5, 1.5)))
+        shared = traffic.shared_prefix if number > 1 else 0
+        made.append(
+            Arrival(
+                number=number,
+                at_s=now,
+                tokens_in=inside,
+                tokens_out=out,
+                limit=out,
+                repeated=shared,
+                repeats=1 if shared else 0,
+            )
+        )
+        now += _gap(traffic, dice)
+    return tuple(made)
+
+
+def _gap(traffic: Traffic, dice: Random) -> float:
+    mean = 1 / traffic.requests_per_s
+    if traffic.arrival == "constant":
+        return mean
+    if traffic.arrival == "poisson":
+        return dice.expovariate(1 / mean)
+    square = traffic.burstiness**2
+    return dice.gammavariate(1 / square, square * mean)
+
+
+class Prompts:
+    """Tokens of recorded requests: the number of whoever was the first to say them."""
+
+    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+        self._known = {one.number: one for one in arrivals}
+        self._made: dict[int, list[int]] = {}
+
+    def of(self, one: Arrival) -> list[int]:
+        """The prompt of a request."""
+        found = self._made.get(one.number)
+        if found is None:
+            shared = min(one.repeated, one.tokens_in) if one.repeats != one.number else 0
+            found = [*self._text(one.repeats, shared), *[one.number] * (one.tokens_in - shared)]
+            self._made[one.number] = found
+        return found
+
+    def _text(self, number: int, tokens: int) -> list[int]:
+        """The first tokens of a request's prompt and answer; of one that was not recorded, its own."""
+        if not tokens:
+            return []
+        known = self._known.get(number)
+        text = self.of(known) if known is not None else []
+        return text[:tokens] + [number] * (tokens - len(text))

@@ -1,0 +1,211 @@
+"""The engine played again on a virtual clock: real scheduler, KV cache and loop, and a device that only takes time.
+
+Requests are recorded or drawn; a step takes what a `StepCost` says. So any change of [serve], of the cache's size or of
+the number of replicas is tried on the very requests that came, in the code that would serve them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.cache.layer_groups import WHOLE, Group
+from armillary.engine.request.request import Request
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.request.sequence import Sequence as Answer
+from armillary.engine.scheduler.decision import Decision
+from armillary.engine.scheduler.loop import Loop
+from armillary.engine.scheduler.scheduler import Scheduler
+from armillary.engine.scheduler.settings import Settings
+from armillary.engine.telemetry.gauges import request_gauges, state_gauges, step_gauges
+from armillary.errors import BadInput
+from armillary.planning.simulation.fitted_step_time import StepCost
+from armillary.planning.simulation.replayed_requests import Arrival, Prompts
+from armillary.planning.simulation.request_stats import served_gauges
+
+STOP = 0
+"""the token that ends an answer; others are numbers of requests"""
+VOCAB = 1 << 31
+_NAP_S = 0.001
+"""as the engine sleeps where nobody can start yet"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """One engine: what its scheduler is told, and its cache."""
+
+    settings: Settings
+    """limits; the vocabulary does not matter"""
+    num_blocks: int
+    """of the KV cache that can be used"""
+    block_tokens: int = 16
+    """tokens of a block"""
+    groups: tuple[Group, ...] = WHOLE
+    """layers by what they see"""
+    prefix: bool = True
+    """prompts that begin alike share blocks"""
+    overlap: bool = True
+    """the next step is decided while one runs"""
+    streamed: bool = False
+    """answers are read as they come, as a server's are, so that steps with prompts are paced by default"""
+
+    def scheduler(self) -> Scheduler:
+        """A new one, its cache empty."""
+        cache = KVCache(
+            self.num_blocks + 1,
+            self.block_tokens,
+            groups=self.groups,
+            prefix=self.prefix,
+            step_tokens=self.settings.max_tokens_per_step,
+        )
+        made = Scheduler(replace(self.settings, vocab=VOCAB, eos_ids=frozenset({STOP})), cache)
+        if self.streamed:
+            made.stream()
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """What came of it."""
+
+    gauges: Mapping[str, float]
+    """of the whole run, as `served_gauges` makes them of a measured one"""
+    steps: Sequence[Mapping[str, Any]] = field(repr=False)
+    """a record of every step, as the engine would have written it"""
+    requests: Sequence[Mapping[str, Any]] = field(repr=False)
+    """a record of every answer"""
+    refused: int = 0
+    """requests that could not be served at all, or found no place in the queue"""
+
+
+def simulate(arrivals: Sequence[Arrival], system: System, cost: StepCost, *, replicas: int = 1) -> Simulated:
+    """Serve `arrivals`, dealt out in turn to `replicas` copies of `system`."""
+    runs = [_Run(arrivals[i::replicas], system, cost) for i in range(min(replicas, max(1, len(arrivals))))]
+    for run in runs:
+        run.all()
+    steps = [record for run in runs for record in run.steps]
+    requests = [record for run in runs for record in run.requests]
+    gauges = served_gauges(steps, requests)
+    ends = [state_gauges(run.scheduler) for run in runs if run.steps]
+    gauges |= {name: float(sum(end[name] for end in ends)) for name in gauges if name.endswith("_total")}
+    return Simulated(gauges=gauges, steps=steps, requests=requests, refused=sum(run.refused for run in runs))
+
+
+class _Device:
+    """An executor that takes time on a virtual clock and gives each answer its next token."""
+
+    def __init__(self, cost: StepCost) -> None:
+        self.now = 0.0
+        self.lengths: dict[str, int] = {}
+        """tokens of the answers to each request"""
+        self._cost = cost
+        self._dice = Random(0)  # the same luck for every setting that is tried
+        self._free_at = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def launch(self, decision: Decision) -> tuple[Decision, float]:
+        keys = sum(decision.positions) + len(decision.positions)
+        taken = self._cost.seconds(
+            decision.num_prefill_tokens,
+            len(decision.decodes),
+            keys,
+            decision.num_prefill_pairs,
+            len(decision.chunks),
+            decision.num_past_tokens,
+        )
+        like = self._cost.scatter.like(decision.num_prefill_tokens > 0, taken)
+        taken *= self._dice.choice(like) if like else 1.0
+        self._free_at = max(self.now, self._free_at) + taken
+        if not self._cost.waits:
+            self.now = self._free_at
+        return decision, self._free_at
+
+    def tokens(self, launched: tuple[Decision, float]) -> list[int]:
+        decision, done_at = launched
+        self.now = max(self.now, done_at)
+        return [self._token(seq) for seq in decision.sampling]
+
+    def _token(self, seq: Answer) -> int:
+        return STOP if seq.num_output + 1 >= self.lengths[seq.request.id] else seq.number
+
+
+class _Run:
+    """One copy of the engine and the requests that it gets."""
+
+    def __init__(self, arrivals: Sequence[Arrival], system: System, cost: StepCost) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.requests: list[dict[str, float]] = []
+        self.refused = 0
+        self._left = deque(arrivals)
+        self._prompts = Prompts(arrivals)
+        self._device = _Device(cost)
+        self.scheduler = system.scheduler()
+        self._loop = Loop(self.scheduler, self._device, overlap=system.overlap, clock=self._device.clock)
+        self._open: dict[int, dict[str, float]] = {}
+        """records of steps whose tokens are not back"""
+        self._last: dict[Answer, float] = {}
+        """when each answer got its last token"""
+
+    def all(self) -> None:
+        """Until every request is over."""
+        scheduler, device = self.scheduler, self._device
+        while self._left or scheduler.has_work or scheduler.under_way:
+            while self._left and self._left[0].at_s <= device.now:
+                self._submit(self._left.popleft())
+            if not scheduler.has_work and not scheduler.under_way:
+                if self._left:
+                    device.now = self._left[0].at_s
+                continue
+            self._step()
+
+    def _submit(self, one: Arrival) -> None:
+        params = SamplingParams(max_tokens=one.limit, n=one.answers)
+        request = Request(id=str(one.number), prompt=self._prompts.of(one), params=params)
+        self._device.lengths[request.id] = one.tokens_out
+        try:
+            for seq in self.scheduler.submit(request, one.at_s):
+                seq.number = one.number
+        except BadInput:
+            self.refused += 1
+
+    def _step(self) -> None:
+        device, begin = self._device, self._device.now
+        decision, outcome = self._loop.step()
+        now, last = device.now, self._last
+        for seq in outcome.sequences:
+            before = last.get(seq)
+            last[seq] = now
+            if before is not None and now - before > seq.largest_gap_s:
+                seq.largest_gap_s = now - before
+        self._record(decision, now - begin, len(outcome.finished))
+        for seq in (*decision.ended, *outcome.finished):
+            last.pop(seq, None)
+            self.requests.append(request_gauges(seq))
+        if decision.empty and not outcome.sequences and not self.scheduler.roster.running:
+            self._nap()
+
+    def _record(self, decision: Decision, seconds: float, left: int) -> None:
+        """As the engine does it: a turn's own part is of the step it launched, its wait of the one it waited for."""
+        loop = self._loop
+        if not decision.empty:
+            made = step_gauges(self.scheduler, decision, left)
+            self.steps.append(made | {"engine_step_s": seconds - loop.wait_s, "engine_wait_s": 0.0})
+            self._open[decision.number] = self.steps[-1]
+        for number in loop.taken:
+            if (one := self._open.pop(number, None)) is not None:
+                one["engine_step_s"] += loop.wait_s
+                one["engine_wait_s"] = loop.wait_s
+
+    def _nap(self) -> None:
+        """Nobody can start now: until a window closes, a deadline passes or another request comes."""
+        device = self._device
+        wake = self.scheduler.wake_at(device.now)
+        times = [wake] if wake is not None and wake > device.now else []
+        times += [self._left[0].at_s] if self._left else []
+        device.now = max(device.now + _NAP_S * 1e-3, min(times, default=device.now + _NAP_S))

@@ -1,0 +1,103 @@
+"""Nodes ranked for a training job: which of the catalogue's machines fit it, how fast they are and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+from armillary.errors import ArmillaryError
+from armillary.planning.cost.cost import device_hour, training_cost
+from armillary.planning.training.prediction import Prediction
+from armillary.planning.training.search import search
+from armillary.planning.training.train_case import TrainCase
+from armillary.spec import catalogue
+from armillary.spec.hardware import Cluster, Node
+from armillary.spec.tables.serve import Cost
+
+KINDS = ("gpu", "tpu", "npu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """One node of the catalogue, with the best it does for a job."""
+
+    node: Node
+    """what would be rented or bought"""
+    cluster: Cluster | None = None
+    """as many of it as asked for"""
+    best: Prediction | None = None
+    """the quickest layout; none where nothing fits"""
+    run_s: float | None = None
+    """wall time of the run"""
+    run_usd: float | None = None
+    """what the run costs; none where no price is known"""
+    frameworks: tuple[str, ...] = ()
+    """software that runs on its chip"""
+    reason: str = ""
+    """why it will not do"""
+
+
+Watch = Callable[[int, int, str], None]
+"""called with nodes done, nodes in all, and the one at hand"""
+
+
+def rank_nodes(
+    case: TrainCase, *, devices: int, steps: int, cost: Cost, watch: Watch = lambda done, total, what: None
+) -> list[Ranked]:
+    """Every kind of node with about `devices` chips: those that fit first, cheapest run first, then quickest."""
+    nodes, found = list(different_nodes()), []
+    for i, node in enumerate(nodes):
+        watch(i, len(nodes), node.name)
+        found.append(_ranked(case, node, devices, steps, cost))
+    watch(len(nodes), len(nodes), "")
+    return sorted(found, key=_order)
+
+
+def _order(one: Ranked) -> tuple[bool, float, float]:
+    return one.best is None, one.run_usd if one.run_usd is not None else 1e30, one.run_s or 1e30
+
+
+def different_nodes() -> Iterator[Node]:
+    """Nodes of accelerators that differ in what a step sees."""
+    seen = set()
+    for node in catalogue.nodes().values():
+        key = (node.chip, node.num_chips * node.domain, node.link, node.network, node.oversubscription)
+        if key not in seen and catalogue.chips()[node.chip].kind in KINDS:
+            seen.add(key)
+            yield node
+
+
+def _ranked(case: TrainCase, node: Node, devices: int, steps: int, cost: Cost) -> Ranked:
+    about = Ranked(node=node, frameworks=catalogue.chips()[node.chip].frameworks)
+    try:
+        cluster = _cluster(node, devices)
+        best = search(replace(case, cluster=cluster, measured=None), shown=1).best
+    except ArmillaryError as error:
+        return replace(about, reason=str(error))
+    seconds = float(best.time.total[0])
+    return replace(
+        about, cluster=cluster, best=best, run_s=seconds * steps, run_usd=_dollars(case, cluster, seconds, steps, cost)
+    )
+
+
+def _cluster(node: Node, devices: int) -> Cluster:
+    """Whole nodes, and whole scale-up domains once there is more than one."""
+    count = max(1, ceil(devices / node.num_chips))
+    if count > node.domain:
+        count = ceil(count / node.domain) * node.domain
+    return catalogue.cluster(f"{node.name}x{count}")
+
+
+def _dollars(case: TrainCase, cluster: Cluster, step_s: float, steps: int, cost: Cost) -> float | None:
+    try:
+        offer = device_hour(cost, cluster)
+    except ArmillaryError:
+        return None
+    return training_cost(
+        step_s=step_s,
+        batch_tokens=case.batch_tokens,
+        steps=steps,
+        num_devices=cluster.num_devices,
+        usd_per_device_hour=offer.usd_per_hour,
+    ).run_usd

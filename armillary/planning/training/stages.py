@@ -1,0 +1,91 @@
+"""Stages: how many layers pipeline stages hold, and what stands at their ends.
+
+Our trainer cuts by FLOPs, the output projection counted (`spec.stages`). Other software is taken to divide layers
+evenly: where they divide over all chunks the projection is an extra on the last stage; otherwise the embedding and the
+projection take a layer's place each (as Llama 3 405B did: 126 layers in 8 × 16 places).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from armillary.planning.device_model.layout_arrays import Array, Bools, Ints, Layouts, distinct
+from armillary.planning.training.train_case import TrainCase
+from armillary.spec.layout_rules.pipeline_split import layers_by_stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """The split of a model's layers, a figure a layout."""
+
+    first: Array
+    """layers of the first stage"""
+    fullest: Array
+    """layers of the fullest stage"""
+    fullest_at: Array
+    """which one that is, the earliest of several"""
+    least_last: Array
+    """fewest layers that the stage with the output projection can be left with"""
+    mean: Array
+    """layers a stage on average"""
+    settled: Bools
+    """`least_last` is what that stage has; otherwise it is given as many as keep it no longer than the others"""
+
+    def last(self, layer_s: Array, head_s: Array) -> Array:
+        """Layers of the last stage."""
+        room = np.floor(self.fullest - head_s / np.maximum(layer_s, 1e-12))
+        layers: Array = np.where(self.settled, self.least_last, np.clip(room, self.least_last, self.fullest))
+        return layers
+
+
+def split(case: TrainCase, layouts: Layouts) -> Stages:
+    """Layers over pp × interleave chunks."""
+    even = _even(case.model.num_layers, layouts)
+    if not case.software.balanced_stages or not (layouts.pp > 1).any():
+        return even
+    codes: Ints = np.stack([layouts.pp, layouts.interleave]).astype(np.int64)
+    first, back = distinct(codes[0] * (codes[1].max() + 1) + codes[1])
+    rows = np.array([_balanced(case, int(codes[0, i]), int(codes[1, i])) for i in first])[back]
+    known = rows[:, 0] >= 0
+
+    def chosen(column: int, otherwise: Array) -> Array:
+        return np.where(known, rows[:, column], otherwise)
+
+    return Stages(
+        first=chosen(0, even.first),
+        fullest=chosen(1, even.fullest),
+        fullest_at=chosen(2, even.fullest_at),
+        least_last=chosen(3, even.least_last),
+        mean=even.mean,
+        settled=known | even.settled,
+    )
+
+
+def stage_layers(case: TrainCase, layouts: Layouts) -> list[float]:
+    """Layers of every stage of a single layout."""
+    stages, pp = split(case, layouts), int(layouts.pp[0])
+    if case.software.balanced_stages and pp * int(layouts.interleave[0]) <= case.model.num_layers + 2:
+        return [float(n) for n in layers_by_stage(case.model, pp, int(layouts.interleave[0]), sequence=case.sequence)]
+    last = stages.fullest if stages.settled[0] else np.maximum(stages.least_last, 1.0)
+    return [float(stages.fullest[0])] * (pp - 1) + [float(last[0])]
+
+
+def _balanced(case: TrainCase, pp: int, interleave: int) -> tuple[float, float, float, float]:
+    """(first, fullest, which, last) as training divides; -1 where there are more chunks than places."""
+    if pp * interleave > case.model.num_layers + 2:
+        return -1.0, -1.0, -1.0, -1.0
+    counts = layers_by_stage(case.model, pp, interleave, sequence=case.sequence)
+    fullest = max(counts)
+    return counts[0], fullest, counts.index(fullest), counts[-1]
+
+
+def _even(num_layers: int, layouts: Layouts) -> Stages:
+    divides = (num_layers % (layouts.pp * layouts.interleave) == 0) | (layouts.pp == 1)
+    mean = num_layers / layouts.pp
+    fullest = np.where(divides, mean, np.ceil((num_layers + 2) / layouts.pp))
+    least = np.where(divides, mean, np.maximum(num_layers - (layouts.pp - 1) * fullest, 0.0))
+    return Stages(
+        first=fullest, fullest=fullest, fullest_at=np.zeros(len(layouts)), least_last=least, mean=mean, settled=divides
+    )

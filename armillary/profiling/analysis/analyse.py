@@ -1,0 +1,120 @@
+"""From a trace to a Profile: the step budget, the tables, the gaps, the memory, and what to look at first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from armillary.profiling.analysis.amdahl import AmdahlRow, amdahl
+from armillary.profiling.analysis.findings import findings
+from armillary.profiling.analysis.idle_gaps import as_gaps
+from armillary.profiling.analysis.kernel_time import KERNEL_PARTS
+from armillary.profiling.analysis.memory_timeline import memory_timeline
+from armillary.profiling.analysis.op_table import rows
+from armillary.profiling.analysis.profiler_overhead import overhead_note, without_recording
+from armillary.profiling.analysis.roofline_attribution import Judged, judge
+from armillary.profiling.analysis.step_budget import Budget, budget
+from armillary.profiling.profile import Profile, Roof
+from armillary.profiling.trace.event_classes import is_host_copy, is_launch
+from armillary.profiling.trace.trace import OP, RUNTIME, Trace, read_trace
+
+
+def analyse(trace: Trace | str | Path, *, roof: Roof, source: str = "", plain_s: float | None = None) -> Profile:
+    """Where the time of a trace went, held against `roof`; `plain_s` is a step's time without the profiler."""
+    trace = trace if isinstance(trace, Trace) else read_trace(trace)
+    judged = judge(trace, roof)
+    spent = without_recording(budget(judged), plain_s)
+    table = rows(judged, spent)
+    gaps = as_gaps(spent.stretches, judged.host, spent.window.span)
+    profile = Profile(
+        source=source or trace.source,
+        device=device_of(trace, spent),
+        wall_s=spent.wall_s,
+        steps=spent.window.steps,
+        budget=spent.parts,
+        rows=table,
+        gaps=gaps,
+        memory=memory_timeline(judged, spent.window, spent.device),
+        roof=roof,
+        notes=_notes(judged, spent, plain_s),
+    )
+    return findings(profile, judged, spent)
+
+
+def device_of(trace: Trace, spent: Budget) -> str:
+    if spent.device < 0:
+        return "cpu"
+    known = spent.device < len(trace.devices) and trace.devices[spent.device]
+    return f"cuda {known}" if known else f"cuda:{spent.device}"
+
+
+def device_name(trace: Trace) -> str:
+    """What the driver calls the device a trace was recorded on, or '' where the trace does not say."""
+    from armillary.profiling.analysis.step_budget import busiest_device
+
+    number = busiest_device(trace)
+    return trace.devices[number] if 0 <= number < len(trace.devices) else ""
+
+
+def amdahl_of(profile: Profile) -> tuple[AmdahlRow, ...]:
+    """What each class of kernels and each other part of the budget is worth."""
+    kernel_s = sum(profile.budget.get(part, 0.0) for part in KERNEL_PARTS)
+    rows = profile.kernels or profile.operators
+    worked = [row for row in rows if row.work != "collective" and not is_host_copy(row.name)]
+    total = sum(row.device_s for row in worked)
+    shares: dict[str, float] = {}
+    for row in worked:
+        share = row.device_s / total * kernel_s / profile.wall_s if total and profile.wall_s else 0.0
+        shares[row.work] = shares.get(row.work, 0.0) + share
+    others = {part: profile.fraction(part) for part in profile.budget if part not in KERNEL_PARTS}
+    return amdahl({**{work: share for work, share in shares.items() if share > 0}, **others})
+
+
+def _notes(judged: Judged, spent: Budget, plain_s: float | None) -> tuple[str, ...]:
+    trace, notes = judged.trace, []
+    if judged.roof.source == "unknown":
+        notes.append(
+            "no ceiling of this device is known, so kernel time is not judged: "
+            "measure it with armillary bench ceilings on that machine"
+        )
+    elif spent.kernels.judged < 0.95:
+        share = 1 - spent.kernels.judged
+        notes.append(
+            f"{share:.0%} of kernel time has no model of its work (no shapes in the trace, or code of "
+            "one's own): it is not judged"
+        )
+    if judged.roof.source == "catalogue":
+        notes.append("held against the catalogue's peaks, which no kernel quite reaches: measure with armillary bench")
+    if judged.links.graph.any():
+        count = int(judged.links.graph.sum())
+        notes.append(f"{count:,} kernels ran in CUDA graphs, which hide operators and shapes: known by name only")
+    if spent.device < 0 and any(is_launch(trace.names[name]) for name in np.unique(trace.name[trace.kind == RUNTIME])):
+        notes.append(
+            "the trace has launches but nothing of the device: record with ProfilerActivity.CUDA; "
+            "what follows is the host's side alone"
+        )
+    if spent.device < 0 and trace.memory is not None:
+        notes.append("memory on a CPU is counted from the beginning of the recording, without what was held before")
+    if spent.device < 0 and (said := _items(judged, spent)):
+        notes.append(said)
+    if not len(trace.signatures):
+        notes.append("no shapes in the trace: record with record_shapes=True for FLOPs and bytes")
+    if len(set(trace.device[trace.on_device].tolist())) > 1:
+        notes.append(f"several devices in the trace: device {spent.device}, the busiest, is shown")
+    if not (trace.kind == 2).any():
+        notes.append("no Python stacks in the trace: record with with_stack=True for source lines and modules")
+    return (*notes, *filter(None, [overhead_note(spent, plain_s)]))
+
+
+def _items(judged: Judged, spent: Budget) -> str:
+    """Free on a CPU, `.item()` in a loop is dear on a GPU: said before the program moves there."""
+    trace, window = judged.trace, spent.window
+    inside = (trace.start >= window.low) & (trace.start < window.high)
+    calls = np.flatnonzero((trace.kind == OP) & trace.named("aten::item") & inside)
+    count = len(calls) / window.steps
+    if count < 1:
+        return ""
+    where = judged.host.where(int(calls[0]))
+    at = f" at {where}" if where else ""
+    return f".item() is called {count:,.0f} times a step{at}: on a GPU each call would wait for the device"

@@ -1,0 +1,112 @@
+"""The budget where the CPU itself is the device: the program's main thread, moment by moment.
+
+An operator's time is work, less one dispatch, which is counted as a launch gap; so is the time of operators that touch
+no element, of autograd between operators, and of short stretches of Python. Longer stretches are the host's, unless
+another thread communicates or computes meanwhile.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from armillary.profiling.analysis.idle_gaps import CAUSE_OF_STATE, GLUE_S, Stretch
+from armillary.profiling.analysis.kernel_time import NO_TIME, KernelTime, split_kernel_time
+from armillary.profiling.analysis.roofline import LAUNCH_S
+from armillary.profiling.analysis.roofline_attribution import Judged
+from armillary.profiling.trace.host_calls import QUIET, STATES, Segments
+from armillary.profiling.trace.intervals import clip, covered_within, gaps_between
+from armillary.profiling.trace.trace import OP, Array
+
+_COMPILED = ("Torch-Compiled", "## Call", "CompiledFunction")
+Parts = dict[str, float]
+
+
+def cpu_budget(judged: Judged, span: tuple[float, float]) -> tuple[Parts, list[Stretch], KernelTime, Array]:
+    host = judged.host
+    if host.main_thread is None:
+        return {"unknown": span[1] - span[0]}, [], NO_TIME, np.zeros(0, dtype=np.int64)
+    segments = host.threads[host.main_thread]
+    start, end = clip(segments.start, segments.end, *span)
+    seconds, state = end - start, segments.state
+    parts: Parts = {}
+    work = _working(judged, segments)
+    owner = np.where(host.worker[segments.event] >= 0, host.worker[segments.event], segments.event)
+    events, kernels, dispatch_s = _operators(judged, owner[work], seconds[work])
+    parts |= kernels.parts
+    comm, loader, slow = (state == STATES.index(name) for name in ("comm", "loader", "slow"))
+    sync = np.isin(state, [STATES.index("copy"), STATES.index("sync")]) & ~work
+    overhead = (state >= QUIET) & ~work & ~comm & ~loader & ~slow & ~sync
+    long_code = overhead & (state == STATES.index("code")) & (seconds > GLUE_S)
+    parts["comm_exposed"] = float(seconds[comm].sum())
+    parts["sync"] = float(seconds[sync].sum())
+    parts["launch_gap"] = dispatch_s + float(seconds[overhead & ~long_code].sum())
+    parts["host"] = float(seconds[loader | slow | long_code].sum())
+    quiet = _quiet(judged, segments, span)
+    for stretch in quiet:
+        for (part, _), length in stretch.causes.items():
+            parts[part] = parts.get(part, 0.0) + length
+    return parts, quiet + _held(segments, start, end, loader | comm | slow | sync | long_code), kernels, events
+
+
+def _working(judged: Judged, segments: Segments) -> Array:
+    """Segments in which numbers are crunched: operators that touch elements, and compiled code."""
+    names = judged.trace.names
+    compiled = np.array([name.startswith(_COMPILED) for name in names], dtype=bool)
+    state = segments.state
+    reading = (state == STATES.index("sync")) & (judged.trace.kind[segments.event] == OP)  # item() on a CPU tensor
+    op = (state == STATES.index("op")) | reading
+    inside = judged.host.worker[segments.event] >= 0
+    code = (state == STATES.index("code")) & compiled[judged.trace.name[segments.event]]
+    view = (state == STATES.index("view")) & inside
+    return op | (code & (segments.end - segments.start > GLUE_S)) | view
+
+
+def _operators(judged: Judged, owner: Array, seconds: Array) -> tuple[Array, KernelTime, float]:
+    """Time of each operator that works, one dispatch taken off."""
+    events, inverse = np.unique(owner, return_inverse=True)
+    time = np.bincount(inverse, weights=seconds, minlength=len(events)) if len(events) else np.zeros(0)
+    roof = np.nan_to_num(np.fmax(judged.flops_s[events], judged.bytes_s[events]))
+    dispatch = np.minimum(np.maximum(time - roof, 0.0), judged.roof.launch_s or LAUNCH_S)
+    left = time - dispatch
+    return events, split_kernel_time(judged, events, left, lambda some: float(left[some].sum())), float(dispatch.sum())
+
+
+def _quiet(judged: Judged, segments: Segments, span: tuple[float, float]) -> list[Stretch]:
+    """Stretches of Python on the main thread."""
+    host, loud = judged.host, segments.state >= QUIET
+    starts, ends = gaps_between(segments.start[loud], segments.end[loud], *span)
+    comm = covered_within(*_others(judged, ("comm",)), starts, ends)
+    busy = covered_within(*_others(judged, ("comm", "op", "code")), starts, ends) - comm
+    stretches = []
+    for low, high, talk, work in zip(*(x.tolist() for x in (starts, ends, comm, busy)), strict=True):
+        stretch = Stretch(low, high)
+        stretch.add("collective", talk)
+        stretch.add("host", work, part="idle")
+        rest = high - low - talk - work
+        event = host.at(host.main_thread or 0, (low + high) / 2) if rest > GLUE_S else -1
+        stretch.add("launch" if high - low <= GLUE_S else "host", rest, event)
+        if work > rest and work > talk:
+            stretch.note = "another thread's operators"
+        stretches.append(stretch)
+    return stretches
+
+
+def _others(judged: Judged, states: tuple[str, ...]) -> tuple[Array, Array]:
+    """Stretches in which any other thread is in one of the states."""
+    wanted = [STATES.index(name) for name in states]
+    others = [s for thread, s in judged.host.threads.items() if thread != judged.host.main_thread]
+    picked = [(s.start[np.isin(s.state, wanted)], s.end[np.isin(s.state, wanted)]) for s in others]
+    if not picked:
+        return np.zeros(0), np.zeros(0)
+    return np.concatenate([start for start, _ in picked]), np.concatenate([end for _, end in picked])
+
+
+def _held(segments: Segments, start: Array, end: Array, which: Array) -> list[Stretch]:
+    """What the loader, communication and long foreign code took, for the list of gaps."""
+    stretches = []
+    for index in np.flatnonzero(which).tolist():
+        stretch = Stretch(float(start[index]), float(end[index]))
+        cause = CAUSE_OF_STATE.get(STATES[segments.state[index]], "host")
+        stretch.add(cause, stretch.end - stretch.start, int(segments.event[index]))
+        stretches.append(stretch)
+    return stretches

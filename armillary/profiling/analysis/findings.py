@@ -1,0 +1,166 @@
+"""What to look at first, in plain words: each finding with the speedup if what it names cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from armillary.profiling.analysis.amdahl import speedup
+from armillary.profiling.analysis.idle_gaps import gil_waits
+from armillary.profiling.analysis.roofline_attribution import Judged
+from armillary.profiling.analysis.step_budget import Budget
+from armillary.profiling.profile import Cause, Gap, Profile, Row
+from armillary.profiling.trace.short_name import short_name
+from armillary.profiling.trace.trace import Array
+from armillary.units import seconds_text
+
+_WORTH = 0.03
+"""share of the time below which nothing is said"""
+_NEARLY_ALL = 0.95
+_SHORT_S = 50e-6
+"""kernels below this are too short for the host to keep ahead of"""
+_REACHED = 0.1
+"""share of the memory roof from which a chain is held up by memory, and fusing it helps"""
+_LARGE = 0.3
+"""share of the time from which a kernel is spoken of though it is near its roof"""
+_MOST_KERNELS = 4
+"""kernels that are spoken of one by one"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that costs time."""
+
+    saves: float
+    """share of the wall time that would go, 0 to 1"""
+    text: str
+    hope: str = "without it"
+    """what would have to happen"""
+
+    def line(self) -> str:
+        if self.saves > _NEARLY_ALL:
+            return f"{self.text}: it is nearly all of the time"
+        return f"{self.text}: at most {speedup(self.saves, float('inf')):.2f} × faster {self.hope}"
+
+
+def findings(profile: Profile, judged: Judged, spent: Budget) -> Profile:
+    """The profile with its findings, the largest gain first."""
+    found = [*_launches(profile, spent), *_causes(profile, judged, spent), *_kernels(profile), *_tiny(profile)]
+    ranked = sorted((one for one in found if one.saves >= _WORTH), key=lambda one: -one.saves)
+    lines = [one.line() for one in ranked]
+    if not lines:
+        lines = [_nothing(profile)]
+    return replace(profile, findings=tuple(lines))
+
+
+def _nothing(profile: Profile) -> str:
+    if profile.fraction("unjudged") > profile.fraction("useful"):
+        return f"nothing stands out; {profile.fraction('unjudged'):.0%} of the time is kernels that cannot be judged"
+    return f"nothing stands out: {profile.fraction('useful'):.0%} of the time is work at the roof"
+
+
+def _launches(profile: Profile, spent: Budget) -> Iterator[Finding]:
+    share = profile.fraction("launch_gap")
+    rows = profile.kernels or profile.operators
+    calls = sum(row.calls for row in rows)
+    if not calls:
+        return
+    lengths: Array = np.repeat([row.seconds / row.calls for row in rows], [row.calls for row in rows])
+    what = "kernels" if profile.kernels else "operators"
+    median = float(np.median(lengths))
+    many = f"{calls / profile.steps:,.0f} {what} a step, {seconds_text(median)} median"
+    bound = "launch-bound" if median < _SHORT_S else "launched too late though long"
+    yield Finding(share, f"{many}, {bound}; torch.compile or CUDA graphs join them")
+
+
+_SAY: dict[Cause, str] = {
+    "loader": "the loader starves the device {time} a step{where}; more workers, prefetching or pinned memory",
+    "sync": "{what}{where} blocks {time} a step; read the value later or less often",
+    "copy": "copies between host and device take {time} a step alone{where}; {copying}",
+    "collective": "communication stands alone {time} a step{where}; overlap it with computation or send less",
+    "gil": "Python threads fight for the interpreter lock {time} a step{where}; move the busy thread to a process",
+    "unrecorded": "the device is held {time} a step by work that the trace does not hold; record all of it",
+    "host": "Python holds the device up {time} a step{where} ({what}); move that work off the critical path",
+}
+
+
+def _causes(profile: Profile, judged: Judged, spent: Budget) -> Iterator[Finding]:
+    """One finding a cause, with the line that cost most."""
+    seconds: dict[Cause, float] = {}
+    gil = gil_waits(spent.stretches, judged.host)
+    pageable = any("Pageable" in name for name in judged.trace.names)
+    copying = "pin the memory and copy with non_blocking" if pageable else "overlap them with kernels, or copy less"
+    for stretch in spent.stretches:
+        for (part, cause), length in stretch.causes.items():
+            seconds[cause] = seconds.get(cause, 0.0) + length * spent.kept.get(part, 1.0)
+    if gil:
+        seconds["gil"] = seconds.pop("host", 0.0)
+    for cause, total in seconds.items():
+        if cause in _SAY:
+            worst = _worst(profile.gaps, cause)
+            where = f" at {worst.where}" if worst and worst.where else ""
+            text = _SAY[cause].format(
+                time=seconds_text(total / profile.steps), where=where, what=_what(worst, cause), copying=copying
+            )
+            yield Finding(total / profile.wall_s, text)
+
+
+def _worst(gaps: tuple[Gap, ...], cause: Cause) -> Gap | None:
+    """The place that cost most in sum, shown by its longest gap."""
+    mine = [gap for gap in gaps if gap.cause == cause]
+    places: dict[tuple[str, str], float] = {}
+    for gap in mine:
+        places[(gap.what, gap.where)] = places.get((gap.what, gap.where), 0.0) + gap.seconds
+    return max(mine, key=lambda gap: (places[(gap.what, gap.where)], gap.seconds), default=None)
+
+
+def _what(gap: Gap | None, cause: Cause) -> str:
+    if gap is None or not gap.what:
+        return "a synchronisation" if cause == "sync" else "Python"
+    return ".item()" if gap.what in ("aten::item", "aten::_local_scalar_dense") else gap.what
+
+
+def _kernels(profile: Profile) -> Iterator[Finding]:
+    """Kernels far from their roof, and chains of small memory-bound ones that fusing would join."""
+    rows = profile.kernels or tuple(row for row in profile.operators if row.device_s)
+    for row in rows[:_MOST_KERNELS]:
+        if row.seconds and row.work != "collective" and row.bound != "overhead":
+            yield _kernel(row, profile.wall_s)
+    chain = [row for row in rows if row.bound == "memory" and row.work in ("elementwise", "norm", "copy", "softmax")]
+    seconds, calls = sum(row.seconds for row in chain), sum(row.calls for row in chain)
+    reached = sum(min(row.roof_s or 0.0, row.seconds) for row in chain) / seconds if seconds else 0.0
+    if calls > 1 and reached > _REACHED:
+        count = f"{calls / profile.steps:,.0f}"
+        text = f"{count} memory-bound operations a step pass data through memory again and again; fuse them"
+        yield Finding(seconds / profile.wall_s * (1 - 1 / max(2, min(calls / profile.steps, 4))), text)
+
+
+def _tiny(profile: Profile) -> Iterator[Finding]:
+    """Kernels too short for any roof: each is little, and inside a CUDA graph no launch is there to blame."""
+    rows = [row for row in profile.kernels if row.bound == "overhead"]
+    calls, seconds = sum(row.calls for row in rows), sum(row.seconds for row in rows)
+    if calls:
+        lost = sum(max(0.0, row.seconds - (row.roof_s or 0.0)) for row in rows) / profile.wall_s
+        each = seconds_text(seconds / calls)
+        yield Finding(
+            lost,
+            f"{calls / profile.steps:,.0f} kernels a step are too short for any roof ({each} each) and "
+            f"take {seconds / profile.wall_s:.0%} of the time; fuse them",
+        )
+
+
+def _kernel(row: Row, wall_s: float) -> Finding:
+    """Far from its roof, the distance can be won; near it or unjudged, only a faster or smaller version of it helps."""
+    share = row.seconds / wall_s
+    text = f"{short_name(row.name)} ({row.work}) takes {share:.0%} of the time"
+    if row.roof_s is None:
+        least = share / 2 if share >= _LARGE else 0.0
+        return Finding(least, f"{text}, and its least time is not known", "if it ran twice as fast")
+    reached = f"{min(1.0, row.roof_fraction or 0.0):.0%} of the {row.bound} roof"
+    lost = max(0.0, row.seconds - row.roof_s) / wall_s
+    if share >= _LARGE and lost < share / 2:
+        less = "a narrower dtype or less of it" if row.bound == "compute" else "fewer bytes: fuse or narrow it"
+        return Finding(share / 2, f"{text} at {reached}: only {less} helps", "if it ran twice as fast")
+    return Finding(lost, f"{text} at {reached}")

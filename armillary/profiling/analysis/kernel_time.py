@@ -1,0 +1,63 @@
+"""Kernel time divided into what the roof asks for and the rest.
+
+Time whose least time is not known (no shapes in the trace, no ceiling of the device) cannot be judged, and is kept
+apart: it is neither called useful nor wasted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from armillary.profiling.analysis.roofline_attribution import Judged
+from armillary.profiling.trace.trace import Array
+
+KERNEL_PARTS = ("useful", "inefficiency", "unjudged")
+"""parts of the budget in which the device computes"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTime:
+    """The time in which work was done."""
+
+    useful_s: float = 0.0
+    """what the roof asks for"""
+    inefficient_s: float = 0.0
+    """the rest of the time that could be judged"""
+    unjudged_s: float = 0.0
+    """what could not"""
+
+    @property
+    def seconds(self) -> float:
+        return self.useful_s + self.inefficient_s + self.unjudged_s
+
+    @property
+    def judged(self) -> float:
+        """Share of the kernel time whose work is known, 0 to 1."""
+        return 1 - self.unjudged_s / self.seconds if self.seconds else 1.0
+
+    @property
+    def parts(self) -> Mapping[str, float]:
+        return dict(zip(KERNEL_PARTS, (self.useful_s, self.inefficient_s, self.unjudged_s), strict=True))
+
+
+NO_TIME = KernelTime()
+
+
+def split_kernel_time(judged: Judged, events: Array, seconds: Array, covered: Callable[[Array], float]) -> KernelTime:
+    """`seconds` is each event's time; `covered` tells what some of them cover together, overlap counted once.
+
+    Kernels side by side share the time they cover: what the roof asks of all of them is useful, as far as there is
+    time for it, and time is unjudged only where none of the judged ones runs.
+    """
+    if float(seconds.sum()) <= 0:
+        return NO_TIME
+    roof = np.fmax(judged.flops_s[events], judged.bytes_s[events])
+    length = judged.trace.seconds[events]
+    inside = np.where(length > 0, np.minimum(1.0, seconds / np.where(length > 0, length, 1.0)), 0.0)
+    known = ~np.isnan(roof)
+    judged_s, all_s = covered(known), covered(np.ones(len(known), dtype=bool))
+    useful = min(judged_s, float(np.minimum(np.nan_to_num(roof) * inside, seconds)[known].sum()))
+    return KernelTime(useful_s=useful, inefficient_s=judged_s - useful, unjudged_s=all_s - judged_s)

@@ -1,0 +1,80 @@
+"""Who does the work where operators call operators: one that hands it on has none of its own, one that does it keeps
+the time of its parts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from armillary.profiling.trace.host_calls import Host
+from armillary.profiling.trace.trace import Array, Trace
+from armillary.profiling.work.work import is_explicit, is_guess
+from armillary.spec.arithmetic.ops import Op
+
+_MOST = 0.3
+"""share of an operator's bytes that makes an inner one the one that does the work"""
+_SCALAR = 32
+"""bytes moved when one number is cast"""
+_BESIDE = frozenset(f"aten::{name}{end}" for name in ("add", "sub", "mul", "div", "relu", "gelu") for end in ("", "_"))
+"""what is done beside a product inside its operator, a bias or a scale: work of its own"""
+
+
+def drop_wrappers(host: Host, model: Array, table: list[Op]) -> None:
+    """An operator that hands its work to others that are modelled has none of its own."""
+    events = np.flatnonzero(model >= 0)
+    above = _above(host, events)
+    inner, outer = events[above >= 0], above[above >= 0]
+    if not len(inner):
+        return
+    kinds = np.array([hash(op.kind) for op in table])
+    explicit = np.array([is_explicit(op.name) for op in table], dtype=bool)
+    listed = np.array(["_foreach_" in op.name for op in table], dtype=bool)
+    moved = np.array([op.bytes for op in table])
+    guess = np.array([is_guess(op.name) for op in table], dtype=bool)
+    same = (kinds[model[inner]] == kinds[model[outer]]) & ~guess[model[inner]]
+    inside = moved[model[inner]]
+    counts = (same | ~explicit[model[outer]]) & (inside > _SCALAR)  # a number's cast is not the operator's work
+    handed = np.bincount(outer, weights=np.where(counts, inside, 0.0), minlength=len(model))
+    whole = (handed[outer] > 0) & (handed[outer] >= _MOST * moved[model[outer]])
+    one_by_one = listed[model[outer]]  # a list of tensors, each handed to an operator of its own
+    model[outer[whole | one_by_one]] = -1
+
+
+def _above(host: Host, events: Array) -> Array:
+    """The nearest operator with a model around each one; -1: none."""
+    parents = host.parent[events]
+    return np.where(parents >= 0, host.worker[parents], -1)
+
+
+def take_in_parts(trace: Trace, host: Host, model: Array, table: list[Op]) -> None:
+    """An operator that is only taken for a pass over its tensors does not speak for one with a rule around it: its time
+    is the outer one's, except where it is done beside a product. Nor does a sum inside a norm or a softmax."""
+    if not table:
+        return
+    guess = np.array([is_guess(op.name) for op in table], dtype=bool)
+    sums = np.array([op.kind == "reduction" for op in table], dtype=bool)
+    product = np.array([op.on_matrix_units for op in table], dtype=bool)
+    rows = np.array([op.kind in ("norm", "softmax", "loss") for op in table], dtype=bool)
+    beside = np.array([name in _BESIDE for name in trace.names], dtype=bool)
+    parts, outer = _around(host, model, guess | sums)
+    apart = product[model[outer]] & beside[trace.name[parts]]
+    taken = (outer >= 0) & ((guess[model[parts]] & ~apart) | rows[model[outer]])
+    owner: Array = np.full(len(trace), -1, dtype=np.int64)
+    owner[parts[taken]] = outer[taken]
+    known = np.flatnonzero(host.worker >= 0)
+    known = known[owner[host.worker[known]] >= 0]
+    host.worker[known] = owner[host.worker[known]]
+    model[parts[taken]] = -1
+
+
+def _around(host: Host, model: Array, partial: Array) -> tuple[Array, Array]:
+    """Operators that may be part of another, and the nearest with a model around each that is none; -1: none."""
+    heads = np.flatnonzero(host.worker == np.arange(len(model)))
+    up: Array = np.full(len(model), -1, dtype=np.int64)
+    up[heads] = _above(host, heads)
+    through: Array = model < 0
+    through[~through] = partial[model[~through]]
+    parts = np.flatnonzero((model >= 0) & through)
+    outer = up[parts]
+    while (again := (outer >= 0) & through[outer]).any():
+        outer[again] = up[outer[again]]
+    return parts, outer

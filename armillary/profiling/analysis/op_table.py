@@ -1,0 +1,169 @@
+"""The tables of a profile: every operator and every kernel, all its calls together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from armillary.profiling.analysis.roofline import LAUNCH_S, bound
+from armillary.profiling.analysis.roofline_attribution import Judged
+from armillary.profiling.analysis.step_budget import Budget
+from armillary.profiling.profile import Row
+from armillary.profiling.trace.host_calls import MODULE
+from armillary.profiling.trace.intervals import clip
+from armillary.profiling.trace.trace import OP, Array
+
+_MOST_KERNELS = 3
+"""kernels named with an operator"""
+
+
+def rows(judged: Judged, budget: Budget) -> tuple[Row, ...]:
+    """Kernels and operators inside the window, the longest first."""
+    trace, window = judged.trace, budget.window
+    if budget.device >= 0:
+        inside = (trace.start < window.high) & (trace.end > window.low)
+        on_it = np.flatnonzero(trace.on_device & (trace.device == budget.device) & inside)
+        start, end = clip(trace.start[on_it], trace.end[on_it], *window.span)
+        found = _kernels(judged, on_it, end - start)
+        found += _operators(judged, inside & _same_process(judged), on_it, judged.links.op[on_it], end - start)
+    else:
+        mine = (trace.start >= window.low) & (trace.start < window.high) & (trace.thread == judged.host.main_thread)
+        found = _operators(judged, mine, budget.events, budget.events, _own_time(judged, budget.events))
+    return tuple(sorted(found, key=lambda row: -row.seconds))
+
+
+def _same_process(judged: Judged) -> Array:
+    """Events of the program's own process: a trace may hold those of several ranks."""
+    threads, main = judged.trace.threads, judged.host.main_thread
+    if main is None:
+        return np.ones(len(judged.trace), dtype=bool)
+    process = threads[main].partition("/")[0]
+    return np.array([thread.partition("/")[0] == process for thread in threads])[judged.trace.thread]
+
+
+def _own_time(judged: Judged, events: Array) -> Array:
+    """Time of an operator and of the parts it calls that have no work of their own."""
+    host = judged.host
+    time = np.zeros(len(judged.trace))
+    ops = np.flatnonzero(judged.trace.kind == OP)
+    owner = np.where(host.worker[ops] >= 0, host.worker[ops], ops)
+    np.add.at(time, owner, host.self_s[ops])
+    return time[events]
+
+
+def _kernels(judged: Judged, events: Array, seconds: Array) -> list[Row]:
+    time = np.zeros(len(judged.trace))
+    time[events] = seconds
+    return [
+        _row(judged, judged.trace.names[name], "kernel", group, time[group], 0.0)
+        for name, group in _groups(judged.trace.name[events], events)
+    ]
+
+
+def _operators(judged: Judged, inside: Array, work: Array, owner: Array, seconds: Array) -> list[Row]:
+    """`work` are events, each done for the operator `owner` (-1: none) in `seconds`."""
+    trace = judged.trace
+    device_s = np.zeros(len(trace))
+    np.add.at(device_s, owner[owner >= 0], seconds[owner >= 0])
+    shown = np.flatnonzero(inside & (trace.kind == OP))
+    kernels = _kernels_of(judged, work, owner, seconds)
+    made = []
+    for name, group in _groups(trace.name[shown], shown):
+        cpu_s = float(judged.host.self_s[group].sum())
+        row = _row(judged, trace.names[name], "operator", group, device_s[group], cpu_s)
+        made.append(replace(row, details={**row.details, "kernels": kernels[name]}) if name in kernels else row)
+    return made
+
+
+def _kernels_of(judged: Judged, work: Array, owner: Array, seconds: Array) -> dict[int, list[str]]:
+    """Name of an operator -> the kernels that did its work, the longest first."""
+    trace = judged.trace
+    known = (owner >= 0) & trace.on_device[work]
+    pairs = trace.name[owner[known]].astype(np.int64) << 32 | trace.name[work[known]]
+    keys, inverse = np.unique(pairs, return_inverse=True)
+    total = np.bincount(inverse, weights=seconds[known], minlength=len(keys))
+    found: dict[int, list[str]] = {}
+    for key in keys[np.argsort(-total, kind="stable")].tolist():
+        found.setdefault(key >> 32, []).append(trace.names[key & 0xFFFFFFFF])
+    return {name: kernels[:_MOST_KERNELS] for name, kernels in found.items()}
+
+
+def _groups(keys: Array, events: Array) -> list[tuple[int, Array]]:
+    order = np.argsort(keys, kind="stable")
+    values, first = np.unique(keys[order], return_index=True)
+    return list(zip(values.tolist(), np.split(events[order], first[1:]), strict=True)) if len(keys) else []
+
+
+def _row(judged: Judged, name: str, kind: Any, events: Array, seconds: Array, cpu_s: float) -> Row:
+    known = ~np.isnan(judged.flops[events])
+    flops_s, bytes_s = _sum(judged.flops_s[events]), _sum(judged.bytes_s[events])
+    roof_s = _sum(np.fmax(judged.flops_s[events], judged.bytes_s[events]))
+    device_s = float(seconds.sum())
+    work = Counter(judged.work[events[known] if known.any() else events].tolist()).most_common(1)[0][0]
+    launch_s = judged.roof.launch_s or LAUNCH_S
+    return Row(
+        name=name,
+        kind=kind,
+        work=judged.works[work] if work >= 0 else "other",
+        calls=len(events),
+        device_s=device_s,
+        cpu_s=cpu_s,
+        flops=float(judged.flops[events][known].sum()) if known.any() else None,
+        bytes=float(judged.bytes[events][known].sum()) if known.any() else None,
+        roof_s=roof_s,
+        bound=bound(flops_s, bytes_s, device_s or cpu_s, len(events), launch_s),
+        module=_module(judged, events),
+        details=_details(judged, events, seconds, known),
+    )
+
+
+def _sum(values: Array) -> float | None:
+    return None if np.isnan(values).all() else float(np.nansum(values))
+
+
+def _details(judged: Judged, events: Array, seconds: Array, known: Array) -> dict[str, Any]:
+    trace = judged.trace
+    details: dict[str, Any] = {}
+    detail = trace.detail[events]
+    if (detail >= 0).any():
+        longest = detail[int(seconds.argmax())]
+        details = {key: value for key, value in trace.details[longest].items() if value not in ("", None)}
+    if trace.kind[events[0]] == OP:
+        longest = trace.signature[events[int(seconds.argmax())]]
+        if longest >= 0:
+            details["shapes"] = [list(shape) for shape in trace.signatures[longest].dims if shape]
+    if 0 < known.sum() < len(known):
+        details["modelled_calls"] = int(known.sum())
+    if judged.links.graph[events].any():
+        details["in_cuda_graph"] = int(judged.links.graph[events].sum())
+    return details
+
+
+def _module(judged: Judged, events: Array) -> str:
+    """The module most calls came from; a backward's is its forward's."""
+    trace = judged.trace
+    modules: Counter[str] = Counter()
+    for event in events[:200].tolist():
+        op = event if trace.kind[event] == OP else int(judged.links.launch[event])
+        found = module_of(judged, op) if op >= 0 else ""
+        if found:
+            modules[found] += 1
+    return modules.most_common(1)[0][0] if modules else ""
+
+
+def module_of(judged: Judged, event: int) -> str:
+    """The module an event was called from, or ''."""
+    trace, host = judged.trace, judged.host
+    if host.module[event] >= 0:
+        return trace.name_of(int(host.module[event])).removeprefix(MODULE)
+    for around in host.ancestors(event):
+        detail = trace.detail[around]
+        if trace.kind[around] == OP and detail >= 0 and trace.details[detail].get("module"):
+            return str(trace.details[detail]["module"])
+        forward = judged.forward_of.get(int(trace.sequence[around])) if trace.sequence[around] >= 0 else None
+        if forward is not None and forward != around and host.module[forward] >= 0:
+            return trace.name_of(int(host.module[forward])).removeprefix(MODULE)
+    return ""

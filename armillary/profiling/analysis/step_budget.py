@@ -1,0 +1,142 @@
+"""The step budget: where the wall time of a window went, in parts that add up to it, overlap counted once.
+
+On a GPU every moment belongs to the first that holds: a kernel computes, communication runs alone, a copy to or from
+the host runs alone, or the device stands still and the host says why. Without a GPU the operators are the device's
+work: see cpu_budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from armillary.profiling.analysis.cpu_step_budget import cpu_budget
+from armillary.profiling.analysis.idle_gaps import Stretch, exposed, idle_stretches
+from armillary.profiling.analysis.kernel_time import KernelTime, split_kernel_time
+from armillary.profiling.analysis.roofline_attribution import Judged
+from armillary.profiling.profile import BUDGET
+from armillary.profiling.trace.event_classes import is_host_copy
+from armillary.profiling.trace.intervals import clip, length
+from armillary.profiling.trace.launch_correlation import Links
+from armillary.profiling.trace.trace import ANNOTATION, MEMCPY, Array, Trace
+
+STEP = "ProfilerStep#"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """The stretch of a trace that is looked at."""
+
+    low: float
+    high: float
+    steps: int = 1
+    """how many steps it holds"""
+
+    @property
+    def seconds(self) -> float:
+        return self.high - self.low
+
+    @property
+    def span(self) -> tuple[float, float]:
+        return self.low, self.high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Where the time went, and the evidence."""
+
+    window: Window
+    """what was looked at"""
+    parts: Mapping[str, float]
+    """part of BUDGET -> seconds, adding up to the window"""
+    stretches: list[Stretch] = field(default_factory=list)
+    """idle, copying and communicating stretches, with causes"""
+    kernels: KernelTime
+    """the time work was done, and how much of it could be judged"""
+    events: Array
+    """work inside the window: kernels, or operators where there are none"""
+    device: int = -1
+    """the device that was looked at; -1 the host"""
+    overhead_s: float = 0.0
+    """what the recording itself cost, taken off the parts"""
+    kept: Mapping[str, float] = field(default_factory=dict)
+    """part -> the share of it that was left when that was taken off"""
+
+    @property
+    def wall_s(self) -> float:
+        """What the parts add up to."""
+        return self.window.seconds - self.overhead_s
+
+
+def budget(judged: Judged, window: Window | None = None) -> Budget:
+    """The budget of a trace; its window is its steps, or else all of it."""
+    window = window or window_of(judged.trace, judged.links)
+    if not judged.on_gpu:
+        parts, stretches, kernels, events = cpu_budget(judged, window.span)
+        return Budget(window=window, parts=_whole(parts, window), stretches=stretches, kernels=kernels, events=events)
+    return _gpu_budget(judged, window)
+
+
+def window_of(trace: Trace, links: Links) -> Window:
+    """From the first step's beginning to the last one's end, and on until the device has done what they launched."""
+    steps = np.flatnonzero((trace.kind == ANNOTATION) & trace.named(STEP))
+    if not len(steps):
+        return Window(low=float(trace.start.min()), high=float(trace.end.max()))
+    low, high = float(trace.start[steps].min()), float(trace.end[steps].max())
+    asked = np.where(links.launch >= 0, trace.start[links.launch], trace.start)
+    tail = trace.end[trace.on_device & (asked >= low) & (asked <= high)]
+    high = max(high, float(tail.max())) if len(tail) else high
+    return Window(low=low, high=high, steps=len({int(name) for name in trace.name[steps]}))
+
+
+def busiest_device(trace: Trace) -> int:
+    """The device with the most time; -1 without one."""
+    events = trace.on_device
+    if not events.any():
+        return -1
+    numbers, inverse = np.unique(trace.device[events], return_inverse=True)
+    return int(numbers[np.bincount(inverse, weights=trace.seconds[events]).argmax()])
+
+
+def _gpu_budget(judged: Judged, window: Window) -> Budget:
+    trace, device = judged.trace, busiest_device(judged.trace)
+    inside = (trace.start < window.high) & (trace.end > window.low)
+    events = np.flatnonzero(trace.on_device & (trace.device == device) & inside)
+    comm = judged.work[events] == judged.works.index("collective")
+    host_copy = np.array([is_host_copy(name) for name in trace.names], dtype=bool)[trace.name[events]]
+    copying = (trace.kind[events] == MEMCPY) & host_copy
+    compute = events[~comm & ~copying]
+    start, end = clip(trace.start[events], trace.end[events], *window.span)
+    work = ~comm & ~copying
+    alone = exposed(start[comm], end[comm], start[work], end[work])
+    copies = exposed(start[copying], end[copying], start[~copying], end[~copying])
+    first, last = start[work], end[work]
+    kernels = split_kernel_time(judged, compute, last - first, lambda some: length(first[some], last[some]))
+    stretches = idle_stretches(trace, judged.host, judged.links, events, window.span)
+    stretches += _running(alone, "comm") + _running(copies, "copy")
+    parts = dict(kernels.parts)
+    for stretch in stretches:
+        for (part, _), seconds in stretch.causes.items():
+            parts[part] = parts.get(part, 0.0) + seconds
+    return Budget(
+        window=window, parts=_whole(parts, window), stretches=stretches, kernels=kernels, events=compute, device=device
+    )
+
+
+def _running(spans: tuple[Array, Array], what: str) -> list[Stretch]:
+    """Communication or a copy with no kernel beside it, as stretches with that cause."""
+    stretches = []
+    for start, end in zip(*(side.tolist() for side in spans), strict=True):
+        stretch = Stretch(start, end, note="communication alone" if what == "comm" else "copy between host and device")
+        stretch.add("collective" if what == "comm" else "copy", end - start)
+        stretches.append(stretch)
+    return stretches
+
+
+def _whole(parts: Mapping[str, float], window: Window) -> dict[str, float]:
+    """Every part, in order; what is missing to the window (rounding) is unknown."""
+    result = {part: max(0.0, parts.get(part, 0.0)) for part in BUDGET}
+    result["unknown"] += max(0.0, window.seconds - sum(result.values()))
+    return result

@@ -1,0 +1,96 @@
+"""Memory bandwidth over working sets: copy, read, write and triad, from memory and from the caches.
+
+`bytes` of a point is everything one pass touches, read and written together; a copy of n bytes counts 2n. Points of
+kind copy, read, write and triad come from memory: buffers are taken in turn from a pool several times the last cache.
+Points of kind cache go over the same buffers again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from armillary.kernels.core.random_inputs import Pool, random_row, set_elements
+from armillary.kernels.core.timing import Call
+from armillary.profiling.ceilings.settings import Settings
+
+_MIB = 1 << 20
+_TIMES_CACHE = 4
+_DTYPE = torch.float32
+_SLACK = 1024
+"""elements beyond the largest buffer, so that it can be aligned"""
+
+
+def _copy(a: Any, b: Any) -> Call:
+    return lambda: a.copy_(b)
+
+
+def _read(a: Any) -> Call:
+    return lambda: torch.sum(a)
+
+
+def _write(a: Any) -> Call:
+    value = float(a[0])
+    return lambda: a.fill_(value)
+
+
+def _triad(a: Any, b: Any, c: Any) -> Call:
+    return lambda: torch.add(b, c, alpha=0.37, out=a)
+
+
+OPS: dict[str, tuple[int, Callable[..., Call]]] = {
+    "copy": (2, _copy),
+    "read": (1, _read),
+    "write": (1, _write),
+    "triad": (3, _triad),
+}
+"""name -> buffers it touches, and what makes a call of them; triad is a = b + s·c"""
+
+
+def cases(settings: Settings) -> list[dict[str, Any]]:
+    """Working sets from memory, then those that stay in a cache."""
+    memory = [{"op": op, "bytes": size, "hot": False} for size in _memory_sizes(settings) for op in OPS]
+    return memory + [{"op": op, "bytes": size, "hot": True} for size in _cache_sizes(settings) for op in OPS]
+
+
+def measure(chosen: Iterable[dict[str, Any]], settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A point for each case; the buffers an operation reads and writes come from rows of their own."""
+    wanted = max(_TIMES_CACHE * settings.cache_bytes, _memory_sizes(settings)[-1])
+    elements = int(min(settings.free_bytes / 3, wanted)) // _DTYPE.itemsize
+    rows = [random_row(elements // share + _SLACK, _DTYPE, settings.device, seed=share) for share in (1, 2, 3)]
+    for case in chosen:
+        num_buffers, make = OPS[case["op"]]
+        length = case["bytes"] // num_buffers // _DTYPE.itemsize
+        moved = length * num_buffers * _DTYPE.itemsize
+        mine = rows[:num_buffers]
+        sets = 1 if case["hot"] else min(row.numel() for row in mine) // set_elements([(length,)])
+        columns = [Pool(row).sets(sets, [(length,)]) for row in mine]
+        calls = [make(*(buffer for (buffer,) in buffers)) for buffers in zip(*columns, strict=True)]
+        timing = settings.time(*calls)
+        tried = {"bytes": case["bytes"]} | ({"op": case["op"]} if case["hot"] else {})
+        rate = {"bytes_per_s": moved / timing.seconds}
+        yield ("cache" if case["hot"] else case["op"]), settings.point(tried, timing, rate, buffers=sets)
+
+
+def _memory_sizes(settings: Settings) -> list[int]:
+    """From a few MiB to well past the last cache, in steps of four, as far as a third of memory allows."""
+    limit = settings.free_bytes / 3
+    largest = (8192 if settings.on_cuda else 256 if settings.quick else 1024) * _MIB
+    while largest < 3 * settings.cache_bytes:
+        largest *= 2
+    while largest > limit and largest > _MIB:
+        largest //= 2
+    sizes = [largest >> (2 * step) for step in range(2 if settings.quick else 5)]
+    return sorted(size for size in sizes if size >= _MIB)
+
+
+def _cache_sizes(settings: Settings) -> list[int]:
+    """Below half of the last cache, in steps of eight; on a GPU one, as smaller ones show the launch only."""
+    sizes: list[int] = []
+    size = settings.cache_bytes // 2 // 4096 * 4096
+    while size >= _MIB // 4 and len(sizes) < (1 if settings.quick or settings.on_cuda else 3):
+        sizes.append(size)
+        size = size // 8 // 4096 * 4096
+    return sorted(sizes)

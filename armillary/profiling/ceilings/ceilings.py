@@ -1,0 +1,148 @@
+"""Ceilings: what this device, its memory, its host link and its disk reach, measured section by section.
+
+Every section lists its cases first, so that a bar knows how far it is; when the time is over, the cases that are left
+are counted and said, not guessed.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from armillary.errors import unknown
+from armillary.machine.background_load import Others
+from armillary.machine.device_name import device_name
+from armillary.profiling.ceilings import attention_flops as attention
+from armillary.profiling.ceilings import bandwidth, disk, fma, gemm, host_copy
+from armillary.profiling.ceilings import elementwise as passes
+from armillary.profiling.ceilings import launch_latency as launch
+from armillary.profiling.ceilings.settings import Settings, clocks_of, settings_for
+from armillary.store.peaks import Peaks, Point, new_peaks
+
+Case = dict[str, Any]
+Watch = Callable[[int, int, str], None]
+"""called with cases done, cases in all, and what comes next"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One kind of ceiling."""
+
+    cases: Callable[[Settings], list[Case]]
+    """what will be tried"""
+    measure: Callable[[Iterable[Case], Settings], Iterator[tuple[str, Point]]]
+    """(kind, point) of each case"""
+
+
+SECTIONS = {
+    "bandwidth": Section(cases=bandwidth.cases, measure=bandwidth.measure),
+    "gemm": Section(cases=gemm.cases, measure=gemm.measure),
+    "attention": Section(cases=attention.cases, measure=attention.measure),
+    "passes": Section(cases=passes.cases, measure=passes.measure),
+    "fma": Section(cases=fma.cases, measure=fma.measure),
+    "launch": Section(cases=launch.cases, measure=launch.measure),
+    "host_copy": Section(cases=host_copy.cases, measure=host_copy.measure),
+    "disk": Section(cases=disk.cases, measure=disk.measure),
+}
+LIMIT_S = {"cpu": 80.0, "cuda": 200.0}
+QUICK_LIMIT_S = 18.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What was measured, and what was not."""
+
+    peaks: Peaks
+    """points, ready to be stored"""
+    skipped: int
+    """cases left when the time was over"""
+    seconds: float
+    """time it all took"""
+    other_cores: float | None
+    """cores that other work kept busy meanwhile; None: not known"""
+
+
+def measure_ceilings(
+    device: torch.device,
+    *,
+    quick: bool = False,
+    folder: Path = Path("."),
+    only: Sequence[str] = (),
+    limit_s: float | None = None,
+    watch: Watch = lambda done, total, what: None,
+) -> Ceilings:
+    """Measure every section, or `only` some, within about `limit_s`."""
+    limit_s = limit_s or (QUICK_LIMIT_S if quick else LIMIT_S[device.type])
+    begin, others = time.monotonic(), Others()
+    with clocks_of(device) as clocks:
+        settings = replace(settings_for(device, quick=quick, folder=folder), clocks=clocks)
+        plan = {name: cases for name in _chosen(only) if (cases := SECTIONS[name].cases(settings))}
+        work = _Work(total=sum(map(len, plan.values())), end=begin + limit_s, watch=watch)
+        peaks = new_peaks(name_of(device), about(device))
+        for name, cases in plan.items():
+            for kind, point in SECTIONS[name].measure(work.through(name, cases), settings):
+                peaks = peaks.with_points(kind, [point])
+            _forget(device)
+    busy = others.cores()
+    return Ceilings(
+        peaks=replace(peaks, about={**peaks.about, "other_cores": busy}),
+        skipped=work.skipped,
+        seconds=time.monotonic() - begin,
+        other_cores=busy,
+    )
+
+
+def name_of(device: torch.device) -> str:
+    """The name under which its peaks are kept: the threads torch uses count on a processor."""
+    return device_name(device, threads=torch.get_num_threads())
+
+
+def about(device: torch.device) -> dict[str, Any]:
+    """Versions that may explain a difference."""
+    known: dict[str, Any] = {"torch": str(torch.__version__), "python": platform.python_version()}
+    if device.type == "cuda":
+        return known | {"cuda": str(torch.version.cuda or torch.version.hip)}
+    return known | {"threads": torch.get_num_threads(), "isa": str(torch.backends.cpu.get_cpu_capability())}
+
+
+class _Work:
+    """Hands out cases, keeps count, and stops when time is over."""
+
+    def __init__(self, *, total: int, end: float, watch: Watch) -> None:
+        self.total, self.end, self.watch = total, end, watch
+        self.done = self.skipped = 0
+
+    def through(self, name: str, cases: list[Case]) -> Iterator[Case]:
+        for case in cases:
+            self.watch(self.done, self.total, f"{name} {_label(case)}")
+            if time.monotonic() < self.end:
+                yield case
+            else:
+                self.skipped += 1
+            self.done += 1
+        self.watch(self.done, self.total, name)
+
+
+def _label(case: Case) -> str:
+    hidden = ("path", "block_bytes", "hot")
+    shown = [value for key, value in case.items() if key not in hidden]
+    return " ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in shown)
+
+
+def _chosen(only: Sequence[str]) -> list[str]:
+    for name in only:
+        if name not in SECTIONS:
+            raise unknown("section", name, SECTIONS)
+    return [name for name in SECTIONS if not only or name in only]
+
+
+def _forget(device: torch.device) -> None:
+    """Give a section's buffers back before the next one counts free memory."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

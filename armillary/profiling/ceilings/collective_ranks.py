@@ -1,0 +1,254 @@
+"""The ranks of the collective benchmark: processes of this machine that run each operation together and time it.
+
+Rank 0 says how often an operation is repeated, all ranks time it, and the slowest counts. What they find comes back
+through a pipe, one size at a time, so that a bar can move.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+from armillary.errors import ArmillaryError
+from armillary.kernels.core.timing import Call, calls_per_sample, num_samples, summary
+
+_SPAWN = get_context("spawn")
+_SILENCE_S = 120.0
+"""ranks that say nothing for so long hang"""
+_MAX_SAMPLES = 100
+
+
+class RanksFailed(ArmillaryError):
+    """Processes that could not talk to each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the ranks do."""
+
+    device: str
+    """cpu or cuda"""
+    world: int
+    """ranks"""
+    ops: tuple[str, ...]
+    """keys of OPS"""
+    sizes: tuple[int, ...]
+    """bytes"""
+    budget_s: float
+    """how long each size is looked at"""
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device == "cuda" else "gloo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One operation at one size."""
+
+    op: str
+    """a key of OPS"""
+    bytes: int
+    """the whole array, as it was rounded to divide among the ranks"""
+    seconds: float
+    """median of one operation, the slowest rank's"""
+    spread: float
+    """interquartile range over the median"""
+    samples: int
+    """how many the median is of"""
+
+
+def run_ranks(plan: Plan) -> Iterator[Sample]:
+    """Start the ranks, give what they measure as it comes, and end them."""
+    with tempfile.TemporaryDirectory(prefix="armillary-ranks-") as folder:
+        ours, theirs = _SPAWN.Pipe(duplex=False)
+        args = [(rank, plan, str(Path(folder) / "store"), theirs) for rank in range(plan.world)]
+        ranks = [_SPAWN.Process(target=_rank, args=each, daemon=True) for each in args]
+        for rank in ranks:
+            rank.start()
+        theirs.close()
+        try:
+            yield from _received(ours, plan, [rank.sentinel for rank in ranks])
+        finally:
+            for rank in ranks:
+                rank.join(timeout=10 if sys.exc_info()[0] is None else 0)
+                if rank.is_alive():
+                    rank.kill()
+                    rank.join()
+            ours.close()
+
+
+def _received(pipe: connection.Connection, plan: Plan, sentinels: list[int]) -> Iterator[Sample]:
+    for _ in range(len(plan.ops) * len(plan.sizes)):
+        awake = connection.wait([pipe, *sentinels], timeout=_SILENCE_S)
+        if not awake:
+            raise RanksFailed(f"{plan.world} ranks said nothing for {_SILENCE_S:.0f} s; try fewer with --world")
+        if not pipe.poll():  # ranks end by themselves only after the last sample
+            raise RanksFailed(f"one of {plan.world} ranks died; try fewer with --world")
+        said = pipe.recv()
+        if isinstance(said, str):
+            raise RanksFailed(f"a rank failed: {said}; armillary doctor looks at the machine")
+        yield said
+
+
+# --- inside a rank
+
+
+def _rank(rank: int, plan: Plan, store: str, pipe: Any) -> None:
+    try:
+        _join(rank, plan, store)
+        for op in plan.ops:
+            for size in plan.sizes:
+                sample = _timed(op, size, rank, plan)
+                if rank == 0:
+                    pipe.send(sample)
+        _leave()
+        os._exit(0)  # threads of the backend may outlive the group, and abort an ordinary exit
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        os._exit(1)  # peers may hold the group for ever
+
+
+def _join(rank: int, plan: Plan, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if plan.device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+        if sys.platform == "linux":  # all ranks are on this machine; its host name need not resolve
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(plan.backend, store=dist.FileStore(store, plan.world), rank=rank, world_size=plan.world)
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _timed(op: str, size: int, rank: int, plan: Plan) -> Sample:
+    """The same number of repeats on every rank; each sample is the slowest rank's."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device(plan.device, rank) if plan.device == "cuda" else torch.device("cpu")
+    elements = max(1, size // 4 // plan.world) * plan.world
+    call = OPS[op](elements, rank, plan.world, device)
+    call()
+    once = _agreed(_clocked(call, 2, device) / 2, device)
+    count = calls_per_sample(once)
+    total = min(_MAX_SAMPLES, num_samples(once, count, plan.budget_s))
+    began = time.monotonic()
+    mine = torch.tensor([_clocked(call, count, device) / count for _ in range(total)], device=device)
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    found = summary(mine.tolist(), calls=count, method="host clock", began=began)
+    return Sample(op=op, bytes=elements * 4, seconds=found.seconds, spread=found.spread, samples=found.samples)
+
+
+def _agreed(seconds: float, device: Any) -> float:
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.broadcast(value, 0)
+    return float(value)
+
+
+def _clocked(call: Call, count: int, device: Any) -> float:
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(count):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+# --- the operations: (elements of the whole array, rank, world, device) -> a call
+
+
+def _random(elements: int, device: Any) -> Any:
+    import torch
+
+    return torch.rand(elements, device=device)
+
+
+def _all_reduce(elements: int, rank: int, world: int, device: Any) -> Call:
+    import torch.distributed as dist
+
+    row = _random(elements, device)
+    return lambda: dist.all_reduce(row, dist.ReduceOp.MAX)  # sums would grow without end over the repeats
+
+
+def _all_gather(elements: int, rank: int, world: int, device: Any) -> Call:
+    import torch.distributed as dist
+
+    whole, part = _random(elements, device), _random(elements // world, device)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    return lambda: gather(whole, part)
+
+
+def _reduce_scatter(elements: int, rank: int, world: int, device: Any) -> Call:
+    import torch.distributed as dist
+
+    whole, part = _random(elements, device), _random(elements // world, device)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    return lambda: scatter(part, whole)
+
+
+def _all_to_all(elements: int, rank: int, world: int, device: Any) -> Call:
+    import torch.distributed as dist
+
+    sent, received = _random(elements, device), _random(elements, device)
+    return lambda: dist.all_to_all_single(received, sent)
+
+
+def _broadcast(elements: int, rank: int, world: int, device: Any) -> Call:
+    import torch.distributed as dist
+
+    row = _random(elements, device)
+    return lambda: dist.broadcast(row, 0)
+
+
+def _send(elements: int, rank: int, world: int, device: Any) -> Call:
+    """There and half back: rank 0 and the last rank take turns, call by call; the ranks between look on."""
+    import torch.distributed as dist
+
+    row, last = _random(elements, device), world - 1
+    turns = [0]
+
+    def call() -> None:
+        turns[0] += 1
+        source, target = (0, last) if turns[0] % 2 else (last, 0)
+        if rank == source:
+            dist.send(row, target)
+        elif rank == target:
+            dist.recv(row, source)
+
+    return call
+
+
+OPS: dict[str, Callable[[int, int, int, Any], Call]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "send": _send,
+}
+"""operation -> what makes a call of it"""

@@ -1,0 +1,77 @@
+"""`"auto"` dtypes resolved for a training run or a server, and a check of dtypes that were asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from armillary.profiling.dtypes.rates import RunShape, cluster_rates, run_shape
+from armillary.spec.hardware import Cluster
+from armillary.spec.layout import Layout, Precision
+from armillary.spec.model import ModelConfig
+from armillary.spec.precision import SIXTEEN_BIT, DtypeRates, check_asked, serving_dtype, training_dtype
+from armillary.spec.tables.serve import Serve, Traffic
+from armillary.spec.tables.train import TrainJob
+from armillary.store.home import Home
+
+PREFILL_ROWS = 512
+"""tokens of a pass over prompts at which dtypes are compared, where the step budget allows as many"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A dtype without "auto", and what is to be said of it."""
+
+    dtype: Precision
+    """what is computed in"""
+    reason: str = ""
+    """why auto came to it; empty where it was asked for"""
+    warning: str = ""
+    """what to mind: it is slow here, or auto would now differ from what a run keeps"""
+
+
+def resolve_training(
+    layout: Layout, config: ModelConfig, job: TrainJob, cluster: Cluster, home: Home, *, device: str | None = None
+) -> Resolved:
+    """The precision of a training run."""
+    if layout.precision not in ("auto", *SIXTEEN_BIT):
+        return Resolved(dtype=layout.precision)
+    rows = layout.micro_batch * job.sequence // layout.cp
+    rates = cluster_rates(home, cluster, run_shape(config, rows=rows, keys=job.sequence), device=device)
+    if layout.precision != "auto":
+        return Resolved(dtype=layout.precision, warning=check_asked(layout.precision, rates, "layout.precision"))
+    made = training_dtype(rates)
+    return Resolved(dtype=made.dtype, reason=made.reason)
+
+
+def kept_precision(kept: Precision, now: str) -> Resolved:
+    """The precision that a resumed run keeps; `now` is what auto comes to by now, and why."""
+    return Resolved(
+        dtype=kept,
+        reason=f"{kept}: as this run was started",
+        warning=f"this run keeps {kept}, with which it was started; auto would now take {now}",
+    )
+
+
+def resolve_serving(serve: Serve, rates: DtypeRates, *, stored: str, traffic: Traffic | None = None) -> Resolved:
+    """The dtype of a server for a model whose weights are stored in `stored`."""
+    if serve.dtype != "auto":
+        return Resolved(dtype=serve.dtype, warning=check_asked(serve.dtype, rates, "serve.dtype"))
+    usual = traffic or Traffic()
+    made = serving_dtype(rates, stored=stored, tokens_in=usual.tokens_in, tokens_out=usual.tokens_out)
+    return Resolved(dtype=made.dtype, reason=made.reason)
+
+
+def serving_shape(config: ModelConfig, serve: Serve) -> RunShape:
+    """Of the passes over prompts that an engine makes."""
+    rows = min(PREFILL_ROWS, serve.max_tokens_per_step)
+    return run_shape(config, rows=rows, keys=min(serve.max_model_len or config.context, rows))
+
+
+def with_precision(layout: Layout, found: Resolved) -> Layout:
+    """The layout with what was resolved."""
+    return replace(layout, precision=found.dtype)
+
+
+def with_dtype(serve: Serve, found: Resolved) -> Serve:
+    """The settings of a server with what was resolved."""
+    return replace(serve, dtype=found.dtype)  # type: ignore[arg-type]  # neither tf32 nor fp8 is ever resolved to

@@ -1,0 +1,134 @@
+"""What the kernel bench found: a row a case, a figure a version, and whether the bar for it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from armillary.profiling.kernel_bench.targets import Bar
+
+_OURS = "triton"
+_SAME = 1.01
+"""times as long: two timings of one kernel differ by this much"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One version of one case."""
+
+    version: str
+    """its name"""
+    forward_s: float | None = None
+    """seconds of a forward"""
+    backward_s: float | None = None
+    """seconds of a backward"""
+    forward_rate: float | None = None
+    """bytes/s or FLOP/s, as the ceiling is"""
+    backward_rate: float | None = None
+    """of the backward"""
+    forward_share: float | None = None
+    """rate over the ceiling"""
+    backward_share: float | None = None
+    """of the backward"""
+    error: float | None = None
+    """relative, against the wide reference"""
+    refused: str = ""
+    """why it was not timed"""
+    method: str = ""
+    """how time was taken"""
+    rival: bool = False
+    """timed beside, never chosen"""
+    extra_bytes: float | None = None
+    """memory beyond the gradients, where there is a bar for it"""
+
+    @property
+    def seconds(self) -> float | None:
+        return None if self.forward_s is None else self.forward_s + (self.backward_s or 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelRow:
+    """One case of one operation."""
+
+    op: str
+    """name of the operation"""
+    name: str
+    """whose shape it is"""
+    shape: str
+    """sizes and format"""
+    ceiling: str
+    """copy, read, gemm or fp8"""
+    chosen: str
+    """version that choose() takes"""
+    measured: tuple[Measured, ...]
+    """every version"""
+    failed: str = ""
+    """why there is nothing: the reference itself could not be run"""
+    bar: Bar | None = None
+    """what is to be reached here, where something is"""
+    seconds: float = 0.0
+    """that the case took"""
+    held_bytes: float = 0.0
+    """GPU memory that the bench still has after the case"""
+
+    def of(self, version: str) -> Measured | None:
+        return next((one for one in self.measured if one.version == version), None)
+
+    @property
+    def ours(self) -> Measured | None:
+        """Our own kernel: the best of those in Triton."""
+        own = [one for one in self.measured if one.version.startswith(_OURS)]
+        return min(own, key=lambda one: one.seconds if one.seconds is not None else float("inf"), default=None)
+
+    def misses(self, one: Measured | None) -> list[str]:
+        """What of the bar this version does not hold; nothing where there is no bar."""
+        if self.bar is None:
+            return []
+        if one is None or one.seconds is None:
+            return ["not timed"]
+        bar = self.bar
+        found = [
+            f"{way} {100 * share:.1f}% < {100 * least:.0f}%"
+            for way, share, least in (
+                ("forward", one.forward_share, bar.forward),
+                ("backward", one.backward_share, bar.backward),
+            )
+            if least is not None and share is not None and share < least
+        ]
+        if bar.extra_bytes is not None and one.extra_bytes is not None and one.extra_bytes > bar.extra_bytes:
+            found.append(f"{one.extra_bytes / 1e9:.2f} GB extra > {bar.extra_bytes / 1e9:.1f}")
+        named = [rival for rival in self.measured if rival.version.startswith(bar.never_behind)]
+        return found + [text for rival in named for text in _behind(one, rival)]
+
+
+def _behind(one: Measured, rival: Measured) -> list[str]:
+    """In what a version takes longer than a rival: in all, else in one direction."""
+    if _longer(one.seconds, rival.seconds):
+        return [f"behind {rival.version}"]
+    ways = (("forward", one.forward_s, rival.forward_s), ("backward", one.backward_s, rival.backward_s))
+    return [f"{way} behind {rival.version}" for way, mine, other in ways if _longer(mine, other)]
+
+
+def _longer(mine: float | None, other: float | None) -> bool:
+    return mine is not None and other is not None and other * _SAME < mine
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelBench:
+    """What a run of the bench found."""
+
+    device: str
+    """as the driver names it"""
+    date: str
+    """day"""
+    ceilings: dict[str, float]
+    """bytes/s or FLOP/s, measured in this run"""
+    rows: tuple[KernelRow, ...]
+    """case by case"""
+    skipped: int
+    """cases left when the time was over"""
+    warm_s: float
+    """seconds of compiling ahead"""
+    seconds: float
+    """of everything"""
+    left: tuple[str, ...] = field(default=())
+    """names of the cases that were left"""

@@ -1,0 +1,96 @@
+"""`profile(step)`: run a callable a few times under the profiler and say where its time went.
+
+The same steps are first timed without the profiler, so that the profile can say how much the recording itself cost.
+What is profiled is handed in as a callable: training, serving and anybody's code alike.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from armillary.errors import BadInput
+from armillary.machine.device_name import device_name
+from armillary.profiling.analysis.analyse import analyse
+from armillary.profiling.analysis.analyse import device_name as traced_device
+from armillary.profiling.analysis.roofline import roof_for
+from armillary.profiling.profile import Profile
+from armillary.profiling.record.recorder import Recorder, finish
+from armillary.profiling.trace.trace import read_trace
+from armillary.store.home import Home
+
+
+def profile(
+    step: Callable[[], object],
+    *,
+    steps: int = 5,
+    warmup: int = 3,
+    home: Home | None = None,
+    memory: bool = True,
+    stacks: bool = True,
+    trace_path: str | Path | None = None,
+    source: str = "",
+    twin: Callable[[], object] | None = None,
+) -> Profile:
+    """Where the time of `steps` calls of `step` goes, after `warmup` calls that do not count.
+
+    `memory` records allocations and `stacks` where Python stands; the Chrome trace is kept at `trace_path`. The roof
+    is the one measured on this device and kept in `home`, or the catalogue's. A step that replays a CUDA graph hides
+    its operators and shapes: `twin` does the same work without the graph, is called once beside the steps, and lends
+    its kernels' FLOPs and bytes to those of the graph.
+    """
+    if steps < 1 or warmup < 0:
+        raise BadInput(f"cannot profile {steps} steps after {warmup}; give at least 1 after 0 or more")
+    for _ in range(warmup):
+        step()
+    plain_s = _timed(step, steps)
+    recorder = Recorder(memory=memory, stacks=stacks)
+    record(recorder, step, steps, twin)
+    with ExitStack() as stack:
+        folder = Path(trace_path).parent if trace_path else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        path = recorder.save(folder / (Path(trace_path).name if trace_path else "trace.json"))
+        found = read(path, home=home, source=source or getattr(step, "__name__", "step"), plain_s=plain_s)
+    return found
+
+
+def record(
+    recorder: Recorder, step: Callable[[], object], steps: int, twin: Callable[[], object] | None = None
+) -> None:
+    """`steps` calls in a recording, after one that pays what the first costs; one that raises still ends it."""
+    recorder.start()
+    try:
+        if twin is not None:
+            twin()
+        step()
+        finish()
+        for _ in range(steps):
+            recorder.begin_step()
+            step()
+        recorder.end_step()
+    finally:
+        recorder.stop()
+
+
+def read(path: Path, *, home: Home | None, source: str, plain_s: float | None = None) -> Profile:
+    """Analyse a trace that was just made here, against the roof of the device that did its work."""
+    trace = read_trace(path)
+    name = traced_device(trace) or device_name("cpu", threads=torch.get_num_threads())
+    return analyse(trace, roof=roof_for(name, home or Home.default()), source=source, plain_s=plain_s)
+
+
+def _timed(step: Callable[[], object], steps: int) -> float:
+    """Median seconds of a plain step."""
+    seconds = []
+    for _ in range(steps):
+        finish()
+        begin = time.perf_counter()
+        step()
+        finish()
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds)

@@ -1,0 +1,136 @@
+"""One recording: torch's profiler, module names and Python samples, joined in one Chrome trace.
+
+Only torch and the standard library are used, because this also runs inside other people's scripts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from armillary.profiling.record.module_scopes import ModuleNames
+from armillary.profiling.record.optimizer_sizes import OptimizerSizes
+from armillary.profiling.record.python_sampler import Sampler
+from armillary.profiling.record.sample_events import sample_events
+from armillary.profiling.record.torch_stderr_filter import freed_unknown_block
+from armillary.profiling.trace.tensor_lists import KEY as OPTIMIZERS
+
+STEP = "ProfilerStep#"
+"""what the annotation of a step begins with, as torch.profiler writes it"""
+
+
+class Recorder:
+    """`start()`, then `begin_step()` before each step, `stop()`, and `save(path)`; all from one thread.
+
+    Without `hooks` modules have no names, and optimisers are told of by `see`.
+    """
+
+    def __init__(self, *, memory: bool = True, stacks: bool = True, hooks: bool = True) -> None:
+        _quiet()
+        self._profiler = torch.profiler.profile(activities=activities(), record_shapes=True, profile_memory=memory)
+        self._sampler = Sampler() if stacks else None
+        self._hooks = hooks
+        self._modules = ModuleNames()
+        self._optimizers = OptimizerSizes()
+        self._step: Any = None
+        self.steps = 0
+        self.running = False
+        self.thread = 0
+        """the one that is recorded"""
+
+    def start(self) -> None:
+        self.running, self.thread = True, threading.get_ident()
+        with warnings.catch_warnings(), freed_unknown_block():
+            warnings.simplefilter("ignore")  # torch 2.11 warns at every start that it forgets earlier recordings
+            self._profiler.start()
+        if self._hooks:
+            self._modules.__enter__()
+            self._optimizers.start()
+        with record_function("armillary: first annotation"):  # pays what the first one costs
+            pass
+        if self._sampler:
+            self._sampler.start()
+
+    def see(self, optimizer: Any) -> None:
+        """An optimiser has taken a step."""
+        self._optimizers.see(optimizer)
+
+    def drop_hooks(self) -> None:
+        """Go on without them."""
+        self._hooks = False
+        self._modules.__exit__(None, None, None)
+        self._optimizers.stop()
+
+    def begin_step(self) -> None:
+        self.end_step()
+        self._step = record_function(f"{STEP}{self.steps}")
+        self._step.__enter__()
+
+    def end_step(self) -> None:
+        """Close the step in progress; on an accelerator, once its work is done."""
+        if self._step is not None:
+            finish()
+            self._step.__exit__(None, None, None)
+            self._step = None
+            self.steps += 1
+
+    def stop(self) -> None:
+        self.abandon()
+        self._profiler.stop_trace()
+        self.running = False
+
+    def abandon(self) -> None:
+        """Leave nothing of ours behind; what torch has recorded is lost with the thread it recorded."""
+        if self._sampler:
+            self._sampler.stop()
+        self.drop_hooks()
+
+    def save(self, path: Path) -> Path:
+        """The trace as JSON, samples included."""
+        raw = path.with_name(f".{path.name}.raw.json")
+        profiler = self._profiler.profiler
+        assert profiler is not None
+        profiler.kineto_results.save(str(raw))
+        try:
+            self._join(raw, path)
+        finally:
+            raw.unlink()
+        return path
+
+    def _join(self, raw: Path, path: Path) -> None:
+        """Names and samples go in front of torch's own events, whose text stays as it is."""
+        text = raw.read_text(errors="replace")
+        mark = re.search(r'"traceEvents":\s*\[', text)
+        assert mark, "a trace has events"
+        whole = json.loads(text, strict=False)
+        base_ns, pid = int(whole.get("baseTimeNanoseconds", 0)), os.getpid()
+        added = self._modules.events(pid, base_ns)
+        if self._sampler:
+            added += sample_events(self._sampler.samples(), [*added, *whole["traceEvents"]], base_ns, pid)
+        lines = "".join(json.dumps(event) + ",\n" for event in added)
+        about = f'"{OPTIMIZERS}": {json.dumps(self._optimizers.lists)},\n'
+        path.write_text(f"{text[: mark.start()]}{about}{mark.group()}\n{lines}{text[mark.end() :]}")
+
+
+def activities() -> list[ProfilerActivity]:
+    found = [ProfilerActivity.CPU]
+    return [*found, ProfilerActivity.CUDA] if torch.cuda.is_available() else found
+
+
+def finish() -> None:
+    """Wait for the accelerator, so that a step holds all of its own work."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _quiet() -> None:
+    """The profiler prints lines of its own on stderr at every start; its variable is read at the first."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -1,0 +1,198 @@
+"""The window of a script's run that is recorded: when it opens and closes, decided from the script's own steps.
+
+A call of an optimiser's `step` ends a step of training; where there is none, a call that repeats without gradients is a
+step of inference; where there is neither, the whole run is one step, up to a limit. torch records one thread at a time
+and for one at a time: a recording is ended by the thread that began it, and gives way to the script's own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from armillary.profiling.record.child_processes import Children
+from armillary.profiling.record.recorder import Recorder, finish
+from armillary.profiling.record.step_detector import ScriptSteps
+from armillary.profiling.record.user_profiler import TheirProfiler
+
+SKIP, PLAIN = 2, 3
+"""steps that do not count, then steps that are timed without the profiler"""
+WHOLE_RUN_S = 30.0
+"""longest recording of a script without steps"""
+
+
+class Window:
+    """Follows the script's steps: skips, times, records, and tells `done` when it has what it needs."""
+
+    def __init__(self, steps: int, done: Callable[[], None]) -> None:
+        self.wanted = steps
+        self.seen = 0
+        self.plain: list[float] = []
+        self.recorder: Recorder | None = None
+        self.finished = False
+        self.lost = False
+        """whether torch still records a thread that is gone, or not ours to end"""
+        self.script = ScriptSteps(ended=self._end_of_step, anew=self._anew, compiling=self._compiling)
+        self.theirs = TheirProfiler(self._give_way)
+        self.children = Children()
+        self._cold = Recorder()
+        self._in_cold = False
+        self._done = done
+        self._last = 0.0
+        self._pid = os.getpid()
+        self._signals = threading.RLock()
+
+    def open(self) -> None:
+        self.script.watch()
+        self.theirs.watch()
+        self.children.watch()
+        os.register_at_fork(after_in_child=self._forget)
+        with self.theirs.ours():
+            self._cold.start()
+        self._cold.begin_step()
+        self._in_cold = True
+        self._limit(WHOLE_RUN_S)
+
+    def close(self) -> Recorder:
+        """The best recording there is: of warm steps, else of the run's beginning."""
+        self._forget()
+        if self.recorder is not None and self.recorder.running:
+            self._stop()
+        self._end_cold()
+        return self.recorder if self.recorder is not None and self.recorder.steps else self._cold
+
+    @property
+    def plain_s(self) -> float | None:
+        """Seconds of a step without the profiler."""
+        return median(self.plain) if self.plain else None
+
+    @property
+    def own(self) -> bool:
+        """Whether this process is the one that was opened, and not a fork of it."""
+        return os.getpid() == self._pid
+
+    def _forget(self) -> None:
+        """Nothing of the script is followed from here on, as in a forked child."""
+        for watcher in (self.script, self.theirs, self.children):
+            watcher.release()
+        if not self.own:
+            self._cold.drop_hooks()
+            if self.recorder is not None:
+                self.recorder.drop_hooks()
+
+    # --- the script's own steps
+
+    def _end_of_step(self, optimizer: Any) -> None:
+        if self.finished or self._elsewhere():
+            return
+        self.seen += 1
+        self._end_cold()
+        if self.recorder is not None:
+            if optimizer is not None:
+                self.recorder.see(optimizer)
+            self._next_recorded()
+        elif self.theirs.running:
+            self._last = 0.0
+        elif self.seen >= SKIP:
+            self._time_plain()
+            if len(self.plain) >= PLAIN and not self._cold.running:
+                self._start()
+
+    def _elsewhere(self) -> bool:
+        return self.recorder is not None and self.recorder.thread != threading.get_ident()
+
+    def _time_plain(self) -> None:
+        finish()
+        now = time.perf_counter()
+        if self._last:
+            self.plain.append(now - self._last)
+        self._last = now
+
+    def _start(self) -> None:
+        self.recorder = Recorder(hooks=not self.script.compiled)
+        with self.theirs.ours():
+            self.recorder.start()  # the step that follows pays what the first recorded one costs
+
+    def _next_recorded(self) -> None:
+        assert self.recorder is not None
+        finish()
+        self.recorder.end_step()
+        if self.recorder.steps < self.wanted:
+            self.recorder.begin_step()
+        else:
+            self._stop()
+            self._done()
+
+    def _stop(self) -> None:
+        """End the recording; one of another thread cannot be ended, and is lost."""
+        assert self.recorder is not None
+        self.finished = True
+        if self._elsewhere():
+            self.recorder.abandon()
+            self.recorder, self.lost = None, True
+            return
+        with self.theirs.ours():
+            self.recorder.stop()
+
+    def _anew(self) -> None:
+        """What was taken for steps was something else."""
+        if self.finished:
+            return
+        self.seen, self.plain, self._last = 0, [], 0.0
+        if self.recorder is not None:
+            self._stop()
+            self.recorder, self.finished = None, False
+
+    def _compiling(self) -> None:
+        """Steps before were eager, and the next ones compile: all of them are left out."""
+        for recorder in (self._cold, self.recorder):
+            if recorder is not None:
+                recorder.drop_hooks()
+        self._anew()
+
+    def _give_way(self) -> None:
+        """The script begins to record: ours ends with what it has, or waits for another chance."""
+        self._end_cold()
+        if self.recorder is not None and self.recorder.running:
+            self._stop()
+            if self.recorder is not None and not self.recorder.steps:
+                self.recorder, self.finished, self._last = None, False, 0.0
+
+    # --- the beginning of the run
+
+    def _end_cold(self) -> None:
+        if not self._in_cold:
+            return
+        if threading.get_ident() != self._cold.thread:
+            self._ask_main_thread()
+            return
+        self._in_cold = False
+        self._limit(0.0)
+        self._cold.end_step()
+        with self.theirs.ours():
+            self._cold.stop()
+
+    def _limit(self, seconds: float) -> None:
+        """End the recording of the beginning after a while; a script that uses the alarm itself keeps it."""
+        if not hasattr(signal, "setitimer"):
+            return
+        with self._signals:
+            if signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, self._alarm):
+                signal.signal(signal.SIGALRM, self._alarm if seconds else signal.SIG_DFL)
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def _ask_main_thread(self) -> None:
+        """Steps are made in another thread than the one that was recorded: that one has to end it."""
+        if not hasattr(signal, "pthread_kill"):
+            return
+        with self._signals:  # never while the handler is being taken away
+            if signal.getsignal(signal.SIGALRM) == self._alarm:
+                signal.pthread_kill(self._cold.thread, signal.SIGALRM)
+
+    def _alarm(self, number: int, frame: object) -> None:
+        self._end_cold()

@@ -1,0 +1,180 @@
+"""The ends of a script's steps, seen from outside: optimiser steps, else calls that repeat without a gradient.
+
+Dynamo compiles hooks into what it traces, so those on all modules go before anything is compiled; from then on what
+torch.compile returned is followed instead. The one hook on optimisers stays, empty to Dynamo, as taking it away would
+compile an optimiser's step again.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
+from weakref import WeakSet
+
+import torch
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+
+from armillary.profiling.record.import_hook import after_import
+
+What = Literal["run", "forward", "compiled", "optimizer"]
+
+
+class ScriptSteps:
+    """Calls `ended(optimizer or None)` after each step, `anew()` when steps turn out to be others than those before,
+    and `compiling()` before the first thing is compiled."""
+
+    def __init__(
+        self, *, ended: Callable[[Any], None], anew: Callable[[], None], compiling: Callable[[], None]
+    ) -> None:
+        self.what: What = "run"
+        """whose end is a step: an optimiser's step, a forward pass, a compiled call, or none but the run's"""
+        self.compiled = False
+        """whether the script compiles anything"""
+        self._ended, self._anew, self._compiling = ended, anew, compiling
+        self._owner: Any = None
+        self._called_once: WeakSet[Any] = WeakSet()
+        self._local = threading.local()
+        self._handles: list[Any] = []
+        self._optimizer_handle: Any = None
+        self._replaced: list[tuple[Any, str, Any]] = []
+        """holder, name and what was there"""
+        self._compile = torch.compile
+        self._over = False
+
+    def watch(self) -> None:
+        self._optimizer_handle = optimizers.register_optimizer_step_post_hook(self._after_optimizer)
+        self._handles = [
+            modules.register_module_forward_pre_hook(self._before_forward),
+            modules.register_module_forward_hook(self._after_forward, always_call=True),
+        ]
+        self._replace(torch, "compile", self._following_compile)
+        self._replace(torch.export, "export", self._freeing(torch.export.export))
+        after_import("torch._dynamo", self._free_before_dynamo)
+
+    def release(self) -> None:
+        """Steps are nobody's business any more."""
+        self._over, self._owner = True, None
+        for holder, name, plain in self._replaced:
+            setattr(holder, name, plain)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if not self.compiled and self._optimizer_handle is not None:
+            self._optimizer_handle.remove()
+
+    # --- eager code
+
+    def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Only the first optimiser ends steps: a script with two takes one step with both."""
+        if torch.compiler.is_compiling() or self._over:
+            return
+        if self.what != "optimizer":
+            if self._owner is not None:
+                self._anew()
+            self._owner, self.what = optimizer, "optimizer"
+        if optimizer is self._owner:
+            self._ended(optimizer)
+
+    def _before_forward(self, module: Any, inputs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._local.depth = self._depth() + 1
+
+    def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._local.depth = max(0, self._depth() - 1)
+            if not torch.is_grad_enabled():
+                self._called(module, "forward")
+
+    def _depth(self) -> int:
+        depth: int = getattr(self._local, "depth", 0)
+        return depth
+
+    def _called(self, whose: Any, what: What) -> None:
+        """The first thing that is called twice from outermost ends steps: one call alone is a run, not a loop."""
+        if self._over or self._depth() or self.what == "optimizer":
+            return
+        if self._owner is None and whose in self._called_once:
+            self._owner, self.what = whose, what
+        self._called_once.add(whose)
+        if whose is self._owner:
+            self._ended(None)
+
+    # --- compiled code
+
+    def _following_compile(self, model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if model is None:  # as a decorator with options: it comes back here with the function
+            return self._compile(model, *args, **kwargs)
+        self._free()
+        made = self._compile(model, *args, **kwargs)
+        if isinstance(made, torch.nn.Module):
+            made.register_forward_pre_hook(self._before_forward)
+            made.register_forward_hook(self._after_forward, always_call=True)
+            return made
+        if not hasattr(made, "_torchdynamo_orig_callable"):
+            return made
+        in_place = isinstance(getattr(model, "__self__", None), torch.nn.Module)  # module.compile()
+        return self._followed(made, "forward" if in_place else "compiled")
+
+    def _followed(self, made: Any, what: What) -> Any:
+        """What was made, telling of its calls; Dynamo sees through it as through what was made."""
+
+        @functools.wraps(made)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._local.depth = self._depth() + 1
+            try:
+                result = made(*args, **kwargs)
+            finally:
+                self._local.depth = max(0, self._depth() - 1)
+            if not _needs_gradient(result):
+                self._called(call, what)
+            return result
+
+        call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
+        return call
+
+    def _free_before_dynamo(self, dynamo: Any) -> None:
+        """For scripts that go past torch.compile."""
+        if not self._over:
+            self._replace(dynamo, "optimize", self._freeing(dynamo.optimize))
+            self._replace(dynamo, "export", self._freeing(dynamo.export))
+
+    def _freeing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._free()
+            return plain(*args, **kwargs)
+
+        return call
+
+    def _replace(self, holder: Any, name: str, call: Callable[..., Any]) -> None:
+        """Until `release`; it looks like what was there."""
+        plain = getattr(holder, name)
+
+        @functools.wraps(plain)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+        self._replaced.append((holder, name, plain))
+        setattr(holder, name, function)
+
+    def _free(self) -> None:
+        """No hook on all modules from here on."""
+        if self.compiled or self._over:
+            return
+        self.compiled = True
+        self._local.depth = 0
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._compiling()
+
+
+def _needs_gradient(result: Any) -> bool:
+    """Whether a backward pass is to follow: then it is part of a step, and no step by itself."""
+    if isinstance(result, torch.Tensor):
+        return bool(result.requires_grad)
+    if isinstance(result, dict):
+        return any(map(_needs_gradient, result.values()))
+    return isinstance(result, list | tuple) and any(map(_needs_gradient, result))

@@ -1,0 +1,158 @@
+"""A profile as one HTML file: budget bar, findings, roofline plot, tables, gaps, memory, Amdahl.
+
+The file stands alone: no script, no font, no address is loaded. Every text from the trace is escaped, because kernel
+names are full of angle brackets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+from armillary.profiling.analysis.compare import Comparison
+from armillary.profiling.profile import BUDGET, Profile, Row
+from armillary.profiling.report.plots import memory_plot, roofline_plot, work_colour
+from armillary.profiling.report.profile_text import (
+    PART_WORDS,
+    ROW_HEADS,
+    amdahl_cells,
+    change_cells,
+    figures,
+    row_cells,
+    top_operators,
+    top_rows,
+)
+from armillary.profiling.trace.short_name import short_name
+from armillary.report.page import Hover, document, heading, items, legend, section, side_by_side, table
+from armillary.units import bytes_text, seconds_text
+
+_TOP = 25
+_SEEN = 5e-4
+"""share of a step from which a part is shown"""
+_OTHERS = tuple(f"var(--{name})" for name in ("one", "three", "four", "two"))
+
+
+def write_page(profile: Profile, path: Path, comparison: Comparison | None = None) -> Path:
+    path.write_text(page(profile, comparison), encoding="utf-8")
+    return path
+
+
+def page(profile: Profile, comparison: Comparison | None = None) -> str:
+    """The whole document."""
+    parts = [_head(profile), _budget(profile), _findings(profile), _compared(comparison), _roofline(profile)]
+    parts += [_table(profile), side_by_side(_gaps(profile), _amdahl(profile)), _memory(profile), _notes(profile)]
+    return document(f"{profile.source}: profile", parts)
+
+
+def _head(profile: Profile) -> str:
+    steps = f"{profile.steps:,} step{'s' if profile.steps > 1 else ''} of {seconds_text(profile.step_s)}"
+    roof = {
+        "measured": "held against ceilings measured on it",
+        "catalogue": "held against the catalogue's ceilings",
+        "unknown": "its ceilings are not known",
+    }[profile.roof.source]
+    return heading(profile.source, f"{steps} on {profile.device} · {roof}")
+
+
+# --- budget and findings
+
+
+def _budget(profile: Profile) -> str:
+    bar = budget_bar(((part, profile.fraction(part)) for part in BUDGET), profile.step_s)
+    return section(f"Where a step of {seconds_text(profile.step_s)} goes", bar)
+
+
+def budget_bar(shares: Iterable[tuple[str, float]], step_s: float) -> str:
+    """One bar of a step's parts, (name, share of the step), and each of them in words; names that BUDGET does not have
+    are told as they are."""
+    parts = [(part, share) for part, share in shares if share >= _SEEN]
+    others = [part for part, _ in parts if part not in BUDGET]
+    bar, words = "", ""
+    for part, share in parts:
+        colour = f"var(--{part})" if part in BUDGET else _OTHERS[others.index(part) % len(_OTHERS)]
+        name, means = escape(PART_WORDS.get(part, part.replace("_", " "))), BUDGET.get(part, "")
+        bar += f"<span style='width:{share:.3%};background:{colour}' title='{name} {share:.1%}: {means}'></span>"
+        words += (
+            f"<span title='{means}'><i style='background:{colour}'></i>{name} <b>{share:.1%}</b> "
+            f"<span class='note'>{seconds_text(share * step_s)}</span></span>"
+        )
+    return f"<div class='bar'>{bar}</div><div class='legend'>{words}</div>" if parts else ""
+
+
+def _findings(profile: Profile) -> str:
+    return section("What to look at first", items(profile.findings, numbered=True))
+
+
+def _notes(profile: Profile) -> str:
+    return section("Notes", items(profile.notes, kind="note"))
+
+
+# --- plots
+
+
+def _roofline(profile: Profile) -> str:
+    drawing = roofline_plot(profile)
+    if not drawing:
+        return ""
+    works = dict.fromkeys(row.work for row in top_rows(profile, _TOP) if row.intensity)
+    note = "<div class='note'>each point is a kernel or operator, its area its time; hover for its figures</div>"
+    return section("Roofline", drawing + legend((work_colour(work), work) for work in works) + note)
+
+
+def _memory(profile: Profile) -> str:
+    memory = profile.memory
+    if memory is None or not memory.times_s:
+        return ""
+    peak = f"peak {bytes_text(memory.peak_bytes)} at {seconds_text(memory.peak_s)}"
+    tables = [
+        table([title, "bytes"], [[name, bytes_text(value)] for name, value in _largest(held)])
+        for title, held in (("category", memory.by_category), ("module", memory.by_module))
+        if held
+    ]
+    return section(f"Memory: {peak}", memory_plot(memory) + side_by_side(*tables))
+
+
+def _largest(held: object, limit: int = 8) -> list[tuple[str, float]]:
+    assert hasattr(held, "items")
+    return sorted(held.items(), key=lambda item: -item[1])[:limit]
+
+
+# --- tables
+
+
+def _table(profile: Profile) -> str:
+    """Kernels, where a device ran them, and operators with the kernels that did their work."""
+    kernels = [_row(row, profile.steps) for row in top_rows(profile, _TOP)] if profile.kernels else []
+    operators = [_row(row, profile.steps) for row in top_operators(profile, _TOP)]
+    parts = [section("Kernels, a step", table(ROW_HEADS, kernels)) if kernels else ""]
+    parts.append(section("Operators, a step", table(ROW_HEADS, operators)) if operators else "")
+    return "\n".join(filter(None, parts))
+
+
+def _row(row: Row, steps: int) -> list[str]:
+    """The name is cut short; the whole of it, and what else is known, shows on hovering."""
+    name, *others = row_cells(row, steps)
+    return [Hover(short_name(name), f"{name}\n{figures(row, steps)}"), *others]
+
+
+def _gaps(profile: Profile) -> str:
+    rows = [[seconds_text(gap.seconds), gap.cause, gap.what, gap.where] for gap in profile.gaps[:12]]
+    return section("Longest gaps", table(["", "cause", "host was at", "line"], rows)) if rows else ""
+
+
+def _amdahl(profile: Profile) -> str:
+    rows = amdahl_cells(profile)
+    inside = table(["", "share", "2 × faster buys", "at most"], rows) if rows else ""
+    return section("What a speedup would buy (Amdahl)", inside)
+
+
+def _compared(comparison: Comparison | None) -> str:
+    if comparison is None:
+        return ""
+    title = f"Against {comparison.before}: {comparison.speedup:.2f} × as fast"
+    parts = [[PART_WORDS[change.name], *change_cells(change)] for change in comparison.budget]
+    changes = comparison.kernels[:_TOP]
+    kernels = [[Hover(short_name(change.name), change.name), *change_cells(change)] for change in changes]
+    heads = ["before", "after", "saved", "times"]
+    return section(title, table(["part", *heads], parts) + table(["name", *heads], kernels))

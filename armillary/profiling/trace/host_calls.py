@@ -1,0 +1,204 @@
+"""The host's side of a trace as a tree: who called whom, and what each thread was at, moment by moment.
+
+A segment is a stretch in which one event was the innermost on its thread. Segments of a thread do not overlap, so
+sums over them count every moment once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from armillary.profiling.trace.event_classes import host_state
+from armillary.profiling.trace.trace import ANNOTATION, HOST_KINDS, KINDS, OP, PYTHON, Array, Trace
+
+STATES = ("annotation", "python", "op", "view", "code", "launch", "slow", "copy", "sync", "comm", "loader")
+QUIET = 2
+"""states below this number say nothing of torch or the driver: Python runs"""
+_HELD = ("sync", "comm", "loader")
+"""states that everything called inside shares"""
+MODULE = "nn.Module: "
+STEP = "ProfilerStep#"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Stretches of one thread, in order."""
+
+    start: Array
+    end: Array
+    event: Array
+    """the innermost event"""
+    state: Array
+    """index into STATES"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The call tree."""
+
+    trace: Trace
+    """what it was read from"""
+    parent: Array
+    """innermost event around each one, -1: none"""
+    state: Array
+    """index into STATES, -1: on the device"""
+    op: Array
+    """nearest operator, the event itself included; -1: none"""
+    worker: Array
+    """nearest operator whose work is known; -1: none"""
+    module: Array
+    """nearest Python event that is a module's call; -1: none"""
+    self_s: Array
+    """time without children"""
+    threads: dict[int, Segments]
+    """thread -> what it was at"""
+
+    @cached_property
+    def main_thread(self) -> int | None:
+        """The thread that runs the program: the one whose steps are marked, else the one with the most time in
+        operators and driver calls, else in anything."""
+        marked = self.trace.thread[(self.trace.kind == ANNOTATION) & self.trace.named(STEP)]
+        if len(marked) and int(marked[0]) in self.threads:
+            return int(marked[0])
+        busy = {thread: float((s.end - s.start)[s.state >= QUIET].sum()) for thread, s in self.threads.items()}
+        if not busy:
+            return None
+        return max(busy, key=lambda thread: busy[thread])
+
+    def ancestors(self, event: int) -> Iterator[int]:
+        """The event and what is around it, the innermost first."""
+        while event >= 0:
+            yield event
+            event = int(self.parent[event])
+
+    def where(self, event: int) -> str:
+        """file:line of the user's code that led to an event, or '' where the trace has no stacks."""
+        for around in self.ancestors(event):
+            if self.trace.kind[around] == PYTHON and (line := source_line(self.trace.name_of(around))):
+                return line
+            stack = self._stack(around)
+            if stack:
+                return stack
+        return ""
+
+    def _stack(self, event: int) -> str:
+        detail = self.trace.detail[event]
+        text = self.trace.details[detail].get("stack", "") if detail >= 0 else ""
+        return next((line for frame in text.split(";") if (line := source_line(frame.strip()))), "")
+
+    def at(self, thread: int, moment: float) -> int:
+        """The innermost event of a thread at a moment, or -1."""
+        segments = self.threads.get(thread)
+        if segments is None:
+            return -1
+        index = int(np.searchsorted(segments.end, moment, side="right"))
+        inside = index < len(segments.start) and segments.start[index] <= moment
+        return int(segments.event[index]) if inside else -1
+
+
+def source_line(frame: str) -> str:
+    """'train.py(88): step' -> 'train.py:88'; '' for frames of Python, torch or the profiler."""
+    file, bracket, rest = frame.partition("(")
+    number = rest.partition(")")[0]
+    if not bracket or not number.isdigit() or not file.endswith(".py"):
+        return ""
+    foreign = (
+        "torch/",
+        "site-packages/",
+        "dist-packages/",
+        "<frozen",
+        "lib/python",
+        "torchinductor",
+        "contextlib.py",
+        "threading.py",
+    )
+    return "" if any(part in file for part in foreign) else f"{file}:{number}"
+
+
+def read_host(trace: Trace, has_work: Array) -> Host:
+    """The tree of all host threads; `has_work` says which events' work is known."""
+    count = len(trace)
+    names = ("parent", "op", "worker", "module")
+    columns: dict[str, Array] = {name: np.full(count, -1, dtype=np.int32) for name in names}
+    state: Array = np.full(count, -1, dtype=np.int8)
+    self_s: Array = np.zeros(count)
+    codes = state_codes(trace)
+    on_host = np.isin(trace.kind, HOST_KINDS)
+    modules = np.array([name.startswith(MODULE) for name in trace.names], dtype=bool)
+    threads = {}
+    for thread in np.unique(trace.thread[on_host]):
+        events = np.flatnonzero(on_host & (trace.thread == thread))
+        segments = _sweep(trace, events, columns, state, codes, has_work, modules)
+        np.add.at(self_s, segments.event, segments.end - segments.start)
+        threads[int(thread)] = segments
+    return Host(trace=trace, state=state, self_s=self_s, threads=threads, **columns)
+
+
+def state_codes(trace: Trace) -> Array:
+    """State of each event by itself; each (kind, name) is looked at once."""
+    codes: Array = np.full(len(trace), -1, dtype=np.int8)
+    pairs, inverse = np.unique(trace.kind.astype(np.int64) << 32 | trace.name, return_inverse=True)
+    table = [
+        STATES.index(host_state(trace.names[pair & 0xFFFFFFFF], KINDS[pair >> 32])) if pair >> 32 in HOST_KINDS else -1
+        for pair in pairs.tolist()
+    ]
+    if table:
+        codes = np.array(table, dtype=np.int8)[inverse]
+    return codes
+
+
+def _sweep(
+    trace: Trace, events: Array, columns: dict[str, Array], state: Array, codes: Array, has_work: Array, modules: Array
+) -> Segments:
+    """One thread from left to right with a stack of what is open; a child that outlasts its parent is cut there."""
+    held = {STATES.index(name) for name in _HELD}
+    starts, ends = trace.start[events].tolist(), trace.end[events].tolist()
+    kinds, own, works = trace.kind[events].tolist(), codes[events].tolist(), has_work[events].tolist()
+    is_module = (modules[trace.name[events]] & (trace.kind[events] == PYTHON)).tolist()
+    parent, op, worker, module, effective = ([-1] * len(events) for _ in range(5))
+    seg_start, seg_end, seg_event = array("d"), array("d"), array("i")
+    stack: list[int] = []
+    cursor = 0.0
+
+    def emit(event: int, until: float) -> None:
+        if until > cursor:
+            seg_start.append(cursor)
+            seg_end.append(until)
+            seg_event.append(event)
+
+    for i, begin in enumerate(starts):
+        while stack and ends[stack[-1]] <= begin:
+            top = stack.pop()
+            emit(top, ends[top])
+            cursor = max(cursor, ends[top])
+        top = stack[-1] if stack else -1
+        if top >= 0:
+            emit(top, begin)
+            ends[i] = min(ends[i], ends[top])
+        cursor = max(cursor, begin)
+        parent[i] = top
+        op[i] = i if kinds[i] == OP else op[top] if top >= 0 else -1
+        worker[i] = i if works[i] else worker[top] if top >= 0 else -1
+        module[i] = i if is_module[i] else module[top] if top >= 0 else -1
+        effective[i] = effective[top] if top >= 0 and effective[top] in held else own[i]
+        stack.append(i)
+    while stack:
+        top = stack.pop()
+        emit(top, ends[top])
+        cursor = max(cursor, ends[top])
+    for name, values in (("parent", parent), ("op", op), ("worker", worker), ("module", module)):
+        local = np.array(values, dtype=np.int64)
+        columns[name][events] = np.where(local >= 0, events[local], -1)
+    state[events] = effective
+    local = np.array(seg_event, dtype=np.int64)
+    return Segments(
+        start=np.array(seg_start),
+        end=np.array(seg_end),
+        event=events[local],
+        state=np.array(effective, dtype=np.int8)[local],
+    )

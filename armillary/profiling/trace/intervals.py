@@ -1,0 +1,54 @@
+"""Stretches of time as numpy arrays: unions, what covers what, and lengths in which overlap counts once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from armillary.profiling.trace.trace import Array
+
+
+def union(start: Array, end: Array) -> tuple[Array, Array]:
+    """Stretches that are covered at all, in order and apart from each other."""
+    keep = end > start
+    start, end = start[keep], end[keep]
+    if not len(start):
+        return np.zeros(0), np.zeros(0)
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
+    first = np.concatenate(([True], start[1:] > end[:-1]))
+    last = np.concatenate((first[1:], [True]))
+    return start[first], end[last]
+
+
+def length(start: Array, end: Array) -> float:
+    """Time that is covered, overlap counted once."""
+    first, last = union(start, end)
+    return float((last - first).sum())
+
+
+def clip(start: Array, end: Array, low: float, high: float) -> tuple[Array, Array]:
+    return np.clip(start, low, high), np.clip(end, low, high)
+
+
+def gaps_between(start: Array, end: Array, low: float, high: float) -> tuple[Array, Array]:
+    """Stretches of [low, high] that nothing covers."""
+    first, last = union(*clip(start, end, low, high))
+    begins, ends = np.concatenate(([low], last)), np.concatenate((first, [high]))
+    keep = ends > begins
+    return begins[keep], ends[keep]
+
+
+def covered_within(start: Array, end: Array, low: Array, high: Array) -> Array:
+    """How much of each [low, high] the stretches cover; they are made a union first."""
+    first, last = union(start, end)
+    return covered_before(first, last, high) - covered_before(first, last, low)
+
+
+def covered_before(first: Array, last: Array, at: Array) -> Array:
+    """How much time before `at` the stretches of a union cover."""
+    if not len(first):
+        return np.zeros(len(at))
+    total = np.concatenate(([0.0], np.cumsum(last - first)))
+    index = np.searchsorted(first, at, side="right")
+    inside = np.where(index > 0, np.maximum(0.0, last[np.maximum(index - 1, 0)] - at), 0.0)
+    return total[index] - inside

@@ -1,0 +1,90 @@
+"""From what ran on the device back to the call that launched it and the operator that asked for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from armillary.profiling.trace.event_classes import is_launch
+from armillary.profiling.trace.host_calls import STATES, Host
+from armillary.profiling.trace.trace import MEMCPY, OP, RUNTIME, Array, Trace
+
+_CLOCKS_S = 1e-5
+"""how far the clocks of host and device may be apart"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """For each event of the device; -1 where the trace does not say."""
+
+    launch: Array
+    """the host's call"""
+    op: Array
+    """the operator whose work it does: the nearest one with a known model, else the nearest"""
+    graph: Array
+    """whether a CUDA graph launched it: then its operator was recorded elsewhere"""
+
+
+def read_links(trace: Trace, host: Host) -> Links:
+    launch = _launches(trace)
+    known = launch >= 0
+    names = np.array(["GraphLaunch" in name for name in trace.names], dtype=bool)
+    graph: Array = np.zeros(len(trace), dtype=bool)
+    graph[known] = names[trace.name[launch[known]]]
+    op: Array = np.full(len(trace), -1, dtype=np.int64)
+    op[known] = np.where(host.worker[launch[known]] >= 0, host.worker[launch[known]], host.op[launch[known]])
+    lost = trace.on_device & (op < 0) & ~graph
+    op[lost] = _by_external_id(trace, host, lost)
+    op[graph] = -1
+    return Links(launch=launch, op=op, graph=graph)
+
+
+def _launches(trace: Trace) -> Array:
+    """By correlation id; where several calls share one, the one that launches, and of those the last before the work
+    began: processes count from one each."""
+    result: Array = np.full(len(trace), -1, dtype=np.int64)
+    launches = np.array([is_launch(name) for name in trace.names], dtype=bool)
+    calls = np.flatnonzero((trace.kind == RUNTIME) & (trace.correlation >= 0))
+    device = np.flatnonzero(trace.on_device & (trace.correlation >= 0))
+    if not len(calls) or not len(device):
+        return result
+    launching = launches[trace.name[calls]]
+    others = ~np.isin(trace.correlation[calls], trace.correlation[calls[launching]])
+    calls = calls[launching | others]
+    calls = calls[np.lexsort((trace.start[calls], trace.correlation[calls]))]
+    ids, first = np.unique(trace.correlation[calls], return_index=True)
+    at = np.minimum(np.searchsorted(ids, trace.correlation[device]), len(ids) - 1)
+    match = ids[at] == trace.correlation[device]
+    device, at = device[match], at[match]
+    span = float(trace.end.max()) + 1.0
+    keys = np.searchsorted(ids, trace.correlation[calls]) * span + trace.start[calls]
+    before = np.searchsorted(keys, at * span + trace.start[device] + _CLOCKS_S, side="right") - 1
+    result[device] = calls[np.maximum(before, first[at])]
+    return result
+
+
+def _by_external_id(trace: Trace, host: Host, lost: Array) -> Array:
+    """Kineto's own join, for launches outside any operator's time; old traces put the correlation id there."""
+    found: Array = np.full(int(lost.sum()), -1, dtype=np.int64)
+    ops = np.flatnonzero((trace.kind == OP) & (trace.external >= 0))
+    wanted = np.where(trace.external[lost] == trace.correlation[lost], -1, trace.external[lost])
+    if not len(ops) or not len(wanted):
+        return found
+    ids, first = np.unique(trace.external[ops], return_index=True)
+    at = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
+    match = ids[at] == wanted
+    event = ops[first[at[match]]]
+    found[match] = np.where(host.worker[event] >= 0, host.worker[event], event)
+    return found
+
+
+def mark_blocking_copies(trace: Trace, host: Host, links: Links) -> None:
+    """A copy from or to pageable memory holds its caller until the data is staged: its call is a copy, not a launch."""
+    pageable = np.array(["Pageable" in name for name in trace.names], dtype=bool)
+    copies = np.flatnonzero((trace.kind == MEMCPY) & pageable[trace.name] & (links.launch >= 0))
+    calls = links.launch[copies]
+    host.state[calls] = STATES.index("copy")
+    for segments in host.threads.values():
+        inside = np.isin(segments.event, calls)
+        segments.state[inside] = STATES.index("copy")

@@ -1,0 +1,273 @@
+"""A trace as columns: what ran when, on which thread or stream, wherever it was recorded.
+
+Millions of events fit in memory because a column is a number an event and texts are kept once. `read_trace` takes
+torch-profiler (Kineto) JSON, plain or gzipped, and Nsight Systems SQLite exports; it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+import numpy as np
+
+from armillary.errors import BadData, NotFound
+
+Array = Any
+"""a numpy array: numpy's own types are not followed"""
+
+KINDS = ("op", "annotation", "python", "runtime", "kernel", "memcpy", "memset")
+OP, ANNOTATION, PYTHON, RUNTIME, KERNEL, MEMCPY, MEMSET = range(len(KINDS))
+HOST_KINDS = (OP, ANNOTATION, PYTHON, RUNTIME)
+DEVICE_KINDS = (KERNEL, MEMCPY, MEMSET)
+_SQLITE, _GZIP = b"SQLite format 3\x00", b"\x1f\x8b"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What an operator was called with."""
+
+    dims: tuple[Any, ...] = ()
+    """a shape an argument; a list of tensors is a tuple of shapes"""
+    types: tuple[str, ...] = ()
+    """torch's name of each argument's type"""
+    concrete: tuple[str, ...] = ()
+    """numbers that are no tensors, as text; only where a model of the work needs them"""
+    strides: tuple[Any, ...] = ()
+    """steps in memory, an argument each; only where one is expanded (a step of 0)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Allocations and frees, in the order of time."""
+
+    start: Array
+    """seconds from the beginning of the trace"""
+    change: Array
+    """bytes, negative for a free"""
+    total: Array
+    """bytes in use on that device afterwards, as the allocator counts them"""
+    address: Array
+    """of the block"""
+    device: Array
+    """-1 is the host"""
+    thread: Array
+    """who asked"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Events in columns, sorted by start."""
+
+    source: str
+    """file it was read from"""
+    kind: Array
+    """index into KINDS"""
+    name: Array
+    """index into names"""
+    start: Array
+    """seconds from the beginning of the trace"""
+    seconds: Array
+    """how long"""
+    thread: Array
+    """index into threads; of a device event: its stream"""
+    device: Array
+    """number of the device, -1 on the host"""
+    correlation: Array
+    """joins a launch and what it launched; -1: none"""
+    external: Array
+    """joins a launch and its operator where the trace says so; -1: none"""
+    sequence: Array
+    """joins an operator and its backward; -1: none"""
+    signature: Array
+    """index into signatures; -1: none"""
+    detail: Array
+    """index into details; -1: none"""
+    size: Array
+    """bytes of a copy; -1 elsewhere"""
+    names: tuple[str, ...]
+    """every name once"""
+    threads: tuple[str, ...]
+    """'pid/tid' or 'device/stream'"""
+    signatures: tuple[Signature, ...] = ()
+    """every signature once"""
+    details: tuple[Mapping[str, Any], ...] = ()
+    """grid, block, registers … each combination once; call stack and module of old traces"""
+    memory: Memory | None = None
+    """where it was recorded"""
+    devices: tuple[str, ...] = ()
+    """names of the devices, by number"""
+    device_bytes: tuple[float, ...] = ()
+    """memory of the devices, by number; 0 where the trace does not say"""
+    world: int = 1
+    """processes of the job, where the trace says"""
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @cached_property
+    def end(self) -> Array:
+        return self.start + self.seconds
+
+    @cached_property
+    def on_device(self) -> Array:
+        """Which events ran on an accelerator."""
+        return self.kind >= KERNEL
+
+    def name_of(self, event: int) -> str:
+        return self.names[int(self.name[event])]
+
+    def named(self, *parts: str) -> Array:
+        """Which events have a name that begins with one of `parts`."""
+        hits = np.array([name.startswith(parts) for name in self.names], dtype=bool)
+        return hits[self.name] if len(self.names) else np.zeros(0, dtype=bool)
+
+
+def read_trace(path: str | Path) -> Trace:
+    """A trace from a file, whatever wrote it."""
+    from armillary.profiling.trace import kineto, nsys
+
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except FileNotFoundError:
+        raise NotFound(f"no trace {path}; record one with armillary profile") from None
+    except OSError as error:
+        raise BadData(f"{path} cannot be read ({error.strerror}); give a trace file") from None
+    if not head:
+        raise BadData(f"{path} is empty; record the trace again")
+    trace = nsys.read(path) if head.startswith(_SQLITE) else kineto.read(path, gzipped=head.startswith(_GZIP))
+    if not len(trace):
+        raise BadData(f"{path} holds no operator and no kernel; record it with torch.profiler around some work")
+    return trace
+
+
+# --- building one
+
+_COLUMNS: dict[str, str] = {
+    "kind": "b",
+    "name": "i",
+    "start": "d",
+    "seconds": "d",
+    "thread": "i",
+    "device": "h",
+    "correlation": "q",
+    "external": "q",
+    "sequence": "q",
+    "signature": "i",
+    "detail": "i",
+    "size": "d",
+}
+_MEMORY: dict[str, str] = {"start": "d", "change": "q", "total": "q", "address": "q", "device": "h", "thread": "i"}
+_PACK, _PACK_MEMORY = (Struct("=" + "".join(codes.values())).pack for codes in (_COLUMNS, _MEMORY))
+"""a row as bytes: one call an event, where a number a column would be a dozen"""
+
+
+@dataclass
+class Recorder:
+    """Takes events one by one and keeps them as columns."""
+
+    source: str
+    """file they come from"""
+    rows: bytearray = field(default_factory=bytearray)
+    """grows by a row an event"""
+    blocks: bytearray = field(default_factory=bytearray)
+    """memory events"""
+    names: dict[str, int] = field(default_factory=dict)
+    threads: dict[str, int] = field(default_factory=dict)
+    signatures: dict[Any, int] = field(default_factory=dict)
+    details: dict[Any, int] = field(default_factory=dict)
+    kept: tuple[list[Signature], list[Mapping[str, Any]]] = field(default_factory=lambda: ([], []))
+    """signatures and details by number"""
+
+    def add(
+        self,
+        kind: int,
+        name: str,
+        start: float,
+        seconds: float,
+        thread: str,
+        *,
+        device: int = -1,
+        correlation: int = -1,
+        external: int = -1,
+        sequence: int = -1,
+        signature: int = -1,
+        detail: int = -1,
+        size: float = -1,
+    ) -> None:
+        names, threads = self.names, self.threads
+        self.rows += _PACK(
+            kind,
+            names.setdefault(name, len(names)),
+            start,
+            seconds,
+            threads.setdefault(thread, len(threads)),
+            device,
+            correlation,
+            external,
+            sequence,
+            signature,
+            detail,
+            size,
+        )
+
+    def add_memory(self, start: float, change: int, total: int, address: int, device: int, thread: str) -> None:
+        who = self.threads.setdefault(thread, len(self.threads))
+        self.blocks += _PACK_MEMORY(start, change, total, address, device, who)
+
+    def intern_signature(self, key: Any, dims: Any, types: Any, concrete: Any, strides: Any = ()) -> int:
+        found = self.signatures.get(key)
+        if found is None:
+            found = self.signatures[key] = len(self.kept[0])
+            texts = tuple(map(str, types)), tuple(map(str, concrete))
+            self.kept[0].append(Signature(_frozen(dims), *texts, _frozen(strides)))
+        return found
+
+    def intern_detail(self, key: Any, detail: Mapping[str, Any]) -> int:
+        found = self.details.get(key)
+        if found is None:
+            found = self.details[key] = len(self.kept[1])
+            self.kept[1].append(dict(detail))
+        return found
+
+    def finish(self, **about: Any) -> Trace:
+        """The trace, in the order of time, its first event at 0."""
+        columns = _columns(self.rows, _COLUMNS)
+        origin = columns["start"].min() if len(columns["start"]) else 0.0
+        order = np.lexsort((-columns["seconds"], columns["start"]))
+        columns = {name: values[order] for name, values in columns.items()}
+        columns["start"] = columns["start"] - origin
+        return Trace(
+            source=self.source,
+            **columns,
+            names=tuple(self.names),
+            threads=tuple(self.threads),
+            signatures=tuple(self.kept[0]),
+            details=tuple(self.kept[1]),
+            memory=self._memory(origin),
+            **about,
+        )
+
+    def _memory(self, origin: float) -> Memory | None:
+        if not self.blocks:
+            return None
+        columns = _columns(self.blocks, _MEMORY)
+        order = np.argsort(columns["start"], kind="stable")
+        columns = {name: values[order] for name, values in columns.items()}
+        columns["start"] = columns["start"] - origin
+        return Memory(**columns)
+
+
+def _columns(rows: bytearray, codes: Mapping[str, str]) -> dict[str, Array]:
+    table = np.frombuffer(rows, dtype=np.dtype(list(codes.items())))
+    return {name: np.ascontiguousarray(table[name]) for name in codes}
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value

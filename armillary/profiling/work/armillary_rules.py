@@ -1,0 +1,138 @@
+"""Rules for our own kernels (armillary::…), whose arguments are those of armillary.kernels.
+
+Attention over packed documents or cache pages has none: how much of it the mask leaves is not in a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+from armillary.profiling.trace.op_call import Call, NoModel
+from armillary.spec.arithmetic import attention_ops, layer_ops, ops
+from armillary.spec.arithmetic.ops import Kind, Op
+
+
+def _attention(q: int, *, backward: bool = False) -> Callable[[Call], Op]:
+    """(…, q, k, v, documents, blocks, sinks, slopes, scale, window, softcap, causal), all of [B, T, N, D]."""
+
+    def rule(call: Call) -> Op:
+        query, key, value = (call.tensor(q + i) for i in range(3))
+        if call.has_tensor(q + 3) and call.tensor(q + 3).shape:
+            raise NoModel
+        b, t, heads, d = query.shape
+        _, s, kv_heads, _ = key.shape
+        window = call.numbers(q + 8)
+        shape = attention_ops.AttentionShape(
+            heads=heads,
+            kv_heads=kv_heads,
+            qk_dim=d,
+            v_dim=value.shape[-1],
+            causal=call.flag(q + 10),
+            window=window[0] if window and window[0] > 0 else None,
+        )
+        make = attention_ops.attention_backward if backward else attention_ops.attention
+        return make(call.name, shape, [(t, s)] * b, dtype=query.dtype)
+
+    return rule
+
+
+def _passes(kind: Kind, *written: int, flops_each: float = 5) -> Callable[[Call], Op]:
+    """Every tensor read once, and as much written as the arguments `written` hold, where they are given."""
+
+    def rule(call: Call) -> Op:
+        results = sum(call.tensor(i).full_bytes for i in written if call.has_tensor(i))
+        largest = max(t.count for t in call.tensors)
+        return call.op(kind, flops_each * largest, sum(t.bytes for t in call.tensors), results)
+
+    return rule
+
+
+def _activate(call: Call) -> Op:
+    """Gated, half as much comes out as goes in."""
+    x = call.tensor(0)
+    out = x.count // 2 if call.flag(2) else x.count
+    return call.op("elementwise", 5 * out, x.bytes, out * x.size)
+
+
+def _loss(call: Call) -> Op:
+    logits = call.tensor(0)
+    return layer_ops.cross_entropy(call.name, prod(logits.shape[:-1]), logits.shape[-1], dtype=logits.dtype)
+
+
+def _linear_loss(call: Call) -> Op:
+    """The pass over the logits; the products are operators of their own."""
+    x, weight = call.tensor(0), call.tensor(1)
+    logits = prod(x.shape[:-1]) * weight.shape[0]
+    return call.op("loss", 5 * logits, logits * x.size, logits * x.size if call.flag(6) or call.flag(7) else 0)
+
+
+def _small_linear(call: Call) -> Op:
+    """(x, weight [n, k], norm, residual, eps, gated)."""
+    x, w = call.tensor(0), call.tensor(1)
+    tokens, n = prod(x.shape[:-1]), w.shape[0]
+    residual = call.tensor(3).bytes if call.has_tensor(3) else 0
+    written = tokens * (n // 2 if call.flag(5) else n) * x.size
+    return call.op("matmul", 2 * tokens * n * w.shape[1], x.bytes + w.bytes + residual, written)
+
+
+def _grouped(call: Call) -> Op:
+    """(x [rows, k], weight [experts, n, k], ends)."""
+    x, w = call.tensor(0), call.tensor(1)
+    return ops.grouped_matmul(call.name, x.shape[0], w.shape[1], w.shape[2], groups=w.shape[0], dtype=x.dtype)
+
+
+def _grouped_backward(call: Call) -> Op:
+    """(dy, x, weight, ends, whether dx is wanted, whether dweight is)."""
+    dy, x, w = (call.tensor(i) for i in range(3))
+    wanted = [call.flag(4), call.flag(5)]
+    read = sum(wanted) * dy.bytes + (w.bytes if wanted[0] else 0) + (x.bytes if wanted[1] else 0)
+    written = (x.full_bytes if wanted[0] else 0) + (w.full_bytes if wanted[1] else 0)
+    return call.op("matmul", sum(wanted) * 2 * x.shape[0] * w.shape[1] * w.shape[2], read, written, x.dtype)
+
+
+def _quantise(call: Call) -> Op:
+    """What fp8 products need beforehand: each operand read, a byte an element written."""
+    operands = call.tensors
+    count = sum(t.count for t in operands)
+    return call.op("elementwise", 2 * count, sum(t.bytes for t in operands), count * ops.size_of("fp8"))
+
+
+def _fp8_matmul(call: Call) -> Op:
+    """(x, weight [n, k] in fp8, scale, norm, gated, eps, library): the library's product is an operator of its own."""
+    x, w = call.tensor(0), call.tensor(1)
+    tokens, (n, k) = prod(x.shape[:-1]), w.shape
+    if call.flag(6):
+        return call.op("elementwise", 2 * x.count, x.bytes, tokens * k * w.size)
+    return call.op("matmul", 2 * tokens * n * k, x.bytes + w.bytes, tokens * n * x.size, dtype="fp8")
+
+
+def _qkv_cache(call: Call) -> Op:
+    """Queries come out, keys and values go into the cache, of which only their rows are touched."""
+    qkv, slots = call.tensor(0), call.tensor(2)
+    return call.op("copy", 6 * qkv.count, qkv.bytes + slots.bytes, qkv.full_bytes)
+
+
+OWN: dict[str, Callable[[Call], Op]] = {
+    "armillary::attention": _attention(0),
+    "armillary::attention_backward": _attention(3, backward=True),
+    "armillary::norm": _passes("norm", 0, 1),
+    "armillary::norm_backward": _passes("norm", 2, flops_each=10),
+    "armillary::rope": _passes("elementwise", 0),
+    "armillary::rope_backward": _passes("elementwise", 0, 1, 2),
+    "armillary::activate": _activate,
+    "armillary::activate_backward": _passes("elementwise", 1),
+    "armillary::activate_backward_again": _passes("elementwise", 0, 1),
+    "armillary::bias_act_dropout": _passes("elementwise", 0),
+    "armillary::bias_act_dropout_backward": _passes("elementwise", 1),
+    "armillary::cross_entropy": _loss,
+    **dict.fromkeys(("armillary::cross_entropy_backward", "armillary::cross_entropy_backward_"), _passes("loss", 1)),
+    "armillary::linear_cross_entropy": _linear_loss,
+    "armillary::small_linear": _small_linear,
+    "armillary::grouped_linear": _grouped,
+    "armillary::grouped_linear_backward": _grouped_backward,
+    **dict.fromkeys(("armillary::fp8_linear", "armillary::fp8_linear_backward"), _quantise),
+    "armillary::fp8_matmul": _fp8_matmul,
+    "armillary::qkv_cache": _qkv_cache,
+    **dict.fromkeys(("armillary::logprobs", "armillary::sample"), _passes("sampling")),
+}

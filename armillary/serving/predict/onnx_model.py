@@ -1,0 +1,67 @@
+"""ONNX models (.onnx) through onnxruntime: named inputs with shapes, in which a name or nothing is a free dim."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from armillary.errors import BadModel
+from armillary.machine.cores import compute_threads
+from armillary.serving.predict.batcher import Arrays
+from armillary.serving.predict.schema import Field, Schema, leading
+from armillary.spec.tables.predict import Predict
+
+_DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(double)": "float64",
+    "tensor(float16)": "float16",
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+    "tensor(int16)": "int16",
+    "tensor(int8)": "int8",
+    "tensor(uint8)": "uint8",
+    "tensor(bool)": "bool",
+}
+
+
+class OnnxModel:
+    """A session of onnxruntime."""
+
+    def __init__(self, file: Path, settings: Predict) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = settings.threads or compute_threads()
+        options.log_severity_level = 3
+        names = onnxruntime.get_available_providers()
+        wanted = ["CUDAExecutionProvider"] if settings.device.startswith("cuda") else []
+        providers = [name for name in [*wanted, "CPUExecutionProvider"] if name in names]
+        self._session = onnxruntime.InferenceSession(str(file), options, providers=providers)
+        self.schema = _schema(self._session)
+        self._names = [field.name for field in self.schema.inputs]
+
+    def run(self, arrays: Arrays) -> Arrays:
+        return list(self._session.run(None, dict(zip(self._names, arrays, strict=True))))
+
+
+def open_model(file: Path, settings: Predict) -> OnnxModel:
+    return OnnxModel(file, settings)
+
+
+def _schema(session: Any) -> Schema:
+    inputs = tuple(_field(value) for value in session.get_inputs())
+    outputs = tuple(_field(value) for value in session.get_outputs())
+    firsts = [value.shape[0] if value.shape else None for value in (*session.get_inputs(), *session.get_outputs())]
+    free = all(not isinstance(size, int) for size in firsts) and len({str(size) for size in firsts}) == 1
+    if free and all(field.shape for field in (*inputs, *outputs)):
+        return Schema(inputs=inputs, outputs=outputs, batched=True)
+    same, rows = leading(inputs, outputs)
+    why = "" if same else "inputs and outputs have no common first dim"
+    return Schema(inputs=inputs, outputs=outputs, batched=same, fixed_rows=rows if same else None, why_not=why)
+
+
+def _field(value: Any) -> Field:
+    if value.type not in _DTYPES:
+        raise BadModel(f"'{value.name}' is {value.type}, which has no form in JSON; export it with numbers")
+    shape = tuple(size if isinstance(size, int) else None for size in value.shape)
+    return Field(name=value.name, dtype=_DTYPES[value.type], shape=shape)

@@ -1,0 +1,84 @@
+"""FLOPs a token by the MFU and HFU conventions.
+
+MFU counts what the model needs: 6 a multiplied weight (4 if frozen) and attention with causal as half, nothing
+recomputed (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). HFU counts what the chip was given to do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from armillary.spec.arithmetic.attention_ops import (
+    AttentionShape,
+    Span,
+    attention,
+    attention_backward,
+    simplicial_attention,
+)
+from armillary.spec.arithmetic.ops import Op
+from armillary.spec.arithmetic.params import parameters
+from armillary.spec.arithmetic.sublayers import attention_shape
+from armillary.spec.layout import Recompute
+from armillary.spec.model import LayerKind, ModelConfig
+
+
+def model_flops_per_token(config: ModelConfig, sequence: int, *, frozen: int = 0, adapters: int = 0) -> float:
+    """6·N + attention: N the weights a token is multiplied by (router, shared and top-k experts only; the output
+    projection counts, tied or not, the embedding lookup does not). `frozen` of the N count 4: forward and dX but no dW;
+    `adapters` are weights trained beside them (LoRA). Attention is 6·layers·sequence·heads·head_dim, causal as half."""
+    multiplied = parameters(config).multiplied
+    assert 0 <= frozen <= multiplied, "cannot freeze more weights than a token meets"
+    return 6 * (multiplied - frozen) + 4 * frozen + 6 * adapters + 3 * attention_flops_per_token(config, sequence)
+
+
+def attention_flops_per_token(config: ModelConfig, sequence: int) -> float:
+    """Forward attention of one token, averaged over a sequence: Σ over layers of 2·heads·(qk_dim + v_dim)·keys, where
+    the mean number of keys is sequence/2, or what the window or chunk leaves of it."""
+    return _over_layers(config, sequence, _forward)
+
+
+def _over_layers(config: ModelConfig, sequence: int, pass_: Callable[[ModelConfig, LayerKind, int], Op]) -> float:
+    counts = Counter(config.layers)
+    return sum(count * pass_(config, kind, sequence).flops for kind, count in counts.items()) / sequence
+
+
+def _forward(config: ModelConfig, kind: LayerKind, sequence: int) -> Op:
+    shape, spans = attention_shape(config, kind), [(sequence, sequence)]
+    if kind.attention == "simplicial":
+        return _simplicial(config, shape, spans, backward=False)
+    return attention("", shape, spans, dtype="bf16", half=True)
+
+
+def _flash_backward(config: ModelConfig, kind: LayerKind, sequence: int) -> Op:
+    shape, spans = attention_shape(config, kind), [(sequence, sequence)]
+    if kind.attention == "simplicial":
+        return _simplicial(config, shape, spans, backward=True)
+    return attention_backward("", shape, spans, dtype="bf16", half=True)
+
+
+def _simplicial(config: ModelConfig, shape: AttentionShape, spans: list[Span], *, backward: bool) -> Op:
+    assert config.simplicial is not None
+    windows = {"window_1": config.simplicial.window_1, "window_2": config.simplicial.window_2}
+    return simplicial_attention("", shape, spans, **windows, dtype="bf16", backward=backward)
+
+
+def hardware_flops_per_token(
+    config: ModelConfig,
+    sequence: int,
+    *,
+    recompute: Recompute = "none",
+    recompute_every: int = 1,
+    flash: bool = True,
+    frozen: int = 0,
+    adapters: int = 0,
+) -> float:
+    """Model FLOPs plus what is done again: flash attention's backward remakes the scores (5 products where the model
+    needs 4); `full` repeats the forward of one layer in `recompute_every`; `selective` keeps the outputs of matrix
+    products and attention, so that it repeats none of their FLOPs."""
+    forward_attention = attention_flops_per_token(config, sequence)
+    again = _over_layers(config, sequence, _flash_backward) - 2 * forward_attention if flash else 0.0
+    if recompute == "full":
+        layers = parameters(config).multiplied - config.vocab * config.hidden
+        again += (2 * (layers + adapters) + forward_attention) / recompute_every
+    return model_flops_per_token(config, sequence, frozen=frozen, adapters=adapters) + again

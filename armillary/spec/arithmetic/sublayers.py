@@ -1,0 +1,226 @@
+"""The parts of a layer as operations: attention in its several forms, MLPs, experts, norms.
+
+A piece is one forward operation with its backward ones; adds of the residual stream are fused into the norms, biases
+and caps into the product before them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from armillary.spec.arithmetic import layer_ops, ops
+from armillary.spec.arithmetic.attention_ops import (
+    AttentionShape,
+    Span,
+    attention,
+    attention_backward,
+    simplicial_attention,
+)
+from armillary.spec.arithmetic.ops import Op
+from armillary.spec.model import MLA, LayerKind, ModelConfig, MoE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The tokens of one pass and the number formats they go through."""
+
+    spans: tuple[Span, ...]
+    """(new tokens, keys they may see) of each sequence"""
+    logits: int
+    """rows the output projection sees"""
+    dtype: str = "bf16"
+    """of activations and, unless given, of weights and cache"""
+    weight_dtype: str = ""
+    """of weights at rest, where it differs (weight-only quantisation)"""
+    kv_dtype: str = ""
+    """of the cache, where it differs"""
+    flash: bool = True
+    """attention without the score matrix in memory"""
+
+    @property
+    def tokens(self) -> int:
+        return sum(queries for queries, _ in self.spans)
+
+    @property
+    def decoding(self) -> bool:
+        """Every sequence adds one token to a cache."""
+        return all(queries == 1 < keys for queries, keys in self.spans)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One operation of the network, forward and backward."""
+
+    forward: Op
+    """in the forward pass"""
+    backward: tuple[Op, ...] = ()
+    """in the backward pass"""
+
+
+def norm(config: ModelConfig, name: str, batch: Batch, *, residual: bool) -> Piece:
+    """A norm over the residual stream."""
+    return norm_of(config, name, batch.tokens, config.hidden, batch, residual=residual)
+
+
+def norm_of(config: ModelConfig, name: str, rows: int, columns: int, batch: Batch, *, residual: bool = False) -> Piece:
+    """A norm over rows of any width."""
+    forward = layer_ops.norm(name, rows, columns, dtype=batch.dtype, kind=config.norm, residual=residual)
+    back = layer_ops.norm_backward(f"{name}.d", rows, columns, dtype=batch.dtype, kind=config.norm, residual=residual)
+    return Piece(forward=forward, backward=(back,))
+
+
+def add(name: str, config: ModelConfig, batch: Batch) -> Piece:
+    """Its backward hands the same gradient to both sides: nothing to do."""
+    return Piece(forward=ops.elementwise(name, batch.tokens * config.hidden, dtype=batch.dtype, inputs=2))
+
+
+def linear(name: str, batch: Batch, out: int, into: int) -> Piece:
+    """A projection of every token; its backward makes dX, then dW."""
+    forward = ops.matmul(name, batch.tokens, out, into, dtype=batch.dtype, weight_dtype=batch.weight_dtype)
+    return Piece(forward=forward, backward=ops.matmul_backward(forward))
+
+
+# --- attention
+
+
+def attention_pieces(config: ModelConfig, kind: LayerKind, batch: Batch) -> list[Piece]:
+    """Projections, norms and rotation of queries and keys, the attention itself, output projection."""
+    if config.mla and kind.attention != "simplicial":
+        return _latent_attention(config, config.mla, kind, batch)
+    keys = 2 if kind.attention == "simplicial" else 1
+    width = (config.heads + 2 * keys * config.kv_heads) * config.head_dim
+    rotated = config.heads + keys * config.kv_heads
+    found = [linear("qkv", batch, width, config.hidden)]
+    if config.qk_norm != "none":
+        found.append(norm_of(config, "qk_norm", batch.tokens * rotated, config.head_dim, batch))
+    found += _rope(config, kind, batch, rotated)
+    return [*found, _core(config, kind, batch), linear("out", batch, config.hidden, config.heads * config.head_dim)]
+
+
+def _rope(config: ModelConfig, kind: LayerKind, batch: Batch, heads: int) -> list[Piece]:
+    if config.positions != "rope" or not kind.rope:
+        return []
+    forward = layer_ops.rope("rope", batch.tokens, heads, config.rotary_dim, dtype=batch.dtype)
+    return [Piece(forward=forward, backward=(replace(forward, name="rope.d"),))]
+
+
+def attention_shape(config: ModelConfig, kind: LayerKind) -> AttentionShape:
+    """Heads, dims and mask of a layer; MLA in its expanded form, as in training and prefill."""
+    window = config.window if kind.attention == "sliding" else None
+    chunk = config.window if kind.attention == "chunked" else None
+    if config.mla and kind.attention != "simplicial":
+        qk, v, kv_heads = config.mla.nope_dim + config.mla.rope_dim, config.mla.v_dim, config.heads
+    else:
+        qk = v = config.head_dim
+        kv_heads = config.kv_heads
+    return AttentionShape(heads=config.heads, kv_heads=kv_heads, qk_dim=qk, v_dim=v, window=window, chunk=chunk)
+
+
+def _core(config: ModelConfig, kind: LayerKind, batch: Batch) -> Piece:
+    shape = attention_shape(config, kind)
+    if kind.attention == "simplicial":
+        assert config.simplicial is not None
+        w1, w2 = config.simplicial.window_1, config.simplicial.window_2
+        fwd, bwd = (
+            simplicial_attention(name, shape, batch.spans, window_1=w1, window_2=w2, dtype=batch.dtype, backward=back)
+            for name, back in (("attention", False), ("attention.d", True))
+        )
+        return Piece(forward=fwd, backward=(bwd,))
+    forward = attention("attention", shape, batch.spans, dtype=batch.dtype, kv_dtype=batch.kv_dtype, flash=batch.flash)
+    backward = attention_backward("attention.d", shape, batch.spans, dtype=batch.dtype, flash=batch.flash)
+    return Piece(forward=forward, backward=(backward,))
+
+
+def _latent_attention(config: ModelConfig, mla: MLA, kind: LayerKind, batch: Batch) -> list[Piece]:
+    """MLA (DeepSeek-V2, arXiv 2405.04434): expanded keys and values for training and prefill; a decode step instead
+    absorbs the up-projections into query and output and attends to the cached latent itself."""
+    query = config.heads * (mla.nope_dim + mla.rope_dim)
+    found = []
+    if mla.q_rank:
+        found = [linear("q_down", batch, mla.q_rank, config.hidden)]
+        found.append(norm_of(config, "q_norm", batch.tokens, mla.q_rank, batch))
+    found.append(linear("q", batch, query, mla.q_rank or config.hidden))
+    found.append(linear("kv_down", batch, mla.kv_rank + mla.rope_dim, config.hidden))
+    found.append(norm_of(config, "kv_norm", batch.tokens, mla.kv_rank, batch))
+    found += _rope(config, kind, batch, config.heads + 1)
+    found += _absorbed(config, mla, kind, batch) if batch.decoding else _expanded(config, mla, kind, batch)
+    return [*found, linear("out", batch, config.hidden, config.heads * mla.v_dim)]
+
+
+def _expanded(config: ModelConfig, mla: MLA, kind: LayerKind, batch: Batch) -> list[Piece]:
+    keys = replace(batch, spans=tuple((k, k) for _, k in batch.spans))
+    up = linear("kv_up", keys, config.heads * (mla.nope_dim + mla.v_dim), mla.kv_rank)
+    return [up, _core(config, kind, batch)]
+
+
+def _absorbed(config: ModelConfig, mla: MLA, kind: LayerKind, batch: Batch) -> list[Piece]:
+    shape = replace(
+        attention_shape(config, kind), kv_heads=1, qk_dim=mla.kv_rank + mla.rope_dim, v_dim=mla.kv_rank, latent=True
+    )
+    core = attention("attention", shape, batch.spans, dtype=batch.dtype, kv_dtype=batch.kv_dtype)
+    into = ops.batched_matmul("q_absorb", config.heads, batch.tokens, mla.kv_rank, mla.nope_dim, dtype=batch.dtype)
+    out = ops.batched_matmul("v_absorb", config.heads, batch.tokens, mla.v_dim, mla.kv_rank, dtype=batch.dtype)
+    return [Piece(forward=into), Piece(forward=core), Piece(forward=out)]
+
+
+# --- MLP and experts
+
+
+def mlp_pieces(config: ModelConfig, batch: Batch, ffn: int, name: str, *, gated: bool) -> list[Piece]:
+    """Up (and gate), activation, down."""
+    up = linear(f"{name}.gate_up" if gated else f"{name}.up", batch, (1 + gated) * ffn, config.hidden)
+    act = _activation(config, name, batch.tokens, ffn, batch.dtype, gated=gated)
+    return [up, act, linear(f"{name}.down", batch, config.hidden, ffn)]
+
+
+def _activation(config: ModelConfig, name: str, rows: int, ffn: int, dtype: str, *, gated: bool) -> Piece:
+    act = config.activation
+    forward = layer_ops.activation(f"{name}.act", rows, ffn, dtype=dtype, function=act, gated=gated)
+    backward = layer_ops.activation_backward(f"{name}.act.d", rows, ffn, dtype=dtype, function=act, gated=gated)
+    return Piece(forward=forward, backward=(backward,))
+
+
+def moe_pieces(config: ModelConfig, moe: MoE, batch: Batch) -> list[Piece]:
+    """Router, tokens to experts, the experts' gated MLPs, back and summed; then the shared expert."""
+    tokens, hidden, top_k = batch.tokens, config.hidden, moe.top_k
+    send = layer_ops.dispatch("moe.dispatch", tokens, hidden, top_k, dtype=batch.dtype)
+    gather = layer_ops.combine("moe.combine", tokens, hidden, top_k, dtype=batch.dtype)
+    return [
+        linear("moe.router", batch, moe.num_experts, hidden),
+        _routing(moe, tokens),
+        Piece(forward=send, backward=(replace(gather, name="moe.dispatch.d"),)),
+        _grouped("moe.gate_up", moe, batch, 2 * moe.ffn, hidden),
+        _activation(config, "moe", tokens * top_k, moe.ffn, batch.dtype, gated=True),
+        _grouped("moe.down", moe, batch, hidden, moe.ffn),
+        Piece(forward=gather, backward=(replace(send, name="moe.combine.d"),)),
+        *_shared(config, moe, batch),
+    ]
+
+
+def _routing(moe: MoE, tokens: int) -> Piece:
+    forward = layer_ops.router("moe.route", tokens, moe.num_experts, moe.top_k, dtype="fp32")
+    backward = ops.softmax("moe.route.d", tokens, moe.num_experts, dtype="fp32", backward=True)
+    return Piece(forward=forward, backward=(backward,))
+
+
+def _grouped(name: str, moe: MoE, batch: Batch, out: int, into: int) -> Piece:
+    rows, used = batch.tokens * moe.top_k, experts_used(moe, batch.tokens)
+    forward = ops.grouped_matmul(name, rows, out, into, groups=used, dtype=batch.dtype, weight_dtype=batch.weight_dtype)
+    backward = ops.grouped_matmul_backward(name, rows, out, into, groups=moe.num_experts, dtype=batch.dtype)
+    return Piece(forward=forward, backward=backward)
+
+
+def experts_used(moe: MoE, tokens: int) -> int:
+    """Experts at least one of `tokens` visits if all are equally likely: E·(1 − (1 − k/E)^tokens), rounded up. In a
+    small decode batch most experts' weights are never read."""
+    expected = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** tokens)
+    return min(moe.num_experts, ceil(expected - 1e-9))
+
+
+def _shared(config: ModelConfig, moe: MoE, batch: Batch) -> list[Piece]:
+    if not moe.shared_ffn:
+        return []
+    gate = [linear("shared.gate", batch, 1, config.hidden)] if moe.shared_gate else []
+    mlp = mlp_pieces(config, batch, moe.shared_ffn, "shared", gated=True)
+    return [*gate, *mlp, add("shared.add", config, batch)]

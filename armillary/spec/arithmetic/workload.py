@@ -1,0 +1,126 @@
+"""A model's operations: what one forward and backward pass of a ModelConfig computes and moves.
+
+The list is in the order the operations run, so that its sums are the model's work and its entries a profile's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from armillary.spec.arithmetic import layer_ops
+from armillary.spec.arithmetic.ops import Op
+from armillary.spec.arithmetic.sublayers import (
+    Batch,
+    Piece,
+    add,
+    attention_pieces,
+    linear,
+    mlp_pieces,
+    moe_pieces,
+    norm,
+)
+from armillary.spec.model import LayerKind, ModelConfig
+
+
+def even_lengths(tokens: int, sequence: int) -> list[int]:
+    """`tokens` cut into sequences of `sequence`, the last shorter where it does not divide."""
+    whole, rest = divmod(tokens, sequence)
+    return [sequence] * whole + [rest] * (rest > 0)
+
+
+def make_batch(
+    lengths: Sequence[int],
+    *,
+    cached: Sequence[int] | None = None,
+    logits: int | None = None,
+    dtype: str = "bf16",
+    weight_dtype: str = "",
+    kv_dtype: str = "",
+    flash: bool = True,
+) -> Batch:
+    """New tokens of each sequence and how many `cached` tokens it continues: make_batch(even_lengths(tokens, sequence))
+    is a training step, make_batch([1] * 64, cached=[1000] * 64) a decode step. The head sees `logits` rows: all of
+    them, unless given (serving: one a sequence)."""
+    past = cached if cached is not None else [0] * len(lengths)
+    spans = tuple((length, before + length) for length, before in zip(lengths, past, strict=True))
+    rows = sum(lengths) if logits is None else logits
+    return Batch(spans=spans, logits=rows, dtype=dtype, weight_dtype=weight_dtype, kv_dtype=kv_dtype, flash=flash)
+
+
+def forward_ops(config: ModelConfig, batch: Batch, *, loss: bool = False) -> list[Op]:
+    """Every operation of one forward pass in order, output projection included (`loss`: cross-entropy too)."""
+    return [piece.forward for piece in pieces(config, batch, loss=loss)]
+
+
+def backward_ops(config: ModelConfig, batch: Batch) -> list[Op]:
+    """Every operation of the backward pass in order, the loss first. Nothing is recomputed beyond what flash
+    attention's own backward does."""
+    return [op for piece in reversed(pieces(config, batch, loss=True)) for op in piece.backward]
+
+
+def pieces(config: ModelConfig, batch: Batch, *, loss: bool = False) -> list[Piece]:
+    """Embedding, layers and head; a layer's names start with 'layers.N.'."""
+    by_kind = {kind: layer_pieces(config, kind, batch) for kind in dict.fromkeys(config.layers)}
+    found = embedding_pieces(config, batch)
+    for i, kind in enumerate(config.layers):
+        found += [_renamed(piece, f"layers.{i}.") for piece in by_kind[kind]]
+    return found + head_pieces(config, batch, loss=loss)
+
+
+def _renamed(piece: Piece, prefix: str) -> Piece:
+    backward = tuple(replace(op, name=prefix + op.name) for op in piece.backward)
+    return Piece(forward=replace(piece.forward, name=prefix + piece.forward.name), backward=backward)
+
+
+# --- the ends
+
+
+def embedding_pieces(config: ModelConfig, batch: Batch) -> list[Piece]:
+    names = ["embedding", "positions"] if config.positions == "learned" else ["embedding"]
+    rows = {"embedding": config.vocab, "positions": config.learned_positions}
+    return [
+        Piece(
+            forward=layer_ops.embedding(name, batch.tokens, config.hidden, dtype=batch.dtype),
+            backward=(
+                layer_ops.embedding_backward(f"{name}.d", batch.tokens, config.hidden, rows[name], dtype=batch.dtype),
+            ),
+        )
+        for name in names
+    ]
+
+
+def head_pieces(config: ModelConfig, batch: Batch, *, loss: bool) -> list[Piece]:
+    found = [norm(config, "final_norm", batch, residual=False)] if config.final_norm else []
+    found.append(linear("head", replace(batch, spans=((batch.logits, batch.logits),)), config.vocab, config.hidden))
+    if loss:
+        forward = layer_ops.cross_entropy("loss", batch.logits, config.vocab, dtype=batch.dtype)
+        backward = layer_ops.cross_entropy_backward("loss.d", batch.logits, config.vocab, dtype=batch.dtype)
+        found.append(Piece(forward=forward, backward=(backward,)))
+    return found
+
+
+# --- one layer
+
+
+def layer_pieces(config: ModelConfig, kind: LayerKind, batch: Batch) -> list[Piece]:
+    """One layer of `kind`: norms, attention and MLP, in the order of config.norm_at and config.parallel."""
+    attend = attention_pieces(config, kind, batch)
+    if kind.mlp == "moe":
+        assert config.moe is not None
+        mlp = moe_pieces(config, config.moe, batch)
+    else:
+        mlp = mlp_pieces(config, batch, config.ffn, "mlp", gated=config.gated)
+    if config.parallel != "none":
+        norms = [norm(config, "norm", batch, residual=True)]
+        norms += [norm(config, "mlp_norm", batch, residual=False)] if config.parallel == "two_norms" else []
+        return norms + attend + mlp + [add("branches", config, batch)]
+    return _with_norms(config, "attention", attend, batch) + _with_norms(config, "mlp", mlp, batch)
+
+
+def _with_norms(config: ModelConfig, name: str, inner: list[Piece], batch: Batch) -> list[Piece]:
+    """The residual add is fused into the norm before (of this sub-layer or the next); alone where there is none."""
+    if config.norm_at == "after":
+        return [*inner, norm(config, f"{name}_norm", batch, residual=False), add(f"{name}_residual", config, batch)]
+    after = [norm(config, f"{name}_post_norm", batch, residual=False)] if config.norm_at == "both" else []
+    return [norm(config, f"{name}_norm", batch, residual=True), *inner, *after]

@@ -1,0 +1,274 @@
+"""Hugging Face config.json <-> ModelConfig.
+
+Reading covers every family of the catalogue; writing covers those whose weights `model.weights` can write, and
+refuses a shape that the family cannot say.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from armillary.errors import BadModel, nearest
+from armillary.spec.hf.families import READERS
+from armillary.spec.hf.layers import kinds
+from armillary.spec.hf.rope import brief_longrope, read_rope, write_rope
+from armillary.spec.model import ModelConfig, MoE
+from armillary.spec.tables.fields import build
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+_SAME_AS = {"gemma3": "gemma3_text", "llama4": "llama4_text", "kimi_k2": "deepseek_v3"}
+_ACTIVATIONS_OUT = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2"}
+
+
+def from_hf(raw: Mapping[str, Any], *, name: str) -> ModelConfig:
+    """ModelConfig from a parsed config.json (its text part, for multimodal models)."""
+    if isinstance(raw.get("text_config"), Mapping):
+        raw = {"model_type": raw.get("model_type")} | dict(raw["text_config"])
+    family = raw.get("model_type")
+    if not isinstance(family, str) or family not in READERS:
+        guess = nearest(str(family), READERS)
+        hint = f"did you mean {guess}?" if guess else f"known: {', '.join(sorted(READERS))}"
+        raise BadModel(f"{name}: model_type '{family}' in config.json is not known; {hint}")
+    raw = _defaults().get(_SAME_AS.get(family, family), {}) | dict(raw)
+    try:
+        values = _common(raw) | READERS[family](raw)
+        return build(ModelConfig, {"name": name, "family": family} | values, f"{name}/config.json")
+    except KeyError as error:
+        raise BadModel(f"{name}: config.json lacks {error.args[0]}; take the model's own config.json") from None
+    except (TypeError, AttributeError, IndexError, ValueError, OverflowError, ZeroDivisionError) as error:
+        raise BadModel(f"{name}: config.json has a value of the wrong kind ({error}); take the model's own") from None
+
+
+@cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    return tomllib.loads((Path(__file__).parent / "defaults.toml").read_text())
+
+
+def _common(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The Llama-like reading that most families share; readers override what differs."""
+    tied = raw.get("tie_word_embeddings") or False
+    if "hidden_size" not in raw:
+        return {"vocab": raw["vocab_size"], "tied": tied, "rope": read_rope(raw)}
+    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
+    return {
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or hidden // heads,
+        "ffn": raw.get("intermediate_size", 4 * hidden),
+        "vocab": raw["vocab_size"],
+        "context": raw["max_position_embeddings"],
+        "layers": kinds(raw),
+        "tied": tied,
+        "norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "activation": _activation(raw),
+        "rope": read_rope(raw),
+    }
+
+
+def _activation(raw: Mapping[str, Any]) -> str:
+    name = raw.get("hidden_activation") or raw.get("hidden_act") or "silu"
+    if name not in _ACTIVATIONS:
+        raise BadModel(f"activation '{name}' is not known; it can be one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+# --- writing
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """A config.json that transformers loads as the same model."""
+    if config.family not in WRITERS:
+        known = ", ".join(WRITERS)
+        raise BadModel(f"{config.name}: writing model_type '{config.family}' is not supported; it can be {known}")
+    raw = _written(config)
+    _refuse_loss(config, from_hf(raw, name=config.name))
+    return raw
+
+
+def _written(config: ModelConfig) -> dict[str, Any]:
+    architecture, writer = WRITERS[config.family]
+    return {"architectures": [architecture], "model_type": config.family} | _shared_fields(config) | writer(config)
+
+
+def _shared_fields(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn,
+        "vocab_size": config.vocab,
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": _ACTIVATIONS_OUT.get(config.activation, config.activation),
+        "tie_word_embeddings": config.tied,
+    } | write_rope(config.rope)
+
+
+def _refuse_loss(config: ModelConfig, read_back: ModelConfig) -> None:
+    """Writing must not change the model: what the family cannot say is an error, not a silent loss."""
+    if lost := _lost(config, read_back):
+        able = [family for family in WRITERS if _says(replace(config, family=family))]
+        step = f"try --set model.family={' or '.join(able[:2])}" if able else "no other can either: leave it out"
+        raise BadModel(f"{config.name}: a '{config.family}' config.json cannot say {', '.join(lost)}; {step}")
+
+
+def _lost(wanted: Any, found: Any, prefix: str = "") -> list[str]:
+    """Names of the fields that differ, within tables too: 'window', 'moe.shared_ffn'."""
+    names = []
+    for field in fields(wanted):
+        here, there = getattr(wanted, field.name), getattr(found, field.name)
+        if here != there:
+            same = type(here) is type(there) and is_dataclass(here)
+            names += _lost(here, there, f"{prefix}{field.name}.") if same else [prefix + field.name]
+    return names
+
+
+def _says(config: ModelConfig) -> bool:
+    try:
+        return from_hf(_written(config), name=config.name) == config
+    except (BadModel, KeyError, TypeError, ValueError):  # a family may lack the words for the shape altogether
+        return False
+
+
+def _write_llama(config: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+
+
+def _write_mistral(config: ModelConfig) -> dict[str, Any]:
+    return {"sliding_window": config.window}
+
+
+def _write_phi3(config: ModelConfig) -> dict[str, Any]:
+    original = config.rope.original_context or config.context
+    extra: dict[str, Any] = {"sliding_window": config.window, "partial_rotary_factor": config.rope.fraction}
+    if config.rope.scaling == "longrope" and config.rope.factor == config.context / original:
+        extra["rope_scaling"] = brief_longrope(config.rope)
+    return extra | {"original_max_position_embeddings": original}
+
+
+def _write_qwen(config: ModelConfig) -> dict[str, Any]:
+    sliding = [kind.attention == "sliding" for kind in config.layers]
+    start = sliding.index(True) if any(sliding) else config.num_layers
+    types = {True: "sliding_attention", False: "full_attention"}
+    return {
+        "use_sliding_window": any(sliding),
+        "sliding_window": config.window,
+        "max_window_layers": start,
+        "layer_types": [types[slides] for slides in sliding],
+    }
+
+
+def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
+    return _write_qwen(config) | {"attention_bias": config.qkv_bias}
+
+
+def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+    moe = _experts(config)
+    return {
+        "attention_bias": config.qkv_bias,
+        "use_sliding_window": config.window is not None,
+        "sliding_window": config.window,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.ffn,
+        "norm_topk_prob": moe.normalize,
+        "router_aux_loss_coef": moe.aux_loss,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, kind in enumerate(config.layers) if kind.mlp == "dense"],
+    }
+
+
+def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
+    moe = _experts(config)
+    return {
+        "intermediate_size": moe.ffn,
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "router_aux_loss_coef": moe.aux_loss,
+        "sliding_window": config.window,
+    }
+
+
+def _write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
+    moe = _experts(config)
+    return {
+        "attention_bias": config.qkv_bias,
+        "use_qk_norm": config.qk_norm == "head",
+        "partial_rotary_factor": config.rope.fraction,
+        "first_k_dense_replace": config.num_layers - config.num_moe_layers,
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.ffn,
+        "n_shared_experts": moe.shared_ffn // moe.ffn,
+        "norm_topk_prob": moe.normalize,
+        "routed_scaling_factor": moe.routed_scale,
+        "n_group": moe.groups,
+        "topk_group": moe.top_groups,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _experts(config: ModelConfig) -> MoE:
+    if config.moe is None:
+        raise BadModel(
+            f"{config.name}: a '{config.family}' config.json is of a model with experts and this has none; "
+            "try --set model.family=llama, or give it [model.moe]"
+        )
+    return config.moe
+
+
+def _write_gemma(config: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": config.qkv_bias}
+
+
+def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
+    scalar = config.scale**-2
+    whole = round(scalar)
+    types = {"sliding": "sliding_attention", "full": "full_attention"}
+    return _write_gemma(config) | {
+        "hidden_activation": _ACTIVATIONS_OUT[config.activation],
+        # the scale is stored as its inverse square; a whole number is restored exactly
+        "query_pre_attn_scalar": whole if whole**-0.5 == config.scale else scalar,
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+        "sliding_window": config.window or config.context,  # readers want a number even where no layer slides
+        "layer_types": [types.get(kind.attention, kind.attention) for kind in config.layers],
+    }
+
+
+def _write_olmo2(config: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": config.qkv_bias}
+
+
+WRITERS: dict[str, tuple[str, Callable[[ModelConfig], dict[str, Any]]]] = {
+    "llama": ("LlamaForCausalLM", _write_llama),
+    "mistral": ("MistralForCausalLM", _write_mistral),
+    "mixtral": ("MixtralForCausalLM", _write_mixtral),
+    "qwen2": ("Qwen2ForCausalLM", _write_qwen),
+    "qwen3": ("Qwen3ForCausalLM", _write_qwen3),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", _write_qwen3_moe),
+    "glm4_moe": ("Glm4MoeForCausalLM", _write_glm4_moe),
+    "phi3": ("Phi3ForCausalLM", _write_phi3),
+    "gemma": ("GemmaForCausalLM", _write_gemma),
+    "gemma2": ("Gemma2ForCausalLM", _write_gemma2),
+    "olmo2": ("Olmo2ForCausalLM", _write_olmo2),
+}
+
+__all__ = ["WRITERS", "from_hf", "to_hf"]

@@ -1,0 +1,269 @@
+"""The rules by which a layout divides a model, its devices and its batch, and what to change when it does not.
+
+Each rule is a test and a sentence; the sentence ends with a change after which that test holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from armillary.errors import BadLayout
+from armillary.spec.layout import Layout
+from armillary.spec.layout_rules.batch import (
+    batch_holds,
+    batch_says,
+    rounds_hold,
+    rounds_say,
+    tokens_hold,
+    tokens_say,
+)
+from armillary.spec.layout_rules.case import Case
+from armillary.spec.layout_rules.nearest import completed
+from armillary.spec.layout_rules.tensor import near, tp_holds, tp_says
+from armillary.spec.layout_rules.trainer import (
+    compiled_holds,
+    compiled_says,
+    gathered_holds,
+    gathered_says,
+    halves_hold,
+    halves_say,
+    kept_holds,
+    kept_says,
+)
+from armillary.spec.model import ModelConfig
+
+
+class Problem(NamedTuple):
+    """A rule that a layout breaks, in words that end with what to change."""
+
+    rule: str
+    """name of the rule"""
+    text: str
+    """one line for a person"""
+
+
+def check_layout(
+    layout: Layout,
+    model: ModelConfig,
+    *,
+    num_devices: int | None = None,
+    fills: int | None = None,
+    sequence: int | None = None,
+    batch_tokens: int | None = None,
+    for_training: bool = True,
+    by_trainer: bool = False,
+    compiled: bool = False,
+) -> None:
+    """Raise BadLayout, with the nearest layout that does, if the layout does not divide the model, the devices or the
+    batch. Fewer devices than there are is allowed: the rest stays idle; but not fewer than `fills`, where given."""
+    case = Case(
+        model=model,
+        num_devices=num_devices,
+        fills=fills,
+        sequence=sequence,
+        batch_tokens=batch_tokens,
+        for_training=for_training,
+        by_trainer=by_trainer,
+        compiled=compiled,
+    )
+    if num_devices is not None and num_devices < 1:
+        raise BadLayout(f"{num_devices} devices cannot run anything; give at least one, like --on h100x8")
+    for text in _texts(layout, case):
+        raise BadLayout(completed(text, layout, case, _texts))
+
+
+def layout_problems(layout: Layout, case: Case) -> Iterator[Problem]:
+    """Every rule the layout breaks, the most telling first."""
+    for name, (holds, says) in _RULES.items():
+        if not holds(layout, case):
+            yield Problem(name, says(layout, case))
+
+
+def _texts(layout: Layout, case: Case) -> Iterator[str]:
+    return (problem.text for problem in layout_problems(layout, case))
+
+
+# --- suggestions
+
+
+def _first_clean(layout: Layout, case: Case, options: list[dict[str, Any]]) -> str:
+    """The first change after which every rule holds, else the first: '--set layout.pp=2'."""
+
+    def clean(change: dict[str, Any]) -> bool:
+        changed = case.filled(replace(layout, **change))
+        return all(holds(changed, case) for holds, _ in _RULES.values())
+
+    best = next((option for option in options if clean(option)), options[0])
+    return " ".join(f"--set layout.{key}={str(value).lower()}" for key, value in best.items())
+
+
+# --- pp
+
+
+def _max_chunks(case: Case) -> int:
+    return case.model.num_layers + 2
+
+
+def _pp_holds(layout: Layout, case: Case) -> bool:
+    return layout.pp == 1 or layout.pp * layout.interleave <= _max_chunks(case)
+
+
+def _pp_says(layout: Layout, case: Case) -> str:
+    most = _max_chunks(case)
+    options: list[dict[str, Any]] = []
+    options += [{"interleave": v} for v in range(min(layout.interleave - 1, most // layout.pp), 0, -1)]
+    options += [{"pp": pp} for pp in range(min(layout.pp - 1, most // layout.interleave), 1, -1)]
+    options += [{"pp": most if layout.pp > most else layout.pp, "interleave": 1, "schedule": "1f1b"}, {"pp": 1}]
+    return (
+        f"{layout.text('pp', 'interleave')} makes more chunks than {case.model.name} has layers, embedding and "
+        f"head ({most}); try {_first_clean(layout, case, options)}"
+    )
+
+
+def _schedule_holds(layout: Layout, case: Case) -> bool:
+    if layout.pp == 1:
+        return layout.interleave == 1
+    if layout.schedule == "zero_bubble":
+        return True
+    return (layout.interleave > 1) == (layout.schedule == "interleaved")
+
+
+def _schedule_says(layout: Layout, case: Case) -> str:
+    if layout.pp == 1:
+        return f"interleave={layout.interleave} needs pipeline stages; try --set layout.interleave=1"
+    if layout.interleave > 1:
+        return (
+            f"schedule={layout.schedule} runs one chunk a stage, not interleave={layout.interleave}; "
+            "try --set layout.schedule=interleaved"
+        )
+    return "schedule=interleaved needs two chunks a stage or more; try --set layout.schedule=1f1b"
+
+
+# --- cp, ep, shard
+
+
+def _cp_holds(layout: Layout, case: Case) -> bool:
+    return layout.cp == 1 or case.sequence is None or case.sequence % (2 * layout.cp) == 0
+
+
+def _cp_says(layout: Layout, case: Case) -> str:
+    assert case.sequence is not None
+    most = min(case.sequence // 2, 2 * layout.cp)
+    fitting = [cp for cp in range(1, most + 1) if case.sequence % (2 * cp) == 0] or [1]
+    return (
+        f"cp={layout.cp} does not cut a sequence of {case.sequence} into 2 × {layout.cp} equal pieces (zig-zag); "
+        f"try --set layout.cp={near(layout.cp, fitting)}"
+    )
+
+
+def _ep_holds(layout: Layout, case: Case) -> bool:
+    if layout.ep == 1:
+        return True
+    experts = case.model.moe.num_experts if case.model.moe else 0
+    return experts > 0 and experts % layout.ep == 0 and _expert_ranks(layout, case) % layout.ep == 0
+
+
+def _expert_ranks(layout: Layout, case: Case) -> int:
+    return layout.dp * layout.cp * (1 if case.by_trainer else layout.tp)
+
+
+def _ep_says(layout: Layout, case: Case) -> str:
+    if case.model.moe is None:
+        return f"ep={layout.ep} but {case.model.name} has no experts; try --set layout.ep=1"
+    experts, ranks = case.model.moe.num_experts, _expert_ranks(layout, case)
+    fitting = [ep for ep in range(1, experts + 1) if _ep_holds(replace(layout, ep=ep), case)]
+    nearest = near(layout.ep, fitting)
+    if experts % layout.ep:
+        return f"ep={layout.ep} does not divide {experts} experts of {case.model.name}; try --set layout.ep={nearest}"
+    inner = layout.num_devices // layout.dp
+    enough = inner * next(dp for dp in range(1, layout.ep + 1) if dp * (ranks // layout.dp) % layout.ep == 0)
+    more = f" (--devices {enough} would do)" if case.for_training and enough > layout.num_devices else ""
+    over = "dp × cp" if case.by_trainer else "dp × cp × tp"
+    return f"ep={layout.ep} does not divide {over} = {ranks}{more}; try --set layout.ep={nearest}"
+
+
+def _shard_holds(layout: Layout, case: Case) -> bool:
+    return layout.shard is None or (layout.zero > 0 and layout.dp % layout.shard == 0)
+
+
+def _shard_says(layout: Layout, case: Case) -> str:
+    assert layout.shard is not None
+    fitting = [size for size in range(1, layout.dp + 1) if layout.dp % size == 0]
+    if layout.zero == 0:
+        change = "zero=3" if layout.shard in fitting else "shard=none"
+        return f"shard={layout.shard} but zero=0 shares nothing out; try --set layout.{change}"
+    nearest = near(layout.shard, fitting)
+    return f"shard={layout.shard} does not divide dp={layout.dp}; try --set layout.shard={nearest}"
+
+
+# --- devices
+
+
+def _devices_hold(layout: Layout, case: Case) -> bool:
+    return case.num_devices is None or layout.num_devices <= case.num_devices
+
+
+def _devices_say(layout: Layout, case: Case) -> str:
+    room = case.num_devices
+    assert room is not None
+    options = [change for axis in _SHRINK if (change := _shrunk(layout, case, room, (axis,)))]
+    options = options or [_shrunk(layout, case, room, _SHRINK)]
+    return f"{room} device{'s' * (room != 1)} cannot hold {layout.text()}: try {_first_clean(layout, case, options)}"
+
+
+def _fill_holds(layout: Layout, case: Case) -> bool:
+    return case.fills is None or layout.num_devices == case.fills
+
+
+def _fill_says(layout: Layout, case: Case) -> str:
+    assert case.fills is not None
+    return layout.leaves_over(case.fills)
+
+
+_SHRINK = ("dp", "pp", "cp", "tp")
+
+
+def _shrunk(layout: Layout, case: Case, room: int, axes: tuple[str, ...]) -> dict[str, Any]:
+    """The least reduction of `axes`, in that order, that fits into `room` devices; empty if none does."""
+    change: dict[str, Any] = {}
+    for axis in axes:
+        small = replace(layout, **change)
+        if small.num_devices <= room:
+            break
+        size = getattr(small, axis)
+        if size == 1:
+            continue
+        most = max(1, min(size, room // (small.num_devices // size)))
+        change[axis] = next(n for n in range(most, 0, -1) if n == 1 or _divides(_with(small, axis, n), case))
+    return change if replace(layout, **change).num_devices <= room else {}
+
+
+def _with(layout: Layout, axis: str, size: int) -> Layout:
+    change: dict[str, Any] = {axis: size}
+    return replace(layout, **change)
+
+
+def _divides(layout: Layout, case: Case) -> bool:
+    return all(_RULES[name][0](layout, case) for name in ("tp", "pp", "schedule", "cp"))
+
+
+_Rule = tuple[Callable[[Layout, Case], bool], Callable[[Layout, Case], str]]
+_RULES: dict[str, _Rule] = {
+    "tp": (tp_holds, tp_says),
+    "pp": (_pp_holds, _pp_says),
+    "schedule": (_schedule_holds, _schedule_says),
+    "cp": (_cp_holds, _cp_says),
+    "ep": (_ep_holds, _ep_says),
+    "shard": (_shard_holds, _shard_says),
+    "kept": (kept_holds, kept_says),
+    "halves": (halves_hold, halves_say),
+    "gathered": (gathered_holds, gathered_says),
+    "compiled": (compiled_holds, compiled_says),
+    "fill": (_fill_holds, _fill_says),
+    "devices": (_devices_hold, _devices_say),
+    "tokens": (tokens_hold, tokens_say),
+    "batch": (batch_holds, batch_says),
+    "rounds": (rounds_hold, rounds_say),
+}

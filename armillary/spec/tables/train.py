@@ -1,0 +1,232 @@
+"""What a training run is asked for: the recipe tables [data] and [train].
+
+Few dials with good defaults; what is left out is derived by the rule in its docstring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from armillary.errors import BadRecipe
+from armillary.spec.blend import shares
+from armillary.spec.lora import check_names
+from armillary.spec.tables.checks import above_zero, at_least, refuse
+from armillary.spec.tables.key_class import Defining, Free, Noted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What is read: text to prepare, or prepared shards."""
+
+    source: Defining[str] = "stdlib"
+    """text or prepared shards: a file, a folder, a glob, a URL of any fsspec store, or stdlib: Python's own library"""
+    blend: Defining[Mapping[str, float]] = field(default_factory=dict)
+    """several sources with weights, in place of source: rows of each in this proportion, exact to one row"""
+    key: Defining[str] = "text"
+    """what holds the text: key of JSONL records, column of Parquet files, suffix of WebDataset samples"""
+    format: Defining[Literal["text", "chat"]] = "text"
+    """chat: records with messages, or a prompt and a response; only answers are learnt"""
+    template: Defining[str] = ""
+    """chat: a file with a chat template, or chatml or plain; empty: the tokenizer's own"""
+    tokenizer: Defining[str] = ""
+    """folder with a tokenizer.json; empty: the model's own, or one trained on the source"""
+    vocab: Defining[int | None] = None
+    """ids of a trained tokenizer; none: as many as the model has"""
+    held_out: Defining[float] = 0.01
+    """share of the documents kept for validation"""
+    shuffle: Defining[bool] = False
+    """mix documents when text is prepared, so that neighbours in a row come from anywhere"""
+    path: Defining[str] = ""
+    """folder of prepared shards; empty: kept in the store, named after source and settings"""
+    paths: Defining[tuple[str, ...]] = ()
+    """the same for a blend: a folder for each source, in the order of their names"""
+    packing: Defining[Literal["stream", "whole"]] = "stream"
+    """rows: cut from one stream of documents, or filled with whole documents (best fit), which leaves some padding"""
+    mix_shards: Defining[int] = 0
+    """shards whose rows are mixed with each other, others follow: for stores larger than the cache; 0: all"""
+    cache: Free[str] = ""
+    """folder for what is fetched from stores; empty: in the user's cache"""
+    cache_bytes: Free[int] = 100_000_000_000
+    """size of that folder at most: what was not used for longest goes first"""
+    verify: Free[bool] = True
+    """compare each shard with its checksum when it is first read on this machine; sizes are always checked"""
+    seed: Defining[int] = 0
+    """of the held-out choice and of the sample order"""
+    workers: Free[int] = 0
+    """loader processes of each rank; 0: a thread of the training process reads ahead"""
+
+    def __post_init__(self) -> None:
+        if not self.source.strip() and not self.path:
+            raise refuse(self, "data", "source", "a file, a folder or stdlib")
+        at_least(self, "data", 256, "vocab")
+        at_least(self, "data", 0, "seed", "workers", "held_out", "mix_shards")
+        at_least(self, "data", 1, "cache_bytes")
+        if not self.held_out < 1:
+            raise refuse(self, "data", "held_out", "below 1")
+        self._check_blend()
+
+    def _check_blend(self) -> None:
+        if self.blend and (self.path or self.source != type(self).source):
+            other = f"data.path={self.path}" if self.path else f"data.source={self.source}"
+            raise BadRecipe(f"data.blend and {other} exclude each other; make it one of the blend, or leave it out")
+        if self.blend:
+            shares(self.blend)
+        if self.paths and len(self.paths) != len(self.blend):
+            raise refuse(self, "data", "paths", f"one folder for each source of data.blend ({len(self.blend)})", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """How long and how fast to train."""
+
+    sequence: Defining[int] = 1024
+    """tokens of a sequence"""
+    batch_tokens: Defining[int] = 65_536
+    """tokens of a step, over all ranks and micro-batches"""
+    steps: Noted[int] = 1000
+    """optimiser steps"""
+    until: Free[str] = ""
+    """end early, once val_loss (or loss) is as low: val_loss=3.2; empty: after the last step"""
+    from_scratch: Defining[bool] = False
+    """random weights, in the shape of a model that has some"""
+    lr: Noted[float | None] = None
+    """peak learning rate; none: 3e-4·(7e9/N)^⅓, N the parameters, at most 3e-3 (through Llama 7B, 65B and 405B);
+    adapters 2e-4"""
+    lr_base_batch: Noted[int | None] = None
+    """tokens of the batch that lr is meant for: the rate is multiplied by batch_tokens over it; none: taken as it is"""
+    min_lr: Noted[float | None] = None
+    """learning rate at the end, multiplied like lr where lr_base_batch is given; none: a tenth of the peak"""
+    warmup_steps: Noted[int | None] = None
+    """steps of linear warm-up; none: a tenth of the steps, at most 2000"""
+    schedule: Noted[Literal["cosine", "linear", "wsd", "constant"]] = "cosine"
+    """how the learning rate falls after the warm-up; wsd stays at the peak and then falls"""
+    decay_fraction: Noted[float] = 0.2
+    """wsd: share of the steps over which it falls"""
+    weight_decay: Noted[float] = 0.1
+    """AdamW's, on matrices only"""
+    betas: Noted[tuple[float, float]] = (0.9, 0.95)
+    """AdamW's averaging of gradients and of their squares"""
+    eps: Noted[float] = 1e-8
+    """AdamW's, added to the root"""
+    clip: Noted[float] = 1.0
+    """largest gradient norm; 0: no clipping"""
+    on_nonfinite: Free[Literal["stop", "skip"]] = "stop"
+    """when loss or gradients are nan or infinite: the step is never taken; stop ends the run, skip goes on with the
+    next batch (fp16 always skips, and lowers its loss scale)"""
+    seed: Defining[int] = 0
+    """of the initial weights and of dropout"""
+    eval_every: Free[int] = 50
+    """steps between validations; 0: only at the end"""
+    eval_batches: Free[int] = 8
+    """batches a validation reads"""
+    save_every: Free[int | None] = None
+    """steps between checkpoints; 0: only at the end and when it is stopped; none: about every ten minutes, and at least
+    50 times as long as a save takes"""
+    keep: Free[int] = 3
+    """checkpoints that stay, the newest; 0: all"""
+    profile_every: Free[int] = 100
+    """steps between short recordings that split a step into compute, communication and overhead, beside three of the
+    first twelve; 0: none"""
+    log_every: Free[int] = 1
+    """steps between records in gauges.jsonl"""
+    compile: Noted[bool | Literal["auto"]] = "auto"
+    """compile the blocks with torch.compile; auto: on a CPU, where the plan says that it saves several times what
+    compiling takes"""
+    deterministic: Noted[bool] = False
+    """bit-equal results on the same machine; slower, and no kernel is chosen by timing"""
+    loss_chunk: Noted[int | None] = None
+    """tokens whose logits exist at once; none: about 64 MB of logits but at least 1024 tokens, 0: all at once"""
+    lora_rank: Defining[int] = 0
+    """rank of adapters trained beside frozen weights; 0: every weight is trained"""
+    lora_alpha: Defining[float | None] = None
+    """adapters are scaled by alpha / rank; none: twice the rank"""
+    lora_on: Defining[tuple[str, ...]] = ("qkv", "out", "gate_up", "down")
+    """projections with adapters: qkv (or q, k, v), out, gate_up (or gate, up), down"""
+    lora_dropout: Noted[float] = 0.0
+    """share of an adapter's inputs left out at random"""
+    balance_loss: Noted[float | None] = None
+    """weight of the routers' balance loss, a mean over sequences and layers that is 1 where all experts are used alike;
+    none: the model's own (model.moe.aux_loss)"""
+    router_z_loss: Noted[float] = 0.0
+    """weight of the mean square of log Σ exp of the routers' logits, which keeps them small; usual: 1e-3"""
+    bias_rate: Noted[float] = 2e-3
+    """how far the selection bias of an expert moves a step at most, up where it is used too little, down where too much
+    (models with model.moe.selection_bias)"""
+    expert_capacity: Noted[float | None] = None
+    """places of an expert in each sequence, times the fair share; choices beyond are dropped; none: nothing is"""
+    track: Free[tuple[Literal["tensorboard", "mlflow", "wandb"], ...]] = ()
+    """where gauges also go: tensorboard, mlflow, wandb"""
+
+    def __post_init__(self) -> None:
+        at_least(self, "train", 1, "sequence", "batch_tokens", "steps", "eval_batches", "log_every")
+        at_least(self, "train", 0, "min_lr", "warmup_steps", "clip", "weight_decay", "seed", "eval_every")
+        at_least(self, "train", 0, "lora_rank", "lora_dropout")
+        above_zero(self, "train", "lora_alpha")
+        check_names(self.lora_on)
+        at_least(self, "train", 0, "save_every", "keep", "loss_chunk", "profile_every")
+        at_least(self, "train", 1, "lr_base_batch")
+        at_least(self, "train", 0, "balance_loss", "router_z_loss", "bias_rate")
+        above_zero(self, "train", "expert_capacity")
+        above_zero(self, "train", "lr", "eps")
+        above_zero(self, "train", "decay_fraction", most=1)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if not self.lora_dropout < 1:
+            raise refuse(self, "train", "lora_dropout", "below 1")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise refuse(self, "train", "betas", "two numbers below 1", "0.9,0.95")
+        if self.batch_tokens < self.sequence:
+            raise refuse(self, "train", "batch_tokens", f"a sequence of {self.sequence} at least", self.sequence)
+        if self.warmup > self.steps:
+            raise refuse(self, "train", "warmup_steps", f"at most train.steps={self.steps}", self.steps // 10)
+        if self.lr is not None and self.min_lr is not None and self.min_lr > self.lr:
+            raise refuse(self, "train", "min_lr", f"at most train.lr={self.lr}")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether blocks are compiled; auto counts as not, until a plan has resolved it."""
+        return self.compile is True
+
+    @property
+    def total_tokens(self) -> int:
+        return self.batch_tokens * self.steps
+
+    @property
+    def warmup(self) -> int:
+        """Warm-up steps, given or derived."""
+        return min(2000, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
+
+    def peak_lr(self, num_parameters: int) -> float:
+        """Given, or 3e-4·(7e9/N)^⅓ up to 3e-3. The rule passes through the published rates of Llama 7B (3e-4) and 65B
+        (1.5e-4; arXiv 2302.13971, table 2) and of Llama 3 405B (8e-5; arXiv 2407.21783, section 3.4.1). Adapters: 2e-4,
+        as QLoRA trained 7B and 13B (arXiv 2305.14314, appendix B)."""
+        derived: float = 2e-4 if self.lora_rank else min(3e-3, 3e-4 * (7e9 / num_parameters) ** (1 / 3))
+        return (derived if self.lr is None else self.lr) * self.lr_factor
+
+    @property
+    def lr_factor(self) -> float:
+        """What the batch makes of the rate: k times the tokens, k times the rate (the linear scaling rule, Goyal et
+        al., arXiv 1706.02677, section 2.1; its warm-up is ours)."""
+        return self.batch_tokens / self.lr_base_batch if self.lr_base_batch else 1.0
+
+    def final_lr(self, num_parameters: int) -> float:
+        """Given, or a tenth of the peak (Hoffmann et al., Chinchilla, arXiv 2203.15556)."""
+        return self.peak_lr(num_parameters) / 10 if self.min_lr is None else self.min_lr * self.lr_factor
+
+    def check_rates(self, num_parameters: int) -> None:
+        """Refuse a final rate above a peak that was derived: it would rise to the end."""
+        peak = self.peak_lr(num_parameters) / self.lr_factor
+        if self.min_lr is not None and self.min_lr > peak:
+            raise refuse(self, "train", "min_lr", f"at most the peak learning rate of {peak:.3g}", f"{peak / 10:.2g}")
+
+    @property
+    def lora_scale(self) -> float:
+        """What adapters are multiplied by: alpha / rank."""
+        return 2.0 if self.lora_alpha is None else self.lora_alpha / max(1, self.lora_rank)
+
+    def chunk_tokens(self, vocab: int) -> int:
+        """Tokens whose logits exist at once; 0: all."""
+        return max(1024, 64_000_000 // (4 * vocab)) if self.loss_chunk is None else self.loss_chunk

@@ -1,0 +1,175 @@
+"""From what a person types to a model: a folder, a config.json, a catalogue name, a run, a release or a Hub id.
+
+Every verb that takes a model calls `resolve_model`, so all of them accept the same things and fail alike.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from armillary.errors import BadInput, BadModel, NotFound, nearest
+from armillary.spec import catalogue
+from armillary.spec.hf.config import from_hf
+from armillary.spec.model import ModelConfig
+from armillary.store import hub, registry
+from armillary.store.hf_folder import has_weights, read_config, weight_files
+from armillary.store.home import Home
+from armillary.store.progress import Progress, silent
+from armillary.store.runs import Run, find_run, is_run_folder, list_runs, run_names
+
+Origin = Literal["catalogue", "folder", "config", "hub", "run", "release"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model and where it was found."""
+
+    name: str
+    """what to call it"""
+    config: ModelConfig
+    """its shape"""
+    folder: Path | None = None
+    """Hugging Face folder that holds its weights"""
+    files: Path | None = None
+    """folder with its config.json and tokenizer, whether or not the weights are there too"""
+    origin: Origin
+    """which kind of thing was named"""
+
+
+def resolve_model(
+    text: str, home: Home, *, need_weights: bool, fetch_progress: Progress | None = None, endpoint: str | None = None
+) -> ModelSource:
+    """The model that `text` names; `need_weights` refuses one that is only a shape."""
+    if not text.strip():
+        raise BadInput("no model given; name a catalogue model, a folder, a run or a hub id (owner/name)")
+    path = Path(os.path.expanduser(text))
+    source = (
+        _from_path(path, need_weights)
+        or _from_catalogue(text, need_weights)
+        or _from_run(text, home, need_weights)
+        or _from_release(text, home, need_weights)
+    )
+    if source is not None:
+        return source
+    _refuse_path(text, path)
+    source = _from_hub(text, need_weights, fetch_progress, endpoint)
+    if source is None:
+        raise _no_model(text, home)
+    return source
+
+
+# --- one function a kind; None when `text` is not of that kind
+
+
+def _from_path(path: Path, need_weights: bool) -> ModelSource | None:
+    if os.path.isfile(path):
+        return _from_config(path, need_weights)
+    if os.path.isfile(path / "config.json"):
+        return _from_folder(path.absolute(), path.absolute().name, "folder", need_weights)
+    return None
+
+
+def _from_config(path: Path, need_weights: bool) -> ModelSource:
+    if path.suffix != ".json":
+        raise BadInput(f"{path} is not a model; give its folder or its config.json")
+    name = path.absolute().parent.name if path.name == "config.json" else path.stem
+    config = from_hf(read_config(path), name=name)
+    if need_weights:
+        raise BadModel(f"{path} is a shape without weights; give the folder with its weights, or add --random-weights")
+    return ModelSource(name=name, config=config, origin="config")
+
+
+def _from_catalogue(text: str, need_weights: bool) -> ModelSource | None:
+    try:
+        entry = catalogue.model(text)
+    except NotFound:
+        return None
+    name = entry.config.name
+    if need_weights:
+        example = f" ({entry.hub})" if entry.hub else ""
+        raise BadModel(
+            f"{name} is a catalogue shape without weights; "
+            f"give a Hugging Face folder or hub id{example}, or add --random-weights"
+        )
+    return ModelSource(name=name, config=entry.config, origin="catalogue")
+
+
+def _from_run(text: str, home: Home, need_weights: bool) -> ModelSource | None:
+    runs = list_runs(home)
+    if text not in run_names(runs) and not is_run_folder(Path(os.path.expanduser(text))):
+        return None
+    run = find_run(home, text)
+    folder = run.latest_export()
+    if folder is None:
+        raise NotFound(f"run {run.name} has exported no model yet ({_progress(run)}); let it go on, or name another")
+    return _from_folder(folder, run.name, "run", need_weights)
+
+
+def _progress(run: Run) -> str:
+    state = run.state
+    return f"{state.shown} at step {state.step}" + (f" of {state.steps}" if state.steps else "")
+
+
+def _from_release(text: str, home: Home, need_weights: bool) -> ModelSource | None:
+    name = text.partition("@")[0].partition(":")[0]
+    if not registry.versions(home, name):
+        return None
+    release = registry.resolve(home, text)
+    return _from_folder(release.folder, release.text, "release", need_weights)
+
+
+def _from_hub(text: str, need_weights: bool, progress: Progress | None, endpoint: str | None) -> ModelSource | None:
+    split = hub.split_id(text)
+    if split is None:
+        return None
+    name, revision = split
+    folder = hub.fetch(name, revision=revision, weights=need_weights, progress=progress or silent, endpoint=endpoint)
+    return _from_folder(folder, name, "hub", need_weights)
+
+
+def _from_folder(folder: Path, name: str, origin: Origin, need_weights: bool) -> ModelSource:
+    config = from_hf(read_config(folder), name=name)
+    if need_weights:
+        weight_files(folder)
+    return ModelSource(
+        name=name, config=config, folder=folder if has_weights(folder) else None, files=folder, origin=origin
+    )
+
+
+# --- nothing found
+
+
+def _refuse_path(text: str, path: Path) -> None:
+    """What is there but no model, or is written like a path and is not there, is not looked up on the Hub."""
+    if os.path.isdir(path):
+        raise BadModel(f"{text} has no config.json; give a Hugging Face model folder or a config.json")
+    if text.startswith(("/", "./", "../", "~")) or text.endswith(("/", ".json")) or text.count("/") > 1:
+        kind = "file" if text.endswith(".json") else "folder"
+        raise NotFound(f"no {kind} {text}; {_next_step(text)}")
+
+
+def _next_step(text: str) -> str:
+    """A folder that a run would have made: the command that makes it; else what else could be given."""
+    parts = Path(text).parts
+    run = next(
+        (
+            name
+            for runs, name, export in zip(parts, parts[1:], parts[2:], strict=False)
+            if runs == "runs" and export == "export"
+        ),
+        None,
+    )
+    if run is None:
+        return "give a Hugging Face folder, a config.json, a hub id or a catalogue name"
+    return f"make it with armillary train recipes/tour.toml --run {run}, or another model with --set model.path=PATH"
+
+
+def _no_model(text: str, home: Home) -> NotFound:
+    models = catalogue.models()
+    names = [*models, *(alias for entry in models.values() for alias in entry.aliases)]
+    guess = nearest(text, [*names, *run_names(list_runs(home)), *registry.release_names(home)])
+    hint = f"did you mean {guess}?" if guess else "give a catalogue name, a folder, a run or a hub id (owner/name)"
+    return NotFound(f"no model '{text}'; {hint} (armillary models lists {len(models)})")

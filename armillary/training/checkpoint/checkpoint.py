@@ -1,0 +1,250 @@
+"""Checkpoints: everything a run needs to go on as if it had never stopped, on any layout and any number of ranks.
+
+    checkpoints/STEP/
+      __RANK_0.distcp  .metadata   tensors by our names, through torch.distributed.checkpoint
+      state.json                   step, loss scale, kernel choices, layout: what is no tensor
+      rng.pt                       random state of every rank
+      manifest.json                every file with its size and checksum; written last
+
+A folder is written under a hidden name and renamed when it is whole, so a folder with a number is a good one. Old ones
+go (`prune`) once a newer one is whole, sealed and on disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from armillary.errors import ArmillaryError, BadData
+from armillary.parallel.consensus import Agreement
+from armillary.store import strict_json
+from armillary.store.atomic import remove_folder, staged_folder
+from armillary.store.manifest import NAME as MANIFEST
+from armillary.store.runs import Run
+from armillary.training.checkpoint.seal import changes, faults, file_sum, manifest
+from armillary.training.step.random_state import random_state, set_random_state
+
+STATE, RANDOM = "state.json", "rng.pt"
+VERSION = 1
+"""raised when an older armillary could misread what is written"""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint that was committed."""
+
+    step: int
+    """steps done"""
+    folder: Path
+    """where it is"""
+    bytes: int
+    """size of all files"""
+
+
+def save(
+    run: Run,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    facts: Mapping[str, Any],
+    ranks: Agreement,
+    allowed: Callable[[], None] = lambda: None,
+) -> Saved:
+    """Write checkpoint `step`: each rank its part of the tensors, the main rank the rest. All ranks call this, and all
+    raise the same line when one of them cannot write; what was there before is then untouched. `allowed()` may raise,
+    too: it is asked before anything is written and again before the folder gets its name."""
+    target = run.checkpoint(step)
+    ranks.together(allowed)
+    with ExitStack() as stack:
+        folder = ranks.tell(ranks.together(lambda: _staged(stack, target) if ranks.is_main else None))
+        assert folder is not None
+        about = {"version": VERSION, "step": step, "ranks": ranks.size, **facts}
+        states = ranks.gather(random_state())
+        parts = ranks.gather(ranks.together(lambda: _write_tensors(folder, tensors, ranks)))
+        sums = {name: found for part in parts for name, found in part.items()}
+        size = ranks.together(lambda: _commit(stack, folder, about, states, sums, allowed) if ranks.is_main else 0)
+        return Saved(step=step, folder=target, bytes=ranks.tell(size))
+
+
+def _staged(stack: ExitStack, target: Path) -> Path:
+    with _plain(target):
+        return stack.enter_context(staged_folder(target, overwrite=True))
+
+
+def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Agreement) -> dict[str, str]:
+    """This rank's files and their checksums."""
+    with _plain(folder):
+        with _quiet():
+            dcp.save(dict(tensors), storage_writer=_Writer(folder), process_group=ranks.group, no_dist=ranks.size == 1)
+        return {path.name: file_sum(path) for path in folder.glob(f"__{ranks.rank}_*.distcp")}
+
+
+def _commit(
+    stack: ExitStack,
+    folder: Path,
+    about: Mapping[str, Any],
+    states: list[dict[str, Tensor]],
+    sums: Mapping[str, str],
+    allowed: Callable[[], None],
+) -> int:
+    """The main rank's files, the manifest last; then the folder gets its name. Gives the size of all."""
+    with _plain(folder):
+        (folder / RANDOM).write_bytes(_bytes(states))
+        (folder / STATE).write_text(strict_json.dumps(about, indent=1) + "\n")
+        whole = manifest(folder, about["step"], sums)
+        (folder / MANIFEST).write_text(strict_json.dumps(whole, indent=1) + "\n")
+        allowed()
+        stack.close()
+        return int(sum(whole["files"].values()))
+
+
+def _bytes(value: Any) -> bytes:
+    """As torch writes it, in memory: into a file it would not say why that failed."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def load(folder: Path, tensors: Mapping[str, Tensor], ranks: Agreement) -> dict[str, Any]:
+    """Fill `tensors` in place from a checkpoint of any layout, put the random state back where the number of ranks is
+    the same, and give the facts. All ranks call this, and all raise the same line when one of them cannot read."""
+    about = ranks.together(lambda: read_facts(folder))
+    ranks.together(lambda: _read_tensors(folder, tensors, ranks))
+    if about["ranks"] == ranks.size:
+        set_random_state(torch.load(folder / RANDOM, weights_only=True)[ranks.rank])
+    return about
+
+
+def _read_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Agreement) -> None:
+    try:
+        with _quiet():
+            dcp.load(
+                dict(tensors),
+                storage_reader=dcp.FileSystemReader(folder),
+                process_group=ranks.group,
+                no_dist=ranks.size == 1,
+            )
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise BadData(f"{folder} is no checkpoint of this model ({_one_line(first)}); name another run") from error
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    about = strict_json.read_table(folder / STATE)
+    if about.get("version", 0) > VERSION:
+        raise BadData(f"{folder} was written by a newer armillary; upgrade armillary to resume it")
+    return about
+
+
+def kernels_of(run: Run, step: int) -> dict[str, str]:
+    """The kernels that a checkpoint was made with: a run that goes on uses the same."""
+    return dict(read_facts(run.checkpoint(step)).get("kernels", {})) if step else {}
+
+
+def saved_steps(run: Run) -> list[int]:
+    """Steps with a whole checkpoint, in order; one that lost a file or was cut short does not count. Contents are not
+    read: `newest` does."""
+    return [step for step in run.checkpoint_steps() if not faults(run.checkpoint(step))]
+
+
+def prune(run: Run, step: int, keep: int) -> list[int]:
+    """Delete checkpoints before the one of `step`, which was just written, so that `keep` whole ones stay with it
+    counted (0: all stay); gives the steps deleted. Nothing goes unless that one has its seal and every file that the
+    seal names in full length; later ones, which a run that goes on from further back will overwrite, are left alone."""
+    if not keep or faults(run.checkpoint(step)):
+        return []
+    before = [one for one in run.checkpoint_steps() if one < step]
+    whole = [one for one in before if not faults(run.checkpoint(one))]
+    stay = whole[len(whole) - (keep - 1) :] if len(whole) >= keep else whole
+    gone = [one for one in before if one not in stay]
+    for one in gone:
+        remove_folder(run.checkpoint(one))
+    return gone
+
+
+def newest(run: Run, ranks: Agreement, say: Callable[[str], None] = lambda text: None) -> int:
+    """The step of the newest checkpoint that is what was written, or 0; the main rank names those it passes over."""
+    steps, passed = ranks.tell([0, *run.checkpoint_steps()]), []
+    while (step := steps.pop()) and (damage := _damage(run.checkpoint(step), ranks)):
+        passed.append(f"checkpoint {step} of run {run.name} is damaged ({damage[0]})")
+    for text in passed if ranks.is_main else ():
+        say(f"{text}; the run {f'goes on from step {step:,}' if step else 'begins again'}")
+    return step
+
+
+def _damage(folder: Path, ranks: Agreement) -> list[str]:
+    """What is wrong with a checkpoint, the same on every rank; they share the reading."""
+    found = ranks.tell(faults(folder))
+    if found:
+        return found
+    changed = ranks.together(lambda: changes(folder, share=ranks.rank, of=ranks.size))
+    return [each for part in ranks.gather(changed) for each in part]
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Says which error of the disk it was, on whatever rank: torch's own stream only tells of a wrong position."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=True)
+
+    def write_data(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().write_data(*args, **options)
+        except RuntimeError as error:
+            cause = error.__context__
+            if isinstance(cause, OSError):
+                raise OSError(cause.errno, cause.strerror) from error
+            raise
+
+
+@contextmanager
+def _plain(folder: Path) -> Any:
+    """Errors of the disk as one line, wherever in torch they come from."""
+    try:
+        yield
+    except CheckpointException as error:
+        _say(next(iter(error.failures.values()))[0], folder, error)
+    except OSError as error:
+        _say(error, folder, error)
+    except ArmillaryError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        _say(error.__cause__, folder, error)
+
+
+def _say(first: BaseException, folder: Path, error: BaseException) -> NoReturn:
+    if not isinstance(first, OSError):
+        raise RuntimeError(f"checkpoint {folder}: {first!r}") from error
+    if first.errno in _FULL:
+        place = folder.parent
+        raise ArmillaryError(
+            f"disk full while writing a checkpoint to {place}; free some space and train again: "
+            "the run goes on from the last whole one"
+        ) from error
+    raise ArmillaryError(
+        f"cannot write a checkpoint to {folder.parent} ({first.strerror}); check the disk and train again"
+    ) from error
+
+
+@contextmanager
+def _quiet() -> Any:
+    """torch warns that a single process is a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+        yield
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,66 @@
+"""The trained model as a Hugging Face folder, gathered from the ranks a tensor at a time; adapters are merged in, and
+also written by themselves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from armillary.model.lora import NAMES, change
+from armillary.model.weights.hf_layout import rules
+from armillary.model.weights.hf_weights import save_model
+from armillary.parallel.apply import Sharded
+from armillary.parallel.consensus import Agreement, attempt
+from armillary.spec.lora import targets
+from armillary.spec.tables.train import TrainJob
+from armillary.training.step.lora import save_adapter
+
+
+def export(sharded: Sharded, job: TrainJob, folder: Path, ranks: Agreement, *, like: Path) -> Path:
+    """Every rank calls this; the main rank writes, and all raise its error where it cannot."""
+    reader, error = Whole(sharded, job), None
+    if ranks.is_main:
+        _, error = attempt(lambda: save_model(sharded.model, folder, like=like, overwrite=True, read=reader))
+    reader.rest()
+    ranks.agree(error)
+    return folder
+
+
+def export_adapter(sharded: Sharded, job: TrainJob, folder: Path, ranks: Agreement, *, base: str) -> Path:
+    """The adapters alone, as a folder that peft reads; every rank calls this."""
+    config, error = sharded.model.config, None
+    names = [f"{module}.{adapter}" for module in targets(config, job.lora_on) for adapter in NAMES]
+    tensors = {name: sharded.whole(name) for name in names}
+    if ranks.is_main:
+        _, error = attempt(lambda: save_adapter(tensors, config, job, folder, base=base, overwrite=True))
+    ranks.agree(error)
+    return folder
+
+
+class Whole:
+    """A parameter of all ranks by its name. Gathering needs every rank, so all ask for the same ones in one order."""
+
+    def __init__(self, sharded: Sharded, job: TrainJob) -> None:
+        config, self._gathered = sharded.model.config, sharded.whole
+        self._adapted = targets(config, job.lora_on) if job.lora_rank else {}
+        self._scale = job.lora_scale
+        self._names = [rule.ours for rule in rules(config)]
+        self._next = 0
+
+    def __call__(self, name: str) -> Tensor:
+        assert name == self._names[self._next], "asked in the order of the rules"
+        self._next += 1
+        found = self._gathered(name)
+        module = name.removesuffix(".weight")
+        if module not in self._adapted or module == name:
+            return found
+        a, b = (self._gathered(f"{module}.{adapter}") for adapter in NAMES)
+        added = change(a, b, self._adapted[module], scale=self._scale)
+        return (found.to(added.dtype) + added).to(found.dtype)
+
+    def rest(self) -> None:
+        """Take part in what is left: on ranks that do not write, all of it."""
+        while self._next < len(self._names):
+            self(self._names[self._next])

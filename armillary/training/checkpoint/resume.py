@@ -1,0 +1,146 @@
+"""Which run to go on with: the newest unfinished one of this recipe, whatever in it may have been edited freely.
+
+A recipe's keys are free, noted or defining (spec/tables/key_class.py). A run continues when no
+defining key differs; where one does, or where another process is running the run, the command stops and says so:
+nothing starts anew by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from armillary.errors import ArmillaryError, BadInput, NotFound
+from armillary.spec.plan import Plan
+from armillary.spec.recipe import Recipe, recipe_from_dict
+from armillary.spec.recipe_changes import KeyChange, recipe_changes
+from armillary.store.home import Home
+from armillary.store.runs import Run, Say, find_run, list_runs
+
+WEIGHTS = "the weights it starts from"
+_ENDED = ("interrupted", "failed", "died")
+_NEW = "or start a new run with --new"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What the person asked for: which run, and how."""
+
+    name: str = ""
+    """a run to go on with, or to begin; empty: the newest of the recipe"""
+    new: bool = False
+    """begin a new run whatever there is"""
+    take_over: bool = False
+    """go on with a run that another process is running, which then stops"""
+    file: str = ""
+    """the recipe's file, by which runs of one recipe know each other"""
+
+
+def run_to_resume(home: Home, recipe: Recipe, weights: str, choice: Choice, say: Say = lambda text: None) -> Run | None:
+    """The run to go on with; None where a new one is to begin. BadInput where that is for a person to decide."""
+    if choice.name:
+        return _named(home, recipe, weights, choice, say)
+    if choice.new:
+        return None
+    same = next(_same(home, recipe, weights), None)
+    if same is None:
+        _refuse_another(home, recipe, weights, choice.file)
+        return None
+    return None if same.state.shown == "finished" else _free(same, choice, say)
+
+
+def unfinished_run(home: Home, recipe: Recipe, weights: str) -> Run | None:
+    """The newest run of this recipe, started from these weights, that nobody runs and that is not done; None where the
+    newest one is done, or there is none."""
+    for run in _same(home, recipe, weights):
+        state = run.state.shown
+        if state in _ENDED:
+            return run
+        if state == "finished":
+            return None
+    return None
+
+
+def changes_since(run: Run, recipe: Recipe, weights: str) -> list[KeyChange]:
+    """Keys in which a run's recipe differs from the present one, each with its class and both values; ArmillaryError
+    where the run is none of training, or cannot be read."""
+    try:
+        plan, before = Plan.from_json(run.plan.read_text(), str(run.plan)), recipe_from_dict(run.recipe)
+    except (OSError, KeyError) as error:
+        raise BadInput(f"run {run.name} cannot be read ({error}); name another, {_NEW}") from error
+    if plan.train is None:
+        raise BadInput(f"run {run.name} is a server's; name another, {_NEW}")
+    found = recipe_changes(before, recipe)
+    if plan.weights != weights:
+        found.append(KeyChange(key=WEIGHTS, kind="defining", before=plan.weights, now=weights))
+    return found
+
+
+def texts(changes: Sequence[KeyChange], kind: str) -> list[str]:
+    """The changes of one class, for people."""
+    return [change.text for change in changes if change.kind == kind]
+
+
+def _named(home: Home, recipe: Recipe, weights: str, choice: Choice, say: Say) -> Run | None:
+    try:
+        run = find_run(home, choice.name)
+    except NotFound:
+        return None
+    if choice.new:
+        raise BadInput(f"run {run.name} is there already; give --new another name with --run, or none")
+    changes = changes_since(run, recipe, weights)
+    if others := texts(changes, "defining"):
+        raise BadInput(f"run {run.name} was started with another recipe ({_few(others)}); put that back, {_NEW}")
+    longer = any(change.key == "train.steps" for change in changes) and run.state.step < recipe.train.steps
+    if run.state.shown == "finished" and not longer:
+        raise BadInput(f"run {run.name} is finished; give it more with --set train.steps=…, {_NEW}")
+    return _free(run, choice, say)
+
+
+def _free(run: Run, choice: Choice, say: Say) -> Run:
+    """A run that nobody else runs, or that may be taken from whoever does."""
+    if not choice.take_over and run.is_held_elsewhere(say):
+        raise BadInput(f"{run.held_text}; stop it, go on with it here with --take-over, {_NEW}")
+    return run
+
+
+def _same(home: Home, recipe: Recipe, weights: str) -> Iterator[Run]:
+    """Runs, newest first, that differ in nothing that defines them."""
+    for run, changes in _readable(home, recipe, weights):
+        if not texts(changes, "defining"):
+            yield run
+
+
+def _refuse_another(home: Home, recipe: Recipe, weights: str, file: str) -> None:
+    """An unfinished run of the same recipe file (or of the same model, where files are not known) whose defining keys
+    were edited since: to begin anew would leave it behind without a word. One that is running is not left behind."""
+    for run, changes in _readable(home, recipe, weights):
+        known = bool(file and run.recipe_file)
+        related = run.recipe_file == file if known else _source(run) == recipe.model.source
+        state = run.state
+        if not related or state.is_running:
+            continue
+        if state.shown in _ENDED:
+            step = f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
+            raise BadInput(
+                f"run {run.name} is unfinished (step {step}) and the recipe has become another "
+                f"({_few(texts(changes, 'defining'))}); put that back to go on with it, {_NEW}"
+            )
+        return
+
+
+def _readable(home: Home, recipe: Recipe, weights: str) -> Iterator[tuple[Run, list[KeyChange]]]:
+    for run in list_runs(home):
+        try:
+            yield run, changes_since(run, recipe, weights)
+        except ArmillaryError:
+            continue
+
+
+def _source(run: Run) -> str:
+    model = run.recipe.get("model", {})
+    return str(model.get("path") or model.get("name", ""))
+
+
+def _few(others: Sequence[str]) -> str:
+    return ", ".join(others[:3]) + (", …" if len(others) > 3 else "")

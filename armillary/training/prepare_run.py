@@ -1,0 +1,267 @@
+"""From a recipe to a run: find the model, check that everything divides and can be exported, prepare the data.
+
+Nothing is written before every check has passed. The plan that comes out says all that a rank needs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from armillary.errors import BadLayout, BadRecipe
+from armillary.machine.machine import here
+from armillary.model.buildable import refuse_unbuildable
+from armillary.model.weights.hf_layout import rules
+from armillary.parallel.world import join_world
+from armillary.profiling.dtypes.choice import kept_precision, resolve_training, with_precision
+from armillary.spec.arithmetic.params import parameters
+from armillary.spec.hf.config import to_hf
+from armillary.spec.layout_rules.rules import check_layout
+from armillary.spec.model import ModelConfig
+from armillary.spec.plan import Plan
+from armillary.spec.recipe import Recipe, check_recipe, load_recipe, to_dict
+from armillary.spec.recipe_changes import KeyChange
+from armillary.spec.tables.fields import to_plain
+from armillary.store.home import Home
+from armillary.store.resolve_model import ModelSource, resolve_model
+from armillary.store.runs import Run, Say, create_run
+from armillary.training.checkpoint.resume import Choice, changes_since, run_to_resume, unfinished_run
+from armillary.training.data.open_sources import may_hold_out, plan_data, prepare_data
+from armillary.training.data.prepare import Prepared
+from armillary.training.data.survey import Progress
+from armillary.training.gauge_log import Watch
+from armillary.training.loop import agreement, train
+from armillary.training.run_lifecycle import Trained
+from armillary.training.setup.supported import notes_of
+from armillary.training.telemetry.trackers import check_trackers
+from armillary.training.until import Until
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A checked recipe, its plan, and where its data goes."""
+
+    recipe: Recipe
+    """as it was given, overrides applied"""
+    plan: Plan
+    """what every rank reads"""
+    home: Home
+    """where runs and data are kept"""
+
+    def prepare(self, progress: Progress = lambda done, total, what: None) -> tuple[Prepared, ...]:
+        """The recipe's text as shards, made now or earlier; nothing where it is shards already."""
+        assert self.plan.data is not None
+        return prepare_data(self.recipe.data, self.plan.data, progress)
+
+    def open_run(self, choice: Choice | None = None, *, text: str = "", overrides: Sequence[str] = ()) -> Run:
+        """The run to go on with, taken over and planned anew; else a new one. Its checkpoints say where it goes on."""
+        choice = choice or Choice()
+        found = self.to_resume(choice)
+        if found is None:
+            return self.create_run(name=choice.name, file=choice.file, text=text, overrides=overrides)
+        return self.keeping(found).take_over(found, choice, text=text, overrides=overrides)
+
+    def to_resume(self, choice: Choice, say: Say = lambda text: None) -> Run | None:
+        """The run to go on with; None where a new one is to begin. BadInput where that is for a person to decide."""
+        return run_to_resume(self.home, self.recipe, self.plan.weights, choice, say)
+
+    def unfinished(self) -> Run | None:
+        """The newest run of this recipe that nobody runs and that is not done."""
+        return unfinished_run(self.home, self.recipe, self.plan.weights)
+
+    def changes_since(self, run: Run) -> list[KeyChange]:
+        """Keys in which the run's recipe differs from this one, with their classes."""
+        return changes_since(run, self.recipe, self.plan.weights)
+
+    def keeping(self, run: Run) -> Start:
+        """The same with the precision and the compilation that the run was started with, where the recipe leaves them
+        to auto: a run that goes on elsewhere stays the run it is, and says where auto would now differ."""
+        before, plan = Plan.from_json(run.plan.read_text(), str(run.plan)), self.plan
+        if self.recipe.layout.precision == "auto" and before.layout.precision not in ("auto", plan.layout.precision):
+            found = kept_precision(before.layout.precision, plan.chosen["layout.precision"])
+            plan = replace(
+                plan,
+                layout=with_precision(plan.layout, found),
+                notes=(*plan.notes, found.warning),
+                chosen={**plan.chosen, "layout.precision": found.reason},
+            )
+        if self.recipe.train.compile == "auto" and before.train is not None and plan.train is not None:
+            plan = replace(plan, train=replace(plan.train, compile=before.train.compiled))
+        return replace(self, plan=plan)
+
+    def take_over(
+        self, run: Run, choice: Choice, *, text: str = "", overrides: Sequence[str] = (), say: Say = lambda text: None
+    ) -> Run:
+        """Go on with a run, with the recipe as it is now and planned anew."""
+        mine = run.claim(take_over=choice.take_over, say=say, steps=self.recipe.train.steps)
+        file = choice.file or run.recipe_file
+        mine.write_recipe(to_dict(self.recipe), text=text, overrides=overrides, file=file)
+        mine.write_plan(self.plan)
+        return mine
+
+    def create_run(self, *, name: str = "", file: str = "", text: str = "", overrides: Sequence[str] = ()) -> Run:
+        """The run's folder with recipe and plan; `text` is the recipe file as it was given."""
+        return create_run(
+            self.home,
+            to_dict(self.recipe),
+            text=text,
+            overrides=overrides,
+            plan=to_plain(self.plan),
+            model=self.plan.model.name,
+            steps=self.recipe.train.steps,
+            name=name,
+            file=file,
+        )
+
+
+def start(
+    recipe: Recipe,
+    home: Home,
+    source: ModelSource,
+    *,
+    room: int = 0,
+    fills: int | None = None,
+    until: Until | None = None,
+    device: str | None = None,
+) -> Start:
+    """Check the recipe against its model, its devices and what the trainer can do; training starts from the weights
+    of `source`, or from scratch where it has none. `room` is how many processes may share a processor's cores, where
+    that was asked for, and `fills` how many devices must all be used; `until` is a goal that must be within reach. A
+    precision of auto is resolved for the device."""
+    config = recipe.model_config(source.config)
+    if source.folder is not None and config != source.config:
+        keys = ", ".join(f"model.{key}" for key in recipe.model.overrides)
+        raise BadRecipe(
+            f"{source.name} has weights, so its shape cannot be overridden; leave {keys} out, or take only "
+            "its shape with --set train.from_scratch=true"
+        )
+    _check_model(recipe, config, fills)
+    if until is not None:
+        until.check(recipe.train, held_out=may_hold_out(recipe.data))
+    check_trackers(recipe.train.track)
+    cluster = recipe.cluster(here(device=device))
+    job = recipe.train
+    there = max(cluster.num_devices, room if cluster.chip.kind == "cpu" else 0)
+    check_layout(
+        recipe.layout,
+        config,
+        num_devices=there,
+        fills=fills,
+        sequence=job.sequence,
+        batch_tokens=job.batch_tokens,
+        by_trainer=True,
+        compiled=job.compiled,
+    )
+    data = plan_data(recipe.data, home, vocab=recipe.data.vocab or config.vocab, tokenizer=_tokenizer(recipe, source))
+    dtype = resolve_training(recipe.layout, config, job, cluster, home, device=device)
+    plan = Plan(
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        recipe=to_dict(recipe),
+        model=config,
+        cluster=cluster,
+        layout=with_precision(recipe.layout, dtype),
+        train=replace(job, compile=job.compiled),
+        data=data,
+        weights=str(source.folder or ""),
+        chosen={"layout.precision": dtype.reason} if dtype.reason else {},
+        notes=(*filter(None, [dtype.warning]), *notes_of(config, recipe.layout, job)),
+    )
+    return Start(recipe=recipe, plan=plan, home=home)
+
+
+def _check_model(recipe: Recipe, config: ModelConfig, fills: int | None) -> None:
+    """What is trained must be buildable and, in the end, exportable: better said now than after the last step."""
+    refuse_unbuildable(config)
+    rules(config)
+    to_hf(config)
+    check_recipe(recipe, config)
+    recipe.train.check_rates(parameters(config).total)
+    # tp first: a layout that could never divide the model is a plainer message than "one device only"
+    job = recipe.train
+    batch: dict[str, Any] = {"sequence": job.sequence, "batch_tokens": job.batch_tokens} if fills else {}
+    check_layout(recipe.layout, config, fills=fills, by_trainer=True, compiled=job.compiled, **batch)
+
+
+def _tokenizer(recipe: Recipe, source: ModelSource) -> Path | None:
+    """The tokenizer asked for, or the model's own; None: one trained on the text, with as many ids as the model has."""
+    own = source.files if source.files is not None and (source.files / "tokenizer.json").is_file() else None
+    return Path(recipe.data.tokenizer) if recipe.data.tokenizer else own
+
+
+def starting_point(recipe: Recipe, home: Home) -> ModelSource:
+    """The recipe's model: a name of the catalogue or a bare config.json is trained from scratch; a folder, a run, a
+    release or a Hub id goes on from its weights, unless the recipe asks for its shape only."""
+    source = resolve_model(recipe.model.source, home, need_weights=False)
+    if recipe.train.from_scratch:
+        return replace(source, folder=None)
+    shape_only = source.origin in ("catalogue", "config")
+    return source if shape_only else resolve_model(recipe.model.source, home, need_weights=True)
+
+
+def refuse_elsewhere(plan: Plan) -> None:
+    """What is planned for other machines cannot be started from here; under torchrun or srun it is there already."""
+    found, cluster = here(), plan.cluster
+    same = found.chip.name == cluster.chip.name and found.num_devices >= plan.layout.num_devices
+    if cluster.name != "here" and not same:
+        raise BadRecipe(
+            f"{cluster.name} is not this machine, which has {found.text()}; try --set hardware.on=here, "
+            "start it there with torchrun or srun, or plan only with --dry-run"
+        )
+
+
+def train_recipe(
+    recipe: Recipe | Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    home: Home | None = None,
+    device: str | None = None,
+    run: str = "",
+    new: bool = False,
+    take_over: bool = False,
+    until: Until | None = None,
+    watch: Watch | None = None,
+) -> Trained:
+    """Train what a recipe (or its file) says, from the beginning or from where its unfinished run stands. One device is
+    this process; for more, every process that torchrun or srun started calls this. `run` names the run, `new` begins
+    one whatever there is, and `take_over` goes on with one that another process is running."""
+    home = home or Home.default()
+    ready = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    file = "" if isinstance(recipe, Recipe) else str(Path(recipe).absolute())
+    choice = Choice(name=run, new=new, take_over=take_over, file=file)
+    until = until or Until.of(ready.train)
+    with join_world(device) as world:
+        ranks = agreement(world)
+        begun = ranks.patiently(
+            "find the model", lambda: _started(ready, home, room=world.size, until=until, device=device)
+        )
+        if world.size == 1:
+            _refuse_many(begun.plan)
+            refuse_elsewhere(begun.plan)
+        opened = ranks.patiently(
+            "prepare the data", lambda: _opened(begun, choice, overrides) if world.is_main else None
+        )
+        found = ranks.tell(opened)
+        assert found is not None
+        plan = Plan.from_json(found.plan.read_text(), str(found.plan))  # a resumed run may keep what it had
+        return train(plan, found, device=device, until=until, watch=watch, home=home)
+
+
+def _started(recipe: Recipe, home: Home, *, room: int, until: Until | None, device: str | None) -> Start:
+    return start(recipe, home, starting_point(recipe, home), room=room, until=until, device=device)
+
+
+def _opened(begun: Start, choice: Choice, overrides: Sequence[str]) -> Run:
+    begun.prepare()
+    return begun.open_run(choice, overrides=overrides)
+
+
+def _refuse_many(plan: Plan) -> None:
+    count = plan.layout.num_devices
+    if count > 1:
+        raise BadLayout(
+            f"{plan.layout.text()} needs {count} processes and this is one; use armillary train, which "
+            "starts them, or torchrun"
+        )

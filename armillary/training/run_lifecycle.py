@@ -1,0 +1,193 @@
+"""The course of a run between its steps: going on, validating, saving, ending.
+
+What is saved goes by names that no layout changes, so a run goes on on any.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from armillary.errors import ArmillaryError, BadData
+from armillary.spec.plan import Plan
+from armillary.store.atomic import sweep_folder
+from armillary.store.runs import Run
+from armillary.training.checkpoint import checkpoint
+from armillary.training.checkpoint.export import export, export_adapter
+from armillary.training.checkpoint.interval import SaveClock
+from armillary.training.data.index import NAME as INDEX
+from armillary.training.step.host_adamw import HostAdamW
+from armillary.training.step.offload import widen
+from armillary.training.step.optimizer import states_by_name, weights_by_name
+from armillary.training.step.random_state import seed
+from armillary.training.telemetry.step_report import StepReport
+from armillary.training.trainer import Trainer
+from armillary.training.until import Until
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """How a run ended."""
+
+    run: Run
+    steps: int
+    finished: bool
+    """False when it was stopped before its last step"""
+    loss: float
+    val_loss: float | None
+    export: Path | None
+    """the Hugging Face folder of a finished run"""
+    resumed_at: int = 0
+    """step it went on from"""
+    saved: int | None = None
+    """step of its last checkpoint; none where it did not come to one"""
+
+
+class Course:
+    """What happens between the steps of a run: going on, validating, saving, ending."""
+
+    def __init__(
+        self, run: Run, trainer: Trainer, until: Until | None, *, allowed: Callable[[], None] | None = None
+    ) -> None:
+        """`allowed()` raises where the run is another process's by now: nothing may be written then."""
+        self.allowed = allowed or (lambda: None)
+        self.run, self.trainer, self.until, self.job = run, trainer, until, trainer.job
+        self.loss, self.saved, self.done, self.restarts = float("nan"), -1, 0, 0
+        self._began: float | None = None
+        self._stepped = 0.0
+        self.clock = SaveClock(trainer.job, trainer.plan.predicted.get("step_s"))
+        trainer.feed.due = self.clock.due
+
+    def resume(self, step: int) -> int:
+        """Take everything from the checkpoint of `step`, the one to go on with; 0: there is none."""
+        if self.trainer.ranks.is_main:
+            sweep_folder(self.run.folder / "checkpoints")
+        if not step:
+            return 0
+        trainer, folder = self.trainer, self.run.checkpoint(step)
+        about = trainer.ranks.together(lambda: checkpoint.read_facts(folder))
+        trainer.ranks.together(lambda: self._check_text(about))
+        checkpoint.load(folder, self._tensors(), trainer.ranks)
+        if isinstance(trainer.optimizer, HostAdamW):
+            trainer.optimizer.put_back()
+        if about["ranks"] != trainer.ranks.size:
+            seed(self.job.seed, trainer.ranks.rank, step)
+        trainer.tokens, trainer.nonfinite.skipped = int(about["tokens_total"]), int(about["skipped_steps_total"])
+        trainer.val_loss, self.loss = about["val_loss"], float(about["loss"])
+        if trainer.scaler.is_enabled() and about["scaler"]:
+            trainer.scaler.load_state_dict(about["scaler"])
+        self.done = self.saved = step
+        self.restarts = int(about["restarts_total"]) + 1
+        return step
+
+    def _check_text(self, about: Mapping[str, Any]) -> None:
+        """The order of samples is a function of the step only while the text is the same."""
+        if about.get("text") not in (None, "", text_mark(self.trainer.plan)):
+            raise BadData(
+                f"the text has changed since run {self.run.name} was saved at step {about['step']}; put it "
+                "back, or begin a new run with --run NAME"
+            )
+
+    def after(self, report: StepReport, step: int) -> tuple[StepReport, bool]:
+        """The report with what was validated and saved, and whether the run is done; `step` steps are."""
+        before, job, trainer = time.perf_counter(), self.job, self.trainer
+        self.loss, self.done = report.gauges["loss"], step
+        more: dict[str, float] = {"restarts_total": float(self.restarts)} if self.restarts else {}
+        if step == job.steps or (job.eval_every and step % job.eval_every == 0):
+            value = trainer.validate()
+            more |= {"val_loss": value, "validation_s": trainer.validation_s} if value is not None else {}
+        done = step == job.steps or (self.until is not None and self.until.reached(report.gauges | more))
+        if done or report.save:
+            more |= self.save(step)
+        more["goodput_fraction"] = self._goodput(report.gauges["step_s"], before)
+        return replace(report, gauges=report.gauges | more), done
+
+    def _goodput(self, step_s: float, ended: float) -> float:
+        """Time of the steps taken since this process began, over wall time; `ended` is when the last of them did."""
+        self._began = ended - step_s if self._began is None else self._began
+        self._stepped += step_s
+        return min(1.0, self._stepped / max(1e-9, time.perf_counter() - self._began))
+
+    def note(self, *error: object) -> None:
+        """Where the run fails, how far it had come; best effort, as the disk may be full."""
+        if error[1] is not None and self.done and self.trainer.ranks.is_main:
+            with suppress(ArmillaryError, OSError):
+                self.run.update(step=self.done, loss=self.loss)
+
+    def save(self, step: int) -> dict[str, float]:
+        begin = time.perf_counter()
+        made = checkpoint.save(self.run, step, self._tensors(), self._facts(), self.trainer.ranks, allowed=self.allowed)
+        self.saved = step
+        ranks, keep = self.trainer.ranks, self.job.keep
+        ranks.together(lambda: checkpoint.prune(self.run, step, keep) if ranks.is_main else [])
+        seconds = time.perf_counter() - begin
+        self.clock.saved(seconds)
+        self.trainer.pace.aside(seconds)
+        return {"checkpoint_s": seconds, "checkpoint_stall_s": seconds, "checkpoint_bytes": float(made.bytes)}
+
+    def end(self, first: int, step: int, *, finished: bool) -> Trained:
+        """A stopped run is saved to go on; a finished one is exported for everything else."""
+        trainer, ranks = self.trainer, self.trainer.ranks
+        if step > self.saved and step > first:
+            self.save(step)
+        folder = None
+        if finished:
+            trainer.close()
+            widen(trainer.model, trainer.optimizer)
+            like = trainer.text.tokenizer_folder
+            folder = export(trainer.sharded, self.job, self.run.export(step), ranks, like=like)
+            if self.job.lora_rank:
+                base = trainer.plan.weights or trainer.plan.model.name
+                export_adapter(trainer.sharded, self.job, self.run.folder / "adapter" / str(step), ranks, base=base)
+        if ranks.is_main:
+            self.run.update(state="finished" if finished else "interrupted", step=step, loss=self.loss)
+        return Trained(
+            run=self.run,
+            steps=step,
+            finished=finished,
+            loss=self.loss,
+            val_loss=trainer.val_loss,
+            export=folder,
+            resumed_at=first,
+            saved=self.saved if self.saved >= 0 else None,
+        )
+
+    def _tensors(self) -> dict[str, Any]:
+        """What is trained, and the states of its optimiser, under names that no layout changes."""
+        model, optimizer, called = self.trainer.model, self.trainer.optimizer, self.trainer.sharded.whole_name
+        trained = {f"model.{name}": value for name, value in weights_by_name(model, optimizer, called).items()}
+        buffers = dict(model.named_buffers())
+        trained |= {f"model.{name}": value for name, value in model.state_dict().items() if name in buffers}
+        states = states_by_name(model, optimizer, called)
+        return trained | {f"optimizer.{name}": value for name, value in states.items()}
+
+    def _facts(self) -> dict[str, Any]:
+        trainer = self.trainer
+        return {
+            "tokens_total": trainer.tokens,
+            "skipped_steps_total": trainer.nonfinite.skipped,
+            "loss": self.loss,
+            "val_loss": trainer.val_loss,
+            "restarts_total": self.restarts,
+            "layout": trainer.layout.text(),
+            "scaler": trainer.scaler.state_dict(),
+            "base": trainer.plan.weights,
+            "kernels": trainer.choices.names,
+            "text": text_mark(trainer.plan),
+        }
+
+
+def text_mark(plan: Plan) -> str:
+    """A short mark of the shards a run reads, from their checksums; empty where they are not on local disks."""
+    assert plan.data is not None
+    indices = [Path(folder) / INDEX for folder in plan.data.paths or (plan.data.path,)]
+    if not all(path.is_file() for path in indices):
+        return ""
+    sums = [found for path in indices for found in re.findall(r'"sha256": ?"([0-9a-f]+)"', path.read_text())]
+    return blake2b("".join(sums).encode(), digest_size=8).hexdigest()

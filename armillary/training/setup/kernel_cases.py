@@ -1,0 +1,119 @@
+"""The shapes that a training run asks its kernels for: one case for each kind of layer, as one rank sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from armillary.kernels.core.op import Case
+from armillary.spec.layout import Layout
+from armillary.spec.model import ModelConfig
+from armillary.spec.tables.train import TrainJob
+
+_DTYPES = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32", "fp8": "bf16"}
+_DOCUMENTS = 8
+"""documents a packed row is taken to hold"""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A function that layers need."""
+
+    name: str
+    """what it is remembered by in a run"""
+    op: str
+    """the operation, by its name in kernels.ops"""
+    case: Case
+    """the shape it will mostly be called with"""
+
+
+def attention_name(window: int | None, *, documents: bool) -> str:
+    """'attention', 'attention, window 1024, documents' …"""
+    return "attention" + (f", window {window}" if window else "") + (", documents" if documents else "")
+
+
+def wanted(config: ModelConfig, job: TrainJob, layout: Layout, *, device: torch.device) -> Iterator[Wanted]:
+    shared: dict[str, Any] = {"dtype": _DTYPES[layout.precision], "device": device.type}
+    tokens = max(1, layout.micro_batch * job.sequence // layout.cp)
+    yield from _norms(config, layout, tokens, shared)
+    yield from _layers(config, layout, tokens, shared)
+    yield from _attention(config, job, layout, shared)
+    if not config.head_bias and layout.tp == 1:
+        from armillary.kernels.loss.linear_cross_entropy import LinearLoss
+
+        softcap = config.logit_softcap or 0.0
+        case = LinearLoss(tokens=tokens, hidden=config.hidden, vocab=config.vocab, softcap=softcap, **shared)
+        yield Wanted("linear_cross_entropy", "linear_cross_entropy", case)
+
+
+def _norms(config: ModelConfig, layout: Layout, tokens: int, shared: dict[str, Any]) -> Iterator[Wanted]:
+    from armillary.kernels.norm.norm import NormCase
+
+    rows = tokens // layout.tp if layout.sequence_parallel else tokens
+    bias = config.norm == "layer" and config.norm_bias
+    kind: dict[str, Any] = {"kind": config.norm, "plus_one": config.norm_plus_one}
+    case = NormCase(rows=rows, columns=config.hidden, weight=config.norm_weight, bias=bias, **kind, **shared)
+    yield Wanted("norm", "norm", case)
+    yield Wanted("add_norm", "add_norm", case)
+    if config.qk_norm == "head":
+        rows, weight = tokens * config.heads // layout.tp, config.qk_norm_kind == "weight"
+        yield Wanted("head_norm", "norm", NormCase(rows=rows, columns=config.head_dim, weight=weight, **kind, **shared))
+
+
+def _layers(config: ModelConfig, layout: Layout, tokens: int, shared: dict[str, Any]) -> Iterator[Wanted]:
+    from armillary.kernels.pointwise.activation import ActivationCase
+    from armillary.kernels.pointwise.rope import RopeCase
+
+    ffn = config.moe.ffn if config.moe is not None and not config.ffn else config.ffn
+    case = ActivationCase(rows=tokens, ffn=ffn // layout.tp, activation=config.activation, gated=config.gated, **shared)
+    yield Wanted("activate", "activate", case)
+    if config.moe is not None and config.num_moe_layers:
+        from armillary.kernels.gemm.grouped import GroupedCase
+
+        moe = config.moe
+        grouped = GroupedCase(
+            rows=tokens * moe.top_k,
+            experts=moe.num_experts // layout.ep,
+            outputs=2 * moe.ffn // layout.expert_tp,
+            inputs=config.hidden,
+            **shared,
+        )
+        yield Wanted("grouped_linear", "grouped_linear", grouped)
+    if config.positions == "rope":
+        rope = RopeCase(
+            tokens=tokens,
+            heads=config.heads // layout.tp,
+            kv_heads=config.kv_heads // layout.tp,
+            head_dim=config.head_dim,
+            rotary_dim=config.rotary_dim,
+            interleaved=config.rope.interleaved,
+            **shared,
+        )
+        yield Wanted("rope", "rope", rope)
+
+
+def _attention(config: ModelConfig, job: TrainJob, layout: Layout, shared: dict[str, Any]) -> Iterator[Wanted]:
+    """Full and sliding layers, each with rows of one document and of several; ALiBi keeps its plain form."""
+    from armillary.kernels.attention.attention import Attention
+
+    if config.positions == "alibi" or layout.cp > 1:
+        return
+    windows = {config.window if kind.attention == "sliding" else None for kind in config.layers}
+    for window in sorted(windows, key=lambda window: window or 0):
+        for documents in (False, True):
+            case = Attention(
+                batch=layout.micro_batch,
+                length=job.sequence,
+                heads=config.heads // layout.tp,
+                kv_heads=config.kv_heads // layout.tp,
+                head_dim=config.head_dim,
+                documents=_DOCUMENTS if documents else 0,
+                window=window if window is not None and window < job.sequence else 0,
+                softcap=config.attention_softcap or 0.0,
+                sinks=config.sinks,
+                **shared,
+            )
+            yield Wanted(attention_name(window, documents=documents), "attention", case)

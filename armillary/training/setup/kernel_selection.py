@@ -1,0 +1,212 @@
+"""The kernels of a run: chosen once when the model is built, set on its layers, and named for ranks and resumed runs.
+
+On a CPU, and for what no kernel covers, layers keep their plain form. Nothing is chosen or timed inside a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from armillary.kernels.core.catalogue import find_op
+from armillary.kernels.core.choose import choose
+from armillary.kernels.core.requirements import interpreted, lacking
+from armillary.kernels.fp8.linear import FP8_LINEAR
+from armillary.kernels.gemm.grouped import grouped_linear
+from armillary.model.fused.dispatch import fits
+from armillary.model.fused.passes import Fused
+from armillary.model.fused.passes_fp8 import Fp8
+from armillary.model.layers.attention import Attention
+from armillary.model.layers.attention_forms import Attend, AttentionFunction, chosen
+from armillary.model.layers.mlp import MLP
+from armillary.model.layers.norm import Norm
+from armillary.model.low_precision.fp8_linear import use_fp8
+from armillary.model.low_precision.fp8_weights import Fp8Weights
+from armillary.model.low_precision.weights_16bit import HalfWeights
+from armillary.model.moe.experts import Experts, MixtureOfExperts
+from armillary.model.moe.sorted_dispatch import SortedDispatch
+from armillary.model.transformer import Block, Transformer
+from armillary.spec.fp8 import kept_in_bf16
+from armillary.spec.layout import Layout
+from armillary.spec.tables.train import TrainJob
+from armillary.store.home import Home
+from armillary.training.setup.gemm_selection import choose_products
+from armillary.training.setup.kernel_cases import Wanted, attention_name, wanted
+from armillary.training.step.loss import LossSum, loss_sum, through
+
+_SLOW_TO_BUILD = ("compile", "flex")
+"""versions that torch's compiler would have to build, for tens of seconds a run"""
+BLOCK, FUSED = "block", "fused"
+"""the name under which blocks as a whole are remembered, and how they run where they are not left to their layers"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What a run computes with."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    """what -> the version chosen for it; given to `use_kernels`, it chooses the same again"""
+    attention: dict[tuple[int | None, bool], AttentionFunction] = field(default_factory=dict)
+    """(window, whether rows hold several documents) -> the function"""
+    loss: LossSum = loss_sum
+    """head and cross-entropy, by `training.loss.loss_sum`'s signature"""
+    halves: HalfWeights | None = None
+    """copies of the weights that products are made with"""
+
+    @property
+    def copies(self) -> Mapping[Tensor, Tensor]:
+        """For `kernels.adamw.AdamW`, which keeps them equal to the parameters."""
+        return {} if self.halves is None else self.halves.copies
+
+    def attend(self, documents_BT: Tensor | None) -> Attend:
+        """What a step hands to the model; None where every row is one document."""
+        return chosen(self.attention, documents_BT)
+
+
+def use_kernels(
+    model: Transformer,
+    *,
+    job: TrainJob,
+    layout: Layout,
+    home: Home | None = None,
+    names: Mapping[str, str] | None = None,
+    timed: bool = True,
+    device: torch.device | None = None,
+) -> Choices:
+    """Choose for the model's shapes (or take what `names` says) and set the functions on its layers.
+
+    Called after adapters are added and before the model is cut, on rank 0 with `names` None, on the others with what
+    rank 0 chose. Deterministic jobs, and `timed` False, take the first version that agrees without timing any. `device`
+    is where the model will be, while it is still on meta.
+    """
+    device = device or next(model.parameters()).device
+    _sort_experts(model, job, grouped_linear)
+    if layout.precision == "fp8":
+        use_fp8(model, scaling=layout.fp8_scaling, kept=kept_in_bf16(model.config, layout), multiply=_fp8(device))
+    if device.type != "cuda" and not (names and interpreted()):
+        return Choices()
+    functions, taken = {}, {}
+    for want in wanted(model.config, job, layout, device=device):
+        taken[want.name], functions[want.name] = _choose(want, names or {}, home, timed and not job.deterministic)
+    taken[BLOCK] = _block_form(job, layout, taken, device)
+    if taken[BLOCK] == FUSED:  # what was chosen earlier may say no, but not that a layout can what it cannot
+        taken[BLOCK] = (names or {}).get(BLOCK, FUSED)
+    _set_layers(model, functions)
+    halves = _halves(layout)
+    _sort_experts(model, job, functions.get("grouped_linear", grouped_linear), halves)
+    if taken[BLOCK] == FUSED:
+        used = any(fits(block) for block in model.blocks.values())  # not with adapters, for one
+        how: dict[str, Any] = {"names": names, "home": home, "timed": timed and used and not job.deterministic}
+        products, called = choose_products(model.config, job, layout, device, **how)
+        _fuse(model, job, layout, halves=halves, products=products, pairs=taken.get("norm") == "triton, pairs")
+        taken |= called
+    if halves is not None:
+        model.stream = halves.dtype
+    _give_back(device)
+    return Choices(
+        names=taken,
+        attention=dict(_attention(model, functions)),
+        halves=halves,
+        loss=through(functions["linear_cross_entropy"], halves) if "linear_cross_entropy" in functions else loss_sum,
+    )
+
+
+def _fp8(device: torch.device) -> Callable[..., Tensor]:
+    """Layers in fp8 by themselves: the library's products where there are some, else the rounded numbers'."""
+    version = FP8_LINEAR.version("triton+cublas")
+    assert version is not None
+    return FP8_LINEAR.reference if lacking(version.needs, device.type) else version.load()
+
+
+def _give_back(device: torch.device) -> None:
+    """The memory of trials: it is no part of the run, nor of its peak."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _choose(want: Wanted, names: Mapping[str, str], home: Home | None, timed: bool) -> tuple[str, Callable[..., Any]]:
+    op = find_op(want.op)
+    version = op.version(names[want.name]) if want.name in names else None
+    if version is not None and (interpreted() or not lacking(version.needs, want.case.device)):
+        return version.name, version.load()
+    quick = replace(op, versions=tuple(v for v in op.versions if v.name not in _SLOW_TO_BUILD))
+    choice = choose(quick, want.case, home=home, deterministic=not timed)
+    return choice.version, choice.run
+
+
+def _block_form(job: TrainJob, layout: Layout, taken: Mapping[str, str], device: torch.device) -> str:
+    """Fused where their kernels are ours, unless blocks are compiled; fp16 keeps a wide residual stream instead, and
+    fp8 needs units of its own."""
+    ours = all(taken[name].startswith("triton") for name in ("norm", "rope", "activate") if name in taken)
+    fits_unit = layout.precision != "fp8" or not lacking(("sm_90",), device.type)
+    return FUSED if ours and fits_unit and not job.compiled and layout.precision != "fp16" else "layers"
+
+
+def _halves(layout: Layout) -> HalfWeights | None:
+    return HalfWeights(torch.bfloat16) if layout.precision in ("bf16", "fp8") else None
+
+
+def _set_layers(model: Transformer, functions: Mapping[str, Callable[..., Any]]) -> None:
+    heads = {norm for layer in model.modules() if isinstance(layer, Attention) for norm in (layer.q_norm, layer.k_norm)}
+    for layer in model.modules():
+        if isinstance(layer, Norm):
+            layer.chosen = functions.get("head_norm" if layer in heads else "norm")
+            layer.chosen_add = None if layer in heads else functions.get("add_norm")
+        elif isinstance(layer, Attention):
+            layer.chosen = functions.get("rope")
+        elif isinstance(layer, MLP | Experts):
+            layer.chosen = functions.get("activate")
+
+
+def _sort_experts(
+    model: Transformer, job: TrainJob, grouped: Callable[..., Tensor], halves: HalfWeights | None = None
+) -> None:
+    """Experts take their tokens sorted, all in one product, and their weights from the copies where there are some."""
+    for layer in model.modules():
+        if isinstance(layer, MixtureOfExperts):
+            layer.dispatch = SortedDispatch(grouped, drops=job.expert_capacity is not None)
+            layer.experts.halves = halves
+
+
+def _fuse(model: Transformer, job: TrainJob, layout: Layout, *, halves: HalfWeights | None, **how: Any) -> None:
+    """Blocks as two passes; on one device gradients are summed where they are made, or come in the products' format
+    where there is one micro-batch and so nothing to sum."""
+    alone = layout.num_devices == 1
+    micro_batches = job.batch_tokens // (job.sequence * layout.micro_batch * layout.dp)
+    scaling = layout.fp8_scaling
+    fp8 = Fp8(scaling=scaling, weights=Fp8Weights(scaling)) if layout.precision == "fp8" else None
+    made = {
+        again: Fused(halves=halves, again=again, accumulate=alone and micro_batches > 1, fp8=fp8, **how)
+        for again in (False, True)
+    }
+    for index, block in enumerate(model.blocks.values()):
+        assert isinstance(block, Block)
+        block.fused = made[layout.recompute == "selective" and index % layout.recompute_every == 0]
+    if alone and micro_batches == 1 and halves is not None:
+        _narrow_gradients(model, halves.dtype)
+
+
+def _narrow_gradients(model: Transformer, dtype: torch.dtype) -> None:
+    """Gradients of matrices stay in the format their product gives them, which is exact: nothing is added to them."""
+    for module in model.modules():
+        matrices = [module.weight] if isinstance(module, nn.Linear) else []
+        matrices += [module.up_E2FH, module.down_EHF] if isinstance(module, Experts) else []
+        for weight in matrices:
+            if weight.requires_grad and hasattr(weight, "grad_dtype"):
+                weight.grad_dtype = dtype
+
+
+def _attention(
+    model: Transformer, functions: Mapping[str, Callable[..., Any]]
+) -> Iterator[tuple[tuple[int | None, bool], AttentionFunction]]:
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            for documents in (False, True):
+                function = functions.get(attention_name(layer.window, documents=documents))
+                if function is not None:
+                    yield (layer.window, documents), function

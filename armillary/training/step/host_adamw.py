@@ -1,0 +1,303 @@
+"""AdamW whose weights and states wait on the host, or in a mapped file: the device is sent its new weights.
+
+Gradients go down, are stepped by torch's fused AdamW of the CPU and come back as weights, a slice at a time: while one
+is stepped the next is on its way down and the last on its way up. With `ahead`, all this happens beside the next
+forward pass, whose layers wait for their own slices only. The maths is that of a step on the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from armillary.model.transformer import Transformer
+from armillary.parallel.collectives import Clock
+from armillary.parallel.ddp import local_of
+from armillary.parallel.host_memory import Event, HostMemory, Lane, compute_after, computed, wait_for
+from armillary.training.step.host_states import STATES, HostStates, Slice, flat, laid_out, slices_of, widest
+
+LAUNCHING = 2
+"""threads that launch the passes: forward, and autograd's own"""
+
+
+class HostAdamW(torch.optim.AdamW):
+    """Its state is torch's (step, exp_avg, exp_avg_sq), so that checkpoints of one can be read by another; its weights
+    are the truth, of which the device has a copy, maybe in a lower format."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[dict[str, Any]],
+        *,
+        device: torch.device,
+        folder: Path | None = None,
+        ahead: bool = False,
+        **options: Any,
+    ) -> None:
+        """Of the model's parameters that the groups name; kept in a file in `folder` where it is given."""
+        super().__init__(groups, foreach=False, fused=False, **options)
+        named = {p for group in self.param_groups for p in group["params"]}
+        parameters = [p for p in model.parameters() if p in named]  # as the forward pass wants them
+        self.device, self.ahead, self.memory = device, ahead, HostMemory(device)
+        self.clock: Clock | None = None
+        """hears how long the step stood still for this"""
+        self.slices = slices_of(parameters)
+        self.lanes = Lane(device), Lane(device)
+        """down and up"""
+        self.states = HostStates(parameters, self.memory, folder)
+        most = max((slice_.size for slice_ in self.slices), default=0)
+        self.buffers = [self.memory.lasting(most, widest(parameters)) for _ in range(2)]
+        """where gradients come down"""
+        self.checked = self.memory.lasting(1, torch.float32)
+        """and the number that says whether they are to be taken"""
+        self._progress = Progress(done=len(self.slices))
+        for p in parameters:
+            moments = {name: laid_out(self.states.of(p, name), p) for name in STATES}
+            self.state[p] = {"step": torch.zeros((), dtype=torch.float32)} | moments
+
+    @property
+    def host_bytes(self) -> int:
+        """What waits in host memory or on disk, buffers included."""
+        return self.memory.bytes + self.states.file_bytes
+
+    def weight(self, parameter: nn.Parameter) -> Tensor:
+        """The truth of a parameter, laid out over ranks as it is."""
+        self.finish()
+        return laid_out(self.states.of(parameter, "weight"), parameter)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Weights that were written here, from a checkpoint, to the device."""
+        self.finish()
+        for parameter in self.state:
+            flat(parameter).copy_(self.states.of(parameter, "weight"))
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None, check: Tensor | None = None
+    ) -> None:
+        """`scale`, one number on the device, multiplies every gradient on the way. Where `check`, another one, is not
+        finite, nothing changes: it comes down with the first gradients."""
+        assert closure is None, "this step runs no closure"
+        self.finish()
+        rates = {p: {**group, "params": None} for group in self.param_groups for p in group["params"]}
+        gradients = {p: local_of(p.grad).reshape(-1) for p in rates if p.grad is not None}
+        for p in gradients:
+            self.state[p]["step"] += 1
+        self._progress = Progress(done=0)
+        step = _Step(
+            optimizer=self,
+            gradients=gradients,
+            stepped=frozenset(gradients),
+            scale=scale,
+            check=check,
+            rates=rates,
+            ready=computed(self.device),
+            progress=self._progress,
+        )
+        if self.ahead:
+            self._worker.submit(step.run)
+            return
+        self._timed(step.run_and_wait)
+
+    @cached_property
+    def _worker(self) -> ThreadPoolExecutor:
+        """One thread for all steps, whose cores are all but those that launch the passes beside it: a core that two
+        want holds up all others."""
+        cores = max(1, torch.get_num_threads() - LAUNCHING)
+        return ThreadPoolExecutor(1, "offloaded optimiser", initializer=torch.set_num_threads, initargs=(cores,))
+
+    def finish(self) -> None:
+        """Wait until every weight is there."""
+        self.wait(len(self.slices))
+
+    def wait(self, number: int) -> None:
+        """Until the first `number` slices are there; the computation waits for their copies."""
+        compute_after(self._progress.wait(number), self.device)
+
+    def run_beside(self, model: Transformer) -> None:
+        """From now on steps run ahead: the model's layers wait for their own weights, and what follows it for all."""
+        self.ahead = True
+        last = {p: number for number, slice_ in enumerate(self.slices, 1) for p in slice_.parameters}
+        parts = [part for part in (model.embedding, model.position_embedding) if part is not None]
+        first = max((last.get(p, 0) for part in parts for p in part.parameters()), default=0)
+        model.register_forward_pre_hook(lambda *_: self._timed(lambda: self.wait(first)))
+        for block in model.blocks.values():
+            own = max((last.get(p, 0) for p in block.parameters()), default=0)
+            block.register_forward_pre_hook(lambda *_, own=own: self._timed(lambda: self.wait(own)))
+        model.register_forward_hook(lambda *_: self._timed(self.finish))
+
+    def _timed(self, work: Callable[[], None]) -> None:
+        begin = self.clock.mark() if self.clock is not None else None
+        work()
+        if self.clock is not None:
+            self.clock.until_now(begin)
+
+
+class Progress:
+    """How many slices of a step are done, and the copy after which the last of them is there."""
+
+    def __init__(self, done: int) -> None:
+        self._done = done
+        self._event: Event = None
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def add(self, event: Event) -> None:
+        with self._changed:
+            self._done, self._event = self._done + 1, event
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def wait(self, number: int) -> Event:
+        with self._changed:
+            self._changed.wait_for(lambda: self._done >= number or self._error is not None)
+            if self._error is not None:
+                raise self._error
+            return self._event
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """One step over all slices."""
+
+    optimizer: HostAdamW
+    gradients: dict[Tensor, Tensor]
+    """those that are not down yet"""
+    stepped: frozenset[Tensor]
+    """parameters that have one"""
+    scale: Tensor | None
+    check: Tensor | None
+    """the step is taken where it is finite"""
+    rates: Mapping[Tensor, Mapping[str, Any]]
+    ready: Event
+    """when the gradients are computed"""
+    progress: Progress
+
+    def run_and_wait(self) -> None:
+        self.run()
+        self.optimizer.finish()
+
+    def run(self) -> None:
+        """Whatever goes wrong is raised where somebody waits."""
+        try:
+            with torch.no_grad():
+                self._run()
+        except BaseException as error:
+            self.progress.fail(error)
+
+    def _run(self) -> None:
+        optimizer = self.optimizer
+        slices, buffers, states = optimizer.slices, optimizer.buffers, optimizer.states
+        sent: list[Event] = []
+        taken = True
+        self._check_down()
+        coming = self._down(slices[0], buffers[0]) if slices else None
+        for number, slice_ in enumerate(slices):
+            following = None
+            if number + 1 < len(slices):
+                states.soon(slices[number + 1])
+                if number and states.file_bytes:
+                    wait_for(sent[number - 1])  # weights of a file go up through the buffer
+                following = self._down(slices[number + 1], buffers[(number + 1) % 2])
+            wait_for(coming)
+            taken = self._is_taken() if number == 0 else taken
+            self._let_go(slice_)
+            if taken:
+                self._step(slice_, buffers[number % 2])
+            sent.append(self._up(slice_, buffers[number % 2]) if taken else None)
+            states.done(slice_)
+            self.progress.add(sent[-1])
+            coming = following
+
+    def _check_down(self) -> None:
+        """Ahead of the gradients on their way: it is there when the first of them are."""
+        if self.check is not None:
+            with self.optimizer.lanes[0].on(self.ready):
+                self.optimizer.checked.copy_(self.check.reshape(1), non_blocking=True)
+
+    def _is_taken(self) -> bool:
+        """Whether the gradients are numbers; if not, the step is not counted."""
+        if self.check is None or bool(self.optimizer.checked.isfinite()):
+            return True
+        for parameter in self.stepped:
+            self.optimizer.state[parameter]["step"] -= 1
+        return False
+
+    def _let_go(self, slice_: Slice) -> None:
+        """Of gradients that are down."""
+        for piece in slice_.pieces:
+            if piece.end == local_of(piece.parameter).numel():
+                self.gradients.pop(piece.parameter, None)
+
+    def _down(self, slice_: Slice, buffer: Tensor) -> Event:
+        """Gradients, as wide as they are summed."""
+        lane = self.optimizer.lanes[0]
+        with lane.on(self.ready):
+            for piece in slice_.pieces:
+                if piece.parameter not in self.stepped:
+                    continue
+                gradient = self.gradients[piece.parameter][piece.begin : piece.end].to(buffer.dtype)
+                target = buffer[piece.at : piece.at + len(gradient)]
+                if self.optimizer.device.type == "cpu" and self.scale is not None:
+                    torch.mul(gradient, self.scale, out=target)
+                else:
+                    scaled = gradient if self.scale is None else gradient * self.scale
+                    target.copy_(scaled, non_blocking=True)
+        return lane.mark()
+
+    def _step(self, slice_: Slice, buffer: Tensor) -> None:
+        """AdamW of torch, once for all pieces with the same settings."""
+        states, state = self.optimizer.states, self.optimizer.state
+        found: dict[tuple[float, float], list[Any]] = {}
+        for piece in slice_.pieces:
+            if piece.parameter in self.stepped:
+                rates = self.rates[piece.parameter]
+                found.setdefault((float(rates["lr"]), rates["weight_decay"]), []).append(piece)
+        for (rate, decay), pieces in found.items():
+            rates = self.rates[pieces[0].parameter]
+            weights, *moments = (
+                [states.of(p.parameter, name)[p.begin : p.end] for p in pieces] for name in ("weight", *STATES)
+            )
+            torch._fused_adamw_(
+                weights,
+                [buffer[p.at : p.at + p.end - p.begin] for p in pieces],
+                *moments,
+                [],
+                [state[p.parameter]["step"] for p in pieces],
+                lr=rate,
+                beta1=rates["betas"][0],
+                beta2=rates["betas"][1],
+                weight_decay=decay,
+                eps=rates["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+
+    def _up(self, slice_: Slice, buffer: Tensor) -> Event:
+        """New weights; what lies in a file goes through the buffer, which is pinned."""
+        lane, states = self.optimizer.lanes[1], self.optimizer.states
+        with lane.on(self.ready):
+            for piece in slice_.pieces:
+                if piece.parameter not in self.stepped:
+                    continue
+                source = states.of(piece.parameter, "weight")[piece.begin : piece.end]
+                if states.file_bytes and self.optimizer.device.type != "cpu":
+                    source = buffer[piece.at : piece.at + len(source)].copy_(source)
+                target = flat(piece.parameter)[piece.begin : piece.end]
+                if target.dtype != source.dtype:  # widened there: the link is quicker than the host
+                    source = source.to(target.device, non_blocking=True)
+                target.copy_(source, non_blocking=True)
+        return lane.mark()

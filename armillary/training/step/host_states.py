@@ -1,0 +1,141 @@
+"""Weights and moments of parameters on the host or in a mapped file, and the slices in which they are stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from armillary.parallel.ddp import local_of
+from armillary.parallel.host_memory import HostMemory, MappedFile
+
+STATES = ("exp_avg", "exp_avg_sq")
+SLICE = 1 << 25
+"""numbers that are stepped together: long enough for all cores, short beside a model"""
+_ALIGNED = 1 << 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Some numbers of one parameter."""
+
+    parameter: nn.Parameter
+    begin: int
+    end: int
+    at: int
+    """where they lie in the slice's buffer"""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What is stepped together."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(piece.end - piece.begin for piece in self.pieces)
+
+    @cached_property
+    def parameters(self) -> set[nn.Parameter]:
+        return {piece.parameter for piece in self.pieces}
+
+
+def slices_of(parameters: Iterable[nn.Parameter], most: int = SLICE) -> list[Slice]:
+    """This rank's numbers of all parameters, in order, `most` at a time."""
+    made: list[list[Piece]] = [[]]
+    used = 0
+    for parameter in parameters:
+        begin, count = 0, local_of(parameter).numel()
+        while begin < count:
+            if used == most:
+                made.append([])
+                used = 0
+            end = min(count, begin + most - used)
+            made[-1].append(Piece(parameter=parameter, begin=begin, end=end, at=used))
+            used, begin = used + end - begin, end
+    return [Slice(tuple(pieces)) for pieces in made if pieces]
+
+
+class HostStates:
+    """`of(parameter, "weight")` and its moments, flat and wide, by name."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], memory: HostMemory, folder: Path | None) -> None:
+        """Weights as they are on the device, moments of zeros."""
+        self._names = ("weight", *STATES)
+        self._places, size = _places(parameters, self._names)
+        self._file = None if folder is None else MappedFile(folder, size)
+        self._reader = None if folder is None else ThreadPoolExecutor(1, thread_name_prefix="read ahead")
+        self._found: dict[tuple[nn.Parameter, str], Tensor] = {}
+        for (parameter, name), begin in self._places.items():
+            count, dtype = local_of(parameter).numel(), widest([parameter])
+            if self._file is None:
+                self._found[parameter, name] = memory.lasting(count, dtype)
+            else:
+                self._found[parameter, name] = memory.adopt(self._file.tensor(begin, count, dtype))
+        with torch.no_grad():
+            for parameter in parameters:
+                self._found[parameter, "weight"].copy_(flat(parameter))
+
+    @property
+    def file_bytes(self) -> int:
+        return 0 if self._file is None else self._file.bytes
+
+    def of(self, parameter: nn.Parameter, name: str) -> Tensor:
+        return self._found[parameter, name]
+
+    def soon(self, slice_: Slice) -> None:
+        """Begin to read what is stepped next."""
+        if self._file is not None and self._reader is not None:
+            for span in self._spans(slice_):
+                self._reader.submit(self._file.soon, *span)
+
+    def done(self, slice_: Slice) -> None:
+        if self._file is not None:
+            for span in self._spans(slice_):
+                self._file.done(*span)
+
+    def _spans(self, slice_: Slice) -> Iterator[tuple[int, int]]:
+        """(first byte, byte after the last) of all that belongs to it."""
+        for piece in slice_.pieces:
+            for name in self._names:
+                begin, size = self._places[piece.parameter, name], self.of(piece.parameter, name).element_size()
+                yield begin + piece.begin * size, begin + piece.end * size
+
+
+def _places(
+    parameters: Iterable[nn.Parameter], names: Sequence[str]
+) -> tuple[dict[tuple[nn.Parameter, str], int], int]:
+    """Where each lies in a file, and the file's size."""
+    found, at = {}, 0
+    for parameter in parameters:
+        for name in names:
+            found[parameter, name] = at
+            size = local_of(parameter).numel() * widest([parameter]).itemsize
+            at += -(-size // _ALIGNED) * _ALIGNED
+    return found, at
+
+
+def widest(parameters: Iterable[Tensor]) -> torch.dtype:
+    """What sums are taken in: fp32 at least."""
+    found = torch.float32
+    for parameter in parameters:
+        found = torch.promote_types(found, parameter.dtype)
+    return found
+
+
+def flat(parameter: Tensor) -> Tensor:
+    """This rank's numbers, one after the other."""
+    return local_of(parameter.detach()).view(-1)
+
+
+def laid_out(values: Tensor, parameter: Tensor) -> Tensor:
+    """Numbers of this rank with the shape of the parameter, and its place among ranks."""
+    shaped = values.view(local_of(parameter).shape)
+    return DTensor(shaped, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else shaped

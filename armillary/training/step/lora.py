@@ -1,0 +1,141 @@
+"""LoRA training: adapters on a frozen model, merged into it on export or written as a folder that `peft` loads.
+
+Everything that is written works on whole tensors by name, so it is the same however a run was sharded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from armillary.model.lora import NAMES, adapters, attach, change, draw, spread
+from armillary.model.transformer import Transformer, build
+from armillary.model.weights.hf_layout import Rule, rules
+from armillary.model.weights.hf_weights import write_tensors
+from armillary.spec.lora import Target, targets
+from armillary.spec.model import ModelConfig
+from armillary.spec.tables.train import TrainJob
+from armillary.store.atomic import staged_folder
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def base_dtype(job: TrainJob, precision: str) -> torch.dtype:
+    """Of the weights as they are loaded: frozen ones in the format they are multiplied in, trained ones in fp32."""
+    return HALF.get(precision, torch.float32) if job.lora_rank else torch.float32
+
+
+def add_lora(model: Transformer, job: TrainJob, *, precision: str = "fp32") -> None:
+    """Freeze the model, in the format it is multiplied in, and put fp32 adapters on it; does nothing at rank 0. Call it
+    before the model is sharded."""
+    if not job.lora_rank:
+        return
+    if precision in HALF:
+        model.to(HALF[precision])
+    mine = {name for name, _ in model.named_modules()}  # a pipeline stage has some
+    wanted = {name: target for name, target in targets(model.config, job.lora_on).items() if name in mine}
+    attach(model, wanted, rank=job.lora_rank, scale=job.lora_scale, dropout=job.lora_dropout)
+    if not next(model.parameters()).is_meta:
+        draw(model, seed=job.seed)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is trained under LoRA; the rest is the base model's."""
+    return name.endswith(NAMES)
+
+
+def merged_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, job: TrainJob) -> dict[str, Tensor]:
+    """Whole tensors by our names, adapters added to the matrices they belong to. Sums are taken in fp32 at least and
+    kept in the matrix's own format."""
+    plain = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
+    for module, target in _targets(config, job).items():
+        a, b = (tensors[f"{module}.{name}"] for name in NAMES)
+        base = plain[f"{module}.weight"]
+        added = change(a.to(base.device), b.to(base.device), target, scale=job.lora_scale)
+        plain[f"{module}.weight"] = (base.to(added.dtype) + added).to(base.dtype)
+    return plain
+
+
+def merged(model: Transformer, job: TrainJob) -> Transformer:
+    """A model without adapters that computes the same, for export; on a single device, where parameters are whole."""
+    if not any(adapters(model)):
+        return model
+    first = next(model.parameters())
+    whole = build(model.config, dtype=first.dtype, device=first.device)
+    whole.load_state_dict(merged_tensors(model.state_dict(), model.config, job))
+    return whole.train(model.training)
+
+
+def _targets(config: ModelConfig, job: TrainJob) -> dict[str, Target]:
+    return targets(config, job.lora_on) if job.lora_rank else {}
+
+
+# --- a peft folder
+
+
+def save_adapter(
+    tensors: Mapping[str, Tensor],
+    config: ModelConfig,
+    job: TrainJob,
+    folder: Path,
+    *,
+    base: str,
+    overwrite: bool = False,
+) -> Path:
+    """Write `adapter_config.json` and `adapter_model.safetensors` with Hugging Face's names; `base` is the model they
+    belong to."""
+    found = dict(peft_tensors(tensors, config, job))
+    with staged_folder(folder, overwrite=overwrite) as staged:
+        write_tensors(staged / "adapter_model.safetensors", found)
+        text = json.dumps(peft_config(found, config, job, base=base), indent=2)
+        (staged / "adapter_config.json").write_text(text + "\n")
+    return folder
+
+
+def peft_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, job: TrainJob) -> dict[str, Tensor]:
+    """lora_A and lora_B of every projection that a Hugging Face model has."""
+    by_name = {rule.ours: rule for rule in rules(config)}
+    found: dict[str, Tensor] = {}
+    for module, target in _targets(config, job).items():
+        a, b = (tensors[f"{module}.{name}"].detach().to("cpu", torch.float32) for name in NAMES)
+        for name, (own_a, own_b) in _unfused(by_name[f"{module}.weight"], target, a, b, job.lora_rank).items():
+            prefix = f"base_model.model.{name.removesuffix('.weight')}"
+            found[f"{prefix}.lora_A.weight"], found[f"{prefix}.lora_B.weight"] = own_a, own_b
+    return found
+
+
+def _unfused(rule: Rule, target: Target, a: Tensor, b: Tensor, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Hugging Face's name -> its own A and B."""
+    outputs = rule.split(spread(b, target))
+    if target.one_a:
+        return {rule.theirs[0]: (a.contiguous(), outputs[0].contiguous())}
+    found, number = {}, 0
+    for name, output, on in zip(rule.theirs, outputs, target.chosen, strict=True):
+        if on:
+            own = slice(number * rank, (number + 1) * rank)
+            found[name] = (a[own].contiguous(), output[:, own].contiguous())
+            number += 1
+    return found
+
+
+def peft_config(found: Mapping[str, Tensor], config: ModelConfig, job: TrainJob, *, base: str) -> dict[str, object]:
+    """What peft reads; modules by their last name, or in full where experts have modules of the same names."""
+    modules = sorted({name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in found})
+    short = sorted({name.rpartition(".")[2] for name in modules})
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": job.lora_rank,
+        "lora_alpha": job.lora_scale * job.lora_rank,
+        "lora_dropout": job.lora_dropout,
+        "target_modules": modules if config.moe is not None else short,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }

@@ -1,0 +1,66 @@
+"""Steps whose loss or gradients are no numbers: the device has not taken them (optim.update); here the run hears of it.
+
+The recipe says what follows (`train.on_nonfinite`): the run stops, with the weights it had before that step, or goes on
+with the next batch. fp16 always goes on, with a smaller loss scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from armillary.errors import ArmillaryError
+from armillary.kernels.optimizer.adamw import AdamW
+from armillary.parallel.consensus import Agreement
+from armillary.spec.tables.train import TrainJob
+from armillary.training.step.loss_scaler import refuse_tiny_scale
+
+MOST_IN_A_ROW = 10
+"""steps skipped one after the other, beyond which no batch is to blame"""
+
+
+class Nonfinite:
+    """`judge(step, measured, own_loss)` after every step, on every rank: all have measured the same."""
+
+    def __init__(self, job: TrainJob, ranks: Agreement, optimizer: torch.optim.Optimizer, num_parameters: int) -> None:
+        self._job, self._ranks, self._optimizer, self._num_parameters = job, ranks, optimizer, num_parameters
+        self.skipped = self._in_a_row = 0
+
+    def judge(self, step: int, measured: Mapping[str, float], own_loss: Tensor) -> None:
+        """Count a step that was not taken, or raise where the run must not go on. `own_loss` is this rank's part of the
+        loss, read only when something is wrong."""
+        name = next((name for name in ("loss", "grad_norm") if not math.isfinite(measured[name])), None)
+        if name is None:
+            self._in_a_row = 0
+            return
+        if "loss_scale" in measured:
+            self.skipped += 1
+            refuse_tiny_scale(measured["loss_scale"], step)
+            return
+        if isinstance(self._optimizer, AdamW):
+            self._optimizer.uncount()
+        where = self._where(own_loss)
+        self._in_a_row += 1
+        if self._job.on_nonfinite == "stop" or self._in_a_row >= MOST_IN_A_ROW:
+            raise ArmillaryError(f"{name} is {measured[name]} at step {step}{where}; {self._remedy(measured['lr'])}")
+        self.skipped += 1
+
+    def _where(self, own_loss: Tensor) -> str:
+        """Which ranks' own part of the loss is no number; nothing to say where all are, or there is one rank only."""
+        if self._ranks.size == 1:
+            return ""
+        finite = self._ranks.gather(math.isfinite(float(own_loss)))
+        bad = [str(rank) for rank, good in enumerate(finite) if not good]
+        if not bad:
+            return " (the loss of every rank is finite)"
+        return f" on rank{'s' if len(bad) > 1 else ''} {', '.join(bad)}"
+
+    def _remedy(self, lr: float) -> str:
+        lower = min(lr / 3, replace(self._job, lr=None).peak_lr(self._num_parameters))
+        skipped = f"{self._in_a_row} steps in a row were skipped" if self._in_a_row > 1 else "the step was not taken"
+        more = "" if self._job.on_nonfinite == "skip" else " or train.on_nonfinite=skip"
+        return f"{skipped} and the weights are as before it: try --set train.lr={lower:.1g}{more}"

@@ -1,0 +1,116 @@
+"""The optimiser of a run: on the device, or on the host where the layout says so, as far beside the steps as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from armillary.model.low_precision.weights_16bit import HalfWeights
+from armillary.model.moe.experts import Experts
+from armillary.parallel.apply import Sharded
+from armillary.parallel.exposed_waits import Waits
+from armillary.spec.tables.train import TrainJob
+from armillary.training.step.host_adamw import HostAdamW
+from armillary.training.step.optimizer import make_optimizer, parameter_groups
+
+OPTIMIZER_OUT = ("optimizer", "both", "nvme")
+"""values of layout.offload under which the optimiser's states leave the device"""
+
+
+def optimizer_of(
+    sharded: Sharded, job: TrainJob, *, halves: HalfWeights | None = None, folder: Path | None = None
+) -> torch.optim.AdamW:
+    """`halves` are the copies that products are made with; `folder` is on the disk that nvme means."""
+    layout, model, device = sharded.layout, sharded.model, sharded.mesh.world.device
+    if layout.offload not in OPTIMIZER_OUT:
+        return make_optimizer(model, job, layout.precision, None if halves is None else halves.copies)
+    assert layout.offload != "nvme" or folder is not None, "a folder for the states"
+    made = HostAdamW(
+        model,
+        parameter_groups(model, job.weight_decay),
+        device=device,
+        lr=0.0,
+        betas=job.betas,
+        eps=job.eps,
+        folder=folder if layout.offload == "nvme" else None,
+    )
+    if halves is not None and layout.precision == "bf16" and layout.num_devices == 1 and not job.lora_rank:
+        narrow(model, halves, summed=layout.num_micro_batches(job.batch_tokens, job.sequence) > 1)
+    if device.type == "cuda" and sharded.pipeline is None and not sharded.is_fsdp and not job.compiled:
+        made.run_beside(model)
+    return made
+
+
+class Offloaded:
+    """What a run keeps elsewhere than on its device, and how long its steps stand still for it."""
+
+    def __init__(self, sharded: Sharded, optimizer: torch.optim.Optimizer) -> None:
+        self._activations = sharded.activations
+        self._optimizer = optimizer if isinstance(optimizer, HostAdamW) else None
+        self._clock = _Standstill(sharded.mesh.world.device)
+        for part in (self._activations, self._optimizer):
+            if part is not None:
+                part.clock = self._clock
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor of a CPU is elsewhere than on its "device"."""
+        parts = (self._activations, self._optimizer)
+        return any(part is not None and part.memory.holds(tensor) for part in parts)
+
+    def gauges(self) -> dict[str, float]:
+        """Since they were last asked; none where nothing is offloaded."""
+        if self._activations is None and self._optimizer is None:
+            return {}
+        size = self._activations.memory.peak if self._activations is not None else 0
+        size += self._optimizer.host_bytes if self._optimizer is not None else 0
+        return {"offload_s": self._clock.take(), "offloaded_bytes": float(size)}
+
+    def finish(self) -> None:
+        """Wait for the last step."""
+        if self._optimizer is not None:
+            self._optimizer.finish()
+
+
+class _Standstill(Waits):
+    """Copies outlast the steps that began them: what has not ended yet is counted with the next."""
+
+    def take(self) -> float:
+        ended = [pair for pair in self._pairs if not self._on_gpu or pair[1].query()]
+        later = self._pairs[len(ended) :]
+        self._pairs = ended
+        seconds = super().take()
+        self._pairs = later
+        return seconds
+
+
+def narrow(model: nn.Module, halves: HalfWeights, *, summed: bool) -> None:
+    """Hold the weights of products in the format they are multiplied in and no other: their fp32 form is elsewhere.
+    Gradients that are summed over micro-batches are summed in fp32 as before."""
+    for weight in matrices(model):
+        if weight.requires_grad and hasattr(weight, "grad_dtype"):
+            weight.data = weight.data.to(halves.dtype)
+            weight.grad_dtype = torch.float32 if summed else halves.dtype
+            halves.copies.pop(weight, None)
+
+
+def widen(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give narrowed weights their fp32 form back, when the training is over."""
+    if not isinstance(optimizer, HostAdamW):
+        return
+    optimizer.finish()
+    for weight in matrices(model):
+        if weight in optimizer.state and weight.dtype != torch.float32:
+            weight.grad = None
+            weight.data = optimizer.weight(weight).to(weight.device)
+
+
+def matrices(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Weights of matrix products."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            yield module.weight
+        elif isinstance(module, Experts):
+            yield from (module.up_E2FH, module.down_EHF)

@@ -1,0 +1,201 @@
+"""A short look now and then: one step under the profiler, split into computing, communicating and the rest.
+
+The parts add up to the step: compute_s + comm_exposed_s + bubble_s + overhead_s, each moment counted once. The
+shares of the step budget say the same in finer parts, held against the roof where the home has one.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from armillary.machine.cores import compute_threads
+from armillary.machine.device_name import device_name
+from armillary.profiling.analysis.kernel_time import KERNEL_PARTS
+from armillary.profiling.analysis.op_table import rows
+from armillary.profiling.analysis.profiler_overhead import without_recording
+from armillary.profiling.analysis.roofline import roof_for
+from armillary.profiling.analysis.roofline_attribution import Judged, judge
+from armillary.profiling.analysis.step_budget import Budget, budget
+from armillary.profiling.profile import Roof, Row
+from armillary.profiling.record.recorder import Recorder
+from armillary.profiling.trace.intervals import clip, length
+from armillary.profiling.trace.trace import read_trace
+from armillary.store.home import Home
+
+T = TypeVar("T")
+NO_ROOF = Roof(device="not asked")
+CHEAPEST = 0.25
+"""share of the operators' calls, the cheapest, whose cost is taken for what any call costs"""
+PASSES = ("elementwise", "norm", "copy")
+"""classes of work that only pass over memory, and that compilers join"""
+STANDING = ("host_fraction", "sync_fraction", "launch_gap_fraction")
+"""shares in which a rank that waits for others may be seen: its main thread stands in Python or in a call"""
+LONG_S = 1e-3
+"""a stretch of Python beyond what comes between two operators"""
+
+
+def recorded(step: Callable[[], T], roof: Roof = NO_ROOF, plain_s: float | None = None) -> tuple[T, dict[str, float]]:
+    """What one call of `step` gives, and how its time was spent, by gauge name; `plain_s` is what such a step takes
+    when nobody looks."""
+    recorder = Recorder(memory=False, stacks=False, hooks=False)
+    recorder.start()
+    try:
+        recorder.begin_step()
+        made = step()
+        recorder.end_step()
+    finally:
+        recorder.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = read_trace(recorder.save(Path(folder) / "step.json"))
+    judged = judge(trace, roof)
+    spent = without_recording(budget(judged), plain_s)
+    return made, split(judged, spent) | shares(judged, spent)
+
+
+def roof_here(device: torch.device, home: Home | None) -> Roof:
+    """The ceilings of this rank's device; threads of a processor have their part of what all of its cores reach, where
+    they were not measured by themselves."""
+    if device.type != "cpu":
+        return roof_for(device_name(device), home)
+    threads, cores = torch.get_num_threads(), compute_threads()
+    own = roof_for(device_name(device, threads=threads), home)
+    if threads >= cores or (own.flops and own.bytes_per_s):
+        return own
+    whole, part = roof_for(device_name(device), home), threads / cores
+    flops = {dtype: peak * part for dtype, peak in whole.flops.items()} | dict(own.flops)
+    shared = whole.bytes_per_s * part if whole.bytes_per_s else None
+    return replace(whole, flops=flops, bytes_per_s=own.bytes_per_s or shared)
+
+
+def shares(judged: Judged, spent: Budget) -> dict[str, float]:
+    """The step budget as shares of the step, kernels launched, and how much of the time is too short for any roof."""
+    if spent.wall_s <= 0:
+        return {}
+    found = {f"{part}_fraction": seconds / spent.wall_s for part, seconds in spent.parts.items()}
+    table = [row for row in rows(judged, spent) if row.kind == ("kernel" if spent.device >= 0 else "operator")]
+    working = [row for row in table if row.device_s or spent.device >= 0]
+    kernels = spent.kernels
+    judged_s = kernels.useful_s + kernels.inefficient_s
+    roofed = {"roof_fraction": kernels.useful_s / judged_s} if judged_s > 0.5 * kernels.seconds > 0 else {}
+    return (
+        found
+        | roofed
+        | {
+            "kernels": float(sum(row.calls for row in working)),
+            "short_kernels_fraction": _short_s(working, spent) / spent.wall_s,
+            "fusible_fraction": _passes_s(working, spent) / spent.wall_s,
+            "host_stall_fraction": _stalled_s(spent) / spent.wall_s,
+        }
+    )
+
+
+def _call_s(working: list[Row]) -> float:
+    """What any call costs a processor, whatever its work: that of its cheapest operators."""
+    before, total = 0, sum(row.calls for row in working)
+    for seconds, calls in sorted((row.seconds / row.calls, row.calls) for row in working):
+        before += calls
+        if before >= CHEAPEST * total:
+            return seconds
+    return 0.0
+
+
+def _short_s(working: list[Row], spent: Budget) -> float:
+    """Time that follows the number of kernels rather than their work: on a GPU kernels too short for any roof; on a
+    processor what any call costs, of every operator."""
+    if spent.device >= 0:
+        return sum(row.seconds for row in working if row.bound == "overhead")
+    each = _call_s(working)
+    return sum(min(row.seconds, row.calls * each) for row in working)
+
+
+def _passes_s(working: list[Row], spent: Budget) -> float:
+    """Time of passes over memory that could be one, beyond what their calls cost."""
+    each = 0.0 if spent.device >= 0 else _call_s(working)
+    mine = [row for row in working if row.work in PASSES and row.bound != "overhead"]
+    return sum(max(0.0, row.seconds - row.calls * each) for row in mine)
+
+
+def _stalled_s(spent: Budget) -> float:
+    """Time in which the host held the device up for long at a stretch."""
+    held = [(stretch.end - stretch.start, stretch.causes) for stretch in spent.stretches]
+    return sum(
+        seconds
+        for length_s, causes in held
+        if length_s >= LONG_S
+        for (part, _), seconds in causes.items()
+        if part in ("host", "sync")
+    )
+
+
+def split(judged: Judged, spent: Budget) -> dict[str, float]:
+    """A step's budget in the words of a plan; what a pipeline stage waits for others is still part of the rest."""
+    compute = sum(spent.parts.get(part, 0.0) for part in KERNEL_PARTS)
+    exposed = spent.parts["comm_exposed"]
+    rest = max(0.0, spent.wall_s - compute - exposed)
+    return {
+        "compute_s": compute,
+        "comm_s": max(exposed, comm_s(judged, spent)),
+        "comm_exposed_s": exposed,
+        "bubble_s": 0.0,
+        "overhead_s": rest,
+    }
+
+
+def set_apart(parts: dict[str, float], bubble: float, waited: float = 0.0) -> dict[str, float]:
+    """The parts with a measured bubble taken out of what a trace sees of it: waits for exchanges, then idle time; so
+    too in the step's shares, where waits for other ranks, which may look like Python's, are exchanges as well."""
+    if not parts or not (bubble or waited):
+        return parts
+    waits = min(bubble, parts["comm_exposed_s"])
+    rest = min(bubble - waits, parts["overhead_s"])
+    whole = sum(parts[f"{part}_s"] for part in ("compute", "comm_exposed", "overhead"))
+    apart = parts | {
+        "comm_exposed_s": parts["comm_exposed_s"] - waits,
+        "overhead_s": parts["overhead_s"] - rest,
+        "bubble_s": waits + rest,
+    }
+    if "host_fraction" not in parts or whole <= 0:
+        return apart
+    shares = _moved(apart, "idle_fraction", bubble / whole, ("comm_exposed_fraction", *STANDING))
+    return _moved(shares, "comm_exposed_fraction", waited / whole - shares["comm_exposed_fraction"], STANDING)
+
+
+def undisturbed(parts: dict[str, float], seconds: float, ran_s: float, queued_s: float) -> dict[str, float]:
+    """The parts without stalls that were none of the program's doing: for `queued_s` its main thread was ready and
+    others had the cores, in Python as often as it is in Python. What it neither ran nor queued it did stand still."""
+    if "host_stall_fraction" not in parts or seconds <= 0:
+        return parts
+    others = sum(parts[f"{part}_fraction"] for part in ("comm_exposed", "idle"))
+    stood = 1 - (ran_s + queued_s) / seconds - others
+    python = sum(parts[f"{part}_fraction"] for part in ("launch_gap", "host"))
+    stall = parts["host_stall_fraction"]
+    return parts | {"host_stall_fraction": max(0.0, stall - python * queued_s / seconds, min(stall, stood))}
+
+
+def _moved(shares: dict[str, float], to: str, share: float, where: tuple[str, ...]) -> dict[str, float]:
+    """Shares with `share` of the step counted as `to`, taken from the others in their order, as far as there is any."""
+    left, made = max(0.0, share), dict(shares)
+    for name in where:
+        taken = min(left, made[name])
+        made |= {name: made[name] - taken, to: made[to] + taken}
+        left -= taken
+        if name in ("host_fraction", "sync_fraction"):
+            made["host_stall_fraction"] = max(0.0, made.get("host_stall_fraction", 0.0) - taken)
+    return made
+
+
+def comm_s(judged: Judged, spent: Budget) -> float:
+    """Time in which any communication ran, hidden or not; on a GPU of its kernels, else of the host's operators."""
+    trace, window = judged.trace, spent.window
+    mine = (trace.start < window.high) & (trace.end > window.low)
+    mine &= judged.work == judged.works.index("collective")
+    mine &= (trace.on_device & (trace.device == spent.device)) if spent.device >= 0 else ~trace.on_device
+    events = np.flatnonzero(mine)
+    return float(length(*clip(trace.start[events], trace.end[events], *window.span))) if len(events) else 0.0
