@@ -38,11 +38,11 @@ class Ran:
 
 LONG = (
     "training/test_verb.py",
-    "training/test_kernels.py",
+    "training/setup/test_kernel_selection.py",
     "test_recipes_and_examples.py",
     "model/test_agreement.py",
-    "training/test_balance.py",
-    "training/test_checkpoint.py",
+    "training/step/test_router_balance.py",
+    "training/checkpoint/test_checkpoint.py",
 )
 """files that take long by themselves"""
 

@@ -17,7 +17,7 @@ from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import build
 from armillary.model.weights.hf_weights import save_model
 from tests.conftest import Ran
-from tests.model.test_attend import small
+from tests.model.layers.test_attention_forms import small
 
 Cli = Callable[..., Ran]
 

@@ -11,7 +11,7 @@ import pytest
 from armillary.model.weights.hf_weights import load_model
 from armillary.store.home import Home
 from tests.conftest import Ran
-from tests.serving.api.tiny import make_folder
+from tests.serving.tiny import make_folder
 
 Cli = Callable[..., Ran]
 RECIPE = """

@@ -1,4 +1,4 @@
-"""`armillary serve`: what is wrong is one line before anything is loaded; how it serves is in tests/serving/api."""
+"""`armillary serve`: what is wrong is one line before anything is loaded; how it serves is in tests/serving."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Ran
-from tests.serving.api.tiny import make_folder
+from tests.serving.tiny import make_folder
 
 for name in ("msgspec", "prometheus_client", "starlette", "uvicorn"):
     pytest.importorskip(name, reason="the server needs the http extra: pip install 'armillary[http]'")

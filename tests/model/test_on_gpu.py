@@ -8,8 +8,8 @@ import torch
 from armillary.model.layers.attention_forms import plain
 from armillary.model.reference_generate import Sampling, generate_tokens
 from armillary.model.transformer import build
+from tests.model.layers.test_attention_forms import SHAPES, small
 from tests.model.test_agreement import full_logits
-from tests.model.test_attend import SHAPES, small
 from tests.model.test_transformer import PARTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -15,7 +15,7 @@ from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import Transformer, build
 from armillary.spec import catalogue
 from armillary.spec.arithmetic.params import parameters
-from tests.model.test_attend import SHAPES, randomised, small
+from tests.model.layers.test_attention_forms import SHAPES, randomised, small
 
 ROOT = Path(__file__).parents[2]
 
@@ -131,7 +131,7 @@ import torch
 from torch._dynamo.utils import counters
 from armillary.model.layers.attention_forms import ContiguousCache, plain
 from armillary.model.transformer import build
-from tests.model.test_attend import small
+from tests.model.layers.test_attention_forms import small
 
 config = small(num_layers=12)
 model = build(config, dtype=torch.float32, device="cpu", seed=1)

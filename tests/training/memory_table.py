@@ -161,9 +161,10 @@ def page(text: str, found: Sequence[Row]) -> str:
     errors = [abs(float(line.split(" | ")[-1].strip("% |"))) for line in lines]
     return (
         "# Planned memory against a tracker\n\n"
-        f"Written by `pytest -m slow tests/training/test_memory.py`, a model a test, last on {datetime.date.today()}, "
-        f"torch {torch.__version__}, CPU ranks over gloo. Measured: most bytes alive at once on the fullest rank in "
-        "one step, every tensor that operators make included. Planned: what `armillary plan` says a device allocates. "
+        "Written by `pytest -m slow tests/training/telemetry/test_memory_gauges.py`, one model per test, last on "
+        f"{datetime.date.today()}, torch {torch.__version__}, CPU ranks over gloo. "
+        "Measured: most bytes alive at once on the fullest rank in one step, every tensor that operators "
+        "make included. Planned: what `armillary plan` says a device allocates. "
         f"{len(lines)} configurations, mean error {sum(errors) / len(errors):.1f} %, worst {max(errors):.1f} %; bar "
         f"{BAR:.0%}.\n\n" + "\n".join([heads, *lines]) + "\n"
     )

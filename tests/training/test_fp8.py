@@ -16,7 +16,7 @@ from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
 from armillary.training.loop import agreement
 from armillary.training.trainer import Trainer
-from tests.model.test_attend import small
+from tests.model.layers.test_attention_forms import small
 from tests.ranks import Ranks
 from tests.training.test_loop import alone, begin, losses
 

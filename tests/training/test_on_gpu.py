@@ -14,8 +14,8 @@ from armillary.store.home import Home
 from armillary.training.loop import train
 from armillary.training.prepare_run import start, starting_point
 from armillary.training.telemetry.step_report import StepReport
-from tests.training.test_checkpoint import Cut
-from tests.training.test_checkpoint import losses as written
+from tests.training.checkpoint.test_checkpoint import Cut
+from tests.training.checkpoint.test_checkpoint import losses as written
 from tests.training.test_loop import losses
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

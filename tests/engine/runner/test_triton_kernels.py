@@ -1,0 +1,67 @@
+"""Our Triton kernels inside the engine, interpreted on a CPU: the answers of the slow twin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import tests.kernels.interpreter  # noqa: F401
+from armillary.engine.runner.engine_kernels import EngineKernels
+from armillary.engine.runner.executor import FastExecutor
+from armillary.kernels.gemm.skinny_triton import small_linear
+from armillary.kernels.norm import norm_triton
+from armillary.kernels.paged import qkv_to_cache_triton as qkv_cache_triton
+from armillary.kernels.paged.decode_inputs_triton import look_up, put
+from armillary.kernels.paged.paged_attention_triton import paged_attention
+from armillary.kernels.paged.single_token_triton import attend_tokens
+from armillary.kernels.pointwise import activation_triton as gated_triton
+from armillary.kernels.sampling import logprobs_triton, sampling_triton
+from armillary.model.transformer import build
+from tests.engine.fake import ask
+from tests.engine.runner.test_reference_executor import serve
+from tests.model.layers.test_attention_forms import small
+
+pytestmark = pytest.mark.slow
+TRITON = EngineKernels(
+    norm=norm_triton.norm,
+    add_norm=norm_triton.add_norm,
+    activate=gated_triton.activate,
+    qkv_cache=qkv_cache_triton.qkv_cache,
+    attention=paged_attention,
+    sample=sampling_triton.sample,
+    logprobs=logprobs_triton.logprobs,
+)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        TRITON,
+        replace(TRITON, small=small_linear),
+        replace(TRITON, small=small_linear, tokens=attend_tokens, look_up=look_up, put=put),
+    ],
+    ids=["wide", "small", "tokens"],
+)
+def test_answers_are_those_of_the_slow_twin(kernels: EngineKernels) -> None:
+    config = small(head_dim=32, hidden=32, ffn=64, qk_norm="head")
+    weights = build(config, dtype=torch.float32, device="cpu", seed=3)
+
+    def padded(*args: Any, **named: Any) -> FastExecutor:
+        executor = FastExecutor(*args, kernels=kernels, **named)
+        executor.encoder.fit = lambda tokens, rows, decodes: (rows + 1, rows + 1) if decodes else (tokens + 3, rows + 2)
+        return executor
+
+    requests = [
+        ask("greedy", [2, 3, 4, 5, 6, 7], 4, temperature=0.0),
+        ask("drawn", [3, 4], 4, temperature=1.0, seed=1, top_k=5, top_p=0.9),
+        ask("wishes", [5], 3, temperature=1.0, seed=2, frequency_penalty=0.5, logprobs=2),
+    ]
+    found = serve(config, weights, requests, executor=padded, max_tokens_per_step=6)
+    right = serve(config, weights, requests, max_tokens_per_step=6)
+    assert [made.tokens for made in found] == [made.tokens for made in right]

@@ -1,0 +1,256 @@
+"""Published inference measurements: a fixture of 40 rows is predicted, the whole table where it is at hand."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.errors import BadInput
+from armillary.planning.published.inference_row import config_id, inference_row, is_fitted
+from armillary.planning.published.inference_table import (
+    InferencePrediction,
+    is_inference_table,
+    predict_row,
+    predict_rows,
+)
+from armillary.planning.published.names import find_chip, find_model
+from armillary.planning.serving.engines import MOST_PARAMETERS, Engine, engine_for, engines, physics, rates_for
+
+FIXTURE = Path(__file__).parent / "published_inference_40.csv"
+WHOLE = Path(__file__).parents[4] / "shared" / "data" / "published_inference.csv"
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+ROWS = read(FIXTURE)
+
+
+def row(**changes: str) -> dict[str, str]:
+    base = {
+        "model": "Llama-3.1-8B",
+        "gpu": "H100-80GB-SXM",
+        "n_gpus": "1",
+        "tp": "1",
+        "precision": "bf16",
+        "engine": "vLLM",
+        "input_len": "1000",
+        "output_len": "100",
+        "concurrency_or_batch": "1",
+        "measured_itl_ms": "6.5",
+    }
+    return base | changes
+
+
+def mean_error(found: list[InferencePrediction]) -> float:
+    return mean(abs(one.error) for one in found if one.error is not None)
+
+
+def quoted(found: list[InferencePrediction], kind: str, engine: str) -> list[InferencePrediction]:
+    return [one for one in found if one.kind == kind and one.engine == engine and not one.fitted]
+
+
+# --- accuracy
+
+
+def test_the_fixture_is_predicted_within_fifteen_percent_on_the_half_not_fitted() -> None:
+    found = predict_rows(ROWS)
+    static, single = quoted(found, "static batch", "TensorRT-LLM"), quoted(found, "batch 1", "gpt-fast")
+    assert len(static) == 16 and len(single) == 8
+    assert mean_error(static) <= 0.15 and mean_error(single) <= 0.15
+
+
+def test_physics_alone_stays_near() -> None:
+    found = predict_rows(ROWS, physics_only=True)
+    assert mean_error(quoted(found, "static batch", "TensorRT-LLM")) <= 0.35
+    assert mean_error(quoted(found, "batch 1", "gpt-fast")) <= 0.25
+
+
+@pytest.mark.skipif(not WHOLE.is_file(), reason="published_inference.csv is not beside the repository")
+def test_the_whole_table() -> None:
+    found = predict_rows(read(WHOLE))
+    static = [one for one in found if one.kind == "static batch"]
+    single = [one for one in found if one.engine == "gpt-fast"]
+    assert len(static) == 94 and len(single) == 21
+    assert mean_error(quoted(found, "static batch", "TensorRT-LLM")) <= 0.15
+    assert mean_error(quoted(found, "batch 1", "gpt-fast")) <= 0.15
+    assert mean_error(static) <= 0.15 and mean_error(single) <= 0.15
+    assert sum(one.error is not None for one in found) >= 0.95 * len(found)
+    assert all(one.error is not None or one.reason for one in found)
+
+
+# --- reading rows
+
+
+def test_kinds_of_measurement() -> None:
+    kinds = {one.kind for one in predict_rows(ROWS) if one.kind}
+    assert {"static batch", "batch 1", "first token", "max load", "closed loop", "prefill only", "decode only"} >= kinds
+    assert len(kinds) >= 6
+
+
+def test_rows_that_cannot_be_predicted_say_why() -> None:
+    for changes, reason in (
+        ({"model": "GPT-9 3B"}, "no model 'GPT-9 3B' in the catalogue"),
+        ({"gpu": "Abacus"}, "no chip 'Abacus' in the catalogue"),
+        ({"gpu": "DGX Spark (GB10)"}, "no peak of .* is published"),
+        ({"precision": "ternary"}, "precision 'ternary' is not known"),
+        ({"n_gpus": ""}, "no number of devices"),
+        ({"tp": "wide-EP"}, "tp 'wide-EP' is not a number"),
+        ({"input_len": ""}, "no input length"),
+        ({"concurrency_or_batch": ""}, "no batch or concurrency"),
+        ({"model": "NVIDIA-Nemotron-3-Nano-30B"}, "is not a plain transformer"),
+    ):
+        with pytest.raises(BadInput, match=reason):
+            inference_row(row(**changes))
+        assert predict_row(row(**changes)).reason, "listed, not lost"
+    assert predict_row(row(measured_itl_ms="")).reason == "nothing measured"
+
+
+def test_the_error_is_of_the_first_figure_published() -> None:
+    both = predict_row(row(measured_tokens_per_s="150", measured_ttft_ms="30"))
+    assert both.gauge == "tokens_out_per_s" and predict_row(row()).gauge == "itl_s"
+    assert both.error == pytest.approx(both.predicted["tokens_out_per_s"] / 150 - 1)
+
+
+def test_config_ids_tell_the_halves_apart() -> None:
+    one = row()
+    assert config_id(one) == config_id({**one, "note": "another", "measured_itl_ms": "7"}), "no part of it"
+    assert config_id(one) != config_id(row(input_len="1001"))
+    assert is_fitted({"config_id": "b927a2e"}) and not is_fitted({"config_id": "fc6c2cb3"})
+    assert 8 < sum(is_fitted(one) for one in ROWS) < 32
+
+
+def test_formats_a_chip_cannot_compute_in_are_only_stored() -> None:
+    ampere = inference_row(row(gpu="A100-80GB-SXM", precision="FP8")).replica.formats
+    hopper = inference_row(row(precision="FP8 weights+KV")).replica.formats
+    assert (ampere.weights, ampere.compute) == ("fp8", "bf16") and (hopper.compute, hopper.kv) == ("fp8", "fp8")
+    assert inference_row(row(precision="int4 g32")).replica.formats.weights == "int4"
+
+
+def test_cuts_from_columns_and_notes() -> None:
+    assert inference_row(row(n_gpus="8", tp="8")).replica.split.tp == 8
+    assert inference_row(row(n_gpus="4", tp="1", note="TP1 PP4; offline")).replica.split.pp == 4
+    moe = {"model": "DeepSeek-V3", "n_gpus": "32", "tp": "EP32"}
+    assert inference_row(row(**moe)).replica.split.ep == 32
+    cores = inference_row(row(gpu="Trainium1 (trn1.32xlarge)", n_gpus="16", tp="32")).replica
+    assert cores.split.tp == 32 and cores.cluster.chip.memory_bytes_per_s == 440e9, "each core half a chip"
+
+
+def test_a_table_is_known_by_its_columns() -> None:
+    assert is_inference_table(ROWS[0]) and not is_inference_table(["model", "seq_len"])
+
+
+CELLS = st.sampled_from(
+    [
+        "",
+        "0",
+        "-3",
+        "nan",
+        "inf",
+        "1e30",
+        "7",
+        "4096",
+        "EP8",
+        "max load",
+        "FP8",
+        "bf16",
+        "DEP0",
+        "TP4 PP4",
+        "(",
+        "H100-80GB-SXM",
+        "Llama-3.1-8B",
+        "Mixtral 8x7B",
+        "DGX Spark (GB10)",
+        "x" * 99,
+    ]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from([*row(), "note", "params_b"]), CELLS, max_size=4))
+def test_no_row_breaks_the_table(changes: dict[str, str]) -> None:
+    found = predict_row(row(**changes))
+    assert bool(found.reason) != (found.error is not None)
+    assert found.error is None or found.error >= -1
+
+
+# --- names
+
+
+@pytest.mark.parametrize(
+    ("text", "params_b", "name"),
+    [
+        ("LLaMA 70B", None, "llama-2-70b"),
+        ("Llama 3.3 70B", 70.6, "llama-3.3-70b"),
+        ("GPT-J 6B", 6.05, "gpt-j-6b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", None, "llama-3.1-8b"),
+        ("Qwen/QwQ-32B", 32.8, "qwen2.5-32b"),
+        ("Mistral-7B-Instruct-v0.2", None, "mistral-7b-v0.2"),
+        ("DeepSeek R1 0528", 671.0, "deepseek-v3"),
+        ("Mixtral-8x7B", 46.7, "mixtral-8x7b"),
+        ("Llama-v3.1 405B", None, "llama-3.1-405b"),
+        ("CodeLlama-34B", 34.0, "codellama-34b"),
+        ("Qwen3 235B A22B", 235.0, "qwen3-235b-a22b"),
+    ],
+)
+def test_models_by_the_names_tables_give_them(text: str, params_b: float | None, name: str) -> None:
+    found = find_model(text, params_b)
+    assert found is not None and found.name == name
+
+
+def test_no_model_is_better_than_a_wrong_one() -> None:
+    assert find_model("Nemotron 340B", 340) is None
+    assert find_model("Llama-2-7B", 13.0) is None, "the parameters contradict the name"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("A100-80GB (330W limit, hybrid cube mesh)", "a100-80gb-sxm"),
+        ("MI250X (one GCD)", "mi250x-gcd"),
+        ("Inferentia2 (Inf2.48xlarge)", "inferentia2"),
+        ("RTX PRO 6000 Blackwell SE", "rtx-pro-6000"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("H100-80GB-PCIe", "h100-pcie"),
+        ("DGX Spark (GB10)", "gb10"),
+    ],
+)
+def test_chips_by_the_names_tables_give_them(text: str, name: str) -> None:
+    found = find_chip(text)
+    assert found is not None and found.name == name
+
+
+# --- engines
+
+
+def test_engines_declare_at_most_three_parameters_with_their_provenance() -> None:
+    for engine in engines().values():
+        assert 1 <= len(engine.parameters) <= MOST_PARAMETERS
+        assert engine.source and engine.date and "benchmarks/planning_inference.py" in engine.command
+    with pytest.raises(BadInput, match="declares 4 parameters; keep 3"):
+        Engine(
+            name="x",
+            match=(),
+            parameters=dict.fromkeys(("kv", "link", "grouped", "overlap"), 1.0),
+            source="",
+            date="",
+            command="",
+        )
+
+
+def test_engines_by_the_names_tables_give_them() -> None:
+    assert engine_for("TensorRT-LLM 0.9") == engines()["tensorrt-llm"]
+    assert engine_for("TensorRT-LLM 1.0 (PyTorch backend)") is None, "other kernels: physics alone"
+    assert rates_for("vLLM") == physics() and rates_for("gpt-fast (torch.compile)") != physics()
+
+
+def test_an_unknown_parameter_is_refused_with_the_nearest() -> None:
+    with pytest.raises(Exception, match="no rate 'memory_rat'; did you mean memory_rate"):
+        Engine(name="x", match=(), parameters={"memory_rat": 1.0}, source="", date="", command="")

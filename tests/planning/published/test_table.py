@@ -1,0 +1,260 @@
+"""Tables: published training runs are predicted within the stated errors; a fixture keeps the check in every clone."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from armillary.errors import BadData, NotFound
+from armillary.planning.device_model.frameworks import PHYSICS
+from armillary.planning.device_model.layout_arrays import PRECISIONS
+from armillary.planning.published.fitting import fit, is_fitted_on
+from armillary.planning.published.row_cluster import chip_of, cluster_of
+from armillary.planning.published.row_model import model_of, second_token_layers
+from armillary.planning.published.table import judge, read_table
+from armillary.planning.published.training_row import measurement, predicted, published_flops_per_token, training_row
+from armillary.planning.published.training_table import predict_row, ready
+from armillary.spec.arithmetic.params import parameters
+
+FIXTURE = Path(__file__).parent / "published_training_40.csv"
+WHOLE = Path(__file__).parents[4] / "shared" / "data" / "published_training.csv"
+ROWS = read_table(FIXTURE)
+
+
+def row(**changes: str) -> dict[str, str]:
+    base = {
+        "config_id": "0",
+        "framework": "somebody",
+        "kind": "dense",
+        "complete": "yes",
+        "newest_of_config": "yes",
+        "model": "LLAMA3_70B",
+        "params_b": "70.6",
+        "layers": "80",
+        "hidden": "8192",
+        "heads": "64",
+        "kv_heads": "8",
+        "ffn": "28672",
+        "vocab": "128256",
+        "seq_len": "8192",
+        "gpu": "H100-80GB-SXM",
+        "n_gpus": "64",
+        "global_batch": "128",
+        "micro_batch": "1",
+        "dp": "2",
+        "tp": "4",
+        "pp": "8",
+        "vpp": "5",
+        "cp": "1",
+        "ep": "1",
+        "zero_or_fsdp": "distributed optimizer",
+        "recompute": "none",
+        "precision": "FP8",
+        "attention": "flash (TE)",
+        "measured_tokens_per_s_per_gpu": "1600",
+        "note": "",
+    }
+    return base | changes
+
+
+def test_the_fixture_is_predicted_within_the_stated_errors() -> None:
+    summary = judge(FIXTURE).summary
+    assert summary["predicted"] == 1 and summary["rows"] == 31
+    assert summary["mape"] < 0.10 and summary["median"] < 0.07
+    assert summary["physics_only"]["mape"] < 0.16
+    assert summary["memory"]["median"] < 0.10 and summary["memory"]["oom_called"] == summary["memory"]["oom_rows"] == 3
+
+
+@pytest.mark.skipif(not WHOLE.exists(), reason="the folder ../shared/data with published runs is not here")
+def test_the_whole_table_is_predicted_within_the_stated_errors() -> None:
+    """The bars of the accuracy table in benchmarks/planning_accuracy.md."""
+    found = judge(WHOLE, ["newest", "complete"])
+    summary = found.summary
+    assert summary["complete"] == 280 and summary["predicted"] >= 0.95
+    assert summary["mape"] <= 0.10 and summary["median"] <= 0.07 and summary["held_out"]["mape"] <= 0.10
+    assert all(part["mape"] <= 0.15 for part in summary["by_framework"].values() if part["rows"] >= 20)
+    assert summary["physics_only"]["mape"] <= 0.15
+
+
+@pytest.mark.skipif(not WHOLE.exists(), reason="the folder ../shared/data with published runs is not here")
+def test_fine_tuning_memory_is_predicted_within_the_stated_errors(tmp_path: Path) -> None:
+    rows = [one for one in read_table(WHOLE) if one["framework"] == "litgpt"]
+    path = tmp_path / "litgpt.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    part = judge(path).summary["memory"]
+    assert part["measured"] == 60 and part["predicted"] >= 0.8 and part["median"] <= 0.10
+    assert part["oom_called"] == part["oom_rows"] == 9
+
+
+# --- reading rows
+
+
+def test_models_are_found_by_name_and_shape_or_built_from_dimensions() -> None:
+    assert model_of(row(model="Qwen3_30B_a3B", layers="48", hidden="2048", heads="32")).moe is not None
+    assert model_of(row(model="DeepSeekV3 (w/o MTP)", layers="61", hidden="7168", heads="128")).mla is not None
+    own = model_of(
+        row(
+            model="ours",
+            params_b="6.66",
+            layers="32",
+            hidden="4096",
+            heads="32",
+            kv_heads="32",
+            ffn="16384",
+            vocab="50368",
+        )
+    )
+    assert not own.gated and own.tied and parameters(own).total == pytest.approx(6.66e9, rel=0.02)
+    loose = model_of(row(model="mistral-7b-v0.2 (lora)", layers="", hidden="", heads=""))
+    assert loose.name.startswith("mistral-7b")
+
+
+def test_deepseek_predicts_a_second_token_unless_it_says_otherwise() -> None:
+    assert second_token_layers(row(model="DeepSeekV3")) == 1 > second_token_layers(row(model="DeepSeekV3 (w/o MTP)"))
+
+
+@pytest.mark.parametrize(
+    ("text", "chip"),
+    [
+        ("A100-80GB-SXM", "a100-80gb-sxm"),
+        ("A100 (llm-analysis says 40GB; unconfirmed)", "a100-80gb-sxm"),
+        ("TPU v4", "tpu-v4"),
+        ("GB200-192GB", "gb200"),
+        ("A10G-24GB", "a10g"),
+    ],
+)
+def test_chips_by_what_tables_call_them(text: str, chip: str) -> None:
+    assert chip_of(text).name == chip
+
+
+def test_the_network_a_row_states_is_used() -> None:
+    stated = cluster_of(row(gpu="A100-40GB-SXM", interconnect="NVLink; 1600 Gbps/node RoCE"), 64)
+    assert stated.tiers[1].link.bytes_per_s == pytest.approx(25e9)
+    rack = cluster_of(row(gpu="GB200-192GB", n_gpus="256"), 256)
+    assert [tier.count for tier in rack.tiers] == [64, 4]
+    cores = cluster_of(row(gpu="Trainium1", n_gpus="512"), 1024)
+    assert cores.num_devices == 1024 and cores.chip.flops["bf16"] == 95e12
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [
+        ("FP8-CS", "fp8"),
+        ("MXFP8", "mxfp8"),
+        ("FP8 (alternate granularity: MX 32x32 on Blackwell)", "mxfp8"),
+        ("NVFP4", "nvfp4"),
+        ("amp_bf16", "bf16"),
+        ("bf16 autocast + fp32 optimizer", "bf16"),
+    ],
+)
+def test_number_formats_by_what_tables_call_them(precision: str, name: str) -> None:
+    found = training_row(row(precision=precision), PHYSICS)
+    assert PRECISIONS[int(found.layouts.precision[0])] == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "value"),
+    [
+        ({"attention": "flash (TE/cuDNN)"}, "attention_kernel", "attention"),
+        ({"attention": "flash attention (SDPA)"}, "attention_kernel", "flash_2"),
+        ({"note": "torch.compile; AsyncTP"}, "tp_overlap", True),
+        ({"note": "torch.compile"}, "fused_layers", True),
+        ({"note": "eager, no compile"}, "fused_layers", False),
+        ({"zero_or_fsdp": "ZeRO-3"}, "flat_gathers", True),
+        ({"zero_or_fsdp": "FSDP FULL_SHARD"}, "flat_gathers", False),
+    ],
+)
+def test_what_a_row_says_of_its_software(changes: dict[str, str], setting: str, value: object) -> None:
+    assert getattr(training_row(row(**changes), PHYSICS).case.software, setting) == value
+
+
+def test_conventions_of_counting_flops() -> None:
+    """Full attention, causal, and the hardware's with recomputation, against hand-made sums."""
+    ours = {
+        name: published_flops_per_token(training_row(row(flop_convention=name), PHYSICS))
+        for name in ("full attention", "causal", "hardware flops incl. recompute")
+    }
+    model = training_row(row(), PHYSICS).case.model
+    count, width = parameters(model).multiplied, 80 * 8192 * 8192
+    assert ours["full attention"] == 6 * count + 12 * width and ours["causal"] == 6 * count + 6 * width
+    head = model.vocab * model.hidden
+    assert ours["hardware flops incl. recompute"] == 8 * (count - head) + 6 * head + 16 * width
+
+
+def test_a_row_is_held_against_the_figure_it_publishes() -> None:
+    found = training_row(row(measured_tokens_per_s_per_gpu="", measured_tflops_per_gpu="700"), PHYSICS)
+    figure = measurement(found.row)
+    assert figure is not None and figure.name == "tflops_per_gpu"
+    assert predicted(found, "step_s", 10.0) == 10.0
+    assert predicted(found, "tokens_per_s_per_gpu", 10.0) == 128 * 8192 / 64 / 10
+
+
+def test_missing_recompute_is_the_least_that_fits() -> None:
+    fits = training_row(row(recompute="", tp="8", pp="8", dp="1"), PHYSICS)
+    tight = training_row(row(recompute="", micro_batch="8", tp="4", pp="8", dp="2"), PHYSICS)
+    assert fits.layouts.recompute[0] < tight.layouts.recompute[0]
+    assert any("least that fits" in said for said in tight.assumed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kind": "hybrid"}, "not a plain transformer"),
+        ({"gpu": "Abacus"}, "no chip"),
+        ({"layers": "", "model": "mystery"}, "neither dimensions"),
+        ({"seq_len": ""}, "no sequence length"),
+        ({"precision": "roman"}, "not known"),
+        ({"hidden": "many"}, "not a number"),
+        ({"measured_tokens_per_s_per_gpu": ""}, "nothing was measured"),
+        ({"seq_len": "-4096"}, "from 0 up"),
+        ({"measured_tokens_per_s_per_gpu": "nan"}, "from 0 up"),
+        ({"tp": "2.5"}, "not a whole number"),
+        ({"tp": "128", "n_gpus": "1024", "dp": "1"}, "cut finer than 64 heads"),
+        ({"tp": "3", "dp": ""}, "not a multiple"),
+        ({"micro_batch": "1e9"}, "exceed the global batch"),
+        ({"layers": "999999"}, "num_layers"),
+    ],
+)
+def test_what_cannot_be_predicted_says_why(changes: dict[str, str], reason: str) -> None:
+    assert reason in predict_row(row(**changes)).reason
+
+
+def test_a_dp_that_contradicts_the_devices_is_filled_up_and_said() -> None:
+    found = predict_row(row(dp="7"))
+    assert found.error == predict_row(row()).error
+    assert "dp taken as 2, which fills the devices" in found.assumed
+
+
+def test_a_spreadsheet_s_mark_and_headings_in_capitals_change_nothing(tmp_path: Path) -> None:
+    text = FIXTURE.read_text(encoding="utf-8")
+    first, rest = text.split("\n", 1)
+    (tmp_path / "excel.csv").write_text(f"{first.upper()}\n{rest}", encoding="utf-8-sig")
+    assert judge(tmp_path / "excel.csv", ["newest"]).summary == judge(FIXTURE, ["newest"]).summary
+
+
+def test_fitting_uses_the_even_half_only() -> None:
+    assert is_fitted_on("3a3cc5e8") and not is_fitted_on("7be883f5")
+    rows = [ready(one, fitted=False) for one in ROWS if one["framework"] == "NeMo"]
+    found = fit(rows, ["gemm"])
+    assert 0.8 < found.numbers["gemm"] < 1.3 and found.fitted_error < 0.1
+
+
+# --- nonsense
+
+
+def test_nonsense_gets_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no table"):
+        judge(tmp_path / "nowhere.csv")
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(BadData, match="neither a training nor an inference table"):
+        judge(tmp_path / "other.csv")
+    (tmp_path / "empty.csv").write_text("")
+    with pytest.raises(BadData, match="no rows"):
+        judge(tmp_path / "empty.csv")
+    with pytest.raises(NotFound, match="did you mean newest"):
+        judge(FIXTURE, ["newst"])

@@ -1,0 +1,59 @@
+"""An engine's process without a model: its first token says how its steps are. For tests of what the server does."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from armillary.engine.scheduler.decision import Decision
+from armillary.engine.telemetry.step_calibration import Kind, decision_of
+from armillary.serving.processes import engine_main
+from armillary.serving.processes.engine_ipc import Outlet, Started, messages
+from tests.engine.fake import VOCAB, FakeExecutor
+from tests.engine.test_engine import make_engine
+
+SLOW, STUCK, QUICK = 5, 6, 7
+"""a step as slow as it is expected to be; one that never ends; one that takes no time"""
+SLOW_S = 5.0
+
+
+class Executor(FakeExecutor):
+    def launch(self, decision: Decision) -> list[int]:
+        kinds = {seq.request.prompt[0] for seq in decision.sampling}
+        if SLOW in kinds:
+            time.sleep(SLOW_S)
+        elif STUCK in kinds:
+            threading.Event().wait()
+        return super().launch(decision)
+
+
+def main() -> None:
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    inbox, outlet = messages(sock), Outlet(sock)
+    next(inbox)
+    engine = make_engine(overlap=False)
+    engine.loop.executor = Executor(engine.scheduler.cache, engine.scheduler.settings.max_running)
+    # as a rehearsal would have found: eight tokens take as long as they do, a single one no time
+    engine.loop.times.learn(work(8), SLOW_S)
+    engine.loop.times.learn(work(1), 0.001)
+    llm: Any = SimpleNamespace(engine=engine, tokenizer=None, structures=None)
+    worker = engine_main._start(llm, outlet)
+    outlet.send(Started(max_model_len=64, vocab=VOCAB, kv_tokens=160, kv_text="", phases=[("in all", 0.0)]))
+    intake = engine_main.Intake(llm, worker, outlet)
+    for message in inbox:
+        intake.take(message)
+
+
+def work(tokens: int) -> dict[str, float]:
+    from armillary.engine.telemetry.gauges import work_gauges
+    from tests.engine.fake import make_scheduler
+
+    return work_gauges(decision_of(Kind(prompts=1, size=tokens), make_scheduler().cache))
+
+
+if __name__ == "__main__":
+    main()
