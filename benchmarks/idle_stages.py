@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from armillary.parallel.pipeline.idle_time import Pass
 from armillary.parallel.pipeline.pipeline import Passing, Pipeline, Rows
 from armillary.parallel.pipeline.stage import Received
-from armillary.planning.training.bubble import idle_s
+from armillary.planning.training.step_time import idle_s
 from armillary.spec.layout_rules.pipeline_split import Span
 
 

@@ -21,7 +21,7 @@ from armillary.profiling.ceilings.ceilings import measure_ceilings, name_of
 from armillary.profiling.profile import Profile, Row
 from armillary.profiling.report.profile_page import write_page
 from armillary.profiling.report.profile_text import budget_line, memory_line
-from armillary.profiling.trace.short_name import short_name
+from armillary.profiling.trace.event_classes import short_name
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks, save_peaks
 from armillary.units import seconds_text

@@ -9,19 +9,23 @@ from typing import TYPE_CHECKING
 
 import click
 
-from armillary.cli import complete
+from armillary.cli import completion
 from armillary.cli.output import Output, path_text
 from armillary.cli.verb import VerbGroup
 from armillary.errors import BadInput
+from armillary.spec.recipe import Recipe, recipe_from_dict
+from armillary.store.hf_folder import stored_dtype
 from armillary.store.home import Home
+from armillary.store.runs import Run
 
 if TYPE_CHECKING:
     from armillary.diagnosis.evidence.finding import Finding, Lever
     from armillary.diagnosis.outcome.compare import Comparison
     from armillary.diagnosis.outcome.diagnosis import Diagnosis
     from armillary.diagnosis.outcome.track_record import TrackRecord
-    from armillary.diagnosis.readings.reading import Reading
+    from armillary.diagnosis.readings.reading import Kind, Reading
     from armillary.store.runs import Run
+
 
 SHOWN_LEVERS = 5
 SHOWN_PART = 0.005
@@ -49,7 +53,7 @@ diagnose = DiagnoseGroup(
 
 
 @diagnose.verb
-@click.argument("target", shell_complete=complete.runs)
+@click.argument("target", shell_complete=completion.runs)
 @click.option("--apply", "number", type=click.IntRange(1), metavar="N", help="Write the recipe with lever N pulled.")
 @click.option("--to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Where that recipe goes.")
 def look(out: Output, home: Home, target: str, number: int | None, to: Path | None) -> None:
@@ -76,8 +80,8 @@ def look(out: Output, home: Home, target: str, number: int | None, to: Path | No
 
 
 @diagnose.verb
-@click.argument("a", shell_complete=complete.runs)
-@click.argument("b", shell_complete=complete.runs)
+@click.argument("a", shell_complete=completion.runs)
+@click.argument("b", shell_complete=completion.runs)
 def compare(out: Output, home: Home, a: str, b: str) -> None:
     """What a lever was predicted to buy and what was obtained: run A before, run B after."""
     from armillary.diagnosis.outcome.compare import compare as compare_runs
@@ -221,8 +225,6 @@ def _run_of(target: str, reading: Reading, home: Home) -> Run | None:
 
 
 def _apply(out: Output, home: Home, found: Diagnosis, run: Run | None, number: int, to: Path | None) -> None:
-    from armillary.cli.next_command import MODEL, next_command, place
-
     if run is None:
         raise BadInput(f"--apply changes the recipe of a run, and {found.source} is none; change it by hand")
     path, lever = write_lever(out, home, found, run, number, to), found.lever(number)
@@ -253,3 +255,41 @@ def write_lever(out: Output, home: Home, found: Diagnosis, run: Run, number: int
     if f"{stands:.2f}" != f"{lever.speedup:.2f}":
         out.say(f"{stands:.2f} × was predicted before: that is what it will be held to")
     return path
+
+
+MODEL = "MODEL"
+"""what is printed where a run was not of stored weights"""
+
+
+def next_command(run: Run, lever: Lever, kind: Kind, recipe: Path, home: Home) -> str:
+    """As a person would type it."""
+    from armillary.diagnosis.levers.apply import overrides_of
+
+    words = ["train", path_text(recipe)]
+    if kind == "serving":
+        asked = recipe_from_dict(run.recipe, overrides_of(lever.change))
+        words = ["serve", served_model(asked), "--recipe", path_text(recipe), *_flags(asked)]
+    return f"armillary {shlex.join([*words, *place(home)])}"
+
+
+def place(home: Home) -> list[str]:
+    """--home, where somebody gave one."""
+    return ["--home", path_text(home.work)] if home.work == home.cache else []
+
+
+def served_model(asked: Recipe) -> str:
+    """What `armillary serve` takes for the model of a run: its folder, its Hub id, or MODEL."""
+    path = Path(asked.model.path).expanduser()
+    if asked.model.path and (path / "config.json").is_file():
+        return path_text(path)
+    return asked.model.name if "/" in asked.model.name else MODEL
+
+
+def _flags(asked: Recipe) -> list[str]:
+    """What is said on the command line and not in [serve]."""
+    folder, layout = Path(asked.model.path).expanduser(), asked.layout
+    there = folder if asked.model.path and (folder / "config.json").is_file() else None
+    cut = ["--tp", str(layout.tp)] if layout.tp > 1 else []
+    as_stored = there is None or layout.precision == stored_dtype(there)
+    said = as_stored or layout.precision not in ("fp32", "bf16", "fp16") or layout.precision == asked.serve.dtype
+    return cut if said else [*cut, "--set", f"serve.dtype={layout.precision}"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from armillary.cli import complete
+from armillary.cli import completion
 from armillary.cli.open_model import open_model
 from armillary.cli.output import Output
 from armillary.cli.verb import verb
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @verb
-@click.argument("model", shell_complete=complete.models)
+@click.argument("model", shell_complete=completion.models)
 @click.argument("prompt", default="-")
 @click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
 @click.option("--max-tokens", default=128, show_default=True, help="Tokens to make at most.")

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from armillary.cli import complete
+from armillary.cli import completion
 from armillary.cli.hardware_table import columns_of, link_speed, sources_of
 from armillary.cli.output import Output
 from armillary.cli.verb import verb
@@ -23,7 +23,7 @@ from armillary.units import bandwidth_text, bytes_text, dollars_text, flops_per_
 
 
 @verb
-@click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=complete.hardware)
+@click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=completion.hardware)
 @click.option("--nodes", is_flag=True, help="List machines that can be bought or rented.")
 @click.option("--links", is_flag=True, help="List links between devices.")
 @click.option("--storage", is_flag=True, help="List storage tiers.")

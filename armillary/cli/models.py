@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from armillary.cli import complete
-from armillary.cli.find_model import find_model
+from armillary.cli import completion
+from armillary.cli.open_model import find_model
 from armillary.cli.output import Output
 from armillary.cli.verb import verb
 from armillary.model.buildable import unbuildable
@@ -24,7 +24,7 @@ _PARTS = ("embedding", "positions", "attention", "mlp", "router", "experts", "sh
 
 
 @verb
-@click.argument("name", required=False, shell_complete=complete.models)
+@click.argument("name", required=False, shell_complete=completion.models)
 def models(out: Output, home: Home, name: str | None) -> None:
     """List the catalogue, or show one model.
 

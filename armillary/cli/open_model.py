@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from armillary.cli.find_model import find_model
 from armillary.cli.output import Output
+from armillary.cli.progress import Bar
 from armillary.errors import missing
 from armillary.store.home import Home
-from armillary.store.resolve_model import ModelSource
+from armillary.store.resolve_model import ModelSource, resolve_model
 
 if TYPE_CHECKING:
     from armillary.model.transformer import Transformer
@@ -59,3 +60,16 @@ def need_torch(needed_for: str) -> None:
         import torch  # noqa: F401
     except ModuleNotFoundError:
         raise missing("torch", needed_for, "torch") from None
+
+
+def find_model(out: Output, home: Home, text: str, *, need_weights: bool) -> ModelSource:
+    """`resolve_model`, showing the download if there is one."""
+    with ExitStack() as stack:
+        bars: list[Bar] = []
+
+        def report(done: int, total: int) -> None:
+            if not bars:
+                bars.append(stack.enter_context(out.progress(f"fetching {text}", unit="B")))
+            bars[0].at(done, total)
+
+        return resolve_model(text, home, need_weights=need_weights, fetch_progress=report)

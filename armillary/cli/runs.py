@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from armillary.cli import complete
+from armillary.cli import completion
 from armillary.cli.output import Output
 from armillary.cli.verb import verb
 from armillary.spec.tables.fields import to_plain
@@ -18,7 +18,7 @@ from armillary.units import seconds_text
 
 
 @verb
-@click.argument("name", required=False, shell_complete=complete.runs)
+@click.argument("name", required=False, shell_complete=completion.runs)
 def runs(out: Output, home: Home, name: str | None) -> None:
     """List runs with state, step, loss and age; with NAME (an id, a short name or a folder) show one."""
     if name:

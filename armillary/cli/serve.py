@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from armillary.cli import complete
-from armillary.cli.find_model import find_model
+from armillary.cli import completion
+from armillary.cli.open_model import find_model
 from armillary.cli.output import Output
 from armillary.cli.verb import moved, set_option, verb
 from armillary.errors import BadInput, missing
@@ -19,7 +19,7 @@ from armillary.store.home import Home
 
 
 @verb
-@click.argument("model", shell_complete=complete.models)
+@click.argument("model", shell_complete=completion.models)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65_535), help="0 takes a free one.")
 @click.option("--max-model-len", type=click.IntRange(1), help="Prompt and answer together.  [default: the context]")
@@ -59,8 +59,6 @@ def serve(
     from armillary.serving.predict.versions import is_model_file
 
     if is_model_file(Path(model)):
-        from armillary.cli.serve_file import serve_file
-
         return serve_file(
             out, home, Path(model), host=host, port=port, device=device, recipe=recipe, overrides=overrides, trust=trust
         )
@@ -116,3 +114,37 @@ def _need_torch() -> None:
     """It is the engine's process that imports it, not this one."""
     if find_spec("torch") is None:
         raise missing("torch", "serving a model", "torch")
+
+
+def serve_file(
+    out: Output,
+    home: Home,
+    path: Path,
+    *,
+    host: str,
+    port: int,
+    device: str | None,
+    recipe: Path | None,
+    overrides: tuple[str, ...],
+    trust: bool = False,
+) -> None:
+    """Serve the model file, or folder of versions, at `path` with the recipe's [predict] table and [serve]'s keys."""
+    from armillary.serving.http.api_keys import read_keys
+    from armillary.serving.predict.run_server import run
+    from armillary.serving.predict.trust import Trust
+    from armillary.spec.recipe import load_recipe, recipe_from_dict
+
+    for text in overrides:
+        if not text.startswith(("predict.", "serve.api_key_file=")):
+            raise BadInput(f"--set {text} is not of [predict], the table for model files; like predict.max_batch=64")
+    made = load_recipe(recipe, overrides) if recipe else recipe_from_dict({"model": {"name": "file"}}, overrides)
+    settings = replace(made.predict, device=device) if device else made.predict
+    run(
+        path,
+        settings,
+        trust=Trust(home, every_file=trust),
+        keys=read_keys(made.serve.api_key_file),
+        host=host,
+        port=port,
+        say=lambda text: click.echo(text, err=out.mode != "human"),
+    )

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from armillary.engine.gc_freeze import old_objects_at_rest
 from armillary.engine.output.output_text import Answers, Piece
-from armillary.engine.request.logprob import Logprob
 from armillary.engine.request.request import Request
-from armillary.engine.request.sequence import Finish, Sequence
+from armillary.engine.request.sequence import Finish, Logprob, Sequence
 from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.loop import Loop, StepFailed
 from armillary.engine.scheduler.request_checks import MakeConstraint

@@ -22,11 +22,9 @@ from armillary.store.runs import Run
 from armillary.training.checkpoint import checkpoint
 from armillary.training.gauge_log import Recorder, Say, Watch, note_failure
 from armillary.training.run_lifecycle import Course, Trained
-from armillary.training.step.numerics import numerics
-from armillary.training.step.random_state import seed
-from armillary.training.stopping import StopRequest
+from armillary.training.step.numerics import numerics, seed
+from armillary.training.stopping import StopRequest, Until
 from armillary.training.trainer import Trainer
-from armillary.training.until import Until
 
 
 def train(

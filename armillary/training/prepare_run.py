@@ -6,7 +6,7 @@ Nothing is written before every check has passed. The plan that comes out says a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,17 @@ from armillary.model.weights.hf_layout import rules
 from armillary.parallel.world import join_world
 from armillary.profiling.dtypes.choice import kept_precision, resolve_training, with_precision
 from armillary.spec.arithmetic.params import parameters
+from armillary.spec.fp8 import fp8_rule
 from armillary.spec.hf.config import to_hf
+from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.rules import check_layout
+from armillary.spec.lora import frozen_experts
 from armillary.spec.model import ModelConfig
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, check_recipe, load_recipe, to_dict
 from armillary.spec.recipe_changes import KeyChange
 from armillary.spec.tables.fields import to_plain
+from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
 from armillary.store.resolve_model import ModelSource, resolve_model
 from armillary.store.runs import Run, Say, create_run
@@ -35,9 +39,8 @@ from armillary.training.data.survey import Progress
 from armillary.training.gauge_log import Watch
 from armillary.training.loop import agreement, train
 from armillary.training.run_lifecycle import Trained
-from armillary.training.setup.supported import notes_of
+from armillary.training.stopping import Until
 from armillary.training.telemetry.trackers import check_trackers
-from armillary.training.until import Until
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,3 +268,11 @@ def _refuse_many(plan: Plan) -> None:
             f"{plan.layout.text()} needs {count} processes and this is one; use armillary train, which "
             "starts them, or torchrun"
         )
+
+
+def notes_of(config: ModelConfig, layout: Layout, job: TrainJob) -> Iterator[str]:
+    """What was settled by a rule, and what a recipe asks for that does not stop training but is not done."""
+    if layout.precision == "fp8":
+        yield fp8_rule(config, layout, job)
+    if job.lora_rank and (layers := frozen_experts(config, job.lora_on)):
+        yield f"the experts of {layers} layers carry no adapters and stay as they are"

@@ -23,12 +23,12 @@ from armillary.training.checkpoint.export import export, export_adapter
 from armillary.training.checkpoint.interval import SaveClock
 from armillary.training.data.index import NAME as INDEX
 from armillary.training.step.host_adamw import HostAdamW
+from armillary.training.step.numerics import seed
 from armillary.training.step.offload import widen
 from armillary.training.step.optimizer import states_by_name, weights_by_name
-from armillary.training.step.random_state import seed
+from armillary.training.stopping import Until
 from armillary.training.telemetry.step_report import StepReport
 from armillary.training.trainer import Trainer
-from armillary.training.until import Until
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,13 +34,11 @@ from armillary.training.step.router_balance import Routers
 from armillary.training.step_batches import Feed, Fetched, Stop
 from armillary.training.telemetry.async_readback import Mark, Read, Reading
 from armillary.training.telemetry.call_cost import Samples
-from armillary.training.telemetry.looks import Looks
 from armillary.training.telemetry.memory_gauges import NoMeter, make_meter
 from armillary.training.telemetry.micro_batch_cost import JoinedRows, can_join
-from armillary.training.telemetry.process_stats import WINDOW, memory_gauges
-from armillary.training.telemetry.profiled_step import roof_here, set_apart, undisturbed
+from armillary.training.telemetry.process_stats import WINDOW, Speed, memory_gauges
+from armillary.training.telemetry.profiled_step import Looks, roof_here, set_apart, undisturbed
 from armillary.training.telemetry.recompute_timer import Again
-from armillary.training.telemetry.speed import Speed
 from armillary.training.telemetry.step_clock import Pace, queued_s, spread
 from armillary.training.telemetry.step_report import StepReport
 

@@ -11,7 +11,7 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 
-from armillary.cli import complete
+from armillary.cli import completion
 from armillary.cli.main import command
 from armillary.store.home import Home
 from armillary.store.runs import create_run
@@ -61,4 +61,4 @@ def test_runs_of_the_given_home_complete(home: Home) -> None:
 def test_a_home_that_is_not_there_offers_nothing() -> None:
     ctx = click.Context(command())
     ctx.params["home_dir"] = "/nonexistent"
-    assert complete.runs(ctx, click.Option(["--x"]), "") == []
+    assert completion.runs(ctx, click.Option(["--x"]), "") == []

@@ -18,8 +18,7 @@ from armillary.diagnosis.diagnose import diagnose
 from armillary.diagnosis.evidence.finding import Finding
 from armillary.diagnosis.evidence.server_load import Load, load_of
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
-from armillary.diagnosis.readings.busy_means import NOTE
-from armillary.diagnosis.readings.metrics_page import reading_of_page
+from armillary.diagnosis.readings.metrics_page import NOTE, reading_of_page
 from armillary.diagnosis.readings.reading import Reading
 from armillary.store.home import Home
 

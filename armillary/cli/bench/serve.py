@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from armillary.cli import complete
+from armillary.cli import completion
 from armillary.cli.open_model import open_model
 from armillary.cli.output import Output
 from armillary.cli.verb import verb
@@ -29,7 +29,7 @@ _BATCHES = 6
 
 
 @verb
-@click.argument("model", shell_complete=complete.models)
+@click.argument("model", shell_complete=completion.models)
 @click.option("--mode", "modes", multiple=True, help="none, static, dynamic, continuous; often.  [default: all]")
 @click.option("--requests", default=48, show_default=True, help="Requests of a run.")
 @click.option("--tokens-in", default=64, show_default=True, help="Longest prompt.")
@@ -104,7 +104,7 @@ def _chosen(modes: tuple[str, ...]) -> tuple[str, ...]:
 def _opened(
     out: Output, home: Home, model: str, dtype: str | None, device: str | None
 ) -> tuple[ModelSource, Transformer]:
-    from armillary.cli.find_model import find_model
+    from armillary.cli.open_model import find_model
 
     random = find_model(out, home, model, need_weights=False).folder is None
     return open_model(out, home, model, random_weights=random, dtype=dtype, device=device)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from armillary.cli import complete
+from armillary.cli import completion
 from armillary.cli.output import Output
 from armillary.cli.verb import set_option
 from armillary.errors import BadInput, NotFound
@@ -31,7 +31,9 @@ def question_options(function: Function) -> Function:
     for option in reversed(
         (
             click.argument("recipe", type=click.Path(path_type=Path), required=False),
-            click.option("--model", metavar="M", help="Instead of a recipe: a model.", shell_complete=complete.models),
+            click.option(
+                "--model", metavar="M", help="Instead of a recipe: a model.", shell_complete=completion.models
+            ),
             click.option("--on", metavar="HARDWARE", help="Devices, like h100x64 or dgx-h200x8; over the recipe's."),
             click.option("--sequence", metavar="N", help="Tokens of a sequence; over the recipe's."),
             click.option("--batch-tokens", metavar="N", help="Tokens of a step, like 4M; over the recipe's."),
@@ -107,7 +109,7 @@ def model_config(out: Output, home: Home, recipe: Recipe) -> ModelConfig:
     if not Path(recipe.model.source).exists():
         with suppress(NotFound):
             return recipe.model_config()
-    from armillary.cli.find_model import find_model
+    from armillary.cli.open_model import find_model
 
     source = find_model(out, home, recipe.model.source, need_weights=False)
     return recipe.model_config(source.config)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from shutil import get_terminal_size
 from textwrap import wrap
 
 import numpy as np
 
 from armillary.cli.output import Output
-from armillary.cli.plan.stacked_bar import stacked_bar
 from armillary.planning.cost.cost_report import goodput_rows, training_rows
 from armillary.planning.device_model.layout_arrays import OFFLOADS, taken
 from armillary.planning.training.memory_breakdown import by_stage, memory
@@ -172,3 +173,21 @@ def limit_text(found: Prediction, i: int = 0) -> str:
     """The two largest parts of the step and what doubling their speed would buy."""
     rows = limits(found.time, i)[:2]
     return ", then ".join(f"{row.work}: twice as fast buys " + glued(f"{row.doubled:.2f} ×") for row in rows)
+
+
+SHADES = "█▓▒░▚▞◆○"
+
+
+def stacked_bar(parts: Mapping[str, float], whole: float | None = None, width: int = 50) -> str:
+    """The parts in order, then the legend: '████▓▓▒····  █ weights 40 %  ▓ gradients 20 % …'; dots are what is free."""
+    total = whole or sum(parts.values())
+    if total <= 0:
+        return ""
+    shown = [(name, value) for name, value in parts.items() if value / total >= 0.005]
+    shades = {name: SHADES[i % len(SHADES)] for i, (name, _) in enumerate(shown)}
+    ends = [round(width * end / total) for end in accumulate(value for _, value in shown)]
+    cells = [min(end, width) - min(begin, width) for begin, end in pairwise([0, *ends])]
+    bar = "".join(shades[name] * count for (name, _), count in zip(shown, cells, strict=True))
+    free = "·" * (width - len(bar)) if whole else ""
+    legend = "  ".join(f"{shades[name]} {name} {value / total * 100:.0f} %" for name, value in shown)
+    return f"{bar}{free}  {legend}"

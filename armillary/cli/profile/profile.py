@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,12 @@ import click
 from armillary.cli.open_model import need_torch
 from armillary.cli.output import Output, path_text
 from armillary.cli.profile.read_file import check_folder, is_readable, read_file
-from armillary.cli.profile.roof import measure_once
 from armillary.cli.profile.step import callable_step, recipe_step
 from armillary.cli.profile.tables import say_comparison, say_profile
 from armillary.cli.verb import set_option, verb
 from armillary.errors import BadInput, NotFound
 from armillary.store.home import Home
+from armillary.store.peaks import load_peaks, save_peaks
 
 if TYPE_CHECKING:
     from armillary.profiling.profile import Profile
@@ -141,3 +142,26 @@ def _step(out: Output, home: Home, name: str, asked: Asked) -> Profile:
         measure_once(out, home, asked.device)
         out.say(f"profiling {asked.steps} steps of {name}")
         return capture(step, steps=asked.steps, home=home, trace_path=asked.trace, source=name)
+
+
+_NEEDED = ("bandwidth", "gemm", "attention", "launch")
+
+
+def measure_once(out: Output, home: Home, device: str | None = None) -> None:
+    """Measure and keep what the roofline needs; without torch of our own the catalogue has to do."""
+    if find_spec("torch") is None:
+        return
+    from armillary.model.device import fit_threads, pick_device
+    from armillary.profiling.ceilings.ceilings import measure_ceilings, name_of
+
+    fit_threads()
+    target = pick_device(device)
+    peaks = load_peaks(home, name_of(target))
+    if peaks is not None and peaks.best_copy() and peaks.points.get("gemm"):
+        return
+    out.say(f"no ceilings of {name_of(target)} yet: a quick look now; armillary bench ceilings takes a thorough one")
+    with out.progress("measuring", unit="case") as bar:
+        found = measure_ceilings(
+            target, quick=True, only=_NEEDED, watch=lambda done, total, what: bar.at(done, total, now=what)
+        )
+    save_peaks(home, found.peaks)

@@ -17,7 +17,7 @@ from armillary.profiling.report.profile_text import (
     top_operators,
     top_rows,
 )
-from armillary.profiling.trace.short_name import short_name
+from armillary.profiling.trace.event_classes import short_name
 from armillary.units import seconds_text
 
 if TYPE_CHECKING:

@@ -69,7 +69,7 @@ def train_run(orders: dict[str, Any], out: Output) -> dict[str, Any]:
     from armillary.store.home import Home
     from armillary.store.runs import Run
     from armillary.training.loop import train
-    from armillary.training.until import Until
+    from armillary.training.stopping import Until
 
     run = Run(folder=Path(orders["run"]))
     home = Home(**{name: Path(path) for name, path in orders["home"].items()})

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from armillary.cli.data import on_bar, say_prepared
-from armillary.cli.find_model import find_model
 from armillary.cli.main import USER_ERROR
-from armillary.cli.open_model import need_torch
+from armillary.cli.open_model import find_model, need_torch
 from armillary.cli.output import Output, path_text
 from armillary.cli.train.parity import parity, the_recipe
 from armillary.cli.train.view import TrainView, outcome_of, say_end
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from armillary.planning.training.training_plan import TrainingPlan
     from armillary.store.runs import Run
     from armillary.training.prepare_run import Start
-    from armillary.training.until import Until
+    from armillary.training.stopping import Until
 
 DAY_S = 86_400.0
 
@@ -111,7 +110,7 @@ def _asked(recipe: Recipe, devices: int | None) -> Recipe:
 
 
 def _goal(recipe: Recipe) -> Until | None:
-    from armillary.training.until import Until
+    from armillary.training.stopping import Until
 
     return Until.of(recipe.train)
 

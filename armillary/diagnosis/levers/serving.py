@@ -18,9 +18,9 @@ from armillary.diagnosis.levers.serving_replay import Replay
 from armillary.diagnosis.levers.side_effects import Change, harms, risk_of, waits
 from armillary.diagnosis.readings.reading import Reading
 from armillary.errors import ArmillaryError
+from armillary.planning.serving.deployment_options import serving_formats
 from armillary.planning.serving.forward_ops import Split
 from armillary.planning.serving.replica import Replica
-from armillary.planning.serving.serving_formats import serving_formats
 from armillary.planning.simulation.fitted_step_time import StepCost, beyond_rows, planned_step_cost
 from armillary.spec.arithmetic.params import parameters
 from armillary.store.home import Home

@@ -8,8 +8,7 @@ from itertools import repeat
 from typing import Protocol
 
 from armillary.engine.output.stop_strings import StopText
-from armillary.engine.request.logprob import Logprob
-from armillary.engine.request.sequence import Finish, Sequence
+from armillary.engine.request.sequence import Finish, Logprob, Sequence
 from armillary.engine.scheduler.decision import Decision, Outcome
 from armillary.engine.scheduler.scheduler import Scheduler
 

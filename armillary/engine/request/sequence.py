@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Container
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from armillary.engine.cache.block_hash import Chain
     from armillary.engine.cache.prefix_cache import Miss
     from armillary.engine.request.constraint import Constraint
-    from armillary.engine.request.logprob import Logprob
     from armillary.engine.request.request import Request
+
 
 Finish = Literal["stop", "length", "abort", "deadline", "error"]
 FINISHES: dict[Finish, str] = {
@@ -218,3 +218,14 @@ class Sequence:
 
     def __repr__(self) -> str:
         return f"<{self.id} {self.state.value} {self.computed}/{self.length} of {self.limit}>"
+
+
+class Logprob(NamedTuple):
+    """Of one token of an answer or a prompt, by the model alone: before penalties, biases and filters."""
+
+    token: int
+    """the token that stands there"""
+    value: float
+    """natural logarithm of its probability"""
+    top: tuple[tuple[int, float], ...]
+    """the likeliest tokens and theirs, as many as were asked for"""

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from armillary.engine.cache.kv_cache import KVCache
-from armillary.engine.request.logprob import Logprob
-from armillary.engine.request.sequence import Sequence
+from armillary.engine.request.sequence import Logprob, Sequence
 from armillary.engine.runner.batch_encoder import Encoder
 from armillary.engine.runner.cuda_graphs import GraphSteps, Steps
 from armillary.engine.runner.device_state import DeviceRows

@@ -18,7 +18,7 @@ from armillary.kernels.attention.forward_triton import forward_kernel
 from armillary.kernels.attention.mask import boil_down
 from armillary.kernels.attention.tiles import can_copy, described, forward_tiles, key_tiles, query_tiles
 from armillary.kernels.core.launch import ceil_div, dense, on, power_of_two
-from armillary.kernels.core.note import note_once
+from armillary.kernels.core.requirements import note_once
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
 

@@ -17,9 +17,8 @@ from armillary.errors import ArmillaryError, BadInput
 from armillary.kernels.core.agreement import Expected, check, expect
 from armillary.kernels.core.cache_key import device_name, revision
 from armillary.kernels.core.dtype import DTYPES
-from armillary.kernels.core.note import note_once
 from armillary.kernels.core.op import Case, Op, Version
-from armillary.kernels.core.requirements import lacking
+from armillary.kernels.core.requirements import lacking, note_once
 from armillary.kernels.core.trial import input_sets, time_version
 from armillary.store.home import Home
 from armillary.store.kernel_choices import load_choice, save_choice

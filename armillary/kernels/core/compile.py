@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo as uncompiled
 
 from armillary.kernels.core.op import Late, Version
 
@@ -49,3 +50,6 @@ def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return run
+
+
+__all__ = ["uncompiled"]

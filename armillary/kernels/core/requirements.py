@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sysconfig
 from collections.abc import Callable
@@ -95,3 +96,12 @@ NEEDS: dict[str, Callable[[torch.device], str | None]] = {
     "liger": _liger,
 }
 """name -> why it is not there on a device, or None; what a GPU's units decide stands in _UNITS"""
+
+
+LOG = logging.getLogger("armillary.kernels")
+
+
+@cache
+def note_once(text: str) -> None:
+    """Say it on the log, once a process."""
+    LOG.warning(text)

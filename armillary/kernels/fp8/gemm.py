@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.note import note_once
+from armillary.kernels.core.requirements import note_once
 from armillary.kernels.fp8.operands import Scaled
 from armillary.kernels.gemm.cublaslt import Fp8Product
 

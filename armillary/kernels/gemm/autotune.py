@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.note import note_once
+from armillary.kernels.core.requirements import note_once
 from armillary.kernels.gemm.cublaslt import Product
 from armillary.kernels.gemm.gemm import APART, LIBRARY, TORCH, Products, Shape, Tuned, add_, ready
 

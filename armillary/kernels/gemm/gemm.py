@@ -130,7 +130,7 @@ def add_(total: Tensor, part: Tensor, *, first: bool) -> None:
     if first or not has_triton(total.device):
         total.copy_(part) if first else total.add_(part)
         return
-    from armillary.kernels.core.sums_triton import add_ as add_in_one_pass
+    from armillary.kernels.core.reductions_triton import add_ as add_in_one_pass
 
     add_in_one_pass(total, part)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.uncompiled import uncompiled
+from armillary.kernels.core.compile import uncompiled
 from armillary.model.moe.expert_capacity import drop_beyond
 from armillary.spec.model import MoE
 

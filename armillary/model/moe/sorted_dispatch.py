@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.uncompiled import uncompiled
+from armillary.kernels.core.compile import uncompiled
 from armillary.kernels.gemm.grouped import grouped_linear
 from armillary.model.moe.experts import Beside, Experts, Grouped
 

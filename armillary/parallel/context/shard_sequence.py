@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from armillary.errors import BadLayout
-from armillary.kernels.core.uncompiled import uncompiled
+from armillary.kernels.core.compile import uncompiled
 from armillary.model.layers.attention_forms import Attend, How
 from armillary.model.layers.rope import inverse_frequencies
 from armillary.model.transformer import Transformer

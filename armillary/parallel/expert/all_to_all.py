@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.uncompiled import uncompiled
+from armillary.kernels.core.compile import uncompiled
 from armillary.model.moe.experts import Beside, Experts, Grouped
 from armillary.model.moe.sorted_dispatch import collect, inverted, permuted, sorted_rows
 from armillary.parallel.collectives import Group, timed

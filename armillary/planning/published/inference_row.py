@@ -17,10 +17,10 @@ from typing import Literal
 
 from armillary.errors import BadInput
 from armillary.planning.published.names import find_chip, find_model
+from armillary.planning.serving.deployment_options import serving_formats
 from armillary.planning.serving.engines import Rates, physics, rates_for
 from armillary.planning.serving.forward_ops import Formats, Split
 from armillary.planning.serving.replica import Replica
-from armillary.planning.serving.serving_formats import serving_formats
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Tier
 

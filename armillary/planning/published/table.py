@@ -7,14 +7,15 @@ that could is part of the result.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from armillary.errors import BadData, NotFound, unknown
 from armillary.planning.published import inference_table, training_table
-from armillary.planning.published.error_summary import by_group, summarise
 from armillary.planning.published.inference_table import InferencePrediction
 from armillary.planning.published.row_model import Row
 from armillary.planning.published.training_table import TrainingPrediction, is_yes
@@ -240,3 +241,30 @@ def _reasons(pairs: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
         counts[pair] = counts.get(pair, 0) + 1
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     return [{"framework": name, "reason": reason, "rows": count} for (name, reason), count in ordered]
+
+
+def summarise(errors: Sequence[float]) -> dict[str, Any]:
+    """rows, mape, median, bias and worst of signed relative errors; None where there are none."""
+    if not errors:
+        return {"rows": 0, "mape": None, "median": None, "bias": None, "worst": None}
+    signed = np.asarray(errors, dtype=float)
+    size = np.abs(signed)
+    return {
+        "rows": len(errors),
+        "mape": float(size.mean()),
+        "median": float(np.median(size)),
+        "bias": float(signed.mean()),
+        "worst": float(signed[int(np.argmax(size))]),
+    }
+
+
+def by_group(pairs: Iterable[tuple[str, float]]) -> dict[str, dict[str, Any]]:
+    """The summary of each group, largest first."""
+    groups: dict[str, list[float]] = {}
+    for name, error in pairs:
+        groups.setdefault(name, []).append(error)
+    return {name: summarise(errors) for name, errors in sorted(groups.items(), key=lambda item: -len(item[1]))}
+
+
+def merged(summary: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {**summary, **more}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from armillary.errors import ArmillaryError, BadInput
+from armillary.errors import ArmillaryError, BadInput, unknown
 from armillary.planning.cost.cost import Offer, ServingCost, device_hour, serving_cost
 from armillary.planning.cost.ownership import NoPrice
 from armillary.planning.device_model.layout_arrays import resolved_precision
@@ -20,19 +20,19 @@ from armillary.planning.serving.engines import Rates, physics
 from armillary.planning.serving.forward_ops import Formats, Split, check_split
 from armillary.planning.serving.queueing import Server
 from armillary.planning.serving.replica import Replica
-from armillary.planning.serving.serving_formats import serving_formats
 from armillary.planning.serving.serving_memory import refuse_too_big, serving_memory
 from armillary.planning.serving.threads import Threads
 from armillary.spec import catalogue
-from armillary.spec.hardware import Cluster, Tier
+from armillary.spec.hardware import Chip, Cluster, Tier
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.case import Case
 from armillary.spec.layout_rules.tensor import tp_holds
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Cost, Objective, Serve, Traffic
 
-if TYPE_CHECKING:  # the store's locks and sockets are slow to import
+if TYPE_CHECKING:
     from armillary.store.peaks import Peaks
+
 
 SMALLEST_BUDGET = 128
 """tokens of a step below which prompts are no longer cut up"""
@@ -243,3 +243,30 @@ def _home_of(cluster: Cluster, devices: int) -> Cluster:
             Tier(link=catalogue.link(node.network), count=-(-devices // inner), oversubscription=node.oversubscription)
         )
     return Cluster(name=cluster.name, chip=cluster.chip, tiers=tuple(tiers), node=node)
+
+
+STORED = {
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp32": "fp32",
+    "tf32": "fp32",
+    "fp8": "fp8",
+    "fp4": "fp4",
+    "nvfp4": "fp4",
+    "mxfp4": "fp4",
+    "int8": "int8",
+    "int4": "int4",
+}
+"""what people write -> format of the weights"""
+
+
+def serving_formats(weights: str, chip: Chip, kv: str = "auto") -> Formats:
+    """Integers are weight-only; narrow floats are computed in where the chip can, else stored only. The cache is fp8
+    beside fp8 and fp4, unless said otherwise."""
+    if weights not in STORED:
+        raise unknown("precision", weights, STORED)
+    stored = STORED[weights]
+    narrow = stored in ("fp8", "fp4")
+    compute = stored if stored in ("fp32", "fp16") or (narrow and chip.peak(stored)) else "bf16"
+    cache = ("fp8" if narrow else compute) if kv == "auto" else STORED.get(kv, "bf16")
+    return Formats(weights=stored, compute=compute, kv=cache)

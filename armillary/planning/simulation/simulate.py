@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.cache.kv_capacity import plan_kv
 from armillary.engine.cache.layer_groups import WHOLE, Group
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
@@ -20,12 +21,14 @@ from armillary.engine.request.sequence import Sequence as Answer
 from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.scheduler import Scheduler
-from armillary.engine.scheduler.settings import Settings
+from armillary.engine.scheduler.settings import Settings, settings_for
 from armillary.engine.telemetry.gauges import request_gauges, state_gauges, step_gauges
 from armillary.errors import BadInput
-from armillary.planning.simulation.fitted_step_time import StepCost
-from armillary.planning.simulation.replayed_requests import Arrival, Prompts
+from armillary.planning.serving.queueing import Server
+from armillary.planning.simulation.fitted_step_time import StepCost, planned_step_cost
+from armillary.planning.simulation.replayed_requests import Arrival, Prompts, drawn
 from armillary.planning.simulation.request_stats import served_gauges
+from armillary.spec.tables.serve import Traffic
 
 STOP = 0
 """the token that ends an answer; others are numbers of requests"""
@@ -209,3 +212,35 @@ class _Run:
         times = [wake] if wake is not None and wake > device.now else []
         times += [self._left[0].at_s] if self._left else []
         device.now = max(device.now + _NAP_S * 1e-3, min(times, default=device.now + _NAP_S))
+
+
+MOST_REQUESTS, MOST_TOKENS = 400, 60_000
+"""that are played: well below a second"""
+_PARTS = ("ttft", "itl", "tpot", "e2e", "queue")
+
+
+def planned_service(server: Server, kv_tokens: float) -> dict[str, float]:
+    """Percentiles and rates of one server under its traffic; `kv_tokens` is what its cache holds."""
+    traffic, config = server.traffic, server.replica.config
+    context = max(1, traffic.tokens_in + traffic.tokens_out // 2)
+    cost = planned_step_cost(server.replica, context=context, prompt=traffic.tokens_in)
+    sizes = plan_kv(config, server.serve, 1 << 62, dtype="bf16")
+    ahead = server.serve.decides_ahead(server.replica.cluster.chip.kind)
+    system = System(
+        settings=settings_for(config, server.serve),
+        block_tokens=sizes.block_tokens,
+        groups=sizes.groups,
+        num_blocks=max(1, int(kv_tokens) // sizes.block_tokens * len(sizes.groups)),
+        prefix=server.serve.prefix_cache,
+        overlap=ahead,
+        streamed=True,
+    )
+    found = simulate(_requests(traffic), system, cost).gauges
+    wanted = [f"{part}_p{percent}_s" for part in _PARTS for percent in (50, 99)]
+    return {name: found[name] for name in (*wanted, "tokens_out_per_s", "requests_per_s") if name in found}
+
+
+def _requests(traffic: Traffic) -> tuple[Arrival, ...]:
+    """As many as a load test of the traffic sends, within reason."""
+    most = min(MOST_REQUESTS, max(1, MOST_TOKENS // traffic.tokens_out))
+    return drawn(traffic, min(most, max(1, round(traffic.requests_per_s * traffic.duration_s))))

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from armillary.planning.device_model.layout_arrays import Array, Ints, Layouts
+from armillary.planning.training.compute import Work
 from armillary.planning.training.fp8_fp4 import NARROW
 from armillary.planning.training.parameters_per_device import Held
 from armillary.planning.training.train_case import TrainCase
-from armillary.planning.training.work import Work
 
 CONTENTION = 0.08
 """share of the chip that a hidden exchange keeps from the computation beside it (NCCL: 8 to 16 of 132 SMs; Calculon's

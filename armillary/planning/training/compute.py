@@ -7,7 +7,7 @@ size and number format, attention by head dim and length, the rest by the bytes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -16,12 +16,56 @@ from armillary.planning.device_model.layout_arrays import Array, Bools, Ints, La
 from armillary.planning.training.fp8_fp4 import SIZES, casts, precision_of
 from armillary.planning.training.sharding import cut_of, product, share
 from armillary.planning.training.train_case import TrainCase
-from armillary.planning.training.work import Work, nothing
 from armillary.spec.arithmetic.eager_ops import moved
 from armillary.spec.arithmetic.ops import Op
 from armillary.spec.arithmetic.sublayers import Batch, Piece, attention_shape
 from armillary.spec.arithmetic.workload import embedding_pieces, head_pieces, layer_pieces, make_batch
 from armillary.spec.model import LayerKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Seconds of one micro-batch on one device, by what they are spent on, and kernels launched."""
+
+    gemm_forward: Array
+    """matrix products of the forward pass"""
+    gemm_backward: Array
+    """of the backward pass: two a product"""
+    attention_forward: Array
+    """attention of the forward pass"""
+    attention_backward: Array
+    """of the backward pass"""
+    memory_forward: Array
+    """norms, activations, rotations, routing, casts: bound by memory"""
+    memory_backward: Array
+    """of the backward pass"""
+    again_selective: Array
+    """what selective recomputation repeats"""
+    kernels_forward: Array
+    """kernels launched"""
+    kernels_backward: Array
+    """kernels launched"""
+    tp_products: Array
+    """seconds of the products beside which tensor-parallel exchanges can run, both passes"""
+
+    @property
+    def forward(self) -> Array:
+        return self.gemm_forward + self.attention_forward + self.memory_forward
+
+    @property
+    def backward(self) -> Array:
+        return self.gemm_backward + self.attention_backward + self.memory_backward
+
+    def scaled(self, times: Array | float) -> Work:
+        return Work(**{field.name: getattr(self, field.name) * times for field in fields(self)})
+
+    def plus(self, other: Work) -> Work:
+        return Work(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
+
+
+def nothing(count: int) -> Work:
+    return Work(**{field.name: np.zeros(count) for field in fields(Work)})
+
 
 APART = 1.8
 """time of routed products and passes that are kernels of their own, over fused ones: sorting, padding, uneven rows"""

@@ -12,7 +12,7 @@ import numpy as np
 
 from armillary.planning.device_model.efficiency import WIDE
 from armillary.planning.device_model.layout_arrays import FULL, NONE, SELECTIVE, Array, Layouts
-from armillary.planning.training.kept import Kept
+from armillary.planning.training.activations import Kept
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec.model import LayerKind, ModelConfig
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from armillary.errors import BadInput
 from armillary.planning.device_model.frameworks import OURS, OURS_BY_LAYER, OURS_ON_CPU, Software, runs_whole
 from armillary.planning.device_model.measured_peaks import measured_peaks, processor_peaks
-from armillary.planning.training.adapters import lora_of
-from armillary.planning.training.train_case import Lora, TrainCase, read_lora
+from armillary.planning.training.train_case import Lora, TrainCase, lora_of, read_lora
 from armillary.profiling.dtypes.choice import Resolved, resolve_training, with_precision
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Tier

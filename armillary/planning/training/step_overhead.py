@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from armillary.planning.device_model.layout_arrays import FULL, Array, Layouts
+from armillary.planning.training.compute import Work
 from armillary.planning.training.fp8_fp4 import weights_s
 from armillary.planning.training.offload import optimizer_out
 from armillary.planning.training.parameters_per_device import Held
 from armillary.planning.training.train_case import TrainCase
-from armillary.planning.training.work import Work
 from armillary.spec.arithmetic.layer_ops import adamw
 
 STEP_S = 5e-3

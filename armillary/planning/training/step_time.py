@@ -8,19 +8,27 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from armillary.planning.device_model.layout_arrays import FULL, SELECTIVE, Array, Ints, Layouts, distinct, taken
+from armillary.planning.device_model.layout_arrays import (
+    FULL,
+    SCHEDULES,
+    SELECTIVE,
+    Array,
+    Ints,
+    Layouts,
+    distinct,
+    taken,
+)
 from armillary.planning.training import communication, offload
 from armillary.planning.training import step_overhead as overhead
-from armillary.planning.training.bubble import bubble_s
 from armillary.planning.training.communication import CONTENTION, Exchange, LayerExchanges
-from armillary.planning.training.compute import ends_work, layer_work
+from armillary.planning.training.compute import Work, ends_work, layer_work, nothing
 from armillary.planning.training.parameters_per_device import Held, held
 from armillary.planning.training.stages import Stages, split
 from armillary.planning.training.train_case import TrainCase
-from armillary.planning.training.work import Work, nothing
 
 _KEYS = ("micro_batch", "cp", "tp", "sequence_parallel", "ep", "precision", "fp8_scaling", "interleave")
 """fields that a layer's time depends on; layouts that agree in them share one calculation"""
@@ -249,3 +257,21 @@ def _added(one: LayerExchanges | None, other: LayerExchanges, weight: float) -> 
         )
 
     return LayerExchanges(tp=part("tp"), cp=part("cp"), ep=part("ep"))
+
+
+ZERO_BUBBLE = SCHEDULES.index("zero_bubble")
+
+
+def bubble_s(layouts: Layouts, forward: Array, backward: Array, weight_gradients: Array) -> Array:
+    """Of every layout, with the times of a whole stage for one micro-batch."""
+    is_split = layouts.schedule == ZERO_BUBBLE
+    idle: Array = idle_s(is_split, layouts.pp, layouts.interleave, forward, backward, weight_gradients)
+    return idle
+
+
+def idle_s(is_split: Any, stages: Any, chunks: Any, forward: Any, backward: Any, weights: Any) -> Any:
+    """(p−1)·(f + b)/v; where the backward pass is split into inputs i and weights w, (p−1)·(f + i − min(f, i, w))/v:
+    the last stage waits for (p−1) forward passes and the first for (p−1) passes of inputs, whatever fills the rest."""
+    inputs = backward - weights
+    filled = forward + inputs - np.minimum(np.minimum(forward, inputs), weights)
+    return (stages - 1) * np.where(is_split, filled, forward + backward) / chunks

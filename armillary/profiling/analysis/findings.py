@@ -12,7 +12,7 @@ from armillary.profiling.analysis.idle_gaps import gil_waits
 from armillary.profiling.analysis.roofline_attribution import Judged
 from armillary.profiling.analysis.step_budget import Budget
 from armillary.profiling.profile import Cause, Gap, Profile, Row
-from armillary.profiling.trace.short_name import short_name
+from armillary.profiling.trace.event_classes import short_name
 from armillary.profiling.trace.trace import Array
 from armillary.units import seconds_text
 

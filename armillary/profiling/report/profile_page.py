@@ -23,7 +23,7 @@ from armillary.profiling.report.profile_text import (
     top_operators,
     top_rows,
 )
-from armillary.profiling.trace.short_name import short_name
+from armillary.profiling.trace.event_classes import short_name
 from armillary.report.page import Hover, document, heading, items, legend, section, side_by_side, table
 from armillary.units import bytes_text, seconds_text
 

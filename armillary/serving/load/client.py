@@ -13,8 +13,7 @@ from typing import Any
 import aiohttp
 
 from armillary.serving.load.record import Answer, Shot
-from armillary.serving.load.sse import EventStream
-from armillary.serving.load.stream_events import Pieces, error_text
+from armillary.serving.load.stream_events import EventStream, Pieces, error_text
 from armillary.serving.load.target import Target
 
 Clock = Callable[[], float]

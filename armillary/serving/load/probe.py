@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import aiohttp
 
@@ -13,7 +16,6 @@ from armillary.errors import BadInput, NotFound
 from armillary.serving.load.client import ask, clock_from, get_json, session
 from armillary.serving.load.prompts import ByCharacters, ByTokenizer, Cut
 from armillary.serving.load.record import Answer, Shot
-from armillary.serving.load.sample import sample_of
 from armillary.serving.load.target import Target, base_url
 from armillary.spec.tables.load import Load
 
@@ -158,3 +160,28 @@ async def _ruler(http: aiohttp.ClientSession, target: Target, load: Load, short:
 def _guess() -> tuple[Cut, int, list[str]]:
     note = f"prompt lengths are a guess: {_USUAL_CHARS} characters a token"
     return ByCharacters(per_token=_USUAL_CHARS), 0, [note]
+
+
+_FREE = 8
+
+
+def sample_of(schema: dict[str, Any]) -> bytes:
+    """The JSON of one row that fits; free sizes are 8."""
+    dice = Random(0)
+    fields = schema.get("inputs") or []
+    rows = {field["name"]: _values(_shape(field, schema), field["dtype"], dice) for field in fields}
+    body = {"features": next(iter(rows.values()))} if len(rows) == 1 else {"inputs": rows}
+    return json.dumps(body).encode()
+
+
+def _shape(field: dict[str, Any], schema: dict[str, Any]) -> list[int]:
+    sizes = field["shape"] or [None, None]
+    return [_FREE if size is None else size for size in (sizes[1:] if schema.get("batched") else sizes)]
+
+
+def _values(shape: Sequence[int], dtype: str, dice: Random) -> Any:
+    if shape:
+        return [_values(shape[1:], dtype, dice) for _ in range(shape[0])]
+    if "float" in dtype:
+        return round(dice.gauss(0.0, 1.0), 4)
+    return bool(dice.getrandbits(1)) if dtype == "bool" else dice.randrange(2)

@@ -22,13 +22,12 @@ from armillary.serving.http.asgi import Budget, ClientGone, Exchange, Receive, S
 from armillary.serving.http.lines import Say
 from armillary.serving.http.metrics import Metrics
 from armillary.serving.http.problem import Problem, bad
-from armillary.serving.openai.bodies import read
 from armillary.serving.openai.chat import chat, prompt_of
 from armillary.serving.openai.completions import complete
 from armillary.serving.openai.openapi import document
 from armillary.serving.openai.response import Reply
 from armillary.serving.openai.sampling_request import refuse_priority
-from armillary.serving.openai.schemas import Asked, Chat, Completion, Detokenize, Tokenize
+from armillary.serving.openai.schemas import Asked, Chat, Completion, Detokenize, Tokenize, read
 from armillary.serving.openai.served_model import Served
 from armillary.serving.openai.tracing import Tracing
 from armillary.serving.openai.unknown_fields import UnknownFields

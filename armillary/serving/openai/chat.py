@@ -11,9 +11,8 @@ from msgspec import to_builtins
 
 from armillary.serving.http.problem import bad
 from armillary.serving.openai.generation import Answering, Piece
-from armillary.serving.openai.lengths import answer_room, truncated
 from armillary.serving.openai.logprobs import chat_entry
-from armillary.serving.openai.sampling_request import wish_of
+from armillary.serving.openai.sampling_request import answer_room, truncated, wish_of
 from armillary.serving.openai.schemas import Chat, Message, Tokenize, Tool, ToolCall, ToolChoice
 from armillary.serving.openai.served_model import Served
 from armillary.serving.openai.structured_outputs import json_structure, refuse_beside_calls, structure_of

@@ -9,9 +9,8 @@ from typing import Any
 
 from armillary.serving.http.problem import bad
 from armillary.serving.openai.generation import Answering, Piece
-from armillary.serving.openai.lengths import answer_room, truncated
 from armillary.serving.openai.logprobs import CompletionLogprobs
-from armillary.serving.openai.sampling_request import wish_of
+from armillary.serving.openai.sampling_request import answer_room, truncated, wish_of
 from armillary.serving.openai.schemas import MOST_CHOICES, Completion
 from armillary.serving.openai.served_model import Served
 from armillary.serving.openai.structured_outputs import structure_of

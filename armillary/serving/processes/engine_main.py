@@ -36,12 +36,12 @@ from armillary.serving.processes.engine_ipc import (
     Refused,
     Started,
     Submit,
+    Turns,
     messages,
 )
 from armillary.serving.processes.grammar_queue import Busy, Compiling
 from armillary.serving.processes.grammar_sandbox import Trials
 from armillary.serving.processes.heartbeat import Pulse
-from armillary.serving.processes.turns import Turns
 from armillary.store.gauges import GaugeWriter
 
 _WAIT_S = 30 * 86_400.0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from armillary.errors import BadData
+from armillary.model.text.train_tokenizer import CHAT_TEMPLATE
 
 _LISTS = ("messages", "conversations", "conversation")
 _PROMPTS = ("prompt", "instruction", "question", "input")
@@ -116,3 +117,24 @@ def _decoded(value: Any, origin: str) -> Any:
         return json.loads(value) if value.strip() else None
     except ValueError as error:
         raise BadData(f"{origin}: a list is written as text that is not JSON ({error}); mend the record") from None
+
+
+PLAIN = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'assistant' %}
+        {{- 'Assistant:' }}
+        {%- generation %}{{- ' ' + message['content'] + eos_token }}{%- endgeneration %}
+        {{- '\\n' }}
+    {%- else %}
+        {{- message['role'].capitalize() + ': ' + message['content'] + '\\n\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- 'Assistant:' }}
+{%- endif %}
+"""
+"""The space before an answer belongs to it: a word and the space before it are usually one token."""
+
+TEMPLATES = {"chatml": CHAT_TEMPLATE, "plain": PLAIN}
+"""what data.template takes besides files"""

@@ -17,9 +17,8 @@ from armillary.errors import BadData, BadInput, NotFound
 from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.training.chat_data.answer_mask import samples
-from armillary.training.chat_data.conversation import Conversation, conversation
+from armillary.training.chat_data.conversation import TEMPLATES, Conversation, conversation
 from armillary.training.chat_data.records import Record, records
-from armillary.training.chat_data.templates import TEMPLATES
 from armillary.training.data.corpus import Corpus
 from armillary.training.data.index import SPLITS, Index
 from armillary.training.data.shards import ShardWriter

@@ -33,7 +33,7 @@ from armillary.store.atomic import remove_folder, staged_folder
 from armillary.store.manifest import NAME as MANIFEST
 from armillary.store.runs import Run
 from armillary.training.checkpoint.seal import changes, faults, file_sum, manifest
-from armillary.training.step.random_state import random_state, set_random_state
+from armillary.training.step.numerics import random_state, set_random_state
 
 STATE, RANDOM = "state.json", "rng.pt"
 VERSION = 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,10 @@ import numpy as np
 
 from armillary.errors import BadData
 from armillary.store.atomic import Taken, staged_folder
+from armillary.store.lock import locked
 from armillary.training.data.cache import Cache
 from armillary.training.data.index import Index, Shard, Split
 from armillary.training.data.remote import Remote
-from armillary.training.data.verified import Verified
 
 OFFSET = np.dtype("<u8")
 ANSWER = np.dtype("u1")
@@ -191,3 +192,37 @@ def fetched_tokenizer(remote: Remote, cache: Cache, sha256: str) -> Path:
         for file in files:
             shutil.copyfile(file, staged / file.name.partition("-")[2])
     return folder
+
+
+_LOCKS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """Marks of shards that are what their index says."""
+
+    folder: Path
+    """where the marks are"""
+
+    def once(self, path: Path, sha256: str, check: Callable[[Path, str], None]) -> None:
+        """`check(path, sha256)`, unless it was done for this state of the file; others wait for who is at it."""
+        about = path.stat()
+        facts = f"{path.absolute()}\n{about.st_size} {about.st_mtime_ns} {sha256}"
+        tag = hashlib.sha256(facts.encode()).hexdigest()[:32]
+        mark = self.folder / tag
+        if mark.exists():
+            return
+        if not self._is_writable():
+            check(path, sha256)  # there is nowhere to remember it
+            return
+        with locked(self.folder / f".lock-{int(tag, 16) % _LOCKS:02d}"):
+            if not mark.exists():
+                check(path, sha256)
+                mark.touch()
+
+    def _is_writable(self) -> bool:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return False
+        return os.access(self.folder, os.W_OK)

@@ -54,7 +54,7 @@ def test_gradients_are_summed_in_the_sum_s_own_format(wide: torch.dtype) -> None
 
 @needs_interpreter
 def test_a_narrow_gradient_is_added_in_one_pass() -> None:
-    from armillary.kernels.core.sums_triton import add_
+    from armillary.kernels.core.reductions_triton import add_
 
     total, part = torch.randn(3, 5000), torch.randn(3, 5000).bfloat16()
     expected = total + part.float()

@@ -209,7 +209,7 @@ def test_rates_that_are_none() -> None:
 
 
 def test_fp16_is_computed_in_fp16() -> None:
-    from armillary.planning.serving.serving_formats import serving_formats
+    from armillary.planning.serving.deployment_options import serving_formats
     from armillary.spec import catalogue
 
     chip = catalogue.chip("h100-sxm")

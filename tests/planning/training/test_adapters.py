@@ -11,10 +11,10 @@ import pytest
 
 from armillary.planning.device_model.layout_arrays import of
 from armillary.planning.training.activations import kept
-from armillary.planning.training.adapters import lora_of
 from armillary.planning.training.memory_breakdown import memory
 from armillary.planning.training.prediction import predict
 from armillary.planning.training.step_time import step_time
+from armillary.planning.training.train_case import lora_of
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.layout import Layout
 from armillary.spec.lora import adapter_weights

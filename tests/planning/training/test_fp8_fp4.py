@@ -9,13 +9,12 @@ import pytest
 
 from armillary.planning.device_model.frameworks import OURS, OURS_BY_LAYER, PHYSICS, Software
 from armillary.planning.device_model.layout_arrays import PRECISIONS, of
-from armillary.planning.training.adapters import lora_of
 from armillary.planning.training.explain import explain
 from armillary.planning.training.fp8_fp4 import precision_of
 from armillary.planning.training.prediction import predict
 from armillary.planning.training.search import search
 from armillary.planning.training.sharding import product
-from armillary.planning.training.train_case import TrainCase
+from armillary.planning.training.train_case import TrainCase, lora_of
 from armillary.spec.arithmetic.workload import layer_pieces, make_batch
 from armillary.spec.fp8 import kept_in_bf16, projections
 from armillary.spec.layout import Layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.profiling.trace.short_name import short_name
+from armillary.profiling.trace.event_classes import short_name
 
 MUL = (
     "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::BinaryFunctor<float, "

@@ -21,13 +21,12 @@ from armillary.model.generation_config import SamplingDefaults
 from armillary.model.text.tokenizer import Detokenizer, Tokenizer
 from armillary.serving.http.metrics import Histogram, Metrics
 from armillary.serving.http.problem import Problem
-from armillary.serving.openai.bodies import read
 from armillary.serving.openai.detokenize import AnswerText
 from armillary.serving.openai.logprobs import CompletionLogprobs, chat_entry
 from armillary.serving.openai.openapi import document
 from armillary.serving.openai.run_server import bind
 from armillary.serving.openai.sampling_request import late, refuse_priority, wish_of
-from armillary.serving.openai.schemas import Asked, Chat, Completion
+from armillary.serving.openai.schemas import Asked, Chat, Completion, read
 from armillary.serving.openai.structured_outputs import structure_of
 from armillary.serving.openai.tokenization import Texts
 from armillary.serving.processes.engine_client import for_engine

@@ -16,8 +16,7 @@ from armillary.errors import BadData
 from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.text.train_tokenizer import CHAT_TEMPLATE, train_tokenizer
 from armillary.training.chat_data.answer_mask import Sample, samples
-from armillary.training.chat_data.conversation import Conversation, conversation
-from armillary.training.chat_data.templates import TEMPLATES
+from armillary.training.chat_data.conversation import TEMPLATES, Conversation, conversation
 
 UNMARKED = re.sub(r"\{%- (end)?generation %\}", "", CHAT_TEMPLATE)
 # reasoning is shown in the last turn only, as Qwen3 and DeepSeek-R1 do it

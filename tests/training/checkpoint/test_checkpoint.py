@@ -31,7 +31,7 @@ from armillary.training.checkpoint.seal import faults
 from armillary.training.loop import train
 from armillary.training.prepare_run import Start, start, starting_point
 from armillary.training.run_lifecycle import Course
-from armillary.training.step.random_state import seed
+from armillary.training.step.numerics import seed
 from armillary.training.telemetry.step_report import StepReport
 from armillary.training.trainer import Trainer
 

@@ -15,13 +15,12 @@ from armillary.parallel.recompute import recompute
 from armillary.profiling.profile import BUDGET, Roof
 from armillary.spec.tables.train import TrainJob
 from armillary.training.parity.case import tiny
-from armillary.training.telemetry.looks import FIRST, Looks
+from armillary.training.stopping import Until
 from armillary.training.telemetry.memory_gauges import CpuMeter, bytes_of
 from armillary.training.telemetry.memory_tracker import MemoryWatch
-from armillary.training.telemetry.profiled_step import recorded, set_apart, undisturbed
+from armillary.training.telemetry.profiled_step import FIRST, Looks, recorded, set_apart, undisturbed
 from armillary.training.telemetry.recompute_timer import Again
 from armillary.training.telemetry.step_clock import Pace, queued_s, spread
-from armillary.training.until import Until
 
 
 def test_storages_are_counted_from_birth_to_end() -> None:
@@ -146,10 +145,10 @@ def test_early_looks_end_when_they_become_dear(monkeypatch: pytest.MonkeyPatch) 
     looks = Looks(100, Roof(device="x"))
     assert [taken for taken in range(20) if looks.due(taken, taken)] == list(FIRST) and looks.due(99, 50)
     monkeypatch.setattr(
-        "armillary.training.telemetry.looks.recorded", lambda work, roof, plain_s: (work(), {"compute_s": 1.0})
+        "armillary.training.telemetry.profiled_step.recorded", lambda work, roof, plain_s: (work(), {"compute_s": 1.0})
     )
     clock = iter([0.0, 2.5, 10.0, 12.6])
-    monkeypatch.setattr("armillary.training.telemetry.looks.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("armillary.training.telemetry.profiled_step.time.perf_counter", lambda: next(clock))
     assert looks.at(lambda: ("made", 0.1), None) == (("made", 0.1), {"compute_s": 1.0}) and looks.due(9, 9)
     looks.at(lambda: ("made", 0.1), None)
     assert not looks.due(11, 11) and looks.due(199, 3)
