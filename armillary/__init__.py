@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from armillary.store.home import Home as Home
     from armillary.store.resolve_model import resolve_model as resolve_model
     from armillary.store.runs import list_runs as runs
-    from armillary.training.data.prepare import prepare as prepare
+    from armillary.training.prepare_data import prepare as prepare
     from armillary.training.prepare_run import train_recipe as train
 
 __version__ = "0.1.0"
@@ -52,7 +52,7 @@ _API = {
     "load_model": "armillary.model.weights.hf_weights:load_model",
     "load_test": "armillary.serving.load.run:load_test",
     "models": "armillary.spec.catalogue:models",
-    "prepare": "armillary.training.data.prepare:prepare",
+    "prepare": "armillary.training.prepare_data:prepare",
     "profile": "armillary.profiling.record.capture:profile",
     "resolve_model": "armillary.store.resolve_model:resolve_model",
     "runs": "armillary.store.runs:list_runs",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -71,10 +73,15 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(name: str, path: Path) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of every import, those inside functions too."""
+def imports(name: str, path: Path, types: bool = True) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of every import, also inside functions; `types`: also those for type checkers."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    left_out = set() if types else {inner for guard in guards for inner in ast.walk(guard)}
+    for node in ast.walk(tree):
+        if node in left_out:
+            continue
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -108,6 +115,54 @@ def test_imports_point_down() -> None:
 def test_every_package_has_a_row() -> None:
     named = {part(name) for name in modules()} - {"", "__main__"}
     assert named <= set(LEVEL), f"give {named - set(LEVEL)} a row"
+
+
+def folder_imports(package: str) -> dict[str, set[str]]:
+    """Folder or file directly inside the package -> the others that it imports, but for names of types alone."""
+    found: dict[str, set[str]] = {}
+    for name, path in modules().items():
+        here = name.split(".")
+        if here[1:2] != [package] or len(here) < 3:
+            continue
+        for _, target in imports(name, path, types=False):
+            there = target.split(".")
+            if there[:2] == here[:2] and len(there) > 2 and there[2] != here[2]:
+                found.setdefault(here[2], set()).add(there[2])
+    return found
+
+
+def test_folders_of_a_package_import_each_other_in_one_direction() -> None:
+    for package in sorted({part(name) for name in modules()} - {""}):
+        try:
+            TopologicalSorter(folder_imports(package)).prepare()
+        except CycleError as error:
+            pytest.fail(f"armillary.{package}: {' imports '.join(reversed(error.args[1]))}")
+
+
+def test_modules_import_each_other_in_one_direction() -> None:
+    """At import: a late import inside a function may point back."""
+    names = modules()
+    graph = {name: {target for target in top_level(name, path) if target in names} for name, path in names.items()}
+    TopologicalSorter(graph).prepare()
+
+
+def top_level(name: str, path: Path) -> set[str]:
+    """Modules that are imported when this one is."""
+    tree = ast.parse(path.read_text())
+    targets = set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            targets |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return targets - {name, *(name.rpartition(".")[:1])}
+
+
+def test_folders_stay_small_and_basenames_tell_files_apart() -> None:
+    files = [path for top in ("armillary", "tests") for path in (PACKAGE.parent / top).rglob("*.py")]
+    files = [path for path in files if path.name != "__init__.py"]
+    folders = Counter(path.parent.relative_to(PACKAGE.parent) for path in files)
+    assert {folder: number for folder, number in folders.items() if number > 30} == {}
+    names = Counter(path.name for path in files if path.name != "conftest.py")
+    assert {name: number for name, number in names.items() if number > 3} == {}
 
 
 @pytest.mark.parametrize(

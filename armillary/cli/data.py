@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from armillary.training.data.cache import Cache
     from armillary.training.data.index import Index
     from armillary.training.data.inspect_shards import About
-    from armillary.training.data.prepare import Prepared
     from armillary.training.data.shards import TokenShards
+    from armillary.training.prepare_data import Prepared
 
 data = VerbGroup("data", help="Prepare text as token shards, look into them, check them.")
 
@@ -55,8 +55,8 @@ def prepare(
     like part-{000..099}.tar, any of these in a store (s3://… https://…), or stdlib: the sources of Python's standard
     library on this machine, which need no download.
     """
-    from armillary.training.data.prepare import folder_name
-    from armillary.training.data.prepare import prepare as library_prepare
+    from armillary.training.prepare_data import folder_name
+    from armillary.training.prepare_data import prepare as library_prepare
 
     settings: dict[str, Any] = {"vocab": parse_count(vocab), "tokenizer": tokenizer, "key": key, "held_out": held_out}
     settings |= {"shuffle": shuffle, "format": "text" if chat is None else "chat"}

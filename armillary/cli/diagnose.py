@@ -149,7 +149,7 @@ def _in_a_word(found: Diagnosis) -> str:
 
 def say(out: Output, found: Diagnosis, target: str, *, applies: bool = True) -> None:
     """The verdict as people read it; `applies`: there is a recipe that levers can change."""
-    from armillary.diagnosis.outcome.diagnosis import WORTH
+    from armillary.diagnosis.evidence.thresholds import WORTH
 
     out.say(found.headline)
     for name, text in [*_evidence(found), *_others(found), *_levers(found)]:
@@ -192,7 +192,7 @@ def _levers(found: Diagnosis) -> list[tuple[str, str]]:
 
 
 def lever_text(lever: Lever, width: int = 0) -> str:
-    from armillary.diagnosis.outcome.diagnosis import WORTH
+    from armillary.diagnosis.evidence.thresholds import WORTH
 
     gain = f"predicted {lever.gain_text}" + (f" in {lever.of}" if lever.of != "step_s" else "")
     if lever.speedup <= WORTH and lever.at_most is None:

@@ -17,7 +17,7 @@ from armillary.cli.verb import verb
 from armillary.machine.machine import here
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster
-from armillary.spec.tables.fields import to_plain
+from armillary.spec.toml.fields import to_plain
 from armillary.store.home import Home
 from armillary.units import bandwidth_text, bytes_text, dollars_text, flops_per_s_text, seconds_text
 

@@ -15,7 +15,7 @@ from armillary.model.buildable import unbuildable
 from armillary.spec import catalogue
 from armillary.spec.arithmetic.params import kv_bytes, kv_bytes_per_token, parameters
 from armillary.spec.model import ModelConfig
-from armillary.spec.tables.fields import to_plain
+from armillary.spec.toml.fields import to_plain
 from armillary.store.home import Home
 from armillary.units import bytes_text, count_text, flops_text
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from armillary.cli.progress import Bar, LineBar, RichBar, SilentBar
-from armillary.spec.tables.fields import to_plain
+from armillary.spec.toml.fields import to_plain
 from armillary.store import strict_json
 
 Mode = Literal["human", "json", "quiet", "silent"]

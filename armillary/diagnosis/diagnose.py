@@ -10,13 +10,13 @@ import time
 from dataclasses import replace
 
 from armillary.diagnosis.evidence.finding import Finding, Lever
-from armillary.diagnosis.evidence.rule import Rule
 from armillary.diagnosis.evidence.serving_run import Service
 from armillary.diagnosis.evidence.step_parts import parts_of
+from armillary.diagnosis.evidence.thresholds import WORTH, Rule
 from armillary.diagnosis.levers import advice as their_levers
 from armillary.diagnosis.levers import serving as serving_levers
 from armillary.diagnosis.levers import training as training_levers
-from armillary.diagnosis.outcome.diagnosis import WORTH, Diagnosis
+from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.run_folder import is_disturbed
 from armillary.diagnosis.rules import device as inner_rules

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from armillary.errors import BadInput
-from armillary.spec.tables.fields import build, to_plain
+from armillary.spec.toml.fields import build, to_plain
 
 BUDGET = {
     "useful": "work at the speed of the roofline",

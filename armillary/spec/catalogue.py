@@ -15,8 +15,8 @@ from typing import Any
 from armillary.errors import BadInput, NotFound, nearest
 from armillary.spec.hardware import DTYPES, Chip, Cluster, Link, Node, Price, Storage, Tier
 from armillary.spec.model import ModelConfig, refuse_too_deep
-from armillary.spec.tables.fields import build
-from armillary.spec.tables.lazy_toml import Rows, read_rows
+from armillary.spec.toml.fields import build
+from armillary.spec.toml.lazy_toml import Rows, read_rows
 
 _HERE = Path(__file__).parent
 _PATTERN_KEYS = ("num_layers", "attention_pattern", "dense_first", "moe_every", "nope_every")

@@ -16,9 +16,9 @@ from armillary.spec.gauges import GAUGES
 from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
-from armillary.spec.tables.fields import build, to_plain
 from armillary.spec.tables.serve import Serve
 from armillary.spec.tables.train import Data, TrainJob
+from armillary.spec.toml.fields import build, to_plain
 
 VERSION = 1
 """raised when an older armillary could misread what is written"""

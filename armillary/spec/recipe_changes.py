@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from armillary.spec.recipe import TABLES, Recipe
-from armillary.spec.tables.fields import to_plain
 from armillary.spec.tables.key_class import KeyClass, classes_of
+from armillary.spec.toml.fields import to_plain
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from armillary.errors import ArmillaryError, BadInput
-from armillary.spec.tables.fields import build, to_plain
+from armillary.spec.toml.fields import build, to_plain
 from armillary.store import strict_json
 from armillary.store.atomic import write_json
 from armillary.store.lock import locked

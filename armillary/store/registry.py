@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import BadInput, BadModel, NotFound, unknown
-from armillary.spec.tables.fields import build, to_plain
+from armillary.spec.toml.fields import build, to_plain
 from armillary.store import manifest as manifests
 from armillary.store import strict_json
 from armillary.store.atomic import staged_folder, write_json

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from armillary.spec.tables.fields import build
+from armillary.spec.toml.fields import build
 from armillary.store.writer_process import Process
 
 Status = Literal["running", "finished", "interrupted", "failed", "died", "unreadable"]

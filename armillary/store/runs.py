@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import ArmillaryError, BadInput, NotFound, unknown
-from armillary.spec.tables.fields import to_plain
+from armillary.spec.toml.fields import to_plain
 from armillary.store import strict_json
 from armillary.store.atomic import Taken, staged_folder, write_json, write_text
 from armillary.store.gauges import last_record

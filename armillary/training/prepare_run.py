@@ -27,17 +27,17 @@ from armillary.spec.model import ModelConfig
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, check_recipe, load_recipe, to_dict
 from armillary.spec.recipe_changes import KeyChange
-from armillary.spec.tables.fields import to_plain
 from armillary.spec.tables.train import TrainJob
+from armillary.spec.toml.fields import to_plain
 from armillary.store.home import Home
 from armillary.store.resolve_model import ModelSource, resolve_model
 from armillary.store.runs import Run, Say, create_run
 from armillary.training.checkpoint.resume import Choice, changes_since, run_to_resume, unfinished_run
-from armillary.training.data.open_sources import may_hold_out, plan_data, prepare_data
-from armillary.training.data.prepare import Prepared
 from armillary.training.data.survey import Progress
 from armillary.training.gauge_log import Watch
 from armillary.training.loop import agreement, train
+from armillary.training.open_data import may_hold_out, plan_data, prepare_data
+from armillary.training.prepare_data import Prepared
 from armillary.training.run_lifecycle import Trained
 from armillary.training.stopping import Until
 from armillary.training.telemetry.trackers import check_trackers

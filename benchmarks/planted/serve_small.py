@@ -22,7 +22,7 @@ from armillary.model.dtype import DTYPES
 from armillary.model.transformer import Transformer, build
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, recipe_from_dict, to_dict
-from armillary.spec.tables.fields import to_plain
+from armillary.spec.toml.fields import to_plain
 from armillary.store.gauges import GaugeWriter
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run

@@ -17,8 +17,8 @@ from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster
 from armillary.spec.layout import Layout
 from armillary.spec.plan import Plan
-from armillary.spec.tables.fields import to_plain
 from armillary.spec.tables.serve import Serve
+from armillary.spec.toml.fields import to_plain
 from armillary.store.gauges import KEYS, GaugeWriter, Record
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run

@@ -15,7 +15,7 @@ from armillary.planning.training.training_plan import training_plan
 from armillary.spec.hardware import Cluster
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import recipe_from_dict
-from armillary.spec.tables.fields import to_plain
+from armillary.spec.toml.fields import to_plain
 from armillary.store.gauges import GaugeWriter, Record
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run

@@ -116,7 +116,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from armillary.parallel.world import join_world
 from armillary.training import prepare_run as start
-from armillary.training.data import open_sources as opening
+from armillary.training import open_data as opening
 
 def slow(*args, **kwargs):
     print("preparing", flush=True)

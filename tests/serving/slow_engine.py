@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def work(tokens: int) -> dict[str, float]:
-    from armillary.engine.telemetry.gauges import work_gauges
+    from armillary.engine.scheduler.decision import work_gauges
     from tests.engine.fake import make_scheduler
 
     return work_gauges(decision_of(Kind(prompts=1, size=tokens), make_scheduler().cache))

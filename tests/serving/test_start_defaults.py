@@ -13,9 +13,9 @@ import pytest
 
 from armillary.errors import BadModel
 from armillary.model.generation_config import SamplingDefaults
-from armillary.serving.http.metrics import Metrics
 from armillary.serving.openai.run_server import _served
 from armillary.serving.processes.engine_ipc import Orders
+from armillary.serving.processes.server_metrics import Metrics
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
 from armillary.store.resolve_model import resolve_model

@@ -16,7 +16,7 @@ from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.case import Case
 from armillary.spec.layout_rules.rules import check_layout, layout_problems
 from armillary.spec.model import LayerKind, ModelConfig, MoE
-from armillary.spec.tables.fields import build, to_plain
+from armillary.spec.toml.fields import build, to_plain
 
 
 def model(**changes: Any) -> ModelConfig:

@@ -22,8 +22,8 @@ from armillary.spec.recipe import (
     to_dict,
     to_toml,
 )
-from armillary.spec.tables import toml_writer as toml_text
 from armillary.spec.tables.train import TrainJob
+from armillary.spec.toml import toml_writer as toml_text
 
 TOUR = """
 [model]

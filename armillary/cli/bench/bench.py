@@ -230,7 +230,7 @@ def _say_times(out: Output, peaks: Peaks) -> None:
 
 def _prepared(out: Output, home: Home) -> Path:
     from armillary.training.data.corpus import STDLIB
-    from armillary.training.data.prepare import folder_name, prepare
+    from armillary.training.prepare_data import folder_name, prepare
 
     with out.progress("preparing", unit="B") as bar:
         made = prepare(STDLIB, home.data / folder_name(STDLIB), progress=on_bytes(bar))

@@ -66,8 +66,8 @@ def pull(walk: Walk, trained: Run, service: Run) -> None:
 
 def _pull(walk: Walk, trained: Run, run: Run, found: Diagnosis) -> Comparison | None:
     from armillary.cli.diagnose import say_comparison, write_lever
+    from armillary.diagnosis.evidence.thresholds import WORTH
     from armillary.diagnosis.outcome.compare import compare
-    from armillary.diagnosis.outcome.diagnosis import WORTH
 
     number = next((i for i, lever in enumerate(found.levers, 1) if lever.change and lever.speedup > WORTH), None)
     if number is None:

@@ -17,7 +17,7 @@ from armillary.planning.cost.cost_report import (
 from armillary.planning.cost.failures import Goodput
 from armillary.planning.cost.storage import RunStorage, run_storage
 from armillary.planning.training.training_plan import TrainingPlan
-from armillary.spec.tables.fields import to_plain
+from armillary.spec.toml.fields import to_plain
 
 _SHORTEST_S = 1.0
 

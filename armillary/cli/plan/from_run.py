@@ -28,8 +28,9 @@ class Changed:
 
 def from_run(out: Output, home: Home, name: str) -> Changed:
     """The recipe that a run's diagnosis asks for; says which lever that is."""
+    from armillary.diagnosis.evidence.thresholds import WORTH
     from armillary.diagnosis.levers.apply import overrides_of
-    from armillary.diagnosis.outcome.diagnosis import WORTH, read_diagnosis
+    from armillary.diagnosis.outcome.diagnosis import read_diagnosis
     from armillary.store.runs import find_run
 
     run = find_run(home, name)

@@ -12,7 +12,7 @@ from armillary.planning.training.node_ranking import Ranked
 from armillary.planning.training.prediction import Prediction
 from armillary.planning.training.resolve import Question
 from armillary.planning.training.search import Found, why
-from armillary.spec.tables.fields import to_plain
+from armillary.spec.toml.fields import to_plain
 from armillary.units import bytes_text, dollars_text, scaled, seconds_text
 
 COLUMNS = [

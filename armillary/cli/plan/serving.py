@@ -11,7 +11,7 @@ from armillary.planning.serving.serving_plan import ServingPlan
 from armillary.planning.serving.serving_report import CHOICE_COLUMNS, choice_cells, plan_rows
 from armillary.planning.serving.serving_report import explain as explain_terms
 from armillary.spec.arithmetic.params import parameters
-from armillary.spec.tables.fields import to_plain
+from armillary.spec.toml.fields import to_plain
 from armillary.units import count_text
 
 if TYPE_CHECKING:  # only `--on any` ranks nodes

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 
 from armillary.diagnosis.readings.reading import Reading
+from armillary.profiling.analysis.amdahl import speedup
 from armillary.store.gauges import Record
 
+MOST = 0.95
+"""share beyond which a trace is of something other than steps, and no gain is promised"""
 HIGH = 0.9
 """percentile to which higher values are lowered"""
 
@@ -111,3 +115,16 @@ def _length(record: Record) -> float:
     """Seconds of one step: of a recorded one, its parts."""
     parts = sum(float(record.get(name, 0.0)) for name in ("compute_s", "comm_exposed_s", "bubble_s", "overhead_s"))
     return parts if "compute_s" in record else float(record.get("step_s", 0.0))
+
+
+def computing(reading: Reading) -> float:
+    """Of the whole time, the part that a recorded step stands for: all but waiting for data and what is between."""
+    parts = parts_of(reading)
+    if parts is None:
+        return 1.0
+    return parts.share(parts.step - parts.data_wait)
+
+
+def without(share: float) -> float:
+    """Speed-up if a share of the time went."""
+    return speedup(min(MOST, max(0.0, share)), inf)

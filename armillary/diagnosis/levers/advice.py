@@ -6,18 +6,16 @@ Gains are Amdahl's over the recorded budget; where a part would go at most, the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import ceil, inf
+from math import ceil
 
 from armillary.diagnosis.evidence.finding import Cause, Finding, Lever
+from armillary.diagnosis.evidence.step_parts import MOST, computing, without
 from armillary.diagnosis.readings.reading import Reading
-from armillary.diagnosis.rules.device import computing
 from armillary.profiling.analysis.amdahl import speedup
 from armillary.profiling.profile import Profile, Row
 
 AMDAHL = "Amdahl over the recorded budget"
 AT_MOST = f"at most: {AMDAHL}"
-MOST = 0.95
-"""share beyond which a trace is of something other than steps, and no gain is promised"""
 MOST_WORKERS = 16
 SPARE = 1.25
 """loader workers beyond what the step needs, since they are not equally quick"""
@@ -31,11 +29,6 @@ def levers_for(finding: Finding, reading: Reading) -> tuple[Lever, ...]:
     """Against one finding, best first."""
     make = _AGAINST.get(finding.cause)
     return tuple(sorted(make(finding, reading), key=lambda lever: -lever.speedup)) if make else ()
-
-
-def without(share: float) -> float:
-    """Speed-up if a share of the time went."""
-    return speedup(min(MOST, max(0.0, share)), inf)
 
 
 def workers(step_s: float, busy_s: float, now: int = 1) -> int:

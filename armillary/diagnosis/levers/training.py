@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from armillary.diagnosis.evidence.finding import Cause, Finding, Lever
-from armillary.diagnosis.evidence.rule import CALM
+from armillary.diagnosis.evidence.thresholds import CALM
 from armillary.diagnosis.levers.advice import MOST_WORKERS, read_ahead, workers
 from armillary.diagnosis.levers.training_price import Priced, Pricing, pricing_of
 from armillary.diagnosis.readings.reading import Reading

@@ -11,10 +11,8 @@ from armillary.diagnosis.evidence.finding import Cause, Finding, Lever
 from armillary.diagnosis.readings.reading import Kind
 from armillary.errors import BadInput, NotFound
 from armillary.spec.gauges import Loop
-from armillary.spec.tables.fields import build, to_plain
+from armillary.spec.toml.fields import build, to_plain
 
-WORTH = 1.05
-"""predicted speed-up from which a lever is worth pulling, and a cause worth naming: less is within what runs differ"""
 FILE = "diagnosis.json"
 
 

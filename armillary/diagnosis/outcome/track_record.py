@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from armillary.errors import BadData, BadInput
-from armillary.spec.tables.fields import build, to_plain
+from armillary.spec.toml.fields import build, to_plain
 from armillary.store import strict_json
 from armillary.store.atomic import plain_errors
 from armillary.store.home import Home

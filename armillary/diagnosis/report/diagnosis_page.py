@@ -9,8 +9,9 @@ from html import escape
 
 from armillary.diagnosis.evidence.finding import Lever
 from armillary.diagnosis.evidence.finding_text import evidence_text, value_text
+from armillary.diagnosis.evidence.thresholds import WORTH
 from armillary.diagnosis.outcome.compare import Comparison
-from armillary.diagnosis.outcome.diagnosis import WORTH, Diagnosis
+from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.outcome.prediction_errors import HEADS
 from armillary.diagnosis.report.bars import bar_plot
 from armillary.diagnosis.report.demo_report import Circle

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from armillary.diagnosis.evidence.finding import Evidence, Finding
 from armillary.diagnosis.evidence.launch_overhead import launching
-from armillary.diagnosis.evidence.rule import Rule
-from armillary.diagnosis.evidence.step_parts import Parts, parts_of
+from armillary.diagnosis.evidence.step_parts import Parts, computing, parts_of
+from armillary.diagnosis.evidence.thresholds import Rule
 from armillary.diagnosis.readings.reading import Reading
 from armillary.spec.plan import Plan
 from armillary.spec.precision import SIXTEEN_BIT
@@ -173,14 +173,6 @@ def _bound(reading: Reading) -> str:
     memory += sum(row.seconds for row in unknown if row.work in passes)
     products += sum(row.seconds for row in unknown if row.work in ("gemm", "conv", "attention"))
     return "memory" if memory > products else "compute"
-
-
-def computing(reading: Reading) -> float:
-    """Of the whole time, the part that a recorded step stands for: all but waiting for data and what is between."""
-    parts = parts_of(reading)
-    if parts is None:
-        return 1.0
-    return parts.share(parts.step - parts.data_wait)
 
 
 RULES: tuple[Rule, ...] = (data_starvation, launch_overhead, sync, precision, compute, memory_bandwidth)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from armillary.diagnosis.evidence.finding import Evidence, Finding, Lever
-from armillary.diagnosis.evidence.rule import IDLE_STAGES, Rule
+from armillary.diagnosis.evidence.thresholds import IDLE_STAGES, Rule
 from armillary.diagnosis.readings.log_lines import number
 from armillary.diagnosis.readings.reading import Reading
 from armillary.errors import BadInput

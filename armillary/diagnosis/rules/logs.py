@@ -11,8 +11,8 @@ from math import ceil
 from statistics import mean, median
 
 from armillary.diagnosis.evidence.finding import Cause, Evidence, Finding, Lever
-from armillary.diagnosis.evidence.rule import CALM, FULL, STALLS, Rule
-from armillary.diagnosis.levers.advice import without
+from armillary.diagnosis.evidence.step_parts import without
+from armillary.diagnosis.evidence.thresholds import CALM, FULL, STALLS, Rule
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.rules.log_settings import RULES as SETTINGS_RULES
 from armillary.diagnosis.rules.traces import RULES as TRACE_RULES

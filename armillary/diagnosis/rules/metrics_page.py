@@ -10,9 +10,8 @@ from dataclasses import replace
 from math import ceil
 
 from armillary.diagnosis.evidence.finding import Cause, Evidence, Finding, Lever
-from armillary.diagnosis.evidence.rule import Rule
 from armillary.diagnosis.evidence.server_load import Load, load_of
-from armillary.diagnosis.outcome.diagnosis import WORTH
+from armillary.diagnosis.evidence.thresholds import WORTH, Rule
 from armillary.diagnosis.readings.prometheus import number_of
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.server_metrics import SERVERS

@@ -20,8 +20,8 @@ from armillary.diagnosis.evidence.queue_wait import (
     waiting,
     with_queue,
 )
-from armillary.diagnosis.evidence.rule import Rule
 from armillary.diagnosis.evidence.serving_run import Service
+from armillary.diagnosis.evidence.thresholds import Rule
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.rules.engine_step import deciding_alone, graphs_off, prefill_interference
 from armillary.diagnosis.rules.kv_cache import (

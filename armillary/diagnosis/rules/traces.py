@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 from armillary.diagnosis.evidence.finding import Evidence, Finding, Lever
-from armillary.diagnosis.evidence.rule import Rule
+from armillary.diagnosis.evidence.step_parts import computing
+from armillary.diagnosis.evidence.thresholds import Rule
 from armillary.diagnosis.readings.reading import Reading
-from armillary.diagnosis.rules.device import computing, launch_overhead
+from armillary.diagnosis.rules.device import launch_overhead
 from armillary.profiling.analysis.amdahl import speedup
 from armillary.spec.plan import Plan
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from statistics import median
 
 from armillary.diagnosis.evidence.finding import Cause, Evidence, Finding
-from armillary.diagnosis.evidence.rule import FULL, IDLE_STAGES, STALLS, Rule
 from armillary.diagnosis.evidence.step_parts import Parts, parts_of, recomputed
 from armillary.diagnosis.evidence.stragglers import late_rank, waited_for_others
+from armillary.diagnosis.evidence.thresholds import FULL, IDLE_STAGES, STALLS, Rule
 from armillary.diagnosis.readings.reading import Reading
 from armillary.spec.plan import Plan
 from armillary.units import bytes_text, seconds_text

@@ -124,3 +124,15 @@ class Outcome(NamedTuple):
     """the token of each"""
     finished: list[Sequence]
     """answers that are complete"""
+
+
+def work_gauges(decision: Decision) -> dict[str, float]:
+    """What a step is made of."""
+    return {
+        "prefill_tokens": decision.num_prefill_tokens,
+        "decode_tokens": len(decision.decodes),
+        "context_tokens": sum(decision.positions) + len(decision.positions),
+        "prefill_pairs": decision.num_prefill_pairs,
+        "prefill_rows": len(decision.chunks),
+        "prefill_past": decision.num_past_tokens,
+    }

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.decision import Decision, Outcome
 from armillary.engine.scheduler.scheduler import Scheduler
-from armillary.engine.telemetry.step_estimate import StepTimes
+from armillary.engine.scheduler.step_estimate import StepTimes
 from armillary.errors import ArmillaryError
 
 

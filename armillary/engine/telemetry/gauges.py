@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from armillary.engine.request.sequence import Sequence
-from armillary.engine.scheduler.decision import Decision
+from armillary.engine.scheduler.decision import Decision, work_gauges
 from armillary.engine.scheduler.scheduler import Scheduler
 
 
@@ -11,18 +11,6 @@ def step_gauges(scheduler: Scheduler, decision: Decision, left: int = 0) -> dict
     """The state after a step was decided, and totals so far; `left` have ended since, and were running then."""
     running = {"running": len(scheduler.roster.running) + left}
     return state_gauges(scheduler) | work_gauges(decision) | running
-
-
-def work_gauges(decision: Decision) -> dict[str, float]:
-    """What a step is made of."""
-    return {
-        "prefill_tokens": decision.num_prefill_tokens,
-        "decode_tokens": len(decision.decodes),
-        "context_tokens": sum(decision.positions) + len(decision.positions),
-        "prefill_pairs": decision.num_prefill_pairs,
-        "prefill_rows": len(decision.chunks),
-        "prefill_past": decision.num_past_tokens,
-    }
 
 
 def state_gauges(scheduler: Scheduler) -> dict[str, float]:

@@ -17,10 +17,9 @@ from armillary.engine.cache.kv_cache import Edit, KVCache
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.request.sequence import Sequence
-from armillary.engine.scheduler.decision import Chunk, Decision
+from armillary.engine.scheduler.decision import Chunk, Decision, work_gauges
 from armillary.engine.scheduler.loop import Executor, StepTooLarge
 from armillary.engine.scheduler.settings import Settings
-from armillary.engine.telemetry.gauges import work_gauges
 
 TURNS = 2
 """how often each kind is timed; the quicker counts"""

@@ -128,9 +128,9 @@ async def _served(
 ) -> tuple[list[tuple[int, float]], float | None]:
     """((requests at once, median gap between tokens) …, most memory of the engine's process)."""
     from armillary.machine.process import peak_of
-    from armillary.serving.http.metrics import Metrics
     from armillary.serving.processes.engine_client import EngineProcess
     from armillary.serving.processes.engine_ipc import Orders
+    from armillary.serving.processes.server_metrics import Metrics
 
     orders = Orders(model=str(model), serve=serve, home=home, device="cpu", gauges=model.with_name("gauges.jsonl"))
     engine, found = EngineProcess(orders, ranks=1, metrics=Metrics(), say=lambda line: None), []

@@ -19,7 +19,7 @@ from armillary.spec.layout import Layout, Precision
 from armillary.spec.model import ModelConfig
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_dict
-from armillary.spec.tables.fields import to_plain
+from armillary.spec.toml.fields import to_plain
 from armillary.store.home import Home
 
 _PRECISIONS: dict[str, Precision] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "fp4": "fp8"}

@@ -8,35 +8,16 @@ without dropout and with fused attention the same sum is 32). Recomputation keep
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from armillary.planning.device_model.efficiency import WIDE
 from armillary.planning.device_model.layout_arrays import FULL, SCHEDULES, SELECTIVE, Array, Layouts
-from armillary.planning.training.eager_activations import plain_kept
+from armillary.planning.training.eager_activations import Kept, plain_kept
 from armillary.planning.training.fp8_fp4 import NARROW
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec.model import LayerKind, ModelConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """Bytes that one layer keeps a token (mean over kinds of layers), on one device."""
-
-    whole: Array
-    """without recomputation"""
-    selective: Array
-    """where norms and activation functions (unfused: the scores) are made again"""
-    entry: Array
-    """the layer's input alone, for full recomputation"""
-    working: Array
-    """gradients in flight inside one layer of the backward pass"""
-    again: Array
-    """what one layer makes again, at the moment it is differentiated"""
-    top: Array
-    """beyond all layers: the last norm and the hidden states that the loss reads"""
-
 
 EAGER = 1.1
 """unfused layers keep about this much more than the tensors counted: rotated copies, masks, padding of the allocator"""

@@ -7,14 +7,33 @@ and a view holds all of what it looks into. Norms work in fp32 whatever the form
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 
 from armillary.planning.device_model.efficiency import WIDE
 from armillary.planning.device_model.layout_arrays import FULL, NONE, SELECTIVE, Array, Layouts
-from armillary.planning.training.activations import Kept
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec.model import LayerKind, ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Bytes that one layer keeps a token (mean over kinds of layers), on one device."""
+
+    whole: Array
+    """without recomputation"""
+    selective: Array
+    """where norms and activation functions (unfused: the scores) are made again"""
+    entry: Array
+    """the layer's input alone, for full recomputation"""
+    working: Array
+    """gradients in flight inside one layer of the backward pass"""
+    again: Array
+    """what one layer makes again, at the moment it is differentiated"""
+    top: Array
+    """beyond all layers: the last norm and the hidden states that the loss reads"""
+
 
 WIDE_BYTES = 4.0
 

@@ -9,8 +9,8 @@ from armillary.serving.load.rate_search import Found
 from armillary.serving.load.run import LoadReport
 from armillary.serving.load.schedule import warmup_s
 from armillary.serving.load.summary import Spread, Summary
-from armillary.spec.tables.fields import to_plain
 from armillary.spec.tables.serve import Objective
+from armillary.spec.toml.fields import to_plain
 from armillary.stats import Estimate, estimate
 from armillary.units import dollars_text, seconds_text
 

@@ -20,7 +20,6 @@ from starlette.routing import Route
 from armillary.serving.http.api_keys import REFUSAL, Keys
 from armillary.serving.http.asgi import Budget, ClientGone, Exchange, Receive, Send
 from armillary.serving.http.lines import Say
-from armillary.serving.http.metrics import Metrics
 from armillary.serving.http.problem import Problem, bad
 from armillary.serving.openai.chat import chat, prompt_of
 from armillary.serving.openai.completions import complete
@@ -31,6 +30,7 @@ from armillary.serving.openai.schemas import Asked, Chat, Completion, Detokenize
 from armillary.serving.openai.served_model import Served
 from armillary.serving.openai.tracing import Tracing
 from armillary.serving.openai.unknown_fields import UnknownFields
+from armillary.serving.processes.server_metrics import Metrics
 
 T = TypeVar("T", Chat, Completion, Tokenize, Detokenize)
 Handler = Callable[[Exchange], Awaitable[None]]

@@ -8,7 +8,7 @@ import msgspec
 
 from armillary import __version__
 from armillary.serving.openai import schemas
-from armillary.spec.tables.fields import help_of
+from armillary.spec.toml.fields import help_of
 
 _BODIES = {
     "/v1/chat/completions": schemas.Chat,

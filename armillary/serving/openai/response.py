@@ -11,11 +11,11 @@ from uuid import uuid4
 from msgspec.json import encode
 
 from armillary.serving.http.asgi import ClientGone, Exchange
-from armillary.serving.http.metrics import Metrics
 from armillary.serving.http.problem import Problem
 from armillary.serving.openai.generation import Answering, Piece
 from armillary.serving.openai.sampling_request import late
 from armillary.serving.openai.schemas import Asked, StreamOptions
+from armillary.serving.processes.server_metrics import Metrics
 
 _GRACE_S = 5.0
 """the engine gives a request up at its time; where even that does not come, the server does, so much later"""

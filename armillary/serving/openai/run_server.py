@@ -17,13 +17,13 @@ from armillary.model.generation_config import sampling_defaults
 from armillary.model.text.tokenizer import eos_ids_of
 from armillary.serving.http.connections import protocol, sweep
 from armillary.serving.http.lines import Say, to_whom_it_concerns
-from armillary.serving.http.metrics import Metrics
 from armillary.serving.openai.served_model import Served
 from armillary.serving.openai.tokenization import Texts
 from armillary.serving.openai.tool_calls import family_of
 from armillary.serving.openai.tracing import Tracing
 from armillary.serving.processes.engine_client import EngineProcess
 from armillary.serving.processes.engine_ipc import Orders
+from armillary.serving.processes.server_metrics import Metrics
 from armillary.store.resolve_model import ModelSource
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import ArmillaryError, BadInput
-from armillary.serving.http.metrics import Metrics
 from armillary.serving.http.problem import Problem, bad
 from armillary.serving.processes.engine_ipc import (
     INDEX_BITS,
@@ -32,6 +31,7 @@ from armillary.serving.processes.engine_ipc import (
 from armillary.serving.processes.liveness import Liveness
 from armillary.serving.processes.mailbox import End, Mailbox
 from armillary.serving.processes.ranks import Ranks
+from armillary.serving.processes.server_metrics import Metrics
 from armillary.spec.tables.serve import Serve
 
 State = Literal["loading", "ready", "restarting", "down", "stopped"]

@@ -18,7 +18,7 @@ from armillary.spec.hf.families import READERS
 from armillary.spec.hf.layers import kinds
 from armillary.spec.hf.rope import brief_longrope, read_rope, write_rope
 from armillary.spec.model import ModelConfig, MoE
-from armillary.spec.tables.fields import build
+from armillary.spec.toml.fields import build
 
 _ACTIVATIONS = {
     "silu": "silu",

@@ -12,7 +12,7 @@ from itertools import product
 
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.case import Case
-from armillary.spec.tables.fields import build, to_plain
+from armillary.spec.toml.fields import build, to_plain
 
 Texts = Callable[[Layout, Case], Iterator[str]]
 """texts(layout, case): what every broken rule says"""

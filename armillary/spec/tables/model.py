@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from armillary.errors import BadModel, BadRecipe
 from armillary.spec.catalogue import layer_kinds
 from armillary.spec.model import MLA, Attention, LayerKind, ModelConfig, MoE, Rope, Simplicial, tile
-from armillary.spec.tables.fields import build, convert, to_plain, unknown_key
+from armillary.spec.toml.fields import build, convert, to_plain, unknown_key
 
 PATTERN_HELP: Mapping[str, tuple[Any, str]] = {
     "num_layers": (int, "layers; the repeating pattern is cut or continued"),

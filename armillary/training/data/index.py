@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from armillary.errors import BadData, BadInput, NotFound
-from armillary.spec.tables.fields import build, to_plain
+from armillary.spec.toml.fields import build, to_plain
 from armillary.store import atomic, strict_json
 from armillary.training.data.remote import Remote
 

@@ -18,7 +18,7 @@ from armillary.parallel.pipeline.stage import hold
 from armillary.parallel.shard_weights import fill_from, fill_random, materialise
 from armillary.spec.plan import Plan
 from armillary.store.home import Home
-from armillary.training.data.open_sources import OpenData, open_data
+from armillary.training.open_data import OpenData, open_data
 from armillary.training.setup.kernel_selection import Choices, use_kernels
 from armillary.training.step.lora import add_lora, base_dtype
 

@@ -11,7 +11,7 @@ from armillary.cli.bench.tables import shares
 from armillary.profiling.ceilings.collective_ranks import Plan, Sample
 from armillary.store.home import Home
 from armillary.store.peaks import Peaks, new_peaks, save_peaks
-from armillary.training.data.prepare import prepare
+from armillary.training.prepare_data import prepare
 from tests.conftest import Ran
 
 Cli = Callable[..., Ran]

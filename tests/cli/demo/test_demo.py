@@ -16,10 +16,11 @@ import torch
 
 from armillary.cli.demo.ceilings import ALONE, is_known, roofs_text, sections
 from armillary.cli.demo.state import RECIPE, STAGES, fitting
-from armillary.diagnosis.outcome.diagnosis import WORTH, Diagnosis
+from armillary.diagnosis.evidence.thresholds import WORTH
+from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.machine.device_name import device_name
 from armillary.spec.recipe import load_recipe
-from armillary.spec.tables.fields import build
+from armillary.spec.toml.fields import build
 from armillary.store.home import Home
 from armillary.store.peaks import Peaks, new_peaks, save_peaks
 from armillary.store.runs import list_runs

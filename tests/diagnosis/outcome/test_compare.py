@@ -18,7 +18,7 @@ from armillary.diagnosis.outcome.track_record import path_of, promise, read_reco
 from armillary.diagnosis.readings.run_folder import read_run
 from armillary.errors import ArmillaryError, BadInput
 from armillary.spec.recipe import recipe_from_dict, to_dict
-from armillary.spec.tables.fields import to_plain
+from armillary.spec.toml.fields import to_plain
 from armillary.store.gauges import GaugeWriter
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run

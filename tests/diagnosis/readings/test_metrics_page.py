@@ -170,7 +170,7 @@ def test_other_servers(tmp_path: Path) -> None:
 
 
 def test_our_own_page() -> None:
-    from armillary.serving.http.metrics import Metrics
+    from armillary.serving.processes.server_metrics import Metrics
 
     metrics = Metrics()
     metrics.state({"running": 4.0, "waiting": 2.0, "kv_used_fraction": 0.5, "preemptions_total": 3.0})

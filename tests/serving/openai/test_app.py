@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from armillary.serving.http.asgi import Budget, Exchange
-from armillary.serving.http.metrics import Metrics
 from armillary.serving.http.problem import Problem
 from armillary.serving.openai import response as reply
 from armillary.serving.openai import tokenization as texts
@@ -21,6 +20,7 @@ from armillary.serving.openai.served_model import Served
 from armillary.serving.openai.tokenization import Texts
 from armillary.serving.processes.engine_client import EngineProcess
 from armillary.serving.processes.engine_ipc import INDEX_BITS, Orders, Started, Submit, Turn
+from armillary.serving.processes.server_metrics import Metrics
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
 

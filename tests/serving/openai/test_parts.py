@@ -19,7 +19,6 @@ from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import BadInput
 from armillary.model.generation_config import SamplingDefaults
 from armillary.model.text.tokenizer import Detokenizer, Tokenizer
-from armillary.serving.http.metrics import Histogram, Metrics
 from armillary.serving.http.problem import Problem
 from armillary.serving.openai.detokenize import AnswerText
 from armillary.serving.openai.logprobs import CompletionLogprobs, chat_entry
@@ -33,6 +32,7 @@ from armillary.serving.processes.engine_client import for_engine
 from armillary.serving.processes.engine_ipc import Orders, Outlet, Submit, Turn, messages, read_message
 from armillary.serving.processes.mailbox import End, Mailbox
 from armillary.serving.processes.ranks import Ranks
+from armillary.serving.processes.server_metrics import Histogram, Metrics
 from armillary.spec.gauges import GAUGES
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home

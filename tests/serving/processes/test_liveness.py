@@ -12,7 +12,6 @@ import pytest
 
 from armillary.engine.engine_thread import Worker
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.serving.http.metrics import Metrics
 from armillary.serving.http.problem import Problem
 from armillary.serving.processes.engine_client import EngineProcess
 from armillary.serving.processes.engine_ipc import Beat, Orders, Turn
@@ -20,6 +19,7 @@ from armillary.serving.processes.heartbeat import Pulse
 from armillary.serving.processes.liveness import Liveness
 from armillary.serving.processes.mailbox import Mailbox
 from armillary.serving.processes.ranks import Ranks
+from armillary.serving.processes.server_metrics import Metrics
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
 from tests.engine.test_engine import make_engine

@@ -13,7 +13,6 @@ import pytest
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.errors import BadInput
 from armillary.serving.http.lines import to_whom_it_concerns
-from armillary.serving.http.metrics import Metrics
 from armillary.serving.http.problem import Problem
 from armillary.serving.openai.completions import complete
 from armillary.serving.openai.schemas import Completion
@@ -21,6 +20,7 @@ from armillary.serving.processes import engine_client as engine_process
 from armillary.serving.processes.engine_client import EngineProcess
 from armillary.serving.processes.engine_ipc import Failed, Orders, Refused, Started, Turn, frame
 from armillary.serving.processes.mailbox import Mailbox
+from armillary.serving.processes.server_metrics import Metrics
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
 

@@ -8,8 +8,8 @@ import pytest
 
 from armillary.errors import BadInput, BadRecipe, NotFound
 from armillary.spec import catalogue
-from armillary.spec.tables.fields import build
 from armillary.spec.tables.hardware import HardwareTable
+from armillary.spec.toml.fields import build
 
 
 def table(**values: Any) -> HardwareTable:

@@ -13,8 +13,8 @@ from armillary.model.text.tokenizer import Tokenizer
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
 from armillary.training.data.batch import IGNORED
-from armillary.training.data.open_sources import open_data
 from armillary.training.loop import train
+from armillary.training.open_data import open_data
 from armillary.training.prepare_run import start, starting_point, train_recipe
 from tests.ranks import Ranks
 from tests.training.test_many_ranks import begin, losses, on_ranks

@@ -12,8 +12,8 @@ from armillary.errors import BadData, BadInput, NotFound
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.training.data.corpus import find_corpus, numbered
 from armillary.training.data.document import Document, Skipped
-from armillary.training.data.prepare import prepare
 from armillary.training.data.shards import TokenShards
+from armillary.training.prepare_data import prepare
 
 
 def write_tar(path: Path, files: dict[str, bytes | str], mode: str = "w") -> Path:

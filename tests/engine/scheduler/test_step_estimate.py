@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from armillary.engine.scheduler.step_estimate import StepTimes
 from armillary.engine.telemetry.step_calibration import Kind, decision_of
-from armillary.engine.telemetry.step_estimate import StepTimes
 from tests.engine.fake import make_scheduler
 from tests.engine.test_engine import ask, make_engine
 

@@ -22,3 +22,5 @@ CALM = 0.01
 """share of the time that checkpoints or validations are brought down to"""
 FULL = 0.95
 """share of a device's memory beyond which the allocator has to search, and a longer batch fails"""
+WORTH = 1.05
+"""predicted speed-up from which a lever is worth pulling, and a cause worth naming: less is within what runs differ"""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from armillary.engine.scheduler.decision import Decision
-from armillary.engine.telemetry.gauges import work_gauges
+from armillary.engine.scheduler.decision import Decision, work_gauges
 
 _CLASSES = 48
 _SLOW_S = 0.1

@@ -22,8 +22,8 @@ from armillary.training.data.blend import Blend
 from armillary.training.data.cache import Cache
 from armillary.training.data.corpus import find_corpus
 from armillary.training.data.loader import Loader
-from armillary.training.data.open_sources import OpenData, open_data, plan_data, prepare_data
-from armillary.training.data.prepare import prepare
+from armillary.training.open_data import OpenData, open_data, plan_data, prepare_data
+from armillary.training.prepare_data import prepare
 
 JOB = TrainJob(sequence=16, batch_tokens=16 * 8, steps=10)
 

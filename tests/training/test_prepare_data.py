@@ -15,8 +15,8 @@ import armillary
 from armillary.errors import BadData, BadInput, BadModel, NotFound
 from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.text.train_tokenizer import train_tokenizer
-from armillary.training.data.prepare import prepare
 from armillary.training.data.shards import TokenShards
+from armillary.training.prepare_data import prepare
 
 TEXTS = [f"def number_{i}():\n    return {i}  # {'ab ' * (i % 7)}<|endoftext|>\n" for i in range(120)]
 
@@ -177,7 +177,7 @@ def test_an_error_half_way_leaves_nothing(source: Path, tmp_path: Path) -> None:
 def test_killed_half_way_it_leaves_nothing_that_looks_finished(source: Path, tmp_path: Path) -> None:
     program = """
         import sys, time
-        from armillary.training.data.prepare import prepare
+        from armillary.training.prepare_data import prepare
 
         def progress(done, total, what):
             if what == "encoding":

@@ -26,13 +26,13 @@ from armillary.training.data.cache import Cache
 from armillary.training.data.corpus import find_corpus
 from armillary.training.data.index import NAME, Split
 from armillary.training.data.inspect_shards import document_lengths
-from armillary.training.data.prepare import Prepared, folder_name, prepare
 from armillary.training.data.remote import Remote, is_url
 from armillary.training.data.row_packing import Packing
 from armillary.training.data.shards import TokenShards
 from armillary.training.data.survey import Progress, survey
 from armillary.training.data.tokenize_corpus import SAMPLE_BYTES
 from armillary.training.data.validation import HeldOut, Validation
+from armillary.training.prepare_data import Prepared, folder_name, prepare
 from armillary.units import bytes_text
 
 _GOLDEN = 0x9E3779B97F4A7C15

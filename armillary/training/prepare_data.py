@@ -17,6 +17,7 @@ from armillary.errors import ArmillaryError, BadInput, BadModel
 from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.text.train_tokenizer import LARGEST, SMALLEST
 from armillary.store.atomic import Taken, staged_folder
+from armillary.training.chat_data.prepare import make_chat
 from armillary.training.data.cache import Cache
 from armillary.training.data.corpus import Corpus, find_corpus
 from armillary.training.data.index import NAME, SPLITS, Index
@@ -199,6 +200,4 @@ Maker = Callable[[Corpus, Path, Tokenizer | None, int, Mapping[str, Any], Progre
 def _maker(format: str, template: str) -> Maker:
     if format != "chat":
         return encode_corpus
-    from armillary.training.chat_data.prepare import make_chat
-
     return lambda corpus, folder, given, vocab, *rest: make_chat(corpus, folder, given, vocab, template, *rest)

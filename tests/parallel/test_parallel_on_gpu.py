@@ -191,7 +191,7 @@ from armillary.model.layers.attention_forms import plain
 from armillary.parallel.compile_blocks import compile_blocks
 from armillary.parallel.tensor import cut_by_tensor
 from armillary.model.transformer import build
-from tests.parallel.test_on_gpu import CONFIG
+from tests.parallel.test_parallel_on_gpu import CONFIG
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 mesh = DeviceMesh("cuda", torch.arange(2), mesh_dim_names=("tp",))
