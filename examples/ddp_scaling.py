@@ -205,7 +205,7 @@ def plot(rows: list[Row], path: Path) -> str:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        return "no plot: pip install 'armillary[reports]'"
+        return "no plot: pip install matplotlib"
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for name in dict.fromkeys(row.setting.model for row in rows):
         mine = [row for row in rows if row.setting.model == name]

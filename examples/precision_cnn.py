@@ -282,7 +282,7 @@ def plot(results: list[Result], path: Path) -> str:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        return "no plot: pip install 'armillary[reports]'"
+        return "no plot: pip install matplotlib"
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
     names, colours = [one.name for one in results], ["tab:blue", "tab:orange", "tab:green"]
     axes[0, 0].bar(names, [one.images_per_s for one in results], color=colours)
