@@ -108,8 +108,8 @@ def look(name: str, step: Step, home: Home, pages: Path | None, **more: Any) -> 
         write_page(found, pages / f"{name.replace(' ', '_')}.html")
     print(f"\n{name}: {budget_line(found)}", *(f"  - {text}" for text in found.findings[:3]), sep="\n")
     for row in top_rows(found, 6):
-        share, reached = row.device_s / found.wall_s, row.roof_fraction or 0.0
-        print(f"    {row.name[:70]:70} {row.work:12} {share:6.1%} of the time, {reached:.0%} of the roof")
+        share, reached = row.device_s / found.wall_s, row.roofline_fraction or 0.0
+        print(f"    {row.name[:70]:70} {row.work:12} {share:6.1%} of the time, {reached:.0%} of the roofline")
     return summary(name, found, on_device)
 
 

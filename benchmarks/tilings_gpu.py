@@ -49,14 +49,14 @@ CUDA = torch.device("cuda")
 Ways = dict[str, Callable[..., Any]]
 
 
-def shares(ways: Ways, sets: list[Any], amount: float, roof: float = 1e12, rest_s: float = 0.0) -> dict[str, Any]:
-    """Way -> amount a second over the roof, in percent for bytes."""
+def shares(ways: Ways, sets: list[Any], amount: float, ceiling: float = 1e12, rest_s: float = 0.0) -> dict[str, Any]:
+    """Way -> amount a second over the ceiling, in percent for bytes."""
     found: dict[str, Any] = {}
     for name, run in ways.items():
         try:
             calls = [lambda inputs=inputs, run=run: run(*inputs) for inputs in sets]
             took = time_calls(calls, CUDA, budget_s=0.03, rest_s=rest_s, graph=rest_s == 0).seconds
-            found[name] = round(amount / took / roof * (1 if rest_s else 100), 1)
+            found[name] = round(amount / took / ceiling * (1 if rest_s else 100), 1)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {str(error)[:60]}"
         print(name, found[name], file=sys.stderr, flush=True)
@@ -76,7 +76,7 @@ def patched(run: Callable[..., Any], module: Any, **names: Any) -> Callable[...,
     return call
 
 
-def paged(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+def paged(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Numbers the second launch adds at a time, stages, workers a multiprocessor, keys a tile, warps of the first."""
     plain, run = paged_attention_triton.split_tiling, paged_attention_triton.paged_attention
 
@@ -106,10 +106,10 @@ def paged(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         PagedCase(batch=256, context=1024, cache="fp8"),
     ):
         sets = input_sets(PAGED_ATTENTION, case)
-        yield case.label, shares(ways, sets, PAGED_ATTENTION.work(case).bytes, roofs["read"])
+        yield case.label, shares(ways, sets, PAGED_ATTENTION.work(case).bytes, ceilings["read"])
 
 
-def small(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+def small(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Rows, depth, splits and stages of small matmuls."""
 
     def way(tiles: Tiles) -> Callable[..., Any]:
@@ -133,11 +133,11 @@ def small(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
                 ways[" ".join(f"{k}={v}" for k, v in change.items())] = way(replace(mine, **change))
             x = torch.randn(tokens, inputs, device=CUDA).bfloat16()
             moved = 2.0 * (outputs * inputs + tokens * (inputs + outputs))
-            found = shares(ways, [(x, w) for w in weights], moved, roofs["read"])
+            found = shares(ways, [(x, w) for w in weights], moved, ceilings["read"])
             yield f"{outputs} × {inputs}, {tokens} tokens", found
 
 
-def qkv(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+def qkv(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Tokens and warps of a program of the cache write."""
 
     def way(sizes: tuple[int, int]) -> Callable[..., Any]:
@@ -150,10 +150,10 @@ def qkv(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     for case in (QkvCase(tokens=16384), QkvCase(tokens=16384, heads=64), QkvCase(tokens=256)):
         sizes = ((1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (8, 4), (16, 4), (16, 8), (32, 8))
         ways: Ways = {"rule": qkv_cache_triton.qkv_cache} | {str(size): way(size) for size in sizes}
-        yield case.label, shares(ways, input_sets(QKV_CACHE, case), QKV_CACHE.work(case).bytes, roofs["copy"])
+        yield case.label, shares(ways, input_sets(QKV_CACHE, case), QKV_CACHE.work(case).bytes, ceilings["copy"])
 
 
-def fp8(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+def fp8(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """The product alone, ours and the library's."""
     a, b = (quantise(torch.randn(8192, 8192, device=CUDA).bfloat16(), E4M3, "row") for _ in range(2))
 
@@ -185,7 +185,7 @@ def _backward_sets(case: NormCase, residual: bool) -> list[tuple[Any, ...]]:
     return [(randn(*size), randn(*size) if residual else None, randn(*size), *rest) for _ in range(3)]
 
 
-def bare(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+def bare(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Launch shapes of the backward of norms without weights, which leave nothing to add up."""
     layer, rms = {"kind": "layer", "weight": False}, {"weight": False}
     for rows, columns, how, residual in (
@@ -197,10 +197,10 @@ def bare(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     ):
         case = NormCase(rows=rows, columns=columns, **how)
         shapes = [Shape(held, 256 * warps, warps) for held, warps in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16), (2, 4))]
-        yield _backwards(case, residual, shapes, roofs)
+        yield _backwards(case, residual, shapes, ceilings)
 
 
-def weights(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+def weights(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Launch shapes of the backward of wide norms with weights."""
     layer = {"kind": "layer", "bias": True}
     for rows, columns, how in ((8192, 12288, layer), (8192, 4608, {}), (4096, 16384, {}), (8192, 8192, layer)):
@@ -208,10 +208,10 @@ def weights(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         rule = backward_shape(columns, 2, False, sums=1 + case.bias, residual=False)
         shapes = [rule._replace(stages=stages) for stages in (2, 4)] + [rule._replace(ahead=not rule.ahead)]
         shapes += [rule._replace(warps=warps, width=256 * warps) for warps in (8, 16, 32) if warps != rule.warps]
-        yield _backwards(case, False, shapes, roofs)
+        yield _backwards(case, False, shapes, ceilings)
 
 
-def _backwards(case: NormCase, residual: bool, shapes: list[Shape], roofs: dict[str, float]) -> Any:
+def _backwards(case: NormCase, residual: bool, shapes: list[Shape], ceilings: dict[str, float]) -> Any:
     run = norm_triton._norm_backward
     ways: Ways = {"rule": run}
     for shape in shapes:
@@ -219,10 +219,10 @@ def _backwards(case: NormCase, residual: bool, shapes: list[Shape], roofs: dict[
         ways[name] = patched(run, norm_triton, backward_shape=always(shape))
     moved = 2.0 * case.rows * case.columns * (4 if residual else 3)
     label = f"{case.label}{' residual' if residual else ''}, backward"
-    return label, shares(ways, _backward_sets(case, residual), moved, roofs["copy"])
+    return label, shares(ways, _backward_sets(case, residual), moved, ceilings["copy"])
 
 
-def norm(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+def norm(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Rows held or read twice, by rows and warps of a program, and by pieces; forward."""
     run = NORM.version("triton").load()  # type: ignore[union-attr]
     for case in (
@@ -238,10 +238,10 @@ def norm(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
             ways[f"held {held}, {warps} warps"] = patched(run, norm_triton, **once)
         for piece in (2048, 4096, 8192):
             ways[f"twice, pieces of {piece}"] = patched(run, norm_triton, reads_twice=always(True), _PIECE=piece)
-        yield case.label, shares(ways, input_sets(NORM, case), NORM.work(case).bytes, roofs["copy"])
+        yield case.label, shares(ways, input_sets(NORM, case), NORM.work(case).bytes, ceilings["copy"])
 
 
-def rope(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+def rope(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Numbers of a program and of a thread where heads are gone over from end to end; forward."""
     run = ROPE.version("triton").load()  # type: ignore[union-attr]
     for dim, turned in ((96, 24), (80, 80), (80, 20), (64, 16), (96, 96)):
@@ -249,10 +249,10 @@ def rope(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         sizes = ((8192, 16), (8192, 32), (4096, 16), (4096, 32), (16384, 32))
         whole = {"_halves_share_sectors": always(True)}
         ways: Ways = {"rule": run} | {f"{size}": patched(run, rope_triton, _WHOLE=size, **whole) for size in sizes}
-        yield case.label, shares(ways, input_sets(ROPE, case), ROPE.work(case).bytes, roofs["copy"])
+        yield case.label, shares(ways, input_sets(ROPE, case), ROPE.work(case).bytes, ceilings["copy"])
 
 
-def slopes(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+def slopes(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Columns, numbers, warps and programs of dropout's backward."""
     for case in BIAS_ACT_DROPOUT.cases.values():
         sets = [(torch.randn_like(x), x, *rest) for x, *rest in input_sets(BIAS_ACT_DROPOUT, case)]
@@ -270,10 +270,10 @@ def slopes(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
             (2048, 4096, 8, 4),
         ):
             ways[f"{size}"] = patched(run, bias_act_dropout_triton, **{name: size})
-        yield f"{case.label} backward", shares(ways, sets, BIAS_ACT_DROPOUT.work(case).backward_bytes, roofs["copy"])
+        yield f"{case.label} backward", shares(ways, sets, BIAS_ACT_DROPOUT.work(case).backward_bytes, ceilings["copy"])
 
 
-def vector(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+def vector(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """One token: programs of a few rows against tiles for tensor cores."""
 
     def way(tiles: VectorTiles) -> Callable[..., Any]:
@@ -298,10 +298,10 @@ def vector(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
             for early in (True, False):
                 ways[f"{sizes}{' early' if early else ''}"] = way(VectorTiles(*sizes, early))
         moved = 2.0 * (outputs * inputs + inputs + outputs)
-        yield f"{outputs} × {inputs}", shares(ways, [(x, w) for w in weights], moved, roofs["read"])
+        yield f"{outputs} × {inputs}", shares(ways, [(x, w) for w in weights], moved, ceilings["read"])
 
 
-def dropout(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
+def dropout(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Columns, numbers and warps of a program; forward."""
     run = BIAS_ACT_DROPOUT.version("triton").load()  # type: ignore[union-attr]
     for case in BIAS_ACT_DROPOUT.cases.values():
@@ -310,7 +310,7 @@ def dropout(roofs: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         for size in ((256, 4096, 8), (256, 4096, 4), (512, 4096, 8)):
             ways[f"{size}"] = patched(run, bias_act_dropout_triton, _FORWARD=size)
         moved = BIAS_ACT_DROPOUT.work(case).bytes
-        yield case.label, shares(ways, input_sets(BIAS_ACT_DROPOUT, case), moved, roofs["copy"])
+        yield case.label, shares(ways, input_sets(BIAS_ACT_DROPOUT, case), moved, ceilings["copy"])
 
 
 PARTS = {
@@ -333,11 +333,11 @@ def main(parts: list[str]) -> None:
         for module in (norm_rows_triton, rope_triton, dropout_pairs_triton):
             vars(module)["STREAM"] = tl.constexpr(how)  # before anything is compiled
     parts = [part for part in parts if "=" not in part]
-    roofs = measure_some(settings_for(CUDA, quick=False), {"read", "copy"})
-    found: dict[str, Any] = {"TB/s": {name: round(roof / 1e12, 3) for name, roof in roofs.items()}}
+    ceilings = measure_some(settings_for(CUDA, quick=False), {"read", "copy"})
+    found: dict[str, Any] = {"TB/s": {name: round(ceiling / 1e12, 3) for name, ceiling in ceilings.items()}}
     try:
         for part in parts or PARTS:
-            found |= {f"{part} {label}": result for label, result in PARTS[part](roofs)}
+            found |= {f"{part} {label}": result for label, result in PARTS[part](ceilings)}
     finally:
         print(json.dumps(found, ensure_ascii=False))
 

@@ -25,7 +25,7 @@ from armillary.engine.scheduler.loop import Loop
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import Settings, settings_for
 from armillary.engine.telemetry.step_calibration import rehearse
-from armillary.engine.telemetry.step_roofline import step_roof
+from armillary.engine.telemetry.step_roofline import step_roofline
 from armillary.errors import BadInput
 from armillary.kernels.core.requirements import lacking
 from armillary.model.device import fit_threads, free_bytes
@@ -103,8 +103,8 @@ def make_engine(
             loop.times.learn(made, made["rehearsed_s"])
         tell("rehearsal", time.monotonic() - begin)
     texts = Answers(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
-    roof = step_roof(model.config, peaks, _dtype_name(model))
-    return Engine(loop, texts, record=record, roof=roof), plan
+    roofline = step_roofline(model.config, peaks, _dtype_name(model))
+    return Engine(loop, texts, record=record, roofline=roofline), plan
 
 
 def make_executor(

@@ -17,7 +17,7 @@ from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.loop import Loop, StepFailed
 from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.engine.telemetry.gauges import request_gauges, step_gauges
-from armillary.engine.telemetry.step_roofline import StepRoof
+from armillary.engine.telemetry.step_roofline import StepRoofline
 from armillary.errors import BadInput, MissingPart
 
 Record = Callable[..., None]
@@ -61,13 +61,13 @@ class Engine:
     """Steps, and what comes of them."""
 
     def __init__(
-        self, loop: Loop, answers: Answers, *, record: Record | None = None, roof: StepRoof | None = None
+        self, loop: Loop, answers: Answers, *, record: Record | None = None, roofline: StepRoofline | None = None
     ) -> None:
         self.loop = loop
         self.scheduler = loop.scheduler
         self.answers = answers
         self._record = record
-        self._roof = roof
+        self._roofline = roofline
         self._open: dict[int, dict[str, float]] = {}
         """records of steps whose tokens are not back"""
         self._ended_at: float | None = None
@@ -80,11 +80,11 @@ class Engine:
 
     def under_way(self) -> tuple[int, float | None]:
         """For another thread: tokens of the steps that are not over, and the seconds these may be expected to take, by
-        steps so far or, before there are any, by the roof; None where neither is known."""
+        steps so far or, before there are any, by the roofline; None where neither is known."""
         decisions = [decision for decision in tuple(self.scheduler.under_way) if not decision.empty]
         expected = [self.loop.times.expected_s(decision) for decision in decisions]
-        if None in expected and self._roof is not None:
-            expected = [self._roof.seconds(decision) for decision in decisions]
+        if None in expected and self._roofline is not None:
+            expected = [self._roofline.seconds(decision) for decision in decisions]
         tokens = sum(decision.num_tokens for decision in decisions)
         return tokens, None if None in expected else sum(seconds or 0.0 for seconds in expected)
 
@@ -114,14 +114,14 @@ class Engine:
                 "engine_launch_s": loop.launch_s,
                 "engine_wait_s": 0.0,
             }
-            needed = {} if self._roof is None else {"engine_roof_fraction": self._roof.seconds(decision)}
+            needed = {} if self._roofline is None else {"engine_roof_fraction": self._roofline.seconds(decision)}
             self._open[decision.number] = step_gauges(self.scheduler, decision, left) | times | needed
         taken = [number for number in loop.taken if number in self._open]
         for number in taken:
             made = self._open.pop(number)
             made["engine_wait_s"] = loop.wait_s / len(taken)
             made["engine_step_s"] += made["engine_wait_s"]
-            if self._roof is not None:  # until now, the seconds that the roof needs
+            if self._roofline is not None:  # until now, the seconds that the roofline needs
                 made["engine_roof_fraction"] /= max(made["engine_step_s"], 1e-9)
             record(made, step=number)
 

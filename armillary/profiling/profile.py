@@ -1,7 +1,7 @@
 """Profile: what one look at a program found, whatever it was read from; torch-free, and the same as JSON.
 
 The budget says where the wall time of the steps went, in seconds that add up to it; rows say what operators and kernels
-did against the measured roof; gaps say when the device waited, and for what.
+did against the measured roofline; gaps say when the device waited, and for what.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from armillary.errors import BadInput
@@ -52,10 +51,10 @@ class Row:
     """operations of all calls, where a model of them exists"""
     bytes: float | None = None
     """memory traffic of all calls, where a model of it exists"""
-    roof_s: float | None = None
-    """least time the measured roof allows for that work"""
+    roofline_s: float | None = None
+    """least time the measured roofline allows for that work"""
     bound: Bound = "unknown"
-    """which side of the roof it is under; overhead: too short to be either"""
+    """which side of the roofline it is under; overhead: too short to be either"""
     module: str = ""
     """the module it was called from, where the trace says"""
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -79,9 +78,9 @@ class Row:
         return self.bytes / self.seconds if self.bytes is not None and self.seconds else None
 
     @property
-    def roof_fraction(self) -> float | None:
-        """Share of the roof that was reached."""
-        return self.roof_s / self.seconds if self.roof_s is not None and self.seconds else None
+    def roofline_fraction(self) -> float | None:
+        """Share of the roofline that was reached."""
+        return self.roofline_s / self.seconds if self.roofline_s is not None and self.seconds else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +118,11 @@ class MemoryTimeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roof:
+class Roofline:
     """The ceilings a profile is held against."""
 
     device: str
-    """what it is the roof of"""
+    """what it is the roofline of"""
     flops: Mapping[str, float] = field(default_factory=dict)
     """dtype -> FLOP/s"""
     bytes_per_s: float | None = None
@@ -154,7 +153,7 @@ class Profile:
     """the longest first"""
     memory: MemoryTimeline | None = None
     """where it was recorded"""
-    roof: Roof
+    roofline: Roofline
     """what it was held against"""
     findings: tuple[str, ...] = ()
     """what to look at first, in plain words, the largest gain first"""
@@ -192,11 +191,14 @@ class Profile:
             raise BadInput(f"{where} is not JSON ({error}); profile again") from None
         if not isinstance(values, dict) or "budget" not in values:
             raise BadInput(f"{where} holds no profile; make one with armillary profile")
-        return build(Profile, values, where)
+        return build(Profile, _current_keys(values), where)
 
 
-def read_profile(path: Path) -> Profile:
-    try:
-        return Profile.from_json(path.read_text(), str(path))
-    except FileNotFoundError:
-        raise BadInput(f"no profile {path}; make one with armillary profile") from None
+def _current_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Profiles written before the fields `roof` and `roof_s` were called roofline and roofline_s."""
+    if "roof" in values:
+        values["roofline"] = values.pop("roof")
+    for row in values.get("rows", ()):
+        if "roof_s" in row:
+            row["roofline_s"] = row.pop("roof_s")
+    return values

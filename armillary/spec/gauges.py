@@ -39,7 +39,7 @@ _Rows = tuple[tuple[str, str, str], ...]  # name, unit, meaning
 _INNER: _Rows = (
     ("useful_fraction", "fraction", "step budget: work at the speed of the roofline"),
     ("inefficiency_fraction", "fraction", "step budget: kernel time beyond what the roofline allows"),
-    ("unjudged_fraction", "fraction", "step budget: device time that cannot be judged against a roof"),
+    ("unjudged_fraction", "fraction", "step budget: device time that cannot be judged against a roofline"),
     ("comm_exposed_fraction", "fraction", "step budget: communication with no computation beside it"),
     ("launch_gap_fraction", "fraction", "step budget: device idle because the next launch came late"),
     ("host_fraction", "fraction", "step budget: device idle while Python or the loader ran"),
@@ -48,7 +48,7 @@ _INNER: _Rows = (
     ("unknown_fraction", "fraction", "step budget: what could not be attributed"),
     ("host_stall_fraction", "fraction", "share of a step in which the host held the device up for over a millisecond"),
     ("fusible_fraction", "fraction", "share of a step in passes over memory that a compiler would join"),
-    ("short_kernels_fraction", "fraction", "share of a step in kernels too short for any roof"),
+    ("short_kernels_fraction", "fraction", "share of a step in kernels too short for any roofline"),
     ("data_wait_s", "s", "time the step waited for its batch"),
     ("data_wait_fraction", "fraction", "data wait over step time"),
     ("device_busy_fraction", "fraction", "wall time with at least one kernel running"),

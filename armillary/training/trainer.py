@@ -37,7 +37,7 @@ from armillary.training.telemetry.call_cost import Samples
 from armillary.training.telemetry.memory_gauges import NoMeter, make_meter
 from armillary.training.telemetry.micro_batch_cost import JoinedRows, can_join
 from armillary.training.telemetry.process_stats import WINDOW, Speed, memory_gauges
-from armillary.training.telemetry.profiled_step import Looks, roof_here, set_apart, undisturbed
+from armillary.training.telemetry.profiled_step import Looks, device_roofline, set_apart, undisturbed
 from armillary.training.telemetry.recompute_timer import Again
 from armillary.training.telemetry.step_clock import Pace, queued_s, spread
 from armillary.training.telemetry.step_report import StepReport
@@ -93,7 +93,7 @@ class Trainer:
             self.sharded.tell(self.waits)
         self.pace = Pace()
         self.again = Again(self.model, self.device, seen=not self.job.compiled)
-        self.looks = Looks(self.job.profile_every if world.is_main else 0, roof_here(self.device, home))
+        self.looks = Looks(self.job.profile_every if world.is_main else 0, device_roofline(self.device, home))
         self.samples = self._samples()
         self.val_loss: float | None = None
         self.validation_s = 0.0

@@ -231,7 +231,7 @@ def matches(structure: armillary.Structure, text: str) -> bool:
     return re.fullmatch(pattern, text) is not None
 
 
-def test_steps_are_held_against_the_measured_roof(folder: Path, home: Home) -> None:
+def test_steps_are_held_against_the_measured_roofline(folder: Path, home: Home) -> None:
     points = {
         "read": ({"bytes": 1 << 30, "bytes_per_s": 1e10},),
         "gemm": ({"m": 1, "n": 1, "k": 1, "dtype": "fp32", "flops": 1e11},),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from armillary.profiling.profile import Gap, MemoryTimeline, Profile, Roof, Row
+from armillary.profiling.profile import Gap, MemoryTimeline, Profile, Roofline, Row
 
 
 def made_profile(**changes: Any) -> Profile:
     """Two steps of 100 ms on a made-up GPU: one GEMM, one norm, one copy, tiny elementwise kernels."""
-    roof = Roof(
+    roofline = Roofline(
         device="Made GPU", flops={"bf16": 800e12, "fp32": 60e12}, bytes_per_s=4e12, launch_s=3e-6, source="measured"
     )
     rows = (
@@ -21,7 +21,7 @@ def made_profile(**changes: Any) -> Profile:
             device_s=0.060,
             flops=3.6e13,
             bytes=3e10,
-            roof_s=0.045,
+            roofline_s=0.045,
             bound="compute",
             module="blocks.0.mlp",
             details={"registers": 232, "occupancy_percent": 25},
@@ -34,7 +34,7 @@ def made_profile(**changes: Any) -> Profile:
             device_s=0.020,
             flops=8e9,
             bytes=4e10,
-            roof_s=0.010,
+            roofline_s=0.010,
             bound="memory",
             module="blocks.0.norm",
         ),
@@ -46,7 +46,7 @@ def made_profile(**changes: Any) -> Profile:
             device_s=0.012,
             flops=2e8,
             bytes=2.4e9,
-            roof_s=0.0006,
+            roofline_s=0.0006,
             bound="overhead",
         ),
         Row(name="Memcpy HtoD", kind="kernel", work="copy", calls=2, device_s=0.006, bytes=1e8),
@@ -59,7 +59,7 @@ def made_profile(**changes: Any) -> Profile:
             cpu_s=0.002,
             flops=3.6e13,
             bytes=3e10,
-            roof_s=0.045,
+            roofline_s=0.045,
             bound="compute",
             module="blocks.0.mlp",
         ),
@@ -90,7 +90,7 @@ def made_profile(**changes: Any) -> Profile:
             by_category={"weights": 2e9, "activations": 3e9},
             by_module={"blocks.0.mlp": 1.2e9, "blocks.1.mlp": 0.8e9},
         ),
-        "roof": roof,
+        "roofline": roofline,
         "findings": ("loader starves the device 23 ms a step at train.py:88", "item() at train.py:131 blocks 6 ms"),
         "notes": ("a step takes 97 ms without the profiler, 100 ms with it",),
     }

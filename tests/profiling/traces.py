@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from armillary.profiling.profile import Roof
+from armillary.profiling.profile import Roofline
 
 MAIN, DEVICE = {"pid": 1, "tid": 1}, {"pid": 0, "tid": 7}
-ROOF = Roof(device="test", flops={"fp32": 1e13, "bf16": 1e14}, bytes_per_s=1e12, launch_s=5e-6, source="measured")
+ROOFLINE = Roofline(
+    device="test", flops={"fp32": 1e13, "bf16": 1e14}, bytes_per_s=1e12, launch_s=5e-6, source="measured"
+)
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
 

@@ -40,7 +40,7 @@ def measure(walk: Walk) -> None:
         peaks = load_peaks(walk.home, name_of(device))
         if peaks is None or not is_known(peaks, walk.recipe.layout.num_devices):
             peaks = _measured(walk, device)
-        text = roofs_text(peaks)
+        text = ceilings_text(peaks)
         walk.out.say(f"{peaks.device}, {peaks.date}: {text}")
         say(text)
 
@@ -130,7 +130,7 @@ def _computing_with(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def roofs_text(peaks: Peaks) -> str:
+def ceilings_text(peaks: Peaks) -> str:
     """'bf16 310 GFLOP/s · memory 21 GB/s · all-reduce of 2 ranks 60 µs + 4.1 GB/s'."""
     parts = [
         f"{dtype} {flops_per_s_text(best)}{' (emulated)' if peaks.is_emulated(dtype) else ''}"

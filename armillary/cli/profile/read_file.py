@@ -25,16 +25,16 @@ def is_readable(name: str) -> bool:
 
 
 def read_file(path: Path, home: Home) -> Profile:
-    """A profile; of a trace, held against the roof of the device it names."""
+    """A profile; of a trace, held against the roofline of the device it names."""
     from armillary.profiling.analysis.analyse import analyse, device_name
-    from armillary.profiling.analysis.roofline import roof_for
+    from armillary.profiling.analysis.roofline import roofline_for
     from armillary.profiling.trace.trace import read_trace
 
     if _holds_profile(path):
         return _read_profile(path)
     trace = read_trace(path)
     memory = trace.device_bytes[0] if trace.device_bytes else None
-    return analyse(trace, roof=roof_for(device_name(trace), home, memory), source=str(path))
+    return analyse(trace, roofline=roofline_for(device_name(trace), home, memory), source=str(path))
 
 
 def check_folder(option: str, path: Path) -> None:

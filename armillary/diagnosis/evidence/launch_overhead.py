@@ -1,6 +1,6 @@
 """Launching: the share of a step that follows the number of operations, or of micro-batches, rather than their work.
 
-On a GPU it is seen: the device stands idle until a launch comes, or runs kernels too short for any roof. On a processor
+On a GPU it is seen: the device stands idle until a launch comes, or runs kernels too short for any roofline. On a CPU
 every operator pays for its call, and cores are now quick and now slow: calls are counted, and what one took is held
 against steps of the same moment.
 """

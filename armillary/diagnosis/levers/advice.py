@@ -95,7 +95,7 @@ def _fuse(finding: Finding, reading: Reading) -> Iterator[Lever]:
 
 
 def _passes(profile: Profile) -> list[Row]:
-    """By their kind where no roof says that memory holds them up; what a compiler has fused is left out."""
+    """By their kind where no roofline says that memory holds them up; what a compiler has fused is left out."""
     rows = profile.kernels or tuple(row for row in profile.operators if row.device_s)
     fused = ("triton_", "Memcpy", "Memset")
     return [

@@ -1,7 +1,7 @@
 """Pricing: what a change of the recipe would make of a measured step, part by part.
 
 The planner says how each part changes (predicted then over predicted now); the measurement says how long each part is.
-Operations too short for any roof follow the number of launches rather than the work in them.
+Operations too short for any roofline follow the number of launches rather than the work in them.
 """
 
 from __future__ import annotations

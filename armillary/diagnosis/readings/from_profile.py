@@ -24,15 +24,15 @@ _HEAD = 4096
 def read_profiled(path: Path, home: Home) -> Reading:
     """A trace of torch.profiler or Nsight Systems, or what `armillary profile --json` printed."""
     from armillary.profiling.analysis.analyse import analyse, device_name
-    from armillary.profiling.analysis.roofline import roof_for
+    from armillary.profiling.analysis.roofline import roofline_for
     from armillary.profiling.trace.trace import read_trace
 
     if (profile := _written(path)) is not None:
         return reading_of(profile, str(path))
     trace = read_trace(path)
     memory = trace.device_bytes[0] if trace.device_bytes else None
-    roof = roof_for(device_name(trace), home, memory)
-    return reading_of(analyse(trace, roof=roof, source=str(path)), str(path))
+    roofline = roofline_for(device_name(trace), home, memory)
+    return reading_of(analyse(trace, roofline=roofline, source=str(path)), str(path))
 
 
 def reading_of(profile: Profile, source: str) -> Reading:
@@ -70,7 +70,7 @@ def _waited(profile: Profile) -> float:
 
 
 def _kernels(profile: Profile, rest: float) -> dict[str, float]:
-    """How many, how far from the roof, and how much of the time follows their number rather than their work."""
+    """How many, how far from the roofline, and how much of the time follows their number rather than their work."""
     rows = profile.kernels or tuple(row for row in profile.operators if row.device_s)
     judged = sum(profile.budget.get(part, 0.0) for part in ("useful", "inefficiency"))
     worked = sum(profile.budget.get(part, 0.0) for part in _KERNEL_PARTS)
@@ -84,7 +84,7 @@ def _kernels(profile: Profile, rest: float) -> dict[str, float]:
 
 
 def _short_s(rows: tuple[Row, ...]) -> float:
-    """On a GPU kernels too short for any roof; on a processor what its cheapest operators cost, of every operator."""
+    """On a GPU kernels too short for any roofline; on a CPU what its cheapest operators cost, of every operator."""
     if any(row.kind == "kernel" for row in rows):
         return sum(row.seconds for row in rows if row.bound == "overhead")
     before, total = 0, sum(row.calls for row in rows)

@@ -86,8 +86,10 @@ def _roofline(profile: Profile | None) -> str:
     if profile is None or not drawing:
         return ""
     works = dict.fromkeys(row.work for row in (profile.kernels or profile.operators) if row.intensity)
-    roof = {"measured": "measured here", "catalogue": "the catalogue's", "unknown": "not known"}[profile.roof.source]
-    note = f"<div class='note'>operators of one step, in one process; area is time; ceilings are {roof}</div>"
+    roofline = {"measured": "measured here", "catalogue": "the catalogue's", "unknown": "not known"}[
+        profile.roofline.source
+    ]
+    note = f"<div class='note'>operators of one step, in one process; area is time; ceilings are {roofline}</div>"
     return section("Roofline", drawing + legend((work_colour(work), work) for work in works) + note)
 
 

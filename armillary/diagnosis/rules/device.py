@@ -18,7 +18,7 @@ from armillary.units import seconds_text
 STARVED = 0.04
 """share of the time spent waiting for batches that a loader which reads ahead never comes to"""
 LATE_LAUNCHES = 0.08
-"""share of launch gaps and kernels too short for any roof: runs whose operators are of a fair size stay below"""
+"""share of launch gaps and kernels too short for any roofline: runs whose operators are of a fair size stay below"""
 HELD_UP = 0.08
 """share in which Python alone held the device up: logging and the learning rate take a tenth of that"""
 ASKS = 0.06
@@ -123,7 +123,7 @@ def precision(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def compute(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Nothing waits: the kernels themselves are the time. How far they are from the roof says what is left."""
+    """Nothing waits: the kernels themselves are the time. How far they are from the roofline says what is left."""
     return _kernels(reading, bound="compute")
 
 
@@ -144,7 +144,7 @@ def _kernels(reading: Reading, *, bound: str) -> Finding | None:
     ]
     if reached is not None:
         evidence.append(Evidence(gauge="roof_fraction", value=reached, expected=1.0, against="measured ceiling"))
-    at = f" at {reached:.0%} of the {_roof(reading)} roof" if reached is not None else ""
+    at = f" at {reached:.0%} of the {_roofline(reading)} roofline" if reached is not None else ""
     if (reading.get("unjudged_fraction") or 0.0) > busy / 2:
         at = f": kernels take {busy:.0%} of the time, and most of them cannot be judged"
     cause, says = ("compute", "compute-bound") if bound == "compute" else ("memory_bandwidth", "memory-bound")
@@ -158,8 +158,8 @@ def _kernels(reading: Reading, *, bound: str) -> Finding | None:
     )
 
 
-def _roof(reading: Reading) -> str:
-    source = reading.profile.roof.source if reading.profile else "measured"
+def _roofline(reading: Reading) -> str:
+    source = reading.profile.roofline.source if reading.profile else "measured"
     return "catalogue's" if source == "catalogue" else "measured"
 
 

@@ -17,7 +17,7 @@ NOTICED_S = 0.02
 SOMETIMES = 0.01
 """of tokens: what the 99th percentile sees"""
 FAR_BELOW = 0.35
-"""of the roof: a GPU's step of kernels that do run reaches more, even at one row"""
+"""of the roofline: a GPU's step of kernels that do run reaches more, even at one row"""
 OVERHEAD = 0.15
 """of a step in which the device has nothing to do because the host decides"""
 KNOWN = 0.5

@@ -47,14 +47,14 @@ def late_launches(reading: Reading, plan: Plan | None) -> Finding | None:
 def wide_products(reading: Reading, plan: Plan | None) -> Finding | None:
     """Matrix products in fp32 or tf32, by the names of their kernels, on a chip that is faster in bf16."""
     profile = reading.profile
-    if reading.plan is not None or profile is None or not profile.wall_s or "bf16" not in profile.roof.flops:
+    if reading.plan is not None or profile is None or not profile.wall_s or "bf16" not in profile.roofline.flops:
         return None
     gain, share = 1.0, 0.0
     for dtype, pattern in (("fp32", _FP32), ("tf32", _TF32)):
         part = sum(row.seconds for row in profile.kernels if pattern.search(row.name)) / profile.wall_s
-        peak = profile.roof.flops.get(dtype)
+        peak = profile.roofline.flops.get(dtype)
         if part > share and peak:
-            gain, share = speedup(min(1.0, part), profile.roof.flops["bf16"] / peak), part
+            gain, share = speedup(min(1.0, part), profile.roofline.flops["bf16"] / peak), part
     if share < WIDE:
         return None
     lever = Lever(
@@ -66,8 +66,8 @@ def wide_products(reading: Reading, plan: Plan | None) -> Finding | None:
     )
     evidence = Evidence(
         gauge="gemm_flops_per_s",
-        value=profile.roof.flops.get("fp32", 0.0),
-        expected=profile.roof.flops["bf16"],
+        value=profile.roofline.flops.get("fp32", 0.0),
+        expected=profile.roofline.flops["bf16"],
         against="the chip's bf16 peak",
     )
     return Finding(

@@ -16,7 +16,7 @@ from armillary.store.peaks import Peaks
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRoof:
+class StepRoofline:
     """A model on a device."""
 
     weight_bytes: float
@@ -42,14 +42,14 @@ class StepRoof:
         return max(moved / self.read_bytes_per_s, flops / self.flops_per_s)
 
 
-def step_roof(config: ModelConfig, peaks: Peaks | None, dtype: str) -> StepRoof | None:
-    """The roof of this model, where the device's bandwidth and products were measured (`armillary bench ceilings`)."""
+def step_roofline(config: ModelConfig, peaks: Peaks | None, dtype: str) -> StepRoofline | None:
+    """The roofline of this model, where the device's bandwidth and GEMMs were measured (`armillary bench ceilings`)."""
     read = peaks.best("read", "bytes_per_s") if peaks else None
     flops = peaks.best_gemm(dtype) if peaks else None
     if read is None or flops is None:
         return None
     weights, size = parameters(config).multiplied, size_of(dtype)
-    return StepRoof(
+    return StepRoofline(
         weight_bytes=weights * size,
         kv_bytes=2 * config.num_layers * config.kv_heads * config.head_dim * size,
         token_flops=2.0 * weights,

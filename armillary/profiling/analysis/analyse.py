@@ -15,15 +15,17 @@ from armillary.profiling.analysis.op_table import rows
 from armillary.profiling.analysis.profiler_overhead import overhead_note, without_recording
 from armillary.profiling.analysis.roofline_attribution import Judged, judge
 from armillary.profiling.analysis.step_budget import Budget, budget
-from armillary.profiling.profile import Profile, Roof
+from armillary.profiling.profile import Profile, Roofline
 from armillary.profiling.trace.event_classes import is_host_copy, is_launch
 from armillary.profiling.trace.trace import OP, RUNTIME, Trace, read_trace
 
 
-def analyse(trace: Trace | str | Path, *, roof: Roof, source: str = "", plain_s: float | None = None) -> Profile:
-    """Where the time of a trace went, held against `roof`; `plain_s` is a step's time without the profiler."""
+def analyse(
+    trace: Trace | str | Path, *, roofline: Roofline, source: str = "", plain_s: float | None = None
+) -> Profile:
+    """Where the time of a trace went, held against `roofline`; `plain_s` is a step's time without the profiler."""
     trace = trace if isinstance(trace, Trace) else read_trace(trace)
-    judged = judge(trace, roof)
+    judged = judge(trace, roofline)
     spent = without_recording(budget(judged), plain_s)
     table = rows(judged, spent)
     gaps = as_gaps(spent.stretches, judged.host, spent.window.span)
@@ -36,7 +38,7 @@ def analyse(trace: Trace | str | Path, *, roof: Roof, source: str = "", plain_s:
         rows=table,
         gaps=gaps,
         memory=memory_timeline(judged, spent.window, spent.device),
-        roof=roof,
+        roofline=roofline,
         notes=_notes(judged, spent, plain_s),
     )
     return findings(profile, judged, spent)
@@ -73,7 +75,7 @@ def amdahl_of(profile: Profile) -> tuple[AmdahlRow, ...]:
 
 def _notes(judged: Judged, spent: Budget, plain_s: float | None) -> tuple[str, ...]:
     trace, notes = judged.trace, []
-    if judged.roof.source == "unknown":
+    if judged.roofline.source == "unknown":
         notes.append(
             "no ceiling of this device is known, so kernel time is not judged: "
             "measure it with armillary bench ceilings on that machine"
@@ -84,7 +86,7 @@ def _notes(judged: Judged, spent: Budget, plain_s: float | None) -> tuple[str, .
             f"{share:.0%} of kernel time has no model of its work (no shapes in the trace, or code of "
             "one's own): it is not judged"
         )
-    if judged.roof.source == "catalogue":
+    if judged.roofline.source == "catalogue":
         notes.append("held against the catalogue's peaks, which no kernel quite reaches: measure with armillary bench")
     if judged.links.graph.any():
         count = int(judged.links.graph.sum())

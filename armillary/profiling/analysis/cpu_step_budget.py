@@ -65,8 +65,8 @@ def _operators(judged: Judged, owner: Array, seconds: Array) -> tuple[Array, Ker
     """Time of each operator that works, one dispatch taken off."""
     events, inverse = np.unique(owner, return_inverse=True)
     time = np.bincount(inverse, weights=seconds, minlength=len(events)) if len(events) else np.zeros(0)
-    roof = np.nan_to_num(np.fmax(judged.flops_s[events], judged.bytes_s[events]))
-    dispatch = np.minimum(np.maximum(time - roof, 0.0), judged.roof.launch_s or LAUNCH_S)
+    roofline = np.nan_to_num(np.fmax(judged.flops_s[events], judged.bytes_s[events]))
+    dispatch = np.minimum(np.maximum(time - roofline, 0.0), judged.roofline.launch_s or LAUNCH_S)
     left = time - dispatch
     return events, split_kernel_time(judged, events, left, lambda some: float(left[some].sum())), float(dispatch.sum())
 

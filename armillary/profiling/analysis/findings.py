@@ -22,9 +22,9 @@ _NEARLY_ALL = 0.95
 _SHORT_S = 50e-6
 """kernels below this are too short for the host to keep ahead of"""
 _REACHED = 0.1
-"""share of the memory roof from which a chain is held up by memory, and fusing it helps"""
+"""share of the memory roofline from which a chain is held up by memory, and fusing it helps"""
 _LARGE = 0.3
-"""share of the time from which a kernel is spoken of though it is near its roof"""
+"""share of the time from which a kernel is spoken of though it is near its roofline"""
 _MOST_KERNELS = 4
 """kernels that are spoken of one by one"""
 
@@ -58,7 +58,7 @@ def findings(profile: Profile, judged: Judged, spent: Budget) -> Profile:
 def _nothing(profile: Profile) -> str:
     if profile.fraction("unjudged") > profile.fraction("useful"):
         return f"nothing stands out; {profile.fraction('unjudged'):.0%} of the time is kernels that cannot be judged"
-    return f"nothing stands out: {profile.fraction('useful'):.0%} of the time is work at the roof"
+    return f"nothing stands out: {profile.fraction('useful'):.0%} of the time is work at the roofline"
 
 
 def _launches(profile: Profile, spent: Budget) -> Iterator[Finding]:
@@ -123,14 +123,14 @@ def _what(gap: Gap | None, cause: Cause) -> str:
 
 
 def _kernels(profile: Profile) -> Iterator[Finding]:
-    """Kernels far from their roof, and chains of small memory-bound ones that fusing would join."""
+    """Kernels far from their roofline, and chains of small memory-bound ones that fusing would join."""
     rows = profile.kernels or tuple(row for row in profile.operators if row.device_s)
     for row in rows[:_MOST_KERNELS]:
         if row.seconds and row.work != "collective" and row.bound != "overhead":
             yield _kernel(row, profile.wall_s)
     chain = [row for row in rows if row.bound == "memory" and row.work in ("elementwise", "norm", "copy", "softmax")]
     seconds, calls = sum(row.seconds for row in chain), sum(row.calls for row in chain)
-    reached = sum(min(row.roof_s or 0.0, row.seconds) for row in chain) / seconds if seconds else 0.0
+    reached = sum(min(row.roofline_s or 0.0, row.seconds) for row in chain) / seconds if seconds else 0.0
     if calls > 1 and reached > _REACHED:
         count = f"{calls / profile.steps:,.0f}"
         text = f"{count} memory-bound operations a step pass data through memory again and again; fuse them"
@@ -138,28 +138,28 @@ def _kernels(profile: Profile) -> Iterator[Finding]:
 
 
 def _tiny(profile: Profile) -> Iterator[Finding]:
-    """Kernels too short for any roof: each is little, and inside a CUDA graph no launch is there to blame."""
+    """Kernels too short for any roofline: each is little, and inside a CUDA graph no launch is there to blame."""
     rows = [row for row in profile.kernels if row.bound == "overhead"]
     calls, seconds = sum(row.calls for row in rows), sum(row.seconds for row in rows)
     if calls:
-        lost = sum(max(0.0, row.seconds - (row.roof_s or 0.0)) for row in rows) / profile.wall_s
+        lost = sum(max(0.0, row.seconds - (row.roofline_s or 0.0)) for row in rows) / profile.wall_s
         each = seconds_text(seconds / calls)
         yield Finding(
             lost,
-            f"{calls / profile.steps:,.0f} kernels a step are too short for any roof ({each} each) and "
+            f"{calls / profile.steps:,.0f} kernels a step are too short for any roofline ({each} each) and "
             f"take {seconds / profile.wall_s:.0%} of the time; fuse them",
         )
 
 
 def _kernel(row: Row, wall_s: float) -> Finding:
-    """Far from its roof, the distance can be won; near it or unjudged, only a faster or smaller version of it helps."""
+    """Far below its roofline, a kernel can gain the distance; near it or unjudged, only a faster kernel helps."""
     share = row.seconds / wall_s
     text = f"{short_name(row.name)} ({row.work}) takes {share:.0%} of the time"
-    if row.roof_s is None:
+    if row.roofline_s is None:
         least = share / 2 if share >= _LARGE else 0.0
         return Finding(least, f"{text}, and its least time is not known", "if it ran twice as fast")
-    reached = f"{min(1.0, row.roof_fraction or 0.0):.0%} of the {row.bound} roof"
-    lost = max(0.0, row.seconds - row.roof_s) / wall_s
+    reached = f"{min(1.0, row.roofline_fraction or 0.0):.0%} of the {row.bound} roofline"
+    lost = max(0.0, row.seconds - row.roofline_s) / wall_s
     if share >= _LARGE and lost < share / 2:
         less = "a narrower dtype or less of it" if row.bound == "compute" else "fewer bytes: fuse or narrow it"
         return Finding(share / 2, f"{text} at {reached}: only {less} helps", "if it ran twice as fast")

@@ -1,4 +1,4 @@
-"""Kernel time divided into what the roof asks for and the rest.
+"""Kernel time divided into what the roofline asks for and the rest.
 
 Time whose least time is not known (no shapes in the trace, no ceiling of the device) cannot be judged, and is kept
 apart: it is neither called useful nor wasted.
@@ -23,7 +23,7 @@ class KernelTime:
     """The time in which work was done."""
 
     useful_s: float = 0.0
-    """what the roof asks for"""
+    """what the roofline asks for"""
     inefficient_s: float = 0.0
     """the rest of the time that could be judged"""
     unjudged_s: float = 0.0
@@ -49,15 +49,15 @@ NO_TIME = KernelTime()
 def split_kernel_time(judged: Judged, events: Array, seconds: Array, covered: Callable[[Array], float]) -> KernelTime:
     """`seconds` is each event's time; `covered` tells what some of them cover together, overlap counted once.
 
-    Kernels side by side share the time they cover: what the roof asks of all of them is useful, as far as there is
+    Kernels side by side share the time they cover: what the roofline asks of all of them is useful, as far as there is
     time for it, and time is unjudged only where none of the judged ones runs.
     """
     if float(seconds.sum()) <= 0:
         return NO_TIME
-    roof = np.fmax(judged.flops_s[events], judged.bytes_s[events])
+    roofline = np.fmax(judged.flops_s[events], judged.bytes_s[events])
     length = judged.trace.seconds[events]
     inside = np.where(length > 0, np.minimum(1.0, seconds / np.where(length > 0, length, 1.0)), 0.0)
-    known = ~np.isnan(roof)
+    known = ~np.isnan(roofline)
     judged_s, all_s = covered(known), covered(np.ones(len(known), dtype=bool))
-    useful = min(judged_s, float(np.minimum(np.nan_to_num(roof) * inside, seconds)[known].sum()))
+    useful = min(judged_s, float(np.minimum(np.nan_to_num(roofline) * inside, seconds)[known].sum()))
     return KernelTime(useful_s=useful, inefficient_s=judged_s - useful, unjudged_s=all_s - judged_s)

@@ -100,10 +100,10 @@ def _groups(keys: Array, events: Array) -> list[tuple[int, Array]]:
 def _row(judged: Judged, name: str, kind: Any, events: Array, seconds: Array, cpu_s: float) -> Row:
     known = ~np.isnan(judged.flops[events])
     flops_s, bytes_s = _sum(judged.flops_s[events]), _sum(judged.bytes_s[events])
-    roof_s = _sum(np.fmax(judged.flops_s[events], judged.bytes_s[events]))
+    roofline_s = _sum(np.fmax(judged.flops_s[events], judged.bytes_s[events]))
     device_s = float(seconds.sum())
     work = Counter(judged.work[events[known] if known.any() else events].tolist()).most_common(1)[0][0]
-    launch_s = judged.roof.launch_s or LAUNCH_S
+    launch_s = judged.roofline.launch_s or LAUNCH_S
     return Row(
         name=name,
         kind=kind,
@@ -113,7 +113,7 @@ def _row(judged: Judged, name: str, kind: Any, events: Array, seconds: Array, cp
         cpu_s=cpu_s,
         flops=float(judged.flops[events][known].sum()) if known.any() else None,
         bytes=float(judged.bytes[events][known].sum()) if known.any() else None,
-        roof_s=roof_s,
+        roofline_s=roofline_s,
         bound=bound(flops_s, bytes_s, device_s or cpu_s, len(events), launch_s),
         module=_module(judged, events),
         details=_details(judged, events, seconds, known),

@@ -1,7 +1,7 @@
 """The roofline: the least time a device could take for some work, from ceilings measured on it.
 
 Time is at least FLOPs / peak and at least bytes / bandwidth (Williams, Waterman & Patterson, CACM 2009). Ceilings come
-from `armillary bench` where this very device was measured, else from the catalogue, and the roof says which.
+from `armillary bench` where this very device was measured, else from the catalogue, and the `source` says which.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from armillary.errors import NotFound
 from armillary.machine.gpus import Gpu
 from armillary.machine.machine import chip_of
-from armillary.profiling.profile import Bound, Roof
+from armillary.profiling.profile import Bound, Roofline
 from armillary.spec import catalogue
-from armillary.spec.arithmetic.ops import Op
 from armillary.spec.hardware import Chip
 from armillary.store.home import Home
 from armillary.store.peaks import Peaks, load_peaks
@@ -19,28 +18,28 @@ from armillary.store.peaks import Peaks, load_peaks
 LAUNCH_S = 5e-6
 """a launch or a dispatch, where it was not measured: eager torch takes 3 to 6 µs"""
 _LITTLE, _SHORT_S = 0.2, 1e-3
-"""a call that the roof gives less than this share of a launch is overhead, unless it takes longer than a millisecond"""
+"""a call whose roofline time is less than this share of a launch is overhead, unless it takes over a millisecond"""
 _STAND_INS = {"tf32": "fp32", "fp16": "bf16", "bf16": "fp16", "fp8": "bf16", "int8": "bf16", "fp64": "fp32"}
 """dtype -> the next whose peak is a fair ceiling where its own is not known"""
 
 
-def roof_for(device: str, home: Home | None, memory_bytes: float | None = None) -> Roof:
-    """The roof of a device by the name its driver gives it: measured, else catalogue, else unknown."""
+def roofline_for(device: str, home: Home | None, memory_bytes: float | None = None) -> Roofline:
+    """The roofline of a device by the name its driver gives it: measured, else catalogue, else unknown."""
     peaks = load_peaks(home, device) if home and device else None
     if peaks is not None and (peaks.best_copy() or peaks.points.get("gemm")):
         return _measured(peaks)
     chip = _in_catalogue(device, memory_bytes)
     if chip is not None and chip.flops:
-        return Roof(device=device, flops=dict(chip.flops), bytes_per_s=chip.memory_bytes_per_s, source="catalogue")
-    return Roof(device=device or "unknown")
+        return Roofline(device=device, flops=dict(chip.flops), bytes_per_s=chip.memory_bytes_per_s, source="catalogue")
+    return Roofline(device=device or "unknown")
 
 
-def _measured(peaks: Peaks) -> Roof:
+def _measured(peaks: Peaks) -> Roofline:
     dtypes = {str(point["dtype"]) for point in peaks.points.get("gemm", ())}
     flops = {dtype: best for dtype in sorted(dtypes) if (best := peaks.best_gemm(dtype))}
     bandwidths = [peaks.best_copy(), *(peaks.best(kind, "bytes_per_s") for kind in ("read", "triad"))]
     launches = [float(point["seconds"]) for point in peaks.points.get("launch", ()) if not point.get("graph")]
-    return Roof(
+    return Roofline(
         device=peaks.device,
         flops=flops,
         bytes_per_s=max((b for b in bandwidths if b), default=None),
@@ -67,33 +66,21 @@ def _chip(name: str) -> Chip | None:
         return None
 
 
-def peak_flops(roof: Roof, dtype: str, *, matrix: bool = True) -> float | None:
+def peak_flops(roofline: Roofline, dtype: str, *, matrix: bool = True) -> float | None:
     """FLOP/s for `dtype`; work outside the matrix units is held against the fp32 peak."""
     if not matrix:
-        return roof.flops.get("fp32") or roof.flops.get("bf16")
-    if dtype == "fp32" and "tf32" in roof.flops:  # whether tf32 was allowed is not in the trace: the higher ceiling
-        return max(roof.flops["tf32"], roof.flops.get("fp32", 0.0))
+        return roofline.flops.get("fp32") or roofline.flops.get("bf16")
+    if dtype == "fp32" and "tf32" in roofline.flops:  # whether tf32 was allowed is not in the trace: the higher ceiling
+        return max(roofline.flops["tf32"], roofline.flops.get("fp32", 0.0))
     seen: set[str] = set()
-    while dtype not in roof.flops and dtype in _STAND_INS and dtype not in seen:
+    while dtype not in roofline.flops and dtype in _STAND_INS and dtype not in seen:
         seen.add(dtype)
         dtype = _STAND_INS[dtype]
-    return roof.flops.get(dtype)
-
-
-def roof_seconds(op: Op, roof: Roof) -> float | None:
-    """Least time for one operation; None where nothing it needs is known of the device."""
-    times = (_compute_s(op, roof), op.bytes / roof.bytes_per_s if roof.bytes_per_s else None)
-    known = [time for time in times if time is not None]
-    return max(known) if known else None
-
-
-def _compute_s(op: Op, roof: Roof) -> float | None:
-    peak = peak_flops(roof, op.dtype, matrix=op.on_matrix_units)
-    return op.flops / peak if peak else None
+    return roofline.flops.get(dtype)
 
 
 def bound(flops_s: float | None, bytes_s: float | None, seconds: float, calls: int, launch_s: float) -> Bound:
-    """Which side of the roof work is under; overhead where the roof asks for so little that the launch outweighs it."""
+    """The side of the roofline that limits the work; overhead where the launch far outweighs the roofline time."""
     known = [time for time in (flops_s, bytes_s) if time is not None]
     if not known:
         return "unknown"

@@ -1,4 +1,4 @@
-"""Each operator and kernel of a trace held against the roof: its FLOPs, its bytes, and the least time they need."""
+"""Each operator and kernel of a trace held against the roofline: its FLOPs, its bytes, and the least time they need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from armillary.profiling.analysis.work_corrections import (
     drop_impossible_kernels,
     drop_unlaunched,
 )
-from armillary.profiling.profile import Roof
+from armillary.profiling.profile import Roofline
 from armillary.profiling.trace.event_classes import is_host_copy, kernel_work
 from armillary.profiling.trace.host_calls import STATES, Host, read_host, state_codes
 from armillary.profiling.trace.launch_correlation import Links, mark_blocking_copies, read_links
@@ -34,7 +34,7 @@ class Judged:
     trace: Trace
     host: Host
     links: Links
-    roof: Roof
+    roofline: Roofline
     work: Array
     """class of work, an index into works; -1 for what is none"""
     works: tuple[str, ...]
@@ -46,7 +46,7 @@ class Judged:
     """least time for the bytes"""
 
     @property
-    def roof_s(self) -> Array:
+    def roofline_s(self) -> Array:
         """The larger of the two; NaN where neither is known."""
         return np.fmax(self.flops_s, self.bytes_s)
 
@@ -61,29 +61,29 @@ class Judged:
         return bool(self.trace.on_device.any())
 
 
-def judge(trace: Trace, roof: Roof) -> Judged:
+def judge(trace: Trace, roofline: Roofline) -> Judged:
     model, table, assumed = _models(trace)
     host = read_host(trace, model >= 0)
     drop_wrappers(host, model, table)
     take_in_parts(trace, host, model, table)
     links = read_links(trace, host)
     mark_blocking_copies(trace, host, links)
-    columns = _per_op(trace, model, table, roof)
+    columns = _per_op(trace, model, table, roofline)
     works = tuple(sorted({*WORK_OF_KIND.values(), "other", "collective"}))
     if trace.on_device.any():
         drop_unlaunched(trace, links, columns)
         drop_false_passes(trace, links, model, table, columns)
         correct_lists(trace, links, model, assumed, columns)
         _share_among_kernels(trace, links, model, columns)
-        correct_plain_fp32(trace, links, model, table, columns, roof)
+        correct_plain_fp32(trace, links, model, table, columns, roofline)
     wrong = drop_impossible(trace, links, model, table, columns)
     work = _classes(trace, links, model, table, works)
     if trace.on_device.any():
-        _copies(trace, columns, roof)
+        _copies(trace, columns, roofline)
         drop_impossible_kernels(trace, _by_twin(trace, wrong, columns), columns)
-        for values in columns.values():  # a wire has another roof
+        for values in columns.values():  # a wire has another roofline
             values[trace.on_device & (work == works.index("collective"))] = np.nan
-    return Judged(trace=trace, host=host, links=links, roof=roof, work=work, works=works, **columns)
+    return Judged(trace=trace, host=host, links=links, roofline=roofline, work=work, works=works, **columns)
 
 
 def _models(trace: Trace) -> tuple[Array, list[Op], Array]:
@@ -117,14 +117,14 @@ def _usual_type(trace: Trace) -> str:
     return max(elements, key=lambda kind: elements[kind])
 
 
-def _per_op(trace: Trace, model: Array, table: list[Op], roof: Roof) -> dict[str, Array]:
+def _per_op(trace: Trace, model: Array, table: list[Op], roofline: Roofline) -> dict[str, Array]:
     """Of each modelled operator, by the call."""
-    peaks = [peak_flops(roof, op.dtype, matrix=op.on_matrix_units) for op in table]
+    peaks = [peak_flops(roofline, op.dtype, matrix=op.on_matrix_units) for op in table]
     values = {
         "flops": [op.flops for op in table],
         "bytes": [op.bytes for op in table],
         "flops_s": [op.flops / peak if peak else np.nan for op, peak in zip(table, peaks, strict=True)],
-        "bytes_s": [op.bytes / roof.bytes_per_s if roof.bytes_per_s else np.nan for op in table],
+        "bytes_s": [op.bytes / roofline.bytes_per_s if roofline.bytes_per_s else np.nan for op in table],
     }
     known = model >= 0
     columns = {}
@@ -146,14 +146,16 @@ def _share_among_kernels(trace: Trace, links: Links, model: Array, columns: dict
         values[kernels] = values[links.op[kernels]] * share
 
 
-def _copies(trace: Trace, columns: dict[str, Array], roof: Roof) -> None:
-    """A copy on the device reads and writes its bytes, a memset writes them; a copy to the host has another roof."""
+def _copies(trace: Trace, columns: dict[str, Array], roofline: Roofline) -> None:
+    """A copy on the device reads and writes its bytes, a memset writes them; a host copy has another roofline."""
     host_copy = np.array([is_host_copy(name) for name in trace.names], dtype=bool)[trace.name]
     for kind, factor in ((MEMCPY, 2.0), (MEMSET, 1.0)):
         events = np.flatnonzero((trace.kind == kind) & ~host_copy & (trace.size >= 0))
         columns["flops"][events], columns["flops_s"][events] = 0.0, 0.0
         columns["bytes"][events] = factor * trace.size[events]
-        columns["bytes_s"][events] = factor * trace.size[events] / roof.bytes_per_s if roof.bytes_per_s else np.nan
+        columns["bytes_s"][events] = (
+            factor * trace.size[events] / roofline.bytes_per_s if roofline.bytes_per_s else np.nan
+        )
     to_host = np.flatnonzero((trace.kind == MEMCPY) & host_copy)
     for values in columns.values():
         values[to_host] = np.nan

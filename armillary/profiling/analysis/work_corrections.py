@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from armillary.profiling.profile import Roof
+from armillary.profiling.profile import Roofline
 from armillary.profiling.trace.event_classes import element_size, is_plain_fp32, kernel_work
 from armillary.profiling.trace.launch_correlation import Links
 from armillary.profiling.trace.trace import KERNEL, OP, Array, Trace
@@ -20,7 +20,7 @@ Columns = dict[str, Array]
 _CACHED = 128e6
 """bytes that may lie in a cache, so that they beat the memory's bandwidth: the last level holds 6 to 256 MB"""
 _MARGIN = 1.5
-"""beyond the roof by this much is no error of measurement"""
+"""beyond the roofline by this much is no error of measurement"""
 _CACHE_MARGIN = 4.0
 """a GPU's caches are two to three times as fast as its memory; a CPU's have no such bound"""
 _FAST_CONV = 4.0
@@ -66,17 +66,17 @@ def correct_lists(trace: Trace, links: Links, model: Array, assumed: Array, colu
 
 
 def correct_plain_fp32(
-    trace: Trace, links: Links, model: Array, table: Sequence[Op], columns: Columns, roof: Roof
+    trace: Trace, links: Links, model: Array, table: Sequence[Op], columns: Columns, roofline: Roofline
 ) -> None:
-    """fp32 products run on the matrix units as tf32, or outside them: the kernel's name tells, and the roof follows."""
-    if "tf32" not in roof.flops or "fp32" not in roof.flops or not table:
+    """fp32 GEMMs run on the matrix units as tf32, or outside them: the kernel's name tells which peak applies."""
+    if "tf32" not in roofline.flops or "fp32" not in roofline.flops or not table:
         return
     plain = np.array([is_plain_fp32(name) for name in trace.names], dtype=bool)
     fp32 = np.array([op.dtype == "fp32" and op.on_matrix_units for op in table], dtype=bool)
     kernels = _modelled(trace, links, model)
     kernels = kernels[plain[trace.name[kernels]] & fp32[model[links.op[kernels]]]]
     for events in (kernels, np.unique(links.op[kernels])):
-        columns["flops_s"][events] = columns["flops"][events] / roof.flops["fp32"]
+        columns["flops_s"][events] = columns["flops"][events] / roofline.flops["fp32"]
 
 
 def drop_impossible(trace: Trace, links: Links, model: Array, table: Sequence[Op], columns: Columns) -> Array:

@@ -19,7 +19,7 @@ from armillary.errors import BadInput
 from armillary.machine.device_name import device_name
 from armillary.profiling.analysis.analyse import analyse
 from armillary.profiling.analysis.analyse import device_name as traced_device
-from armillary.profiling.analysis.roofline import roof_for
+from armillary.profiling.analysis.roofline import roofline_for
 from armillary.profiling.profile import Profile
 from armillary.profiling.record.recorder import Recorder, finish
 from armillary.profiling.trace.trace import read_trace
@@ -40,7 +40,7 @@ def profile(
 ) -> Profile:
     """Where the time of `steps` calls of `step` goes, after `warmup` calls that do not count.
 
-    `memory` records allocations and `stacks` where Python stands; the Chrome trace is kept at `trace_path`. The roof
+    `memory` records allocations, `stacks` Python stacks; the Chrome trace is kept at `trace_path`. The roofline
     is the one measured on this device and kept in `home`, or the catalogue's. A step that replays a CUDA graph hides
     its operators and shapes: `twin` does the same work without the graph, is called once beside the steps, and lends
     its kernels' FLOPs and bytes to those of the graph.
@@ -78,10 +78,10 @@ def record(
 
 
 def read(path: Path, *, home: Home | None, source: str, plain_s: float | None = None) -> Profile:
-    """Analyse a trace that was just made here, against the roof of the device that did its work."""
+    """Analyse a trace that was just made here, against the roofline of the device that did its work."""
     trace = read_trace(path)
     name = traced_device(trace) or device_name("cpu", threads=torch.get_num_threads())
-    return analyse(trace, roof=roof_for(name, home or Home.default()), source=source, plain_s=plain_s)
+    return analyse(trace, roofline=roofline_for(name, home or Home.default()), source=source, plain_s=plain_s)
 
 
 def _timed(step: Callable[[], object], steps: int) -> float:

@@ -16,7 +16,7 @@ from armillary.errors import ArmillaryError, BadInput, NotFound
 from armillary.machine.device_name import device_name
 from armillary.profiling.analysis.analyse import analyse
 from armillary.profiling.analysis.analyse import device_name as traced_device
-from armillary.profiling.analysis.roofline import roof_for
+from armillary.profiling.analysis.roofline import roofline_for
 from armillary.profiling.profile import Profile
 from armillary.profiling.record.run_script import NO_TORCH, inside, split
 from armillary.profiling.record.torchrun import LAUNCHERS, launches
@@ -129,7 +129,7 @@ def _nothing_recorded(command: Command, code: int) -> ArmillaryError:
 def _read(command: Command, trace: Path, seen: dict[str, Any], home: Home) -> Profile:
     events = read_trace(trace)
     name = traced_device(events) or device_name("cpu", threads=seen["threads"])
-    found = analyse(events, roof=roof_for(name, home), source=command.name, plain_s=seen["plain_s"])
+    found = analyse(events, roofline=roofline_for(name, home), source=command.name, plain_s=seen["plain_s"])
     return replace(found, notes=(*found.notes, *_notes(seen)))
 
 

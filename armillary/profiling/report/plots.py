@@ -5,12 +5,12 @@ from __future__ import annotations
 from html import escape
 from math import atan2, ceil, degrees, floor, log10, sqrt
 
-from armillary.profiling.profile import MemoryTimeline, Profile, Roof, Row
+from armillary.profiling.profile import MemoryTimeline, Profile, Roofline, Row
 from armillary.profiling.report.profile_text import figures
 from armillary.report.page import Frame, drawing
 from armillary.units import bandwidth_text, bytes_text, flops_per_s_text, scaled, seconds_text
 
-ROOF_FRAMES = (
+ROOFLINE_FRAMES = (
     Frame(width=960, height=460, left=92, right=20, top=18, bottom=44),
     Frame(width=420, height=340, left=84, right=24, top=18, bottom=44),
 )
@@ -73,25 +73,25 @@ class Axes:
 
 
 def roofline_plot(profile: Profile) -> str:
-    """Points under the roofs; empty where nothing has both FLOPs and bytes."""
+    """Points under the rooflines; empty where nothing has both FLOPs and bytes."""
     rows = [row for row in profile.kernels or profile.operators if row.intensity and row.flops_per_s]
     if not rows:
         return ""
     xs = [row.intensity or 1.0 for row in rows]
     ys = [row.flops_per_s or 1.0 for row in rows]
-    roof = profile.roof
-    if roof.bytes_per_s:
-        xs += [peak / roof.bytes_per_s for peak in roof.flops.values()]
-        ys += [min(xs) * roof.bytes_per_s]
+    roofline = profile.roofline
+    if roofline.bytes_per_s:
+        xs += [peak / roofline.bytes_per_s for peak in roofline.flops.values()]
+        ys += [min(xs) * roofline.bytes_per_s]
     longest = max(row.seconds for row in rows)
     rows = sorted(rows, key=lambda row: -row.seconds)[:_MOST_POINTS]
 
     def draw(frame: Frame) -> str:
-        axes = Axes(xs, ys + list(roof.flops.values()), frame)
+        axes = Axes(xs, ys + list(roofline.flops.values()), frame)
         points = "".join(_point(axes, row, longest, profile.steps) for row in rows)
-        return axes.grid() + points + _roofs(axes, roof)
+        return axes.grid() + points + _rooflines(axes, roofline)
 
-    return drawing(draw, "Roofline: FLOP/s over FLOPs a byte", ROOF_FRAMES)
+    return drawing(draw, "Roofline: FLOP/s over FLOPs a byte", ROOFLINE_FRAMES)
 
 
 def _point(axes: Axes, row: Row, longest: float, steps: int) -> str:
@@ -103,21 +103,23 @@ def _point(axes: Axes, row: Row, longest: float, steps: int) -> str:
     )
 
 
-def _roofs(axes: Axes, roof: Roof) -> str:
+def _rooflines(axes: Axes, roofline: Roofline) -> str:
     """The memory slope up to the highest peak, and a level for each dtype from where it meets the slope."""
     low, high = 10.0 ** axes.x_range[0], 10.0 ** axes.x_range[1]
     parts: list[str] = []
     taken: list[float] = []
-    if roof.bytes_per_s:
-        top = max(roof.flops.values(), default=10.0 ** axes.y_range[1])
-        start = max(low, 10.0 ** axes.y_range[0] / roof.bytes_per_s)
-        end = min(high, top / roof.bytes_per_s)
-        corners = " ".join(f"{axes.x(at):.1f},{axes.y(at * roof.bytes_per_s):.1f}" for at in (start, end))
-        parts.append(f"<polyline class='roof' points='{corners}'/>")
-        parts.append(_slope_label(axes, sqrt(start * end), roof.bytes_per_s))
-    for dtype, peak in sorted(roof.flops.items(), key=lambda item: -item[1]):
-        x, y = axes.x(min(high, max(low, peak / roof.bytes_per_s if roof.bytes_per_s else low))), axes.y(peak)
-        parts.append(f"<path class='roof' d='M{x:.1f},{y:.1f}H{axes.frame.end}'><title>{escape(dtype)}</title></path>")
+    if roofline.bytes_per_s:
+        top = max(roofline.flops.values(), default=10.0 ** axes.y_range[1])
+        start = max(low, 10.0 ** axes.y_range[0] / roofline.bytes_per_s)
+        end = min(high, top / roofline.bytes_per_s)
+        corners = " ".join(f"{axes.x(at):.1f},{axes.y(at * roofline.bytes_per_s):.1f}" for at in (start, end))
+        parts.append(f"<polyline class='roofline' points='{corners}'/>")
+        parts.append(_slope_label(axes, sqrt(start * end), roofline.bytes_per_s))
+    for dtype, peak in sorted(roofline.flops.items(), key=lambda item: -item[1]):
+        x, y = axes.x(min(high, max(low, peak / roofline.bytes_per_s if roofline.bytes_per_s else low))), axes.y(peak)
+        parts.append(
+            f"<path class='roofline' d='M{x:.1f},{y:.1f}H{axes.frame.end}'><title>{escape(dtype)}</title></path>"
+        )
         if all(abs(y - other) > 13 for other in taken):
             taken.append(y)
             label = escape(f"{dtype} {flops_per_s_text(peak)}")

@@ -47,12 +47,12 @@ def page(profile: Profile, comparison: Comparison | None = None) -> str:
 
 def _head(profile: Profile) -> str:
     steps = f"{profile.steps:,} step{'s' if profile.steps > 1 else ''} of {seconds_text(profile.step_s)}"
-    roof = {
+    roofline = {
         "measured": "held against ceilings measured on it",
         "catalogue": "held against the catalogue's ceilings",
         "unknown": "its ceilings are not known",
-    }[profile.roof.source]
-    return heading(profile.source, f"{steps} on {profile.device} · {roof}")
+    }[profile.roofline.source]
+    return heading(profile.source, f"{steps} on {profile.device} · {roofline}")
 
 
 # --- budget and findings

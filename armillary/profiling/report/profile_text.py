@@ -20,7 +20,7 @@ PART_WORDS = {
     "idle": "idle",
     "unknown": "unknown",
 }
-ROW_HEADS = ("name", "work", "calls", "device", "CPU", "FLOP/s", "B/s", "FLOP/B", "of roof", "bound by", "module")
+ROW_HEADS = ("name", "work", "calls", "device", "CPU", "FLOP/s", "B/s", "FLOP/B", "of roofline", "bound by", "module")
 
 
 def budget_line(profile: Profile) -> str:
@@ -52,7 +52,7 @@ def row_cells(row: Row, steps: int = 1) -> list[str]:
         _known(flops_per_s_text, row.flops_per_s).removesuffix("FLOP/s"),
         _known(bandwidth_text, row.bytes_per_s).removesuffix("B/s"),
         _known(lambda value: scaled(value, digits=2), row.intensity),
-        _known(lambda value: f"{value:.0%}".replace("%", " %"), row.roof_fraction),
+        _known(lambda value: f"{value:.0%}".replace("%", " %"), row.roofline_fraction),
         row.bound,
         row.module or "–",
     ]

@@ -65,7 +65,7 @@ class Op:
 
     @property
     def on_matrix_units(self) -> bool:
-        """Whether tensor cores (MXU, AMX …) do the arithmetic, so that their peak is the roof."""
+        """Whether tensor cores (MXU, AMX …) do the arithmetic, so that their peak is the roofline."""
         return self.kind in MATRIX_KINDS
 
 

@@ -1,7 +1,7 @@
 """A short look now and then: one step under the profiler, split into computing, communicating and the rest.
 
 The parts add up to the step: compute_s + comm_exposed_s + bubble_s + overhead_s, each moment counted once. The
-shares of the step budget say the same in finer parts, held against the roof where the home has one.
+shares of the step budget say the same in finer parts, held against the roofline where the home has one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from armillary.machine.device_name import device_name
 from armillary.profiling.analysis.kernel_time import KERNEL_PARTS
 from armillary.profiling.analysis.op_table import rows
 from armillary.profiling.analysis.profiler_overhead import without_recording
-from armillary.profiling.analysis.roofline import roof_for
+from armillary.profiling.analysis.roofline import roofline_for
 from armillary.profiling.analysis.roofline_attribution import Judged, judge
 from armillary.profiling.analysis.step_budget import Budget, budget
-from armillary.profiling.profile import Roof, Row
+from armillary.profiling.profile import Roofline, Row
 from armillary.profiling.record.recorder import Recorder
 from armillary.profiling.trace.intervals import clip, length
 from armillary.profiling.trace.trace import read_trace
 from armillary.store.home import Home
 
 T = TypeVar("T")
-NO_ROOF = Roof(device="not asked")
+NO_ROOFLINE = Roofline(device="not asked")
 CHEAPEST = 0.25
 """share of the operators' calls, the cheapest, whose cost is taken for what any call costs"""
 PASSES = ("elementwise", "norm", "copy")
@@ -42,7 +42,9 @@ LONG_S = 1e-3
 """a stretch of Python beyond what comes between two operators"""
 
 
-def recorded(step: Callable[[], T], roof: Roof = NO_ROOF, plain_s: float | None = None) -> tuple[T, dict[str, float]]:
+def recorded(
+    step: Callable[[], T], roofline: Roofline = NO_ROOFLINE, plain_s: float | None = None
+) -> tuple[T, dict[str, float]]:
     """What one call of `step` gives, and how its time was spent, by gauge name; `plain_s` is what such a step takes
     when nobody looks."""
     recorder = Recorder(memory=False, stacks=False, hooks=False)
@@ -55,28 +57,28 @@ def recorded(step: Callable[[], T], roof: Roof = NO_ROOF, plain_s: float | None 
         recorder.stop()
     with tempfile.TemporaryDirectory() as folder:
         trace = read_trace(recorder.save(Path(folder) / "step.json"))
-    judged = judge(trace, roof)
+    judged = judge(trace, roofline)
     spent = without_recording(budget(judged), plain_s)
     return made, split(judged, spent) | shares(judged, spent)
 
 
-def roof_here(device: torch.device, home: Home | None) -> Roof:
+def device_roofline(device: torch.device, home: Home | None) -> Roofline:
     """The ceilings of this rank's device; threads of a processor have their part of what all of its cores reach, where
     they were not measured by themselves."""
     if device.type != "cpu":
-        return roof_for(device_name(device), home)
+        return roofline_for(device_name(device), home)
     threads, cores = torch.get_num_threads(), compute_threads()
-    own = roof_for(device_name(device, threads=threads), home)
+    own = roofline_for(device_name(device, threads=threads), home)
     if threads >= cores or (own.flops and own.bytes_per_s):
         return own
-    whole, part = roof_for(device_name(device), home), threads / cores
+    whole, part = roofline_for(device_name(device), home), threads / cores
     flops = {dtype: peak * part for dtype, peak in whole.flops.items()} | dict(own.flops)
     shared = whole.bytes_per_s * part if whole.bytes_per_s else None
     return replace(whole, flops=flops, bytes_per_s=own.bytes_per_s or shared)
 
 
 def shares(judged: Judged, spent: Budget) -> dict[str, float]:
-    """The step budget as shares of the step, kernels launched, and how much of the time is too short for any roof."""
+    """The step budget as shares of the step, kernels launched, and the share in kernels too short for any roofline."""
     if spent.wall_s <= 0:
         return {}
     found = {f"{part}_fraction": seconds / spent.wall_s for part, seconds in spent.parts.items()}
@@ -84,10 +86,10 @@ def shares(judged: Judged, spent: Budget) -> dict[str, float]:
     working = [row for row in table if row.device_s or spent.device >= 0]
     kernels = spent.kernels
     judged_s = kernels.useful_s + kernels.inefficient_s
-    roofed = {"roof_fraction": kernels.useful_s / judged_s} if judged_s > 0.5 * kernels.seconds > 0 else {}
+    reached = {"roof_fraction": kernels.useful_s / judged_s} if judged_s > 0.5 * kernels.seconds > 0 else {}
     return (
         found
-        | roofed
+        | reached
         | {
             "kernels": float(sum(row.calls for row in working)),
             "short_kernels_fraction": _short_s(working, spent) / spent.wall_s,
@@ -108,7 +110,7 @@ def _call_s(working: list[Row]) -> float:
 
 
 def _short_s(working: list[Row], spent: Budget) -> float:
-    """Time that follows the number of kernels rather than their work: on a GPU kernels too short for any roof; on a
+    """Time that follows the number of kernels rather than their work: on a GPU kernels too short for any roofline; on a
     processor what any call costs, of every operator."""
     if spent.device >= 0:
         return sum(row.seconds for row in working if row.bound == "overhead")
@@ -213,9 +215,9 @@ FIRST_S = 4.0
 class Looks:
     """`due(step)`, then `at(work)` in place of calling it."""
 
-    def __init__(self, every: int, roof: Roof) -> None:
+    def __init__(self, every: int, roofline: Roofline) -> None:
         """`every` so many steps one is recorded; 0: none at all."""
-        self._every, self._roof, self._spent_s = every, roof, 0.0
+        self._every, self._roofline, self._spent_s = every, roofline, 0.0
 
     def due(self, step: int, taken: int) -> bool:
         """Whether step `step`, before which this process took `taken`, is recorded."""
@@ -225,6 +227,6 @@ class Looks:
     def at(self, work: Callable[[], Timed[T]], plain_s: float | None) -> tuple[Timed[T], dict[str, float]]:
         """What `work` gives, and how its seconds were spent; `plain_s` is what it takes when nobody looks."""
         begin = time.perf_counter()
-        made, parts = recorded(work, self._roof, plain_s)
+        made, parts = recorded(work, self._roofline, plain_s)
         self._spent_s += time.perf_counter() - begin - made[1]
         return made, parts

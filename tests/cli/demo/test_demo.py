@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from armillary.cli.demo.ceilings import ALONE, is_known, roofs_text, sections
+from armillary.cli.demo.ceilings import ALONE, ceilings_text, is_known, sections
 from armillary.cli.demo.state import RECIPE, STAGES, fitting
 from armillary.diagnosis.evidence.thresholds import WORTH
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
@@ -182,8 +182,8 @@ def test_ceilings_of_today_are_not_measured_twice() -> None:
     assert is_known(peaks, 2) and is_known(peaks, 1) and not is_known(peaks, 4)
     assert not is_known(new_peaks("x"), 1)
     link = "all-reduce of 2 ranks 100 µs and 1.00 GB/s"
-    assert roofs_text(peaks) == f"fp32 300 GFLOP/s · bf16 1.00 GFLOP/s · memory 20.0 GB/s · {link}"
-    assert "catalogue" in roofs_text(new_peaks("x"))
+    assert ceilings_text(peaks) == f"fp32 300 GFLOP/s · bf16 1.00 GFLOP/s · memory 20.0 GB/s · {link}"
+    assert "catalogue" in ceilings_text(new_peaks("x"))
 
 
 def test_what_a_rank_has_of_the_cores_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,16 +110,16 @@ def test_what_a_trace_alone_tells(home: Home, parts: Any, gaps: Any, cause: str,
 
 def test_passes_over_memory_are_fused(home: Home) -> None:
     rows = (
-        Row(name="mul", kind="kernel", work="elementwise", calls=100, device_s=0.16, roof_s=0.15, bound="memory"),
-        Row(name="mm", kind="kernel", work="gemm", calls=9, device_s=0.03, roof_s=0.03, bound="compute"),
+        Row(name="mul", kind="kernel", work="elementwise", calls=100, device_s=0.16, roofline_s=0.15, bound="memory"),
+        Row(name="mm", kind="kernel", work="gemm", calls=9, device_s=0.03, roofline_s=0.03, bound="compute"),
     )
     found = diagnose(reading_of(made_profile(budget=budget(useful=0.19, idle=0.01), rows=rows, gaps=()), "x"), home)
     assert (found.loop, found.cause, found.levers[0].action) == ("inner", "memory_bandwidth", "torch.compile(model)")
     assert found.levers[0].speedup == pytest.approx(1 / (1 - 0.8 / 2))
 
 
-def test_work_at_the_roof_is_healthy(home: Home) -> None:
-    rows = (Row(name="gemm", kind="kernel", work="gemm", calls=10, device_s=0.19, roof_s=0.18, bound="compute"),)
+def test_work_at_the_roofline_is_healthy(home: Home) -> None:
+    rows = (Row(name="gemm", kind="kernel", work="gemm", calls=10, device_s=0.19, roofline_s=0.18, bound="compute"),)
     found = diagnose(
         reading_of(made_profile(budget=budget(useful=0.18, inefficiency=0.01, idle=0.01), rows=rows, gaps=()), "x"),
         home,
@@ -145,7 +145,7 @@ def test_a_trace_of_nothing_but_waiting_promises_no_miracle() -> None:
     ],
 )
 def test_products_in_32_bits_are_known_by_their_kernels(home: Home, name: str, cause: str | None) -> None:
-    rows = (Row(name=name, kind="kernel", work="gemm", calls=10, device_s=0.15, roof_s=0.14, bound="compute"),)
+    rows = (Row(name=name, kind="kernel", work="gemm", calls=10, device_s=0.15, roofline_s=0.14, bound="compute"),)
     profile = made_profile(budget=budget(useful=0.14, inefficiency=0.05, idle=0.01), rows=rows, gaps=())
     found = diagnose(reading_of(profile, "x"), home)
     assert found.cause == cause

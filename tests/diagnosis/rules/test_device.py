@@ -18,7 +18,7 @@ from armillary.diagnosis.rules.device import (
 )
 from armillary.machine.machine import here
 from armillary.planning.device_model.efficiency import CALL_S
-from armillary.profiling.profile import Profile, Roof, Row
+from armillary.profiling.profile import Profile, Roofline, Row
 from armillary.store.home import Home
 from armillary.store.peaks import save_peaks
 from tests.diagnosis.trained import BUSY, NOWHERE, plan_of, reading_of
@@ -120,13 +120,15 @@ def test_16_bits_that_a_cpu_emulates_are_named(home: Home) -> None:
 def test_kernels_that_are_the_time() -> None:
     made = reading_of(window=BUSY | {"roof": 0.41})
     found = compute(made, None)
-    assert found is not None and found.says == "compute-bound at 41% of the measured roof"
+    assert found is not None and found.says == "compute-bound at 41% of the measured roofline"
     assert memory_bandwidth(made, None) is None
     rows = tuple(
         Row(name=bound, kind="kernel", calls=1, device_s=seconds, bound=bound)
         for bound, seconds in (("memory", 0.6), ("compute", 0.3))
     )
-    profile = Profile(source="x", device="cuda", wall_s=1.0, budget={"useful": 0.9}, rows=rows, roof=Roof(device="x"))
+    profile = Profile(
+        source="x", device="cuda", wall_s=1.0, budget={"useful": 0.9}, rows=rows, roofline=Roofline(device="x")
+    )
     moved = Reading(source="x", kind="profile", values={"useful_fraction": 0.9}, profile=profile)
     found = memory_bandwidth(moved, None)
     assert found is not None and found.cause == "memory_bandwidth" and compute(moved, None) is None

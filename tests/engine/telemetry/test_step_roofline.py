@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from armillary.engine.scheduler.decision import Chunk, Decision
-from armillary.engine.telemetry.step_roofline import step_roof
+from armillary.engine.telemetry.step_roofline import step_roofline
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.catalogue import models
 from armillary.store.peaks import Peaks
@@ -17,14 +17,14 @@ def test_a_decode_is_bound_by_bytes_and_a_prompt_by_products() -> None:
         "gemm": ({"m": 1, "n": 1, "k": 1, "dtype": "bf16", "flops": 7e14},),
     }
     config = models()["qwen3-8b"].config
-    roof = step_roof(config, Peaks(device="x", date="2026-01-01", points=points), "bf16")
-    assert roof is not None
+    roofline = step_roofline(config, Peaks(device="x", date="2026-01-01", points=points), "bf16")
+    assert roofline is not None
     decode = Decision(1)
     decode.positions = [127]
     decode.decodes = [None]  # type: ignore[list-item]
     weights = parameters(config).multiplied
-    assert roof.seconds(decode) == pytest.approx((2 * weights + 128 * roof.kv_bytes) / 4e12)
+    assert roofline.seconds(decode) == pytest.approx((2 * weights + 128 * roofline.kv_bytes) / 4e12)
     prompt = Decision(2)
     prompt.chunks = [Chunk(None, 0, 0, 8192, True)]  # type: ignore[arg-type]
-    assert roof.seconds(prompt) >= 2 * weights * 8192 / 7e14
-    assert step_roof(config, None, "bf16") is None
+    assert roofline.seconds(prompt) >= 2 * weights * 8192 / 7e14
+    assert step_roofline(config, None, "bf16") is None

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from armillary.profiling.analysis.analyse import amdahl_of, analyse
 from armillary.profiling.analysis.kernel_time import KERNEL_PARTS
 from armillary.profiling.profile import Profile
-from tests.profiling.traces import ROOF
+from tests.profiling.traces import ROOFLINE
 
 pytestmark = pytest.mark.slow  # real runs, whose shares depend on what else the machine does
 
@@ -36,7 +36,7 @@ def record(tmp_path: Path) -> Record:
             for _ in range(steps + 1):
                 step()
                 profiler.step()
-        found = analyse(path, roof=ROOF)
+        found = analyse(path, roofline=ROOFLINE)
         assert found.steps == steps and found.device == "cpu"
         assert sum(found.budget.values()) == pytest.approx(found.wall_s, rel=5e-3)
         assert found.fraction("unknown") <= 0.05

@@ -8,7 +8,7 @@ import pytest
 
 from armillary.profiling.analysis.analyse import analyse
 from armillary.profiling.profile import Profile
-from tests.profiling.traces import ROOF, HandMade
+from tests.profiling.traces import ROOFLINE, HandMade
 
 
 def profiled(tmp_path: Path, plain_s: float | None) -> Profile:
@@ -16,7 +16,7 @@ def profiled(tmp_path: Path, plain_s: float | None) -> Profile:
     made = HandMade().step(1_000).kernel("elementwise", launched=0, at=0, takes=400)
     for i in range(20):
         made.op("aten::view", 400 + 30 * i, 29, [4])
-    return analyse(made.write(tmp_path / "t.json"), roof=ROOF, plain_s=plain_s)
+    return analyse(made.write(tmp_path / "t.json"), roofline=ROOFLINE, plain_s=plain_s)
 
 
 def test_nothing_is_taken_off_without_need(tmp_path: Path) -> None:
@@ -42,5 +42,5 @@ def test_kernels_are_never_shortened(tmp_path: Path) -> None:
 
 def test_on_a_cpu_the_recorded_step_is_shown_and_said(tmp_path: Path) -> None:
     made = HandMade().step(1_000).op("aten::mm", 0, 800, [64, 64], [64, 64])
-    found = analyse(made.write(tmp_path / "t.json"), roof=ROOF, plain_s=0.5e-3)
+    found = analyse(made.write(tmp_path / "t.json"), roofline=ROOFLINE, plain_s=0.5e-3)
     assert found.wall_s == pytest.approx(1e-3) and found.notes[-1].endswith("1 ms with it: 2.00 × as long")

@@ -10,7 +10,7 @@ import pytest
 from armillary.profiling.analysis.analyse import analyse
 from armillary.profiling.profile import Profile, Row
 from armillary.profiling.trace.event_classes import element_size, host_state, is_plain_fp32, kernel_work
-from tests.profiling.traces import ROOF, HandMade
+from tests.profiling.traces import ROOFLINE, HandMade
 
 B = "c10::BFloat16"
 BIG = [4096, 16_384]  # 268 MB of fp32: beyond any cache
@@ -19,7 +19,7 @@ BIG = [4096, 16_384]  # 268 MB of fp32: beyond any cache
 @pytest.fixture
 def profiled(tmp_path: Path):
     def run(made: HandMade) -> Profile:
-        profile = analyse(made.write(tmp_path / "trace.json"), roof=ROOF)
+        profile = analyse(made.write(tmp_path / "trace.json"), roofline=ROOFLINE)
         assert sum(profile.budget.values()) == pytest.approx(profile.wall_s, rel=1e-9)
         return profile
 
@@ -100,14 +100,14 @@ def test_an_operator_that_launches_nothing_has_no_work_on_a_gpu(profiled) -> Non
     made = HandMade().step(300).op("aten::gelu", 0, 20, [64, 64]).op("aten::mm", 30, 20, [1000, 1000], [1000, 1000])
     profile = profiled(made.kernel("sgemm", launched=35, at=60, takes=220))
     row = operator(profile, "aten::gelu")
-    assert row.bytes is None and row.roof_s is None and row.bound == "unknown"
+    assert row.bytes is None and row.roofline_s is None and row.bound == "unknown"
 
 
 # --- what the device says
 
 
 def test_a_model_beyond_the_device_is_not_called_useful(profiled) -> None:
-    """537 MB need 537 µs at 1 TB/s. In 600 it is 90 % of the roof; in 20 the model is wrong."""
+    """537 MB need 537 µs at 1 TB/s. In 600 it is 90 % of the roofline; in 20 the model is wrong."""
     for takes, judged in ((600, True), (20, False)):
         made = HandMade().step(1000).op("aten::gelu", 0, 20, BIG)
         profile = profiled(made.kernel("vectorized_elementwise_kernel", launched=5, at=30, takes=takes))
@@ -288,6 +288,6 @@ def test_classes_by_name() -> None:
 def test_plain_fp32_lowers_the_roof_of_the_operator_too(tmp_path: Path) -> None:
     made = HandMade().step(500).op("aten::mm", 0, 10, [1000, 1000], [1000, 1000])
     made.kernel("volta_sgemm_128x64_tn", launched=2, at=100, takes=400)
-    roof = replace(ROOF, flops={"fp32": 1e13, "tf32": 8e13})
-    profile = analyse(made.write(tmp_path / "trace.json"), roof=roof)
-    assert kernel(profile).roof_fraction == operator(profile, "aten::mm").roof_fraction == pytest.approx(0.5)
+    roofline = replace(ROOFLINE, flops={"fp32": 1e13, "tf32": 8e13})
+    profile = analyse(made.write(tmp_path / "trace.json"), roofline=roofline)
+    assert kernel(profile).roofline_fraction == operator(profile, "aten::mm").roofline_fraction == pytest.approx(0.5)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from armillary.profiling.analysis.analyse import amdahl_of, analyse
 from armillary.profiling.profile import Profile
 from armillary.profiling.trace.trace import read_trace
-from tests.profiling.traces import ROOF, SHARED, HandMade
+from tests.profiling.traces import ROOFLINE, SHARED, HandMade
 
 
 @pytest.fixture
 def profiled(tmp_path: Path):
     def run(made: HandMade) -> Profile:
-        profile = analyse(made.write(tmp_path / "trace.json"), roof=ROOF)
+        profile = analyse(made.write(tmp_path / "trace.json"), roofline=ROOFLINE)
         assert sum(profile.budget.values()) == pytest.approx(profile.wall_s, rel=1e-9)
         return profile
 
@@ -29,15 +29,15 @@ def us(profile: Profile, part: str) -> float:
     return profile.budget[part] * 1e6
 
 
-def test_a_gemm_at_half_the_roof(profiled) -> None:
+def test_a_gemm_at_half_the_roofline(profiled) -> None:
     """2·1000³ FLOPs at 10 TFLOP/s need 200 µs; the kernel takes 400."""
     made = HandMade().step(500).op("aten::mm", 0, 10, [1000, 1000], [1000, 1000])
     profile = profiled(made.kernel("sgemm_128x128", launched=2, at=100, takes=400))
     assert us(profile, "useful") == pytest.approx(200) and us(profile, "inefficiency") == pytest.approx(200)
     row = profile.kernels[0]
-    assert (row.work, row.bound, row.flops) == ("gemm", "compute", 2e9) and row.roof_fraction == pytest.approx(0.5)
+    assert (row.work, row.bound, row.flops) == ("gemm", "compute", 2e9) and row.roofline_fraction == pytest.approx(0.5)
     assert profile.operators[0].device_s == pytest.approx(400e-6)
-    assert "gemm" in " ".join(profile.findings) and "50% of the compute roof" in " ".join(profile.findings)
+    assert "gemm" in " ".join(profile.findings) and "50% of the compute roofline" in " ".join(profile.findings)
 
 
 def test_kernels_of_one_operator_share_its_work(profiled) -> None:
@@ -191,7 +191,7 @@ def test_a_kernel_that_runs_into_the_window_counts_with_its_part(profiled) -> No
 
 
 def test_kernels_side_by_side_share_the_time_they_cover(profiled) -> None:
-    """A product at its roof stays useful though a small kernel runs beside it."""
+    """A product at its roofline stays useful though a small kernel runs beside it."""
     made = HandMade().step(210).op("aten::mm", 0, 10, [1000, 1000], [1000, 1000])
     made.kernel("sgemm_128x128", launched=2, at=10, takes=200).op("aten::neg", 10, 5, [4])
     profile = profiled(made.kernel("neg_elementwise", launched=11, at=10, takes=200, stream=8))
@@ -231,11 +231,11 @@ def test_a_recompilation_is_the_hosts_time(profiled) -> None:
     assert profile.fraction("host") > 0.9
 
 
-def test_a_device_without_a_known_roof(tmp_path: Path) -> None:
-    from armillary.profiling.profile import Roof
+def test_a_device_without_a_known_roofline(tmp_path: Path) -> None:
+    from armillary.profiling.profile import Roofline
 
     made = HandMade().step(100).kernel("elementwise", launched=0, at=0, takes=100)
-    profile = analyse(made.write(tmp_path / "t.json"), roof=Roof(device="new"))
+    profile = analyse(made.write(tmp_path / "t.json"), roofline=Roofline(device="new"))
     assert profile.fraction("unjudged") == 1.0 and "armillary bench" in profile.notes[0]
 
 
@@ -260,7 +260,7 @@ def test_any_trace_adds_up(tmp_path_factory: pytest.TempPathFactory, spans: list
         made.kernel(name, launched=launched, at=launched + delay, takes=takes, stream=stream)
     for at, takes in host:
         made.op("aten::mm", at, takes, [10, 10], [10, 10])
-    profile = analyse(made.write(tmp_path_factory.getbasetemp() / "any.json"), roof=ROOF)
+    profile = analyse(made.write(tmp_path_factory.getbasetemp() / "any.json"), roofline=ROOFLINE)
     assert sum(profile.budget.values()) == pytest.approx(profile.wall_s)
     assert all(seconds >= 0 for seconds in profile.budget.values())
 
@@ -272,12 +272,12 @@ THIRD_PARTY = sorted((SHARED / "kineto").glob("*.json.gz")) if (SHARED / "kineto
 @pytest.mark.parametrize("path", THIRD_PARTY, ids=lambda path: path.name[:24])
 def test_traces_of_others(path: Path) -> None:
     from armillary.profiling.analysis.analyse import device_name
-    from armillary.profiling.analysis.roofline import roof_for
+    from armillary.profiling.analysis.roofline import roofline_for
 
     trace = read_trace(path)
-    roof = roof_for(device_name(trace), None)
-    profile = analyse(trace, roof=roof)
-    assert roof.source == "catalogue"
+    roofline = roofline_for(device_name(trace), None)
+    profile = analyse(trace, roofline=roofline)
+    assert roofline.source == "catalogue"
     assert sum(profile.budget.values()) == pytest.approx(profile.wall_s, rel=5e-3)
     assert profile.fraction("unknown") <= 0.15
     low = min(gap.start_s for gap in profile.gaps)
@@ -300,9 +300,9 @@ def test_an_operator_names_its_kernels(profiled) -> None:
 def test_fp32_products_are_held_against_the_units_they_ran_on(tmp_path: Path, kernel: str, useful_us: float) -> None:
     made = HandMade().step(500).op("aten::mm", 0, 10, [1000, 1000], [1000, 1000])
     path = made.kernel(kernel, launched=2, at=100, takes=400).write(tmp_path / "t.json")
-    profile = analyse(path, roof=replace(ROOF, flops={"fp32": 1e13, "tf32": 5e13}))
+    profile = analyse(path, roofline=replace(ROOFLINE, flops={"fp32": 1e13, "tf32": 5e13}))
     assert us(profile, "useful") == pytest.approx(useful_us)
-    assert profile.operators[0].roof_s == pytest.approx(useful_us * 1e-6)
+    assert profile.operators[0].roofline_s == pytest.approx(useful_us * 1e-6)
 
 
 def test_kernels_of_a_graph_are_judged_by_their_twins(profiled) -> None:
@@ -317,18 +317,18 @@ def test_kernels_of_a_graph_are_judged_by_their_twins(profiled) -> None:
     assert us(profile, "useful") == pytest.approx(200) and us(profile, "unjudged") == pytest.approx(400)
 
 
-def test_the_work_itself_is_named_where_it_is_at_its_roof(profiled) -> None:
+def test_the_work_itself_is_named_where_it_is_at_its_roofline(profiled) -> None:
     made = HandMade().step(250).op("aten::mm", 0, 10, [1000, 1000], [1000, 1000])
     first = profiled(made.kernel("sgemm_128x128", launched=2, at=20, takes=220)).findings[0]
-    assert first.startswith("sgemm_128x128 (gemm) takes 88% of the time at 91% of the compute roof")
+    assert first.startswith("sgemm_128x128 (gemm) takes 88% of the time at 91% of the compute roofline")
     assert first.endswith("1.79 × faster if it ran twice as fast")
 
 
-def test_many_kernels_too_short_for_a_roof_are_named(profiled) -> None:
+def test_many_kernels_too_short_for_a_roofline_are_named(profiled) -> None:
     """As in a CUDA graph of unfused operators: no launch gap, and no single kernel that stands out."""
     made = HandMade().step(500)
     for i in range(100):
         made.op("aten::neg", i * 0.2, 0.1, [16]).kernel(
             f"neg{i}_elementwise", launched=i * 0.2 + 0.01, at=10 + i * 4, takes=4, call_takes=0.05
         )
-    assert "100 kernels a step are too short for any roof (4 µs each)" in " ".join(profiled(made).findings)
+    assert "100 kernels a step are too short for any roofline (4 µs each)" in " ".join(profiled(made).findings)

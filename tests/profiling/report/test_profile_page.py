@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from armillary.profiling.analysis.compare import compare
-from armillary.profiling.profile import Profile, Roof
+from armillary.profiling.profile import Profile, Roofline
 from armillary.profiling.report.plots import thinned
 from armillary.profiling.report.profile_page import page, write_page
 from armillary.profiling.report.profile_text import amdahl_cells, budget_line, memory_line
@@ -62,7 +62,7 @@ def test_it_shows_every_part() -> None:
         assert expected in text, expected
     wide, narrow = text.split("class='on-narrow'", 1)
     for drawing in (wide, narrow):
-        assert drawing.count("class='point'") == 3  # a copy has no FLOPs, so no place under the roof
+        assert drawing.count("class='point'") == 3  # a copy has no FLOPs, so no place under the roofline
 
 
 def test_names_cannot_break_out() -> None:
@@ -78,8 +78,8 @@ def test_names_cannot_break_out() -> None:
     "found",
     [
         made_profile(rows=(), gaps=(), memory=None, findings=(), notes=()),
-        made_profile(roof=Roof(device="unknown")),
-        made_profile(roof=Roof(device="odd", bytes_per_s=1e12)),
+        made_profile(roofline=Roofline(device="unknown")),
+        made_profile(roofline=Roofline(device="odd", bytes_per_s=1e12)),
         made_profile(wall_s=0.0, budget={}),
     ],
 )

@@ -15,7 +15,7 @@ from armillary.profiling.analysis.analyse import analyse
 from armillary.profiling.analysis.roofline_attribution import judge
 from armillary.profiling.trace import chrome_json as chrome
 from armillary.profiling.trace.trace import KERNEL, OP, RUNTIME, read_trace
-from tests.profiling.traces import ROOF, HandMade
+from tests.profiling.traces import ROOFLINE, HandMade
 
 
 def example() -> HandMade:
@@ -130,7 +130,7 @@ def test_hostile_fields_are_no_bugs(tmp_path: Path, category: str, where: str, v
         0, {"ph": "X", "cat": category, "name": "hostile", "pid": 1, "tid": 1, "ts": 5, "dur": 2, where: value}
     )
     made.events.append({"ph": "i", "name": "[memory]", "ts": "x", "args": value})
-    profile = analyse(made.write(tmp_path / "hostile.json"), roof=ROOF)
+    profile = analyse(made.write(tmp_path / "hostile.json"), roofline=ROOFLINE)
     assert sum(profile.budget.values()) == pytest.approx(profile.wall_s)
 
 
@@ -185,7 +185,7 @@ def test_an_nsys_graph_is_one_piece_of_work(tmp_path: Path) -> None:
         insert into StringIds values (3, 'cudaGraphLaunch_v10000');
         insert into CUPTI_ACTIVITY_KIND_RUNTIME values (31000, 38000, 3, 11, 281479271743489);
     """
-    profile = analyse(nsys(tmp_path / "report.sqlite", more), roof=ROOF)
+    profile = analyse(nsys(tmp_path / "report.sqlite", more), roofline=ROOFLINE)
     assert next(row for row in profile.kernels if row.name == "CUDA graph").device_s == pytest.approx(50e-6)
     assert profile.fraction("unjudged") > 0.5
 
@@ -199,7 +199,7 @@ def test_nsys_processes_count_for_themselves(tmp_path: Path) -> None:
     """
     trace = read_trace(nsys(tmp_path / "report.sqlite", more))
     kernel = int(np.flatnonzero(trace.kind == KERNEL)[0])
-    links = judge(trace, ROOF).links
+    links = judge(trace, ROOFLINE).links
     assert trace.start[links.launch[kernel]] == pytest.approx(1.5e-6) and first != second
 
 
@@ -245,8 +245,8 @@ def test_fifty_megabytes_in_little_memory(tmp_path: Path) -> None:
     code = (
         "import resource, sys\n"
         "from armillary.profiling.analysis.analyse import analyse\n"
-        "from armillary.profiling.profile import Roof\n"
-        "profile = analyse(sys.argv[1], roof=Roof(device='x'))\n"
+        "from armillary.profiling.profile import Roofline\n"
+        "profile = analyse(sys.argv[1], roofline=Roofline(device='x'))\n"
         "print(profile.rows[0].calls, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)

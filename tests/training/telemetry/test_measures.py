@@ -12,7 +12,7 @@ from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import build
 from armillary.parallel.exposed_waits import Waits, covered
 from armillary.parallel.recompute import recompute
-from armillary.profiling.profile import BUDGET, Roof
+from armillary.profiling.profile import BUDGET, Roofline
 from armillary.spec.tables.train import TrainJob
 from armillary.training.parity.case import tiny
 from armillary.training.stopping import Until
@@ -99,8 +99,8 @@ def test_a_recorded_step_is_split_into_parts_that_add_up() -> None:
 
 
 def test_a_recorded_step_is_a_budget_too() -> None:
-    a, roof = torch.randn(300, 300), Roof(device="x", flops={"fp32": 1e12}, bytes_per_s=1e11, source="measured")
-    _, found = recorded(lambda: (a @ a).sum(), roof)
+    a, roofline = torch.randn(300, 300), Roofline(device="x", flops={"fp32": 1e12}, bytes_per_s=1e11, source="measured")
+    _, found = recorded(lambda: (a @ a).sum(), roofline)
     parts = [found[f"{part}_fraction"] for part in BUDGET]
     assert sum(parts) == pytest.approx(1.0) and found["kernels"] >= 2
     assert 0 < found["roof_fraction"] < 1 and found["useful_fraction"] > 0 and found["unjudged_fraction"] < 0.5
@@ -142,17 +142,18 @@ def test_time_in_which_others_had_the_cores_is_no_stall(monkeypatch: pytest.Monk
 
 
 def test_early_looks_end_when_they_become_dear(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = Looks(100, Roof(device="x"))
+    looks = Looks(100, Roofline(device="x"))
     assert [taken for taken in range(20) if looks.due(taken, taken)] == list(FIRST) and looks.due(99, 50)
     monkeypatch.setattr(
-        "armillary.training.telemetry.profiled_step.recorded", lambda work, roof, plain_s: (work(), {"compute_s": 1.0})
+        "armillary.training.telemetry.profiled_step.recorded",
+        lambda work, roofline, plain_s: (work(), {"compute_s": 1.0}),
     )
     clock = iter([0.0, 2.5, 10.0, 12.6])
     monkeypatch.setattr("armillary.training.telemetry.profiled_step.time.perf_counter", lambda: next(clock))
     assert looks.at(lambda: ("made", 0.1), None) == (("made", 0.1), {"compute_s": 1.0}) and looks.due(9, 9)
     looks.at(lambda: ("made", 0.1), None)
     assert not looks.due(11, 11) and looks.due(199, 3)
-    assert not any(Looks(0, Roof(device="x")).due(step, step) for step in range(200))
+    assert not any(Looks(0, Roofline(device="x")).due(step, step) for step in range(200))
 
 
 def test_waits_for_other_ranks_are_no_work_of_the_host() -> None:
