@@ -126,7 +126,11 @@ def test_hub_settings_are_read_and_the_hub_is_not_asked(tmp_path: Path) -> None:
 
 def test_extras_are_those_of_the_project_file() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    modules = {"opentelemetry_exporter_otlp_proto_http": "opentelemetry", "pytest_xdist": "xdist"}
+    modules = {
+        "nvidia_ml_py": "pynvml",
+        "opentelemetry_exporter_otlp_proto_http": "opentelemetry",
+        "pytest_xdist": "xdist",
+    }
     names = {
         line: re.split(r"[\[><=]", line)[0].replace("-", "_")
         for lines in project["optional-dependencies"].values()
