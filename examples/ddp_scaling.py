@@ -1,9 +1,9 @@
-"""How well do two ranks scale? Three models, several batch sizes, one pinned thread a rank; predicted, then measured.
+"""How well do two ranks scale? Three models, several batch sizes, one pinned thread per rank; predicted, then measured.
 
     python examples/ddp_scaling.py             two minutes on two quiet cores; writes ddp_scaling/table.md and .png
     python examples/ddp_scaling.py --quick     two tiny settings, seconds, for a look
 
-docs/ddp_scaling.md says what to look at; `--page docs/ddp_scaling.md` puts the result into it.
+docs/exercises/ddp_scaling.md says what to look at; `--page docs/exercises/ddp_scaling.md` puts the result into it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Row:
 
     @property
     def crossover(self) -> float:
-        """Tokens a rank at which the exchange takes as long as computing: seconds of one over seconds a token."""
+        """Tokens per rank at which the exchange takes as long as computing: seconds of one all-reduce over seconds per token."""
         return self.timed.exchange_s / (self.timed.alone_s / self.setting.tokens)
 
     def tokens_per_s(self, ranks: int) -> float:
@@ -154,7 +154,7 @@ def be_a_rank(job: str) -> None:
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| model | tokens a rank | tokens/s on 1 | on 2 | efficiency | predicted: hidden … bare | communication "
+        "| model | tokens per rank | tokens/s on 1 | on 2 | efficiency | predicted: hidden … bare | communication "
         "| crossover |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -179,7 +179,7 @@ def verdict(rows: list[Row]) -> list[str]:
         lines.append(
             f"{count_text(gradients // 4)} parameters: {gradients / 1e6:.1f} MB of gradients take "
             f"{seconds_text(last.timed.exchange_s)}, a token {seconds_text(last.timed.alone_s / last.setting.tokens)}: "
-            f"crossover at {last.crossover:.0f} tokens a rank; below it a step is mostly exchange"
+            f"crossover at {last.crossover:.0f} tokens per rank; below it a step is mostly exchange"
         )
         lines.append(f"  {worth(mine)}")
     return lines
@@ -191,11 +191,11 @@ def worth(rows: list[Row]) -> str:
         if small.efficiency <= 0.5 < large.efficiency:
             part = (0.5 - small.efficiency) / (large.efficiency - small.efficiency)
             tokens = small.setting.tokens * (large.setting.tokens / small.setting.tokens) ** part
-            return f"two ranks are faster than one from about {tokens:.0f} tokens a rank"
+            return f"two ranks are faster than one from about {tokens:.0f} tokens per rank"
     first, last = rows[0], rows[-1]
     if first.efficiency > 0.5:
-        return f"two ranks are faster than one at every size measured, from {first.setting.tokens} tokens a rank"
-    return f"two ranks are not faster than one up to {last.setting.tokens} tokens a rank"
+        return f"two ranks are faster than one at every size measured, from {first.setting.tokens} tokens per rank"
+    return f"two ranks are not faster than one up to {last.setting.tokens} tokens per rank"
 
 
 def plot(rows: list[Row], path: Path) -> str:
@@ -221,7 +221,7 @@ def plot(rows: list[Row], path: Path) -> str:
     axes[1].plot([], [], ":", color="grey", label="crossover: exchange = computing")
     axes[0].axhline(50, color="grey", linewidth=0.8)
     for axis, title in zip(axes, ("efficiency of two ranks, %", "share of the step that is exchange, %"), strict=True):
-        axis.set(xscale="log", xlabel="tokens a rank and step", title=title, ylim=(0, None))
+        axis.set(xscale="log", xlabel="tokens per rank and step", title=title, ylim=(0, None))
         axis.set_xticks(ticks := sorted({row.setting.tokens for row in rows}), [str(tick) for tick in ticks])
         axis.minorticks_off()
         axis.legend(fontsize=8)
@@ -267,7 +267,7 @@ def main() -> None:
     for setting, (one, two) in zip(settings, expected, strict=True):
         alone_s, comm_s = float(one.total[0]), float(two.comm[0])
         print(
-            f"  {setting.model}, {setting.tokens} tokens a rank: step {seconds_text(alone_s)} alone, exchange "
+            f"  {setting.model}, {setting.tokens} tokens per rank: step {seconds_text(alone_s)} alone, exchange "
             f"{seconds_text(comm_s)}: efficiency {100 * alone_s / float(two.total[0]):.0f} % if it hides, "
             f"{100 * alone_s / (alone_s + comm_s):.0f} % if not"
         )

@@ -1,11 +1,11 @@
-"""FP32, FP16 and BF16 on a small CNN: images a second, peak memory, accuracy, and what the loss scaler did.
+"""FP32, FP16 and BF16 on a small CNN: images per second, peak memory, accuracy, and what the loss scaler did.
 
     python examples/precision_cnn.py               the GPU where there is one, else the CPU
     python examples/precision_cnn.py --device cpu  a few minutes on two cores
     python examples/precision_cnn.py --quick       a few steps, for a look
 
 It writes precision/table.md and precision/plot.png. The pictures are drawn here (digits.py), so nothing is downloaded;
-docs/precision.md says what to look at, and `--page docs/precision.md` puts the result of a CPU into it.
+docs/exercises/precision.md says what to look at, and `--page docs/exercises/precision.md` puts the result of a CPU into it.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def plot(results: list[Result], path: Path) -> str:
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
     names, colours = [one.name for one in results], ["tab:blue", "tab:orange", "tab:green"]
     axes[0, 0].bar(names, [one.images_per_s for one in results], color=colours)
-    axes[0, 0].set_title("images a second")
+    axes[0, 0].set_title("images per second")
     axes[0, 1].bar(names, [one.peak_bytes / 1e6 for one in results], color=colours)
     axes[0, 1].set_title("peak memory, MB")
     for one, colour in zip(results, colours, strict=True):

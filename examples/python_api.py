@@ -36,7 +36,7 @@ def look_up() -> None:
     config = armillary.models()["llama-3-8b"].config
     cluster = armillary.hardware("h100x64")
     print(f"{config.name}: {count_text(parameters(config).total)} parameters,", end=" ")
-    print(f"{bytes_text(kv_bytes_per_token(config))} of KV cache a token")
+    print(f"{bytes_text(kv_bytes_per_token(config))} of KV cache per token")
     print(cluster.text())
 
 

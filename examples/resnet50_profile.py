@@ -4,7 +4,7 @@
     python examples/resnet50_profile.py --device cpu --html page.html
     python examples/resnet50_profile.py --quick      small images on the CPU, for a look in seconds
 
-docs/resnet50.md goes through what it prints.
+docs/exercises/resnet50.md goes through what it prints.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def top_three(found: Profile) -> list[Row]:
 def compare(eager: Profile, compiled: Profile) -> None:
     faster = eager.step_s / compiled.step_s
     print(f"\ncompiled: {seconds_text(eager.step_s)} → {seconds_text(compiled.step_s)}, {faster:.2f} × as fast")
-    print(f"  kernels and operators a step: {calls(eager):,} → {calls(compiled):,}")
+    print(f"  kernels and operators per step: {calls(eager):,} → {calls(compiled):,}")
 
 
 def calls(found: Profile) -> int:
