@@ -67,7 +67,7 @@ class Row:
 
     @property
     def crossover(self) -> float:
-        """Tokens per rank at which the exchange takes as long as computing: seconds of one all-reduce over seconds per token."""
+        """Tokens per rank at which the all-reduce takes as long as the computation."""
         return self.timed.exchange_s / (self.timed.alone_s / self.setting.tokens)
 
     def tokens_per_s(self, ranks: int) -> float:

@@ -5,7 +5,7 @@
     python examples/precision_cnn.py --quick       a few steps, for a look
 
 It writes precision/table.md and precision/plot.png. The pictures are drawn here (digits.py), so nothing is downloaded;
-docs/exercises/precision.md says what to look at, and `--page docs/exercises/precision.md` puts the result of a CPU into it.
+docs/exercises/precision.md says what to look at; `--page` with that file puts the result of a CPU into it.
 """
 
 from __future__ import annotations
