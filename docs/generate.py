@@ -1,4 +1,4 @@
-"""Writes docs/recipes.md and docs/gauges.md from the dataclasses and the gauge names, and the quotes in architecture.md.
+"""Writes docs/recipes.md and docs/gauges.md from the dataclasses and gauge names, and quotes code in architecture.md.
 
 Run it after changing a field, a gauge or a quoted function (`make docs`); tests hold the committed pages to it.
 """
