@@ -25,6 +25,7 @@ from armillary.diagnosis.rules import metrics_page as page_rules
 from armillary.diagnosis.rules import serving as product_rules
 from armillary.diagnosis.rules import training as training_rules
 from armillary.profiling.profile import BUDGET
+from armillary.spec.gauges import budget_gauge
 from armillary.store.home import Home
 
 STANDS_BY_LEVER = ("needless_recompute", "needless_offload", "precision")
@@ -183,7 +184,7 @@ def _headline(limiting: Finding | None, findings: list[Finding], gain: float) ->
 def budget_of(reading: Reading) -> dict[str, float]:
     """Where the time went, as shares of all of it; empty where nothing was recorded."""
     parts = parts_of(reading)
-    inside = {part: share for part in BUDGET if (share := reading.get(f"{part}_fraction")) is not None}
+    inside = {part: share for part in BUDGET if (share := reading.get(budget_gauge(part))) is not None}
     whole = sum(inside.values())
     if abs(whole - 1) < NEARLY:
         inside = {part: share / whole for part, share in inside.items()}

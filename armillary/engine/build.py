@@ -100,7 +100,7 @@ def make_engine(
         begin = time.monotonic()
         for made in rehearse(executor, scheduler.cache, settings, _REHEARSAL_S[_device_type(model)]):
             record(made)
-            loop.times.learn(made, made["rehearsed_s"])
+            loop.times.learn(made, made["calibration_step_s"])
         tell("rehearsal", time.monotonic() - begin)
     texts = Answers(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
     roofline = step_roofline(model.config, peaks, _dtype_name(model))

@@ -114,7 +114,7 @@ class Engine:
                 "engine_launch_s": loop.launch_s,
                 "engine_wait_s": 0.0,
             }
-            needed = {} if self._roofline is None else {"engine_roof_fraction": self._roofline.seconds(decision)}
+            needed = {} if self._roofline is None else {"engine_roofline_fraction": self._roofline.seconds(decision)}
             self._open[decision.number] = step_gauges(self.scheduler, decision, left) | times | needed
         taken = [number for number in loop.taken if number in self._open]
         for number in taken:
@@ -122,7 +122,7 @@ class Engine:
             made["engine_wait_s"] = loop.wait_s / len(taken)
             made["engine_step_s"] += made["engine_wait_s"]
             if self._roofline is not None:  # until now, the seconds that the roofline needs
-                made["engine_roof_fraction"] /= max(made["engine_step_s"], 1e-9)
+                made["engine_roofline_fraction"] /= max(made["engine_step_s"], 1e-9)
             record(made, step=number)
 
     def abort(self, request_id: str) -> list[Piece]:

@@ -6,8 +6,9 @@ rate, `_total` a counter that only grows. The `memory_…_bytes` of the categori
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Loop = Literal["inner", "training", "product"]
 Kind = Literal["value", "counter", "histogram"]
@@ -29,16 +30,44 @@ class Gauge:
     """what is measured, from where to where"""
 
 
+RENAMED = {
+    "call_s": "torch_call_s",
+    "engine_roof_fraction": "engine_roofline_fraction",
+    "inefficiency_fraction": "kernel_inefficiency_fraction",
+    "micro_batch_fraction": "micro_batch_overhead_fraction",
+    "rehearsed_s": "calibration_step_s",
+    "repeats_request": "prefix_source_request",
+    "roof_fraction": "roofline_fraction",
+    "short_kernels_fraction": "launch_bound_fraction",
+}
+"""former name of a gauge -> its name now: files and metric pages with the former name stay readable"""
+
+
+def current_names(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with every former gauge name replaced by the current one."""
+    return {RENAMED.get(name, name): value for name, value in record.items()}
+
+
 def prometheus_name(name: str) -> str:
     """The name under which a gauge is exported."""
     return "armillary_" + name
+
+
+def former_names(name: str) -> tuple[str, ...]:
+    """What a gauge was called before."""
+    return tuple(old for old, new in RENAMED.items() if new == name)
+
+
+def budget_gauge(part: str) -> str:
+    """The gauge of one part of the step budget."""
+    return "kernel_inefficiency_fraction" if part == "inefficiency" else f"{part}_fraction"
 
 
 _Rows = tuple[tuple[str, str, str], ...]  # name, unit, meaning
 
 _INNER: _Rows = (
     ("useful_fraction", "fraction", "step budget: work at the speed of the roofline"),
-    ("inefficiency_fraction", "fraction", "step budget: kernel time beyond what the roofline allows"),
+    ("kernel_inefficiency_fraction", "fraction", "step budget: kernel time beyond what the roofline allows"),
     ("unjudged_fraction", "fraction", "step budget: device time that cannot be judged against a roofline"),
     ("comm_exposed_fraction", "fraction", "step budget: communication with no computation beside it"),
     ("launch_gap_fraction", "fraction", "step budget: device idle because the next launch came late"),
@@ -48,22 +77,30 @@ _INNER: _Rows = (
     ("unknown_fraction", "fraction", "step budget: what could not be attributed"),
     ("host_stall_fraction", "fraction", "share of a step in which the host held the device up for over a millisecond"),
     ("fusible_fraction", "fraction", "share of a step in passes over memory that a compiler would join"),
-    ("short_kernels_fraction", "fraction", "share of a step in kernels too short for any roofline"),
+    ("launch_bound_fraction", "fraction", "share of a step in kernels too short for any roofline"),
     ("data_wait_s", "s", "time the step waited for its batch"),
     ("data_wait_fraction", "fraction", "data wait over step time"),
     ("device_busy_fraction", "fraction", "wall time with at least one kernel running"),
     ("flops_per_s", "FLOP/s", "achieved arithmetic of one device"),
     ("bytes_per_s", "B/s", "achieved memory traffic of one device"),
     ("intensity", "FLOP/B", "FLOPs a byte of memory traffic"),
-    ("roof_fraction", "fraction", "time the roofline needs over time taken, against ceilings measured on this machine"),
+    (
+        "roofline_fraction",
+        "fraction",
+        "roofline time over time taken, with ceilings measured on this machine",
+    ),
     ("gemm_flops_per_s", "FLOP/s", "measured ceiling of matrix products"),
     ("copy_bytes_per_s", "B/s", "measured ceiling of memory copies, read and write together"),
     ("kernels", "kernels", "kernel launches a step"),
     ("launch_s", "s", "time one launch costs the host"),
     ("host_queue_s", "s", "part of a step in which the main thread was ready and others had the cores (Linux)"),
     ("host_cpu_s", "s", "part of a step in which the main thread really ran, by the processor's clock"),
-    ("call_s", "s", "what a call of torch takes a processor now, whatever its work, by the clock of a small sample"),
-    ("micro_batch_fraction", "fraction", "share of a micro-batch that comes whatever its rows, from joining some"),
+    ("torch_call_s", "s", "CPU time of one torch call, whatever its work, from a small timed sample"),
+    (
+        "micro_batch_overhead_fraction",
+        "fraction",
+        "fixed cost of a micro-batch over its time (measured)",
+    ),
     ("loader_tokens_per_s", "tokens/s", "what the data path delivers by itself"),
     ("clock_hz", "Hz", "device clock while measured"),
     ("power_w", "W", "device power while measured"),
@@ -142,7 +179,11 @@ _PRODUCT: _Rows = (
     ("tokens_out", "tokens", "generated tokens of a request"),
     ("cached_tokens", "tokens", "prompt tokens of a request found in the prefix cache"),
     ("repeated_tokens", "tokens", "prompt tokens of a request that an earlier one began with too, cached or not"),
-    ("repeats_request", "number", "request_number of that earlier one"),
+    (
+        "prefix_source_request",
+        "number",
+        "request_number of the earlier request that shares this prefix",
+    ),
     ("request_number", "number", "which request it was, counted as they came"),
     ("arrived_s", "s", "when a request came, by the engine's clock"),
     ("tokens_limit", "tokens", "tokens the answer to a request might have had"),
@@ -165,14 +206,14 @@ _PRODUCT: _Rows = (
     ("engine_schedule_s", "s", "part of it spent deciding what to run"),
     ("engine_launch_s", "s", "part of it in which the host encoded and launched it"),
     ("engine_wait_s", "s", "part of it spent waiting for the device"),
-    ("engine_roof_fraction", "fraction", "time the roofline of that step needs over time taken"),
+    ("engine_roofline_fraction", "fraction", "time the roofline of that engine step needs over time taken"),
     ("prefill_tokens", "tokens", "prompt tokens computed in one engine step"),
     ("prefill_rows", "requests", "prompts that these are of"),
     ("decode_tokens", "tokens", "tokens generated in one engine step"),
     ("context_tokens", "tokens", "keys that the decodes of one engine step read"),
     ("prefill_pairs", "pairs", "pairs of query and key in the prompts of one engine step"),
     ("prefill_past", "tokens", "tokens of these prompts that were computed, or found, before"),
-    ("rehearsed_s", "s", "one engine step of a given kind, run before the first request"),
+    ("calibration_step_s", "s", "time of an engine step of a given shape, run before the first request"),
     ("kv_used_fraction", "fraction", "KV blocks in use"),
     ("kv_capacity_tokens", "tokens", "tokens the KV cache holds"),
     ("concurrency", "requests", "requests the KV cache holds at the given lengths"),

@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from armillary.errors import BadInput, unknown
-from armillary.spec.gauges import GAUGES
+from armillary.spec.gauges import GAUGES, current_names
 from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
@@ -85,4 +85,6 @@ class Plan:
             raise BadInput(f"{where} holds no plan; make the plan again")
         if version > VERSION:
             raise BadInput(f"{where} has version {version} and this armillary reads up to {VERSION}; upgrade armillary")
+        if isinstance(values.get("predicted"), dict):
+            values = {**values, "predicted": current_names(values["predicted"])}
         return build(Plan, values, where)

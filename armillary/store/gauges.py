@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from armillary.errors import BadData, BadInput, NotFound, nearest
-from armillary.spec.gauges import GAUGES
+from armillary.spec.gauges import GAUGES, RENAMED, current_names
 from armillary.store import strict_json
 from armillary.store.atomic import plain_errors
 from armillary.store.lock import try_lock
@@ -99,7 +99,7 @@ class GaugeWriter:
 def check_name(name: str) -> None:
     """Refuse a gauge that is not in the vocabulary, with the nearest that is."""
     if name not in GAUGES:
-        guess = nearest(name, GAUGES)
+        guess = RENAMED.get(name) or nearest(name, GAUGES)
         hint = f"did you mean {guess}?" if guess else "add it to spec/gauges.py"
         raise BadInput(f"no gauge '{name}'; {hint}")
 
@@ -175,7 +175,9 @@ def _parse(line: bytes, path: Path, offset: int) -> Record:
         raise BadData(f"{path} has a broken record at byte {offset}; delete that line to read the rest")
     if "request" in record:
         record["request"] = str(record["request"])  # an id that reads "nan" is still an id
-    return record
+    if isinstance(record.get("source"), dict):
+        record["source"] = current_names(record["source"])
+    return record if RENAMED.keys().isdisjoint(record) else current_names(record)
 
 
 def _open(path: Path) -> BinaryIO:

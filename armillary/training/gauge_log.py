@@ -69,7 +69,7 @@ class Recorder:
 
     def _write(self, report: StepReport, last: bool) -> None:
         assert self._gauges is not None and self._trackers is not None, "a recorder is used as a context"
-        told = {"val_loss", "checkpoint_s", "compute_s", "call_s", "memory_weights_bytes"} & set(report.gauges)
+        told = {"val_loss", "checkpoint_s", "compute_s", "torch_call_s", "memory_weights_bytes"} & set(report.gauges)
         if last or told or report.step % self.trainer.job.log_every == 0:
             source = source_of(report.gauges, report.sources, self.trainer.device)
             self._gauges.write(report.gauges, step=report.step, source=source)

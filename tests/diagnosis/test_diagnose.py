@@ -24,7 +24,7 @@ def test_there_are_eighteen_rules_and_more() -> None:
 
 def test_a_healthy_run_has_nothing_to_gain() -> None:
     plan = plan_of("layout.micro_batch=8")
-    verdict = diagnose(reading_of(plan, window=BUSY | {"roof": 0.55}), NOWHERE)
+    verdict = diagnose(reading_of(plan, window=BUSY | {"roofline": 0.55}), NOWHERE)
     assert verdict.is_healthy and verdict.loop is None and verdict.gain <= 0.05
     assert verdict.headline.startswith("healthy: nothing to gain beyond") and "55%" in verdict.headline
 

@@ -12,6 +12,7 @@ from armillary.planning.device_model.layout_arrays import of
 from armillary.planning.training.prediction import predict
 from armillary.planning.training.resolve import question
 from armillary.planning.training.training_plan import training_plan
+from armillary.spec.gauges import budget_gauge
 from armillary.spec.hardware import Cluster
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import recipe_from_dict
@@ -58,7 +59,7 @@ def records(count: int = 20, *, window: dict[str, float] | None = None, **gauges
         values = {name: value(step) if callable(value) else value for name, value in gauges.items()}
         record |= {name: value for name, value in values.items() if value is not None}
         if step == 9:
-            record |= {f"{part}_fraction": share for part, share in (window or BUSY).items()} | {"compute_s": 0.9}
+            record |= {budget_gauge(part): share for part, share in (window or BUSY).items()} | {"compute_s": 0.9}
         found.append(record)
     return found
 

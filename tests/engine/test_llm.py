@@ -241,7 +241,7 @@ def test_steps_are_held_against_the_measured_roofline(folder: Path, home: Home) 
     serve = Serve(block_tokens=4, kv_bytes=100_000, max_running=4)
     llm = LLM(folder, serve, home=home, device="cpu", record=lambda gauges, **_: records.append(gauges))
     llm.generate(TEXTS, GREEDY)
-    shares = [record["engine_roof_fraction"] for record in records if "engine_roof_fraction" in record]
+    shares = [record["engine_roofline_fraction"] for record in records if "engine_roofline_fraction" in record]
     assert len(shares) > 5 and all(share > 0 for share in shares)
 
 

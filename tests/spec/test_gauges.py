@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from armillary.spec.gauges import GAUGES, Gauge, prometheus_name
+from armillary.spec.gauges import GAUGES, RENAMED, Gauge, budget_gauge, current_names, former_names, prometheus_name
 
 ENDINGS = {"_bytes": "B", "_usd": "USD", "_fraction": "fraction"}
 
@@ -47,3 +47,10 @@ def test_the_three_loops_and_the_terms_of_a_step_are_there() -> None:
 
 def test_the_step_budget_has_nine_parts() -> None:
     assert sum(gauge.meaning.startswith("step budget") for gauge in GAUGES.values()) == 9
+
+
+def test_renamed_gauges_are_read_by_their_current_name() -> None:
+    assert not set(RENAMED) & set(GAUGES) and set(RENAMED.values()) <= set(GAUGES)
+    assert current_names({"rehearsed_s": 0.5, "step_s": 1.0}) == {"calibration_step_s": 0.5, "step_s": 1.0}
+    assert former_names("roofline_fraction") == ("roof_fraction",) and former_names("step_s") == ()
+    assert budget_gauge("inefficiency") in GAUGES and budget_gauge("useful") == "useful_fraction"

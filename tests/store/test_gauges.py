@@ -266,3 +266,12 @@ def test_a_missing_file_and_a_broken_record(path: Path) -> None:
     path.write_bytes(b'{"step":1}\nnot json\n{"step":2}\n')
     with pytest.raises(BadData, match=r"broken record at byte 11; delete that line to read the rest$"):
         list(read_gauges(path))
+
+
+def test_former_names_of_gauges_are_read_by_their_current_names(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text('{"time": 1.0, "roof_fraction": 0.5, "source": {"roof_fraction": "trace"}, "step": 3}\n')
+    expected = {"time": 1.0, "roofline_fraction": 0.5, "source": {"roofline_fraction": "trace"}, "step": 3}
+    assert list(read_gauges(path)) == [expected] and last_record(path) == expected
+    with GaugeWriter(path) as writer, pytest.raises(BadInput, match=r"did you mean roofline_fraction\?"):
+        writer.write({"roof_fraction": 0.5})

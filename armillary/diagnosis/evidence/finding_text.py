@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from armillary.diagnosis.evidence.finding import Evidence
-from armillary.spec.gauges import GAUGES
+from armillary.spec.gauges import GAUGES, RENAMED
 from armillary.units import bytes_text, count_text, dollars_text, scaled, seconds_text
 
 
@@ -17,7 +17,8 @@ def evidence_text(one: Evidence) -> str:
 
 def value_text(gauge: str, value: float) -> str:
     """A figure as its unit is read: 38 ms, 1.2 GB, 41 %, 12.0 k tokens/s."""
-    unit = GAUGES[gauge].unit if gauge in GAUGES else ""
+    known = GAUGES.get(RENAMED.get(gauge, gauge))
+    unit = known.unit if known is not None else ""
     by_unit: dict[str, Callable[[float], str]] = {
         "s": lambda x: seconds_text(x) if x else "0 s",
         "B": bytes_text,

@@ -22,14 +22,14 @@ def launching(reading: Reading, plan: Plan | None) -> float | None:
     gaps = reading.get("launch_gap_fraction")
     if gaps is None:
         return None
-    seen = gaps + (reading.get("short_kernels_fraction") or 0.0)
+    seen = gaps + (reading.get("launch_bound_fraction") or 0.0)
     calls, ran = reading.get("kernels"), reading.get("host_cpu_s")
     if plan is None or plan.cluster.chip.kind != "cpu" or not calls or not ran:
         return min(MOST, seen)
     beside = [
-        calls * float(one["call_s"]) / float(one["host_cpu_s"])
+        calls * float(one["torch_call_s"]) / float(one["host_cpu_s"])
         for one in reading.steps
-        if "call_s" in one and one.get("host_cpu_s")
+        if "torch_call_s" in one and one.get("host_cpu_s")
     ]
     return min(MOST, median(beside) if beside else calls * CALL_S / ran)
 
@@ -38,7 +38,7 @@ def a_micro_batch(reading: Reading) -> float | None:
     """The share, of a step without its waiting, that comes with each micro-batch whatever its rows: of its passes what
     the trainer found by joining some, the last time from most of them, of its optimiser nothing. None where it could
     not join any."""
-    found = reading.series("micro_batch_fraction")
+    found = reading.series("micro_batch_overhead_fraction")
     if not found:
         return None
     steps = [one for one in reading.steps if one.get("step_s") and "optimizer_s" in one]

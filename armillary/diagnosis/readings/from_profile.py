@@ -11,6 +11,7 @@ from pathlib import Path
 from armillary.diagnosis.readings.reading import Reading
 from armillary.errors import BadData
 from armillary.profiling.profile import BUDGET, Gap, Profile, Row
+from armillary.spec.gauges import budget_gauge
 from armillary.store.home import Home
 
 LONG_S = 1e-3
@@ -41,7 +42,7 @@ def reading_of(profile: Profile, source: str) -> Reading:
     rest = max(1e-12, profile.wall_s - wait)
     parts = {part: profile.budget.get(part, 0.0) for part in BUDGET}
     parts["host"] = max(0.0, parts["host"] - wait)
-    values = {f"{part}_fraction": seconds / rest for part, seconds in parts.items()}
+    values = {budget_gauge(part): seconds / rest for part, seconds in parts.items()}
     values |= {
         "step_s": profile.step_s,
         "data_wait_s": wait / profile.steps,
@@ -74,12 +75,12 @@ def _kernels(profile: Profile, rest: float) -> dict[str, float]:
     rows = profile.kernels or tuple(row for row in profile.operators if row.device_s)
     judged = sum(profile.budget.get(part, 0.0) for part in ("useful", "inefficiency"))
     worked = sum(profile.budget.get(part, 0.0) for part in _KERNEL_PARTS)
-    found = {"roof_fraction": profile.budget["useful"] / judged} if judged > 0.5 * worked > 0 else {}
+    found = {"roofline_fraction": profile.budget["useful"] / judged} if judged > 0.5 * worked > 0 else {}
     if profile.kernels:
         found["device_busy_fraction"] = min(1.0, worked / profile.wall_s) if profile.wall_s else 0.0
     return found | {
         "kernels": sum(row.calls for row in rows) / profile.steps,
-        "short_kernels_fraction": min(1.0, _short_s(rows) / rest),
+        "launch_bound_fraction": min(1.0, _short_s(rows) / rest),
     }
 
 

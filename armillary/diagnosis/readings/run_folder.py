@@ -77,7 +77,7 @@ def _check_numbers(records: Sequence[Record], source: str) -> None:
 
 
 def _kind(records: Sequence[Record], plan: Plan | None) -> Kind:
-    if any("engine_step_s" in record or "request" in record or "rehearsed_s" in record for record in records):
+    if any("engine_step_s" in record or "request" in record or "calibration_step_s" in record for record in records):
         return "serving"
     return "serving" if plan is not None and plan.serve is not None and plan.train is None else "training"
 
@@ -144,7 +144,7 @@ def _is_total(name: str) -> bool:
 def _serving(records: Sequence[Record], source: str, plan: Plan | None) -> Reading:
     requests = tuple(record for record in records if "request" in record)
     steps = tuple(record for record in records if "engine_step_s" in record and "request" not in record)
-    rehearsed = {strict_json.dumps(_kind_of(record)): record for record in records if "rehearsed_s" in record}
+    rehearsed = {strict_json.dumps(_kind_of(record)): record for record in records if "calibration_step_s" in record}
     values = _last(records) | served_gauges(steps, requests)
     return Reading(
         source=source,

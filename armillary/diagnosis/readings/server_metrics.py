@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from armillary.spec.gauges import GAUGES, prometheus_name
+from armillary.spec.gauges import GAUGES, former_names, prometheus_name
 
 Names = Mapping[str, tuple[str, ...]]
 
@@ -134,7 +134,8 @@ _TGI = Server(
 
 def _ours() -> Server:
     def named(kind: str) -> Names:
-        return {name: (prometheus_name(name),) for name, gauge in GAUGES.items() if gauge.kind == kind}
+        names = (name for name, gauge in GAUGES.items() if gauge.kind == kind)
+        return {name: tuple(map(prometheus_name, (name, *former_names(name)))) for name in names}
 
     return Server(
         name="armillary",

@@ -11,6 +11,7 @@ from armillary.diagnosis.evidence.launch_overhead import launching
 from armillary.diagnosis.evidence.step_parts import Parts, computing, parts_of
 from armillary.diagnosis.evidence.thresholds import Rule
 from armillary.diagnosis.readings.reading import Reading
+from armillary.spec.gauges import budget_gauge
 from armillary.spec.plan import Plan
 from armillary.spec.precision import SIXTEEN_BIT
 from armillary.units import seconds_text
@@ -60,7 +61,7 @@ def launch_overhead(reading: Reading, plan: Plan | None) -> Finding | None:
     if found is None or share < LATE_LAUNCHES or _asks(reading) >= ASKS:
         return None
     count = reading.get("kernels")
-    gauges = ("launch_gap_fraction", "short_kernels_fraction", "kernels")
+    gauges = ("launch_gap_fraction", "launch_bound_fraction", "kernels")
     evidence = [Evidence(gauge=name, value=value) for name in gauges if (value := reading.get(name)) is not None]
     many = f"{count:,.0f} kernels a step, most too short to be worth a launch" if count else "kernels come too late"
     return Finding(
@@ -133,17 +134,17 @@ def memory_bandwidth(reading: Reading, plan: Plan | None) -> Finding | None:
 
 
 def _kernels(reading: Reading, *, bound: str) -> Finding | None:
-    busy = sum(reading.get(f"{name}_fraction") or 0.0 for name in ("useful", "inefficiency", "unjudged"))
+    busy = sum(reading.get(budget_gauge(name)) or 0.0 for name in ("useful", "inefficiency", "unjudged"))
     if busy < 0.5 or _bound(reading) != bound:
         return None
-    reached = reading.get("roof_fraction")
+    reached = reading.get("roofline_fraction")
     evidence = [
-        Evidence(gauge=f"{name}_fraction", value=value)
+        Evidence(gauge=budget_gauge(name), value=value)
         for name in ("useful", "inefficiency", "unjudged")
-        if (value := reading.get(f"{name}_fraction"))
+        if (value := reading.get(budget_gauge(name)))
     ]
     if reached is not None:
-        evidence.append(Evidence(gauge="roof_fraction", value=reached, expected=1.0, against="measured ceiling"))
+        evidence.append(Evidence(gauge="roofline_fraction", value=reached, expected=1.0, against="measured ceiling"))
     at = f" at {reached:.0%} of the {_roofline(reading)} roofline" if reached is not None else ""
     if (reading.get("unjudged_fraction") or 0.0) > busy / 2:
         at = f": kernels take {busy:.0%} of the time, and most of them cannot be judged"

@@ -68,7 +68,7 @@ def graphs_off(reading: Reading, plan: Plan | None) -> Finding | None:
     here = Service(reading, plan)
     if here.serve.graphs or not _on_gpu(plan) or here.cost is None:
         return None
-    reached, waited = reading.get("engine_roof_fraction"), reading.get("engine_wait_s")
+    reached, waited = reading.get("engine_roofline_fraction"), reading.get("engine_wait_s")
     step = reading.get("engine_step_s") or 0.0
     host_bound = waited is not None and step > 0 and waited < 0.5 * step
     if not host_bound or (reached is not None and reached > FAR_BELOW):
@@ -77,7 +77,7 @@ def graphs_off(reading: Reading, plan: Plan | None) -> Finding | None:
     found = [Evidence(gauge="engine_wait_s", value=waited or 0.0, expected=step, against="a whole step")]
     if reached is not None:
         found.append(
-            Evidence(gauge="engine_roof_fraction", value=reached, expected=FAR_BELOW, against="launches hidden")
+            Evidence(gauge="engine_roofline_fraction", value=reached, expected=FAR_BELOW, against="launches hidden")
         )
     return Finding(
         loop="inner",

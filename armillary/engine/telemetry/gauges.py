@@ -48,7 +48,7 @@ def request_gauges(seq: Sequence) -> dict[str, float]:
         "request_number": seq.number,
     }
     if seq.repeated:
-        found |= {"repeated_tokens": seq.repeated, "repeats_request": seq.repeats}
+        found |= {"repeated_tokens": seq.repeated, "prefix_source_request": seq.repeats}
     end = seq.finished_at
     if end is not None:
         found["e2e_s"] = end - seq.arrived_at

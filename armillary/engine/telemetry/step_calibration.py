@@ -68,7 +68,7 @@ def rehearse(executor: Executor, cache: KVCache, settings: Settings, together_s:
             seconds = min(_timed(executor, decision) for _ in range(TURNS))
         except StepTooLarge:  # for a step that nobody asked for: requests may be smaller
             break
-        found.append(work_gauges(decision) | {"rehearsed_s": seconds})
+        found.append(work_gauges(decision) | {"calibration_step_s": seconds})
     return found
 
 

@@ -223,10 +223,10 @@ def _columns(steps: Sequence[Mapping[str, Any]], least: float) -> Array:
 
 
 def _tried(rehearsed: Sequence[Mapping[str, Any]], least: float) -> Tried | None:
-    known = [one for one in rehearsed if one.get("rehearsed_s", 0.0) > 0]
+    known = [one for one in rehearsed if one.get("calibration_step_s", 0.0) > 0]
     if len(known) < LEAST_REHEARSED:
         return None
-    return _columns(known, least), np.array([float(one["rehearsed_s"]) for one in known])
+    return _columns(known, least), np.array([float(one["calibration_step_s"]) for one in known])
 
 
 def _fitted(parts: Array, wanted: Array, taken: Array, belief: _Belief, tried: Tried | None = None) -> Array:

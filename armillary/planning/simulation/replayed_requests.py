@@ -60,7 +60,7 @@ def _arrival(number: int, many: Sequence[Mapping[str, Any]], begin: float) -> Ar
         tokens_out=out,
         limit=max(out, int(first.get("tokens_limit", out))),
         repeated=int(first.get("repeated_tokens", 0)),
-        repeats=int(first.get("repeats_request", 0)),
+        repeats=int(first.get("prefix_source_request", 0)),
         answers=len(many),
     )
 

@@ -48,9 +48,12 @@ class Samples:
         if not self._every or not (early or later):
             return {}
         self._call_s = self._call_s or call_sample(self._precision)
-        found, fraction = {"call_s": self._call_s()}, self._joined.fraction(batch) if self._joined is not None else None
+        found, fraction = (
+            {"torch_call_s": self._call_s()},
+            self._joined.fraction(batch) if self._joined is not None else None,
+        )
         self._spent_s += time.perf_counter() - begin
-        return found if fraction is None else found | {"micro_batch_fraction": fraction}
+        return found if fraction is None else found | {"micro_batch_overhead_fraction": fraction}
 
 
 def call_sample(precision: str) -> Callable[[], float]:

@@ -33,8 +33,8 @@ SOURCES = {
     "offloaded_bytes": "count",
     "host_cpu_s": "the thread's clock",
     "host_queue_s": "operating system",
-    "call_s": "the thread's clock",
-    "micro_batch_fraction": "the thread's clock",
+    "torch_call_s": "the thread's clock",
+    "micro_batch_overhead_fraction": "the thread's clock",
     "slowest_rank": "every rank's own clock",
     "rank_spread_s": "every rank's own clock",
 }

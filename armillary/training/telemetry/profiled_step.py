@@ -28,6 +28,7 @@ from armillary.profiling.profile import Roofline, Row
 from armillary.profiling.record.recorder import Recorder
 from armillary.profiling.trace.intervals import clip, length
 from armillary.profiling.trace.trace import read_trace
+from armillary.spec.gauges import budget_gauge
 from armillary.store.home import Home
 
 T = TypeVar("T")
@@ -81,18 +82,18 @@ def shares(judged: Judged, spent: Budget) -> dict[str, float]:
     """The step budget as shares of the step, kernels launched, and the share in kernels too short for any roofline."""
     if spent.wall_s <= 0:
         return {}
-    found = {f"{part}_fraction": seconds / spent.wall_s for part, seconds in spent.parts.items()}
+    found = {budget_gauge(part): seconds / spent.wall_s for part, seconds in spent.parts.items()}
     table = [row for row in rows(judged, spent) if row.kind == ("kernel" if spent.device >= 0 else "operator")]
     working = [row for row in table if row.device_s or spent.device >= 0]
     kernels = spent.kernels
     judged_s = kernels.useful_s + kernels.inefficient_s
-    reached = {"roof_fraction": kernels.useful_s / judged_s} if judged_s > 0.5 * kernels.seconds > 0 else {}
+    reached = {"roofline_fraction": kernels.useful_s / judged_s} if judged_s > 0.5 * kernels.seconds > 0 else {}
     return (
         found
         | reached
         | {
             "kernels": float(sum(row.calls for row in working)),
-            "short_kernels_fraction": _short_s(working, spent) / spent.wall_s,
+            "launch_bound_fraction": _short_s(working, spent) / spent.wall_s,
             "fusible_fraction": _passes_s(working, spent) / spent.wall_s,
             "host_stall_fraction": _stalled_s(spent) / spent.wall_s,
         }
@@ -175,9 +176,9 @@ def undisturbed(parts: dict[str, float], seconds: float, ran_s: float, queued_s:
     others had the cores, in Python as often as it is in Python. What it neither ran nor queued it did stand still."""
     if "host_stall_fraction" not in parts or seconds <= 0:
         return parts
-    others = sum(parts[f"{part}_fraction"] for part in ("comm_exposed", "idle"))
+    others = sum(parts[budget_gauge(part)] for part in ("comm_exposed", "idle"))
     stood = 1 - (ran_s + queued_s) / seconds - others
-    python = sum(parts[f"{part}_fraction"] for part in ("launch_gap", "host"))
+    python = sum(parts[budget_gauge(part)] for part in ("launch_gap", "host"))
     stall = parts["host_stall_fraction"]
     return parts | {"host_stall_fraction": max(0.0, stall - python * queued_s / seconds, min(stall, stood))}
 

@@ -20,7 +20,7 @@ def test_no_change_buys_nothing() -> None:
 
 
 def test_launches_follow_their_number_and_work_its_predicted_time() -> None:
-    tiny = BUSY | {"useful": 0.05, "inefficiency": 0.05, "launch_gap": 0.6, "short_kernels": 0.3}
+    tiny = BUSY | {"useful": 0.05, "inefficiency": 0.05, "launch_gap": 0.6, "launch_bound": 0.3}
     half = priced(window=tiny).price({"layout.micro_batch": 4})
     assert half is not None and 1.7 < half.speedup < 2.0, "nine tenths of the time are launches, now half as many"
     busy = priced().price({"layout.micro_batch": 4})
@@ -39,7 +39,7 @@ def test_joining_rows_saves_what_the_trainer_saw_come_with_each() -> None:
     )
     calls: dict[str, float] = {"kernels": 10_000.0, "host_cpu_s": 1.0, "recompute_s": 0.2}
     for fraction in (0.0, 0.4, 0.8):
-        made = priced(*sets, **calls, micro_batch_fraction=fraction, optimizer_s=0.1)
+        made = priced(*sets, **calls, micro_batch_overhead_fraction=fraction, optimizer_s=0.1)
         for rows in (2, 8):
             found = made.price({"layout.micro_batch": rows})
             share = 0.9 * fraction  # the optimiser steps once, however many there are

@@ -15,6 +15,7 @@ from armillary.diagnosis.evidence.finding import Finding
 from armillary.diagnosis.levers.advice import levers_for
 from armillary.diagnosis.readings.from_profile import read_profiled, reading_of
 from armillary.profiling.profile import BUDGET, Gap, Row
+from armillary.spec.gauges import budget_gauge
 from armillary.store.home import Home
 from tests.profiling.profiles import made_profile
 
@@ -52,12 +53,12 @@ def test_the_budget_as_gauges() -> None:
     reading = reading_of(made_profile(), "x")
     values = reading.values
     assert (reading.kind, reading.by, reading.plan) == ("profile", "torch-profiler", None)
-    assert sum(values[f"{part}_fraction"] for part in BUDGET) == pytest.approx(1), "of what is not waiting for data"
+    assert sum(values[budget_gauge(part)] for part in BUDGET) == pytest.approx(1), "of what is not waiting for data"
     assert values["data_wait_fraction"] == pytest.approx(0.023 / 0.2) and values["data_wait_s"] == pytest.approx(0.0115)
     assert values["host_fraction"] == pytest.approx(0.023 / 0.177), "the loader's part is taken out"
     assert values["step_s"] == pytest.approx(0.1) and values["kernels"] == 2065
-    assert values["short_kernels_fraction"] == pytest.approx(0.012 / 0.177)
-    assert values["roof_fraction"] == pytest.approx(56 / 92)
+    assert values["launch_bound_fraction"] == pytest.approx(0.012 / 0.177)
+    assert values["roofline_fraction"] == pytest.approx(56 / 92)
     assert values["host_stall_fraction"] == pytest.approx(0.006 / 0.177)
     assert reading.settings["loader"] == "train.py:88" and reading.settings["sync"] == "train.py:131"
 

@@ -44,7 +44,7 @@ def test_a_page_that_only_tells_the_share_is_read_too() -> None:
 
 
 def test_many_short_kernels_are_launch_overhead() -> None:
-    window = BUSY | {"useful": 0.2, "inefficiency": 0.2, "launch_gap": 0.5, "host": 0.05, "short_kernels": 0.1}
+    window = BUSY | {"useful": 0.2, "inefficiency": 0.2, "launch_gap": 0.5, "host": 0.05, "launch_bound": 0.1}
     made = reading_of(plan_of(), window=window, kernels=4000.0)
     found = launch_overhead(made, made.plan)
     assert found is not None and found.share == pytest.approx(0.6) and "4,000 kernels" in found.says
@@ -69,7 +69,7 @@ def test_a_call_is_held_against_steps_of_its_own_moment() -> None:
         plan,
         kernels=20_000.0,
         host_cpu_s=lambda step: 0.4 if step in slow or step > 15 else 0.2,
-        call_s=lambda step: (8e-6 if step in slow else 4e-6) if step < 15 else None,
+        torch_call_s=lambda step: (8e-6 if step in slow else 4e-6) if step < 15 else None,
     )
     assert launching(made, plan) == pytest.approx(20_000 * 4e-6 / 0.2)
 
@@ -118,7 +118,7 @@ def test_16_bits_that_a_cpu_emulates_are_named(home: Home) -> None:
 
 
 def test_kernels_that_are_the_time() -> None:
-    made = reading_of(window=BUSY | {"roof": 0.41})
+    made = reading_of(window=BUSY | {"roofline": 0.41})
     found = compute(made, None)
     assert found is not None and found.says == "compute-bound at 41% of the measured roofline"
     assert memory_bandwidth(made, None) is None

@@ -59,4 +59,6 @@ def test_records_say_what_was_repeated_and_what_was_found() -> None:
     gauges = step_gauges(scheduler, decision)
     assert (gauges["prefix_repeated_total"], gauges["prefix_hits_total"]) == (20, 0)
     assert gauges["prefill_pairs"] == sum(range(1, 1 + gauges["prefill_tokens"]))
-    assert {"repeated_tokens": 20, "repeats_request": 1, "request_number": 2}.items() <= request_gauges(seq).items()
+    assert {"repeated_tokens": 20, "prefix_source_request": 1, "request_number": 2}.items() <= request_gauges(
+        seq
+    ).items()

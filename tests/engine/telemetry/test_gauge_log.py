@@ -39,12 +39,12 @@ def test_a_quick_engine_is_sampled_more_thinly(tmp_path: Path, monkeypatch: pyte
 def test_the_file_is_cut_to_its_later_half_at_a_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "gauges.jsonl"
     made = Recorder(GaugeWriter(path), most_bytes=4000)
-    made.record({"rehearsed_s": 0.5})
+    made.record({"calibration_step_s": 0.5})
     for step in range(500):
         made.record({"running": step}, request=str(step))
     made.close()
     records = list(read_gauges(path))
-    lasting = [one["rehearsed_s"] for one in records if "request" not in one]
+    lasting = [one["calibration_step_s"] for one in records if "request" not in one]
     assert set(lasting) == {0.5} and len(lasting) <= 2, "it is of the whole run, and written again where it was cut off"
     records = [one for one in records if "request" in one]
     numbers = [int(record["request"]) for record in records]

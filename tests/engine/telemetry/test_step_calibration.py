@@ -32,7 +32,7 @@ def test_kinds_of_steps_that_a_run_may_never_show_are_timed(monkeypatch: pytest.
     monkeypatch.setitem(make._REHEARSAL_S, "cpu", 60.0)
     records: list[dict[str, float]] = []
     _engine(lambda gauges, **of: records.append(gauges))
-    assert all(one["rehearsed_s"] > 0 for one in records) and set().union(*records) <= set(GAUGES)
+    assert all(one["calibration_step_s"] > 0 for one in records) and set().union(*records) <= set(GAUGES)
     behind = [one for one in records if one["prefill_past"]]
     assert any(one["prefill_tokens"] == 16 and not one["decode_tokens"] for one in behind)
     assert any(one["decode_tokens"] for one in behind)
@@ -104,4 +104,4 @@ def test_it_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsal.time, "perf_counter", lambda: now[0])
     found = rehearse(Slow(), scheduler.cache, scheduler.settings, 0.5)
     assert len(found) == 2 and len(launched) == 6 and launched == sorted(launched)
-    assert all(one["rehearsed_s"] == pytest.approx(0.1) for one in found)
+    assert all(one["calibration_step_s"] == pytest.approx(0.1) for one in found)

@@ -68,7 +68,7 @@ def engine_run(serve: Serve) -> tuple[Engine, list[dict[str, Any]], list[dict[st
     requests: list[dict[str, Any]] = []
 
     def record(gauges: dict[str, Any], *, step: int | None = None, request: str | None = None) -> None:
-        if "rehearsed_s" not in gauges:
+        if "calibration_step_s" not in gauges:
             (steps if request is None else requests).append(gauges)
 
     model = build(small(vocab=64, context=256), dtype=torch.float32, device="cpu", seed=1)
@@ -217,7 +217,7 @@ def test_what_a_run_never_shows_is_as_it_was_rehearsed(seed: int) -> None:
         _whole(size * rows, rows, past * rows) for rows in (1, 8) for size in (16, 64, 256) for past in (0, 512, 1024)
     ]
     tried += [{"prefill_tokens": 0, "decode_tokens": rows, "context_tokens": 512 * rows} for rows in (1, 8)]
-    tried = [one | {"rehearsed_s": planted.of(one) * dice.lognormvariate(0.0, 0.03)} for one in tried]
+    tried = [one | {"calibration_step_s": planted.of(one) * dice.lognormvariate(0.0, 0.03)} for one in tried]
     found = fit_step_cost(steps, rehearsed=tried)
     assert found is not None and found.of(steps[0]) == pytest.approx(1.3 * planted.of(steps[0]), rel=0.1)
     for asked in (_whole(128, 8, 3200), _whole(256, 1, 800) | {"decode_tokens": 8, "context_tokens": 3440}):

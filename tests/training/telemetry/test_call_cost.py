@@ -53,9 +53,9 @@ def trained(made: Recipe, home: Home) -> tuple[list[dict[str, float]], list[torc
 def test_a_run_is_bit_equal_with_samples_and_without(more: tuple[str, ...], recipe: Make, home: Home) -> None:
     plain, weights = trained(recipe("layout.micro_batch=2", *more), home)
     sampled, same = trained(recipe("layout.micro_batch=2", "train.profile_every=1000", *more), home)
-    told = [one for one in sampled if "micro_batch_fraction" in one]
-    assert len(told) == 2 and not any("call_s" in one for one in plain)
-    assert all(0.0 <= one["micro_batch_fraction"] <= 1.0 and one["call_s"] > 0 for one in told)
+    told = [one for one in sampled if "micro_batch_overhead_fraction" in one]
+    assert len(told) == 2 and not any("torch_call_s" in one for one in plain)
+    assert all(0.0 <= one["micro_batch_overhead_fraction"] <= 1.0 and one["torch_call_s"] > 0 for one in told)
     for name in ("loss", "grad_norm", *(["router_entropy"] if more is EXPERTS else [])):
         assert [one[name] for one in sampled] == [one[name] for one in plain]
     assert all(torch.equal(one, other) for one, other in zip(weights, same, strict=True))

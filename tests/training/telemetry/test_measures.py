@@ -13,6 +13,7 @@ from armillary.model.transformer import build
 from armillary.parallel.exposed_waits import Waits, covered
 from armillary.parallel.recompute import recompute
 from armillary.profiling.profile import BUDGET, Roofline
+from armillary.spec.gauges import budget_gauge
 from armillary.spec.tables.train import TrainJob
 from armillary.training.parity.case import tiny
 from armillary.training.stopping import Until
@@ -101,11 +102,11 @@ def test_a_recorded_step_is_split_into_parts_that_add_up() -> None:
 def test_a_recorded_step_is_a_budget_too() -> None:
     a, roofline = torch.randn(300, 300), Roofline(device="x", flops={"fp32": 1e12}, bytes_per_s=1e11, source="measured")
     _, found = recorded(lambda: (a @ a).sum(), roofline)
-    parts = [found[f"{part}_fraction"] for part in BUDGET]
+    parts = [found[budget_gauge(part)] for part in BUDGET]
     assert sum(parts) == pytest.approx(1.0) and found["kernels"] >= 2
-    assert 0 < found["roof_fraction"] < 1 and found["useful_fraction"] > 0 and found["unjudged_fraction"] < 0.5
+    assert 0 < found["roofline_fraction"] < 1 and found["useful_fraction"] > 0 and found["unjudged_fraction"] < 0.5
     _, blind = recorded(lambda: (a @ a).sum())
-    assert "roof_fraction" not in blind and blind["useful_fraction"] == 0
+    assert "roofline_fraction" not in blind and blind["useful_fraction"] == 0
 
 
 @pytest.mark.parametrize("kind", ["full", "none"])
