@@ -39,7 +39,6 @@ def test_transformers_continues_as_we_do(cli: Callable[..., Any], tmp_path: Path
 
 def test_llama_cpp_continues_as_we_do(capsys: pytest.CaptureFixture[str]) -> None:
     """The same weights on both sides, and what each makes of them in a second; speeds are shown, not judged."""
-    pytest.importorskip("llama_cpp")
     script = Path(__file__).parents[1] / "benchmarks" / "cpu_peers.py"
     made = subprocess.run(
         [sys.executable, str(script), "--rounds", "3", "--json"],

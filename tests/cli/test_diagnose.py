@@ -120,7 +120,6 @@ def test_a_lever_of_a_server_is_applied_by_the_command_that_is_printed(
     cli: Cli, home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of `armillary serve` but the server itself: its recipe is read, its model found, its run begun."""
-    pytest.importorskip("uvicorn", reason="the server needs the http extra: pip install 'armillary[http]'")
     monkeypatch.chdir(tmp_path)
     folder, slow = stored_model(tmp_path / "a model"), served(requests(40), max_running=4)
     assert slow.plan is not None

@@ -10,8 +10,6 @@ import pytest
 from tests.conftest import Ran
 from tests.serving.tiny import make_folder
 
-for name in ("msgspec", "prometheus_client", "starlette", "uvicorn"):
-    pytest.importorskip(name, reason="the server needs the http extra: pip install 'armillary[http]'")
 Cli = Callable[..., Ran]
 
 

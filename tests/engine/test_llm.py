@@ -198,7 +198,6 @@ def test_fewer_bits_change_little_and_never_with_the_batch(folder: Path) -> None
 
 
 def test_structures_always_validate(folder: Path) -> None:
-    pytest.importorskip("llguidance")
     llm = LLM(folder, Serve(block_tokens=4, kv_bytes=400_000, max_running=4), device="cpu")
     schema = '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}}, "required": ["a", "b"], "additionalProperties": false}'  # noqa: E501
     structures = [

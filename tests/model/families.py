@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
-
-transformers = pytest.importorskip("transformers")
+import transformers
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 FAMILIES = (

@@ -142,8 +142,6 @@ def test_the_verb(net: str, tmp_path: Path, cli: Callable[..., Any]) -> None:
 
 @pytest.mark.slow
 def test_onnx_agrees(net: str, tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="writing ONNX needs the extra onnx")
-    pytest.importorskip("onnxruntime", reason="checking ONNX needs the extra onnx")
     module, examples = load_python_module(f"{net}:wide")
     assert export(module, like(examples), tmp_path / "m.onnx", "onnx").error <= 1e-5
     model = build(WINDOWED, dtype=torch.float32, device="cpu", seed=0)

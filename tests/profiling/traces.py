@@ -13,7 +13,8 @@ MAIN, DEVICE = {"pid": 1, "tid": 1}, {"pid": 0, "tid": 7}
 ROOFLINE = Roofline(
     device="test", flops={"fp32": 1e13, "bf16": 1e14}, bytes_per_s=1e12, launch_s=5e-6, source="measured"
 )
-SHARED = Path(__file__).parents[3] / "shared" / "data"
+EXCERPTS = Path(__file__).parent / "data"
+"""public traces of other programs; README.md there names source and licence"""
 
 
 class HandMade:

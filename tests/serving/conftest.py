@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.serving.tiny import Server, make_folder, run_server
-
-MISSING = [name for name in ("msgspec", "prometheus_client", "starlette", "uvicorn") if find_spec(name) is None]
-HERE = Path(__file__).parent
-collect_ignore = [str(path) for path in HERE.rglob("test_*.py") if path.name != "test_http_extra.py"] if MISSING else []
 
 
 @pytest.fixture(scope="session")

@@ -31,8 +31,6 @@ def examples() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("said", "command"), examples())
 def test_the_line_does_what_it_says(server: Server, said: str, command: str) -> None:
-    if "tool_choice" in command or "response_format" in command:
-        pytest.importorskip("llguidance", reason="structures need the structure extra")
     ran = subprocess.run(
         command.replace("http://127.0.0.1:8000", server.url).replace("curl ", "curl -sS -m 60 ", 1),
         shell=True,

@@ -6,11 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 
 from tests.serving.tiny import CONTEXT, Server
-
-openai = pytest.importorskip("openai", reason="OpenAI's client comes with the dev extra")
 
 HELLO: list[Any] = [{"role": "user", "content": "def main"}]
 TOOLS: list[Any] = [
@@ -111,7 +110,6 @@ def test_a_biased_token_always_comes(client: Any, server: Server) -> None:
 
 
 def test_answers_match_a_schema(client: Any) -> None:
-    pytest.importorskip("llguidance", reason="structures need the structure extra")
     wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
     answer = client.chat.completions.create(
         model="tiny", messages=HELLO, response_format=wanted, max_tokens=200, seed=1, temperature=0.5
@@ -139,14 +137,12 @@ def test_answers_match_a_schema(client: Any) -> None:
     ],
 )
 def test_answers_match_expressions_choices_and_grammars(server: Server, wanted: Any, check: Any) -> None:
-    pytest.importorskip("llguidance", reason="structures need the structure extra")
     body = {"prompt": "def", "response_format": wanted, "max_tokens": 60, "seed": 4, "logit_bias": {}}
     status, answer = server.post("/v1/completions", body)
     assert status == 200 and check(answer["choices"][0]["text"]), answer
 
 
 def test_a_call_that_is_asked_for_comes_with_arguments_that_fit(client: Any) -> None:
-    pytest.importorskip("llguidance", reason="structures need the structure extra")
     wish: dict[str, Any] = {"model": "tiny", "messages": HELLO, "tools": TOOLS, "max_tokens": 200, "seed": 3}
     forced = {"type": "function", "function": {"name": "news"}}
     named = client.chat.completions.create(**wish, tool_choice=forced).choices[0]
@@ -169,7 +165,6 @@ def test_a_call_that_is_asked_for_comes_with_arguments_that_fit(client: Any) -> 
 
 def test_a_call_that_the_model_writes_by_itself_is_found(client: Any) -> None:
     """The tiny model is held to the text of a call, as a tuned one would write it; its template says `<tool_call>`."""
-    pytest.importorskip("llguidance", reason="structures need the structure extra")
     text = 'Well. <tool_call>{"name": "weather", "arguments": {"town": "Ulm", "days": 2}}</tool_call>'
     body = {"tools": TOOLS, "messages": HELLO, "max_tokens": 200, "model": "tiny"}
     forced = {"type": "regex", "regex": text.replace("{", "[{]").replace("}", "[}]").replace(".", "[.]")}

@@ -67,7 +67,6 @@ def likelihoods(folder: Path, task: Path, kind: str, arguments: str) -> list[Any
 
 
 def test_an_evaluation_harness_finds_what_transformers_finds(server: Server, folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval")
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     (tmp_path / "tiny.yaml").write_text(TASK.format(data=data))
@@ -82,7 +81,6 @@ def test_an_evaluation_harness_finds_what_transformers_finds(server: Server, fol
 
 
 def test_a_load_generator_has_no_error(server: Server, folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("guidellm")
     report = tmp_path / "report.json"
     run(
         "guidellm",

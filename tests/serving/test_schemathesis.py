@@ -12,7 +12,6 @@ import pytest
 
 from tests.serving.tiny import Server, run_server
 
-pytest.importorskip("schemathesis", reason="it comes with the dev extra")
 pytestmark = pytest.mark.slow
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 LEAST = {

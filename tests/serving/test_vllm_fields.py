@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 
 from tests.serving.tiny import CONTEXT, Server
-
-openai = pytest.importorskip("openai", reason="OpenAI's client comes with the dev extra")
 
 HELLO: list[Any] = [{"role": "user", "content": "def main"}]
 PERSON = {

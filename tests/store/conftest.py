@@ -52,7 +52,8 @@ def model_folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
     """A hub on loopback, with an empty cache and nobody logged in."""
-    constants = pytest.importorskip("huggingface_hub.constants")
+    from huggingface_hub import constants
+
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

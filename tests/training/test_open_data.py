@@ -156,7 +156,6 @@ def served(prepared: Path, tmp_path: Path):
 
 
 def test_shards_on_a_web_server_with_workers(served, prepared: Path, tmp_path: Path) -> None:
-    pytest.importorskip("aiohttp")
     url, asked, folder = served
     data = Data(source=url)
     planned = plan_data(data, Home.at(tmp_path), vocab=300, tokenizer=None)
@@ -181,7 +180,6 @@ def test_shards_on_a_web_server_with_workers(served, prepared: Path, tmp_path: P
 
 
 def test_tars_on_a_web_server(served, tmp_path: Path) -> None:
-    pytest.importorskip("aiohttp")
     url, _, folder = served
     for number in (8, 9, 10):
         with tarfile.open(folder / f"part-{number:03d}.tar", "w") as tar:
@@ -200,7 +198,6 @@ def _read_all(found: OpenData) -> None:
 
 
 def test_a_web_server_that_is_not_there(tmp_path: Path) -> None:
-    pytest.importorskip("aiohttp")
     with pytest.raises(ArmillaryError, match=r"cannot read http://127.0.0.1:9/x/.* \(.*\); check the address"):
         open_data(Data(path="http://127.0.0.1:9/x", cache=str(tmp_path)), JOB)
 

@@ -1,4 +1,5 @@
-"""Makes the vLLM metrics pages beside it: names, labels, buckets and HELP lines as vLLM 0.10.1 (V1 engine) writes them.
+"""Makes the synthetic vLLM metrics pages beside it (synthetic_vllm_*.prom): names, labels, buckets and HELP lines are
+those of vLLM 0.10.1 (V1 engine), the figures are simulated.
 
 vLLM itself needs a GPU, so the figures come from a small model of its scheduler: every request in the batch decodes a
 token a step, prompts are computed in chunks up to the step's budget, a full KV cache throws the newest request out.
@@ -325,6 +326,6 @@ CASES = {
 
 if __name__ == "__main__":
     for name, case in CASES.items():
-        path = Path(__file__).parent / f"vllm_0.10.1_{name}.prom"
+        path = Path(__file__).parent / f"synthetic_vllm_{name}.prom"
         path.write_text(next(pages(case)))
         print(path, path.stat().st_size)

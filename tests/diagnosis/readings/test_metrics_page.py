@@ -16,7 +16,7 @@ from armillary.errors import BadData, NotFound
 from armillary.store.home import Home
 
 DATA = Path(__file__).parents[1] / "data"
-KV_FULL = DATA / "vllm_0.10.1_kv_full.prom"
+KV_FULL = DATA / "synthetic_vllm_kv_full.prom"
 Cli = Callable[..., Any]
 
 
@@ -108,7 +108,7 @@ def test_a_url_is_looked_at_twice_for_rates() -> None:
 
 def test_a_server_that_started_again_in_between_is_read_as_it_is_now() -> None:
     reading = reading_of_page(
-        (DATA / "vllm_0.10.1_healthy.prom").read_text(), source="x", earlier=KV_FULL.read_text(), seconds=5.0
+        (DATA / "synthetic_vllm_healthy.prom").read_text(), source="x", earlier=KV_FULL.read_text(), seconds=5.0
     )
     assert "requests_per_s" not in reading.values and reading.values["preemptions_total"] == 0
     assert reading.notes[0].startswith("the server started again between the two looks")

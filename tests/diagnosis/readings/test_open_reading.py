@@ -20,7 +20,7 @@ Cli = Callable[..., Any]
 @pytest.mark.parametrize(
     ("name", "kind", "by"),
     [
-        ("vllm_0.10.1_kv_full.prom", "serving", "vllm"),
+        ("synthetic_vllm_kv_full.prom", "serving", "vllm"),
         ("hf_loop_slow_dataset.json.gz", "profile", "torch-profiler"),
         ("hf_trainer_eval_often.log", "training", "hf-trainer"),
         ("hf_trainer_state.json", "training", "hf-trainer"),

@@ -37,18 +37,18 @@ def page(text: str, **changed: float) -> Reading:
     ],
 )
 def test_recorded_pages_of_vllm_through_the_command_line(cli: Cli, name: str, cause: str, flag: str) -> None:
-    ran = cli("diagnose", str(DATA / f"vllm_0.10.1_{name}.prom"), "--json")
+    ran = cli("diagnose", str(DATA / f"synthetic_vllm_{name}.prom"), "--json")
     found = ran.json
     assert (ran.code, found["loop"], found["cause"]) == (0, "product", cause)
     assert found["levers"][0]["action"] == flag and found["levers"][0]["speedup"] > 1.2
 
 
 def test_the_flag_stands_in_the_lever_s_line(cli: Cli) -> None:
-    said = cli("diagnose", str(DATA / "vllm_0.10.1_batch_limited.prom")).out
+    said = cli("diagnose", str(DATA / "synthetic_vllm_batch_limited.prom")).out
     assert "product loop limits this run" in said and "--max-num-seqs 256" in said
 
 
-@pytest.mark.parametrize("name", ["vllm_0.10.1_healthy", "vllm_2026_one_user"])
+@pytest.mark.parametrize("name", ["synthetic_vllm_healthy", "vllm_2026_one_user"])
 def test_a_server_with_room_is_left_alone(cli: Cli, name: str) -> None:
     assert cli("diagnose", str(DATA / f"{name}.prom"), "-q").out == "healthy\n"
 
@@ -74,26 +74,26 @@ def throughput(case: Case) -> float:
     ],
 )
 def test_what_a_lever_is_said_to_buy_is_about_what_the_server_would_do(home: Home, name: str, change: Any) -> None:
-    reading = reading_of_page((DATA / f"vllm_0.10.1_{name}.prom").read_text(), source="x")
+    reading = reading_of_page((DATA / f"synthetic_vllm_{name}.prom").read_text(), source="x")
     predicted = diagnose(reading, home).levers[0].speedup
     obtained = throughput(replace(CASES[name], **change)) / throughput(CASES[name])
     assert obtained > 1.3 and predicted == pytest.approx(obtained, rel=0.2)
 
 
 def test_a_full_cache_without_preemptions_is_pressure() -> None:
-    text = (DATA / "vllm_0.10.1_kv_full.prom").read_text()
+    text = (DATA / "synthetic_vllm_kv_full.prom").read_text()
     causes = {found.cause for rule in RULES if (found := rule(page(text, preemptions_total=0.0), None))}
     assert "kv_pressure" in causes and not causes & {"preemption", "batch_too_small", "too_few_replicas"}
 
 
 def test_a_cache_in_8_bits_leaves_replicas() -> None:
-    text = (DATA / "vllm_0.10.1_kv_full.prom").read_text().replace('cache_dtype="auto"', 'cache_dtype="fp8_e5m2"')
+    text = (DATA / "synthetic_vllm_kv_full.prom").read_text().replace('cache_dtype="auto"', 'cache_dtype="fp8_e5m2"')
     found = next(found for rule in RULES if (found := rule(page(text), None)) and found.cause == "preemption")
     assert [lever.title.split()[0] for lever in found.levers] == ["replicas", "more"]
 
 
 def test_a_queue_that_is_there_now_counts_whatever_the_history() -> None:
-    text = (DATA / "vllm_0.10.1_healthy.prom").read_text()
+    text = (DATA / "synthetic_vllm_healthy.prom").read_text()
     causes = [found.cause for rule in RULES if (found := rule(page(text, waiting=60.0), None))]
     assert causes == ["batch_too_small"] and not [1 for rule in RULES if rule(page(text, waiting=2.0), None)]
 
@@ -105,13 +105,13 @@ def test_an_idle_server_is_not_judged(home: Home) -> None:
 
 
 def test_bursts_are_told_from_a_queue() -> None:
-    text = (DATA / "vllm_0.10.1_batch_limited.prom").read_text()
+    text = (DATA / "synthetic_vllm_batch_limited.prom").read_text()
     causes = [found.cause for rule in RULES if (found := rule(page(text, waiting=0.0), None))]
     assert causes == ["queueing"]
 
 
 def test_a_prefix_cache_that_is_off_is_priced_by_what_repeats() -> None:
-    off = (DATA / "vllm_0.10.1_saturated.prom").read_text().replace('caching="True"', 'caching="False"')
+    off = (DATA / "synthetic_vllm_saturated.prom").read_text().replace('caching="True"', 'caching="False"')
     unknown = next(found for rule in RULES if (found := rule(page(off), None)) and found.cause == "cache_misses")
     assert unknown.levers[0].action == "--enable-prefix-caching" and unknown.levers[0].speedup == 1.0
     assert "does not say" in unknown.says

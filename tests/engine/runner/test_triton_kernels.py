@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 import tests.kernels.interpreter  # noqa: F401
 from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.executor import FastExecutor

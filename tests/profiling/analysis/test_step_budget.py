@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from armillary.profiling.analysis.analyse import amdahl_of, analyse
 from armillary.profiling.profile import Profile
 from armillary.profiling.trace.trace import read_trace
-from tests.profiling.traces import ROOFLINE, SHARED, HandMade
+from tests.profiling.traces import EXCERPTS, ROOFLINE, HandMade
 
 
 @pytest.fixture
@@ -265,11 +265,7 @@ def test_any_trace_adds_up(tmp_path_factory: pytest.TempPathFactory, spans: list
     assert all(seconds >= 0 for seconds in profile.budget.values())
 
 
-THIRD_PARTY = sorted((SHARED / "kineto").glob("*.json.gz")) if (SHARED / "kineto").is_dir() else []
-
-
-@pytest.mark.skipif(not THIRD_PARTY, reason="the folder ../shared/data/kineto with other people's traces is not here")
-@pytest.mark.parametrize("path", THIRD_PARTY, ids=lambda path: path.name[:24])
+@pytest.mark.parametrize("path", sorted(EXCERPTS.glob("*.json.gz")), ids=lambda path: path.name.split(".")[0])
 def test_traces_of_others(path: Path) -> None:
     from armillary.profiling.analysis.analyse import device_name
     from armillary.profiling.analysis.roofline import roofline_for

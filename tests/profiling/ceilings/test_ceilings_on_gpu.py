@@ -40,7 +40,6 @@ def test_tf32_is_left_as_it_was() -> None:
 
 
 def test_the_chain_of_multiply_adds_is_one() -> None:
-    pytest.importorskip("triton")
     from armillary.profiling.ceilings.fma_triton import chain
 
     row = torch.randn(4096, device=CUDA)

@@ -6,8 +6,6 @@ import re
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="load tests need the extra http")
-
 from armillary.serving.load.run import Test, load_test
 from armillary.spec.tables.load import Load
 from armillary.spec.tables.serve import Objective, Traffic

@@ -45,7 +45,8 @@ def test_mooncake_blocks_are_text_by_name() -> None:
 
 
 def test_a_tokenizer_cuts_exactly(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="load tests need the extra http")
-
 from armillary.errors import BadInput, NotFound
 from armillary.serving.load.load_page import page
 from armillary.serving.load.multi_process import drive_all, parts

@@ -17,7 +17,6 @@ from armillary.serving.openai.tracing import Tracing
 from armillary.serving.processes.mailbox import Mailbox
 from tests.serving.tiny import run_server
 
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="traces need the otel extra")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 

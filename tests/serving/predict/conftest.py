@@ -6,8 +6,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 
 def export(module: object, path: Path, *examples: object, free: bool = True) -> Path:

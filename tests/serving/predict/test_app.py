@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="the server needs the extra http")
-pytest.importorskip("prometheus_client", reason="the server needs the extra http")
-
 from armillary.serving.http import body_limits as bodies
 from armillary.serving.predict import json_workers as large
 from armillary.serving.predict.app import PredictServer, make_app

@@ -15,10 +15,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="load tests need the extra http")
-pytest.importorskip("starlette", reason="the server needs the extra http")
-pytest.importorskip("uvicorn", reason="the server needs the extra http")
-
 from armillary.serving.load.run import Test, load_test
 from armillary.spec.tables.load import Load
 from armillary.spec.tables.serve import Objective, Traffic

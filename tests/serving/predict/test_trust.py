@@ -12,10 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("starlette", reason="the server needs the extra http")
-pytest.importorskip("prometheus_client", reason="the server needs the extra http")
-
 import torch
 
 from armillary.errors import BadModel

@@ -65,7 +65,7 @@ def test_lines_become_shards(tmp_path: Path) -> None:
 
 
 def test_parquet_rows_and_packed_lines(tmp_path: Path) -> None:
-    arrow = pytest.importorskip("pyarrow")
+    import pyarrow as arrow
     import pyarrow.parquet as parquet
 
     source = tmp_path / "talks"

@@ -206,8 +206,9 @@ def test_an_adapter_folder_adds_up_to_the_merged_weights(tmp_path: Path, family:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2", "olmo2"])
 @pytest.mark.parametrize("on", [ALL, ("q", "v"), ("gate", "k")])
 def test_peft_loads_the_folder_and_computes_the_same(tmp_path: Path, family: str, on: tuple[str, ...]) -> None:
-    peft = pytest.importorskip("peft")
-    transformers = pytest.importorskip("transformers")
+    import peft
+    import transformers
+
     model, job = adapted(tmp_path, family, seed=4, lora_on=on)
     folder = save_adapter(model.state_dict(), model.config, job, tmp_path / "adapter", base=str(tmp_path / "base"))
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")

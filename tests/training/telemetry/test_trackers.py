@@ -95,7 +95,6 @@ def test_a_recipe_is_flat_for_others() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of other people's packages
 def test_tensorboard_has_what_was_sent(run: Run) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with Trackers(["tensorboard"], run, recipe=RECIPE, say=silent) as track:
@@ -119,7 +118,6 @@ def test_tensorboard_has_what_was_sent(run: Run) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_sends_its_gauges(home: Home, recipe: Callable[..., Recipe]) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     wanted = recipe("train.steps=3", "train.track=tensorboard", "train.profile_every=0")
@@ -131,10 +129,9 @@ def test_a_run_sends_its_gauges(home: Home, recipe: Callable[..., Recipe]) -> No
     assert {"val_loss", "grad_norm", "tokens_per_s"} <= set(events.Tags()["scalars"])
 
 
-@pytest.mark.slow
+@pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow_has_what_was_sent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -150,10 +147,11 @@ def test_mlflow_has_what_was_sent(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert sorted((metric.step, metric.value) for metric in history) == [(step, 3.0 - step) for step in range(5)]
 
 
-@pytest.mark.slow
+@pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
 def test_wandb_keeps_an_offline_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with Trackers(["wandb"], run, recipe=RECIPE, say=silent) as track:
