@@ -1,15 +1,15 @@
-"""A report as one HTML file that loads nothing: the frame and style sheet all our pages share, sections and tables.
+"""HTML report pages in one file that loads nothing: the document with its style sheet, sections, lists and tables.
 
-It fits a phone and a desktop, by day and by night; every text that is handed in is escaped.
+Pages fit phones and desktops, in light and dark mode; every text that is passed in is escaped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
+from typing import Self
 
 _LONG = 24
 """characters from which a name in the first column may break"""
@@ -27,14 +27,14 @@ def heading(title: str, below: str) -> str:
 
 
 def section(title: str, inside: str) -> str:
-    """A card; `inside` is HTML. Nothing inside, no card."""
+    """A card around `inside`, which is HTML; empty where `inside` is."""
     return f"<section><h2>{escape(title)}</h2>{inside}</section>" if inside else ""
 
 
 def side_by_side(*parts: str) -> str:
-    """In two columns where the screen is wide enough."""
-    there = [part for part in parts if part]
-    return f"<div class='two'>{''.join(there)}</div>" if len(there) > 1 else "".join(there)
+    """Parts in two columns where the screen is wide enough."""
+    shown = [part for part in parts if part]
+    return f"<div class='two'>{''.join(shown)}</div>" if len(shown) > 1 else "".join(shown)
 
 
 def items(texts: Iterable[str], *, numbered: bool = False, kind: str = "") -> str:
@@ -44,89 +44,24 @@ def items(texts: Iterable[str], *, numbered: bool = False, kind: str = "") -> st
     return f"<{tag}>{lines}</{tag}>" if lines else ""
 
 
-def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """(colour, name) of what a plot shows."""
-    spans = "".join(f"<span><i style='background:{colour}'></i>{escape(name)}</span>" for colour, name in entries)
-    return f"<div class='legend'>{spans}</div>"
-
-
-# --- drawings
-
-
-@dataclass(frozen=True, kw_only=True)
-class Frame:
-    """The room of a drawing, in pixels."""
-
-    width: int
-    """of all of it"""
-    height: int
-    """of all of it"""
-    left: int
-    """margin for what stands beside the upright axis"""
-    right: int = 16
-    """margin"""
-    top: int = 16
-    """margin"""
-    bottom: int = 40
-    """margin for what stands below"""
-
-    @property
-    def across(self) -> int:
-        """Between the margins."""
-        return self.width - self.left - self.right
-
-    @property
-    def up(self) -> int:
-        return self.height - self.top - self.bottom
-
-    @property
-    def end(self) -> int:
-        """Where the right margin begins."""
-        return self.width - self.right
-
-    @property
-    def floor(self) -> int:
-        """Where the lower margin begins."""
-        return self.height - self.bottom
-
-    @property
-    def middle(self) -> float:
-        return (self.left + self.end) / 2
-
-
-def drawing(draw: Callable[[Frame], str], label: str, frames: tuple[Frame, Frame]) -> str:
-    """What `draw` makes, as SVG, once for wide screens and once for narrow ones, where letters would be too small."""
-    kinds = zip(("on-wide", "on-narrow"), frames, strict=True)
-    return "".join(
-        f"<svg class='{kind}' viewBox='0 0 {frame.width} {frame.height}' role='img' aria-label='{escape(label)}'>"
-        f"{draw(frame)}</svg>"
-        for kind, frame in kinds
-    )
-
-
 # --- tables
 
 
-class Hover(str):
-    """A cell's text with more to say when it is pointed at."""
-
+class _Cell(str):
     more: str
 
-    def __new__(cls, text: str, more: str) -> Hover:
-        made = super().__new__(cls, text)
-        made.more = more
-        return made
+    def __new__(cls, text: str, more: str) -> Self:
+        cell = super().__new__(cls, text)
+        cell.more = more
+        return cell
 
 
-class Below(str):
+class Hover(_Cell):
+    """A cell's text with more text on hovering."""
+
+
+class Below(_Cell):
     """A cell's text with a second line under it."""
-
-    more: str
-
-    def __new__(cls, text: str, more: str) -> Below:
-        made = super().__new__(cls, text)
-        made.more = more
-        return made
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, wide: bool = False) -> str:

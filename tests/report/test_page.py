@@ -1,4 +1,4 @@
-"""What all our pages are made of: nothing that is handed in can break out, and drawings fit two widths."""
+"""What all our pages are made of: nothing that is handed in can break out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import unescape
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.report.page import Below, Frame, Hover, document, drawing, items, section, side_by_side, table
+from armillary.report.page import Below, Hover, document, items, section, side_by_side, table
 from tests.profiling.report.test_profile_page import Tags
 
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=30)
@@ -30,10 +30,3 @@ def test_what_is_empty_leaves_no_trace() -> None:
     assert section("nothing", "") == "" and items([]) == ""
     assert side_by_side("", "one", "") == "one" and "class='two'" in side_by_side("one", "two")
     assert "<th" not in table(("", ""), [["a", "b"]])
-
-
-def test_a_drawing_is_made_for_both_widths() -> None:
-    frames = (Frame(width=900, height=100, left=50), Frame(width=400, height=80, left=40))
-    made = drawing(lambda frame: f"<text>{frame.across}</text>", "a <plot>", frames)
-    assert "viewBox='0 0 900 100'" in made and ">834</text>" in made and ">344</text>" in made
-    assert "a &lt;plot&gt;" in made and made.index("on-wide") < made.index("on-narrow")

@@ -142,7 +142,7 @@ def _write(run: Run, notes: Notes) -> None:
 
 
 def _plot(path: Path, found: ServeBench) -> None:
-    from armillary.engine.bench.bench_plot import bench_page, picture
+    from armillary.engine.bench.bench_page import bench_page, picture
     from armillary.store.atomic import write_text
 
     write_text(path, picture(found) if path.suffix == ".svg" else bench_page(found))
@@ -156,7 +156,7 @@ def _answer(out: Output, found: ServeBench, run: Run | None) -> None:
 
 
 def _show(out: Output, found: ServeBench) -> None:
-    from armillary.engine.bench.bench_plot import COLUMNS, cells, workload
+    from armillary.engine.bench.bench_page import COLUMNS, cells, workload
 
     one, rate = found.single, found.single_tokens_per_s
     out.say(f"{found.model} on {found.device}, {found.dtype}")

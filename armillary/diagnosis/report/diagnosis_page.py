@@ -13,13 +13,11 @@ from armillary.diagnosis.evidence.thresholds import WORTH
 from armillary.diagnosis.outcome.compare import Comparison
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.outcome.prediction_errors import HEADS
-from armillary.diagnosis.report.bars import bar_plot
 from armillary.diagnosis.report.demo_report import Circle
 from armillary.profiling.profile import Profile
-from armillary.profiling.report.plots import roofline_plot, work_colour
-from armillary.profiling.report.profile_page import budget_bar
-from armillary.report.page import Below, document, heading, items, legend, section, table
-from armillary.serving.load.plots import line_plot
+from armillary.profiling.report.profile_page import budget_bar, roofline_chart
+from armillary.report.charts import lines, series_bars
+from armillary.report.page import Below, document, heading, items, section, table
 from armillary.serving.load.run import LoadReport
 from armillary.units import seconds_text
 
@@ -50,14 +48,13 @@ def _stages(circle: Circle) -> str:
 
 
 def _loss(circle: Circle) -> str:
-    lines = [
-        (name, [(float(one["step"]) + 1, float(one[gauge])) for one in circle.records if gauge in one])
+    losses = [
+        (name, [(float(record["step"]) + 1, float(record[gauge])) for record in circle.records if gauge in record])
         for name, gauge in (("loss", "loss"), ("held-out loss", "val_loss"))
     ]
-    lowest = min((value for _, points in lines for _, value in points), default=0.0)
+    lowest = min((value for _, points in losses for _, value in points), default=0.0)
     marks = [(float(step), f"interrupted after step {step}, resumed") for step in circle.stops]
-    plot = line_plot(lines, label="Loss over steps", x_name="step", marks=marks, above=lowest)
-    return section("Loss", plot)
+    return section("Loss", lines(losses, label="Loss over steps", x_name="step", marks=marks, above=lowest))
 
 
 def _budget(circle: Circle) -> str:
@@ -82,15 +79,14 @@ def _sum(shares: object) -> str:
 
 
 def _roofline(profile: Profile | None) -> str:
-    drawing = roofline_plot(profile) if profile else ""
-    if profile is None or not drawing:
+    chart = roofline_chart(profile, profile.kernels or profile.operators) if profile else ""
+    if profile is None or not chart:
         return ""
-    works = dict.fromkeys(row.work for row in (profile.kernels or profile.operators) if row.intensity)
-    roofline = {"measured": "measured here", "catalogue": "the catalogue's", "unknown": "not known"}[
+    source = {"measured": "measured here", "catalogue": "the catalogue's", "unknown": "not known"}[
         profile.roofline.source
     ]
-    note = f"<div class='note'>operators of one step, in one process; area is time; ceilings are {roofline}</div>"
-    return section("Roofline", drawing + legend((work_colour(work), work) for work in works) + note)
+    note = f"<div class='note'>operators of one step, in one process; area is time; ceilings are {source}</div>"
+    return section("Roofline", chart + note)
 
 
 # --- serving
@@ -107,7 +103,7 @@ def _latency(circle: Circle) -> str:
             (f"{short} {percent}", [_percentile(one, name, percent) for _, one in reports])
             for percent in ("p50", "p90", "p99")
         ]
-        plots += bar_plot(rows, [name for name, _ in reports], label=label, text=seconds_text)
+        plots += series_bars(rows, [name for name, _ in reports], label=label, text=seconds_text)
     rates = "; ".join(f"{name}: {_rates(one)}" for name, one in reports)
     return section("Latency under load", f"{plots}<div class='note'>{escape(rates)}</div>")
 
@@ -149,7 +145,7 @@ def _lever_row(number: int, lever: Lever, pulled: tuple[Comparison, ...]) -> lis
 
 def _pulled(circle: Circle) -> str:
     rows = [(one.title, [one.predicted, one.obtained]) for one in circle.pulled]
-    plot = bar_plot(rows, ["predicted", "obtained"], label="Levers", text=lambda value: f"{value:.2f} ×")
+    plot = series_bars(rows, ["predicted", "obtained"], label="Levers", text=lambda value: f"{value:.2f} ×")
     texts = [
         f"{one.title}: {one.of} {value_text(one.of, one.before)} → {value_text(one.of, one.after)}"
         for one in circle.pulled

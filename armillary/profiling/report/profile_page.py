@@ -6,13 +6,11 @@ names are full of angle brackets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from html import escape
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from armillary.profiling.analysis.compare import Comparison
 from armillary.profiling.profile import BUDGET, Profile, Row
-from armillary.profiling.report.plots import memory_plot, roofline_plot, work_colour
 from armillary.profiling.report.profile_text import (
     PART_WORDS,
     ROW_HEADS,
@@ -24,13 +22,29 @@ from armillary.profiling.report.profile_text import (
     top_rows,
 )
 from armillary.profiling.trace.event_classes import short_name
-from armillary.report.page import Hover, document, heading, items, legend, section, side_by_side, table
-from armillary.units import bytes_text, seconds_text
+from armillary.report.charts import Point, area, legend, scatter, shares
+from armillary.report.page import Hover, document, heading, items, section, side_by_side, table
+from armillary.units import bandwidth_text, bytes_text, flops_per_s_text, scaled, seconds_text
 
 _TOP = 25
 _SEEN = 5e-4
 """share of a step from which a part is shown"""
 _OTHERS = tuple(f"var(--{name})" for name in ("one", "three", "four", "two"))
+_MAX_POINTS = 400
+"""of the roofline"""
+_COLOURS = {
+    "gemm": "#2f6fd0",
+    "attention": "#7a4fc0",
+    "conv": "#1f9d8a",
+    "norm": "#d08a1f",
+    "elementwise": "#d9572b",
+    "softmax": "#c23b6b",
+    "embedding": "#5b8c2a",
+    "optimizer": "#8a6d3b",
+    "copy": "#3a8fb7",
+    "collective": "#a0439c",
+}
+_NO_COLOUR = "#8892a4"
 
 
 def write_page(profile: Profile, path: Path, comparison: Comparison | None = None) -> Path:
@@ -63,21 +77,22 @@ def _budget(profile: Profile) -> str:
     return section(f"Where a step of {seconds_text(profile.step_s)} goes", bar)
 
 
-def budget_bar(shares: Iterable[tuple[str, float]], step_s: float) -> str:
-    """One bar of a step's parts, (name, share of the step), and each of them in words; names that BUDGET does not have
-    are told as they are."""
-    parts = [(part, share) for part, share in shares if share >= _SEEN]
+def budget_bar(fractions: Iterable[tuple[str, float]], step_s: float) -> str:
+    """One stacked bar of a step's parts: (name, share of the step). A part that BUDGET does not list keeps its name."""
+    parts = [(part, share) for part, share in fractions if share >= _SEEN]
     others = [part for part, _ in parts if part not in BUDGET]
-    bar, words = "", ""
-    for part, share in parts:
-        colour = f"var(--{part})" if part in BUDGET else _OTHERS[others.index(part) % len(_OTHERS)]
-        name, means = escape(PART_WORDS.get(part, part.replace("_", " "))), BUDGET.get(part, "")
-        bar += f"<span style='width:{share:.3%};background:{colour}' title='{name} {share:.1%}: {means}'></span>"
-        words += (
-            f"<span title='{means}'><i style='background:{colour}'></i>{name} <b>{share:.1%}</b> "
-            f"<span class='note'>{seconds_text(share * step_s)}</span></span>"
-        )
-    return f"<div class='bar'>{bar}</div><div class='legend'>{words}</div>" if parts else ""
+    return shares(
+        [
+            (
+                PART_WORDS.get(part, part.replace("_", " ")),
+                share,
+                f"var(--{part})" if part in BUDGET else _OTHERS[others.index(part) % len(_OTHERS)],
+                seconds_text(share * step_s),
+                BUDGET.get(part, ""),
+            )
+            for part, share in parts
+        ]
+    )
 
 
 def _findings(profile: Profile) -> str:
@@ -92,12 +107,41 @@ def _notes(profile: Profile) -> str:
 
 
 def _roofline(profile: Profile) -> str:
-    drawing = roofline_plot(profile)
-    if not drawing:
-        return ""
-    works = dict.fromkeys(row.work for row in top_rows(profile, _TOP) if row.intensity)
+    chart = roofline_chart(profile, top_rows(profile, _TOP))
     note = "<div class='note'>each point is a kernel or operator, its area its time; hover for its figures</div>"
-    return section("Roofline", drawing + legend((work_colour(work), work) for work in works) + note)
+    return section("Roofline", chart + note) if chart else ""
+
+
+def roofline_chart(profile: Profile, named: Sequence[Row]) -> str:
+    """FLOP/s over arithmetic intensity under the device's limits, with a legend of the work classes in `named`; empty
+    where no row has both FLOPs and bytes."""
+    rows = sorted(profile.kernels or profile.operators, key=lambda row: -row.seconds)
+    points = [
+        Point(
+            x=row.intensity,
+            y=row.flops_per_s,
+            weight=row.seconds,
+            colour=_COLOURS.get(row.work, _NO_COLOUR),
+            hover=f"{row.name}\n{figures(row, profile.steps)}",
+        )
+        for row in rows
+        if row.intensity and row.flops_per_s
+    ]
+    if not points:
+        return ""
+    roofline = profile.roofline
+    chart = scatter(
+        points[:_MAX_POINTS],
+        label="Roofline: FLOP/s over FLOPs per byte",
+        x_name="FLOP per byte",
+        y_text=lambda value: scaled(value, "FLOP/s", digits=1) if value >= 1 else f"{value:g}",
+        slope=(roofline.bytes_per_s, f"memory {bandwidth_text(roofline.bytes_per_s)}")
+        if roofline.bytes_per_s
+        else None,
+        levels=[(peak, f"{dtype} {flops_per_s_text(peak)}", dtype) for dtype, peak in roofline.flops.items()],
+    )
+    works = dict.fromkeys(row.work for row in named if row.intensity)
+    return chart + legend((_COLOURS.get(work, _NO_COLOUR), work) for work in works)
 
 
 def _memory(profile: Profile) -> str:
@@ -110,7 +154,15 @@ def _memory(profile: Profile) -> str:
         for title, held in (("category", memory.by_category), ("module", memory.by_module))
         if held
     ]
-    return section(f"Memory: {peak}", memory_plot(memory) + side_by_side(*tables))
+    chart = area(
+        list(zip(memory.times_s, memory.bytes, strict=True)),
+        label="Memory in use over time",
+        x_name="time",
+        x_text=seconds_text,
+        y_text=bytes_text,
+        peak=(memory.peak_s, memory.peak_bytes),
+    )
+    return section(f"Memory: {peak}", chart + side_by_side(*tables))
 
 
 def _largest(held: object, limit: int = 8) -> list[tuple[str, float]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 
+from armillary.report.charts import SHARE_TICKS, lines, share_text
 from armillary.report.page import document, heading, items, section, table
-from armillary.serving.load.plots import counted, cumulative, line_plot
 from armillary.serving.load.rate_search import Found
 from armillary.serving.load.report_text import (
     DEFINITIONS,
@@ -19,6 +20,7 @@ from armillary.serving.load.report_text import (
 )
 from armillary.serving.load.run import LoadReport, Ran
 from armillary.serving.load.summary import in_flight
+from armillary.units import seconds_text
 
 _SAMPLES = 120
 
@@ -43,14 +45,14 @@ def _search(found: Found | None) -> str:
     if found is None:
         return ""
     trials = sorted(found.trials, key=lambda trial: trial.requests_per_s)
-    lines = [
+    latencies = [
         ("TTFT p99", [(t.requests_per_s, t.summary.due_ttft.p99_s) for t in trials]),
         ("TTFT p50", [(t.requests_per_s, t.summary.due_ttft.p50_s) for t in trials]),
         ("ITL p99", [(t.requests_per_s, t.summary.itl.p99_s) for t in trials]),
     ]
-    plot = line_plot(lines, label="Latency over rate", x_name="requests a second", y_text="seconds")
+    plot = lines(latencies, label="Latency over rate", x_name="requests per second", y_text=seconds_text)
     tokens = [(t.requests_per_s, t.summary.tokens_out_per_s) for t in trials]
-    rates = line_plot([("tokens out a second", tokens)], label="Throughput over rate", x_name="requests a second")
+    rates = lines([("output tokens per second", tokens)], label="Throughput over rate", x_name="requests per second")
     return section(best_text(found), plot + rates + table(TRIAL_HEADS, trial_rows(found)))
 
 
@@ -59,8 +61,13 @@ def _distributions(ran: Ran, repeats: int) -> str:
     firsts = [answer.ttft_s for answer in good if answer.ttft_s is not None]
     gaps = list(chain.from_iterable(answer.gaps_s for answer in good))
     plots = [
-        line_plot(
-            [(name, cumulative(values))] if values else [], label=name, x_name=name, x_text="seconds", y_text="share"
+        lines(
+            [(name, cumulative(values))],
+            label=name,
+            x_name=name,
+            x_text=seconds_text,
+            y_text=share_text,
+            y_ticks=SHARE_TICKS,
         )
         for name, values in (("TTFT", firsts), ("ITL", gaps), ("end to end", [answer.e2e_s for answer in good]))
     ]
@@ -79,8 +86,26 @@ def _over_time(ran: Ran) -> str:
     tokens = counted([at for at, _ in stamps], [weight for _, weight in stamps], until=until)
     firsts = sorted((answer.due_s, answer.due_ttft_s) for answer in ran.answers if answer.due_ttft_s is not None)
     plots = [
-        line_plot([("requests under way", under_way)], label="Requests under way over time", x_name="seconds"),
-        line_plot([("tokens out a second", tokens)], label="Tokens over time", x_name="seconds"),
-        line_plot([("TTFT by due time", firsts)], label="TTFT over time", x_name="seconds", y_text="seconds"),
+        lines([("requests under way", under_way)], label="Requests under way over time", x_name="seconds"),
+        lines([("output tokens per second", tokens)], label="Tokens over time", x_name="seconds"),
+        lines([("TTFT by due time", firsts)], label="TTFT over time", x_name="seconds", y_text=seconds_text),
     ]
     return section(f"Over time (measured from {ran.begin_s:.1f} to {ran.end_s:.1f} s)", "".join(plots))
+
+
+def cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
+    """(value, share of all that do not exceed it)."""
+    ordered = sorted(values)
+    return [(value, (i + 1) / len(ordered)) for i, value in enumerate(ordered)]
+
+
+def counted(
+    moments: Sequence[float], weights: Sequence[float], *, until: float, bins: int = 60
+) -> list[tuple[float, float]]:
+    """Weights per second, in `bins` equal parts of the time to `until`."""
+    size = until / bins or 1.0
+    sums = [0.0] * bins
+    for moment, weight in zip(moments, weights, strict=True):
+        if 0 <= moment < until:
+            sums[min(bins - 1, int(moment / size))] += weight
+    return [((i + 0.5) * size, total / size) for i, total in enumerate(sums)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from armillary.engine.bench.bench import bench_serve
-from armillary.engine.bench.bench_plot import bench_page, picture
+from armillary.engine.bench.bench_page import bench_page, picture
 from armillary.engine.bench.measure import decode_bytes, percentile, serve_all
 from armillary.engine.bench.workload import fixed, nano_vllm, ragged
 from armillary.engine.build import make_engine
@@ -44,7 +44,9 @@ def test_modes_are_compared_on_the_same_requests() -> None:
     assert len({mode.tokens_out for mode in found.modes}) == 1 and found.single.tokens_out == 24
     none, static, dynamic, continuous = (mode.steps for mode in found.modes)
     assert none > static > dynamic > continuous  # by what they are: no clock decides it
-    assert bench_page(found).count("class='bar'") == 4 and ElementTree.fromstring(picture(found)).tag.endswith("svg")
+    assert bench_page(found).split("on-narrow")[-1].count("<rect") == 4 and ElementTree.fromstring(
+        picture(found)
+    ).tag.endswith("svg")
 
 
 def test_bytes_of_a_decode_leave_the_input_embedding_out() -> None:
@@ -79,7 +81,7 @@ def test_bench_serve_on_the_command_line(cli: object, tmp_path: Path) -> None:
         "--json",
     )
     ran: Ran = cli(*line)  # type: ignore[operator]
-    assert ran.json["modes"][0]["tokens_per_s"] > 0 and "class='bar'" in (tmp_path / "p.html").read_text()
+    assert ran.json["modes"][0]["tokens_per_s"] > 0 and "<rect" in (tmp_path / "p.html").read_text()
     said = cli("diagnose", ran.json["run"], "--json").json  # type: ignore[operator]
     assert said["kind"] == "serving", said
     assert "no batching mode" in cli("bench", "serve", "armillary-2m", "--mode", "x").err  # type: ignore[operator]

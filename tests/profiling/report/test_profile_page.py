@@ -10,7 +10,6 @@ import pytest
 
 from armillary.profiling.analysis.compare import compare
 from armillary.profiling.profile import Profile, Roofline
-from armillary.profiling.report.plots import thinned
 from armillary.profiling.report.profile_page import page, write_page
 from armillary.profiling.report.profile_text import amdahl_cells, budget_line, memory_line
 from tests.profiling.profiles import made_profile
@@ -117,9 +116,3 @@ def test_a_comparison_is_on_the_page() -> None:
     faster = made_profile(wall_s=0.1, budget={"useful": 0.1})
     text = page(faster, compare(made_profile(), faster))
     assert "Against train.py: 2.00 × as fast" in text and Tags(text).open == []
-
-
-def test_thinning_keeps_the_peak() -> None:
-    times, values = tuple(map(float, range(10_000))), tuple(float(i == 7777) for i in range(10_000))
-    points = thinned(times, values, most=100)
-    assert len(points) == 100 and (7777.0, 1.0) in points

@@ -1,0 +1,74 @@
+"""Charts: what is drawn stays inside its frame and is as long as its value says."""
+
+from __future__ import annotations
+
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from armillary.report.charts import Frame, Point, bars_file, drawing, lines, scatter, series_bars, shares, thinned
+from tests.profiling.report.test_profile_page import Tags
+
+VALUE = st.none() | st.floats(0, 1e9)
+
+
+@given(st.lists(st.tuples(st.text("abc x→", min_size=1, max_size=60), st.tuples(VALUE, VALUE)), max_size=5))
+def test_bars_stay_inside(rows: list[tuple[str, tuple[float | None, float | None]]]) -> None:
+    made = series_bars(rows, ["before", "after"], label="bars", text=lambda value: f"{value:.3g}")
+    if not any(value for _, values in rows for value in values):
+        assert made == ""
+        return
+    for svg in re.findall(r"<svg.*?</svg>", made):
+        ((width, height),) = re.findall(r"viewBox='0 0 (\d+) (\d+)'", svg)
+        bars = re.findall(r"<rect x='([\d.]+)' y='([\d.]+)' width='([\d.]+)' height='([\d.]+)'", svg)
+        assert len(bars) == sum(value is not None for _, values in rows for value in values)
+        assert all(float(x) + float(w) < int(width) and float(y) + float(h) <= int(height) for x, y, w, h in bars)
+
+
+def test_a_bar_is_as_long_as_its_value_says() -> None:
+    made = series_bars([("p50", [1.0, 2.0])], ["before", "after"], label="bars", text=str)
+    first, second, *_ = (float(width) for width in re.findall(r"<rect[^>]* width='([\d.]+)'", made))
+    assert second == 2 * first and "before" in made and "var(--two)" in made
+
+
+def test_a_drawing_is_made_for_both_widths() -> None:
+    frames = (Frame(width=900, height=100, left=50), Frame(width=400, height=80, left=40))
+    made = drawing(lambda frame: f"<text>{frame.across}</text>", "a <plot>", frames)
+    assert "viewBox='0 0 900 100'" in made and ">834</text>" in made and ">344</text>" in made
+    assert "a &lt;plot&gt;" in made and made.index("on-wide") < made.index("on-narrow")
+
+
+def test_thinning_keeps_the_peak() -> None:
+    points = thinned([(float(i), float(i == 7777)) for i in range(10_000)], most=100)
+    assert 50 <= len(points) <= 100 and (7777.0, 1.0) in points and points[0] == (0.0, 0.0)
+    falling = thinned([(float(i), -float(i == 7777)) for i in range(10_000)], most=100)
+    assert (7777.0, -1.0) in falling
+
+
+def test_lines_share_their_axes() -> None:
+    chart = lines([("a", [(0.0, 1.0), (10.0, 3.0)]), ("none", [])], label="l", x_name="step", marks=[(2.0, "<here>")])
+    assert (
+        chart.count("<polyline") == 2 and "&lt;here&gt;" in chart and ">none<" not in chart
+    assert Tags(chart).open == []
+    )
+    assert lines([("none", [])], label="l", x_name="step") == ""
+
+
+def test_a_scatter_point_lies_under_its_limits() -> None:
+    point = Point(x=2.0, y=5e11, weight=1.0, colour="red", hover="a <b>")
+    chart = scatter(
+        [point], label="s", x_name="x", y_text=str, slope=(1e12, "memory"), levels=[(4e12, "bf16 4 TFLOP/s", "bf16")]
+    )
+    assert chart.count("class='limit'") == 4 and "a &lt;b&gt;" in chart and Tags(chart).open == []
+    level = float(re.findall(r"d='M[\d.]+,([\d.]+)H", chart)[0])
+    assert float(re.findall(r"cy='([\d.]+)'", chart)[0]) > level
+
+
+def test_shares_and_files_escape_their_texts() -> None:
+    chart = shares([("<a>", 0.25, "var(--one)", "1 s", "b's")])
+    assert (
+        "width:25.000%" in chart and "&lt;a&gt; <b>25.0%</b>" in chart and Tags(chart).open == []
+    assert shares([]) == ""
+    )
+    assert bars_file([], label="l", caption="<c>").count("&lt;c&gt;") == 1
