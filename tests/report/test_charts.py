@@ -48,10 +48,8 @@ def test_thinning_keeps_the_peak() -> None:
 
 def test_lines_share_their_axes() -> None:
     chart = lines([("a", [(0.0, 1.0), (10.0, 3.0)]), ("none", [])], label="l", x_name="step", marks=[(2.0, "<here>")])
-    assert (
-        chart.count("<polyline") == 2 and "&lt;here&gt;" in chart and ">none<" not in chart
+    assert chart.count("<polyline") == 2 and "&lt;here&gt;" in chart and ">none<" not in chart
     assert Tags(chart).open == []
-    )
     assert lines([("none", [])], label="l", x_name="step") == ""
 
 
@@ -67,8 +65,6 @@ def test_a_scatter_point_lies_under_its_limits() -> None:
 
 def test_shares_and_files_escape_their_texts() -> None:
     chart = shares([("<a>", 0.25, "var(--one)", "1 s", "b's")])
-    assert (
-        "width:25.000%" in chart and "&lt;a&gt; <b>25.0%</b>" in chart and Tags(chart).open == []
+    assert "width:25.000%" in chart and "&lt;a&gt; <b>25.0%</b>" in chart and Tags(chart).open == []
     assert shares([]) == ""
-    )
     assert bars_file([], label="l", caption="<c>").count("&lt;c&gt;") == 1
