@@ -67,6 +67,7 @@ def test_a_training_step(record: Record) -> None:
     assert sum(row.share for row in amdahl_of(found)) == pytest.approx(1.0, abs=5e-3)
 
 
+@pytest.mark.slow  # judges the clock
 def test_a_big_gemm_is_compute(record: Record) -> None:
     a = torch.randn(700, 700)
     found = record(lambda: a @ a)
@@ -76,6 +77,7 @@ def test_a_big_gemm_is_compute(record: Record) -> None:
     assert sum(map(found.fraction, KERNEL_PARTS)) > 0.5
 
 
+@pytest.mark.slow  # judges the clock
 def test_a_sleeping_loader(record: Record) -> None:
     class Slow(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -89,6 +91,7 @@ def test_a_sleeping_loader(record: Record) -> None:
     assert "loader starves" in found.findings[0]
 
 
+@pytest.mark.slow  # judges the clock
 def test_many_tiny_operators_are_overhead(record: Record) -> None:
     a = torch.zeros(2)
 

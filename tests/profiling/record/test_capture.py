@@ -65,12 +65,22 @@ def test_modules_have_their_paths_and_hold_their_operators(trace: Path) -> None:
     assert any(linear["ts"] <= op["ts"] and op["ts"] + op["dur"] <= linear["ts"] + linear["dur"] for op in inside)
 
 
-def test_samples_name_the_very_line(trace: Path) -> None:
+def sampled_us(trace: Path) -> float:
+    """Time that samples give to the line that sleeps."""
     lines, first = inspect.getsourcelines(Net.forward)
     line = first + next(i for i, text in enumerate(lines) if "sleep" in text)
     places = [event for event in events(trace, "python_function") if f"({line}): forward" in event["name"]]
-    assert sum(event["dur"] for event in places) == pytest.approx(4 * 10_000, rel=0.6)
     assert Path(__file__).name in places[0]["name"]
+    return sum(event["dur"] for event in places)
+
+
+def test_samples_name_the_very_line(trace: Path) -> None:
+    assert sampled_us(trace) > 0
+
+
+@pytest.mark.slow  # judges the clock
+def test_samples_say_how_long_a_line_took(trace: Path) -> None:
+    assert sampled_us(trace) == pytest.approx(4 * 10_000, rel=0.6)
 
 
 def test_nothing_stays_behind(trace: Path) -> None:

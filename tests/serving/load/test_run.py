@@ -31,18 +31,26 @@ def asked(traffic: Traffic = TRAFFIC, objective: Objective | None = None, **load
 
 
 def test_the_delays_told_are_the_delays_reported() -> None:
-    """One request in ten waits 0.4 s: p50 knows nothing of it, p99 does. Delays can only come out longer."""
+    """One request in ten waits 0.4 s, so p99 is at least that. Delays can only come out longer."""
     with fake_server(first_s=(0.05,) * 9 + (0.4,), gap_s=0.01) as fake:
         report = load_test(fake.url, asked())
     found = report.last
     assert found.failed == 0 and found.requests == 40 and found.offered_per_s == pytest.approx(40)
-    assert 0.05 <= found.ttft.p50_s < 0.4 <= found.ttft.p99_s < 0.8
-    assert 0.01 <= found.itl.p50_s < 0.04 and found.itl.count == 40 * 7
+    assert 0.05 <= found.ttft.p50_s <= found.ttft.p99_s and found.itl.p50_s >= 0.01 and found.itl.count == 40 * 7
     assert found.tpot.p50_s >= 0.01 and found.e2e.p50_s >= 0.05 + 7 * 0.01
     assert found.due_ttft.p99_s >= found.ttft.p99_s >= 0.4
     assert found.tokens_out == 8 and found.counted_by == "usage" and found.tokens_in == pytest.approx(60, abs=2)
 
 
+@pytest.mark.slow  # judges the clock
+def test_the_delays_reported_are_hardly_longer_than_those_told() -> None:
+    """One request in ten waits 0.4 s: p50 knows nothing of it, p99 does."""
+    with fake_server(first_s=(0.05,) * 9 + (0.4,), gap_s=0.01) as fake:
+        last = load_test(fake.url, asked()).last
+    assert 0.05 <= last.ttft.p50_s < 0.4 <= last.ttft.p99_s < 0.8 and 0.01 <= last.itl.p50_s < 0.04
+
+
+@pytest.mark.slow  # judges the clock
 def test_a_stalled_server_does_not_slow_the_sending_down() -> None:
     """One at a time, 0.06 s each, and 40 come in a second: an honest client keeps sending, and the last waits long."""
     with fake_server(first_s=(0.06,), gap_s=0.0, slots=1) as fake:
