@@ -1,8 +1,8 @@
 """How long pipeline stages stand idle: every schedule, measured, beside the formula and beside its order on paper.
 
-    python benchmarks/pipeline_bubbles.py                    2, 4 and 8 sleeping stages, 2 pinned ones; 3 to 4 minutes
-    python benchmarks/pipeline_bubbles.py --only computing   the pinned ones, 2 minutes; --only sleeping: the others
-    python benchmarks/pipeline_bubbles.py --quick            2 sleeping stages, seconds
+    python -m benchmarks.pipeline_bubbles                    2, 4 and 8 sleeping stages, 2 pinned ones; 3 to 4 minutes
+    python -m benchmarks.pipeline_bubbles --only computing   the pinned ones, 2 minutes; --only sleeping: the others
+    python -m benchmarks.pipeline_bubbles --quick            2 sleeping stages, seconds
 
 Sleeping stages need no free cores to speak of; the pinned ones compute, each on a core of its own, so two quiet cores.
 Formula and replay take the times that the passes of that very step took: the formula their mean over the stages, the
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from idle_stages import Work, idle_of_all, idle_share, measured_idle, replayed_idle, sleeping_pipeline
 
 from armillary.model.layers.attention_forms import plain
 from armillary.parallel.apply import apply
@@ -34,6 +33,14 @@ from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, ModelConfig
 from armillary.training.step.loss import loss_sum
+from tests.parallel.pipeline.idle_stages import (
+    Work,
+    idle_of_all,
+    idle_share,
+    measured_idle,
+    replayed_idle,
+    sleeping_pipeline,
+)
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 """schedule -> chunks a stage"""
@@ -147,8 +154,13 @@ def be_a_rank(job: dict[str, Any]) -> None:
 def run(stages: int, **job: Any) -> Iterator[dict[str, Any]]:
     """What every schedule gave, as it ends."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={stages}", __file__]
-    ranks = subprocess.Popen([*line, "--rank", json.dumps(job)], env=environment, text=True, stdout=subprocess.PIPE)
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={stages}"]
+    ranks = subprocess.Popen(
+        [*line, "-m", "benchmarks.pipeline_bubbles", "--rank", json.dumps(job)],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+    )
     with ranks:
         assert ranks.stdout is not None
         yield from map(json.loads, ranks.stdout)

@@ -26,7 +26,7 @@ from armillary.spec.recipe import load_recipe
 from armillary.store.gauges import columns
 from armillary.store.home import Home
 from armillary.store.peaks import save_peaks
-from benchmarks.planted.train_small import train_recipe
+from tests.planted.train_small import train_recipe
 
 PAGE = Path(__file__).parent / "planned_on_cpu.md"
 RECIPE = Path(__file__).parent.parent / "armillary/cli/demo/circle.toml"

@@ -19,11 +19,11 @@ import torch
 from armillary.profiling.ceilings.ceilings import measure_ceilings, name_of
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks, save_peaks
-from benchmarks.planted.catalogue import PROBLEMS, chosen
-from benchmarks.planted.judge import TIMES, Verdict, holds, judged
-from benchmarks.planted.problem import Wish
-from benchmarks.planted.recorded import MISSING
-from benchmarks.planted.table import as_page, as_text, summary
+from tests.planted.catalogue import PROBLEMS, chosen
+from tests.planted.judge import TIMES, Verdict, holds, judged
+from tests.planted.problem import Wish
+from tests.planted.recorded import MISSING
+from tests.planted.table import as_page, as_text, summary
 
 PAGE = Path(__file__).parent.parent / "planted.md"
 

@@ -26,12 +26,12 @@ from armillary.store.peaks import save_peaks
 from armillary.store.runs import Run
 from armillary.training import run_lifecycle as course
 from armillary.training.checkpoint import checkpoint
-from benchmarks.planted.faults import Fault
-from benchmarks.planted.problem import Wish
 from benchmarks.planted.record_cases import asked_for, record_each
-from benchmarks.planted.serve_small import serve_recipe, serving_recipe, warm
-from benchmarks.planted.traffic import at_once, mixed
-from benchmarks.planted.train_small import recipe_of, train_recipe
+from tests.planted.faults import Fault
+from tests.planted.problem import Wish
+from tests.planted.serve_small import serve_recipe, serving_recipe, warm
+from tests.planted.traffic import at_once, mixed
+from tests.planted.train_small import recipe_of, train_recipe
 
 KEPT = ("gauges.jsonl", "plan.json", "recipe.json", "state.json")
 KERNELS = {

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from armillary.store.home import Home
-from benchmarks.lever_case import LeverCase
 from benchmarks.planted.record import NARROW, Recording, measured_home
 from benchmarks.planted.record_cases import asked_for
 from benchmarks.planted.record_pulls import record_pulls
+from tests.planted.lever_case import LeverCase
 
 WIDE = {"num_layers": 4, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14_336, "vocab": 1024}
 """layers of Llama 3 8B: products so large that the device is never short of work; few words, which are soon counted"""

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from armillary.store.home import Home
-from benchmarks.lever_case import LeverCase, pull
 from benchmarks.planted.record import keep_runs
 from benchmarks.planted.record_cases import alone, beside, record_each
+from tests.planted.lever_case import LeverCase, pull
 
 
 def record_pulls(

@@ -21,12 +21,12 @@ from armillary.model.transformer import Transformer
 from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
 from armillary.store.runs import Run
-from benchmarks.lever_case import LeverCase
-from benchmarks.planted.problem import Wish
 from benchmarks.planted.record_cases import asked_for
 from benchmarks.planted.record_pulls import record_pulls
-from benchmarks.planted.serve_small import Arrival, drive, model_of, serve_recipe, serving_recipe
-from benchmarks.planted.traffic import at_once, at_rate, mixed, sharing
+from tests.planted.lever_case import LeverCase
+from tests.planted.problem import Wish
+from tests.planted.serve_small import Arrival, drive, model_of, serve_recipe, serving_recipe
+from tests.planted.traffic import at_once, at_rate, mixed, sharing
 
 SHAPE = {
     "num_layers": 28,

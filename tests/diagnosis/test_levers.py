@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from armillary.store.home import Home
-from benchmarks import lever_case, levers
-from benchmarks.lever_case import LeverCase, Pulled, figure, pull
-from benchmarks.levers import CLAIMED, as_page, holds, kept
 from tests.diagnosis.trained import reading_of
+from tests.planted import lever_case, recorded
+from tests.planted.lever_case import LeverCase, Pulled, figure, pull
+from tests.planted.lever_table import CLAIMED, as_page, holds, kept
 
 ONE = Pulled(name="compile", change="--set a=1", of="step_s", predicted=1.5, obtained=1.4, where="cpu")
 ROWS = [replace(ONE, name=name, where=where) for name, places in CLAIMED.items() for where in places]
@@ -91,5 +91,5 @@ def _nothing(*args: object) -> None:
 
 
 def test_recorded_rows_are_of_kinds_that_are_claimed() -> None:
-    names = {Pulled.read(path).name for path in levers.FOLDER.glob("lever-*.json")}
+    names = {Pulled.read(path).name for path in recorded.FOLDER.glob("lever-*.json")}
     assert names and names <= set(CLAIMED)

@@ -13,12 +13,12 @@ import pytest
 
 from armillary.errors import NotFound
 from armillary.store.home import Home
-from benchmarks.planted import judge, recorded
-from benchmarks.planted.catalogue import PROBLEMS, chosen
-from benchmarks.planted.judge import counts, holds, judged
-from benchmarks.planted.problem import Problem, Wish
-from benchmarks.planted.quiet import STAT, Quiet
-from benchmarks.planted.table import row, summary
+from tests.planted import judge, recorded
+from tests.planted.catalogue import PROBLEMS, chosen
+from tests.planted.judge import counts, holds, judged
+from tests.planted.problem import Problem, Wish
+from tests.planted.quiet import STAT, Quiet
+from tests.planted.table import row, summary
 
 LIVE = tuple(problem for problem in PROBLEMS if not problem.recorded)
 

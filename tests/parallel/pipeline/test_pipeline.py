@@ -23,7 +23,7 @@ from armillary.spec.model import LayerKind, ModelConfig
 from armillary.training.parity.case import Case, tiny
 from armillary.training.parity.steps import many
 from armillary.training.step.loss import loss_sum
-from benchmarks.idle_stages import Work, idle_share, measured_idle, replayed_idle, sleeping_pipeline
+from tests.parallel.pipeline.idle_stages import Work, idle_share, measured_idle, replayed_idle, sleeping_pipeline
 from tests.parallel.test_strategies import check
 from tests.ranks import Ranks
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from armillary.store.home import Home
-from benchmarks.planted.faults import Fault
-from benchmarks.planted.problem import ACTION, Problem, Wish
-from benchmarks.planted.train_small import LIBRARY, model_of, train_small
+from tests.planted.faults import Fault
+from tests.planted.problem import ACTION, Problem, Wish
+from tests.planted.train_small import LIBRARY, model_of, train_small
 
 _EXPERTS = 8
 

@@ -26,8 +26,8 @@ from armillary.spec.toml.fields import to_plain
 from armillary.store.gauges import GaugeWriter
 from armillary.store.home import Home
 from armillary.store.runs import Run, create_run
-from benchmarks.planted.problem import Wish
-from benchmarks.planted.train_small import free_name
+from tests.planted.problem import Wish
+from tests.planted.train_small import free_name
 
 _NAP_S = 0.0005
 VOCAB = 1024

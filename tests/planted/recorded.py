@@ -7,7 +7,7 @@ from pathlib import Path
 from armillary.errors import NotFound
 from armillary.spec.gauges import Loop
 from armillary.store.home import Home
-from benchmarks.planted.problem import ACTION, Problem, Wish
+from tests.planted.problem import ACTION, Problem, Wish
 
 FOLDER = Path(__file__).parent / "recorded"
 

@@ -7,7 +7,7 @@ from random import Random
 
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
-from benchmarks.planted.serve_small import VOCAB, Arrival
+from tests.planted.serve_small import VOCAB, Arrival
 
 
 def asked(name: str, prompt: Sequence[int], tokens_out: int) -> Request:

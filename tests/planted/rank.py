@@ -6,7 +6,7 @@ from typing import Any
 
 from armillary.cli.output import Output
 from armillary.cli.train.rank import run_as_rank, train_run
-from benchmarks.planted.faults import Fault, planted
+from tests.planted.faults import Fault, planted
 
 
 def train_with_fault(orders: dict[str, Any], out: Output) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 
 from armillary.machine.machine import here
-from benchmarks.planted.judge import NEEDED, Verdict, counts
-from benchmarks.planted.problem import Wish
-from benchmarks.planted.quiet import LOUD
+from tests.planted.judge import NEEDED, Verdict, counts
+from tests.planted.problem import Wish
+from tests.planted.quiet import LOUD
 
 COLUMNS = ("problem", "run", "expected", "diagnosed", "first lever", "right")
 _WHAT = {"loop": "right loop", "cause": "right cause", "lever": "first lever right", "healthy": "healthy left alone"}
@@ -43,7 +43,7 @@ def as_page(verdicts: Sequence[Verdict], wish: Wish) -> str:
         "",
         f"`python -m benchmarks.planted --write`, {day}, {machine}; size {wish.size:g}, severity "
         f"{wish.severity:g}, seed {wish.seed}. Live runs were made by the trainer and the engine on this machine; "
-        "recorded ones on an H200 (`benchmarks/planted/recorded`).",
+        "recorded ones on an H200 (`tests/planted/recorded`).",
         "",
         f"{'; '.join(summary(verdicts))}.",
         "",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from armillary.store.home import Home
-from benchmarks.planted.faults import Fault
-from benchmarks.planted.problem import ACTION, Problem, Wish
-from benchmarks.planted.train_small import model_of, step_s, train_small
+from tests.planted.faults import Fault
+from tests.planted.problem import ACTION, Problem, Wish
+from tests.planted.train_small import model_of, step_s, train_small
 
 _WIDE = 3
 """times the usual width: a model whose matrix products are the time"""

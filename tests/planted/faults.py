@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from benchmarks.planted.slow_source import SlowSource
+from tests.planted.slow_source import SlowSource
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from armillary.errors import unknown
-from benchmarks.planted import healthy, inner, product, recorded, training
-from benchmarks.planted.problem import Problem
+from tests.planted import healthy, inner, product, recorded, training
+from tests.planted.problem import Problem
 
 PROBLEMS: tuple[Problem, ...] = (
     *inner.PROBLEMS,

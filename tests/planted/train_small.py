@@ -22,8 +22,8 @@ from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.gauges import read_gauges
 from armillary.store.home import Home
 from armillary.store.runs import Run
-from benchmarks.planted.faults import Fault, planted
-from benchmarks.planted.problem import Wish
+from tests.planted.faults import Fault, planted
+from tests.planted.problem import Wish
 
 _SILENT = Output("silent")
 LIBRARY = Path(email.__file__).parent
@@ -112,7 +112,7 @@ def _launch(
 ) -> Launched:
     """Ranks that put the fault into themselves, in place of the command line's own."""
     told = None if fault is None else [fault.kind, fault.amount]
-    return launch("benchmarks.planted.rank", {**orders, "fault": told}, **settings)
+    return launch("tests.planted.rank", {**orders, "fault": told}, **settings)
 
 
 def free_name(home: Home) -> str:

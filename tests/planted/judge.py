@@ -12,8 +12,8 @@ from armillary.diagnosis.evidence.finding import Lever
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.readings.open_reading import open_reading
 from armillary.store.home import Home
-from benchmarks.planted.problem import ACTION, Problem, Wish
-from benchmarks.planted.quiet import LOUD, Quiet
+from tests.planted.problem import ACTION, Problem, Wish
+from tests.planted.quiet import LOUD, Quiet
 
 NEEDED = {"loop": 17 / 18, "cause": 16 / 18, "lever": 14 / 18}
 """share of the problems in which each must be right; no healthy run may be called ill"""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from armillary.store.home import Home
-from benchmarks.planted.problem import Problem, Wish
-from benchmarks.planted.serve_small import rates, serve_small, serving_recipe
-from benchmarks.planted.traffic import at_rate, mixed
-from benchmarks.planted.train_small import model_of, train_small
+from tests.planted.problem import Problem, Wish
+from tests.planted.serve_small import rates, serve_small, serving_recipe
+from tests.planted.traffic import at_rate, mixed
+from tests.planted.train_small import model_of, train_small
 
 _WIDE = 3
 _LOAD = 0.4

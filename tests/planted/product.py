@@ -6,9 +6,9 @@ from pathlib import Path
 
 from armillary.spec.arithmetic.params import kv_bytes_per_token
 from armillary.store.home import Home
-from benchmarks.planted.problem import ACTION, Problem, Wish
-from benchmarks.planted.serve_small import Arrival, rates, serve_small, serving_recipe
-from benchmarks.planted.traffic import asked, at_once, at_rate, mixed, sharing
+from tests.planted.problem import ACTION, Problem, Wish
+from tests.planted.serve_small import Arrival, rates, serve_small, serving_recipe
+from tests.planted.traffic import asked, at_once, at_rate, mixed, sharing
 
 _KV_DTYPE_BYTES = 2
 _LONGEST = 512
