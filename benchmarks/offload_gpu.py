@@ -28,9 +28,9 @@ from armillary.model.transformer import Transformer, build
 from armillary.parallel.apply import apply
 from armillary.parallel.mesh import Mesh, axis_sizes
 from armillary.parallel.world import World
-from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.device_model.layout_arrays import as_arrays
 from armillary.planning.training.prediction import predict
-from armillary.planning.training.resolve import question
+from armillary.planning.training.resolve import resolve
 from armillary.profiling.ceilings import host_copy
 from armillary.profiling.ceilings.ceilings import about, name_of
 from armillary.profiling.ceilings.settings import settings_for
@@ -167,7 +167,7 @@ def run(name: str, config: ModelConfig, args: argparse.Namespace, device: torch.
 
 def planned(config: ModelConfig, job: TrainJob, layout: Layout, home: Home) -> dict[str, float]:
     recipe = Recipe(model=ModelTable(name=config.name), layout=layout, train=job)
-    found = predict(question(recipe, config, here(), home).case, of([layout]))
+    found = predict(resolve(recipe, config, here(), home).case, as_arrays([layout]))
     return {
         "step_ms": 1e3 * float(found.time.total[0]),
         "peak_gb": float(found.memory.allocated[0]) / 1e9,

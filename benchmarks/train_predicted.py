@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from armillary.machine.machine import here
-from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.device_model.layout_arrays import as_arrays
 from armillary.planning.training.prediction import predict
-from armillary.planning.training.resolve import question
+from armillary.planning.training.resolve import resolve
 from armillary.profiling.ceilings import attention_flops as attention
 from armillary.profiling.ceilings import bandwidth, gemm
 from armillary.profiling.ceilings import launch_latency as launch
@@ -62,7 +62,7 @@ def measure_peaks(home: Home) -> dict[str, float]:
 def predicted(config: ModelConfig, job: TrainJob, layout: Layout, home: Home) -> dict[str, Any]:
     """Peak of the allocator and step of one device."""
     recipe = Recipe(model=ModelTable(name=config.name), layout=layout, train=job)
-    found = predict(question(recipe, config, here(), home).case, of([layout]))
+    found = predict(resolve(recipe, config, here(), home).case, as_arrays([layout]))
     time = found.time
     terms = {name: float(getattr(time, name)[0]) for name in ("gemm", "attention", "memory", "recompute", "overhead")}
     return {

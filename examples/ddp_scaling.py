@@ -25,7 +25,7 @@ import torch
 from ddp_rank import SEQUENCE, Setting, Timed, run
 
 from armillary.machine.machine import here, machine
-from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.device_model.layout_arrays import as_arrays
 from armillary.planning.training.step_time import StepTime, step_time
 from armillary.planning.training.train_case import TrainCase
 from armillary.profiling.ceilings.collectives import measure_collectives
@@ -118,7 +118,7 @@ def predict(setting: Setting, peaks: Peaks, ranks: int) -> StepTime:
         batch_tokens=setting.tokens * ranks,
         measured=peaks,
     )
-    return step_time(case, of([Layout(dp=ranks, precision="fp32", micro_batch=setting.tokens // SEQUENCE)]))
+    return step_time(case, as_arrays([Layout(dp=ranks, precision="fp32", micro_batch=setting.tokens // SEQUENCE)]))
 
 
 # --- measure

@@ -8,9 +8,9 @@ from typing import Any
 
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.run_folder import read_records
-from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.device_model.layout_arrays import as_arrays
 from armillary.planning.training.prediction import predict
-from armillary.planning.training.resolve import question
+from armillary.planning.training.resolve import resolve
 from armillary.planning.training.training_plan import training_plan
 from armillary.spec.gauges import budget_gauge
 from armillary.spec.hardware import Cluster
@@ -45,8 +45,8 @@ BUSY = {
 def plan_of(*sets: str, cluster: Cluster | None = None, home: Home = NOWHERE) -> Plan:
     """What the planner makes of the recipe with some keys changed."""
     recipe = recipe_from_dict(BASE, sets)
-    asked = question(recipe, recipe.model_config(), recipe.cluster(cluster), home)
-    made = training_plan(asked, predict(asked.case, of([asked.layout]))).plan()
+    asked = resolve(recipe, recipe.model_config(), recipe.cluster(cluster), home)
+    made = training_plan(asked, predict(asked.case, as_arrays([asked.layout]))).plan()
     return replace(made, data=recipe.data)
 
 

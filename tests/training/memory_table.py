@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from armillary.parallel.world import join_world
-from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.device_model.layout_arrays import as_arrays
 from armillary.planning.training.memory_breakdown import memory
-from armillary.planning.training.resolve import question
+from armillary.planning.training.resolve import resolve
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.home import Home
@@ -117,8 +117,8 @@ def rows(ranks: Ranks, cases: Sequence[Case], home: Home, corpus: Path) -> list[
         begun = start(recipe, home, starting_point(recipe, home), room=4)
         begun.prepare()
         plans[case] = begun.plan
-        asked = question(recipe, begun.plan.model, begun.plan.cluster, home)
-        predicted[case] = float(memory(asked.case, of([recipe.layout])).allocated[0])
+        asked = resolve(recipe, begun.plan.model, begun.plan.cluster, home)
+        predicted[case] = float(memory(asked.case, as_arrays([recipe.layout])).allocated[0])
     for world in sorted({plan.layout.num_devices for plan in plans.values()}):
         mine = [case for case, plan in plans.items() if plan.layout.num_devices == world]
         answers = ranks.run(world, peaks, [plans[case].to_json() for case in mine], timeout_s=900)

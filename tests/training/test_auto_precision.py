@@ -12,10 +12,10 @@ import pytest
 from armillary.cli.train.train import DAY_S
 from armillary.machine.device_name import device_name
 from armillary.machine.machine import here
-from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.device_model.layout_arrays import as_arrays
 from armillary.planning.training.compile_choice import compile_choice
 from armillary.planning.training.prediction import predict
-from armillary.planning.training.resolve import question
+from armillary.planning.training.resolve import resolve
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_toml
 from armillary.store.home import Home
@@ -120,11 +120,11 @@ def test_a_training_plan_of_days_on_a_cpu_needs_yes(cli: Cli, file: Callable[...
 
 def test_a_plan_in_fp32_does_not_depend_on_how_slow_bf16_is(recipe: Callable[..., Recipe], home: Home) -> None:
     """It was 70 times too slow where bf16 is emulated: the curves scaled every dtype by the bf16 peak."""
-    asked = question(recipe("layout.precision=fp32"), recipe().model_config(), here(device="cpu"), home)
+    asked = resolve(recipe("layout.precision=fp32"), recipe().model_config(), here(device="cpu"), home)
     steps = {}
     for name, peaks in (("none", ceilings(0.0, half=False)), ("slow", ceilings(0.25e9)), ("quick", ceilings(400e9))):
         case = replace(asked.case, measured=peaks)
-        steps[name] = float(predict(case, of([asked.layout])).time.total[0])
+        steps[name] = float(predict(case, as_arrays([asked.layout])).time.total[0])
     assert steps["slow"] == pytest.approx(steps["none"], rel=1e-6)
     assert steps["slow"] == pytest.approx(steps["quick"], rel=0.01)
 
@@ -137,7 +137,7 @@ def test_compiling_is_chosen_where_it_saves_several_times_its_cost(
 
     def chosen(*overrides: str) -> str:
         one = recipe("layout.precision=fp32", *overrides)
-        return compile_choice(question(one, one.model_config(), here(device="cpu"), home))
+        return compile_choice(resolve(one, one.model_config(), here(device="cpu"), home))
 
     assert chosen("train.steps=20") == ""
     assert chosen("train.steps=5000000").startswith("true: ")

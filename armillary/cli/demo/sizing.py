@@ -84,14 +84,14 @@ def choose(sizes: Sequence[Size], price: Callable[[Size], float]) -> tuple[Size,
 
 def step_s(walk: Walk, overrides: Sequence[str]) -> float:
     """Predicted seconds of a step; endless where it does not fit or cannot be laid out."""
-    from armillary.planning.device_model.layout_arrays import of
+    from armillary.planning.device_model.layout_arrays import as_arrays
     from armillary.planning.training.prediction import predict
-    from armillary.planning.training.resolve import question
+    from armillary.planning.training.resolve import resolve
 
     recipe = load_recipe(RECIPE, overrides)
     try:
-        asked = question(recipe, recipe.model_config(), recipe.cluster(here()), walk.home)
-        found = predict(asked.case, of([asked.layout]))
+        asked = resolve(recipe, recipe.model_config(), recipe.cluster(here()), walk.home)
+        found = predict(asked.case, as_arrays([asked.layout]))
     except ArmillaryError:
         return float("inf")
     return float(found.time.total[0]) if bool(found.fits[0]) else float("inf")

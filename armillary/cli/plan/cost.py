@@ -24,9 +24,9 @@ _SHORTEST_S = 1.0
 
 def run_storage_of(made: TrainingPlan) -> RunStorage:
     """What the plan's run asks of storage: written beside the training, read by one copy of the model."""
-    job, seconds = made.question.recipe.train, float(made.found.time.total[0])
+    job, seconds = made.problem.recipe.train, float(made.prediction.time.total[0])
     return run_storage(
-        made.question.model,
+        made.problem.model,
         tokens_per_s=job.batch_tokens / seconds,
         total_tokens=job.total_tokens,
         interval_s=max(_SHORTEST_S, made.goodput.interval_s),
@@ -36,7 +36,7 @@ def run_storage_of(made: TrainingPlan) -> RunStorage:
 
 def say_money(out: Output, made: TrainingPlan) -> None:
     """Offers, buying, failures and storage."""
-    cluster, cost = made.question.case.cluster, made.question.recipe.cost
+    cluster, cost = made.problem.case.cluster, made.problem.recipe.cost
     if made.cost is not None:
         out.table("\nan hour of a device", OFFER_COLUMNS, [offer_cells(one) for one in offers(cost, cluster)])
         out.fields("", buying_rows(cost, cluster))
@@ -46,7 +46,7 @@ def say_money(out: Output, made: TrainingPlan) -> None:
 
 def money_plain(made: TrainingPlan) -> dict[str, Any]:
     """The same for --json."""
-    cluster, cost = made.question.case.cluster, made.question.recipe.cost
+    cluster, cost = made.problem.case.cluster, made.problem.recipe.cost
     found: Goodput = made.goodput
     return {
         "offers": [to_plain(one) for one in offers(cost, cluster)] if made.cost is not None else [],

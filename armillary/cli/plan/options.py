@@ -18,7 +18,7 @@ from armillary.store.home import Home
 from armillary.units import parse_count
 
 if TYPE_CHECKING:  # numpy and the planner come with the verbs that need them
-    from armillary.planning.training.resolve import Question
+    from armillary.planning.training.resolve import TrainingProblem
     from armillary.spec.hardware import Cluster
     from armillary.spec.model import ModelConfig
     from armillary.spec.recipe import Recipe
@@ -88,9 +88,9 @@ def ask(
     batch_tokens: str | None,
     lora: str | None,
     overrides: tuple[str, ...],
-) -> Question:
+) -> TrainingProblem:
     """The question with model and devices found; what the flags leave out is derived and noted."""
-    from armillary.planning.training.resolve import question
+    from armillary.planning.training.resolve import resolve
     from armillary.spec.recipe import check_recipe
 
     asked = read_recipe(recipe, model, on, sequence, batch_tokens, overrides)
@@ -100,7 +100,7 @@ def ask(
     if recipe is None:
         asked, notes = _with_usual(asked, config, cluster, sequence, batch_tokens)
     check_recipe(asked, config)
-    made = question(asked, config, cluster, home, lora)
+    made = resolve(asked, config, cluster, home, lora)
     return replace(made, notes=(*notes, *made.notes))
 
 

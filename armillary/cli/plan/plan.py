@@ -72,9 +72,9 @@ def predict(out: Output, home: Home, purpose: str, run: str | None, **asked: Any
     from armillary.planning.past_errors import confidence
     from armillary.planning.training.training_plan import training_plan
 
-    question, found, how = _priced(out, home, asked)
-    made = training_plan(question, found)
-    known = confidence(home, question.case.cluster.chip)
+    problem, found, how = _priced(out, home, asked)
+    made = training_plan(problem, found)
+    known = confidence(home, problem.case.cluster.chip)
     say_training(out, made, how, str(known) if known else "")
     if run is None:
         _say_next(out, asked)
@@ -101,57 +101,57 @@ def _say_next(out: Output, asked: dict[str, Any]) -> None:
 
 def _priced(out: Output, home: Home, asked: dict[str, Any]) -> tuple[Any, Any, str]:
     """(question, the layout priced, where it is from): the recipe's layout, else the best that a search finds."""
-    from armillary.planning.device_model.layout_arrays import of
+    from armillary.planning.device_model.layout_arrays import as_arrays
     from armillary.planning.training.prediction import predict as price
     from armillary.planning.training.search import search as library_search
     from armillary.spec.layout_rules.rules import check_layout
 
-    question = ask(out, home, **asked)
-    fixed = _fixed(question, asked)
+    problem = ask(out, home, **asked)
+    fixed = _fixed(problem, asked)
     if asked["recipe"] is None:
-        check_layout(question.layout, question.model, by_trainer=True)
+        check_layout(problem.layout, problem.model, by_trainer=True)
         try:
-            found = library_search(question.case, shown=1, fixed=fixed)
+            found = library_search(problem.case, shown=1, fixed=fixed)
         except BadLayout:
             if not fixed:
                 raise
-            question = _filled(question, fixed)  # what was asked for does not fit: show by how much
+            problem = _filled(problem, fixed)  # what was asked for does not fit: show by how much
         else:
-            question = replace(question, recipe=replace(question.recipe, layout=found.best.layout()))
-            return question, found.best, f"   (the quickest of {found.num_fitting:,} that fit)"
-    job = question.recipe.train
+            problem = replace(problem, recipe=replace(problem.recipe, layout=found.best.layout()))
+            return problem, found.best, f"   (the quickest of {found.num_fitting:,} that fit)"
+    job = problem.recipe.train
     check_layout(
-        question.layout,
-        question.model,
-        num_devices=_room(question),
+        problem.layout,
+        problem.model,
+        num_devices=_room(problem),
         sequence=job.sequence,
         batch_tokens=job.batch_tokens,
         by_trainer=True,
         compiled=job.compiled,
     )
-    return question, price(question.case, of([question.layout])), ""
+    return problem, price(problem.case, as_arrays([problem.layout])), ""
 
 
-def _fixed(question: Any, asked: dict[str, Any]) -> dict[str, Any]:
+def _fixed(problem: Any, asked: dict[str, Any]) -> dict[str, Any]:
     """What --set says of the layout: kept by a search."""
     names = [
         text.partition("=")[0].strip().removeprefix("layout.")
         for text in asked["overrides"]
         if text.startswith("layout.")
     ]
-    return {name: getattr(question.layout, name) for name in names}
+    return {name: getattr(problem.layout, name) for name in names}
 
 
-def _filled(question: Any, fixed: dict[str, Any]) -> Any:
+def _filled(problem: Any, fixed: dict[str, Any]) -> Any:
     """Where some axes and no dp are given, dp fills the devices."""
-    layout = question.layout if "dp" in fixed else question.layout.on_devices(question.case.cluster.num_devices)
-    return replace(question, recipe=replace(question.recipe, layout=layout))
+    layout = problem.layout if "dp" in fixed else problem.layout.on_devices(problem.case.cluster.num_devices)
+    return replace(problem, recipe=replace(problem.recipe, layout=layout))
 
 
-def _room(question: Any) -> int:
+def _room(problem: Any) -> int:
     """Devices a layout may use; a processor's cores are shared by as many processes as are asked for."""
-    cluster = question.case.cluster
-    return int(max(cluster.num_devices, question.layout.num_devices if cluster.chip.kind == "cpu" else 1))
+    cluster = problem.case.cluster
+    return int(max(cluster.num_devices, problem.layout.num_devices if cluster.chip.kind == "cpu" else 1))
 
 
 @plan.verb
@@ -184,11 +184,11 @@ def _search(out: Output, home: Home, asked: dict[str, Any], purpose: str, top: i
     if match:
         _rank(out, home, asked, int(match.group(1) or ANY_DEVICES))
         return
-    question = ask(out, home, **asked)
-    fixed = _fixed(question, asked)
+    problem = ask(out, home, **asked)
+    fixed = _fixed(problem, asked)
     if asked["recipe"] is not None:
-        fixed |= {name: getattr(question.layout, name) for name in ("precision", "fp8_scaling", "offload")}
-    say_search(out, question, library_search(question.case, shown=top, fixed=fixed))
+        fixed |= {name: getattr(problem.layout, name) for name in ("precision", "fp8_scaling", "offload")}
+    say_search(out, problem, library_search(problem.case, shown=top, fixed=fixed))
 
 
 def _rank(out: Output, home: Home, asked: dict[str, Any], devices: int) -> None:
@@ -197,11 +197,11 @@ def _rank(out: Output, home: Home, asked: dict[str, Any], devices: int) -> None:
 
     if devices < 1:
         raise BadInput("anyx0 has no devices; write at least one, like anyx64")
-    question = ask(out, home, **{**asked, "on": f"h100x{devices if devices < 8 else (devices + 7) // 8 * 8}"})
-    recipe = question.recipe
+    problem = ask(out, home, **{**asked, "on": f"h100x{devices if devices < 8 else (devices + 7) // 8 * 8}"})
+    recipe = problem.recipe
     with out.progress("trying nodes", unit="node") as bar:
         ranked = rank_nodes(
-            question.case,
+            problem.case,
             devices=devices,
             steps=recipe.train.steps,
             cost=recipe.cost,
@@ -225,9 +225,9 @@ def explain(out: Output, home: Home, purpose: str, **asked: Any) -> None:
     from armillary.planning.training.explain import explain as explain_terms
     from armillary.planning.training.training_plan import training_plan
 
-    question, found, how = _priced(out, home, asked)
-    terms, made = explain_terms(found), training_plan(question, found)
-    out.say(f"{question.model.name} on {question.case.cluster.text()}\n{layout_text(found)}{how}")
+    problem, found, how = _priced(out, home, asked)
+    terms, made = explain_terms(found), training_plan(problem, found)
+    out.say(f"{problem.model.name} on {problem.case.cluster.text()}\n{layout_text(found)}{how}")
     out.table("", ["term", "formula", "numbers", "result"], [[t.name, t.formula, t.numbers, t.text] for t in terms])
     say_stages(out, found)
     say_money(out, made)

@@ -12,7 +12,7 @@ import numpy as np
 
 from armillary.cli.output import Output
 from armillary.planning.cost.cost_report import goodput_rows, training_rows
-from armillary.planning.device_model.layout_arrays import OFFLOADS, taken
+from armillary.planning.device_model.layout_arrays import OFFLOADS, take_rows
 from armillary.planning.training.memory_breakdown import by_stage, memory
 from armillary.planning.training.offload import host_adamw_s
 from armillary.planning.training.prediction import Prediction
@@ -30,20 +30,20 @@ GLUE = "\N{NO-BREAK SPACE}"
 
 def say_training(out: Output, made: TrainingPlan, how: str, confidence: str = "") -> None:
     """The plan as a page; `how` says where the layout is from, `confidence` how far earlier plans were off."""
-    found, question = made.found, made.question
-    count = parameters(question.model)
+    found, problem = made.prediction, made.problem
+    count = parameters(problem.model)
     width = min(WIDTH, get_terminal_size((WIDTH, 0)).columns)
     head = (
-        f"{question.model.name} on {question.case.cluster.text()} · {count_text(count.total)} parameters, "
+        f"{problem.model.name} on {problem.case.cluster.text()} · {count_text(count.total)} parameters, "
         f"{flops_text(found.model_flops)} a token"
     )
     out.say("\n".join(wrap(head, width)))
     rows = [
         ("layout", f"{layout_text(found)}{how}"),
-        *((key.partition(".")[2], why) for key, why in made.question.chosen.items()),
+        *((key.partition(".")[2], why) for key, why in made.problem.chosen.items()),
         *_links(made),
         ("memory / device", memory_text(found) + ("   fits" if made.fits else "   does not fit")),
-        ("", _bar(found.memory.parts(), found.room if made.fits else None)),
+        ("", _bar(found.memory.parts(), found.memory_limit if made.fits else None)),
         *offload_rows(found),
         ("step", step_text(found)),
         ("", _bar(step_parts(found))),
@@ -52,7 +52,7 @@ def say_training(out: Output, made: TrainingPlan, how: str, confidence: str = ""
         *([("confidence", confidence)] if confidence else []),
     ]
     rows += training_rows(made.cost) if made.cost else [("cost", made.price_source)]
-    rows += goodput_rows(made.goodput) if question.case.cluster.num_devices > 8 else []
+    rows += goodput_rows(made.goodput) if problem.case.cluster.num_devices > 8 else []
     rows += [("note", note) for note in made.notes()]
     for name, text in rows:
         out.say(line_text(name, text, width))
@@ -60,8 +60,8 @@ def say_training(out: Output, made: TrainingPlan, how: str, confidence: str = ""
 
 def _links(made: TrainingPlan) -> list[tuple[str, str]]:
     """Which link each axis crosses, innermost first, where there are several kinds."""
-    cluster = made.question.case.cluster
-    words = placement(made.found.layout(), cluster) if len(cluster.tiers) > 1 else []
+    cluster = made.problem.case.cluster
+    words = placement(made.prediction.layout(), cluster) if len(cluster.tiers) > 1 else []
     return [("links", ";  ".join(glued(each) for each in words))] if words else []
 
 
@@ -109,7 +109,7 @@ def layout_text(found: Prediction, i: int = 0) -> str:
 
 def memory_text(found: Prediction, i: int = 0) -> str:
     parts = "  ".join(glued(f"{name} {bytes_text(size)}") for name, size in found.memory.parts(i).items() if size > 0)
-    return f"{parts}  " + glued(f"→ {bytes_text(float(found.memory.total[i]))} of {bytes_text(found.room)}")
+    return f"{parts}  " + glued(f"→ {bytes_text(float(found.memory.total[i]))} of {bytes_text(found.memory_limit)}")
 
 
 def offload_rows(found: Prediction, i: int = 0) -> list[tuple[str, str]]:
@@ -126,7 +126,7 @@ def offload_rows(found: Prediction, i: int = 0) -> list[tuple[str, str]]:
         f"{seconds_text(float(found.time.offload[i]))} for it"
     )
     if layout.offload != "activations":
-        seconds = host_adamw_s(found.case, one, taken(found.time.held, np.array([i])))
+        seconds = host_adamw_s(found.case, one, take_rows(found.time.work.parameters, np.array([i])))
         text += f"  (AdamW there takes {seconds_text(float(seconds[0]))})"
     return [("offload", "  ".join(glued(part) for part in text.split("  ")))]
 

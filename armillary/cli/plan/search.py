@@ -10,8 +10,8 @@ from armillary.errors import ArmillaryError
 from armillary.planning.cost.cost import device_hour, training_cost
 from armillary.planning.training.node_ranking import Ranked
 from armillary.planning.training.prediction import Prediction
-from armillary.planning.training.resolve import Question
-from armillary.planning.training.search import Found, why
+from armillary.planning.training.resolve import TrainingProblem
+from armillary.planning.training.search import SearchResult, why
 from armillary.spec.toml.fields import to_plain
 from armillary.units import bytes_text, dollars_text, scaled, seconds_text
 
@@ -37,13 +37,13 @@ COLUMNS = [
 _SHORT = {"none": "–", "selective": "some", "full": "all"}
 
 
-def say_search(out: Output, question: Question, found: Found) -> None:
-    price = _price(question)
+def say_search(out: Output, problem: TrainingProblem, found: SearchResult) -> None:
+    price = _price(problem)
     out.say(
-        f"{question.model.name} on {question.case.cluster.text()}, {question.case.batch_tokens:,} tokens a step of "
-        f"sequences of {question.case.sequence:,}"
+        f"{problem.model.name} on {problem.case.cluster.text()}, {problem.case.batch_tokens:,} tokens a step of "
+        f"sequences of {problem.case.sequence:,}"
     )
-    out.table("", COLUMNS, [_cells(question, found.best, i, price) for i in range(len(found.best.layouts))])
+    out.table("", COLUMNS, [_cells(problem, found.best, i, price) for i in range(len(found.best.layouts))])
     out.say(
         "×v: chunks a stage; redo: what the backward pass makes again (some: selective, all: full); in: format of "
         "the products"
@@ -52,34 +52,34 @@ def say_search(out: Output, question: Question, found: Found) -> None:
     for line in why(found):
         out.say(f"why: {line}")
     out.say(f"limit next: {limit_text(found.best)}".replace(GLUE, " "))
-    front = [_cells(question, found.front, i, price) for i in range(min(8, len(found.front.layouts)))]
+    front = [_cells(problem, found.front, i, price) for i in range(min(8, len(found.front.layouts)))]
     out.table(f"Pareto front of time and memory ({len(found.front.layouts)} layouts)", COLUMNS, front)
-    for note in question.notes:
+    for note in problem.notes:
         out.say(f"note: {note}")
-    out.result(search_answer(question, found, price), quiet=_sets(found.best))
+    out.result(search_answer(problem, found, price), quiet=_sets(found.best))
 
 
-def search_answer(question: Question, found: Found, price: float | None) -> dict[str, Any]:
+def search_answer(problem: TrainingProblem, found: SearchResult, price: float | None) -> dict[str, Any]:
     return {
         "valid": found.num_valid,
         "fitting": found.num_fitting,
         "seconds": found.seconds,
         "why": why(found),
-        "best": [_answer(question, found.best, i, price) for i in range(len(found.best.layouts))],
-        "front": [_answer(question, found.front, i, price) for i in range(len(found.front.layouts))],
-        "notes": list(question.notes),
+        "best": [_answer(problem, found.best, i, price) for i in range(len(found.best.layouts))],
+        "front": [_answer(problem, found.front, i, price) for i in range(len(found.front.layouts))],
+        "notes": list(problem.notes),
     }
 
 
-def _answer(question: Question, found: Prediction, i: int, price: float | None) -> dict[str, Any]:
-    dollars = _trillion(question, found, i, price)
+def _answer(problem: TrainingProblem, found: Prediction, i: int, price: float | None) -> dict[str, Any]:
+    dollars = _trillion(problem, found, i, price)
     return {"layout": to_plain(found.layout(i)), "predicted": found.gauges(i), "trillion_tokens_usd": dollars}
 
 
-def _cells(question: Question, found: Prediction, i: int, price: float | None) -> list[object]:
+def _cells(problem: TrainingProblem, found: Prediction, i: int, price: float | None) -> list[object]:
     layout = found.layout(i)
     each = float(found.tokens_per_s[i]) / layout.num_devices
-    dollars = _trillion(question, found, i, price)
+    dollars = _trillion(problem, found, i, price)
     return [
         i + 1,
         layout.tp,
@@ -100,20 +100,20 @@ def _cells(question: Question, found: Prediction, i: int, price: float | None) -
     ]
 
 
-def _price(question: Question) -> float | None:
+def _price(problem: TrainingProblem) -> float | None:
     try:
-        return device_hour(question.recipe.cost, question.case.cluster).usd_per_useful_hour
+        return device_hour(problem.recipe.cost, problem.case.cluster).usd_per_useful_hour
     except ArmillaryError:
         return None
 
 
-def _trillion(question: Question, found: Prediction, i: int, price: float | None) -> float | None:
+def _trillion(problem: TrainingProblem, found: Prediction, i: int, price: float | None) -> float | None:
     """Dollars for a trillion tokens."""
     if price is None:
         return None
     cost = training_cost(
         step_s=float(found.time.total[i]),
-        batch_tokens=question.case.batch_tokens,
+        batch_tokens=problem.case.batch_tokens,
         steps=1,
         num_devices=found.layout(i).num_devices,
         usd_per_device_hour=price,

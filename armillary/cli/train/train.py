@@ -165,9 +165,9 @@ def _with_compile(begun: Start) -> Start:
     if begun.recipe.train.compile != "auto":
         return begun
     from armillary.planning.training.compile_choice import compile_choice
-    from armillary.planning.training.resolve import question
+    from armillary.planning.training.resolve import resolve
 
-    asked = question(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home, settled=True)
+    asked = resolve(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home, is_run=True)
     reason = compile_choice(asked)
     if not reason:
         return begun
@@ -180,13 +180,13 @@ def _with_compile(begun: Start) -> Start:
 
 def plan_of(begun: Start) -> TrainingPlan:
     """What the planner predicts; a plan that cannot fit is refused with what would."""
-    from armillary.planning.device_model.layout_arrays import of
+    from armillary.planning.device_model.layout_arrays import as_arrays
     from armillary.planning.training.prediction import predict
-    from armillary.planning.training.resolve import question
+    from armillary.planning.training.resolve import resolve
     from armillary.planning.training.training_plan import training_plan
 
-    asked = question(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home, settled=True)
-    made = training_plan(asked, predict(asked.case, of([asked.layout])))
+    asked = resolve(_resolved(begun), begun.plan.model, begun.plan.cluster, begun.home, is_run=True)
+    made = training_plan(asked, predict(asked.case, as_arrays([asked.layout])))
     if not made.fits:
         said = made.shortage.replace("it ", f"{begun.plan.model.name} ", 1)
         raise BadLayout(f"{said}; {made.remedy.replace('--on ', '--set hardware.on=')}")
@@ -203,11 +203,11 @@ def say_start(out: Output, begun: Start, made: TrainingPlan) -> None:
     out.say(f"{plan.model.name} on {plan.cluster.text()} · {count} parameters · {origin}")
     chosen = [(key.partition(".")[2], why) for key, why in plan.chosen.items()]
     rows = [
-        ("layout", layout_text(made.found)),
+        ("layout", layout_text(made.prediction)),
         *chosen,
-        ("memory / device", memory_text(made.found)),
-        *offload_rows(made.found),
-        ("step", step_text(made.found)),
+        ("memory / device", memory_text(made.prediction)),
+        *offload_rows(made.prediction),
+        ("step", step_text(made.prediction)),
         ("learning rate", _rate_text(begun)),
     ]
     for name, text in rows:

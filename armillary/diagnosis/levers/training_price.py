@@ -16,9 +16,9 @@ from armillary.diagnosis.evidence.step_parts import Parts, parts_of, recomputed
 from armillary.diagnosis.levers.apply import overrides_of
 from armillary.diagnosis.readings.reading import Reading
 from armillary.errors import ArmillaryError
-from armillary.planning.device_model.layout_arrays import Layouts, of
+from armillary.planning.device_model.layout_arrays import Layouts, as_arrays
 from armillary.planning.training.prediction import Prediction, predict
-from armillary.planning.training.resolve import question
+from armillary.planning.training.resolve import resolve
 from armillary.spec.layout_rules.rules import check_layout
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, recipe_from_dict
@@ -111,13 +111,13 @@ class Pricing:
     def may_compile(self) -> bool:
         """Whether blocks are torch's operators one by one, and not compiled yet."""
         job = self.plan.train
-        return job is not None and not job.compiled and self.now.case.software.plain_layers
+        return job is not None and not job.compiled and self.now.case.software.eager_layers
 
     # --- the planner
 
     def _predict(self, recipe: Recipe) -> Prediction:
-        asked = question(recipe, self.plan.model, self.plan.cluster, self.home)
-        return predict(asked.case, of([asked.layout]))
+        asked = resolve(recipe, self.plan.model, self.plan.cluster, self.home)
+        return predict(asked.case, as_arrays([asked.layout]))
 
     def _then(self, change: Mapping[str, Any]) -> Prediction | None:
         """The changed recipe as predicted; None where it is refused."""
@@ -146,7 +146,7 @@ class Pricing:
         before, after = float(self.now.memory.total[0]), float(then.memory.total[0])
         measured = self.reading.get("memory_peak_bytes") or 0.0
         factor = max(1.0, measured / before) if before and self.plan.cluster.chip.kind != "cpu" else 1.0
-        fits = after * factor <= ROOM * then.room and bool(then.fits[0])
+        fits = after * factor <= ROOM * then.memory_limit and bool(then.fits[0])
         return after - before if fits or after <= before else None
 
     # --- a measured step, changed as predicted
@@ -172,7 +172,7 @@ class Pricing:
         trainer joined some to see, what comes with each follows their number."""
         now, rows = self.now, a_micro_batch(self.reading)
         if rows is not None and _same_but_rows(now.layouts, then.layouts):
-            fewer = float(then.time.micro_batches[0] / now.time.micro_batches[0])
+            fewer = float(then.time.work.micro_batches[0] / now.time.work.micro_batches[0])
             return parts.work * (rows * fewer + 1 - rows)
         again = min(self.again_s, parts.work)
         work = (parts.work - again) * self._work_ratio(then)
@@ -188,7 +188,7 @@ class Pricing:
         if now.precision() != then.precision() and self.reading.get("fusible_fraction") is not None:
             return self._narrower_ratio(then, fixed)
         fewer = launches(then, apart) / launches(now, apart)
-        if now.case.software.plain_layers and _same_but_rows(now.layouts, then.layouts):
+        if now.case.software.eager_layers and _same_but_rows(now.layouts, then.layouts):
             return fixed * fewer + 1 - fixed  # the same work row after row: what small products lose is their calls
         return fixed * fewer + (1 - fixed) * without_calls(then, apart) / without_calls(now, apart)
 
@@ -216,10 +216,10 @@ class Pricing:
 def launches(found: Prediction, apart: bool = False) -> float:
     """Kernels of a step, as the planner counts them: forward, what is made again unless that is `apart`, and backward
     of every micro-batch."""
-    time, layer = found.time, found.time.layer
+    time, layer = found.time, found.time.work.layer
     again = 0.0 if apart else float(time.recompute[0] > 0) / float(found.layouts.recompute_every[0])
     a_layer = float(layer.kernels_forward[0]) * (1 + again) + float(layer.kernels_backward[0])
-    return float(time.micro_batches[0]) * a_layer
+    return float(time.work.micro_batches[0]) * a_layer
 
 
 def worked(found: Prediction, apart: bool = False) -> float:
@@ -231,7 +231,7 @@ def worked(found: Prediction, apart: bool = False) -> float:
 
 def without_calls(found: Prediction, apart: bool = False) -> float:
     """The same without what the planner adds for every kernel, which counts as launching."""
-    whole, layers = worked(found, apart), float(found.time.stages.mean[0])
+    whole, layers = worked(found, apart), float(found.time.work.stages.mean[0])
     return max(0.1 * whole, whole - launches(found, apart) * layers * found.case.curves.kernel_s)
 
 

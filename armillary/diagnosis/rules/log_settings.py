@@ -162,7 +162,7 @@ def _reached(reading: Reading) -> tuple[float, float] | None:
     except BadInput:
         return None
     values = reading.series("mfu") or [flops / known.peaks["bf16"] for flops in reading.series("flops_per_s")]
-    return (median(values), known.lasting("bf16") / known.peaks["bf16"]) if values else None
+    return (median(values), known.sustained("bf16") / known.peaks["bf16"]) if values else None
 
 
 def _step(reading: Reading) -> float:

@@ -65,7 +65,7 @@ class Curves:
     """precision -> dense peak, FLOP/s"""
     reached: Mapping[str, float]
     """precision -> FLOP/s of the largest products"""
-    held: Mapping[str, float]
+    power_limited: Mapping[str, float]
     """precision -> FLOP/s that no row of products exceeds, because the power limit holds the clock down; where it was
     measured apart from what a burst reaches"""
     gemm_k: float
@@ -82,7 +82,7 @@ class Curves:
     """(dtype, backward or not) -> what was measured at several lengths"""
     bytes_per_s: float
     """of long passes over device memory"""
-    plain_bytes_per_s: Mapping[str, float]
+    eager_bytes_per_s: Mapping[str, float]
     """dtype of ATTENTION -> rate of torch's operators one by one, where measured; else as of long passes"""
     row_bytes_per_s: Mapping[str, float]
     """dtype of ATTENTION -> rate at which GEMMs of a single row read their weights, where measured; else as of long
@@ -109,19 +109,19 @@ class Curves:
         """What MFU is of: the dense bf16 peak; fp32's on a CPU that emulates bf16 and is quickest in fp32."""
         return max(self.peaks["bf16"], self.peaks["fp32"])
 
-    def lasting(self, precision: str) -> float:
+    def sustained(self, precision: str) -> float:
         """FLOP/s of the largest products in a long row."""
-        return min(self.reached[precision], self.held.get(precision, np.inf))
+        return min(self.reached[precision], self.power_limited.get(precision, np.inf))
 
     def gemm_flops(self, precision: Ints, m: Array, n: Array, k: Array, groups: Array | float = 1.0) -> Array:
         """reached · k/(k + k½·speed) · w/(w + w½): w = groups·⌈m·n⌉ tiles over the multiprocessors. Held to the power
         limit's rate, which a product that leaves units idle comes nearer to, as the clock rises meanwhile."""
         reached = np.array([self.reached[name] for name in PRECISIONS])[precision]
-        held = np.array([self.held.get(name, np.inf) for name in PRECISIONS])[precision]
+        power_limited = np.array([self.power_limited.get(name, np.inf) for name in PRECISIONS])[precision]
         speed = np.array([max(1.0, self.peaks[name] / self.usual_peak) for name in PRECISIONS])[precision]
         waves = np.maximum(groups * m * n / (TILE * self.num_sms), 1e-9)
         shaped = reached * k / (k + self.gemm_k * speed) * waves / (waves + self.gemm_waves)
-        flops: Array = np.minimum(shaped, held)
+        flops: Array = np.minimum(shaped, power_limited)
         return flops
 
     def attention_flops(
@@ -146,12 +146,12 @@ class Curves:
         flops: Array = best * min(dim, 1.05) * keys / (keys + SEQUENCE)
         return flops
 
-    def plain_rate(self, precision: Ints) -> Array:
+    def eager_rate(self, precision: Ints) -> Array:
         """bytes/s of torch's operators one by one, for each layout."""
-        rates: Array = np.where(WIDE[precision], *(self.plain_bytes_per_s[dtype] for dtype in ("fp32", "bf16")))
+        rates: Array = np.where(WIDE[precision], *(self.eager_bytes_per_s[dtype] for dtype in ("fp32", "bf16")))
         return rates
 
-    def pass_s(self, num_bytes: Array) -> Array:
+    def memory_bound_s(self, num_bytes: Array) -> Array:
         """Seconds of one pass over memory: bytes / bandwidth + what a kernel costs."""
         seconds: Array = np.where(num_bytes > 0, num_bytes / self.bytes_per_s + self.kernel_s, 0.0)
         return seconds
@@ -175,7 +175,7 @@ def curves(chip: Chip, measured: Peaks | None = None, *, kernel: str = "attentio
         source="catalogue",
         peaks=by_precision,
         reached=reached,
-        held={},
+        power_limited={},
         gemm_k=table["gemm_k"],
         gemm_waves=table["gemm_waves"],
         num_sms=chip.num_sms or 100,
@@ -183,7 +183,7 @@ def curves(chip: Chip, measured: Peaks | None = None, *, kernel: str = "attentio
         attention_backward=dict.fromkeys(ATTENTION, by_precision["bf16"] * table[kernel]["backward"]),
         attention_at={},
         bytes_per_s=(chip.memory_bytes_per_s or 0.0) * table["memory"],
-        plain_bytes_per_s=dict.fromkeys(ATTENTION, (chip.memory_bytes_per_s or 0.0) * table["memory"]),
+        eager_bytes_per_s=dict.fromkeys(ATTENTION, (chip.memory_bytes_per_s or 0.0) * table["memory"]),
         row_bytes_per_s=dict.fromkeys(ATTENTION, (chip.memory_bytes_per_s or 0.0) * table["memory"]),
         kernel_s=table["kernel_s"],
         launch_s=table["launch_s"],
@@ -194,20 +194,20 @@ def curves(chip: Chip, measured: Peaks | None = None, *, kernel: str = "attentio
 def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves:
     """Ceilings of `armillary bench` in place of the catalogue's: products in a burst and, where known, in a long row,
     attention, copies, launches."""
-    reached, held = dict(curves.reached), dict(curves.held)
+    reached, power_limited = dict(curves.reached), dict(curves.power_limited)
     for name, (dtype, _) in FORMATS.items():
         best, sustained = measured.best_gemm(dtype), _sustained(measured, dtype)
         if best:
             reached[name] = best * share
         if sustained:
-            held[name] = sustained * share
+            power_limited[name] = sustained * share
     copied = (measured.best_copy() or 0.0) * share or curves.bytes_per_s
     launches = [float(point["seconds"]) for point in measured.points.get("launch", ()) if not point.get("graph")]
     return replace(
         curves,
         source=f"{measured.device}, measured {measured.date}",
         reached=reached,
-        held=held,
+        power_limited=power_limited,
         attention_forward=_attention(curves, measured, share, backward=False),
         attention_backward=_attention(curves, measured, share, backward=True),
         attention_at={
@@ -216,7 +216,7 @@ def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves
             for backward in (False, True)
         },
         bytes_per_s=copied,
-        plain_bytes_per_s={dtype: _plain_rate(measured, dtypes, share, copied) for dtype, dtypes in ATTENTION.items()},
+        eager_bytes_per_s={dtype: _eager_rate(measured, dtypes, share, copied) for dtype, dtypes in ATTENTION.items()},
         row_bytes_per_s={dtype: _row_rate(measured, dtypes, share, copied) for dtype, dtypes in ATTENTION.items()},
         launch_s=min(launches, default=curves.launch_s),
         host=_host(measured, launches),
@@ -230,7 +230,7 @@ def _host(measured: Peaks, launches: list[float]) -> float:
     return min(launches, default=CALL_LAUNCH_S) / CALL_LAUNCH_S if timed is None else timed / DECODE_CALL_S
 
 
-def _plain_rate(measured: Peaks, dtypes: tuple[str, ...], share: float, copied: float) -> float:
+def _eager_rate(measured: Peaks, dtypes: tuple[str, ...], share: float, copied: float) -> float:
     """What plain operators move; less than a part of what copies do was measured beside other work."""
     rates = [measured.best("passes", "bytes_per_s", dtype=dtype) for dtype in dtypes]
     best = max((rate for rate in rates if rate is not None), default=None)

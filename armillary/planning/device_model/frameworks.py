@@ -61,9 +61,9 @@ class Software:
     """norms and activation functions are fused kernels that keep only their 16-bit inputs"""
     fused_loss: bool = False
     """head and loss are one kernel that makes the gradients at once, in chunks by its own measure"""
-    whole_blocks: bool = False
+    fused_blocks: bool = False
     """a block's passes are written as one: they move what they must, with no cast, transpose or sum between them"""
-    plain_layers: bool = False
+    eager_layers: bool = False
     """layers are torch's operators one by one, of which autograd keeps what each needs (our trainer on a CPU)"""
     fully_shard: bool = False
     """ZeRO stages are torch's fully_shard: fp32 shards stand beside what is gathered of them, layer by layer"""
@@ -96,7 +96,7 @@ OURS = Software(
     name="armillary",
     fused_layers=True,
     fused_loss=True,
-    whole_blocks=True,
+    fused_blocks=True,
     fully_shard=True,
     summed_bytes=4.0,
     narrow_alone=True,
@@ -108,15 +108,15 @@ OURS = Software(
     narrow_experts=False,
 )
 """the trainer of this package on a GPU: facts of its code, nothing fitted"""
-OURS_BY_LAYER = replace(OURS, whole_blocks=False)
+OURS_BY_LAYER = replace(OURS, fused_blocks=False)
 """where blocks run layer by layer: the same kernels, and sums and casts between them"""
 OURS_ON_CPU = replace(
     OURS,
     fused_layers=False,
     fused_loss=False,
-    whole_blocks=False,
+    fused_blocks=False,
     narrow_alone=False,
-    plain_layers=True,
+    eager_layers=True,
     fused_experts=False,
     dp_overlap=False,
     pp_overlap=False,
@@ -124,7 +124,7 @@ OURS_ON_CPU = replace(
 """on a processor: plain operators, and the cores that would compute beside an exchange are the ones that carry it"""
 
 
-def runs_whole(model: ModelConfig) -> bool:
+def has_fused_block(model: ModelConfig) -> bool:
     """Whether our blocks of this shape are hand-written passes: norms before attention and a dense MLP, rotary
     positions, no biases, nothing done to queries and keys."""
     plain = model.norm_at == "before" and model.parallel == "none" and model.residual_scale == 1.0

@@ -1,12 +1,13 @@
-"""Layouts: many layouts side by side, one array a field, so that one formula prices one layout or a million.
+"""Layouts as arrays: many layouts side by side, one array per field, so that one formula prices one or a million.
 
-A single layout is an array of one. Number formats beyond spec.Layout's (mxfp8, nvfp4) exist here for published runs.
+A single layout is an array of length one. Precisions beyond spec.Layout's (mxfp8, nvfp4) exist for published runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import reduce
 from typing import Any, TypeAlias, TypeVar, get_args
 
 import numpy as np
@@ -43,17 +44,17 @@ class Layouts:
     dp: Ints
     """data-parallel ranks"""
     zero: Ints
-    """0 nothing shared out, 1 optimiser states, 2 and gradients, 3 and weights"""
+    """ZeRO stage: 0 nothing sharded, 1 optimizer states, 2 gradients too, 3 weights too"""
     shard: Ints
-    """dp ranks that share one copy"""
+    """dp ranks that shard one copy"""
     tp: Ints
     """tensor-parallel ranks"""
     sequence_parallel: Bools
-    """tp ranks split the tokens between the cut parts"""
+    """tp ranks split the tokens between the tensor-parallel regions"""
     pp: Ints
     """pipeline stages"""
     interleave: Ints
-    """chunks of layers a stage holds"""
+    """chunks of layers per stage"""
     schedule: Ints
     """code of SCHEDULES"""
     cp: Ints
@@ -61,11 +62,11 @@ class Layouts:
     ep: Ints
     """expert-parallel ranks"""
     micro_batch: Ints
-    """sequences a rank runs at once"""
+    """sequences per rank and micro-batch"""
     recompute: Ints
     """code of RECOMPUTES"""
     recompute_every: Ints
-    """one layer in this many is recomputed"""
+    """one layer in this many recomputes"""
     precision: Ints
     """code of PRECISIONS"""
     fp8_scaling: Ints
@@ -73,7 +74,7 @@ class Layouts:
     offload: Ints
     """code of OFFLOADS"""
     bucket_bytes: Ints
-    """gradients sent together"""
+    """bytes of gradients reduced together"""
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -84,31 +85,31 @@ class Layouts:
 
     @property
     def shard_size(self) -> Ints:
-        """dp ranks that share one copy of what `zero` shares out; 1 where nothing is shared."""
+        """dp ranks that shard one copy of what `zero` shards; 1 where nothing is sharded."""
         return np.where(self.zero > 0, self.shard, 1)
 
     @property
     def expert_tp(self) -> Ints:
-        """Into how many pieces tp cuts each expert: not at all where ep spreads over tp ranks too."""
+        """Shards per expert: tp, or 1 where ep spans the tp ranks too."""
         return np.where((self.dp * self.cp) % self.ep == 0, self.tp, 1)
 
     @property
     def stream_tp(self) -> Ints:
-        """Ranks that share the rows of the residual stream."""
+        """Ranks that split the tokens of the residual stream."""
         return np.where(self.sequence_parallel, self.tp, 1)
 
     def take(self, index: Any) -> Layouts:
-        """The layouts at `index` (an array of positions or a mask)."""
-        return taken(self, index)
+        """The layouts at `index` (positions or a mask)."""
+        return take_rows(self, index)
 
     def layout(self, i: int) -> Layout:
-        """One of them as a spec.Layout; a number format it has no name for becomes fp8."""
+        """One of them as a spec.Layout; a precision without a name there becomes fp8."""
         name = PRECISIONS[int(self.precision[i])]
-        whole = int(self.shard[i]) in (int(self.dp[i]), 1) or int(self.zero[i]) == 0
+        unsharded = int(self.shard[i]) in (int(self.dp[i]), 1) or int(self.zero[i]) == 0
         values: dict[str, Any] = {key: int(getattr(self, key)[i]) for key in _INTS}
         return Layout(
             **values,
-            shard=None if whole else int(self.shard[i]),
+            shard=None if unsharded else int(self.shard[i]),
             sequence_parallel=bool(self.sequence_parallel[i]),
             schedule=SCHEDULES[int(self.schedule[i])],  # type: ignore[arg-type]
             recompute=RECOMPUTES[int(self.recompute[i])],  # type: ignore[arg-type]
@@ -124,21 +125,35 @@ _INTS = ("dp", "zero", "tp", "pp", "interleave", "cp", "ep", "micro_batch", "rec
 Table = TypeVar("Table")
 
 
-def taken(table: Table, index: Any) -> Table:
-    """A dataclass of arrays (of such dataclasses, and of dicts of them) at some positions."""
-    values = {field.name: _taken(getattr(table, field.name), index) for field in fields(table)}  # type: ignore[arg-type]
+def map_arrays(function: Callable[..., Any], table: Table, *others: Any) -> Table:
+    """`function` applied to every array of a dataclass of arrays (of such dataclasses, and of dicts of them)."""
+    if isinstance(table, np.ndarray):
+        return function(table, *others)  # type: ignore[no-any-return]
+    if isinstance(table, dict):
+        return {key: map_arrays(function, part, *(other[key] for other in others)) for key, part in table.items()}  # type: ignore[return-value]
+    values = {
+        field.name: map_arrays(function, *(getattr(part, field.name) for part in (table, *others)))
+        for field in fields(table)  # type: ignore[arg-type]
+    }
     return type(table)(**values)
 
 
-def _taken(value: Any, index: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value[index]
-    if isinstance(value, dict):
-        return {key: taken(part, index) for key, part in value.items()}
-    return taken(value, index)
+def take_rows(table: Table, index: Any) -> Table:
+    """The layouts at `index` (positions or a mask)."""
+    return map_arrays(lambda array: array[index], table)
 
 
-def of(layouts: Sequence[Layout], precision: str | None = None) -> Layouts:
+def scaled(table: Table, factor: Array | float) -> Table:
+    """Every array times `factor`."""
+    return map_arrays(lambda array: array * factor, table)
+
+
+def plus(*tables: Table) -> Table:
+    """The sum of tables, array by array."""
+    return reduce(lambda first, second: map_arrays(np.add, first, second), tables)
+
+
+def as_arrays(layouts: Sequence[Layout], precision: str | None = None) -> Layouts:
     """Layouts as arrays; `precision` overrides theirs with a name of PRECISIONS."""
     if not layouts:
         raise BadInput("no layout to price; give at least one")
@@ -156,13 +171,13 @@ def of(layouts: Sequence[Layout], precision: str | None = None) -> Layouts:
 
 
 def resolved_precision(layout: Layout) -> str:
-    """`question` resolves auto for the device before anything is priced; without a device it stands for bf16."""
+    """`resolve` resolves auto for the device before anything is priced; without a device it stands for bf16."""
     return "bf16" if layout.precision == "auto" else layout.precision
 
 
 def grid(**columns: npt.ArrayLike) -> Layouts:
-    """Layouts from columns that broadcast against each other; what is left out has spec.Layout's default."""
-    default = of([Layout()])
+    """Layouts from columns that broadcast against each other; other fields have spec.Layout's default."""
+    default = as_arrays([Layout()])
     given = {name: np.asarray(column) for name, column in columns.items()}
     shape = np.broadcast_shapes((1,), *(column.shape for column in given.values()))
     filled = {
@@ -174,10 +189,9 @@ def grid(**columns: npt.ArrayLike) -> Layouts:
     return Layouts(**filled)
 
 
-def joined(first: Layouts, second: Layouts) -> Layouts:
+def concatenate(first: Layouts, second: Layouts) -> Layouts:
     """Both, one after the other."""
-    pairs = ((field.name, getattr(first, field.name), getattr(second, field.name)) for field in fields(Layouts))
-    return Layouts(**{name: np.concatenate([a, b]) for name, a, b in pairs})
+    return map_arrays(lambda a, b: np.concatenate([a, b]), first, second)
 
 
 def _ints(values: Sequence[int]) -> Ints:
@@ -185,8 +199,9 @@ def _ints(values: Sequence[int]) -> Ints:
 
 
 def distinct(column: Ints) -> tuple[Ints, Ints]:
-    """(positions of the first of each value, by value; which of them each element is), as
-    np.unique, which would import masked arrays."""
+    """(position of the first of each value, sorted by value; the value's index for each element). np.unique would
+    import masked arrays."""
+
     order = np.argsort(column, kind="stable")
     ordered = column[order]
     new = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(column) else np.zeros(0, dtype=np.bool_)

@@ -25,7 +25,7 @@ def measured_peaks(home: Home, chip: Chip, device: str = "") -> Peaks | None:
     return next((found for name in names if (found := _useful(load_peaks(home, name))) is not None), None)
 
 
-def processor_peaks(home: Home, chip: Chip, cores: int, processes: int) -> tuple[Peaks | None, float]:
+def cpu_peaks(home: Home, chip: Chip, cores: int, processes: int) -> tuple[Peaks | None, float]:
     """(ceilings, what one of `processes` has of them): an equal share of what all cores reach together, and as much as
     a rank's threads were measured to reach alone. One process has all threads, and reaches what a single one does: it
     may not have, where the machine was busy when all of them were measured."""
@@ -39,10 +39,10 @@ def processor_peaks(home: Home, chip: Chip, cores: int, processes: int) -> tuple
 
     own = load_peaks(home, device_name("cpu", threads=threads))
     turns = min(1.0, cores / max(1, processes * threads))  # more ranks than cores take turns on them
-    return (of_a_rank(own, whole, share, turns), 1.0) if own is not None else (whole, share)
+    return (peaks_per_rank(own, whole, share, turns), 1.0) if own is not None else (whole, share)
 
 
-def of_a_rank(own: Peaks, whole: Peaks, share: float, turns: float = 1.0) -> Peaks:
+def peaks_per_rank(own: Peaks, whole: Peaks, share: float, turns: float = 1.0) -> Peaks:
     """What one of several processes on a processor reaches: its share of what all cores reach together, and more where
     its threads did more alone in their `turns` on the cores. But memory is what the others use as well: copies are a
     share, and plain operators move no more than that."""

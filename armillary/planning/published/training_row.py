@@ -13,7 +13,7 @@ from typing import Any
 
 from armillary.errors import BadInput
 from armillary.planning.device_model.frameworks import Software
-from armillary.planning.device_model.layout_arrays import RECOMPUTES, Layouts, of
+from armillary.planning.device_model.layout_arrays import RECOMPUTES, Layouts, as_arrays
 from armillary.planning.published.row_cluster import cluster_of
 from armillary.planning.published.row_model import Row, model_of, number, second_token_layers, whole
 from armillary.planning.training.memory_breakdown import memory
@@ -95,7 +95,7 @@ def training_row(row: Row, software: Software) -> TrainingRow:
         lora=lora_of(row, model),
         pure="true" in (row.get("precision") or "").lower(),
     )
-    found = of([layout], precision)
+    found = as_arrays([layout], precision)
     if not (row.get("recompute") or "").strip() and not model.num_moe_layers and measurement(row):
         found, said = _least_recompute(case, found)
         assumed = (*assumed, said)

@@ -184,7 +184,7 @@ class Replica:
     @property
     def _plain_bytes_per_s(self) -> float:
         """Of norms, rotations and activations: a CPU runs torch's operators one by one."""
-        return self.curves.plain_bytes_per_s[self._width] if self._on_cpu else self.bytes_per_s
+        return self.curves.eager_bytes_per_s[self._width] if self._on_cpu else self.bytes_per_s
 
     @property
     def _width(self) -> str:
@@ -201,7 +201,7 @@ class Replica:
         experts = op.name in EXPERT_PRODUCTS
         unrounded = op.name == "head" or (experts and self.rates.experts_in_16_bits)
         compute = self.forward.dtype if unrounded else self.formats.compute
-        rate, flops = self.curves.lasting(_precision(compute)) * self.rates.compute_rate, op.flops
+        rate, flops = self.curves.sustained(_precision(compute)) * self.rates.compute_rate, op.flops
         if experts:
             rate *= self.rates.grouped * self.rates.expert_rate
             groups, _, n, k = op.shape
@@ -239,7 +239,7 @@ class Replica:
         reads = 1.0 if shared else 1 + self.rates.kv_reread * (heads / kv_heads - 1)
         started = 1 + self.rates.kv_start_bytes * kv_heads / op.bytes
         moved = op.bytes * reads * started / (self.bytes_per_s * self.rates.kv)
-        return float(max(moved, op.flops / (self.curves.lasting(self.forward.dtype) * self.rates.compute_rate)))
+        return float(max(moved, op.flops / (self.curves.sustained(self.forward.dtype) * self.rates.compute_rate)))
 
     def _prompt_s(self, op: Op, group: Group) -> float:
         code = np.array(PRECISIONS.index(self.forward.dtype))

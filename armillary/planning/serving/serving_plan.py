@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from armillary.errors import ArmillaryError, BadInput
-from armillary.planning.device_model.measured_peaks import processor_peaks
+from armillary.planning.device_model.measured_peaks import cpu_peaks
 from armillary.planning.serving.deployment_options import Choice, Request, choices, from_layout, pools, server_of
 from armillary.planning.serving.disaggregation import Pools
 from armillary.planning.serving.threads import Threads, engine_threads, peaks_of_threads
-from armillary.planning.training.resolve import Question, question
+from armillary.planning.training.resolve import TrainingProblem, resolve
 from armillary.profiling.dtypes.choice import resolve_serving, serving_shape
 from armillary.profiling.dtypes.rates import cluster_rates
 from armillary.spec.hardware import Cluster
@@ -144,7 +144,7 @@ def serving_plan(
 ) -> ServingPlan:
     """The recipe's layout where it says one (unless every way is asked for), else the cheapest way that meets the
     objectives; with the ceilings of this very device where they were measured."""
-    made = question(recipe, config, cluster, home)
+    made = resolve(recipe, config, cluster, home)
     request = _request(made, cluster, home)
     if search or not _says_how(recipe.layout):
         tried = tuple(choices(request))
@@ -164,13 +164,13 @@ def serving_plan(
 
 def serving_request(recipe: Recipe, config: ModelConfig, cluster: Cluster, home: Home) -> Request:
     """What a recipe asks of serving, on devices as the planner sees them."""
-    return _request(question(recipe, config, cluster, home), cluster, home)
+    return _request(resolve(recipe, config, cluster, home), cluster, home)
 
 
-def _request(made: Question, cluster: Cluster, home: Home) -> Request:
+def _request(made: TrainingProblem, cluster: Cluster, home: Home) -> Request:
     recipe, measured = made.recipe, made.case.measured
     if cluster.chip.kind == "cpu" and cluster.name == "here":  # a server is one process, however many ranks train
-        measured, _ = processor_peaks(home, cluster.chip, cluster.num_devices, 1)
+        measured, _ = cpu_peaks(home, cluster.chip, cluster.num_devices, 1)
     serve = replace(recipe.serve, dtype=_dtype(made, cluster, home))
     request = Request(
         config=made.model,
@@ -205,7 +205,7 @@ def _threads(request: Request, layout: Layout) -> Threads | None:
     return engine_threads(server_of(request, layout).replica, cores, request.traffic.tokens_in)
 
 
-def _dtype(made: Question, cluster: Cluster, home: Home) -> Any:
+def _dtype(made: TrainingProblem, cluster: Cluster, home: Home) -> Any:
     """serve.dtype, then a layout.precision that a recipe says, then auto as the engine resolves it; weights that nobody
     has looked at yet are taken to be stored in bf16, as most are. Formats that no dtype names stay with the layout."""
     serve, said = made.recipe.serve, "layout.precision" not in made.chosen

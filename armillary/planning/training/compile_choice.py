@@ -1,4 +1,4 @@
-"""Whether compiling a run's blocks pays: the rule behind `train.compile = "auto"`."""
+"""The rule behind `train.compile = "auto"`: whether compiling the blocks of a run pays off."""
 
 from __future__ import annotations
 
@@ -8,44 +8,47 @@ from dataclasses import replace
 from pathlib import Path
 
 from armillary.errors import ArmillaryError
-from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.device_model.layout_arrays import as_arrays
 from armillary.planning.training.prediction import predict
-from armillary.planning.training.resolve import Question
+from armillary.planning.training.resolve import TrainingProblem
 from armillary.spec.layout_rules.rules import check_layout
 from armillary.units import seconds_text
 
 COMPILE_S = 90.0
-"""what compiling the blocks of a small model is taken to cost on two cores: assumed, not measured"""
+"""assumed cost of compiling the blocks of a small model on two cores (not measured)"""
 WORTH = 5.0
-"""times that, from which compiling is done unasked"""
+"""how often the saving must cover that cost"""
 
 
-def compile_choice(asked: Question) -> str:
+def compile_choice(problem: TrainingProblem) -> str:
     """Why blocks are compiled, in one line; empty where they are not: on a GPU, where our own kernels run instead; in
-    runs that are too short; where the layout or the machine does not allow it."""
-    case, job = asked.case, asked.recipe.train
-    if not case.software.plain_layers or not has_compiler() or not _is_allowed(asked):
+    short runs; where the layout or the machine does not allow it."""
+    case, job = problem.case, problem.recipe.train
+    if not case.software.eager_layers or not has_compiler() or not _is_allowed(problem):
         return ""
-    plain, compiled = (predict(replace(case, compiled=way), of([asked.layout])).time.total[0] for way in (False, True))
-    saved = float(plain - compiled) * job.steps
+    eager, compiled = (
+        predict(replace(case, compiled=way), as_arrays([problem.layout])).time.total[0] for way in (False, True)
+    )
+    saved = float(eager - compiled) * job.steps
     if saved < WORTH * COMPILE_S:
         return ""
-    gain = float(plain / compiled)
-    return f"true: {gain:.2f} × predicted, which saves {seconds_text(saved)} over {job.steps:,} steps"
+    return (
+        f"true: {float(eager / compiled):.2f} × predicted, which saves {seconds_text(saved)} over {job.steps:,} steps"
+    )
 
 
 def has_compiler() -> bool:
-    """Whether torch can compile for this CPU: a C++ compiler and Python's headers."""
+    """Whether torch can compile for this CPU: a C++ compiler and Python's headers are there."""
     headers = (Path(sysconfig.get_path("include")) / "Python.h").is_file()
     return headers and any(shutil.which(name) for name in ("c++", "g++", "clang++"))
 
 
-def _is_allowed(asked: Question) -> bool:
-    job = asked.recipe.train
+def _is_allowed(problem: TrainingProblem) -> bool:
+    job = problem.recipe.train
     try:
         check_layout(
-            asked.layout,
-            asked.model,
+            problem.layout,
+            problem.model,
             sequence=job.sequence,
             batch_tokens=job.batch_tokens,
             by_trainer=True,

@@ -1,7 +1,7 @@
-"""Compute: seconds that one device spends on a layer, or on the two ends of the model, for one micro-batch.
+"""Compute time: seconds one device spends on a layer, the embedding or the output projection, per micro-batch.
 
-Operations, their FLOPs and bytes come from spec; each is cut by the layout and priced on the chip's curves: products by
-size and number format, attention by head dim and length, the rest by the bytes it moves.
+Operations with their FLOPs and bytes come from spec. The layout shards each one, and the chip's efficiency curves price
+it: GEMMs by size and dtype, attention by head dim and length, the rest by the bytes it moves.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from armillary.planning.device_model.efficiency import WIDE
-from armillary.planning.device_model.layout_arrays import Array, Bools, Ints, Layouts, distinct
+from armillary.planning.device_model.layout_arrays import Array, Bools, Ints, Layouts, distinct, plus, scaled
 from armillary.planning.training.fp8_fp4 import SIZES, casts, precision_of
-from armillary.planning.training.sharding import cut_of, product, share
+from armillary.planning.training.sharding import local_gemm, sharding_of, share
 from armillary.planning.training.train_case import TrainCase
-from armillary.spec.arithmetic.eager_ops import moved
-from armillary.spec.arithmetic.ops import Op
+from armillary.spec.arithmetic.eager_ops import eager_bytes
 from armillary.spec.arithmetic.sublayers import Batch, Piece, attention_shape
 from armillary.spec.arithmetic.workload import embedding_pieces, head_pieces, layer_pieces, make_batch
 from armillary.spec.model import LayerKind
@@ -25,28 +24,28 @@ from armillary.spec.model import LayerKind
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Seconds of one micro-batch on one device, by what they are spent on, and kernels launched."""
+    """Seconds and kernel launches of one micro-batch on one device, by kind of operation."""
 
     gemm_forward: Array
-    """matrix products of the forward pass"""
+    """GEMMs of the forward pass"""
     gemm_backward: Array
-    """of the backward pass: two a product"""
+    """GEMMs of the backward pass: two per GEMM of the forward pass"""
     attention_forward: Array
     """attention of the forward pass"""
     attention_backward: Array
-    """of the backward pass"""
+    """attention of the backward pass"""
     memory_forward: Array
-    """norms, activations, rotations, routing, casts: bound by memory"""
+    """memory-bound operations of the forward pass: norms, activations, rotations, routing, casts"""
     memory_backward: Array
-    """of the backward pass"""
-    again_selective: Array
-    """what selective recomputation repeats"""
+    """memory-bound operations of the backward pass"""
+    selective_recompute: Array
+    """what selective recompute repeats"""
     kernels_forward: Array
-    """kernels launched"""
+    """kernels launched by the forward pass"""
     kernels_backward: Array
-    """kernels launched"""
-    tp_products: Array
-    """seconds of the products beside which tensor-parallel exchanges can run, both passes"""
+    """kernels launched by the backward pass"""
+    tp_gemm: Array
+    """GEMMs that can hide tensor-parallel communication, forward and backward"""
 
     @property
     def forward(self) -> Array:
@@ -56,32 +55,26 @@ class Work:
     def backward(self) -> Array:
         return self.gemm_backward + self.attention_backward + self.memory_backward
 
-    def scaled(self, times: Array | float) -> Work:
-        return Work(**{field.name: getattr(self, field.name) * times for field in fields(self)})
 
-    def plus(self, other: Work) -> Work:
-        return Work(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
-
-
-def nothing(count: int) -> Work:
+def no_work(count: int) -> Work:
     return Work(**{field.name: np.zeros(count) for field in fields(Work)})
 
 
-APART = 1.8
-"""time of routed products and passes that are kernels of their own, over fused ones: sorting, padding, uneven rows"""
-PASSES, EAGER_PASSES = 1.6, 2.2
-"""bytes that real layers move over what is compulsory: casts, transposes and sums that nobody fused; more where norms
-and activation functions are not kernels of their own"""
+UNFUSED_EXPERTS = 1.8
+"""time of routed GEMMs with one kernel per expert over fused ones: sorting, padding, uneven rows"""
+FUSED_TRAFFIC, EAGER_TRAFFIC = 1.6, 2.2
+"""bytes that real layers move over the compulsory ones: unfused casts, transposes and sums; more where norms and
+activation functions are not fused kernels"""
 
 
 def layer_work(case: TrainCase, kind: LayerKind, layouts: Layouts) -> Work:
     """One layer of `kind`, for every layout."""
-    found = _by_batch(case, layouts, lambda batch: layer_pieces(case.model, kind, batch), kind)
-    return found if case.lora is None else found.plus(adapter_work(case, layouts))
+    work = _by_batch(case, layouts, lambda batch: layer_pieces(case.model, kind, batch), kind)
+    return work if case.lora is None else plus(work, adapter_work(case, layouts))
 
 
 def adapter_work(case: TrainCase, layouts: Layouts) -> Work:
-    """The adapters of a mean layer: bytes over bandwidth, since their products are thin."""
+    """LoRA adapters of a mean layer: bytes over bandwidth, since the GEMMs of adapters are thin."""
     lora, zero = case.lora, np.zeros(len(layouts))
     assert lora is not None
     tokens = layouts.micro_batch * case.sequence / layouts.cp / case.model.num_layers
@@ -93,7 +86,7 @@ def adapter_work(case: TrainCase, layouts: Layouts) -> Work:
 
     forward, backward = (count / case.model.num_layers for count in lora.kernels)
     return replace(
-        nothing(len(layouts)),
+        no_work(len(layouts)),
         memory_forward=seconds(lora.forward),
         memory_backward=seconds(lora.backward),
         kernels_forward=zero + forward,
@@ -102,17 +95,17 @@ def adapter_work(case: TrainCase, layouts: Layouts) -> Work:
 
 
 def ends_work(case: TrainCase, layouts: Layouts) -> tuple[Work, Work]:
-    """(embedding, output projection with loss); only the layers between them are compiled."""
+    """(embedding, output projection with the loss); torch compiles only the layers between them."""
     case = replace(case, compiled=False) if case.compiled else case
     first = _by_batch(case, layouts, lambda batch: embedding_pieces(case.model, batch), None)
     last = _by_batch(case, layouts, lambda batch: head_pieces(case.model, batch, loss=True), None)
-    if case.software.plain_layers and case.loss_chunk:
-        last = _made_again(last, layouts.micro_batch * case.sequence / layouts.cp > case.loss_chunk)
-    return first, last.scaled(1.0 + case.extra_heads)
+    if case.software.eager_layers and case.loss_chunk:
+        last = _with_recompute(last, layouts.micro_batch * case.sequence / layouts.cp > case.loss_chunk)
+    return first, scaled(last, 1.0 + case.extra_heads)
 
 
-def _made_again(head: Work, chunked: Bools) -> Work:
-    """Logits in chunks are not kept: the backward pass makes them again."""
+def _with_recompute(head: Work, chunked: Bools) -> Work:
+    """The backward pass recomputes the logits of a chunked loss."""
     return replace(
         head,
         gemm_backward=head.gemm_backward + head.gemm_forward * chunked,
@@ -122,170 +115,166 @@ def _made_again(head: Work, chunked: Bools) -> Work:
 
 
 def _by_batch(case: TrainCase, layouts: Layouts, make, kind: LayerKind | None) -> Work:  # type: ignore[no-untyped-def]
-    """Pieces are made once a micro-batch size and width of numbers, and cut for all layouts that share them."""
-    total = nothing(len(layouts))
+    """Pieces are built once per micro-batch size and activation width, and sharded for all layouts that share them."""
+    total = no_work(len(layouts))
     wide = WIDE[layouts.precision]
     keys = layouts.micro_batch * 2 + wide
     for key in keys[distinct(keys)[0]]:
         index = np.nonzero(keys == key)[0]
         dtype = "fp32" if key % 2 else "bf16"
         batch = make_batch([case.sequence] * int(key // 2), dtype=dtype, flash=case.flash)
-        found = _pieces_work(case, make(batch), layouts.take(index), batch, kind)
+        part = _pieces_work(case, make(batch), layouts.take(index), batch, kind)
         for field in fields(Work):
-            getattr(total, field.name)[index] = getattr(found, field.name)
+            getattr(total, field.name)[index] = getattr(part, field.name)
     return total
 
 
 def _pieces_work(
     case: TrainCase, pieces: Sequence[Piece], layouts: Layouts, batch: Batch, kind: LayerKind | None
 ) -> Work:
-    work = nothing(len(layouts))
-    plain = case.software.plain_layers and not case.compiled
+    work = no_work(len(layouts))
+    eager = case.software.eager_layers and not case.compiled
     for piece in pieces:
         if piece.forward.kind == "matmul":
-            work = work.plus(_matmul(case, piece, layouts))
+            work = plus(work, _matmul(case, piece, layouts))
         elif piece.forward.kind == "attention":
             assert kind is not None
-            work = work.plus(_attention(case, piece, layouts, batch, kind))
-        elif not plain:
-            work = work.plus(_memory(case, piece, layouts))
-        if plain:
-            work = work.plus(_operators(case, piece, layouts))
+            work = plus(work, _attention(case, piece, layouts, batch, kind))
+        elif not eager:
+            work = plus(work, _memory_bound(case, piece, layouts))
+        if eager:
+            work = plus(work, _eager_operators(case, piece, layouts))
     return work
 
 
-# --- products
+# --- GEMMs
 
 
 def _matmul(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
-    """Forward [m, n, k], dX [m, k, n], dW [k, n, m]; in 8 or 4 bits the operands are cast first, both ways round."""
+    """Forward [m, n, k], dX [m, k, n], dW [k, n, m]; in 8 or 4 bits the operands are cast first, plain and
+    transposed."""
     op, software = piece.forward, case.software
     experts = case.model.moe.num_experts if case.model.moe else 0
-    mine = product(op, layouts, experts)
-    precision = precision_of(case, op.name, layouts, mine)
-    apart = cut_of(op.name) == "experts" and not software.fused_experts
-    forward = product_s(case, precision, mine.groups, mine.m, mine.n, mine.k, apart=apart)
-    dx = product_s(case, precision, mine.groups, mine.m, mine.k, mine.n, apart=apart)
-    dw = product_s(case, precision, mine.groups, mine.k, mine.n, mine.m, apart=apart)
+    gemm = local_gemm(op, layouts, experts)
+    precision = precision_of(case, op.name, layouts, gemm)
+    unfused = sharding_of(op.name) == "experts" and not software.fused_experts
+    forward = gemm_s(case, precision, gemm.groups, gemm.m, gemm.n, gemm.k, grouped=not unfused)
+    dx = gemm_s(case, precision, gemm.groups, gemm.m, gemm.k, gemm.n, grouped=not unfused)
+    dw = gemm_s(case, precision, gemm.groups, gemm.k, gemm.n, gemm.m, grouped=not unfused)
     if case.lora is not None:
         dw = np.zeros_like(dw)
-    cast = casts(case, op.name, layouts, precision, mine)
-    launches = mine.groups if apart else np.ones(len(layouts))
-    slower = software.experts * APART if apart else 1.0
+    cast = casts(case, op.name, layouts, precision, gemm)
+    launches = gemm.groups if unfused else np.ones(len(layouts))
+    slower = software.experts * UNFUSED_EXPERTS if unfused else 1.0
     return replace(
-        nothing(len(layouts)),
+        no_work(len(layouts)),
         gemm_forward=forward * software.gemm * slower,
         gemm_backward=(dx + dw) * software.gemm * slower,
-        memory_forward=case.curves.pass_s(cast.forward) * software.memory * slower,
-        memory_backward=case.curves.pass_s(cast.backward) * software.memory * slower,
+        memory_forward=case.curves.memory_bound_s(cast.forward) * software.memory * slower,
+        memory_backward=case.curves.memory_bound_s(cast.backward) * software.memory * slower,
         kernels_forward=launches * (1 + cast.kernels_forward),
         kernels_backward=launches * (2 + cast.kernels_backward),
-        tp_products=(forward + dx + dw) * software.gemm * (cut_of(op.name) in ("column", "row")),
+        tp_gemm=(forward + dx + dw) * software.gemm * (sharding_of(op.name) in ("column", "row")),
     )
 
 
-def product_s(
-    case: TrainCase, precision: Ints, groups: Array, m: Array, n: Array, k: Array, *, apart: bool = False
+def gemm_s(
+    case: TrainCase, precision: Ints, groups: Array, m: Array, n: Array, k: Array, *, grouped: bool = True
 ) -> Array:
-    """max(FLOPs / reached rate, bytes / bandwidth) + a kernel; `apart`: each group is a kernel of its own, whose last
-    wave is as empty as if it were alone."""
+    """max(FLOPs / reached rate, bytes / bandwidth) + kernel overhead. Not `grouped`: one kernel per group, each with a
+    last wave of its own."""
     curves = case.curves
     size = SIZES[precision]
-    together = np.ones_like(groups) if apart else groups
-    flops_s = 2 * groups * m * n * k / curves.gemm_flops(precision, m, n, k, together)
-    made = np.where(WIDE[precision], 4.0, 2.0)
-    bytes_s = groups * (m * k * size + k * n * size + m * n * made) / curves.bytes_per_s
-    seconds: Array = np.maximum(flops_s, bytes_s) + curves.kernel_s * groups / together
+    per_kernel = groups if grouped else np.ones_like(groups)
+    flops_s = 2 * groups * m * n * k / curves.gemm_flops(precision, m, n, k, per_kernel)
+    output = np.where(WIDE[precision], 4.0, 2.0)
+    bytes_s = groups * (m * k * size + k * n * size + m * n * output) / curves.bytes_per_s
+    seconds: Array = np.maximum(flops_s, bytes_s) + curves.kernel_s * groups / per_kernel
     return seconds
 
 
-# --- attention and the rest
+# --- attention and memory-bound operations
 
 
 def _attention(case: TrainCase, piece: Piece, layouts: Layouts, batch: Batch, kind: LayerKind) -> Work:
-    """Fused: FLOPs over what attention reaches. Unfused: two products with the scores written and read between."""
-    mine, software, curves = share("heads", layouts), case.software, case.curves
+    """Flash: FLOPs over the rate attention reaches. Unfused: two GEMMs with the scores written and read between."""
+    local, software, curves = share("heads", layouts), case.software, case.curves
     shape = attention_shape(case.model, kind)
     dim = (shape.qk_dim + shape.v_dim) / 2
     zero = np.zeros(len(layouts))
     back = piece.backward[0]
     if batch.flash:
-        keys = _keys(case, kind) / layouts.cp  # a step of the ring meets one rank's keys
+        keys = _keys(case, kind) / layouts.cp  # a step of the ring attends to the keys of one rank
         rates = [
             curves.attention_flops(keys, dim, backward=is_back, precision=layouts.precision)
             for is_back in (False, True)
         ]
-        forward = piece.forward.flops * mine / rates[0] + curves.kernel_s
-        backward = back.flops * mine / rates[1] + curves.kernel_s
-        again, kernels = zero, 1.0
+        forward = piece.forward.flops * local / rates[0] + curves.kernel_s
+        backward = back.flops * local / rates[1] + curves.kernel_s
+        recomputed, kernels = zero, 1.0
     else:
         rows = np.full(len(layouts), float(case.sequence))
         rate = curves.gemm_flops(layouts.precision, rows, rows, np.full(len(layouts), dim), shape.heads / layouts.tp)
-        forward = piece.forward.flops * mine / rate + curves.pass_s(piece.forward.bytes * mine)
-        backward = back.flops * mine / rate + curves.pass_s(back.bytes * mine)
-        again, kernels = forward, 4.0
+        forward = piece.forward.flops * local / rate + curves.memory_bound_s(piece.forward.bytes * local)
+        backward = back.flops * local / rate + curves.memory_bound_s(back.bytes * local)
+        recomputed, kernels = forward, 4.0
     return replace(
-        nothing(len(layouts)),
+        no_work(len(layouts)),
         attention_forward=forward * software.attention,
         attention_backward=backward * software.attention,
-        again_selective=again * software.attention,
+        selective_recompute=recomputed * software.attention,
         kernels_forward=zero + kernels,
         kernels_backward=zero + kernels,
     )
 
 
 def _keys(case: TrainCase, kind: LayerKind) -> float:
-    """Keys a query may meet, which attention's efficiency depends on: the sequence, or the window."""
+    """Keys a query attends to, on which the efficiency of attention depends: the sequence, or the window."""
     limited = kind.attention in ("sliding", "chunked") and case.model.window
     return float(min(case.sequence, case.model.window or 0) if limited else case.sequence)
 
 
-def _memory(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
-    cut, software = cut_of(piece.forward.name), case.software
-    mine = share(cut, layouts)
-    times = software.memory * (software.experts * APART if cut == "experts" and not software.fused_experts else 1.0)
-    forward = _pass(case, piece.forward, mine) * times
-    backward = sum((_pass(case, op, mine) for op in piece.backward), np.zeros(len(layouts))) * times
-    zero = np.zeros(len(layouts))
+def _memory_bound(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
+    sharding, software = sharding_of(piece.forward.name), case.software
+    local, zero = share(sharding, layouts), np.zeros(len(layouts))
+    unfused = sharding == "experts" and not software.fused_experts
+    times = software.memory * (software.experts * UNFUSED_EXPERTS if unfused else 1.0)
+    traffic = FUSED_TRAFFIC if software.fused_layers or case.compiled else EAGER_TRAFFIC
+    moved = local * (1.0 if software.fused_blocks else traffic)
+    forward = case.curves.memory_bound_s(piece.forward.bytes * moved) * times
+    backward = sum((case.curves.memory_bound_s(op.bytes * moved) for op in piece.backward), zero) * times
     return replace(
-        nothing(len(layouts)),
+        no_work(len(layouts)),
         memory_forward=forward,
         memory_backward=backward,
-        again_selective=forward * _is_cheap(case, piece),
+        selective_recompute=forward * _is_cheap(case, piece),
         kernels_forward=zero + 1,
         kernels_backward=zero + len(piece.backward),
     )
 
 
 def _is_cheap(case: TrainCase, piece: Piece) -> bool:
-    """What selective recomputation makes again rather than keep."""
+    """Whether selective recompute recomputes it rather than store it."""
     return piece.forward.kind in ("norm", "elementwise") and case.flash
 
 
-def _pass(case: TrainCase, op: Op, mine: Array) -> Array:
-    software = case.software
-    fused = software.fused_layers or case.compiled
-    passes = 1.0 if software.whole_blocks else PASSES if fused else EAGER_PASSES
-    return case.curves.pass_s(op.bytes * mine * passes)
-
-
-def _operators(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
-    """The operators that torch runs for a piece beside its products and attention."""
-    found = moved(case.model, piece.forward)
-    cut = cut_of(piece.forward.name)
-    mine = share(cut, layouts)
-    if piece.forward.kind == "matmul":  # weights are whole on every rank of a ring, experts apart by ep
-        mine = 1.0 / (layouts.ep * layouts.expert_tp) if cut == "experts" else mine * layouts.cp
+def _eager_operators(case: TrainCase, piece: Piece, layouts: Layouts) -> Work:
+    """The memory-bound operators that eager torch runs for a piece, beside its GEMM or attention."""
+    moved = eager_bytes(case.model, piece.forward)
+    sharding = sharding_of(piece.forward.name)
+    local = share(sharding, layouts)
+    if piece.forward.kind == "matmul":  # cp ranks hold full weights; experts are sharded by ep
+        local = 1.0 / (layouts.ep * layouts.expert_tp) if sharding == "experts" else local * layouts.cp
     forward, backward = (
-        moves * mine / case.curves.plain_rate(layouts.precision) * case.software.memory
-        for moves in (found.forward, found.backward)
+        num_bytes * local / case.curves.eager_rate(layouts.precision) * case.software.memory
+        for num_bytes in (moved.forward, moved.backward)
     )
     calls = np.ones(len(layouts))
     return replace(
-        nothing(len(layouts)),
+        no_work(len(layouts)),
         memory_forward=forward,
         memory_backward=backward,
-        again_selective=forward * _is_cheap(case, piece),
-        kernels_forward=calls * found.calls_forward,
-        kernels_backward=calls * found.calls_backward,
+        selective_recompute=forward * _is_cheap(case, piece),
+        kernels_forward=calls * moved.calls_forward,
+        kernels_backward=calls * moved.calls_backward,
     )

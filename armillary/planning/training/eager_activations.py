@@ -1,7 +1,7 @@
-"""Layers of plain torch operators, one after the other, as our trainer runs them on a CPU: what autograd keeps of each.
+"""Activation memory of eager torch layers, as our trainer runs them on a CPU: what autograd stores per operator.
 
-Counted from the operators, a token at a time: every one that needs its input or output for the backward pass holds it,
-and a view holds all of what it looks into. Norms work in fp32 whatever the format of the products.
+The counts are per token: every operator that needs its input or output in the backward pass stores it, and a view
+stores the full tensor it belongs to. Norms run in fp32 whatever the dtype of the GEMMs.
 """
 
 from __future__ import annotations
@@ -18,48 +18,56 @@ from armillary.spec.model import LayerKind, ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
-    """Bytes that one layer keeps a token (mean over kinds of layers), on one device."""
+class ActivationBytes:
+    """Bytes stored per token and layer (mean over the kinds of layers) on one device."""
 
-    whole: Array
-    """without recomputation"""
+    no_recompute: Array
+    """without recompute"""
     selective: Array
-    """where norms and activation functions (unfused: the scores) are made again"""
-    entry: Array
-    """the layer's input alone, for full recomputation"""
-    working: Array
-    """gradients in flight inside one layer of the backward pass"""
-    again: Array
-    """what one layer makes again, at the moment it is differentiated"""
-    top: Array
-    """beyond all layers: the last norm and the hidden states that the loss reads"""
+    """with selective recompute of norms and activation functions (unfused: of the scores)"""
+    layer_input: Array
+    """the layer's input alone, for full recompute"""
+    gradients: Array
+    """gradients inside one layer during its backward pass"""
+    recomputed: Array
+    """what one layer recomputes during its backward pass"""
+    after_layers: Array
+    """after all layers: the last norm and the hidden states that the loss reads"""
 
 
 WIDE_BYTES = 4.0
 
 
-def plain_kept(case: TrainCase, layouts: Layouts) -> Kept:
-    """What a layer keeps a token of the micro-batch, after tensor parallelism."""
+def eager_activation_bytes(case: TrainCase, layouts: Layouts) -> ActivationBytes:
+    """Bytes per token of the micro-batch and layer, after tensor parallelism."""
     model, h, frozen = case.model, np.where(WIDE[layouts.precision], 4.0, 2.0), case.lora is not None
-    # autocast leaves the residual stream wide, unless the weights it begins with are narrow
+    # autocast keeps the residual stream in fp32, unless the weights it begins with are 16-bit
     stream = h if frozen else np.where((layouts.zero > 0) & (layouts.dp > 1), h, WIDE_BYTES)
     hidden = model.hidden / layouts.stream_tp
     zero = np.zeros(len(layouts))
-    whole, selective, working = zero, zero, zero
+    full, selective, gradients = zero, zero, zero
     for kind, count in Counter(model.layers).items():
         share = count / model.num_layers
         parts = _Layer(model, kind, layouts, h, frozen=frozen)
-        whole = whole + share * (parts.norms(hidden) + parts.attention + parts.mlp)
-        selective = selective + share * (stream * hidden + parts.products)
-        working = working + share * parts.working
+        full = full + share * (parts.norms(hidden) + parts.attention + parts.mlp)
+        selective = selective + share * (stream * hidden + parts.gemm_outputs)
+        gradients = gradients + share * parts.gradients
     norm = _norm_bytes(model, frozen=frozen)
-    top = hidden * ((norm if model.final_norm else 0.0) + WIDE_BYTES) + np.where(h < WIDE_BYTES, h, 0.0) * model.hidden
-    top = top + np.where(layouts.stream_tp > 1, h * model.hidden, 0.0)
-    entry = stream * hidden
-    less = np.select([layouts.recompute == FULL, layouts.recompute == SELECTIVE], [entry, selective], whole)
-    gathered = 2 * h * (model.hidden - hidden)  # inputs of both cut parts, whole where tokens are cut
-    again = np.where(layouts.recompute == NONE, 0.0, np.maximum(whole - less, 0.0) + gathered)
-    return Kept(whole=whole, selective=selective, entry=entry, working=working, again=again, top=top)
+    after = hidden * ((norm if model.final_norm else 0.0) + WIDE_BYTES)
+    after = after + np.where(h < WIDE_BYTES, h, 0.0) * model.hidden
+    after = after + np.where(layouts.stream_tp > 1, h * model.hidden, 0.0)
+    layer_input = stream * hidden
+    stored = np.select([layouts.recompute == FULL, layouts.recompute == SELECTIVE], [layer_input, selective], full)
+    gathered = 2 * h * (model.hidden - hidden)  # inputs of both tensor-parallel regions, all-gathered
+    recomputed = np.where(layouts.recompute == NONE, 0.0, np.maximum(full - stored, 0.0) + gathered)
+    return ActivationBytes(
+        no_recompute=full,
+        selective=selective,
+        layer_input=layer_input,
+        gradients=gradients,
+        recomputed=recomputed,
+        after_layers=after,
+    )
 
 
 class _Layer:
@@ -80,34 +88,34 @@ class _Layer:
 
     @property
     def attention(self) -> Array:
-        """Input, the fused projection (values look into it), turned queries and keys, output, row sums."""
+        """Input, the fused projection (values are a view of it), rotated queries and keys, output, row sums."""
         inputs = self.h * self.model.hidden / self.layouts.stream_tp
-        turned = self.q + (self.k if self.rotates else 0.0)
-        heads = self.h * ((self.q + 2 * self.k) + turned + self.q) + 4.0 * self.model.heads / self.layouts.tp
+        rotated = self.q + (self.k if self.rotates else 0.0)
+        heads = self.h * ((self.q + 2 * self.k) + rotated + self.q) + 4.0 * self.model.heads / self.layouts.tp
         normed = 0.0 if self.model.qk_norm == "none" else self.norm * (self.q + self.k)
         return inputs + heads + normed
 
     @property
     def mlp(self) -> Array:
-        """Input (shared with attention's under one norm), gate and up apart, their activation, the product."""
+        """Input (shared with attention under a single norm), gate, up, activation, and their elementwise product."""
         inputs = self.h * self.model.hidden / self.layouts.stream_tp * (self.model.parallel != "one_norm") * self.rows
         return inputs + self.h * self.ffn * (4 if self.gated else 2)
 
     @property
-    def products(self) -> Array:
-        """What selective recomputation keeps: results of products, of attention, and of exchanges."""
+    def gemm_outputs(self) -> Array:
+        """What selective recompute stores: outputs of GEMMs, of attention and of collectives."""
         model, layouts = self.model, self.layouts
         ups = self.ffn * (2 if self.gated else 1)
         out = 2.0 * model.hidden * (1 + np.where(layouts.tp > 1, 1.0 / layouts.stream_tp, 0.0))
         return self.h * (self.q + 2 * self.k + self.q + ups + out) + 4.0 * model.heads / layouts.tp
 
     @property
-    def working(self) -> Array:
-        """The MLP's backward pass: gradients of the product, of both its factors, and of the projection they are put
-        together in, before what the forward pass kept of them is let go."""
+    def gradients(self) -> Array:
+        """Backward pass of the MLP: gradients of the elementwise product, of both its factors, and of the projection
+        that joins them, before the stored activations are freed."""
         return self.h * self.ffn * (3 if self.gated else 2) + WIDE_BYTES * self.model.hidden / self.layouts.stream_tp
 
 
 def _norm_bytes(model: ModelConfig, *, frozen: bool) -> float:
-    """A number that is normed: as it comes in, and for RMSNorm before its weight, if that is trained."""
+    """Bytes per normed element: its input in fp32, and for RMSNorm the value before its weight, if that is trained."""
     return 2 * WIDE_BYTES if model.norm == "rms" and not frozen else WIDE_BYTES

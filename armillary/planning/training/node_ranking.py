@@ -1,4 +1,4 @@
-"""Nodes ranked for a training job: which of the catalogue's machines fit it, how fast they are and what they cost."""
+"""Ranking of the catalogue's nodes for a training job: which fit it, how fast they are and what they cost."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ KINDS = ("gpu", "tpu", "npu")
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """One node of the catalogue, with the best it does for a job."""
+    """One node of the catalogue, with its best layout for a job."""
 
     node: Node
-    """what would be rented or bought"""
+    """the node to rent or buy"""
     cluster: Cluster | None = None
-    """as many of it as asked for"""
+    """as many nodes as requested"""
     best: Prediction | None = None
-    """the quickest layout; none where nothing fits"""
+    """the fastest layout; None where nothing fits"""
     run_s: float | None = None
     """wall time of the run"""
     run_usd: float | None = None
-    """what the run costs; none where no price is known"""
+    """cost of the run; None where no price is known"""
     frameworks: tuple[str, ...] = ()
     """software that runs on its chip"""
     reason: str = ""
-    """why it will not do"""
+    """why it does not fit"""
 
 
 Watch = Callable[[int, int, str], None]
-"""called with nodes done, nodes in all, and the one at hand"""
+"""called with the nodes done, the number of nodes, and the current one"""
 
 
 def rank_nodes(
     case: TrainCase, *, devices: int, steps: int, cost: Cost, watch: Watch = lambda done, total, what: None
 ) -> list[Ranked]:
-    """Every kind of node with about `devices` chips: those that fit first, cheapest run first, then quickest."""
-    nodes, found = list(different_nodes()), []
+    """Every kind of node with about `devices` chips: those that fit first, cheapest run first, then fastest."""
+    nodes, ranked = list(different_nodes()), []
     for i, node in enumerate(nodes):
         watch(i, len(nodes), node.name)
-        found.append(_ranked(case, node, devices, steps, cost))
+        ranked.append(_ranked(case, node, devices, steps, cost))
     watch(len(nodes), len(nodes), "")
-    return sorted(found, key=_order)
+    return sorted(ranked, key=_order)
 
 
-def _order(one: Ranked) -> tuple[bool, float, float]:
-    return one.best is None, one.run_usd if one.run_usd is not None else 1e30, one.run_s or 1e30
+def _order(node: Ranked) -> tuple[bool, float, float]:
+    return node.best is None, node.run_usd if node.run_usd is not None else 1e30, node.run_s or 1e30
 
 
 def different_nodes() -> Iterator[Node]:
-    """Nodes of accelerators that differ in what a step sees."""
+    """Nodes of accelerators that differ in what a training step depends on."""
     seen = set()
     for node in catalogue.nodes().values():
         key = (node.chip, node.num_chips * node.domain, node.link, node.network, node.oversubscription)
@@ -82,7 +82,7 @@ def _ranked(case: TrainCase, node: Node, devices: int, steps: int, cost: Cost) -
 
 
 def _cluster(node: Node, devices: int) -> Cluster:
-    """Whole nodes, and whole scale-up domains once there is more than one."""
+    """Full nodes, and full scale-up domains where there is more than one."""
     count = max(1, ceil(devices / node.num_chips))
     if count > node.domain:
         count = ceil(count / node.domain) * node.domain

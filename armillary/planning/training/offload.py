@@ -1,8 +1,8 @@
-"""Offload: which bytes wait on the host or on disk instead of on the device, and what a step then stands still for.
+"""Offload: which bytes are in host memory or on disk instead of on the device, and how long a step waits for them.
 
-Gradients go down and weights come up while AdamW runs on the host, whose memory is the narrowest part; our trainer on
-GPUs that hold whole weights hides it behind the next forward pass, whose first layer waits for the first weights only.
-Activations travel beside the passes; what exceeds them shows.
+Gradients go to the host and weights come back while AdamW runs there, bound by host memory bandwidth. On GPUs with full
+weights our trainer hides it behind the next forward pass, whose first layer waits only for the first weights.
+Activations are copied beside forward and backward pass; only the excess is exposed.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ import numpy as np
 
 from armillary.planning.device_model.layout_arrays import OFFLOADS, PRECISIONS, Array, Bools, Layouts
 from armillary.planning.training.activations import stored_layer_bytes
-from armillary.planning.training.optimizer_states import shared_out, sharers, trained
-from armillary.planning.training.parameters_per_device import Held
+from armillary.planning.training.optimizer_states import shard_counts, sharded_bytes, trained_parameters
+from armillary.planning.training.parameters_per_device import DeviceParameters
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec import catalogue
 
 HOST_STATE_BYTES = 12.0
-"""a parameter on the host: its weight and two moments in fp32"""
+"""host bytes per parameter: its weight and two moments in fp32"""
 HOST_BYTES = 36.0
-"""of host memory moved for a parameter: AdamW reads 16 and writes 12, the link writes a gradient and reads a weight"""
+"""host memory traffic per parameter: AdamW reads 16 and writes 12, the link writes a gradient and reads a weight"""
 CPU_BYTES = 44.0
-"""where the device is a CPU, which copies gradients and weights itself"""
+"""the same where the device is a CPU, which copies gradients and weights itself"""
 HOST_BYTES_PER_S = 100e9
-"""host memory bandwidth that AdamW reaches for one device's share, where nobody measured it"""
+"""host memory bandwidth that AdamW reaches per device, where it was not measured"""
 DISK_BYTES = 24.0
-"""of a file read and written for a parameter"""
+"""bytes of a file read and written per parameter"""
 MAPPED_BYTES_PER_S = 6.3e9
-"""of a mapped file at most, also where memory could hold it: taken from one machine (16 cores beside an H200, other
-processes running: 6.3 GB/s of 27.8 GB a step, 7.1 of 9.7)"""
+"""largest rate of a memory-mapped file, even where the page cache holds it: measured on one machine (16 cores beside an
+H200, other processes running: 6.3 GB/s for 27.8 GB per step, 7.1 for 9.7)"""
 LINK_SHARE, UNKNOWN_LINK = 0.8, 12e9
-"""of a link's peak that copies reach; bytes/s where nothing is known"""
+"""share of a link's peak that copies reach; bytes/s of an unknown link"""
 STAGING = 2 * (1 << 25) * 4.0
-"""the buffers that gradients come down to, at most"""
+"""most bytes of the pinned buffers that receive gradients"""
 _OPTIMIZER = [OFFLOADS.index(name) for name in ("optimizer", "both", "nvme")]
 _ACTIVATIONS = [OFFLOADS.index(name) for name in ("activations", "both")]
 _NVME, _BF16 = OFFLOADS.index("nvme"), PRECISIONS.index("bf16")
 
 
-def optimizer_out(layouts: Layouts) -> Bools:
+def optimizer_offloaded(layouts: Layouts) -> Bools:
     out: Bools = np.isin(layouts.offload, _OPTIMIZER)
     return out
 
 
-def activations_out(layouts: Layouts) -> Bools:
+def activations_offloaded(layouts: Layouts) -> Bools:
     out: Bools = np.isin(layouts.offload, _ACTIVATIONS)
     return out
 
@@ -51,75 +51,75 @@ def activations_out(layouts: Layouts) -> Bools:
 # --- bytes
 
 
-def master_stays(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
-    """The share of fp32 weights that the device keeps though the optimiser is out. Our trainer: all where they are what
-    is cut or cast (several devices, a CPU, other formats than bf16); on one GPU the embedding alone, which is looked up
-    in fp32."""
+def resident_master_share(case: TrainCase, layouts: Layouts, params: DeviceParameters) -> Array:
+    """Share of the fp32 master weights that stays on the device though the optimizer is offloaded. Our trainer: all,
+    where they are sharded or cast (several devices, a CPU, dtypes other than bf16); on one GPU only the embedding,
+    which is looked up in fp32."""
     if not case.software.fully_shard:
         return np.zeros(len(layouts))
     leaves = (layouts.num_devices == 1) & (layouts.precision == _BF16) & (case.lora is None)
-    leaves = leaves & (not case.software.plain_layers) & (not case.pure)
-    # untied, it has no 16-bit form beside it
-    table = mine.ends if case.model.tied else mine.ends / 4
-    share: Array = np.where(leaves, table / np.maximum(mine.total, 1.0), 1.0)
+    leaves = leaves & (not case.software.eager_layers) & (not case.pure)
+    # an untied embedding has no 16-bit form beside it
+    table = params.ends if case.model.tied else params.ends / 4
+    share: Array = np.where(leaves, table / np.maximum(params.total, 1.0), 1.0)
     return share
 
 
-def host_bytes(case: TrainCase, layouts: Layouts, mine: Held, flying: Array) -> Array:
-    """What waits in host memory or on disk."""
+def host_bytes(case: TrainCase, layouts: Layouts, params: DeviceParameters, in_flight: Array) -> Array:
+    """Bytes in host memory or on disk per device."""
     each = np.full(len(layouts), HOST_STATE_BYTES)
-    states = shared_out(case, layouts, mine, each, 1)
+    states = sharded_bytes(case, layouts, params, each, 1)
     staging = np.minimum(STAGING, 2 * states / HOST_STATE_BYTES * 4.0)
-    moved = flying * _moved(case, layouts, mine.layers)
-    total: Array = np.where(optimizer_out(layouts), states + staging, 0.0) + moved
+    moved = in_flight * _moved(case, layouts, params.layers)
+    total: Array = np.where(optimizer_offloaded(layouts), states + staging, 0.0) + moved
     return total
 
 
 def _moved(case: TrainCase, layouts: Layouts, layers: Array) -> Array:
-    """Activations of a micro-batch that leave the device: all but the last layer's."""
+    """Bytes of activations per micro-batch that leave the device: all but the last layer's."""
     bytes_: Array = stored_layer_bytes(case, layouts) * np.maximum(layers - 1, 0.0)
-    return np.where(activations_out(layouts), bytes_, 0.0)
+    return np.where(activations_offloaded(layouts), bytes_, 0.0)
 
 
 # --- seconds
 
 
 def offload_s(
-    case: TrainCase, layouts: Layouts, mine: Held, micro_batches: Array, forward: Array, backward: Array
+    case: TrainCase, layouts: Layouts, params: DeviceParameters, micro_batches: Array, forward: Array, backward: Array
 ) -> Array:
-    """What a step stands still: `forward` and `backward` are a micro-batch's passes."""
-    moved = _moved(case, layouts, mine.layers)
-    if case.cluster.chip.kind == "cpu":  # reads and writes them itself, out and back
-        shown = 4 * moved / case.curves.bytes_per_s
+    """Seconds that a step waits; `forward` and `backward` are the passes of a micro-batch."""
+    moved = _moved(case, layouts, params.layers)
+    if case.cluster.chip.kind == "cpu":  # it copies them itself, out and back
+        exposed = 4 * moved / case.curves.bytes_per_s
     else:
         copied = moved / link_rate(case)
-        shown = np.maximum(0.0, copied - forward) + np.maximum(0.0, copied - backward)
-    seconds: Array = micro_batches * shown + optimizer_s(case, layouts, mine, forward)
+        exposed = np.maximum(0.0, copied - forward) + np.maximum(0.0, copied - backward)
+    seconds: Array = micro_batches * exposed + optimizer_s(case, layouts, params, forward)
     return seconds
 
 
-def optimizer_s(case: TrainCase, layouts: Layouts, mine: Held, forward: Array) -> Array:
-    """Of AdamW on the host, what the next forward pass does not hide: its layers follow the weights."""
-    whole = host_adamw_s(case, layouts, mine)
-    layers = np.maximum(mine.layers, 1.0)
-    together = np.maximum(whole + forward / layers, whole / layers + forward)
-    seconds: Array = np.where(_beside(case, layouts), together - forward, whole)
-    return np.where(optimizer_out(layouts), seconds, 0.0)
+def optimizer_s(case: TrainCase, layouts: Layouts, params: DeviceParameters, forward: Array) -> Array:
+    """Time of AdamW on the host that the next forward pass does not hide: its layers wait for their weights."""
+    adamw = host_adamw_s(case, layouts, params)
+    layers = np.maximum(params.layers, 1.0)
+    overlapped = np.maximum(adamw + forward / layers, adamw / layers + forward) - forward
+    seconds: Array = np.where(_overlaps(case, layouts), overlapped, adamw)
+    return np.where(optimizer_offloaded(layouts), seconds, 0.0)
 
 
-def _beside(case: TrainCase, layouts: Layouts) -> Bools:
-    """Where our trainer lets the host run beside the next step: one stage, weights whole between steps, plain layers
-    that can wait for theirs."""
+def _overlaps(case: TrainCase, layouts: Layouts) -> Bools:
+    """Whether our trainer runs AdamW on the host beside the next step: a single stage, unsharded weights, and layers
+    that are not compiled, which can wait for their weights."""
     sharded = (layouts.zero > 0) & (layouts.dp * layouts.cp > 1)
     able = case.software.fully_shard and case.cluster.chip.kind != "cpu" and not case.compiled
-    beside: Bools = (layouts.pp == 1) & ~sharded & able
-    return beside
+    overlaps: Bools = (layouts.pp == 1) & ~sharded & able
+    return overlaps
 
 
-def host_adamw_s(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
-    """bytes / bandwidth of the host's memory, the link or the disk, whichever is slowest."""
-    dense_shared, routed_shared = (np.where(layouts.zero > 0, n, 1) for n in sharers(layouts))
-    dense, routed = trained(case, layouts, mine)
+def host_adamw_s(case: TrainCase, layouts: Layouts, params: DeviceParameters) -> Array:
+    """Bytes / bandwidth of host memory, link or disk, whichever is slowest."""
+    dense_shared, routed_shared = (np.where(layouts.zero > 0, n, 1) for n in shard_counts(layouts))
+    dense, routed = trained_parameters(case, layouts, params)
     count = dense / dense_shared + routed / routed_shared
     if case.cluster.chip.kind == "cpu":
         seconds = count * CPU_BYTES / case.curves.bytes_per_s
@@ -127,12 +127,12 @@ def host_adamw_s(case: TrainCase, layouts: Layouts, mine: Held) -> Array:
         seconds = np.maximum(count * HOST_BYTES / host_rate(case), count * 4.0 / link_rate(case))
     rate = np.where(_is_cached(case, count), MAPPED_BYTES_PER_S, min(MAPPED_BYTES_PER_S, _disk_rate(case)))
     disk = count * DISK_BYTES / rate
-    found: Array = np.where(layouts.offload == _NVME, np.maximum(seconds, disk), seconds)
-    return found
+    total: Array = np.where(layouts.offload == _NVME, np.maximum(seconds, disk), seconds)
+    return total
 
 
 def link_rate(case: TrainCase) -> float:
-    """Bytes/s between host and device, one way: measured where it was, else a share of the link's peak."""
+    """Bytes/s between host and device in one direction: measured, else a share of the link's peak."""
     points = case.measured.points.get("host_copy", ()) if case.measured else ()
     rates = [float(point["bytes_per_s"]) for point in points if point.get("pinned")]
     link = catalogue.links().get(case.cluster.chip.host_link)
@@ -141,13 +141,13 @@ def link_rate(case: TrainCase) -> float:
 
 
 def host_rate(case: TrainCase) -> float:
-    """Bytes/s that AdamW on the host moves: measured where it was."""
-    found = case.measured.best("host_copy", "bytes_per_s", direction="adamw") if case.measured else None
-    return found or HOST_BYTES_PER_S
+    """Bytes/s that AdamW moves on the host: measured, else a default."""
+    measured = case.measured.best("host_copy", "bytes_per_s", direction="adamw") if case.measured else None
+    return measured or HOST_BYTES_PER_S
 
 
 def _disk_rate(case: TrainCase) -> float:
-    """Of one device's share of its node's disks, reading and writing at once."""
+    """Bytes/s per device of its node's disks, reading and writing at once."""
     node = case.cluster.node
     tier = catalogue.storage(node.storage) if node and node.storage else None
     if node is None or tier is None:
@@ -155,8 +155,8 @@ def _disk_rate(case: TrainCase) -> float:
     return min(tier.read_bytes_per_s, tier.write_bytes_per_s) * node.num_drives / node.num_chips
 
 
-def host_room(case: TrainCase, layouts: Layouts) -> Array:
-    """Bytes of a device's share of its node's memory, or of its disks; endless where that is not known."""
+def host_capacity(case: TrainCase, layouts: Layouts) -> Array:
+    """Bytes per device of its node's memory, or of its disks; infinite where unknown."""
     node = case.cluster.node
     if node is None:
         return np.full(len(layouts), np.inf)
@@ -165,8 +165,8 @@ def host_room(case: TrainCase, layouts: Layouts) -> Array:
 
 
 def _is_cached(case: TrainCase, count: Array) -> Bools:
-    """Whether the system can keep the file in memory: it then reads no disk, and writes to it beside the steps."""
+    """Whether the page cache can hold the file: then no disk is read, and writes run beside the steps."""
     node = case.cluster.node
-    room = node.memory_bytes / node.num_chips if node and node.memory_bytes else 0.0
-    cached: Bools = count * HOST_STATE_BYTES < 0.8 * room
+    memory = node.memory_bytes / node.num_chips if node and node.memory_bytes else 0.0
+    cached: Bools = count * HOST_STATE_BYTES < 0.8 * memory
     return cached

@@ -1,7 +1,7 @@
-"""States: bytes a parameter of what training keeps for it, and among how many ranks each kind is shared out.
+"""Bytes per parameter of what training stores, and the number of ranks that shard each kind.
 
-Weights, gradients, moments and master copies are 2 + 2 + 8 + 4 = 16 bytes a parameter in mixed precision; ZeRO stages
-share them out one after the other (Rajbhandari et al., arXiv 1910.02054).
+Weights, gradients, moments and master weights are 2 + 2 + 8 + 4 = 16 bytes per parameter in mixed precision; the ZeRO
+stages shard them one after the other (Rajbhandari et al., arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 
 from armillary.planning.device_model.efficiency import WIDE
 from armillary.planning.device_model.layout_arrays import Array, Bools, Layouts
-from armillary.planning.training.parameters_per_device import Held
+from armillary.planning.training.parameters_per_device import DeviceParameters
 from armillary.planning.training.train_case import TrainCase
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes a parameter of what training keeps for it."""
+    """Bytes per parameter, by kind of state."""
 
     weight: Array
     gradient: Array
@@ -27,7 +27,7 @@ class StateBytes:
 
 
 def state_bytes(case: TrainCase, layouts: Layouts) -> StateBytes:
-    """Mixed precision 2, 2, 8, 4; fp32 4, 4, 8, 0; pure 16 bit 2, 2, 4, 0."""
+    """Weight, gradient, moments, master: mixed precision 2, 2, 8, 4; fp32 4, 4, 8, 0; pure 16 bit 2, 2, 4, 0."""
     wide = WIDE[layouts.precision]
     two_or_four = np.where(wide, 4.0, 2.0)
     if case.pure:
@@ -38,73 +38,74 @@ def state_bytes(case: TrainCase, layouts: Layouts) -> StateBytes:
 
 
 def _alone(case: TrainCase, layouts: Layouts) -> Bools:
-    """Where gradients need no summing, over ranks or micro-batches, and the software makes use of it."""
+    """Whether gradients are neither summed over ranks nor accumulated over micro-batches, and the software uses it."""
     single = (layouts.num_devices == 1) & (layouts.micro_batch * case.sequence >= case.batch_tokens)
     alone: Bools = single & case.software.narrow_alone
     return alone
 
 
-def by_layer(case: TrainCase, layouts: Layouts) -> Bools:
-    """Where torch's fully_shard keeps one copy of the weights, in fp32 shards, and gathers them layer by layer."""
-    return _by_fully_shard(case, layouts) & (case.lora is None)
+def fsdp_full(case: TrainCase, layouts: Layouts) -> Bools:
+    """Whether fully_shard stores the weights only as fp32 shards and all-gathers them layer by layer."""
+    return _uses_fsdp(case, layouts) & (case.lora is None)
 
 
-def frozen_by_layer(case: TrainCase, layouts: Layouts) -> Bools:
-    """Where it does so with weights that adapters leave frozen, in the format they are multiplied in."""
-    return _by_fully_shard(case, layouts) & (case.lora is not None)
+def fsdp_frozen(case: TrainCase, layouts: Layouts) -> Bools:
+    """Whether fully_shard does so with frozen weights, in the dtype of their GEMMs."""
+    return _uses_fsdp(case, layouts) & (case.lora is not None)
 
 
-def _by_fully_shard(case: TrainCase, layouts: Layouts) -> Bools:
+def _uses_fsdp(case: TrainCase, layouts: Layouts) -> Bools:
     shared: Bools = (layouts.zero > 0) & (layouts.dp > 1)
     return shared & case.software.fully_shard & (not case.pure)
 
 
 def casts_by_operator(case: TrainCase, layouts: Layouts) -> Bools:
-    """Where weights are fp32 and autocast makes the copies that are multiplied, as they are needed (on a CPU)."""
-    half: Bools = ~WIDE[layouts.precision] & ~by_layer(case, layouts)
-    return half & case.software.plain_layers & (case.lora is None) & (not case.pure)
+    """Whether weights are fp32 and autocast makes the 16-bit copies as they are needed (on a CPU)."""
+    narrow: Bools = ~WIDE[layouts.precision] & ~fsdp_full(case, layouts)
+    return narrow & case.software.eager_layers & (case.lora is None) & (not case.pure)
 
 
-def sharers(layouts: Layouts) -> tuple[Array, Array]:
-    """Ranks that share out the states of dense weights, and of routed ones."""
+def shard_counts(layouts: Layouts) -> tuple[Array, Array]:
+    """Ranks that shard the states of dense parameters, and of routed ones."""
     dense = np.where(layouts.zero > 0, layouts.shard * layouts.cp, 1)
     replicas = np.maximum(layouts.dp * layouts.cp * layouts.tp // (layouts.ep * layouts.expert_tp), 1)
     return dense, np.minimum(replicas, dense)
 
 
-def trained(case: TrainCase, layouts: Layouts, mine: Held) -> tuple[Array, Array]:
-    """(dense, routed) parameters of the device that get gradients."""
+def trained_parameters(case: TrainCase, layouts: Layouts, params: DeviceParameters) -> tuple[Array, Array]:
+    """(dense, routed) parameters of the device with gradients."""
     if case.lora is None:
-        return mine.dense, mine.routed
-    return case.lora.held(layouts.tp) / layouts.pp, np.zeros(len(layouts))
+        return params.dense, params.routed
+    return case.lora.per_device(layouts.tp) / layouts.pp, np.zeros(len(layouts))
 
 
-def shared_out(case: TrainCase, layouts: Layouts, mine: Held, each: Array, stage: int) -> Array:
-    """Bytes of a state of `each` bytes a trained parameter, which ZeRO shares out from `stage` on."""
-    dense_shared, routed_shared = sharers(layouts)
-    dense, routed = trained(case, layouts, mine)
+def sharded_bytes(case: TrainCase, layouts: Layouts, params: DeviceParameters, each: Array, stage: int) -> Array:
+    """Bytes of a state with `each` bytes per trained parameter, sharded from ZeRO `stage` on."""
+    dense_shared, routed_shared = shard_counts(layouts)
+    dense, routed = trained_parameters(case, layouts, params)
     shared = layouts.zero >= stage
     total: Array = each * (dense / np.where(shared, dense_shared, 1) + routed / np.where(shared, routed_shared, 1))
     return total
 
 
-def weight_bytes(case: TrainCase, layouts: Layouts, mine: Held, states: StateBytes) -> Array:
-    """Of the weights that are multiplied and always there; fully_shard has none but its shards, where they are fp32."""
-    dense_shared, routed_shared = sharers(layouts)
-    third = (layouts.zero == 3) | frozen_by_layer(case, layouts)
+def weight_bytes(case: TrainCase, layouts: Layouts, params: DeviceParameters, states: StateBytes) -> Array:
+    """Weights in the dtype of the GEMMs that are always there; fully_shard stores only its shards, if they are fp32."""
+    dense_shared, routed_shared = shard_counts(layouts)
+    third = (layouts.zero == 3) | fsdp_frozen(case, layouts)
     matrix = matrix_bytes(case, layouts, states)
-    dense = mine.layer * mine.layers * matrix + mine.ends * states.weight
+    dense = params.layer * params.layers * matrix + params.ends * states.weight
     if case.lora:
-        dense = dense + case.lora.held(layouts.tp) * states.weight / layouts.pp
-    routed = mine.routed * matrix
+        dense = dense + case.lora.per_device(layouts.tp) * states.weight / layouts.pp
+    routed = params.routed * matrix
     total = dense / np.where(third, dense_shared, 1) + routed / np.where(third, routed_shared, 1)
-    shards = np.where(states.master > 0, 0.0, shared_out(case, layouts, mine, states.weight, 1))
-    bytes_: Array = np.where(by_layer(case, layouts), shards, total)
+    shards = np.where(states.master > 0, 0.0, sharded_bytes(case, layouts, params, states.weight, 1))
+    bytes_: Array = np.where(fsdp_full(case, layouts), shards, total)
     return np.where(casts_by_operator(case, layouts), 0.0, bytes_)
 
 
 def matrix_bytes(case: TrainCase, layouts: Layouts, states: StateBytes) -> Array:
-    """Of one weight of a layer's matrices: frozen ones are kept in the format they are multiplied in, or fewer bits."""
+    """Bytes per weight of a layer's matrices: frozen ones are stored in the dtype of their GEMMs, or in fewer bits."""
+
     if case.lora is None:
         return states.weight
     return np.where(WIDE[layouts.precision] & (case.lora.base_bytes == 2.0), 4.0, case.lora.base_bytes)

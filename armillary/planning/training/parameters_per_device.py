@@ -1,7 +1,7 @@
-"""Weights: how many parameters one device holds, dense and routed apart, since different ranks share them out.
+"""Parameters per device, dense and routed separately, since different ranks shard them.
 
-Counts come from spec.params; tensor parallelism cuts projections and MLPs, expert parallelism the routed experts; norms
-and router are whole on every rank.
+Counts come from spec.arithmetic.params. Tensor parallelism shards projections and MLPs, expert parallelism the routed
+experts; norms and router are replicated.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from armillary.spec.arithmetic.params import layer_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """Parameters on one device of the fullest stage, before ZeRO shares anything out."""
+class DeviceParameters:
+    """Parameters on one device of the fullest stage, before ZeRO shards them."""
 
     layer: Array
-    """dense weights of a layer: attention, MLP, shared expert, router, norms"""
+    """dense parameters per layer: attention, MLP, shared expert, router, norms"""
     experts: Array
-    """routed experts of a layer"""
+    """parameters of routed experts per layer"""
     ends: Array
     """embedding or output projection, whichever the stage has (both on a single stage)"""
     layers: Array
-    """layers of the stage"""
+    """layers per stage"""
 
     @property
     def dense(self) -> Array:
@@ -43,25 +43,21 @@ class Held:
         return self.dense + self.routed
 
 
-def held(case: TrainCase, layouts: Layouts, stages: Stages) -> Held:
-    """What a device of the fullest stage holds; layers of different kinds are averaged over the stage."""
-    model = case.model
-    cut = whole = routed = 0.0
-    counts = Counter(model.layers)
-    for kind, count in counts.items():
-        found = layer_parameters(model, model.layers.index(kind))
-        cut += count * (found.attention + found.mlp + found.shared)
-        whole += count * (found.norms + found.router)
-        routed += count * found.experts
-    layers = model.num_layers
+def device_parameters(case: TrainCase, layouts: Layouts, stages: Stages) -> DeviceParameters:
+    """Parameters on a device of the fullest stage; the kinds of layers are averaged."""
+    model, num_layers = case.model, case.model.num_layers
+    sharded = replicated = routed = 0.0
+    for kind, count in Counter(model.layers).items():
+        layer = layer_parameters(model, model.layers.index(kind))
+        sharded += count * (layer.attention + layer.mlp + layer.shared)
+        replicated += count * (layer.norms + layer.router)
+        routed += count * layer.experts
     table = model.vocab * model.hidden
     positions = model.learned_positions * model.hidden if model.positions == "learned" else 0
     single = table * (1 if model.tied else 2) + positions
-    ends = np.where(layouts.pp == 1, single, table + positions) / layouts.tp
-    pieces = layouts.ep * layouts.expert_tp
-    return Held(
-        layer=cut / layers / layouts.tp + whole / layers,
-        experts=routed / layers / pieces,
-        ends=ends,
+    return DeviceParameters(
+        layer=sharded / num_layers / layouts.tp + replicated / num_layers,
+        experts=routed / num_layers / (layouts.ep * layouts.expert_tp),
+        ends=np.where(layouts.pp == 1, single, table + positions) / layouts.tp,
         layers=stages.fullest,
     )

@@ -1,14 +1,14 @@
-"""Prediction: time and memory of layouts together, and one of them as gauges.
+"""Prediction: time and memory of layouts together, and the gauges of one of them.
 
-MFU counts 6·N FLOPs a token and causal attention as half, over the chip's dense 16-bit peak whatever the products run
-in; HFU counts what is recomputed too (spec.mfu).
+MFU counts 6·N FLOPs per token and causal attention as half, over the chip's dense 16-bit peak whatever the dtype of the
+GEMMs; HFU counts recompute too (spec.arithmetic.mfu).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from armillary.planning.device_model.layout_arrays import PRECISIONS, RECOMPUTES, Array, Bools, Ints, Layouts, taken
+from armillary.planning.device_model.layout_arrays import PRECISIONS, RECOMPUTES, Array, Bools, Ints, Layouts, take_rows
 from armillary.planning.training.memory_breakdown import Memory, fits, memory
 from armillary.planning.training.step_time import StepTime, step_time
 from armillary.planning.training.train_case import TrainCase
@@ -19,14 +19,14 @@ from armillary.spec.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Layouts with what was predicted for them."""
+    """Layouts with their predicted time and memory."""
 
     case: TrainCase
     """what is trained, on what"""
     layouts: Layouts
-    """priced side by side"""
+    """the layouts, as arrays"""
     time: StepTime
-    """seconds a step"""
+    """seconds per step"""
     memory: Memory
     """bytes on the fullest device"""
 
@@ -35,8 +35,8 @@ class Prediction:
         return fits(self.case, self.layouts, self.memory)
 
     @property
-    def room(self) -> float:
-        """Bytes of one device; endless where that is not known."""
+    def memory_limit(self) -> float:
+        """Bytes of one device; infinite where unknown."""
         return self.case.cluster.chip.memory_bytes or float("inf")
 
     @property
@@ -51,7 +51,7 @@ class Prediction:
 
     @property
     def model_flops(self) -> float:
-        """FLOPs a token by the MFU convention."""
+        """FLOPs per token by the MFU convention."""
         return model_flops_per_token(self.case.model, self.case.sequence, **self._adapters())
 
     def _adapters(self) -> dict[str, int]:
@@ -60,7 +60,7 @@ class Prediction:
         return {"frozen": parameters(self.case.model).multiplied, "adapters": lora.parameters} if lora else {}
 
     def hfu(self, i: int = 0) -> float:
-        """FLOPs done over the dense 16-bit peak, for one layout."""
+        """FLOPs executed over the dense 16-bit peak, for one layout."""
         code, every = int(self.layouts.recompute[i]), int(self.layouts.recompute_every[i])
         done = hardware_flops_per_token(
             self.case.model,
@@ -79,16 +79,19 @@ class Prediction:
         return PRECISIONS[int(self.layouts.precision[i])]
 
     def take(self, index: Ints) -> Prediction:
-        """The same for some of the layouts only."""
+        """The prediction for some of the layouts."""
         return replace(
-            self, layouts=self.layouts.take(index), time=taken(self.time, index), memory=taken(self.memory, index)
+            self,
+            layouts=self.layouts.take(index),
+            time=take_rows(self.time, index),
+            memory=take_rows(self.memory, index),
         )
 
     def gauges(self, i: int = 0) -> dict[str, float]:
-        """One layout's prediction by gauge name."""
+        """Gauges of one layout."""
         time, parts = self.time, self.memory.parts(i)
         speed = float(self.tokens_per_s[i])
-        found = {
+        terms = {
             "step_s": time.total,
             "compute_s": time.compute,
             "comm_s": time.comm,
@@ -98,10 +101,10 @@ class Prediction:
             "recompute_s": time.recompute,
             "optimizer_s": time.optimizer,
             "data_wait_s": time.data,
-            "micro_batches": time.micro_batches,
+            "micro_batches": time.work.micro_batches,
             "mfu": self.mfu,
         }
-        gauges = {name: float(array[i]) for name, array in found.items()}
+        gauges = {name: float(array[i]) for name, array in terms.items()}
         gauges |= {f"memory_{name}_bytes": size for name, size in parts.items()}
         if self.layout(i).offload != "none":
             gauges |= {"offload_s": float(time.offload[i]), "offloaded_bytes": float(self.memory.host[i])}
@@ -115,7 +118,7 @@ class Prediction:
         }
 
 
-def predict(case: TrainCase, layouts: Layouts, held: Memory | None = None) -> Prediction:
-    """Price every layout, in time and, unless that is known, in memory."""
-    held = held or memory(case, layouts)
-    return Prediction(case=case, layouts=layouts, time=step_time(case, layouts), memory=held)
+def predict(case: TrainCase, layouts: Layouts, usage: Memory | None = None) -> Prediction:
+    """Time and memory of every layout; `usage` is the memory where it is known already."""
+    usage = usage or memory(case, layouts)
+    return Prediction(case=case, layouts=layouts, time=step_time(case, layouts), memory=usage)

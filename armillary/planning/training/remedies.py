@@ -1,7 +1,7 @@
-"""Changes: what would make a layout fit, the smallest first.
+"""Remedies: the smallest change with which a layout fits into memory.
 
-One setting is changed at a time, then two; of those that fit, the one that costs least time is named. Where no change
-of layout helps, more devices are.
+One setting is changed at a time, then two; of the changes that fit, the fastest is named. Where no change of layout
+helps, a larger number of devices is named.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from armillary.planning.device_model.layout_arrays import PRECISIONS, of
+from armillary.planning.device_model.layout_arrays import PRECISIONS, as_arrays
 from armillary.planning.training.memory_breakdown import fits, memory
 from armillary.planning.training.prediction import predict
 from armillary.planning.training.train_case import TrainCase
@@ -36,30 +36,26 @@ class Remedy:
     change: Change
     """field of the layout -> value"""
     layout: Layout
-    """the layout after it"""
+    """the changed layout"""
     memory_bytes: float
-    """bytes a device then holds"""
+    """bytes per device after the change"""
     step_s: float
-    """seconds a step then takes"""
+    """seconds per step after the change"""
 
     def text(self) -> str:
         sets = " ".join(f"--set layout.{name}={value}" for name, value in self.change.items())
-        return f"{sets} ({bytes_text(self.memory_bytes)}, {seconds_text(self.step_s)} a step)"
+        return f"{sets} ({bytes_text(self.memory_bytes)}, {seconds_text(self.step_s)} per step)"
 
 
 def remedy(case: TrainCase, layout: Layout, precision: str | None = None) -> Remedy | None:
     """The smallest change with which `layout` fits its devices; None where no change of one or two settings does."""
     singles = list(_singles(case, layout))
-    pairs = [one | other for one, other in combinations(singles, 2) if not set(one) & set(other)]
-    for changes in (singles, pairs):
-        found = _best(case, layout, changes, precision)
-        if found is not None:
-            return found
-    return None
+    pairs = [first | second for first, second in combinations(singles, 2) if not set(first) & set(second)]
+    return _best(case, layout, singles, precision) or _best(case, layout, pairs, precision)
 
 
 def _best(case: TrainCase, layout: Layout, changes: list[Change], precision: str | None) -> Remedy | None:
-    """The quickest of the changed layouts that are valid and fit."""
+    """The fastest of the changed layouts that are valid and fit."""
     rules = Case(
         model=case.model,
         num_devices=case.cluster.num_devices,
@@ -71,7 +67,8 @@ def _best(case: TrainCase, layout: Layout, changes: list[Change], precision: str
     valid = [(change, changed) for change, changed in tried if not any(layout_problems(changed, rules))]
     if not valid:
         return None
-    priced = predict(case, of([changed for _, changed in valid], _kept(precision)))
+    named = precision if precision in PRECISIONS[-2:] else None  # one that spec.Layout has no name for
+    priced = predict(case, as_arrays([changed for _, changed in valid], named))
     fitting = np.nonzero(priced.fits)[0]
     if not len(fitting):
         return None
@@ -82,13 +79,8 @@ def _best(case: TrainCase, layout: Layout, changes: list[Change], precision: str
     )
 
 
-def _kept(precision: str | None) -> str | None:
-    """A number format that spec.Layout has no name for goes beside the layouts."""
-    return precision if precision in PRECISIONS[-2:] else None
-
-
 def _singles(case: TrainCase, layout: Layout) -> Iterator[Change]:
-    """Changes of one setting, those that trade dp for another axis included."""
+    """Changes of one setting, including those that trade dp for another axis."""
     stronger = {"none": ("selective", "full"), "selective": ("full",), "full": ()}[layout.recompute]
     yield from ({"recompute": mode} for mode in stronger)
     yield from ({"zero": stage} for stage in range(layout.zero + 1, 4) if layout.dp > 1)
@@ -104,13 +96,13 @@ def _singles(case: TrainCase, layout: Layout) -> Iterator[Change]:
     yield from ({"dp": layout.dp * n, "zero": 3} for n in (2, 4, 8, 16, 32, 64) if 1 < n <= spare)
     if layout.offload == "none" and case.cluster.chip.kind == "cpu":  # whose memory is the host's
         yield {"offload": "nvme"}
-    elif case.cluster.chip.kind != "cpu":  # what another place holds; the rules know what goes with recomputation
+    elif case.cluster.chip.kind != "cpu":  # the layout rules know which combine with recompute
         places = ("none", "optimizer", "activations", "both", "nvme")
         yield from ({"offload": what} for what in places if what != layout.offload)
 
 
 def devices_that_fit(case: TrainCase, layout: Layout) -> int | None:
-    """Devices, doubled until zero 3 (2 where our stages cannot) over all of them and full recomputation fit; None
+    """Devices, doubled until ZeRO 3 (2 where our pipeline stages cannot) over all of them and full recompute fit; None
     beyond MOST_DEVICES."""
     zero: Literal[2, 3] = 2 if case.software.fully_shard and splits_backward(layout) else 3
     devices = max(case.cluster.num_devices, layout.num_devices)
@@ -118,7 +110,7 @@ def devices_that_fit(case: TrainCase, layout: Layout) -> int | None:
     while devices <= MOST_DEVICES:
         wide = replace(layout, dp=max(1, devices // inner), zero=zero, recompute="full", micro_batch=1, shard=None)
         bigger = replace(case, cluster=_grown(case.cluster, devices))
-        layouts = of([wide])
+        layouts = as_arrays([wide])
         if fits(bigger, layouts, memory(bigger, layouts))[0]:
             return devices
         devices *= 2
@@ -136,9 +128,9 @@ def _grown(cluster: Cluster, devices: int) -> Cluster:
 
 def remedy_text(case: TrainCase, layout: Layout, precision: str | None = None) -> str:
     """One line that ends with what to change."""
-    found = remedy(case, layout, precision)
-    if found is not None:
-        return f"try {found.text()}"
+    change = remedy(case, layout, precision)
+    if change is not None:
+        return f"try {change.text()}"
     devices = devices_that_fit(case, layout)
     if devices is not None and devices > case.cluster.num_devices:
         name = re.sub(r"x\d+$", "", case.cluster.name) or case.cluster.chip.name

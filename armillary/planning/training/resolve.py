@@ -1,6 +1,6 @@
-"""A question to the planner: a recipe with its model and devices resolved, as a case to be priced.
+"""Resolve a recipe for planning: its model, devices and "auto" settings, as a case to price.
 
-What a recipe leaves out is derived here and noted, so that every verb answers the same question alike.
+Defaults for what a recipe leaves out are derived here and noted, so that every verb plans the same problem.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from math import log2
 from typing import TYPE_CHECKING
 
 from armillary.errors import BadInput
-from armillary.planning.device_model.frameworks import OURS, OURS_BY_LAYER, OURS_ON_CPU, Software, runs_whole
-from armillary.planning.device_model.measured_peaks import measured_peaks, processor_peaks
+from armillary.planning.device_model.frameworks import OURS, OURS_BY_LAYER, OURS_ON_CPU, Software, has_fused_block
+from armillary.planning.device_model.measured_peaks import cpu_peaks, measured_peaks
 from armillary.planning.training.train_case import Lora, TrainCase, lora_of, read_lora
 from armillary.profiling.dtypes.choice import Resolved, resolve_training, with_precision
 from armillary.spec import catalogue
@@ -27,43 +27,43 @@ if TYPE_CHECKING:  # the store's locks and sockets are slow to import
     from armillary.store.peaks import Peaks
 
 USUAL_BATCH = 4_194_304
-"""tokens of a step where nobody says: as Llama 2 and OLMo trained"""
+"""default tokens per step: as Llama 2 and OLMo were trained"""
 USUAL_SEQUENCE = 4096
 SNAP = 0.05
-"""a batch may be moved by this share to one that divides well"""
+"""share by which a batch may be moved to one that divides well"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is asked."""
+class TrainingProblem:
+    """A training recipe with everything resolved that planning needs."""
 
     recipe: Recipe
     """overrides applied, auto resolved"""
-    asked: Recipe
-    """the same as it was given"""
+    requested: Recipe
+    """the recipe before auto was resolved"""
     model: ModelConfig
-    """its shape"""
+    """shape of the model"""
     case: TrainCase
     """what is priced"""
     notes: tuple[str, ...] = ()
-    """what was assumed"""
+    """assumptions"""
     chosen: Mapping[str, str] = field(default_factory=dict)
-    """recipe key that said "auto" -> what it came to and why"""
+    """recipe key that was "auto" -> its value and the reason"""
 
     @property
     def layout(self) -> Layout:
         return self.recipe.layout
 
 
-def question(
-    recipe: Recipe, model: ModelConfig, cluster: Cluster, home: Home, lora: str | None = None, *, settled: bool = False
-) -> Question:
-    """The recipe's training job on its cluster, with the ceilings of this device where there are any; a precision of
-    auto is resolved for the device. A `settled` one is that of a run, and not questioned however slow it is here."""
-    asked, job = recipe, recipe.train
+def resolve(
+    recipe: Recipe, model: ModelConfig, cluster: Cluster, home: Home, lora: str | None = None, *, is_run: bool = False
+) -> TrainingProblem:
+    """The recipe's training job on its cluster, with the measured ceilings of this device if any. A precision of auto
+    is resolved for the device; that of an existing run (`is_run`) is not checked against what is fast here."""
+    requested, job = recipe, recipe.train
     resolved = (
         Resolved(dtype=recipe.layout.precision)
-        if settled and recipe.layout.precision != "auto"
+        if is_run and recipe.layout.precision != "auto"
         else resolve_training(recipe.layout, model, job, cluster, home)
     )
     recipe = replace(recipe, layout=with_precision(recipe.layout, resolved))
@@ -78,42 +78,42 @@ def question(
         measured_share=share,
         loss_chunk=job.chunk_tokens(model.vocab),
         lora=adapters,
-        software=_ours(model, cluster, adapters),
+        software=_software(model, cluster, adapters),
         compiled=job.compiled,
     )
     if case.lora is not None:
-        notes = (*notes, f"{count_text(case.lora.parameters)} weights of adapters are trained, the model's stay frozen")
+        notes = (*notes, f"{count_text(case.lora.parameters)} weights of adapters are trained, the model's are frozen")
     notes = (*notes, resolved.warning) if resolved.warning else notes
     chosen = {"layout.precision": resolved.reason} if resolved.reason else {}
-    return Question(recipe=recipe, asked=asked, model=model, case=case, notes=notes, chosen=chosen)
+    return TrainingProblem(recipe=recipe, requested=requested, model=model, case=case, notes=notes, chosen=chosen)
 
 
-def _ours(model: ModelConfig, cluster: Cluster, adapters: Lora | None) -> Software:
-    """On a GPU blocks are passes of their own where they are whole: one device, no adapters, a shape they know.
-    Asked of the cluster, because a search has no layout yet."""
+def _software(model: ModelConfig, cluster: Cluster, adapters: Lora | None) -> Software:
+    """On a GPU blocks are fused where nothing shards or adapts them: one device, no adapters, a supported shape. The
+    cluster decides, because a search has no layout yet."""
     if cluster.chip.kind == "cpu":
         return OURS_ON_CPU
-    whole = adapters is None and cluster.num_devices == 1 and runs_whole(model)
-    return OURS if whole else OURS_BY_LAYER
+    fused = adapters is None and cluster.num_devices == 1 and has_fused_block(model)
+    return OURS if fused else OURS_BY_LAYER
 
 
 def _devices(cluster: Cluster, layout: Layout, home: Home) -> tuple[Cluster, Peaks | None, float, tuple[str, ...]]:
     if cluster.chip.kind == "cpu" and cluster.name == "here":
-        return _processor(cluster, layout.num_devices, home)
+        return _cpu(cluster, layout.num_devices, home)
     measured = measured_peaks(home, cluster.chip)
     unknown = [tier.link.title for tier in cluster.tiers if tier.link.bytes_per_s is None]
-    notes = tuple(f"the speed of {title} is not known: armillary bench collectives measures it" for title in unknown)
+    notes = tuple(f"the speed of {title} is unknown: armillary bench collectives measures it" for title in unknown)
     return cluster, measured, 1.0, notes
 
 
-def _processor(cluster: Cluster, processes: int, home: Home) -> tuple[Cluster, Peaks | None, float, tuple[str, ...]]:
-    """A processor's cores work together for one process; several processes share them evenly."""
+def _cpu(cluster: Cluster, processes: int, home: Home) -> tuple[Cluster, Peaks | None, float, tuple[str, ...]]:
+    """All cores of a CPU work for one process; several processes share them evenly."""
     cores, chip = cluster.num_devices, cluster.chip
-    measured, share = processor_peaks(home, chip, cores, processes)
+    measured, share = cpu_peaks(home, chip, cores, processes)
     notes: tuple[str, ...] = ()
     if measured is None:
-        chip = _like_the_catalogue(chip, cores)
-        notes = ("this processor was not measured: the catalogue's stands in; armillary bench ceilings measures it",)
+        chip = _catalogue_cpu(chip, cores)
+        notes = ("this CPU was not measured: the catalogue's figures are used; armillary bench ceilings measures it",)
     memory = (cluster.chip.memory_bytes or 0.0) * cores / max(processes, 1)
     scaled = {dtype: flops / max(processes, 1) for dtype, flops in chip.flops.items()}
     bandwidth = chip.memory_bytes_per_s / max(processes, 1) if chip.memory_bytes_per_s else None
@@ -130,12 +130,12 @@ def _processor(cluster: Cluster, processes: int, home: Home) -> tuple[Cluster, P
 
 
 def _share_title(core: str, cores: float) -> str:
-    """'2 × core of …': what one process has; half a core where processes are more than cores."""
+    """'2 × core of …': the cores of one process; half a core where there are more processes than cores."""
     return core if cores == 1 else f"{cores:.3g} × {core}"
 
 
-def _like_the_catalogue(chip: Chip, cores: int) -> Chip:
-    """The catalogue's server processor, as many cores of it."""
+def _catalogue_cpu(chip: Chip, cores: int) -> Chip:
+    """The catalogue's server CPU with this number of cores."""
     known = catalogue.chip("cpu")
     share = cores / (known.num_sms or cores)
     bandwidth = known.memory_bytes_per_s * min(1.0, share) if known.memory_bytes_per_s else None
@@ -147,7 +147,7 @@ def _like_the_catalogue(chip: Chip, cores: int) -> Chip:
     )
 
 
-# --- what nobody said
+# --- defaults
 
 
 def usual_sequence(model: ModelConfig) -> int:
@@ -155,12 +155,12 @@ def usual_sequence(model: ModelConfig) -> int:
 
 
 def dividing_batch(wanted: int | None, sequence: int, devices: int) -> tuple[int, str]:
-    """(tokens of a step, what to note): `wanted`, or as many sequences near it as divide well over axes of two; where
-    nobody says, near the usual batch and a multiple of all devices."""
+    """(tokens per step, note): `wanted`, or a number of sequences near it that divides well over axes of powers of two;
+    by default near the usual batch and a multiple of all devices."""
     if wanted is None:
         times = 2 ** max(0, round(log2(max(USUAL_BATCH / sequence / devices, 1.0))))
         batch = sequence * devices * times
-        return batch, f"a batch of {batch:,} tokens was assumed; --batch-tokens says otherwise"
+        return batch, f"a batch of {batch:,} tokens was assumed; --batch-tokens sets another"
     if wanted < sequence:
         raise BadInput(
             f"a batch of {wanted} tokens is less than one sequence of {sequence}; try --batch-tokens {sequence}"
@@ -171,7 +171,8 @@ def dividing_batch(wanted: int | None, sequence: int, devices: int) -> tuple[int
 
 
 def _dividing(target: float) -> int:
-    """The sequences within SNAP of `target` that a power of two as high as possible divides, the nearest of them."""
+    """The number of sequences within SNAP of `target` that the highest power of two divides, the nearest of them."""
+
     low, high = max(1, round(target * (1 - SNAP))), max(1, round(target * (1 + SNAP)))
     power = 2 ** int(log2(high))
     while high // power * power < low:

@@ -1,7 +1,7 @@
-"""The space of layouts: every way to spread a model over all devices of a cluster that the layout rules allow.
+"""Search space: every layout of a model on all devices of a cluster that the layout rules allow.
 
-dp × zero × tp × pp × interleave × cp × ep × micro-batch × recompute × precision. Axes that divide are listed one by
-one, what combines freely is multiplied out as arrays.
+dp × zero × tp × pp × interleave × cp × ep × micro-batch × recompute × precision. Axes that must divide are enumerated,
+the others are combined freely, as arrays.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from armillary.spec.precision import GAIN
 
 MOST_TP, MOST_CP, MOST_MICRO_BATCH = 64, 64, 64
 LEAST_PIECE = 256
-"""tokens that a context-parallel rank keeps of a sequence at least"""
+"""fewest tokens of a sequence per context-parallel rank"""
 FREE = ("offload", "fp8_scaling", "recompute_every", "bucket_bytes", "sequence_parallel", "shard", "schedule")
-"""fields that the space does not vary: they are set to what is asked for"""
+"""fields that the space does not vary: they have the requested value"""
 _AXES = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "interleave")
 _Axes = tuple[int, int, int, int, int, int, int]
 
@@ -56,16 +56,16 @@ def space(case: TrainCase, precisions: Sequence[str] | None = None) -> Layouts:
     columns: dict[str, Ints] = {name: np.repeat(axes[:, i], len(free)) for i, name in enumerate(_AXES)}
     columns |= {name: np.tile(free[:, i], len(axes)) for i, name in enumerate(("zero", "recompute", "precision"))}
     interleaved = columns["interleave"] > 1
-    found = grid(schedule=np.where(interleaved, SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")), **columns)
-    useful = (found.zero == 0) | (found.dp * found.cp > 1)
-    return found.take(np.nonzero(useful)[0])
+    layouts = grid(schedule=np.where(interleaved, SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")), **columns)
+    useful = (layouts.zero == 0) | (layouts.dp * layouts.cp > 1)
+    return layouts.take(np.nonzero(useful)[0])
 
 
 def constrained(layouts: Layouts, fixed: Mapping[str, Any]) -> Layouts:
     """Of the layouts, those with these values; fields that the space does not vary are set to them."""
     for name, value in fixed.items():
         code = CODES[name].index(value) if name in CODES else value
-        if name == "schedule" and value != "interleaved":  # the space has one schedule without chunks: name another
+        if name == "schedule" and value != "interleaved":  # the space has one schedule without chunks: rename it
             layouts = layouts.take(np.nonzero(layouts.interleave == 1)[0])
         if name in FREE and value != "interleaved":
             column = np.full(len(layouts), code) if value is not None else layouts.dp
@@ -73,13 +73,13 @@ def constrained(layouts: Layouts, fixed: Mapping[str, Any]) -> Layouts:
         else:
             layouts = layouts.take(np.nonzero(getattr(layouts, name) == code)[0])
     if not len(layouts):
-        said = ", ".join(f"layout.{name}={value}" for name, value in fixed.items())
-        raise BadLayout(f"no valid layout has {said}; leave one of them to the search")
+        text = ", ".join(f"layout.{name}={value}" for name, value in fixed.items())
+        raise BadLayout(f"no valid layout has {text}; leave one of them to the search")
     return layouts
 
 
 def runnable(case: TrainCase, layouts: Layouts, fixed: Mapping[str, Any]) -> Layouts:
-    """Of the layouts, those whose choices our trainer runs together, where it is what runs them."""
+    """Of the layouts, those that our trainer can run, where it is the software."""
     if not case.software.fully_shard:
         return layouts
     names = ("dp", "cp", "zero", "pp", "schedule", "recompute", "offload")
@@ -95,23 +95,24 @@ def runnable(case: TrainCase, layouts: Layouts, fixed: Mapping[str, Any]) -> Lay
 
 
 def hybrid(case: TrainCase, layouts: Layouts) -> Layouts:
-    """The zero-3 layouts again with weights shared out inside a node only (HSDP), where that divides."""
+    """The ZeRO 3 layouts with weights sharded inside a node only (HSDP), where that divides."""
     size = np.maximum(case.cluster.fast_domain // (layouts.tp * layouts.cp), 1)
     real = (layouts.zero == 3) & (size > 1) & (size < layouts.dp) & (layouts.dp % size == 0)
     return replace(layouts, shard=size).take(np.nonzero(real)[0])
 
 
 def tried_dtypes(case: TrainCase) -> list[str]:
-    """Formats that a search tries where nobody says: on a measured CPU what is quickest by its own ceilings, else what
-    the chip has."""
+    """Dtypes that a search tries by default: on a measured CPU the fastest by its own ceilings, else what the chip
+    has."""
     if case.measured is None or case.cluster.chip.kind != "cpu":
         return supported(case.cluster.chip)
-    half, wide = (case.curves.lasting(name) for name in ("bf16", "fp32"))
-    return ["bf16" if half >= GAIN * wide else "fp32"]
+        return supported(case.cluster.chip)
+    narrow, wide = (case.curves.sustained(name) for name in ("bf16", "fp32"))
+    return ["bf16" if narrow >= GAIN * wide else "fp32"]
 
 
 def supported(chip: Chip) -> list[str]:
-    """Formats of products that training is tried in: 16 bits, and 8 where the chip is faster in them."""
+    """Dtypes of GEMMs that training is tried in: 16 bits, and 8 where the chip is faster in them."""
     base = "bf16" if chip.peak("bf16") or not chip.peak("fp16") else "fp16"
     if not (chip.peak("bf16") or chip.peak("fp16")):
         return ["fp32"]
@@ -119,7 +120,7 @@ def supported(chip: Chip) -> list[str]:
     return [base, "fp8"] if faster else [base]
 
 
-# --- axes that divide
+# --- axes that must divide
 
 
 def _axes(case: TrainCase) -> Iterator[_Axes]:
@@ -133,15 +134,15 @@ def _axes(case: TrainCase) -> Iterator[_Axes]:
                 yield from _inner(case, dp, tp, pp, cp, sequences // dp)
 
 
-def _inner(case: TrainCase, dp: int, tp: int, pp: int, cp: int, mine: int) -> Iterator[_Axes]:
+def _inner(case: TrainCase, dp: int, tp: int, pp: int, cp: int, sequences: int) -> Iterator[_Axes]:
     for ep in _expert_sizes(case, dp * cp * (tp if case.software.experts_over_tp else 1)):
-        for micro_batch in _divisors(mine, MOST_MICRO_BATCH):
-            for interleave in _interleaves(case, pp, mine // micro_batch):
+        for micro_batch in _divisors(sequences, MOST_MICRO_BATCH):
+            for interleave in _interleaves(case, pp, sequences // micro_batch):
                 yield dp, tp, pp, cp, ep, micro_batch, interleave
 
 
 def _tensor_sizes(case: TrainCase) -> list[int]:
-    """tp that divides heads, KV heads and MLPs by the layout rules, at most twice what shares the fastest links."""
+    """tp that divides heads, KV heads and MLPs by the layout rules, at most twice the fast domain."""
     most = min(MOST_TP, case.cluster.num_devices, 2 * max(case.cluster.fast_domain, 1))
     rules = Case(model=case.model, sequence=case.sequence)
     sizes = [tp for tp in range(1, most + 1) if case.cluster.num_devices % tp == 0]
@@ -162,7 +163,7 @@ def _expert_sizes(case: TrainCase, ranks: int) -> list[int]:
 
 
 def _interleaves(case: TrainCase, pp: int, micro_batches: int) -> list[int]:
-    """Chunks a stage: such that chunks are equal, with the ends as places or not; micro-batches go pp at a time."""
+    """Chunks per stage: equal chunks, with or without the ends as places; micro-batches run in groups of pp."""
     if pp == 1 or micro_batches % pp:
         return [1]
     layers = case.model.num_layers
@@ -174,5 +175,5 @@ def _interleaves(case: TrainCase, pp: int, micro_batches: int) -> list[int]:
 def _divisors(number: int, most: int | None = None) -> list[int]:
     """Every divisor up to `most`, in order."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0] if number > 0 else []
-    found = sorted({*small, *(number // n for n in small)})
-    return [n for n in found if most is None or n <= most]
+    divisors = sorted({*small, *(number // n for n in small)})
+    return [n for n in divisors if most is None or n <= most]

@@ -1,7 +1,7 @@
-"""How tensor, context and expert parallelism cut each operation: one table, read by time and memory alike.
+"""How tensor, context and expert parallelism shard each operation: one table for time and memory.
 
-column: the product's outputs are shared out; row: its inputs; heads: the work is; stream: rows of the residual stream
-(only with sequence parallelism); experts: routed rows and weights; all are cut by context parallelism as well.
+column: the outputs of the GEMM are sharded; row: its inputs; heads: its work; stream: the tokens of the residual stream
+(only with sequence parallelism); experts: routed tokens and weights. Context parallelism shards all of them as well.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 from armillary.planning.device_model.layout_arrays import Array, Layouts
 from armillary.spec.arithmetic.ops import Op
 
-Cut = Literal["column", "row", "heads", "stream", "experts", "whole"]
+Sharding = Literal["column", "row", "heads", "stream", "experts"]
 
-CUTS: dict[str, Cut] = {
+SHARDINGS: dict[str, Sharding] = {
     "qkv": "column",
     "q": "column",
     "kv_up": "column",
@@ -39,29 +39,25 @@ CUTS: dict[str, Cut] = {
     "moe.dispatch": "experts",
     "moe.combine": "experts",
 }
-"""operation -> cut; what is not listed (norms, adds, router, low-rank down projections, embedding) is on the stream"""
+"""operation -> sharding; what is not listed (norms, adds, router, low-rank down projections, embedding) is on the
+stream"""
 LOW_PRECISION_NEVER = ("head", "moe.router", "shared.gate")
-"""products that stay in bf16 when the rest runs in 8 or 4 bits (Micikevicius et al., arXiv 2209.05433)"""
+"""GEMMs that stay in bf16 when the others run in 8 or 4 bits (Micikevicius et al., arXiv 2209.05433)"""
 
 
-def cut_of(name: str) -> Cut:
-    return CUTS.get(name, "stream")
+def sharding_of(name: str) -> Sharding:
+    return SHARDINGS.get(name, "stream")
 
 
-def share(cut: Cut, layouts: Layouts) -> Array:
-    """Of the work of an operation, what one device does."""
-    if cut == "experts":  # rows are spread evenly, whatever ep: each device gets as many as its own tokens make
-        return 1.0 / (layouts.cp * layouts.tp)
-    if cut == "stream":
-        return 1.0 / (layouts.cp * layouts.stream_tp)
-    if cut == "whole":
-        return 1.0 / layouts.cp
-    return 1.0 / (layouts.cp * layouts.tp)
+def share(sharding: Sharding, layouts: Layouts) -> Array:
+    """Share of an operation's work on one device. Routed tokens are balanced: a device gets as many rows as its own
+    tokens produce, whatever ep is."""
+    return 1.0 / (layouts.cp * (layouts.stream_tp if sharding == "stream" else layouts.tp))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
-    """A matrix product as one device sees it: groups × [m, k] @ [k, n]."""
+class Gemm:
+    """A GEMM as one device runs it: groups × [m, k] @ [k, n]."""
 
     groups: Array
     m: Array
@@ -73,20 +69,18 @@ class Product:
         return 2.0 * self.groups * self.m * self.n * self.k
 
 
-def product(op: Op, layouts: Layouts, experts: int = 0) -> Product:
-    """The forward product of `op` after the cut; `experts` is how many share a grouped one."""
+def local_gemm(op: Op, layouts: Layouts, experts: int = 0) -> Gemm:
+    """The forward GEMM of `op` after sharding; `experts` is the number of groups of a grouped GEMM."""
     _, m, n, k = (np.full(len(layouts), float(size)) for size in op.shape)
-    groups, cut = np.ones(len(layouts)), cut_of(op.name)
-    if cut == "experts":
-        rows = op.flops / (2.0 * n * k)
-        local = np.maximum(experts / layouts.ep, 1.0)
-        pieces = layouts.expert_tp
-        mine = rows / (layouts.cp * layouts.tp) * pieces
-        n, k = (n / pieces, k) if op.name.endswith("gate_up") else (n, k / pieces)
-        return Product(groups=local, m=mine / local, n=n, k=k)
-    if cut == "column":
+    sharding = sharding_of(op.name)
+    if sharding == "experts":
+        local, shards = np.maximum(experts / layouts.ep, 1.0), layouts.expert_tp
+        rows = op.flops / (2.0 * n * k) / (layouts.cp * layouts.tp) * shards
+        n, k = (n / shards, k) if op.name.endswith("gate_up") else (n, k / shards)
+        return Gemm(groups=local, m=rows / local, n=n, k=k)
+    if sharding == "column":
         n = n / layouts.tp
-    elif cut == "row":
+    elif sharding == "row":
         k = k / layouts.tp
-    rows_cut = layouts.stream_tp if cut == "stream" else 1
-    return Product(groups=groups, m=m / layouts.cp / rows_cut, n=n, k=k)
+    tokens = layouts.cp * (layouts.stream_tp if sharding == "stream" else 1)
+    return Gemm(groups=np.ones(len(layouts)), m=m / tokens, n=n, k=k)

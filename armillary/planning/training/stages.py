@@ -1,8 +1,8 @@
-"""Stages: how many layers pipeline stages hold, and what stands at their ends.
+"""Pipeline stages: the number of layers per stage, and where embedding and output projection are.
 
-Our trainer cuts by FLOPs, the output projection counted (`spec.stages`). Other software is taken to divide layers
-evenly: where they divide over all chunks the projection is an extra on the last stage; otherwise the embedding and the
-projection take a layer's place each (as Llama 3 405B did: 126 layers in 8 × 16 places).
+Our trainer splits by FLOPs, the output projection included (`spec.layout_rules.pipeline_split`). Other software is
+taken to divide layers evenly: where they divide over all chunks, the projection is extra work of the last stage;
+otherwise embedding and projection take the place of a layer each (as for Llama 3 405B: 126 layers in 8 × 16 places).
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from armillary.spec.layout_rules.pipeline_split import layers_by_stage
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """The split of a model's layers, a figure a layout."""
+    """Layers per pipeline stage of every layout."""
 
     first: Array
     """layers of the first stage"""
     fullest: Array
     """layers of the fullest stage"""
     fullest_at: Array
-    """which one that is, the earliest of several"""
+    """index of the fullest stage, the first of several"""
     least_last: Array
-    """fewest layers that the stage with the output projection can be left with"""
+    """fewest layers that the stage with the output projection can have"""
     mean: Array
-    """layers a stage on average"""
-    settled: Bools
-    """`least_last` is what that stage has; otherwise it is given as many as keep it no longer than the others"""
+    """mean layers per stage"""
+    is_exact: Bools
+    """`least_last` is exact; otherwise the last stage gets as many layers as keep it no slower than the others"""
 
     def last(self, layer_s: Array, head_s: Array) -> Array:
         """Layers of the last stage."""
-        room = np.floor(self.fullest - head_s / np.maximum(layer_s, 1e-12))
-        layers: Array = np.where(self.settled, self.least_last, np.clip(room, self.least_last, self.fullest))
+        capacity = np.floor(self.fullest - head_s / np.maximum(layer_s, 1e-12))
+        layers: Array = np.where(self.is_exact, self.least_last, np.clip(capacity, self.least_last, self.fullest))
         return layers
 
 
@@ -59,7 +59,7 @@ def split(case: TrainCase, layouts: Layouts) -> Stages:
         fullest_at=chosen(2, even.fullest_at),
         least_last=chosen(3, even.least_last),
         mean=even.mean,
-        settled=known | even.settled,
+        is_exact=known | even.is_exact,
     )
 
 
@@ -68,12 +68,12 @@ def stage_layers(case: TrainCase, layouts: Layouts) -> list[float]:
     stages, pp = split(case, layouts), int(layouts.pp[0])
     if case.software.balanced_stages and pp * int(layouts.interleave[0]) <= case.model.num_layers + 2:
         return [float(n) for n in layers_by_stage(case.model, pp, int(layouts.interleave[0]), sequence=case.sequence)]
-    last = stages.fullest if stages.settled[0] else np.maximum(stages.least_last, 1.0)
+    last = stages.fullest if stages.is_exact[0] else np.maximum(stages.least_last, 1.0)
     return [float(stages.fullest[0])] * (pp - 1) + [float(last[0])]
 
 
 def _balanced(case: TrainCase, pp: int, interleave: int) -> tuple[float, float, float, float]:
-    """(first, fullest, which, last) as training divides; -1 where there are more chunks than places."""
+    """(first, fullest, its index, last) as our trainer splits; -1 where there are more chunks than places."""
     if pp * interleave > case.model.num_layers + 2:
         return -1.0, -1.0, -1.0, -1.0
     counts = layers_by_stage(case.model, pp, interleave, sequence=case.sequence)
@@ -87,5 +87,5 @@ def _even(num_layers: int, layouts: Layouts) -> Stages:
     fullest = np.where(divides, mean, np.ceil((num_layers + 2) / layouts.pp))
     least = np.where(divides, mean, np.maximum(num_layers - (layouts.pp - 1) * fullest, 0.0))
     return Stages(
-        first=fullest, fullest=fullest, fullest_at=np.zeros(len(layouts)), least_last=least, mean=mean, settled=divides
+        first=fullest, fullest=fullest, fullest_at=np.zeros(len(layouts)), least_last=least, mean=mean, is_exact=divides
     )

@@ -1,7 +1,7 @@
-"""Step time: T = compute + exposed communication + bubble + overhead, for every layout at once.
+"""Step time of every layout at once: T_step = max(T_compute, T_comm) + T_bubble + T_overhead.
 
-In each overlap window the longer of computation and exchange counts; the excess of the exchange is what shows. The
-terms carry the names that plan, explain, table and search print.
+The maximum is taken per overlap window, so it equals T_compute plus the communication that no computation hides
+(T_exposed). `plan`, `explain`, `table` and `search` print the terms under these names.
 """
 
 from __future__ import annotations
@@ -20,64 +20,85 @@ from armillary.planning.device_model.layout_arrays import (
     Ints,
     Layouts,
     distinct,
-    taken,
+    plus,
+    scaled,
+    take_rows,
 )
 from armillary.planning.training import communication, offload
 from armillary.planning.training import step_overhead as overhead
-from armillary.planning.training.communication import CONTENTION, Exchange, LayerExchanges
-from armillary.planning.training.compute import Work, ends_work, layer_work, nothing
-from armillary.planning.training.parameters_per_device import Held, held
+from armillary.planning.training.communication import CONTENTION, CommCost, LayerComm
+from armillary.planning.training.compute import Work, ends_work, layer_work
+from armillary.planning.training.parameters_per_device import DeviceParameters, device_parameters
 from armillary.planning.training.stages import Stages, split
 from armillary.planning.training.train_case import TrainCase
 
 _KEYS = ("micro_batch", "cp", "tp", "sequence_parallel", "ep", "precision", "fp8_scaling", "interleave")
-"""fields that a layer's time depends on; layouts that agree in them share one calculation"""
+"""fields that the time of a layer depends on; layouts with equal values share one calculation"""
+ZERO_BUBBLE = SCHEDULES.index("zero_bubble")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """One micro-batch on a pipeline stage of every layout."""
+
+    micro_batches: Array
+    """micro-batches per rank and step"""
+    stages: Stages
+    """layers per pipeline stage"""
+    parameters: DeviceParameters
+    """parameters per device"""
+    layer: Work
+    """one layer (mean over the kinds of layers)"""
+    mean_stage: Work
+    """the mean stage, with its share of embedding and output projection"""
+    layer_comm: LayerComm
+    """communication inside one layer"""
+    recompute: Array
+    """seconds that the backward pass of a layer recomputes"""
+    forward_share: Array
+    """share of the forward pass in the time of a layer"""
+    mean_micro_batch_time: Array
+    """seconds on the mean stage, communication inside layers included"""
+    micro_batch_time: Array
+    """seconds on the slowest stage, communication inside layers included"""
+    launch: Array
+    """seconds the device waits for kernel launches"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step on every layout, term by term."""
+    """Seconds per step on every layout, term by term."""
 
-    micro_batches: Array
-    """a rank's micro-batches a step"""
     gemm: Array
-    """matrix products of the model, forward and backward"""
+    """GEMMs of the model, forward and backward"""
     attention: Array
     """attention, forward and backward"""
     memory: Array
-    """what memory bounds: norms, activations, casts, loss"""
+    """memory-bound operations: norms, activations, casts, loss"""
     recompute: Array
-    """activations made again"""
+    """activation recomputation"""
     contention: Array
-    """computation slowed by exchanges hidden beside it"""
-    turn: Array
-    """a micro-batch on the slowest stage, exchanges inside its layers included"""
-    mean_turn: Array
-    """the same on the mean stage"""
-    exchanges: dict[str, Exchange]
-    """tp, cp, ep, gradients, weights, pp"""
+    """slowdown of compute by the communication that it hides"""
+    comm_costs: dict[str, CommCost]
+    """communication by kind: tp, cp, ep, gradients, weights, pp"""
     fill: Array
-    """pipeline filling and draining"""
+    """pipeline fill and drain"""
     imbalance: Array
-    """waiting for the fullest stage"""
+    """waiting for the slowest pipeline stage"""
     optimizer: Array
-    """the optimiser's pass over its states"""
+    """optimizer step"""
     launch: Array
-    """kernels waited for"""
-    straggle: Array
+    """waiting for kernel launches"""
+    straggler: Array
     """waiting for the slowest node"""
     data: Array
-    """waiting for the batch, where a loader was measured"""
+    """waiting for the batch, where a data loader was measured"""
     other: Array
-    """what a step costs by itself"""
+    """fixed cost of a step"""
     offload: Array
-    """standing still for the host: its optimiser and copies that nothing hides"""
-    layer: Work = field(repr=False)
-    """one layer, one micro-batch (averaged over kinds)"""
-    held: Held = field(repr=False)
-    """parameters on a device"""
-    stages: Stages = field(repr=False)
-    """the split over pipeline stages"""
+    """waiting for offloaded states and activations"""
+    work: StageWork = field(repr=False)
+    """one micro-batch on a stage"""
 
     @property
     def compute(self) -> Array:
@@ -85,11 +106,11 @@ class StepTime:
 
     @property
     def comm(self) -> Array:
-        return sum((one.total for one in self.exchanges.values()), np.zeros_like(self.gemm))
+        return sum((cost.total for cost in self.comm_costs.values()), np.zeros_like(self.gemm))
 
     @property
     def exposed(self) -> Array:
-        return sum((one.exposed for one in self.exchanges.values()), np.zeros_like(self.gemm))
+        return sum((cost.exposed for cost in self.comm_costs.values()), np.zeros_like(self.gemm))
 
     @property
     def bubble(self) -> Array:
@@ -97,181 +118,160 @@ class StepTime:
 
     @property
     def overhead(self) -> Array:
-        return self.optimizer + self.launch + self.straggle + self.data + self.other + self.offload
+        return self.optimizer + self.launch + self.straggler + self.data + self.other + self.offload
 
     @property
     def total(self) -> Array:
+        """max(compute, communication) per overlap window + bubble + overhead."""
         return self.compute + self.exposed + self.bubble + self.overhead
 
 
 def step_time(case: TrainCase, layouts: Layouts) -> StepTime:
-    """Price every layout."""
-    small, back = _unique(layouts)
-    layer, sent, first, last = _parts(case, small)
-    layer, sent, first, last = taken(layer, back), taken(sent, back), taken(first, back), taken(last, back)
-    return _assemble(case, layouts, layer, sent, first.plus(last), last)
-
-
-def _assemble(case: TrainCase, layouts: Layouts, layer: Work, sent: LayerExchanges, ends: Work, last: Work) -> StepTime:
-    stages = split(case, layouts)
-    mine = held(case, layouts, stages)
-    m = np.maximum(case.batch_tokens / (case.sequence * layouts.micro_batch * layouts.dp), 1.0)
-    turn = _turn(layouts, stages, layer, sent, ends, last)
-    whole = ends.scaled(1 / layouts.pp).plus(layer.scaled(stages.mean))
-    waits = overhead.launch_s(case, layouts, whole, turn.mean)
-    exchanges, wall = _exchanges(case, layouts, sent, mine, turn.slowest + waits, m, stages)
-    hidden = sum((one.hidden for one in exchanges.values()), np.zeros(len(layouts)))
-    share = _backward_share(layouts)
+    """T_step = max(T_compute, T_comm) + T_bubble + T_overhead, with each maximum as T_compute + T_exposed."""
+    work = stage_work(case, layouts)
+    comm = comm_costs(case, layouts, work)
     return StepTime(
-        micro_batches=m,
-        gemm=m * (whole.gemm_forward + whole.gemm_backward),
-        attention=m * (whole.attention_forward + whole.attention_backward),
-        memory=m * (whole.memory_forward + whole.memory_backward),
-        recompute=m * stages.mean * turn.again,
-        contention=CONTENTION * hidden,
-        turn=turn.slowest,
-        mean_turn=turn.mean,
-        exchanges=exchanges,
-        fill=bubble_s(
-            layouts,
-            turn.slowest * turn.forward,
-            turn.slowest * (1 - turn.forward),
-            stages.fullest * layer.gemm_backward / 2,
-        ),
-        imbalance=m * np.maximum(turn.slowest - turn.mean, 0.0),
-        optimizer=overhead.optimizer_s(case, layouts, mine),
-        launch=m * waits,
-        straggle=overhead.straggle_s(case, layouts, m * turn.mean),
-        data=overhead.data_s(case, layouts, m, m * wall + exchanges["pp"].exposed),
-        other=np.full(len(layouts), overhead.STEP_S),
-        offload=offload.offload_s(case, layouts, mine, m, wall * (1 - share), wall * share),
-        layer=layer,
-        held=mine,
-        stages=stages,
+        **compute_terms(work, comm),
+        comm_costs=comm,
+        **bubble_terms(layouts, work),
+        **overhead_terms(case, layouts, work, comm),
+        work=work,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Turn:
-    """A stage's turn with one micro-batch, exchanges inside layers included."""
-
-    mean: Array
-    """of the mean stage"""
-    slowest: Array
-    """of the slowest"""
-    again: Array
-    """what a layer's backward makes again"""
-    forward: Array
-    """of a layer's own time, the share of the forward pass"""
+# --- compute
 
 
-def _turn(layouts: Layouts, stages: Stages, layer: Work, sent: LayerExchanges, ends: Work, last: Work) -> _Turn:
-    again = _again(layouts, layer)
-    forward, backward = layer.forward, layer.backward + again
-    per_layer = forward + backward + sent.exposed
-    mean = stages.mean * per_layer + (ends.forward + ends.backward) / layouts.pp
-    head = last.forward + last.backward
-    last_turn = stages.last(per_layer, head) * per_layer + head
-    slowest = np.where(layouts.pp == 1, mean, np.maximum(stages.fullest * per_layer, last_turn))
-    return _Turn(mean=mean, slowest=slowest, again=again, forward=forward / (forward + backward))
-
-
-def _exchanges(
-    case: TrainCase, layouts: Layouts, sent: LayerExchanges, mine: Held, turn: Array, m: Array, stages: Stages
-) -> tuple[dict[str, Exchange], Array]:
-    """(every kind of exchange of a step, wall time of a micro-batch with what shows of them). Windows are wall time,
-    since whatever holds a stage up hides exchanges too."""
-    share = _backward_share(layouts)
-    windows = communication.Windows(forward=turn * (1 - share), backward=turn * share)
-    grads, gathers = communication.data_parallel(case, layouts, mine, windows, m)
-    wall = turn + (grads.exposed + gathers.exposed) / m
-    sends = communication.pipeline_sends(case, layouts, m, wall / layouts.interleave / 2)
-    times = m * stages.mean
+def compute_terms(work: StageWork, comm: dict[str, CommCost]) -> dict[str, Array]:
+    """Seconds that a step computes, by kind of operation."""
+    m, stage = work.micro_batches, work.mean_stage
     return {
-        "tp": _times(sent.tp, times),
-        "cp": _times(sent.cp, times),
-        "ep": _times(sent.ep, times),
-        "gradients": grads,
-        "weights": gathers,
-        "pp": sends,
-    }, wall
+        "gemm": m * (stage.gemm_forward + stage.gemm_backward),
+        "attention": m * (stage.attention_forward + stage.attention_backward),
+        "memory": m * (stage.memory_forward + stage.memory_backward),
+        "recompute": m * work.stages.mean * work.recompute,
+        "contention": CONTENTION * sum((cost.hidden for cost in comm.values()), np.zeros_like(m)),
+    }
 
 
-def _backward_share(layouts: Layouts) -> Array:
-    """Of a micro-batch's time: the backward pass takes twice the forward's, and makes the forward again where asked."""
-    return np.where(layouts.recompute == FULL, 3 / 4, 2 / 3)
+def stage_work(case: TrainCase, layouts: Layouts) -> StageWork:
+    """One micro-batch on the mean and on the slowest stage. Layouts that agree in _KEYS share the time of a layer."""
+    unique, index = _unique(layouts)
+    layer, comm, first, last = _layer_and_ends(case, unique)
+    layer, comm = take_rows(layer, index), take_rows(comm, index)
+    first, last = take_rows(first, index), take_rows(last, index)
+    stages = split(case, layouts)
+    recompute = _recompute(layouts, layer)
+    forward, backward = layer.forward, layer.backward + recompute
+    per_layer = forward + backward + comm.exposed
+    ends, head = plus(first, last), last.forward + last.backward
+    mean_stage = plus(scaled(ends, 1 / layouts.pp), scaled(layer, stages.mean))
+    mean = stages.mean * per_layer + (ends.forward + ends.backward) / layouts.pp
+    last_stage = stages.last(per_layer, head) * per_layer + head
+    return StageWork(
+        micro_batches=np.maximum(case.batch_tokens / (case.sequence * layouts.micro_batch * layouts.dp), 1.0),
+        stages=stages,
+        parameters=device_parameters(case, layouts, stages),
+        layer=layer,
+        mean_stage=mean_stage,
+        layer_comm=comm,
+        recompute=recompute,
+        forward_share=forward / (forward + backward),
+        mean_micro_batch_time=mean,
+        micro_batch_time=np.where(layouts.pp == 1, mean, np.maximum(stages.fullest * per_layer, last_stage)),
+        launch=overhead.launch_s(case, layouts, mean_stage, mean),
+    )
 
 
-def _again(layouts: Layouts, layer: Work) -> Array:
-    """What a layer's backward makes again: its forward, or the parts that memory bounds."""
-    every = 1.0 / layouts.recompute_every
+def _unique(layouts: Layouts) -> tuple[Layouts, Ints]:
+    """(one layout per set that agrees in _KEYS and in expert_tp, the set of every layout)."""
+    columns = [getattr(layouts, name).astype(np.int64) for name in _KEYS] + [layouts.expert_tp]
+    code: Ints = np.zeros(len(layouts), dtype=np.int64)
+    for column in columns:
+        values, inverse = distinct(column)
+        code = code * len(values) + inverse
+    first, index = distinct(code)
+    return layouts.take(first), index
+
+
+def _layer_and_ends(case: TrainCase, layouts: Layouts) -> tuple[Work, LayerComm, Work, Work]:
+    """(mean layer, its communication, embedding, output projection with the loss)."""
+    layers, comms = [], []
+    for kind, count in Counter(case.model.layers).items():
+        work, share = layer_work(case, kind, layouts), count / case.model.num_layers
+        comm = communication.layer_comm(case, layouts, work, moe=kind.mlp == "moe")
+        layers.append(scaled(work, share))
+        comms.append(scaled(comm, share))
+    return plus(*layers), plus(*comms), *ends_work(case, layouts)
+
+
+def _recompute(layouts: Layouts, layer: Work) -> Array:
+    """Seconds that the backward pass of a layer recomputes: its forward pass, or its memory-bound operations."""
+    share = 1.0 / layouts.recompute_every
     return np.select(
         [layouts.recompute == FULL, layouts.recompute == SELECTIVE],
-        [layer.forward * every, layer.again_selective * every],
+        [layer.forward * share, layer.selective_recompute * share],
         0.0,
     )
 
 
-def _times(one: Exchange, times: Array) -> Exchange:
-    return Exchange(total=one.total * times, exposed=one.exposed * times)
+# --- communication
 
 
-# --- layouts that share a layer's time
+def comm_costs(case: TrainCase, layouts: Layouts, work: StageWork) -> dict[str, CommCost]:
+    """Every kind of communication per step. The windows that hide it are wall time, since whatever delays a stage
+    hides communication as well."""
+    m, waited, share = work.micro_batches, work.micro_batch_time + work.launch, _backward_share(layouts)
+    windows = communication.Windows(forward=waited * (1 - share), backward=waited * share)
+    gradients, weights = communication.data_parallel(case, layouts, work.parameters, windows, m)
+    costs = {kind: scaled(getattr(work.layer_comm, kind), m * work.stages.mean) for kind in ("tp", "cp", "ep")}
+    costs |= {"gradients": gradients, "weights": weights}
+    chunk = wall_s(work, costs) / layouts.interleave / 2
+    return costs | {"pp": communication.pipeline_sends(case, layouts, m, chunk)}
 
 
-def _unique(layouts: Layouts) -> tuple[Layouts, Ints]:
-    """One layout of each set that agrees in _KEYS (and in how ep lies), and which of them each layout is."""
-    columns = [getattr(layouts, name).astype(np.int64) for name in _KEYS] + [layouts.expert_tp]
-    stacked = np.stack(columns, axis=1)
-    code: Ints = np.zeros(len(layouts), dtype=np.int64)
-    for column in stacked.T:
-        values, inverse = distinct(column)
-        code = code * len(values) + inverse
-    first, back = distinct(code)
-    return layouts.take(first), back
+def wall_s(work: StageWork, comm: dict[str, CommCost]) -> Array:
+    """Wall time of a micro-batch, with launches and exposed data-parallel communication."""
+    exposed = comm["gradients"].exposed + comm["weights"].exposed
+    return work.micro_batch_time + work.launch + exposed / work.micro_batches
 
 
-def _parts(case: TrainCase, layouts: Layouts) -> tuple[Work, LayerExchanges, Work, Work]:
-    """The mean layer, what it sends, the embedding, the head."""
-    counts, num_layers = Counter(case.model.layers), case.model.num_layers
-    layer, sent = nothing(len(layouts)), None
-    for kind, count in counts.items():
-        work = layer_work(case, kind, layouts)
-        found = communication.layer_exchanges(case, layouts, work, moe=kind.mlp == "moe")
-        layer = layer.plus(work.scaled(count / num_layers))
-        sent = _added(sent, found, count / num_layers)
-    assert sent is not None
-    first, last = ends_work(case, layouts)
-    return layer, sent, first, last
+def _backward_share(layouts: Layouts) -> Array:
+    """Share of the backward pass in a micro-batch: twice the forward pass, and a forward pass with full recompute."""
+    return np.where(layouts.recompute == FULL, 3 / 4, 2 / 3)
 
 
-def _added(one: LayerExchanges | None, other: LayerExchanges, weight: float) -> LayerExchanges:
-    def part(name: str) -> Exchange:
-        new: Exchange = getattr(other, name)
-        old: Exchange | None = getattr(one, name) if one is not None else None
-        total, exposed = new.total * weight, new.exposed * weight
-        return (
-            Exchange(total=total, exposed=exposed)
-            if old is None
-            else Exchange(total=old.total + total, exposed=old.exposed + exposed)
-        )
-
-    return LayerExchanges(tp=part("tp"), cp=part("cp"), ep=part("ep"))
+# --- bubble and overhead
 
 
-ZERO_BUBBLE = SCHEDULES.index("zero_bubble")
-
-
-def bubble_s(layouts: Layouts, forward: Array, backward: Array, weight_gradients: Array) -> Array:
-    """Of every layout, with the times of a whole stage for one micro-batch."""
+def bubble_terms(layouts: Layouts, work: StageWork) -> dict[str, Array]:
+    """Pipeline bubble: fill and drain, and waiting for the slowest stage."""
+    time, forward = work.micro_batch_time, work.micro_batch_time * work.forward_share
+    weights = work.stages.fullest * work.layer.gemm_backward / 2
     is_split = layouts.schedule == ZERO_BUBBLE
-    idle: Array = idle_s(is_split, layouts.pp, layouts.interleave, forward, backward, weight_gradients)
-    return idle
+    return {
+        "fill": idle_s(is_split, layouts.pp, layouts.interleave, forward, time * (1 - work.forward_share), weights),
+        "imbalance": work.micro_batches * np.maximum(time - work.mean_micro_batch_time, 0.0),
+    }
 
 
 def idle_s(is_split: Any, stages: Any, chunks: Any, forward: Any, backward: Any, weights: Any) -> Any:
-    """(p−1)·(f + b)/v; where the backward pass is split into inputs i and weights w, (p−1)·(f + i − min(f, i, w))/v:
-    the last stage waits for (p−1) forward passes and the first for (p−1) passes of inputs, whatever fills the rest."""
+    """Fill and drain: (p−1)·(f + b)/v. Where the schedule splits the backward pass into input gradients i and weight
+    gradients w: (p−1)·(f + i − min(f, i, w))/v, since the last stage waits for p−1 forward passes and the first for
+    p−1 input-gradient passes, and weight gradients fill the rest."""
     inputs = backward - weights
     filled = forward + inputs - np.minimum(np.minimum(forward, inputs), weights)
     return (stages - 1) * np.where(is_split, filled, forward + backward) / chunks
+
+
+def overhead_terms(case: TrainCase, layouts: Layouts, work: StageWork, comm: dict[str, CommCost]) -> dict[str, Array]:
+    """What a step costs beside compute, communication and bubble."""
+    m, parameters, wall, share = work.micro_batches, work.parameters, wall_s(work, comm), _backward_share(layouts)
+    return {
+        "optimizer": overhead.optimizer_s(case, layouts, parameters),
+        "launch": m * work.launch,
+        "straggler": overhead.straggler_s(case, layouts, m * work.mean_micro_batch_time),
+        "data": overhead.data_s(case, layouts, m, m * wall + comm["pp"].exposed),
+        "other": np.full(len(layouts), overhead.STEP_S),
+        "offload": offload.offload_s(case, layouts, parameters, m, wall * (1 - share), wall * share),
+    }

@@ -1,6 +1,6 @@
-"""TrainCase: everything that prices a training step but the layout: model, cluster, batch, software.
+"""TrainCase: what prices a training step, except the layout: model, cluster, batch, software.
 
-Layouts come beside it as arrays, so that one case serves a plan, a table row and a search.
+Layouts are separate arrays, so that one case serves a plan, a table row and a search.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Adapters trained beside frozen weights (Hu et al., arXiv 2106.09685; QLoRA, arXiv 2305.14314)."""
+    """LoRA adapters beside frozen weights (Hu et al., arXiv 2106.09685; QLoRA, arXiv 2305.14314)."""
 
     parameters: int
-    """weights of all adapters"""
+    """parameters of all adapters"""
     base_bytes: float = 2.0
-    """bytes of one frozen weight that is a matrix of a layer: 2 bf16, about 0.56 nf4 with its scales"""
-    whole: int = 0
-    """of the weights, those that tensor parallelism leaves whole on each rank"""
+    """bytes per frozen weight of a layer's matrices: 2 for bf16, about 0.56 for nf4 with its scales"""
+    unsharded: int = 0
+    """of the parameters, those that every tensor-parallel rank holds in full"""
     on: frozenset[str] | None = None
-    """matrices that carry them (qkv, out, up, down); none: not known, all are taken to keep their inputs"""
+    """matrices with adapters (qkv, out, up, down); None: unknown, and all matrices are taken to store their inputs"""
     forward: tuple[float, float] = (0.0, 0.0)
-    """numbers that adapters read and write a token, over all layers: left whole and cut by tensor parallelism"""
+    """elements that adapters read and write per token over all layers: (unsharded, sharded by tensor parallelism)"""
     backward: tuple[float, float] = (0.0, 0.0)
-    """of the backward pass"""
+    """the same for the backward pass"""
     kernels: tuple[float, float] = (0.0, 0.0)
-    """kernels of adapters, over all layers: forward and backward"""
+    """kernels of adapters over all layers: (forward, backward)"""
     inner: float = 0.0
-    """numbers a token that adapters keep between A and B, over all layers"""
+    """elements per token that adapters store between A and B, over all layers"""
 
-    def held(self, tp: Any) -> Any:
-        """Weights of adapters on one device, before anything else is shared out."""
-        return self.whole + (self.parameters - self.whole) / tp
+    def per_device(self, tp: Any) -> Any:
+        """Adapter parameters on one device after tensor parallelism."""
+        return self.unsharded + (self.parameters - self.unsharded) / tp
 
 
 NF4 = 0.5 + 4 / 64
-"""bytes of a weight in nf4: half, and an fp32 scale a block of 64"""
+"""bytes per weight in nf4: half a byte, and one fp32 scale per block of 64"""
 
 
 def lora_weights(model: ModelConfig, rank: int) -> int:
-    """Weights of adapters on the queries and values of every layer: rank · (inputs + outputs) of each."""
+    """Parameters of adapters on the queries and values of every layer: rank · (inputs + outputs) of each."""
     return rank * model.num_layers * (3 * model.hidden + model.kv_heads * model.head_dim)
 
 
 def read_lora(text: str, model: ModelConfig) -> Lora:
-    """'16' is adapters of rank 16 beside 16-bit weights, '16:nf4' beside weights in 4 bits (QLoRA)."""
+    """'16' is rank 16 beside 16-bit weights, '16:nf4' beside 4-bit weights (QLoRA)."""
     rank, _, base = text.strip().lower().partition(":")
     if not rank.isdecimal() or int(rank) < 1 or base not in ("", "bf16", "nf4"):
         raise BadInput(f"--lora {text} is not a rank; write it like --lora 16, or --lora 16:nf4 for 4-bit weights")
@@ -76,27 +76,27 @@ class TrainCase:
     cluster: Cluster
     """on what"""
     sequence: int
-    """tokens of a sequence"""
+    """tokens per sequence"""
     batch_tokens: int
-    """tokens of a step"""
+    """tokens per step"""
     software: Software = PHYSICS
-    """what the kernels and the framework do; physics alone unless said otherwise"""
+    """what kernels and framework do; by default the physics alone"""
     measured: Peaks | None = None
-    """ceilings of this very device, where they were measured"""
+    """measured ceilings of this device, if any"""
     measured_share: float = 1.0
-    """of those ceilings, what one device of the layout has (processes that share a CPU)"""
+    """share of those ceilings per device of the layout (processes that share a CPU)"""
     lora: Lora | None = None
-    """adapters; none: every weight is trained"""
+    """LoRA adapters; None: every weight is trained"""
     pure: bool = False
-    """weights, gradients and moments all in the working precision, no fp32 master"""
+    """weights, gradients and moments are all in the working precision, without fp32 master weights"""
     extra_heads: int = 0
-    """further output projections and losses (multi-token prediction)"""
+    """further output projections with losses (multi-token prediction)"""
     loss_chunk: int = 0
-    """tokens whose logits exist at once; 0: all of a micro-batch"""
+    """tokens per chunk of the loss; 0: the full micro-batch"""
     compiled: bool = False
-    """layers are compiled by torch"""
+    """torch.compile compiles the layers"""
     flash: bool = field(default=True)
-    """attention without the score matrix in memory"""
+    """flash attention: no score matrix in memory"""
 
     def __post_init__(self) -> None:
         if self.sequence < 1 or self.batch_tokens < 1:
@@ -107,10 +107,10 @@ class TrainCase:
 
     @cached_property
     def curves(self) -> Curves:
-        found = curves(
+        values = curves(
             self.cluster.chip, self.measured, kernel=self.software.attention_kernel, share=self.measured_share
         )
-        return replace(found, kernel_s=0.0) if self.software.plain_layers else found  # calls are counted apart
+        return replace(values, kernel_s=0.0) if self.software.eager_layers else values  # launch_s counts the calls
 
     @cached_property
     def network(self) -> Network:
@@ -118,34 +118,35 @@ class TrainCase:
 
 
 KERNELS, FUSED_KERNELS = np.array([4.0, 6.0]), np.array([9.0, 13.0])
-"""forward and backward, of a matrix of its own and of fused ones, whose B is spread out first"""
+"""kernels (forward, backward) of an adapter on one matrix, and on fused matrices, whose B is expanded first"""
 INPUTS, OUTPUTS = np.array([1.0, 5.0]), np.array([4.0, 2.0])
-"""forward and backward: how often a matrix's inputs and outputs are read or written. Forward A reads x; the base's
-outputs are copied, and B's product is added to the copy. Backward the gradient is read for A's input and for B; x for
-A; dx is written and added."""
+"""(forward, backward): how often the inputs and outputs of a matrix are read or written. Forward, A reads x; the output
+of the base is copied, and B's output is added to the copy. Backward, the gradient is read for A's input and for B, and
+x for A; dx is written and added."""
 
 
 def lora_of(model: ModelConfig, job: TrainJob) -> Lora | None:
-    """What the job trains beside frozen weights; none where it trains every weight."""
+    """The adapters that the job trains; None where it trains every weight."""
     if not job.lora_rank:
         return None
-    found = targets(model, job.lora_on)
-    whole, cut, kernels = np.zeros(2), np.zeros(2), np.zeros(2)
-    for target in found.values():
+    matrices = targets(model, job.lora_on)
+    unsharded, sharded, kernels = np.zeros(2), np.zeros(2), np.zeros(2)
+    for target in matrices.values():
         inputs, outputs = target.inputs * INPUTS, target.periods * sum(target.widths) * OUTPUTS
-        whole, cut = whole + (inputs if target.column else outputs), cut + (outputs if target.column else inputs)
+        unsharded = unsharded + (inputs if target.column else outputs)
+        sharded = sharded + (outputs if target.column else inputs)
         kernels = kernels + (FUSED_KERNELS if len(target.parts) > 1 else KERNELS)
     return Lora(
-        parameters=sum(target.weights(job.lora_rank) for target in found.values()),
-        whole=sum(_left_whole(target, job.lora_rank) for target in found.values()),
-        on=frozenset(name.rpartition(".")[2] for name in found),
-        forward=(float(whole[0]), float(cut[0])),
-        backward=(float(whole[1]), float(cut[1])),
+        parameters=sum(target.weights(job.lora_rank) for target in matrices.values()),
+        unsharded=sum(_unsharded(target, job.lora_rank) for target in matrices.values()),
+        on=frozenset(name.rpartition(".")[2] for name in matrices),
+        forward=(float(unsharded[0]), float(sharded[0])),
+        backward=(float(unsharded[1]), float(sharded[1])),
         kernels=(float(kernels[0]), float(kernels[1])),
-        inner=float(sum(job.lora_rank * target.num_a for target in found.values())),
+        inner=float(sum(job.lora_rank * target.num_a for target in matrices.values())),
     )
 
 
-def _left_whole(target: Target, rank: int) -> int:
-    """Weights that every tensor-parallel rank holds: A where outputs are cut, B where inputs are."""
+def _unsharded(target: Target, rank: int) -> int:
+    """Parameters that every tensor-parallel rank holds: A where outputs are sharded, B where inputs are."""
     return rank * (target.num_a * target.inputs if target.column else target.periods * target.adapted)

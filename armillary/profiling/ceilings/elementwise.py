@@ -17,7 +17,7 @@ from armillary.kernels.core.timing import Call
 from armillary.profiling.ceilings.gemm import is_emulated
 from armillary.profiling.ceilings.settings import Settings
 from armillary.spec import catalogue
-from armillary.spec.arithmetic.eager_ops import moved
+from armillary.spec.arithmetic.eager_ops import eager_bytes
 from armillary.spec.arithmetic.layer_ops import activation, cross_entropy, norm
 from armillary.spec.arithmetic.ops import Op
 
@@ -46,7 +46,7 @@ def moved_bytes(dtype: str, tokens: int) -> float:
         activation("mlp.act", tokens, _FFN, dtype=dtype),
         cross_entropy("loss", tokens, _VOCAB, dtype=dtype),
     )
-    found = [moved(catalogue.model(_LIKE).config, op) for op in ops]
+    found = [eager_bytes(catalogue.model(_LIKE).config, op) for op in ops]
     return sum(one.forward + one.backward for one in found)
 
 

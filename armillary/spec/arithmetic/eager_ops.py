@@ -1,8 +1,8 @@
-"""What plain torch operators move: the bytes and calls of our layers on a processor, where nothing is fused.
+"""Bytes and calls of eager torch operators: our layers on a CPU, where nothing is fused.
 
-Every operator reads its inputs and writes its result, so a norm that one kernel would do in a single pass takes six
-forward and fourteen backward. Counted from the operators, an element at a time; norms, rotations and the loss work in
-fp32, and autocast brings products to 16 bits. A test counts them again.
+Every operator reads its inputs and writes its result, so a norm that a fused kernel computes in one pass takes six
+operators forward and fourteen backward. The counts are per element; norms, rotations and the loss run in fp32, and
+autocast rounds the operands of GEMMs to 16 bits. A test counts the operators again.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from armillary.spec.arithmetic.ops import Op, size_of
 from armillary.spec.model import ModelConfig
 
 W = 4.0
-"""bytes of a number in fp32"""
+"""bytes per fp32 element"""
 NORM_FLOPS = {"rms": 4, "layer": 7}
-"""of spec.layer_ops.norm, an element"""
+"""FLOPs per element of spec.layer_ops.norm"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved:
-    """One operation as torch's operators run it."""
+class EagerBytes:
+    """One operation as eager torch operators run it."""
 
     forward: float = 0.0
-    """bytes"""
+    """bytes read and written by the forward pass"""
     backward: float = 0.0
-    """bytes"""
+    """bytes read and written by the backward pass"""
     calls_forward: float = 0.0
-    """operators"""
+    """operators called by the forward pass"""
     calls_backward: float = 0.0
-    """operators"""
+    """operators called by the backward pass"""
 
 
-def moved(config: ModelConfig, op: Op) -> Moved:
-    """By the forward operation; of a product or of attention, what surrounds it."""
+def eager_bytes(config: ModelConfig, op: Op) -> EagerBytes:
+    """By the forward operation; for a GEMM or attention, the operators around it."""
     make = _KINDS.get(op.kind)
-    if make is None:  # router, rows to experts and back: what they must move, both ways
-        return Moved(forward=op.bytes, backward=op.bytes, calls_forward=4, calls_backward=4)
+    if make is None:  # router, dispatch and combine: their compulsory bytes, both passes
+        return EagerBytes(forward=op.bytes, backward=op.bytes, calls_forward=4, calls_backward=4)
     return make(config, op, size_of(op.dtype))
 
 
-def _product(config: ModelConfig, op: Op, size: float) -> Moved:
-    """The weight rounded for the forward pass, its gradient widened behind the backward pass. The fused projection is
-    then cut: queries are copied, and gradients of its three parts each padded to the whole and added."""
+def _matmul(config: ModelConfig, op: Op, size: float) -> EagerBytes:
+    """The weight is rounded for the forward pass and its gradient widened after the backward pass. The fused QKV
+    projection is then split: queries are copied, and the gradients of its three parts each padded to full and added."""
     groups, m, n, k = op.shape
     casts, weights = float(size < W) * groups, groups * n * k * (W + size) * (size < W)
     copies, pads = (2 * size * m * config.heads * config.head_dim, 10 * size * m * n) if op.name == "qkv" else (0, 0)
-    return Moved(
+    return EagerBytes(
         forward=weights + copies,
         backward=weights + pads,
         calls_forward=casts + (copies > 0),
@@ -54,27 +54,27 @@ def _product(config: ModelConfig, op: Op, size: float) -> Moved:
     )
 
 
-def _nothing(config: ModelConfig, op: Op, size: float) -> Moved:
-    return Moved()
+def _nothing(config: ModelConfig, op: Op, size: float) -> EagerBytes:
+    return EagerBytes()
 
 
-def _norm(config: ModelConfig, op: Op, size: float) -> Moved:
-    """RMSNorm: square, mean, times its root, times the weight, and what autograd makes of each; LayerNorm is one
-    operator. What it gives is rounded for the product that follows; the residual stream stays wide."""
+def _norm(config: ModelConfig, op: Op, size: float) -> EagerBytes:
+    """RMSNorm: square, mean, multiply by the root, multiply by the weight, and the backward of each; LayerNorm is one
+    operator. The result is rounded for the GEMM that follows; the residual stream stays wide."""
     numbers = op.bytes_written / size
     residual = abs(op.flops - (NORM_FLOPS[config.norm] + 1) * numbers / 2) < 0.01 * op.flops
     numbers = numbers / 2 if residual else numbers
     cast, narrow = (W + size, 1) if size < W else (0.0, 0)
     forward, backward, calls = (7 * W, 24 * W, (6, 14)) if config.norm == "rms" else (2 * W, 3 * W, (1, 1))
-    if op.name == "qk_norm":  # queries and keys apart, copied first; they come in 16 bits and leave in them
-        return Moved(
+    if op.name == "qk_norm":  # queries and keys separately, copied first, with 16-bit inputs and outputs
+        return EagerBytes(
             forward=numbers * (forward + 2 * cast + 2 * size),
             backward=numbers * (backward + 2 * cast),
             calls_forward=2 * (calls[0] + 2 * narrow + 1),
             calls_backward=2 * (calls[1] + 2 * narrow),
         )
     more = (2 * W + size, 3 * W + cast) if residual else (0.0, 0.0)
-    return Moved(
+    return EagerBytes(
         forward=numbers * (forward + cast + more[0]),
         backward=numbers * (backward + cast + more[1]),
         calls_forward=calls[0] + narrow + residual,
@@ -82,22 +82,22 @@ def _norm(config: ModelConfig, op: Op, size: float) -> Moved:
     )
 
 
-def _elementwise(config: ModelConfig, op: Op, size: float) -> Moved:
+def _elementwise(config: ModelConfig, op: Op, size: float) -> EagerBytes:
     numbers = op.bytes_written / size
     if op.name == "rope":
         return _rope(config, numbers, size)
     if op.name.endswith(".act"):
         return _activation(config, numbers, size, gated=op.bytes_read > 1.5 * op.bytes_written)
-    return Moved(forward=3 * size * numbers, backward=0.0, calls_forward=1)  # a sum hands its gradient to both sides
+    return EagerBytes(forward=3 * size * numbers, backward=0.0, calls_forward=1)  # a sum's gradient goes to both sides
 
 
-def _rope(config: ModelConfig, numbers: float, size: float) -> Moved:
-    """Queries and keys one after the other: four products of halves, a difference, a sum, put together again."""
+def _rope(config: ModelConfig, numbers: float, size: float) -> EagerBytes:
+    """Queries and keys separately: four multiplications of halves, a difference, a sum and a concatenation."""
     cast = W + size if size < W else 0.0
     backward = (14.5 if config.rope.interleaved else 10.5) * W
     calls = 2 * (10 if config.rope.interleaved else 8)
     casts = 4 * (cast > 0)
-    return Moved(
+    return EagerBytes(
         forward=numbers * (9.5 * W + 2 * cast),
         backward=numbers * (backward + 2 * cast),
         calls_forward=14 + casts,
@@ -105,14 +105,14 @@ def _rope(config: ModelConfig, numbers: float, size: float) -> Moved:
     )
 
 
-def _activation(config: ModelConfig, numbers: float, size: float, *, gated: bool) -> Moved:
-    """Gate and up alternate, so both are copied out first; backward they are put together again."""
+def _activation(config: ModelConfig, numbers: float, size: float, *, gated: bool) -> EagerBytes:
+    """Gate and up alternate, so both are copied out first; the backward pass interleaves them again."""
     forward, backward, calls = {"relu2": (4, 10, (2, 4)), "swiglu_clamped": (15, 25, (7, 9))}.get(
         config.activation, (2, 3, (1, 1))
     )
     if gated:
         forward, backward, calls = forward + 7, backward + 10, (calls[0] + 3, calls[1] + 3)
-    return Moved(
+    return EagerBytes(
         forward=numbers * forward * size,
         backward=numbers * backward * size,
         calls_forward=calls[0],
@@ -120,10 +120,10 @@ def _activation(config: ModelConfig, numbers: float, size: float, *, gated: bool
     )
 
 
-def _loss(config: ModelConfig, op: Op, size: float) -> Moved:
-    """Logits widened, log-softmax, the targets' picked; backward zeros with one entry a row, then the softmax's."""
+def _loss(config: ModelConfig, op: Op, size: float) -> EagerBytes:
+    """Logits widened, log-softmax, gather of the targets; backward: zeros with one entry per row, then the softmax."""
     numbers, cast = op.flops / 4, W + size if size < W else 0.0
-    return Moved(
+    return EagerBytes(
         forward=numbers * (3 * W + cast),
         backward=numbers * (5 * W + cast),
         calls_forward=2 + (cast > 0),
@@ -131,14 +131,16 @@ def _loss(config: ModelConfig, op: Op, size: float) -> Moved:
     )
 
 
-def _embedding(config: ModelConfig, op: Op, size: float) -> Moved:
-    """Rows in fp32; their gradients added into a table of zeros as large as the vocabulary's."""
+def _embedding(config: ModelConfig, op: Op, size: float) -> EagerBytes:
+    """Rows in fp32; the backward pass adds their gradients into a zeroed table of the vocabulary's size."""
     rows = op.bytes_written / size * W
-    return Moved(forward=2 * rows, backward=rows + W * config.vocab * config.hidden, calls_forward=1, calls_backward=1)
+    return EagerBytes(
+        forward=2 * rows, backward=rows + W * config.vocab * config.hidden, calls_forward=1, calls_backward=1
+    )
 
 
 _KINDS = {
-    "matmul": _product,
+    "matmul": _matmul,
     "attention": _nothing,
     "norm": _norm,
     "elementwise": _elementwise,

@@ -163,7 +163,7 @@ def test_explain_puts_numbers_into_every_formula(cli: Cli) -> None:
     out = cli("plan", "explain", "--model", "llama-3-70b", "--on", "h100x64").out
     assert "formula" in out and "pipeline fill" in out and "memory, all" in out
     found = cli("plan", "explain", *SMALL, "--json").json
-    assert {"matrix products", "step", "memory, all"} <= {term["name"] for term in found["terms"]}
+    assert {"GEMMs", "step", "memory, all"} <= {term["name"] for term in found["terms"]}
 
 
 def test_predictions_are_written_beside_their_rows_even_without_ids(cli: Cli, tmp_path: Path) -> None:

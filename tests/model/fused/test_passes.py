@@ -15,7 +15,7 @@ from armillary.model.fused.passes import Fused
 from armillary.model.layers.attention_forms import packed, plain
 from armillary.model.low_precision.weights_16bit import HalfWeights
 from armillary.model.transformer import Transformer
-from armillary.planning.device_model.frameworks import runs_whole
+from armillary.planning.device_model.frameworks import has_fused_block
 from armillary.spec.model import ModelConfig
 from tests.emulated_bf16 import any_cpu
 from tests.kernels.interpreter import needs_interpreter
@@ -84,7 +84,7 @@ def test_fused_blocks_agree_with_plain_ones(name: str, again: bool) -> None:
 @pytest.mark.parametrize("name", [*FIT, *UNFIT])
 def test_the_planner_knows_which_blocks_are_fused(name: str) -> None:
     config = (FIT | UNFIT)[name]
-    assert runs_whole(config) == all(fused_block.fits(block) for block in Transformer(config).blocks.values())
+    assert has_fused_block(config) == all(fused_block.fits(block) for block in Transformer(config).blocks.values())
 
 
 @pytest.mark.parametrize("name", UNFIT)

@@ -13,8 +13,8 @@ from armillary.machine.machine import here
 from armillary.planning.device_model.attention_curve import measured_attention
 from armillary.planning.device_model.efficiency import CALL_S
 from armillary.planning.device_model.frameworks import OURS, OURS_ON_CPU
-from armillary.planning.device_model.layout_arrays import of
-from armillary.planning.device_model.measured_peaks import of_a_rank, processor_peaks
+from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.device_model.measured_peaks import cpu_peaks, peaks_per_rank
 from armillary.planning.training.prediction import predict
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec import catalogue
@@ -36,28 +36,28 @@ def case(**more: Any) -> TrainCase:
 
 
 def step(*, layout: Layout | None = None, **more: Any) -> Any:
-    return predict(case(**more), of([layout or Layout(micro_batch=4)])).time
+    return predict(case(**more), as_arrays([layout or Layout(micro_batch=4)])).time
 
 
 def test_a_rank_has_its_share_and_more_where_its_threads_do_more_alone() -> None:
     whole, own = peaks("x", 800e9, 20e9, 16e9), peaks("y", 700e9, 15e9, 5e9)
-    made = of_a_rank(own, whole, 0.5)
+    made = peaks_per_rank(own, whole, 0.5)
     assert made.best_gemm("bf16") == 700e9, "units that multiply are a core's own"
     assert made.best_copy() == 10e9, "memory is everybody's, whatever one thread does alone"
     assert made.best("passes", "bytes_per_s") == 8e9, "measured on a busy machine: it cannot be less than its share"
-    quick = of_a_rank(peaks("y", 700e9, 15e9, 14e9), whole, 0.5)
+    quick = peaks_per_rank(peaks("y", 700e9, 15e9, 14e9), whole, 0.5)
     assert quick.best("passes", "bytes_per_s") == 10e9, "what operators move is memory's too"
-    assert of_a_rank(own, whole, 0.25, 0.5).best_gemm("bf16") == 350e9, "two ranks a core take turns"
+    assert peaks_per_rank(own, whole, 0.25, 0.5).best_gemm("bf16") == 350e9, "two ranks a core take turns"
 
 
 def test_ceilings_of_as_many_threads_as_a_rank_has(tmp_path: Any) -> None:
     home, chip, cores = Home.at(tmp_path), here().chip, max(2, here().num_devices)
-    assert processor_peaks(home, chip, cores, 2) == (None, 0.5)
+    assert cpu_peaks(home, chip, cores, 2) == (None, 0.5)
     save_peaks(home, peaks(device_name("cpu"), 800e9, 20e9, 16e9))
-    found, share = processor_peaks(home, chip, cores, 2)
+    found, share = cpu_peaks(home, chip, cores, 2)
     assert found is not None and found.best_gemm("bf16") == 800e9 and share == 0.5
     save_peaks(home, peaks(device_name("cpu", threads=max(1, cores // 2)), 900e9, None, 9e9))
-    found, share = processor_peaks(home, chip, cores, 2)
+    found, share = cpu_peaks(home, chip, cores, 2)
     assert found is not None and found.best_gemm("bf16") == 900e9 and share == 1.0
 
 
@@ -65,7 +65,7 @@ def test_all_threads_reach_what_one_does(tmp_path: Any) -> None:
     home, chip = Home.at(tmp_path), here().chip
     save_peaks(home, peaks(device_name("cpu"), 800e9, 20e9, 1e9))
     save_peaks(home, peaks(device_name("cpu", threads=1), 500e9, 15e9, 9e9))
-    found, share = processor_peaks(home, chip, here().num_devices, 1)
+    found, share = cpu_peaks(home, chip, here().num_devices, 1)
     assert found is not None and share == 1.0 and found.best_copy() == 20e9 and found.best_gemm("bf16") == 800e9
     assert found.best("passes", "bytes_per_s") == 9e9 or here().num_devices == 1, "others ran when all were measured"
 
@@ -95,7 +95,7 @@ def test_calls_come_on_top_of_the_work() -> None:
 
 
 def test_layers_that_are_compiled_move_less() -> None:
-    ends = 2048 * 1024 * 44 / case().curves.plain_bytes_per_s["bf16"]
+    ends = 2048 * 1024 * 44 / case().curves.eager_bytes_per_s["bf16"]
     assert ends < step(compiled=True).memory[0] < 0.75 * step().memory[0], "the loss is not"
 
 
@@ -116,5 +116,5 @@ def test_gradients_that_fit_one_bucket_are_sent_when_all_are_there() -> None:
         step(software=OURS, cluster=catalogue.cluster("h100x2"), layout=replace(layout, bucket_bytes=size))
         for size in (25_000_000, 500_000)
     )
-    assert one.exchanges["gradients"].exposed[0] == pytest.approx(one.exchanges["gradients"].total[0])
-    assert many.exchanges["gradients"].exposed[0] < one.exchanges["gradients"].exposed[0]
+    assert one.comm_costs["gradients"].exposed[0] == pytest.approx(one.comm_costs["gradients"].total[0])
+    assert many.comm_costs["gradients"].exposed[0] < one.comm_costs["gradients"].exposed[0]

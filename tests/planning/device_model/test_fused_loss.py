@@ -10,8 +10,8 @@ import torch
 
 from armillary.kernels.loss.linear_cross_entropy_chunked import SPARE_BYTES, _chunk_rows
 from armillary.planning.device_model.frameworks import OURS
-from armillary.planning.device_model.layout_arrays import of
-from armillary.planning.training import peak_memory as moments
+from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.training import peak_memory
 from armillary.planning.training.memory_breakdown import memory
 from armillary.spec.layout import Layout
 from tests.planning.cases import case_of
@@ -26,13 +26,13 @@ def test_chunks_are_the_kernel_s(model: str, micro_batch: int) -> None:
     x, weight = (torch.empty(size, device="meta", dtype=torch.bfloat16) for size in sizes)
     rows = _chunk_rows(x, weight, True, SPARE_BYTES)
     gradients = tokens * config.hidden * 2 + config.vocab * config.hidden * (4 if rows < tokens else 2)
-    layouts = of([Layout(micro_batch=micro_batch, precision="bf16")])
-    stage = moments.Stage(
+    layouts = as_arrays([Layout(micro_batch=micro_batch, precision="bf16")])
+    stage = peak_memory.Stage(
         case=case,
         layouts=layouts,
-        mine=None,
+        params=None,
         states=None,
-        flying=np.ones(1),  # type: ignore[arg-type]
+        in_flight=np.ones(1),  # type: ignore[arg-type]
         micro_batches=np.ones(1),
         makes_logits=True,
     )

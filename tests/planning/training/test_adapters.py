@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from armillary.planning.device_model.layout_arrays import of
-from armillary.planning.training.activations import kept
+from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.training.activations import activation_bytes
 from armillary.planning.training.memory_breakdown import memory
 from armillary.planning.training.prediction import predict
 from armillary.planning.training.step_time import step_time
@@ -29,11 +29,11 @@ Cli = Callable[..., Any]
 def test_gradients_and_moments_are_those_of_the_adapters() -> None:
     case = case_of("llama-3.1-8b", "h200x8", lora=lora_of(case_of("llama-3.1-8b", "h200").model, ALL))
     trained = adapter_weights(case.model, rank=16, on=ALL.lora_on)
-    found = memory(case, of([Layout()]))
+    found = memory(case, as_arrays([Layout()]))
     assert found.gradients[0] in (2 * trained, 4 * trained)
     assert found.optimizer[0] == 8 * trained and found.master[0] == 4 * trained
     assert found.weights[0] == pytest.approx(2 * (parameters(case.model).total + trained))
-    shared = memory(case, of([Layout(dp=8, zero=3)]))
+    shared = memory(case, as_arrays([Layout(dp=8, zero=3)]))
     assert shared.weights[0] == pytest.approx(found.weights[0] / 8)
 
 
@@ -45,7 +45,7 @@ def test_tensor_parallelism_leaves_one_side_of_each_adapter_whole() -> None:
     columns, rows = 3 * 1024 + 2 * 1024, 1024 + 4096
     b_columns, b_rows = (16 + 8 + 8) * 64 + 2 * 4096, 1024 + 1024
     assert lora.parameters == 4 * (columns + rows + b_columns + b_rows)
-    assert lora.held(2) == 4 * (columns + rows / 2 + b_columns / 2 + b_rows)
+    assert lora.per_device(2) == 4 * (columns + rows / 2 + b_columns / 2 + b_rows)
 
 
 def test_what_nothing_reads_is_not_kept() -> None:
@@ -75,15 +75,15 @@ def test_what_nothing_reads_is_not_kept() -> None:
         return sum(found.values())
 
     cases = [case_of(model, "h200", sequence=15, sequences=2, lora=lora_of(model, job)) for job in (ALL, ATTENTION)]
-    layouts = of([Layout(precision="fp32", micro_batch=2)])
-    less = np.subtract(*(float(kept(case, layouts).whole[0]) for case in cases)) * 30 * 3
+    layouts = as_arrays([Layout(precision="fp32", micro_batch=2)])
+    less = np.subtract(*(float(activation_bytes(case, layouts).no_recompute[0]) for case in cases)) * 30 * 3
     assert saved(ALL) - saved(ATTENTION) == pytest.approx(less, rel=0.1)
 
 
 def test_adapters_cost_time_but_less_than_training_all() -> None:
     case = case_of("llama-3.1-8b", "h200", sequences=8)
     full, none, thin, thick = (
-        step_time(case_of("llama-3.1-8b", "h200", sequences=8, lora=lora), of([Layout()]))
+        step_time(case_of("llama-3.1-8b", "h200", sequences=8, lora=lora), as_arrays([Layout()]))
         for lora in (
             None,
             lora_of(case.model, ATTENTION),
@@ -99,8 +99,8 @@ def test_mfu_counts_frozen_weights_as_four() -> None:
     case = case_of("llama-3.1-8b", "h200")
     lora = lora_of(case.model, ALL)
     assert lora is not None
-    found = predict(case_of("llama-3.1-8b", "h200", lora=lora), of([Layout(recompute="full")]))
-    whole = predict(case, of([Layout()]))
+    found = predict(case_of("llama-3.1-8b", "h200", lora=lora), as_arrays([Layout(recompute="full")]))
+    whole = predict(case, as_arrays([Layout()]))
     multiplied = parameters(case.model).multiplied
     assert found.model_flops == pytest.approx(whole.model_flops - 2 * multiplied + 6 * lora.parameters)
     again = 2 * (multiplied - case.model.vocab * case.model.hidden + lora.parameters)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from armillary.planning.device_model.frameworks import OURS, OURS_BY_LAYER, PHYSICS, Software
-from armillary.planning.device_model.layout_arrays import PRECISIONS, of
+from armillary.planning.device_model.layout_arrays import PRECISIONS, as_arrays
 from armillary.planning.training.explain import explain
 from armillary.planning.training.fp8_fp4 import precision_of
 from armillary.planning.training.prediction import predict
 from armillary.planning.training.search import search
-from armillary.planning.training.sharding import product
+from armillary.planning.training.sharding import local_gemm
 from armillary.planning.training.train_case import TrainCase, lora_of
 from armillary.spec.arithmetic.workload import layer_pieces, make_batch
 from armillary.spec.fp8 import kept_in_bf16, projections
@@ -35,11 +35,11 @@ NAMES = {
 
 def narrow(case: TrainCase, layout: Layout, mlp: str = "dense") -> set[str]:
     """Products of a layer that run in fp8."""
-    layouts, batch = of([layout]), make_batch([case.sequence])
+    layouts, batch = as_arrays([layout]), make_batch([case.sequence])
     found = set()
     for piece in layer_pieces(case.model, LayerKind(mlp=mlp), batch):  # type: ignore[arg-type]
         if piece.forward.kind == "matmul":
-            mine = product(piece.forward, layouts, case.model.moe.num_experts if case.model.moe else 0)
+            mine = local_gemm(piece.forward, layouts, case.model.moe.num_experts if case.model.moe else 0)
             if PRECISIONS[int(precision_of(case, piece.forward.name, layouts, mine)[0])] == "fp8":
                 found.add(piece.forward.name)
     return found
@@ -63,8 +63,8 @@ def test_our_experts_stay_in_16_bits_and_others_need_not() -> None:
     layout = Layout(precision="fp8", micro_batch=8)
     assert narrow(ours, layout, "moe") == {"qkv", "out"}
     assert {"moe.gate_up", "moe.down"} <= narrow(physics, layout, "moe")
-    wide = predict(ours, of([replace(layout, precision="bf16")]))
-    terms = [{term.name: term.value for term in explain(one)} for one in (predict(ours, of([layout])), wide)]
+    wide = predict(ours, as_arrays([replace(layout, precision="bf16")]))
+    terms = [{term.name: term.value for term in explain(one)} for one in (predict(ours, as_arrays([layout])), wide)]
     routed = [name for name in terms[0] if "moe." in name]
     assert routed and all(terms[0][name] == terms[1][name] for name in routed)
 
@@ -97,7 +97,7 @@ def seen_on_an_h200() -> Peaks:
 def test_a_step_in_fp8_on_an_h200(scaling: str, measured: float) -> None:
     """1.14 B parameters, 8 × 4,096 tokens (2026-11-15)."""
     case = case_of(BILLION, "h200", sequences=8, software=OURS, loss_chunk=2048, measured=seen_on_an_h200())
-    found = predict(case, of([Layout(micro_batch=8, precision="fp8", fp8_scaling=scaling)]))  # type: ignore[arg-type]
+    found = predict(case, as_arrays([Layout(micro_batch=8, precision="fp8", fp8_scaling=scaling)]))  # type: ignore[arg-type]
     assert float(found.time.total[0]) == pytest.approx(measured, rel=0.06)
 
 
@@ -105,7 +105,7 @@ def memory_bytes(software: Software, scaling: str, **changes: object) -> float:
     """What passes over memory move in a step, casts included."""
     case = case_of(small_model(**changes), "h200", sequences=8, software=software)
     layout = Layout(micro_batch=8, precision="fp8", fp8_scaling=scaling)  # type: ignore[arg-type]
-    return float(predict(case, of([layout])).time.memory[0] * case.curves.bytes_per_s)
+    return float(predict(case, as_arrays([layout])).time.memory[0] * case.curves.bytes_per_s)
 
 
 def test_each_scaling_is_its_passes() -> None:
@@ -123,7 +123,7 @@ def test_layers_by_themselves_cast_their_weights_too() -> None:
     many, few = (memory_bytes(OURS_BY_LAYER, "token", num_layers=n) for n in (8, 4))
     assert many > few
     case = case_of(BILLION, "h200", sequences=8, software=OURS_BY_LAYER)
-    layouts = of([Layout(precision="fp8", fp8_scaling=one) for one in ("token", "tensor", "row")])
+    layouts = as_arrays([Layout(precision="fp8", fp8_scaling=one) for one in ("token", "tensor", "row")])
     apart = predict(case, layouts).time
     assert (np.diff(apart.memory[[0, 2, 1]]) > 0).all(), "a tensor's scale needs a look at every operand"
     whole = predict(replace(case, software=OURS), layouts).time
@@ -134,4 +134,4 @@ def test_a_search_keeps_the_scaling_it_is_given() -> None:
     case = case_of(small_model(), "h200", sequences=8, software=OURS)
     found = search(case, fixed={"precision": "fp8", "fp8_scaling": "row"})
     assert {found.best.layout(i).fp8_scaling for i in range(len(found.best.layouts))} == {"row"}
-    assert of([Layout(fp8_scaling="tensor")]).layout(0).fp8_scaling == "tensor"
+    assert as_arrays([Layout(fp8_scaling="tensor")]).layout(0).fp8_scaling == "tensor"

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.planning.device_model.frameworks import OURS, Software
-from armillary.planning.device_model.layout_arrays import of
-from armillary.planning.training.activations import in_flight, kept
+from armillary.planning.device_model.layout_arrays import as_arrays
+from armillary.planning.training.activations import activation_bytes, micro_batches_in_flight
 from armillary.planning.training.memory_breakdown import Memory, by_stage, memory
 from armillary.planning.training.optimizer_states import state_bytes
 from armillary.planning.training.train_case import Lora, TrainCase
@@ -24,7 +24,7 @@ STATES = ("weights", "gradients", "optimizer", "master")
 
 
 def bytes_of(case: TrainCase, **layout: object) -> Memory:
-    return memory(case, of([Layout(**layout)]))  # type: ignore[arg-type]
+    return memory(case, as_arrays([Layout(**layout)]))  # type: ignore[arg-type]
 
 
 def states(found: Memory) -> float:
@@ -33,7 +33,7 @@ def states(found: Memory) -> float:
 
 @pytest.mark.parametrize(("parameters_", "bytes_"), [(7e9, 112e9), (13e9, 208e9), (1e12, 16e12)])
 def test_sixteen_bytes_a_parameter(parameters_: float, bytes_: float) -> None:
-    each = state_bytes(case_of(small_model(), "h100"), of([Layout()]))
+    each = state_bytes(case_of(small_model(), "h100"), as_arrays([Layout()]))
     total = each.weight + each.gradient + each.moments + each.master
     assert float(total[0]) * parameters_ == bytes_
 
@@ -63,10 +63,10 @@ def test_activations_are_those_of_korthikanti() -> None:
     model = small_model(heads=16, kv_heads=16, ffn=4096, gated=False, norm="layer", tied=True)
     fused = Software(fused_layers=True)
     case = case_of(model, "h100", software=fused, flash=False, sequence=2048)
-    layouts = of([Layout()])
+    layouts = as_arrays([Layout()])
     expected = 32 * model.hidden + 5 * model.heads * 2048
-    assert float(kept(case, layouts).whole[0]) == pytest.approx(expected, rel=0.01)
-    assert float(kept(case, layouts).selective[0]) == pytest.approx(32 * model.hidden, rel=0.01)
+    assert float(activation_bytes(case, layouts).no_recompute[0]) == pytest.approx(expected, rel=0.01)
+    assert float(activation_bytes(case, layouts).selective[0]) == pytest.approx(32 * model.hidden, rel=0.01)
 
 
 def test_recomputing_more_keeps_less() -> None:
@@ -77,8 +77,10 @@ def test_recomputing_more_keeps_less() -> None:
 
 
 def test_the_first_stage_holds_as_many_micro_batches_as_the_schedule_needs() -> None:
-    layouts = of([Layout(pp=4), Layout(pp=4, interleave=2, schedule="interleaved"), Layout(pp=4, schedule="gpipe")])
-    assert in_flight(layouts, np.full(3, 16.0)).tolist() == [4, 4 + 3 / 2, 16]
+    layouts = as_arrays(
+        [Layout(pp=4), Layout(pp=4, interleave=2, schedule="interleaved"), Layout(pp=4, schedule="gpipe")]
+    )
+    assert micro_batches_in_flight(layouts, np.full(3, 16.0)).tolist() == [4, 4 + 3 / 2, 16]
 
 
 def test_offload_and_adapters_leave_the_device() -> None:
@@ -125,20 +127,20 @@ def test_doubling_an_axis_never_raises_memory(
     case = case_of(MODELS[name], "h100x512", sequence=1024, sequences=256)
     layout = Layout(dp=dp, tp=tp, pp=pp, zero=zero, micro_batch=micro_batch, recompute=recompute)  # type: ignore[arg-type]
     twice = replace(layout, **{axis: 2 * getattr(layout, axis)})
-    before, after = (float(memory(case, of([one])).total[0]) for one in (layout, twice))
+    before, after = (float(memory(case, as_arrays([one])).total[0]) for one in (layout, twice))
     assert after <= before * (1 + 1e-9)
 
 
 def test_many_layouts_at_once_are_each_what_they_are_alone() -> None:
     case = case_of("llama-3-8b", "h100x64")
     layouts = [Layout(dp=64, zero=3), Layout(tp=8, dp=8, zero=1, recompute="full"), Layout(pp=4, dp=16, micro_batch=2)]
-    together = memory(case, of(layouts)).total
-    assert together.tolist() == [float(memory(case, of([one])).total[0]) for one in layouts]
+    together = memory(case, as_arrays(layouts)).total
+    assert together.tolist() == [float(memory(case, as_arrays([one])).total[0]) for one in layouts]
 
 
 def test_stages_are_listed_from_the_fullest_to_the_last() -> None:
     case = case_of("llama-3-70b", "h100x64", sequences=128)
-    layouts = of([Layout(tp=4, pp=8, dp=2, zero=1)])
+    layouts = as_arrays([Layout(tp=4, pp=8, dp=2, zero=1)])
     stages = by_stage(case, layouts)
     sizes = [float(stage.total[0]) for stage in stages]
     assert len(sizes) == 8 and max(sizes) == pytest.approx(float(memory(case, layouts).total[0]))
@@ -152,7 +154,7 @@ def test_doubling_fsdp_never_raises_memory_where_little_is_left_to_share(cp: int
     """Frozen weights or optimiser states on the host: only weights are left, and gathered layers stand beside them."""
     case = case_of(small_model(num_layers=16), "h100x1024", sequence=2048, sequences=256, lora=lora)
     sizes = [
-        float(memory(case, of([Layout(dp=dp, zero=3, pp=8, cp=cp, offload="optimizer")])).total[0])
+        float(memory(case, as_arrays([Layout(dp=dp, zero=3, pp=8, cp=cp, offload="optimizer")])).total[0])
         for dp in (1, 2, 4, 8, 16, 32)
     ]
     assert sizes == sorted(sizes, reverse=True)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadLayout
 from armillary.planning.device_model.frameworks import OURS, PHYSICS
-from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.device_model.layout_arrays import as_arrays
 from armillary.planning.training import offload
 from armillary.planning.training.memory_breakdown import memory
 from armillary.planning.training.prediction import Prediction, predict
 from armillary.planning.training.remedies import remedy, remedy_text
-from armillary.planning.training.resolve import Question
+from armillary.planning.training.resolve import TrainingProblem
 from armillary.planning.training.search import search
 from armillary.planning.training.search_space import constrained, runnable, space
 from armillary.planning.training.train_case import TrainCase
@@ -41,7 +41,7 @@ def one_gpu(**more: Any) -> TrainCase:
 
 
 def priced(case: TrainCase, **layout: Any) -> Prediction:
-    return predict(case, of([Layout(**({"micro_batch": 8} | layout))]))
+    return predict(case, as_arrays([Layout(**({"micro_batch": 8} | layout))]))
 
 
 def test_on_one_gpu_states_and_fp32_weights_leave_but_for_the_table_that_is_looked_up() -> None:
@@ -69,9 +69,9 @@ def test_activations_leave_all_but_two_layers() -> None:
 def test_a_forward_pass_hides_all_of_the_host_but_its_first_and_last_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     case = one_gpu()
     slow = priced(case, offload="optimizer").time
-    held = slow.held
-    alone = offload.host_adamw_s(case, of([Layout(micro_batch=8)]), held)[0]
-    forward = slow.turn[0] / 3
+    parameters = slow.work.parameters
+    alone = offload.host_adamw_s(case, as_arrays([Layout(micro_batch=8)]), parameters)[0]
+    forward = slow.work.micro_batch_time[0] / 3
     assert alone - forward <= slow.offload[0] <= alone
     monkeypatch.setattr(offload, "HOST_BYTES_PER_S", 1e15)
     monkeypatch.setattr(offload, "link_rate", lambda case: 1e15)
@@ -93,8 +93,8 @@ def test_a_measured_link_is_used_and_a_slow_one_shows() -> None:
 def test_a_measured_step_on_the_host_is_used() -> None:
     point = {"bytes": 28 << 26, "direction": "adamw", "pinned": False, "bytes_per_s": 36e9, "seconds": 1.0}
     case = one_gpu(measured=new_peaks("H200 SXM", {}).with_points("host_copy", [point]))
-    held = priced(case).time.held
-    assert offload.host_adamw_s(case, of([Layout()]), held)[0] == pytest.approx(COUNT / 1e9, rel=1e-3)
+    parameters = priced(case).time.work.parameters
+    assert offload.host_adamw_s(case, as_arrays([Layout()]), parameters)[0] == pytest.approx(COUNT / 1e9, rel=1e-3)
     assert offload.link_rate(case) == offload.link_rate(one_gpu()), "no copy was measured"
 
 
@@ -135,7 +135,7 @@ def test_what_does_not_fit_may_be_offloaded_and_says_its_price() -> None:
     gauges = priced(case, micro_batch=1, offload="optimizer").gauges()
     assert gauges["offloaded_bytes"] > 12 * 13e9 and gauges["offload_s"] > 1
     assert "offload_s" not in priced(case, micro_batch=1).gauges()
-    cpu = memory(case, of([Layout(offload="nvme")])).host[0]
+    cpu = memory(case, as_arrays([Layout(offload="nvme")])).host[0]
     assert cpu > 12 * 13e9
 
 
@@ -145,7 +145,9 @@ def test_the_host_runs_beside_the_next_step_wherever_the_trainer_lets_it() -> No
 
     def hidden(case: TrainCase, **layout: Any) -> bool:
         found = priced(case, micro_batch=1, offload="optimizer", **layout).time
-        return bool(found.offload[0] < offload.host_adamw_s(case, of([Layout(**layout)]), found.held)[0])
+        return bool(
+            found.offload[0] < offload.host_adamw_s(case, as_arrays([Layout(**layout)]), found.work.parameters)[0]
+        )
 
     assert hidden(case) and hidden(case, dp=8) and hidden(case, tp=8) and hidden(case, cp=2, dp=4)
     assert not hidden(case, dp=8, zero=1) and not hidden(case, cp=2, zero=3) and not hidden(case, pp=2)
@@ -161,9 +163,9 @@ def with_host(case: TrainCase, memory: float, disks: float) -> TrainCase:
 def test_what_the_host_has_no_room_for_does_not_fit_and_goes_to_disk_where_that_helps() -> None:
     case = case_of("llama-2-13b", "h200x1", sequences=8, software=OURS)
     layout = Layout(recompute="full", offload="optimizer")
-    assert predict(case, of([layout])).fits[0]
+    assert predict(case, as_arrays([layout])).fits[0]
     short = with_host(case, 100e9, 1e12)
-    assert not predict(short, of([layout])).fits[0]
+    assert not predict(short, as_arrays([layout])).fits[0]
     found = remedy(short, layout)
     assert found is not None and found.change == {"offload": "nvme"}
     with pytest.raises(BadLayout, match=r"offload=optimizer .* try --set layout.offload=nvme"):
@@ -171,12 +173,12 @@ def test_what_the_host_has_no_room_for_does_not_fit_and_goes_to_disk_where_that_
     assert search(short, fixed={"offload": "nvme"}).num_fitting > 0
     job = TrainJob(sequence=case.sequence, batch_tokens=case.batch_tokens)
     recipe = Recipe(model=ModelTable(name="llama-2-13b"), layout=layout, train=job)
-    asked = Question(recipe=recipe, asked=recipe, model=case.model, case=short)
-    made = training_plan(asked, predict(short, of([layout])))
-    assert made.shortage.endswith("the host's memory has 100 GB for each") and not made.fits
+    problem = TrainingProblem(recipe=recipe, requested=recipe, model=case.model, case=short)
+    made = training_plan(problem, predict(short, as_arrays([layout])))
+    assert made.shortage.endswith("the host's memory has 100 GB per device") and not made.fits
     assert made.notes()[-1].startswith(f"does not fit: {made.shortage}; try --set layout.offload=nvme")
     full = with_host(case, 100e9, 100e9)
-    assert not predict(full, of([replace(layout, offload="nvme")])).fits[0]
+    assert not predict(full, as_arrays([replace(layout, offload="nvme")])).fits[0]
     assert "offload" not in remedy_text(full, layout)
 
 

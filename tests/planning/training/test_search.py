@@ -9,7 +9,7 @@ import pytest
 
 from armillary.errors import BadInput, BadLayout
 from armillary.planning.device_model.frameworks import OURS
-from armillary.planning.device_model.layout_arrays import of
+from armillary.planning.device_model.layout_arrays import as_arrays
 from armillary.planning.training.explain import explain
 from armillary.planning.training.node_ranking import rank_nodes
 from armillary.planning.training.prediction import predict
@@ -58,7 +58,7 @@ def test_405_billion_on_16384_devices_beats_the_published_layout() -> None:
     published = Layout(tp=8, pp=16, dp=128, interleave=8, schedule="interleaved", zero=1, recompute="selective")
     found = search(case, precisions=["bf16"])
     assert found.num_valid > 20_000
-    assert found.best.time.total[0] <= predict(case, of([published])).time.total[0]
+    assert found.best.time.total[0] <= predict(case, as_arrays([published])).time.total[0]
     assert 0.3 < found.best.mfu[0] < 0.6
 
 
@@ -66,7 +66,7 @@ def test_runners_up_and_limits_are_explained() -> None:
     found = search(case_of("llama-3-70b", "h100x64", sequences=128))
     assert all("slower" in line for line in why(found)) and len(why(found)) == 3
     shares = limits(found.best.time)
-    assert shares[0].work == "matrix products" and sum(row.share for row in shares) == pytest.approx(1, abs=0.01)
+    assert shares[0].work == "GEMMs" and sum(row.share for row in shares) == pytest.approx(1, abs=0.01)
 
 
 def test_less_memory_never_makes_it_quicker() -> None:
@@ -93,7 +93,7 @@ def test_the_remedy_fits_and_is_the_quickest_single_change() -> None:
     case = case_of("llama-3-8b", "h100x8")
     found = remedy(case, Layout(dp=8))
     assert found is not None and len(found.change) <= 2
-    assert predict(case, of([found.layout])).fits[0]
+    assert predict(case, as_arrays([found.layout])).fits[0]
     assert "--set layout." in remedy_text(case, Layout(dp=8))
 
 
@@ -113,19 +113,19 @@ def test_more_memory_never_breaks_a_plan() -> None:
 
 
 def test_the_explanation_adds_up_to_the_plan() -> None:
-    found = predict(case_of("llama-3-70b", "h100x64", sequences=128), of([Layout(dp=2, tp=4, pp=8, zero=1)]))
+    found = predict(case_of("llama-3-70b", "h100x64", sequences=128), as_arrays([Layout(dp=2, tp=4, pp=8, zero=1)]))
     terms = {term.name: term for term in explain(found)}
     assert terms["step"].value == pytest.approx(float(found.time.total[0]))
     names = [
-        "matrix products",
+        "GEMMs",
         "attention",
         "memory-bound operations",
-        "recomputation",
+        "recompute",
         "contention",
         "pipeline fill and drain",
         "uneven stages",
-        "optimiser",
-        "launches waited for",
+        "optimizer",
+        "waiting for launches",
         "slowest node",
         "waiting for data",
         "step, other",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadInput
 from armillary.planning.device_model.frameworks import MOST_PARAMETERS, OURS_BY_LAYER, declared, software
-from armillary.planning.device_model.layout_arrays import PRECISIONS, Layouts, of
+from armillary.planning.device_model.layout_arrays import PRECISIONS, Layouts, as_arrays
 from armillary.planning.device_model.network import Network, Ring, network
 from armillary.planning.training.memory_breakdown import memory
 from armillary.planning.training.prediction import predict
@@ -30,7 +30,7 @@ def ints(*values: int) -> np.ndarray:
 
 
 def one(**layout: object) -> Layouts:
-    return of([Layout(**layout)])  # type: ignore[arg-type]
+    return as_arrays([Layout(**layout)])  # type: ignore[arg-type]
 
 
 # --- textbook
@@ -104,11 +104,11 @@ def parts(found: StepTime) -> float:
 )
 def test_a_step_is_the_sum_of_its_terms_and_no_term_is_negative(layout: Layout) -> None:
     case = case_of("llama-3-8b", "h100x64", sequences=128)
-    found = step_time(case, of([layout]))
+    found = step_time(case, as_arrays([layout]))
     assert float(found.total[0]) == pytest.approx(parts(found), rel=1e-12)
     names = ("gemm", "attention", "memory", "recompute", "contention", "fill", "imbalance", "optimizer", "launch")
     assert all(float(getattr(found, name)[0]) >= 0 for name in names)
-    assert all(0 <= one.exposed[0] <= one.total[0] * (1 + 1e-9) for one in found.exchanges.values())
+    assert all(0 <= one.exposed[0] <= one.total[0] * (1 + 1e-9) for one in found.comm_costs.values())
 
 
 def test_nothing_beats_the_peak() -> None:
@@ -121,7 +121,7 @@ def test_nothing_beats_the_peak() -> None:
 def test_experts_exchange_rows_and_dense_models_do_not() -> None:
     moe = step_time(case_of("mixtral-8x7b", "h100x8"), one(dp=8, ep=8))
     dense = step_time(case_of("llama-3-8b", "h100x8"), one(dp=8))
-    assert moe.exchanges["ep"].total[0] > 0 == dense.exchanges["ep"].total[0]
+    assert moe.comm_costs["ep"].total[0] > 0 == dense.comm_costs["ep"].total[0]
 
 
 def test_adapters_save_the_weight_gradients() -> None:
@@ -146,8 +146,10 @@ def test_many_layouts_at_once_are_each_what_they_are_alone() -> None:
         Layout(tp=8, dp=8, zero=1, recompute="full", precision="fp8"),
         Layout(pp=4, dp=16, micro_batch=2, ep=4),
     ]
-    together = step_time(case, of(layouts)).total
-    assert together.tolist() == pytest.approx([float(step_time(case, of([x])).total[0]) for x in layouts], rel=1e-12)
+    together = step_time(case, as_arrays(layouts)).total
+    assert together.tolist() == pytest.approx(
+        [float(step_time(case, as_arrays([x])).total[0]) for x in layouts], rel=1e-12
+    )
 
 
 # --- properties
@@ -173,7 +175,7 @@ def test_many_layouts_at_once_are_each_what_they_are_alone() -> None:
 def test_a_faster_machine_never_slows_a_plan(layout: Layout, model: str, which: str, times: float) -> None:
     case = case_of(model, "h100x64", sequences=128)
     fast = replace(case, cluster=quicker(case.cluster, **{which: times}))
-    before, after = (float(step_time(one_case, of([layout])).total[0]) for one_case in (case, fast))
+    before, after = (float(step_time(one_case, as_arrays([layout])).total[0]) for one_case in (case, fast))
     assert after <= before * (1 + 1e-9)
 
 
@@ -194,7 +196,7 @@ def test_a_row_of_products_is_held_to_the_power_limit() -> None:
     peaks = peaks.with_points("copy", [{"bytes": 2**30, "bytes_per_s": 4e12}])
     found = replace(case_of("llama-3-8b", "h200"), measured=peaks).curves
     bf16, sizes = ints(PRECISIONS.index("bf16")), [np.array([float(size)]) for size in (32768, 4096, 2048)]
-    assert found.gemm_flops(bf16, *sizes)[0] == 6.7e14 == found.lasting("bf16")
+    assert found.gemm_flops(bf16, *sizes)[0] == 6.7e14 == found.sustained("bf16")
     assert found.gemm_flops(bf16, *(size / 8 for size in sizes))[0] < 5e14
 
 
@@ -256,5 +258,5 @@ def test_a_faster_machine_never_slows_what_waits_for_several_exchanges(which: st
     case = case_of("tinyllama-1.1b", "rtx-4090x4096", sequence=2048, sequences=64 * 32)
     layout = Layout(dp=64, zero=3, pp=8, interleave=2, schedule="interleaved", cp=2, offload=offload)  # type: ignore
     faster = replace(case, cluster=quicker(case.cluster, **{which: 10.0}))
-    slow, quick = predict(case, of([layout])), predict(faster, of([layout]))
+    slow, quick = predict(case, as_arrays([layout])), predict(faster, as_arrays([layout]))
     assert quick.time.total[0] <= slow.time.total[0] * (1 + 1e-9)
