@@ -74,7 +74,7 @@ def asleep(schedule: str, chunks: int, seconds: float) -> dict[str, Any]:
     work = Work(forward_s=seconds, inputs_s=seconds, weights_s=seconds)
     pipeline = sleeping_pipeline(dist.group.WORLD, work, schedule=schedule, chunks=chunks)
     measured = measured_idle(pipeline, num_micro_batches=pipeline.size, steps=2)
-    return {"measured": measured, "works": [[seconds] * 3] * pipeline.size, "orders": gathered(pipeline.busy.order)}
+    return {"measured": measured, "works": [[seconds] * 3] * pipeline.size, "orders": gathered(pipeline.timer.order)}
 
 
 def awake(schedule: str, chunks: int, world: Any) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def awake(schedule: str, chunks: int, world: Any) -> dict[str, Any]:
     for _ in range(STEPS):
         dist.barrier()
         pipeline.step(rows, passing, num_micro_batches=MICRO_BATCHES)
-        longest = max(gathered(pipeline.busy.take()[1]))
+        longest = max(gathered(pipeline.timer.take()[1]))
         found.append((idle_of_all(pipeline), longest, gathered(stage_times(pipeline))))
         for parameter in pipeline.held.parameters():
             parameter.grad = None
@@ -94,7 +94,7 @@ def awake(schedule: str, chunks: int, world: Any) -> dict[str, Any]:
         "measured": measured,
         "works": works,
         "seconds": seconds,
-        "orders": gathered(pipeline.busy.order),
+        "orders": gathered(pipeline.timer.order),
         "all": [round(share, 4) for share, _, _ in found],
     }
 
@@ -124,7 +124,7 @@ def real_stages(schedule: str, chunks: int, world: Any) -> tuple[Pipeline, Passi
 def stage_times(pipeline: Pipeline) -> list[float]:
     """[forward, inputs, weights] of this stage and a micro-batch; an undivided backward pass counts as two equal
     halves, which only the zero-bubble formula asks for."""
-    seconds = pipeline.busy.seconds()
+    seconds = pipeline.timer.seconds()
     whole = seconds.get("B", 0.0)
     halves = [seconds.get("I", 0.0) + whole / 2, seconds.get("W", 0.0) + whole / 2]
     return [each / MICRO_BATCHES for each in (seconds["F"], *halves)]

@@ -112,7 +112,7 @@ class Sharded:
         """Weights are shards between steps, and are cast as they are gathered: no autocast is needed."""
         return isinstance(self._chunks[0], FSDPModule)
 
-    def tell(self, clock: Clock) -> None:
+    def add_timer(self, clock: Clock) -> None:
         """`clock` hears of every exchange of tensor and expert parallelism from now on."""
         for group in (self._tp, self._ep):
             if group is not None:

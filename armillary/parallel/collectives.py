@@ -17,7 +17,7 @@ _ops = torch.ops._c10d_functional
 
 
 class Clock(Protocol):
-    """Where the time goes that exchanges take; `training.waits.Waits` is one."""
+    """Where the time goes that exchanges take; `parallel.exposed_waits.ExposedWaits` is one."""
 
     def mark(self) -> Any: ...
 

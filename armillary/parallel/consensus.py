@@ -22,7 +22,7 @@ class AgreedError(ArmillaryError):
     """What one rank said, raised on every rank: the main one tells it."""
 
 
-class Agreement:
+class Consensus:
     """Of `size` ranks; with one rank nothing is sent."""
 
     def __init__(self, *, rank: int, size: int, group: ProcessGroup | None = None) -> None:
@@ -41,7 +41,7 @@ class Agreement:
         dist.all_reduce(sums, group=self.group)
         return tuple(sums.tolist())
 
-    def tell(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """The main rank's value, on every rank."""
         if self.size == 1:
             return value
@@ -57,15 +57,15 @@ class Agreement:
         dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_all(self, work: Callable[[], T]) -> T:
         """`work()` of every rank; where one of them ends with a line for people, all raise that line. Work that holds
         collectives of its own must not raise between them on some ranks only."""
         done, error = attempt(work)
         self.agree(error)
         return done  # type: ignore[return-value]
 
-    def patiently(self, what: str, work: Callable[[], T]) -> T:
-        """As `together`, for work that may take one rank hours while the others wait (`what`: 'prepare the data'): no
+    def run_long(self, what: str, work: Callable[[], T]) -> T:
+        """As `run_on_all`, for work that may take one rank hours while the others wait (`what`: 'prepare the data'): no
         exchange times out, and a rank that ends is noticed."""
         if self.size == 1:
             return work()

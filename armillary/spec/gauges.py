@@ -95,11 +95,11 @@ _INNER: _Rows = (
     ("launch_s", "s", "time one launch costs the host"),
     ("host_queue_s", "s", "part of a step in which the main thread was ready and others had the cores (Linux)"),
     ("host_cpu_s", "s", "part of a step in which the main thread really ran, by the processor's clock"),
-    ("torch_call_s", "s", "CPU time of one torch call, whatever its work, from a small timed sample"),
+    ("torch_call_s", "s", "CPU time per torch call, measured with a small layer before the first step"),
     (
         "micro_batch_overhead_fraction",
         "fraction",
-        "fixed cost of a micro-batch over its time (measured)",
+        "fixed cost per micro-batch as a fraction of its time, measured before the first step",
     ),
     ("loader_tokens_per_s", "tokens/s", "what the data path delivers by itself"),
     ("clock_hz", "Hz", "device clock while measured"),

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from armillary.errors import ArmillaryError
-from armillary.parallel.consensus import Agreement
+from armillary.parallel.consensus import Consensus
 from armillary.parallel.groups import new_group
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout_rules.trainer import splits_backward
@@ -21,7 +21,7 @@ from armillary.store.lease import Held, LeaseLost
 from armillary.store.runs import Run
 from armillary.training.checkpoint import checkpoint
 from armillary.training.gauge_log import Recorder, Say, Watch, note_failure
-from armillary.training.run_lifecycle import Course, Trained
+from armillary.training.run_lifecycle import RunLifecycle, Trained
 from armillary.training.step.numerics import numerics, seed
 from armillary.training.stopping import StopRequest, Until
 from armillary.training.trainer import Trainer
@@ -72,37 +72,38 @@ def _train(
 ) -> Trained:
     job = plan.train
     assert job is not None, "a plan for training"
-    ranks = agreement(world)
+    ranks = make_consensus(world)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(parent, (lambda: held.lost) if held is not None else None))
         stack.enter_context(numerics(tf32=plan.layout.precision == "tf32", deterministic=job.deterministic))
         saved = checkpoint.newest(run, ranks, say)
-        kernels = ranks.together(lambda: checkpoint.kernels_of(run, saved))
+        kernels = ranks.run_on_all(lambda: checkpoint.kernels_of(run, saved))
         trainer = stack.enter_context(Trainer(plan, world, ranks, kernels=kernels, home=home, folder=run.folder))
         if until is not None:
             until.check(job, held_out=bool(trainer.text.validation.parts))
         seed(job.seed, world.rank)
-        course = Course(run, trainer, until, allowed=held.check if held is not None else None)
-        first = course.resume(saved)
-        stack.push(course.note)
+        lifecycle = RunLifecycle(run, trainer, until, allowed=held.check if held is not None else None)
+        first = lifecycle.resume(saved)
+        stack.push(lifecycle.note)
+        lifecycle.probe(first)
         record = stack.enter_context(Recorder(run, trainer, watch=watch, say=say, start=first))
         step, done = first, first >= job.steps
         while not done:
             report = trainer.step(step, stop=stop.asked, meanwhile=record.write)
             if report is None:
-                ranks.together(course.allowed)  # a run that another process has taken over is not saved
+                ranks.run_on_all(lifecycle.allowed)  # a run that another process has taken over is not saved
                 break
             step += 1
-            report, done = course.after(report, step)
+            report, done = lifecycle.after(report, step)
             record(report, last=done)
         record.write()
-        return course.end(first, step, finished=done)
+        return lifecycle.end(first, step, finished=done)
 
 
-def agreement(world: World) -> Agreement:
+def make_consensus(world: World) -> Consensus:
     """Over gloo, which talks through the host, whatever the devices talk through."""
     group = new_group(backend="gloo") if world.size > 1 and world.device.type == "cuda" else None
-    return Agreement(rank=world.rank, size=world.size, group=group)
+    return Consensus(rank=world.rank, size=world.size, group=group)
 
 
 def out_of_memory(plan: Plan, world: World) -> ArmillaryError:

@@ -35,7 +35,7 @@ from armillary.store.runs import Run, Say, create_run
 from armillary.training.checkpoint.resume import Choice, changes_since, run_to_resume, unfinished_run
 from armillary.training.data.survey import Progress
 from armillary.training.gauge_log import Watch
-from armillary.training.loop import agreement, train
+from armillary.training.loop import make_consensus, train
 from armillary.training.open_data import may_hold_out, plan_data, prepare_data
 from armillary.training.prepare_data import Prepared
 from armillary.training.run_lifecycle import Trained
@@ -236,17 +236,17 @@ def train_recipe(
     choice = Choice(name=run, new=new, take_over=take_over, file=file)
     until = until or Until.of(ready.train)
     with join_world(device) as world:
-        ranks = agreement(world)
-        begun = ranks.patiently(
+        ranks = make_consensus(world)
+        begun = ranks.run_long(
             "find the model", lambda: _started(ready, home, room=world.size, until=until, device=device)
         )
         if world.size == 1:
             _refuse_many(begun.plan)
             refuse_elsewhere(begun.plan)
-        opened = ranks.patiently(
+        opened = ranks.run_long(
             "prepare the data", lambda: _opened(begun, choice, overrides) if world.is_main else None
         )
-        found = ranks.tell(opened)
+        found = ranks.broadcast(opened)
         assert found is not None
         plan = Plan.from_json(found.plan.read_text(), str(found.plan))  # a resumed run may keep what it had
         return train(plan, found, device=device, until=until, watch=watch, home=home)

@@ -22,6 +22,7 @@ from armillary.training.checkpoint import checkpoint
 from armillary.training.checkpoint.export import export, export_adapter
 from armillary.training.checkpoint.interval import SaveClock
 from armillary.training.data.index import NAME as INDEX
+from armillary.training.startup_probe import startup_costs
 from armillary.training.step.host_adamw import HostAdamW
 from armillary.training.step.numerics import seed
 from armillary.training.step.offload import widen
@@ -49,7 +50,7 @@ class Trained:
     """step of its last checkpoint; none where it did not come to one"""
 
 
-class Course:
+class RunLifecycle:
     """What happens between the steps of a run: going on, validating, saving, ending."""
 
     def __init__(
@@ -59,10 +60,11 @@ class Course:
         self.allowed = allowed or (lambda: None)
         self.run, self.trainer, self.until, self.job = run, trainer, until, trainer.job
         self.loss, self.saved, self.done, self.restarts = float("nan"), -1, 0, 0
+        self._startup: dict[str, float] = {}
         self._began: float | None = None
         self._stepped = 0.0
         self.clock = SaveClock(trainer.job, trainer.plan.predicted.get("step_s"))
-        trainer.feed.due = self.clock.due
+        trainer.batches.save_due = self.clock.due
 
     def resume(self, step: int) -> int:
         """Take everything from the checkpoint of `step`, the one to go on with; 0: there is none."""
@@ -71,8 +73,8 @@ class Course:
         if not step:
             return 0
         trainer, folder = self.trainer, self.run.checkpoint(step)
-        about = trainer.ranks.together(lambda: checkpoint.read_facts(folder))
-        trainer.ranks.together(lambda: self._check_text(about))
+        about = trainer.ranks.run_on_all(lambda: checkpoint.read_facts(folder))
+        trainer.ranks.run_on_all(lambda: self._check_text(about))
         checkpoint.load(folder, self._tensors(), trainer.ranks)
         if isinstance(trainer.optimizer, HostAdamW):
             trainer.optimizer.put_back()
@@ -86,6 +88,10 @@ class Course:
         self.restarts = int(about["restarts_total"]) + 1
         return step
 
+    def probe(self, step: int) -> None:
+        """Measure startup costs before the first step, which reports them."""
+        self._startup = startup_costs(self.trainer, step)
+
     def _check_text(self, about: Mapping[str, Any]) -> None:
         """The order of samples is a function of the step only while the text is the same."""
         if about.get("text") not in (None, "", text_mark(self.trainer.plan)):
@@ -98,7 +104,8 @@ class Course:
         """The report with what was validated and saved, and whether the run is done; `step` steps are."""
         before, job, trainer = time.perf_counter(), self.job, self.trainer
         self.loss, self.done = report.gauges["loss"], step
-        more: dict[str, float] = {"restarts_total": float(self.restarts)} if self.restarts else {}
+        more = self._startup | ({"restarts_total": float(self.restarts)} if self.restarts else {})
+        self._startup = {}
         if step == job.steps or (job.eval_every and step % job.eval_every == 0):
             value = trainer.validate()
             more |= {"val_loss": value, "validation_s": trainer.validation_s} if value is not None else {}
@@ -125,10 +132,10 @@ class Course:
         made = checkpoint.save(self.run, step, self._tensors(), self._facts(), self.trainer.ranks, allowed=self.allowed)
         self.saved = step
         ranks, keep = self.trainer.ranks, self.job.keep
-        ranks.together(lambda: checkpoint.prune(self.run, step, keep) if ranks.is_main else [])
+        ranks.run_on_all(lambda: checkpoint.prune(self.run, step, keep) if ranks.is_main else [])
         seconds = time.perf_counter() - begin
         self.clock.saved(seconds)
-        self.trainer.pace.aside(seconds)
+        self.trainer.telemetry.exclude(seconds)
         return {"checkpoint_s": seconds, "checkpoint_stall_s": seconds, "checkpoint_bytes": float(made.bytes)}
 
     def end(self, first: int, step: int, *, finished: bool) -> Trained:

@@ -1,8 +1,8 @@
-"""Feed: the batches of a run, each given out once every rank has its rows and knows how many targets all have.
+"""Step batches: the batch of each step, returned once every rank has its rows and knows the number of all targets.
 
-The same small exchange carries a request to stop, word of a rank that cannot read, and the wish for a checkpoint, so
-that all stop or fail before the same step and save after the same one. With a GPU it is done for the next step while
-the device works on the present one.
+The same all-reduce carries requests to stop, ranks that cannot read their rows, and the decision to save a checkpoint,
+so that all ranks stop or fail before the same step and save after the same step. On a GPU it runs for the next step
+while the device works on the current one.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from typing import NamedTuple
 
 import torch
 
-from armillary.parallel.consensus import Agreement, attempt
-from armillary.parallel.exposed_waits import Waits
+from armillary.parallel.consensus import Consensus, attempt
 from armillary.parallel.mesh import Mesh
 from armillary.spec.plan import Plan
 from armillary.training.data.batch import BatchSource
 from armillary.training.data.loader import DeviceBatch, Loader
 
-_BEYOND = 1000
-"""steps read ahead for callers that go on after the last one, as a profile does"""
+_EXTRA_STEPS = 1000
+"""steps that can be read after the last one, as a profile does"""
 Stop = Callable[[], bool]
 
 
-class Fetched(NamedTuple):
+class StepBatch(NamedTuple):
     """A batch that all ranks are ready for."""
 
     step: int
-    batch: DeviceBatch
-    targets: float
+    rows: DeviceBatch
+    num_targets: float
     """of all ranks"""
     stop: bool
     """whether any rank was asked to stop before this step"""
@@ -38,63 +37,67 @@ class Fetched(NamedTuple):
     """how long the step had to wait for its rows"""
     save: bool
     """whether the main rank wants a checkpoint after this step"""
+    consensus_s: float = 0.0
+    """how long this rank waited for the others in the all-reduce"""
+    work_s: tuple[float, ...] = ()
+    """each rank's time for its last step without waits for others; 0: not known"""
 
 
-class Feed:
-    """`at(step)` gives a batch, `look_ahead(step)` sees to the next one; both are called by every rank."""
+class StepBatches:
+    """`at(step)` returns a batch, `prefetch(step)` prepares the next one; both are called by every rank."""
 
-    def __init__(self, source: BatchSource, plan: Plan, mesh: Mesh, ranks: Agreement, waits: Waits) -> None:
+    def __init__(
+        self, source: BatchSource, plan: Plan, mesh: Mesh, ranks: Consensus, *, work_s: Callable[[], float]
+    ) -> None:
+        """`work_s()` is this rank's time for its last step, which the other ranks compare with theirs."""
         assert plan.train is not None and plan.data is not None
-        self._source, self._mesh, self._ranks, self._waits = source, mesh, ranks, waits
+        self._source, self._mesh, self._ranks, self._work_s = source, mesh, ranks, work_s
         self._steps, self._workers = plan.train.steps, plan.data.workers
         self._device = mesh.world.device
         self._loader: Loader | None = None
         self._next = self._until = 0
-        self._ahead: Fetched | None = None
-        self.own_s = 0.0
-        """this rank's own work in its last step, told to the others with the next exchange; 0: not known"""
-        self.each_s: tuple[float, ...] = ()
-        """what all ranks told"""
-        self.due: Callable[[int], bool] = lambda step: False
-        """whether a checkpoint follows a step; asked once a step, and only the main rank's answer counts"""
+        self._prefetched: StepBatch | None = None
+        self.save_due: Callable[[int], bool] = lambda step: False
+        """whether a checkpoint follows a step; called once per step, and only the main rank's result counts"""
 
-    def at(self, step: int, stop: Stop) -> Fetched:
-        ready, self._ahead = self._ahead, None
+    def at(self, step: int, stop: Stop) -> StepBatch:
+        ready, self._prefetched = self._prefetched, None
         return ready if ready is not None and ready.step == step else self._fetch(step, stop)
 
-    def look_ahead(self, step: int, stop: Stop) -> None:
-        """While the device works: a wait that ends before the device does costs nothing. A processor that computes by
-        itself has nothing to wait beside, and its wait belongs to the step that reads the rows."""
+    def prefetch(self, step: int, stop: Stop) -> None:
+        """While the device works: a wait that ends before the device does costs nothing. A CPU has no device to wait
+        beside, so its wait belongs to the step that reads the rows."""
         if step >= self._steps or self._device.type != "cuda":
             return
         launched = torch.cuda.Event()
         launched.record()
-        fetched = self._fetch(step, stop)
-        self._ahead = fetched if launched.query() else fetched._replace(wait_s=0.0)
+        batch = self._fetch(step, stop)
+        self._prefetched = batch if launched.query() else batch._replace(wait_s=0.0)
 
-    def _fetch(self, step: int, stop: Stop) -> Fetched:
-        batch, error = attempt(lambda: self._rows(step))
+    def _fetch(self, step: int, stop: Stop) -> StepBatch:
+        rows, error = attempt(lambda: self._rows(step))
         begin = time.perf_counter()
-        each = float(batch.num_targets if batch is not None else 0)
-        many = self._ranks.size > 1
-        mine = [self.own_s if rank == self._ranks.rank else 0.0 for rank in range(self._ranks.size)] if many else []
-        save = self._ranks.is_main and self.due(step)
+        several = self._ranks.size > 1
+        work_s = [0.0] * self._ranks.size if several else []
+        if several:
+            work_s[self._ranks.rank] = self._work_s()
+        save = self._ranks.is_main and self.save_due(step)
         flags = float(stop()), float(error is not None), float(save)
-        targets, stops, errors, saves, *told = self._ranks.total(each, *flags, *mine)
-        self.each_s = tuple(told)
-        if many:
-            self._waits.add(time.perf_counter() - begin)
+        num_targets = float(rows.num_targets if rows is not None else 0)
+        targets, stops, errors, saves, *all_work_s = self._ranks.total(num_targets, *flags, *work_s)
+        consensus_s = time.perf_counter() - begin if several else 0.0
         if errors:
             self._ranks.raise_first(error)
-        assert batch is not None and self._loader is not None
-        same = self._ranks.size / self._mesh.dp_size  # those of tp, cp and pp read the same rows
-        return Fetched(step, batch, targets / same, stops > 0, self._loader.wait_s, saves > 0)
+        assert rows is not None and self._loader is not None
+        targets /= self._ranks.size / self._mesh.dp_size  # ranks of tp, cp and pp read the same rows
+        wait_s = self._loader.wait_s
+        return StepBatch(step, rows, targets, stops > 0, wait_s, saves > 0, consensus_s, tuple(all_work_s))
 
     def _rows(self, step: int) -> DeviceBatch:
-        """This rank's rows; steps asked out of order open the reader anew."""
+        """This rank's rows; a step out of order opens the loader again."""
         if self._loader is None or self._next != step or step >= self._until:
             self.close()
-            self._until = self._steps if step < self._steps else step + _BEYOND
+            self._until = self._steps if step < self._steps else step + _EXTRA_STEPS
             loader = Loader(
                 self._source,
                 device=self._device,
@@ -109,7 +112,7 @@ class Feed:
         return self._loader.at(step)
 
     def close(self) -> None:
-        """Let go of what reads ahead; asked again, it opens again."""
-        loader, self._loader, self._ahead = self._loader, None, None
+        """Close the loader; the next `at` opens it again."""
+        loader, self._loader, self._prefetched = self._loader, None, None
         if loader is not None:
             loader.__exit__(None, None, None)

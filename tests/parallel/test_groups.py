@@ -19,7 +19,7 @@ from armillary.parallel.mesh import make_mesh
 from armillary.parallel.pipeline.stage import hold
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
-from armillary.training.loop import agreement
+from armillary.training.loop import make_consensus
 from armillary.training.parity.case import SEQUENCE, mixture
 from armillary.training.step.loss import loss_sum
 from tests.ranks import Ranks
@@ -52,7 +52,7 @@ def made_for(layout: Layout) -> list[float]:
             model = build(config, dtype=torch.float32, device="cpu", seed=1)
         apply(model, layout, mesh, loss=loss_sum)
         beside_nccl = World(rank=world.rank, size=world.size, local_rank=0, device=torch.device("cuda"))
-        agreement(beside_nccl)
+        make_consensus(beside_nccl)
         groups = set(distributed_c10d._world.pg_map) - before
         return [timeout_of(group).total_seconds() for group in groups if dist.get_rank(group) >= 0]
 

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from armillary.errors import BadData
-from armillary.parallel.consensus import AgreedError, Agreement
+from armillary.parallel.consensus import AgreedError, Consensus
 from armillary.parallel.long_wait import LongWait, RankLost, _namespace
 from armillary.store import strict_json
 from armillary.store.writer_process import Process
@@ -97,7 +97,7 @@ def refuses_on_one(broken: int) -> str:
         return rank
 
     try:
-        return str(Agreement(rank=rank, size=2).patiently("prepare the data", work))
+        return str(Consensus(rank=rank, size=2).run_long("prepare the data", work))
     except AgreedError as error:
         return str(error)
 

@@ -89,7 +89,7 @@ def told(cut_tokens: bool) -> tuple[int, int]:
     with join_world("cpu") as world:
         case, clock = Case(layout=layout), Told()
         sharded = spread(case, TrainJob(seed=1), world)
-        sharded.tell(clock)
+        sharded.add_timer(clock)
         train_step(sharded, case, 0)
     return clock.open, clock.closed
 

@@ -18,9 +18,10 @@ from armillary.planning.training.resolve import resolve
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.home import Home
-from armillary.training.loop import agreement
+from armillary.training.loop import make_consensus
 from armillary.training.prepare_run import start, starting_point
-from armillary.training.trainer import MEASURED_STEP, Trainer
+from armillary.training.telemetry.step_telemetry import MEASURED_STEP
+from armillary.training.trainer import Trainer
 from tests.ranks import Ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory_agreement.md"
@@ -135,7 +136,7 @@ def peak(plan: Plan) -> float:
     torch.manual_seed(0)
     with (
         join_world("cpu") as world,
-        Trainer(plan, world, agreement(world), folder=Path(tempfile.gettempdir())) as trainer,
+        Trainer(plan, world, make_consensus(world), folder=Path(tempfile.gettempdir())) as trainer,
     ):
         for step in range(MEASURED_STEP + 1):
             report = trainer.step(step)

@@ -14,7 +14,7 @@ from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe
 from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
-from armillary.training.loop import agreement
+from armillary.training.loop import make_consensus
 from armillary.training.trainer import Trainer
 from tests.model.layers.test_attention_forms import small
 from tests.ranks import Ranks
@@ -56,7 +56,7 @@ def test_tp_and_adapters_are_part_of_the_rule() -> None:
 
 def on_ranks(plan: str, steps: int) -> list[float]:
     made = Plan.from_json(plan)
-    with join_world("cpu") as world, Trainer(made, world, agreement(world)) as trainer:
+    with join_world("cpu") as world, Trainer(made, world, make_consensus(world)) as trainer:
         assert any(isinstance(module, Fp8Linear) for module in trainer.model.modules())
         reports = [trainer.step(step) for step in range(steps)]
     return [report.gauges["loss"] for report in reports if report is not None]

@@ -89,7 +89,7 @@ def test_micro_batches_with_different_numbers_of_targets_give_the_same_losses(re
         begun = begin(recipe(f"layout.micro_batch={micro_batch}", "data.packing=whole", "train.sequence=64"), home)
         begun.prepare()
         with Trainer(begun.plan, alone()) as trainer:
-            counts = {row for step in range(3) for row in trainer.feed._fetch(step, lambda: False).batch.row_targets}
+            counts = {row for step in range(3) for row in trainer.batches._fetch(step, lambda: False).rows.row_targets}
             reports = [trainer.step(step) for step in range(3)]
         return [report.gauges["loss"] for report in reports if report is not None], counts
 
@@ -102,9 +102,9 @@ def test_a_step_on_a_processor_waits_for_its_own_rows(recipe: Make, home: Home) 
     begun.prepare()
     seen: list[tuple[int, int]] = []
     with Trainer(begun.plan, alone()) as trainer:
-        fetch = trainer.feed._fetch
+        batches, fetch = trainer.batches, trainer.batches._fetch
         for now in range(3):
-            trainer.feed._fetch = lambda step, stop, now=now: seen.append((now, step)) or fetch(step, stop)  # type: ignore
+            batches._fetch = lambda step, stop, now=now: seen.append((now, step)) or fetch(step, stop)  # type: ignore
             trainer.step(now)
     assert seen == [(0, 0), (1, 1), (2, 2)]
 

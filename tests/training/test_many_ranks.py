@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from armillary.errors import ArmillaryError
 from armillary.model.weights.hf_weights import load_model
-from armillary.parallel.consensus import AgreedError, Agreement
+from armillary.parallel.consensus import AgreedError, Consensus
 from armillary.parallel.world import World
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe
@@ -62,7 +62,7 @@ def _ask_at(step: int, by: str) -> None:
     """Only the main rank is watched: another is reached through its own step."""
     from armillary.training import step_batches as feed
 
-    original = feed.Feed._rows
+    original = feed.StepBatches._rows
 
     def batch(self: Any, number: int) -> Any:
         if number == step and by == "signal":
@@ -71,7 +71,7 @@ def _ask_at(step: int, by: str) -> None:
             raise ArmillaryError("shard 00000.bin is missing; prepare the data again")
         return original(self, number)
 
-    feed.Feed._rows = batch  # type: ignore[method-assign]
+    feed.StepBatches._rows = batch  # type: ignore[method-assign]
     feed._before_test = original  # type: ignore[attr-defined]
 
 
@@ -79,7 +79,7 @@ def _undo() -> None:
     from armillary.training import step_batches as feed
 
     if hasattr(feed, "_before_test"):
-        feed.Feed._rows = feed._before_test  # type: ignore[method-assign]
+        feed.StepBatches._rows = feed._before_test  # type: ignore[method-assign]
         del feed._before_test
 
 
@@ -200,7 +200,7 @@ def test_nan_ends_every_rank_with_one_line(recipe: Make, home: Home, ranks: Rank
 def validate_without_a_shard(plan: str) -> str:
     from armillary.training.data.validation import Validation
 
-    ranks = Agreement(rank=dist.get_rank(), size=dist.get_world_size())
+    ranks = Consensus(rank=dist.get_rank(), size=dist.get_world_size())
     world = World(rank=ranks.rank, size=ranks.size, local_rank=ranks.rank, device=torch.device("cpu"))
     original = Validation.batches
 
@@ -227,7 +227,7 @@ def test_held_out_text_that_one_rank_cannot_read_is_said_by_all(recipe: Make, ho
 
 
 def read_into_another_shape(folder: str) -> str:
-    ranks = Agreement(rank=dist.get_rank(), size=dist.get_world_size())
+    ranks = Consensus(rank=dist.get_rank(), size=dist.get_world_size())
     run = Run(folder=Path(folder))
     checkpoint.save(run, 1, {"a": torch.ones(4)}, {}, ranks)
     assert checkpoint.newest(run, ranks) == 1
@@ -244,7 +244,7 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line_of_all(home: Home, ranks: 
 
 
 def damaged_on_two(folder: str) -> tuple[int, list[str]]:
-    ranks, said = Agreement(rank=dist.get_rank(), size=dist.get_world_size()), list[str]()
+    ranks, said = Consensus(rank=dist.get_rank(), size=dist.get_world_size()), list[str]()
     run = Run(folder=Path(folder))
     for step in (1, 2):
         checkpoint.save(run, step, {f"of_rank_{ranks.rank}": torch.full((4,), float(step))}, {}, ranks)

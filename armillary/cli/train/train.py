@@ -401,16 +401,16 @@ def train_joined(
 ) -> None:
     """As one of the ranks that torchrun or srun started: the main one speaks, and opens the run for all."""
     from armillary.parallel.world import join_world
-    from armillary.training.loop import agreement
+    from armillary.training.loop import make_consensus
     from armillary.training.loop import train as library_train
 
     with join_world(device) as world:
-        shown, ranks = out if world.is_main else Output("silent"), agreement(world)
+        shown, ranks = out if world.is_main else Output("silent"), make_consensus(world)
         try:
             asked = {**planning, "devices": world.size}
-            begun = ranks.patiently("find the model", lambda: begin(shown, home, recipe, **asked))
-            opened = ranks.patiently("prepare the data", lambda: _opened(shown, begun, world, text, overrides, choice))
-            run = ranks.tell(opened)
+            begun = ranks.run_long("find the model", lambda: begin(shown, home, recipe, **asked))
+            opened = ranks.run_long("prepare the data", lambda: _opened(shown, begun, world, text, overrides, choice))
+            run = ranks.broadcast(opened)
             assert run is not None
             plan = Plan.from_json(run.plan.read_text(), str(run.plan))  # as the main rank resolved it
             with TrainView(shown, plan, run) as view:

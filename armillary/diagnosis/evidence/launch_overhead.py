@@ -31,7 +31,9 @@ def launching(reading: Reading, plan: Plan | None) -> float | None:
         for one in reading.steps
         if "torch_call_s" in one and one.get("host_cpu_s")
     ]
-    return min(MOST, median(beside) if beside else calls * CALL_S / ran)
+    # a run measures torch_call_s once, before its first step; older ones measured it beside several
+    once = calls * (reading.get("torch_call_s") or CALL_S) / ran
+    return min(MOST, median(beside) if len(beside) > 1 else once)
 
 
 def a_micro_batch(reading: Reading) -> float | None:

@@ -43,6 +43,8 @@ _TIMES = (
 )
 """what a recording falsifies in the step it records; who was slowest is told of the step before, and only where that
 one was not recorded"""
+_STARTUP = ("torch_call_s", "micro_batch_overhead_fraction")
+"""costs that a run measures once, before its first step"""
 
 
 def read_run(run: Run, home: Home) -> Reading:
@@ -121,7 +123,7 @@ def _cleaned(record: Record) -> Record:
 
 def _lasting(record: Record) -> Record:
     """What a warm-up step tells all the same: memory taken apart, and what is done between steps."""
-    told = ("step", "checkpoint_s", "checkpoint_stall_s", "checkpoint_bytes", "validation_s")
+    told = ("step", "checkpoint_s", "checkpoint_stall_s", "checkpoint_bytes", "validation_s", *_STARTUP)
     return {name: value for name, value in record.items() if name in told or name.startswith("memory_")}
 
 

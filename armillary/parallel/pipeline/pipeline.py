@@ -22,9 +22,9 @@ from armillary.model.weights.hf_weights import whole_names
 from armillary.parallel.ddp import local_of
 from armillary.parallel.fsdp import HALF
 from armillary.parallel.mesh import Mesh
-from armillary.parallel.pipeline.idle_time import Busy, timed
 from armillary.parallel.pipeline.schedule import make_schedule
 from armillary.parallel.pipeline.stage import COPY, TIED, Attends, Chunk, Held
+from armillary.parallel.pipeline.stage_timer import StageTimer, timed
 from armillary.parallel.shard_weights import whole
 from armillary.spec.layout import Layout
 
@@ -82,7 +82,7 @@ class Pipeline:
         self.held, self.chunks, self.group, self.schedule = held, chunks, group, schedule
         self.rank, self.size, self.device = group.rank(), group.size(), device
         self._passing: Passing | None = None
-        self.busy = Busy(device)
+        self.timer = StageTimer(device)
         self._cut_tokens = cut_tokens
         self._losses: list[Tensor] = []
         self._made: tuple[tuple[object, ...], Any] | None = None
@@ -97,9 +97,9 @@ class Pipeline:
         last = {"target": rows.targets_BT} if self.chunks[-1].span.last else {}
         run = self._schedule(rows, num_micro_batches)
         quiet = {"return_outputs": False} if "return_outputs" in inspect.signature(run.step).parameters else {}
-        self.busy.begin()
+        self.timer.begin()
         run.step(*first, **last, **quiet, **rows.along())
-        self.busy.end()
+        self.timer.end()
         return self._total()
 
     def _enter(self, passing: Passing) -> None:
@@ -125,7 +125,7 @@ class Pipeline:
         if self._made is None or self._made[0] != key:
             total = self.size * len(self.chunks)
             stages = [self._stage(chunk, shape, total) for chunk in self.chunks]
-            loss = self.busy.during(self._loss)
+            loss = self.timer.during(self._loss)
             self._made = key, make_schedule(self.schedule, stages, num_micro_batches, loss)
         return self._made[1]
 
@@ -141,7 +141,7 @@ class Pipeline:
             input_args=(tokens if chunk.span.first else hidden,),
             output_args=(hidden,),
         )
-        return timed(stage, self.busy)
+        return timed(stage, self.timer)
 
     def _hidden_shape(self, shape: tuple[int, int]) -> tuple[int, int, int]:
         return shape[0], shape[1] // self._cut_tokens, self.held.config.hidden

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from armillary.errors import ArmillaryError, BadData
-from armillary.parallel.consensus import Agreement
+from armillary.parallel.consensus import Consensus
 from armillary.store import strict_json
 from armillary.store.atomic import remove_folder, staged_folder
 from armillary.store.manifest import NAME as MANIFEST
@@ -58,23 +58,23 @@ def save(
     step: int,
     tensors: Mapping[str, Tensor],
     facts: Mapping[str, Any],
-    ranks: Agreement,
+    ranks: Consensus,
     allowed: Callable[[], None] = lambda: None,
 ) -> Saved:
     """Write checkpoint `step`: each rank its part of the tensors, the main rank the rest. All ranks call this, and all
     raise the same line when one of them cannot write; what was there before is then untouched. `allowed()` may raise,
     too: it is asked before anything is written and again before the folder gets its name."""
     target = run.checkpoint(step)
-    ranks.together(allowed)
+    ranks.run_on_all(allowed)
     with ExitStack() as stack:
-        folder = ranks.tell(ranks.together(lambda: _staged(stack, target) if ranks.is_main else None))
+        folder = ranks.broadcast(ranks.run_on_all(lambda: _staged(stack, target) if ranks.is_main else None))
         assert folder is not None
         about = {"version": VERSION, "step": step, "ranks": ranks.size, **facts}
         states = ranks.gather(random_state())
-        parts = ranks.gather(ranks.together(lambda: _write_tensors(folder, tensors, ranks)))
+        parts = ranks.gather(ranks.run_on_all(lambda: _write_tensors(folder, tensors, ranks)))
         sums = {name: found for part in parts for name, found in part.items()}
-        size = ranks.together(lambda: _commit(stack, folder, about, states, sums, allowed) if ranks.is_main else 0)
-        return Saved(step=step, folder=target, bytes=ranks.tell(size))
+        size = ranks.run_on_all(lambda: _commit(stack, folder, about, states, sums, allowed) if ranks.is_main else 0)
+        return Saved(step=step, folder=target, bytes=ranks.broadcast(size))
 
 
 def _staged(stack: ExitStack, target: Path) -> Path:
@@ -82,7 +82,7 @@ def _staged(stack: ExitStack, target: Path) -> Path:
         return stack.enter_context(staged_folder(target, overwrite=True))
 
 
-def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Agreement) -> dict[str, str]:
+def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Consensus) -> dict[str, str]:
     """This rank's files and their checksums."""
     with _plain(folder):
         with _quiet():
@@ -116,17 +116,17 @@ def _bytes(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def load(folder: Path, tensors: Mapping[str, Tensor], ranks: Agreement) -> dict[str, Any]:
+def load(folder: Path, tensors: Mapping[str, Tensor], ranks: Consensus) -> dict[str, Any]:
     """Fill `tensors` in place from a checkpoint of any layout, put the random state back where the number of ranks is
     the same, and give the facts. All ranks call this, and all raise the same line when one of them cannot read."""
-    about = ranks.together(lambda: read_facts(folder))
-    ranks.together(lambda: _read_tensors(folder, tensors, ranks))
+    about = ranks.run_on_all(lambda: read_facts(folder))
+    ranks.run_on_all(lambda: _read_tensors(folder, tensors, ranks))
     if about["ranks"] == ranks.size:
         set_random_state(torch.load(folder / RANDOM, weights_only=True)[ranks.rank])
     return about
 
 
-def _read_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Agreement) -> None:
+def _read_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Consensus) -> None:
     try:
         with _quiet():
             dcp.load(
@@ -173,9 +173,9 @@ def prune(run: Run, step: int, keep: int) -> list[int]:
     return gone
 
 
-def newest(run: Run, ranks: Agreement, say: Callable[[str], None] = lambda text: None) -> int:
+def newest(run: Run, ranks: Consensus, say: Callable[[str], None] = lambda text: None) -> int:
     """The step of the newest checkpoint that is what was written, or 0; the main rank names those it passes over."""
-    steps, passed = ranks.tell([0, *run.checkpoint_steps()]), []
+    steps, passed = ranks.broadcast([0, *run.checkpoint_steps()]), []
     while (step := steps.pop()) and (damage := _damage(run.checkpoint(step), ranks)):
         passed.append(f"checkpoint {step} of run {run.name} is damaged ({damage[0]})")
     for text in passed if ranks.is_main else ():
@@ -183,12 +183,12 @@ def newest(run: Run, ranks: Agreement, say: Callable[[str], None] = lambda text:
     return step
 
 
-def _damage(folder: Path, ranks: Agreement) -> list[str]:
+def _damage(folder: Path, ranks: Consensus) -> list[str]:
     """What is wrong with a checkpoint, the same on every rank; they share the reading."""
-    found = ranks.tell(faults(folder))
+    found = ranks.broadcast(faults(folder))
     if found:
         return found
-    changed = ranks.together(lambda: changes(folder, share=ranks.rank, of=ranks.size))
+    changed = ranks.run_on_all(lambda: changes(folder, share=ranks.rank, of=ranks.size))
     return [each for part in ranks.gather(changed) for each in part]
 
 

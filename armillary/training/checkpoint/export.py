@@ -12,13 +12,13 @@ from armillary.model.lora import NAMES, change
 from armillary.model.weights.hf_layout import rules
 from armillary.model.weights.hf_weights import save_model
 from armillary.parallel.apply import Sharded
-from armillary.parallel.consensus import Agreement, attempt
+from armillary.parallel.consensus import Consensus, attempt
 from armillary.spec.lora import targets
 from armillary.spec.tables.train import TrainJob
 from armillary.training.step.lora import save_adapter
 
 
-def export(sharded: Sharded, job: TrainJob, folder: Path, ranks: Agreement, *, like: Path) -> Path:
+def export(sharded: Sharded, job: TrainJob, folder: Path, ranks: Consensus, *, like: Path) -> Path:
     """Every rank calls this; the main rank writes, and all raise its error where it cannot."""
     reader, error = Whole(sharded, job), None
     if ranks.is_main:
@@ -28,7 +28,7 @@ def export(sharded: Sharded, job: TrainJob, folder: Path, ranks: Agreement, *, l
     return folder
 
 
-def export_adapter(sharded: Sharded, job: TrainJob, folder: Path, ranks: Agreement, *, base: str) -> Path:
+def export_adapter(sharded: Sharded, job: TrainJob, folder: Path, ranks: Consensus, *, base: str) -> Path:
     """The adapters alone, as a folder that peft reads; every rank calls this."""
     config, error = sharded.model.config, None
     names = [f"{module}.{adapter}" for module in targets(config, job.lora_on) for adapter in NAMES]

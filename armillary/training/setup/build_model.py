@@ -12,7 +12,7 @@ from armillary.errors import BadData
 from armillary.model.transformer import Transformer, build
 from armillary.model.weights.hf_weights import load_model
 from armillary.parallel.apply import Sharded, apply
-from armillary.parallel.consensus import Agreement
+from armillary.parallel.consensus import Consensus
 from armillary.parallel.mesh import Mesh
 from armillary.parallel.pipeline.stage import hold
 from armillary.parallel.shard_weights import fill_from, fill_random, materialise
@@ -44,7 +44,7 @@ class Started(NamedTuple):
 
 
 def start_model(
-    plan: Plan, mesh: Mesh, ranks: Agreement, *, names: Mapping[str, str] | None = None, home: Home | None = None
+    plan: Plan, mesh: Mesh, ranks: Consensus, *, names: Mapping[str, str] | None = None, home: Home | None = None
 ) -> Started:
     """The model with its first weights, spread as the layout says. The main rank chooses its kernels for all, unless
     `names` has what was chosen when the run began; what it finds is kept in `home`. Where ranks share the weights none
@@ -52,25 +52,25 @@ def start_model(
     job, layout, device = plan.train, plan.layout, mesh.world.device
     assert job is not None
     copies = layout.tp == layout.pp == layout.ep == 1 and (layout.zero == 0 or mesh.num_copies == 1)
-    model = ranks.patiently("load the model", lambda: _whole(plan, device) if copies else _without_memory(plan, mesh))
-    ranks.together(lambda: add_lora(model, job, precision=layout.precision))
+    model = ranks.run_long("load the model", lambda: _whole(plan, device) if copies else _without_memory(plan, mesh))
+    ranks.run_on_all(lambda: add_lora(model, job, precision=layout.precision))
     choices = _choices(plan, model, device, ranks, names or {}, home)
-    sharded = ranks.together(lambda: apply(model, layout, mesh, loss=choices.loss, compile=job.compiled))
+    sharded = ranks.run_on_all(lambda: apply(model, layout, mesh, loss=choices.loss, compile=job.compiled))
     if not copies:
-        ranks.patiently("load the model", lambda: _fill(plan, model, device))
+        ranks.run_long("load the model", lambda: _fill(plan, model, device))
     model.train()
     return Started(sharded, choices)
 
 
 def _choices(
-    plan: Plan, model: Transformer, device: torch.device, ranks: Agreement, names: Mapping[str, str], home: Home | None
+    plan: Plan, model: Transformer, device: torch.device, ranks: Consensus, names: Mapping[str, str], home: Home | None
 ) -> Choices:
     assert plan.train is not None
     use = partial(use_kernels, model, job=plan.train, layout=plan.layout, device=device, home=home)
     if ranks.size == 1:
         return use(names=names or None)
-    known = ranks.tell(ranks.patiently("choose kernels", lambda: names or (use().names if ranks.is_main else {})))
-    return ranks.together(lambda: use(names=known or None))
+    known = ranks.broadcast(ranks.run_long("choose kernels", lambda: names or (use().names if ranks.is_main else {})))
+    return ranks.run_on_all(lambda: use(names=known or None))
 
 
 def _dtype(plan: Plan) -> torch.dtype:

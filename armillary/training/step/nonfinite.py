@@ -15,7 +15,7 @@ from torch import Tensor
 
 from armillary.errors import ArmillaryError
 from armillary.kernels.optimizer.adamw import AdamW
-from armillary.parallel.consensus import Agreement
+from armillary.parallel.consensus import Consensus, attempt
 from armillary.spec.tables.train import TrainJob
 from armillary.training.step.loss_scaler import refuse_tiny_scale
 
@@ -24,36 +24,41 @@ MOST_IN_A_ROW = 10
 
 
 class Nonfinite:
-    """`judge(step, measured, own_loss)` after every step, on every rank: all have measured the same."""
+    """`check(step, values, local_loss)` after every step, on every rank: all have read the same loss and norm."""
 
-    def __init__(self, job: TrainJob, ranks: Agreement, optimizer: torch.optim.Optimizer, num_parameters: int) -> None:
+    def __init__(self, job: TrainJob, ranks: Consensus, optimizer: torch.optim.Optimizer, num_parameters: int) -> None:
         self._job, self._ranks, self._optimizer, self._num_parameters = job, ranks, optimizer, num_parameters
         self.skipped = self._in_a_row = 0
 
-    def judge(self, step: int, measured: Mapping[str, float], own_loss: Tensor) -> None:
-        """Count a step that was not taken, or raise where the run must not go on. `own_loss` is this rank's part of the
-        loss, read only when something is wrong."""
-        name = next((name for name in ("loss", "grad_norm") if not math.isfinite(measured[name])), None)
+    def check(self, step: int, values: Mapping[str, float], local_loss: Tensor) -> None:
+        """Count a step that was not taken, or raise on all ranks where the run must not continue. `local_loss` is this
+        rank's part of the loss, read only when a value is not finite."""
+        _, error = attempt(lambda: self._check(step, values, local_loss))
+        if error is not None:  # on all ranks, as all have read the same values
+            self._ranks.raise_first(error)
+
+    def _check(self, step: int, values: Mapping[str, float], local_loss: Tensor) -> None:
+        name = next((name for name in ("loss", "grad_norm") if not math.isfinite(values[name])), None)
         if name is None:
             self._in_a_row = 0
             return
-        if "loss_scale" in measured:
+        if "loss_scale" in values:
             self.skipped += 1
-            refuse_tiny_scale(measured["loss_scale"], step)
+            refuse_tiny_scale(values["loss_scale"], step)
             return
         if isinstance(self._optimizer, AdamW):
             self._optimizer.uncount()
-        where = self._where(own_loss)
+        where = self._where(local_loss)
         self._in_a_row += 1
         if self._job.on_nonfinite == "stop" or self._in_a_row >= MOST_IN_A_ROW:
-            raise ArmillaryError(f"{name} is {measured[name]} at step {step}{where}; {self._remedy(measured['lr'])}")
+            raise ArmillaryError(f"{name} is {values[name]} at step {step}{where}; {self._remedy(values['lr'])}")
         self.skipped += 1
 
-    def _where(self, own_loss: Tensor) -> str:
+    def _where(self, local_loss: Tensor) -> str:
         """Which ranks' own part of the loss is no number; nothing to say where all are, or there is one rank only."""
         if self._ranks.size == 1:
             return ""
-        finite = self._ranks.gather(math.isfinite(float(own_loss)))
+        finite = self._ranks.gather(math.isfinite(float(local_loss)))
         bad = [str(rank) for rank, good in enumerate(finite) if not good]
         if not bad:
             return " (the loss of every rank is finite)"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from armillary.model.low_precision.weights_16bit import HalfWeights
 from armillary.model.moe.experts import Experts
 from armillary.parallel.apply import Sharded
-from armillary.parallel.exposed_waits import Waits
+from armillary.parallel.exposed_waits import ExposedWaits
 from armillary.spec.tables.train import TrainJob
 from armillary.training.step.host_adamw import HostAdamW
 from armillary.training.step.optimizer import make_optimizer, parameter_groups
@@ -74,11 +74,11 @@ class Offloaded:
             self._optimizer.finish()
 
 
-class _Standstill(Waits):
+class _Standstill(ExposedWaits):
     """Copies outlast the steps that began them: what has not ended yet is counted with the next."""
 
     def take(self) -> float:
-        ended = [pair for pair in self._pairs if not self._on_gpu or pair[1].query()]
+        ended = [pair for pair in self._pairs if not self._timer.on_gpu or pair[1].query()]
         later = self._pairs[len(ended) :]
         self._pairs = ended
         seconds = super().take()

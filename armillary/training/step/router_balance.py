@@ -63,11 +63,12 @@ class Routers:
             if loss_scale is not None:
                 self._scale.copy_(loss_scale)
 
-    def finish(self, check: Tensor | None = None) -> dict[str, Tensor]:
-        """Move the selection biases by what all ranks counted, unless `check` is not finite and the step was not taken;
-        gives the gauges of the step."""
+    def finish(self, loss: Tensor | None = None, norm: Tensor | None = None) -> dict[str, Tensor]:
+        """Move the selection biases by what all ranks counted, unless loss or gradient norm is not finite and the step
+        was not taken; returns the gauges of the step."""
         if not self.has_experts:
             return {}
+        check = None if loss is None or norm is None else loss.detach() + norm
         totals = self._sharded.total(self._tally)
         self._move_biases(totals[:, self._counts.load], check)
         return self._gauges(totals)

@@ -1,74 +1,88 @@
-"""Reading: the numbers of a step, brought to the host as soon as they are known, while the device goes on.
+"""Asynchronous readback: the values of a step are copied to the host while the device continues.
 
-Loss and gradients' norm are there before the optimiser runs. They travel on a stream of their own, so that the host
-learns them, writes them down and begins the next step while the device still steps the weights.
+Loss and gradient norm are known before the optimizer runs. They are copied on a separate stream, so that the host can
+log them and start the next step while the device still updates the weights.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-Mark = Any
-"""an event of the device; None on a CPU, which is done when it comes back"""
+from armillary.parallel.device_timer import DeviceTimer, Mark
+
 Read = Callable[[], dict[str, float]]
-"""waits for the numbers, and gives them"""
+"""waits for the values and returns them"""
 
 
-class Reading:
-    """`take(numbers)` when they are known; what it gives is called when they are wanted."""
+class AsyncReadback:
+    """`copy(values)` when they are computed; call what it returns when they are needed."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._tail: tuple[Mark, Mark] = (None, None)
-        self._left = self._came = self.tail_s = 0.0
-        self.stepped_s = 0.0
-        """what the device took in the step before from knowing the gradients' norm to the end of its work"""
+        self._timer = DeviceTimer(device)
+        self._last: tuple[Mark, Mark] | None = None
+        self._finished = self._started = self.tail_s = 0.0
+        self.after_norm_s = 0.0
+        """device time of the previous step from its gradient norm to its end; 0 on a CPU, which runs nothing later"""
 
-    def take(self, numbers: Mapping[str, Tensor]) -> Read:
-        if not numbers:
+    def copy(self, values: Mapping[str, Tensor]) -> Read:
+        if not values:
             return dict
-        stacked = torch.stack([value.detach().double().reshape(()) for value in numbers.values()])
+        stacked = torch.stack([value.detach().double().reshape(()) for value in values.values()])
         if self._stream is None:
-            return lambda: dict(zip(numbers, stacked.tolist(), strict=True))
+            return lambda: dict(zip(values, stacked.tolist(), strict=True))
         copied = torch.cuda.Event()
         self._stream.wait_stream(torch.cuda.current_stream(stacked.device))
         with torch.cuda.stream(self._stream):
-            there = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
-            there.copy_(stacked, non_blocking=True)
+            pinned = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+            pinned.copy_(stacked, non_blocking=True)
             copied.record(self._stream)
         stacked.record_stream(self._stream)
 
         def read() -> dict[str, float]:
             copied.synchronize()
-            return dict(zip(numbers, there.tolist(), strict=True))
+            return dict(zip(values, pinned.tolist(), strict=True))
 
         return read
 
-    # --- what the device still did when the host went on
+    # --- device work that outlasts the host's step
 
-    def come(self) -> None:
-        """The host begins a step."""
-        self._came = time.perf_counter()
+    def start(self) -> None:
+        """The host starts a step."""
+        self._started = time.perf_counter()
 
     def mark(self) -> Mark:
-        """A moment of the device."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return self._timer.mark()
 
-    def leave(self, known: Mark, done: Mark) -> None:
-        """The host has this step's numbers and goes on: `known` is when they were there, `done` the end of the step's
-        work. `tail_s` is then how long the device still worked on the step before while the host was away: that time
-        belongs to this one, which found the device busy."""
-        before, left = self._tail, self._left
-        self._tail, self._left = (known, done), time.perf_counter()
-        device_s = before[0].elapsed_time(before[1]) / 1e3 if before[0] is not None and before[1] is not None else 0.0
-        self.stepped_s = device_s
-        self.tail_s = min(device_s, max(0.0, self._came - left))
+    def finish(self, known: Mark, done: Mark) -> None:
+        """The host has this step's values: `known` is when the device had computed the norm, `done` the end of the
+        step's work. `tail_s` is how long the device still ran the previous step between the host's two steps; that
+        time belongs to this step, which found the device busy."""
+        previous, finished = self._last, self._finished
+        self._last, self._finished = (known, done), time.perf_counter()
+        self.after_norm_s = self._timer.seconds(*previous) if previous is not None and self._timer.on_gpu else 0.0
+        self.tail_s = min(self.after_norm_s, max(0.0, self._started - finished))
+
+
+class StepValues(dict[str, float]):
+    """The values of one step by gauge name, complete after `wait()`."""
+
+    def __init__(self, readback: AsyncReadback) -> None:
+        super().__init__()
+        self._readback = readback
+        self._reads: list[Read] = []
+        self._marks: list[Mark] = []
+
+    def read(self, values: Mapping[str, Tensor]) -> None:
+        """Start to copy values that the device has computed."""
+        self._reads.append(self._readback.copy(values))
+        self._marks.append(self._readback.mark())
+
+    def wait(self) -> None:
+        for read in self._reads:
+            self.update(read())
+        self._readback.finish(self._marks[0], self._marks[-1])

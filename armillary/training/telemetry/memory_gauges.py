@@ -35,7 +35,7 @@ class NoMeter:
         """What runs inside is forward, loss, backward or optimizer."""
         return nullcontext()
 
-    def above(self, hidden: Tensor) -> None:
+    def mark_hidden(self, hidden: Tensor) -> None:
         """What the backward pass makes before it has the gradient of `hidden` is for the loss."""
 
     def step(self) -> AbstractContextManager[NoMeter]:
@@ -66,7 +66,7 @@ class CpuMeter(NoMeter):
             watch.hold(states_of(self._optimizer), "optimizer")
             yield self
 
-    def above(self, hidden: Tensor) -> None:
+    def mark_hidden(self, hidden: Tensor) -> None:
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: self._watch.now("backward"))
 

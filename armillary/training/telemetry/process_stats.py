@@ -39,7 +39,7 @@ SOURCES = {
     "rank_spread_s": "every rank's own clock",
 }
 """how gauges are measured; those of memory say it themselves, the rest are differences of the wall clock"""
-WINDOW = "profiler window"
+PROFILER = "profiler window"
 
 
 def memory_gauges(device: torch.device) -> dict[str, float]:
@@ -63,7 +63,7 @@ def source_of(gauges: Mapping[str, float], own: Mapping[str, str], device: torch
     }
 
 
-class Speed:
+class Throughput:
     """Of one run: `gauges(seconds)` of a step."""
 
     def __init__(self, plan: Plan) -> None:

@@ -1,17 +1,17 @@
-"""A short look now and then: one step under the profiler, split into computing, communicating and the rest.
+"""Profiled steps: now and then one step runs under the profiler, and its time is split into parts.
 
 The parts add up to the step: compute_s + comm_exposed_s + bubble_s + overhead_s, each moment counted once. The
-shares of the step budget say the same in finer parts, held against the roofline where the home has one.
+fractions of the step budget are finer parts of the same time, compared with the roofline where the home has ceilings.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from armillary.profiling.trace.trace import read_trace
 from armillary.spec.gauges import budget_gauge
 from armillary.store.home import Home
 
-T = TypeVar("T")
 NO_ROOFLINE = Roofline(device="not asked")
 CHEAPEST = 0.25
 """share of the operators' calls, the cheapest, whose cost is taken for what any call costs"""
@@ -43,29 +42,29 @@ LONG_S = 1e-3
 """a stretch of Python beyond what comes between two operators"""
 
 
-def recorded(
-    step: Callable[[], T], roofline: Roofline = NO_ROOFLINE, plain_s: float | None = None
-) -> tuple[T, dict[str, float]]:
-    """What one call of `step` gives, and how its time was spent, by gauge name; `plain_s` is what such a step takes
-    when nobody looks."""
+@contextmanager
+def profiled(roofline: Roofline = NO_ROOFLINE, unprofiled_s: float | None = None) -> Iterator[dict[str, float]]:
+    """Runs its block under the profiler; the dict it yields has the gauges of the block's time afterwards.
+    `unprofiled_s` is what such a step takes without the profiler."""
+    gauges: dict[str, float] = {}
     recorder = Recorder(memory=False, stacks=False, hooks=False)
     recorder.start()
     try:
         recorder.begin_step()
-        made = step()
+        yield gauges
         recorder.end_step()
     finally:
         recorder.stop()
     with tempfile.TemporaryDirectory() as folder:
         trace = read_trace(recorder.save(Path(folder) / "step.json"))
     judged = judge(trace, roofline)
-    spent = without_recording(budget(judged), plain_s)
-    return made, split(judged, spent) | shares(judged, spent)
+    spent = without_recording(budget(judged), unprofiled_s)
+    gauges |= split(judged, spent) | shares(judged, spent)
 
 
 def device_roofline(device: torch.device, home: Home | None) -> Roofline:
-    """The ceilings of this rank's device; threads of a processor have their part of what all of its cores reach, where
-    they were not measured by themselves."""
+    """The ceilings of this rank's device. Some threads of a CPU get their share of what all its cores reach, where
+    that number of threads was not measured."""
     if device.type != "cpu":
         return roofline_for(device_name(device), home)
     threads, cores = torch.get_num_threads(), compute_threads()
@@ -152,7 +151,7 @@ def split(judged: Judged, spent: Budget) -> dict[str, float]:
     }
 
 
-def set_apart(parts: dict[str, float], bubble: float, waited: float = 0.0) -> dict[str, float]:
+def without_rank_waits(parts: dict[str, float], bubble: float, waited: float = 0.0) -> dict[str, float]:
     """The parts with a measured bubble taken out of what a trace sees of it: waits for exchanges, then idle time; so
     too in the step's shares, where waits for other ranks, which may look like Python's, are exchanges as well."""
     if not parts or not (bubble or waited):
@@ -171,7 +170,7 @@ def set_apart(parts: dict[str, float], bubble: float, waited: float = 0.0) -> di
     return _moved(shares, "comm_exposed_fraction", waited / whole - shares["comm_exposed_fraction"], STANDING)
 
 
-def undisturbed(parts: dict[str, float], seconds: float, ran_s: float, queued_s: float) -> dict[str, float]:
+def without_core_contention(parts: dict[str, float], seconds: float, ran_s: float, queued_s: float) -> dict[str, float]:
     """The parts without stalls that were none of the program's doing: for `queued_s` its main thread was ready and
     others had the cores, in Python as often as it is in Python. What it neither ran nor queued it did stand still."""
     if "host_stall_fraction" not in parts or seconds <= 0:
@@ -205,29 +204,30 @@ def comm_s(judged: Judged, spent: Budget) -> float:
     return float(length(*clip(trace.start[events], trace.end[events], *window.span))) if len(events) else 0.0
 
 
-Timed = tuple[T, float]
-"""something, and the seconds it took"""
 FIRST = (7, 9, 11)
-"""of the steps this process takes: those that are recorded however seldom others are"""
+"""early steps of this process that are profiled whatever the interval"""
 FIRST_S = 4.0
-"""seconds that analysing the first ones may take: after that one more is not worth them"""
+"""seconds for analysing the early profiles, after which no more of them are taken"""
 
 
-class Looks:
-    """`due(step)`, then `at(work)` in place of calling it."""
+class ProfileSchedule:
+    """`is_due(step, …)`, then `with record(…)` around the step."""
 
     def __init__(self, every: int, roofline: Roofline) -> None:
-        """`every` so many steps one is recorded; 0: none at all."""
+        """Profile one of `every` steps; 0: none at all."""
         self._every, self._roofline, self._spent_s = every, roofline, 0.0
 
-    def due(self, step: int, taken: int) -> bool:
-        """Whether step `step`, before which this process took `taken`, is recorded."""
-        early = taken in FIRST and self._spent_s < FIRST_S
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Whether step `step` is profiled; this process took `num_steps` steps before it."""
+        early = num_steps in FIRST and self._spent_s < FIRST_S
         return bool(self._every) and ((step + 1) % self._every == 0 or early)
 
-    def at(self, work: Callable[[], Timed[T]], plain_s: float | None) -> tuple[Timed[T], dict[str, float]]:
-        """What `work` gives, and how its seconds were spent; `plain_s` is what it takes when nobody looks."""
+    @contextmanager
+    def record(self, unprofiled_s: float | None) -> Iterator[dict[str, float]]:
+        """As `profiled`, with the profiler's own time counted."""
         begin = time.perf_counter()
-        made, parts = recorded(work, self._roofline, plain_s)
-        self._spent_s += time.perf_counter() - begin - made[1]
-        return made, parts
+        with profiled(self._roofline, unprofiled_s) as gauges:
+            started = time.perf_counter()
+            yield gauges
+            seconds = time.perf_counter() - started
+        self._spent_s += time.perf_counter() - begin - seconds

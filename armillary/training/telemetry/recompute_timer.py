@@ -1,52 +1,52 @@
-"""Again: how long a step spends on activations that its backward pass makes a second time.
+"""Recompute timer: how long the backward pass of a step recomputes activations.
 
-A recomputing block calls what it is told to: here, itself between two marks once gradients flow. Blocks stay what they
-are, hand-written passes too; passes that make their own norms again are not seen, nor is what a compiler took apart.
+A block with recompute calls its `watched` function; the timer sets that to the block's plain forward between two
+marks, taken only while a backward pass runs. Fused passes that recompute their own norms are not timed, nor are
+compiled blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from armillary.parallel.exposed_waits import Waits
-
-T = TypeVar("T")
+from armillary.parallel.exposed_waits import ExposedWaits
 
 
-class Again:
-    """`at(step)` in place of calling it, then `take()`."""
+class RecomputeTimer:
+    """`with timed(): …` around a step, then `take()`."""
 
-    def __init__(self, model: nn.Module, device: torch.device, *, seen: bool = True) -> None:
-        """`seen`: whether blocks may be told what to call; compiled ones would be compiled anew."""
-        blocks = getattr(model, "blocks", None) if seen else None
-        self._blocks: list[Any] = [] if blocks is None else [one for one in blocks.values() if hasattr(one, "watched")]
-        self._waits = Waits(device)
+    def __init__(self, model: nn.Module, device: torch.device, *, enabled: bool = True) -> None:
+        """`enabled` is False for compiled blocks, which a new `watched` would compile again."""
+        blocks = getattr(model, "blocks", None) if enabled else None
+        self._blocks: list[Any] = [] if blocks is None else [b for b in blocks.values() if hasattr(b, "watched")]
+        self._spans = ExposedWaits(device)
 
-    def at(self, step: Callable[[], T]) -> T:
-        """What `step` gives."""
+    @contextmanager
+    def timed(self) -> Iterator[dict[str, float]]:
         for block in self._blocks:
-            block.watched = partial(self._timed, type(block).plain)
+            block.watched = partial(self._run, type(block).plain)
         try:
-            return step()
+            yield {}
         finally:
             for block in self._blocks:
                 del block.watched
 
     def take(self) -> dict[str, float]:
-        """recompute_s of the step before, once the device has done it; nothing where nothing was made again."""
-        seconds = self._waits.take()
+        """recompute_s of the last step, once the device has run it; nothing where nothing was recomputed."""
+        seconds = self._spans.take()
         return {"recompute_s": seconds} if seconds else {}
 
-    def _timed(self, run: Any, *args: Any) -> Any:
-        if torch._C._current_graph_task_id() < 0:  # the first time
-            return run(*args)
-        begin = self._waits.mark()
+    def _run(self, forward: Any, *args: Any) -> Any:
+        if torch._C._current_graph_task_id() < 0:  # the forward pass
+            return forward(*args)
+        begin = self._spans.mark()
         try:
-            return run(*args)
-        finally:  # it ends early, once all that is needed is there
-            self._waits.until_now(begin)
+            return forward(*args)
+        finally:  # torch raises out of it as soon as all saved tensors are recomputed
+            self._spans.until_now(begin)

@@ -1,65 +1,69 @@
-"""Pace: how long plain steps take, and what the loop does between them, by the wall clock of the host."""
+"""Step clock: host time of a step, and of the loop between two steps."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-QUEUE = Path("/proc/thread-self/schedstat")
-"""Linux: nanoseconds that a thread ran, nanoseconds that it waited for a core, turns"""
-_REMEMBERED = 5
-"""plain steps that a recorded one is held against"""
+SCHEDSTAT = Path("/proc/thread-self/schedstat")
+"""Linux: nanoseconds that a thread ran, nanoseconds that it waited for a core, time slices"""
+_WINDOW = 5
+"""unprofiled steps whose median a profiled one is compared with"""
 
 
-class Pace:
-    """`come()` when a step begins, `leave()` when it ends; `aside(seconds)` for what is measured by itself."""
+class StepClock:
+    """`start()` and `stop()` around a step; `exclude(seconds)` for time between steps that has its own gauge."""
 
     def __init__(self) -> None:
-        self._left: float | None = None
-        self._aside = 0.0
-        self._plain: deque[float] = deque(maxlen=_REMEMBERED)
+        self._started = 0.0
+        self._stopped: float | None = None
+        self._excluded = 0.0
+        self._seconds: deque[float] = deque(maxlen=_WINDOW)
         self._between: float | None = None
 
-    def come(self) -> None:
-        """A step begins: what passed since the last one's end, validation and checkpoints left out, was the loop's."""
-        now = time.perf_counter()
-        self._between = None if self._left is None else max(0.0, now - self._left - self._aside)
-        self._aside = 0.0
+    def start(self) -> None:
+        """Time since the last `stop()`, less what was excluded, was spent in the loop."""
+        self._started = time.perf_counter()
+        self._between = None if self._stopped is None else max(0.0, self._started - self._stopped - self._excluded)
+        self._excluded = 0.0
 
-    def aside(self, seconds: float) -> None:
-        self._aside += seconds
+    def since_start(self) -> float:
+        return time.perf_counter() - self._started
 
-    def leave(self, seconds: float, *, plain: bool) -> None:
-        """A step ends after `seconds` of work; `plain`: nobody looked at it while it ran."""
-        if plain:
-            self._plain.append(seconds)
-        self._left = time.perf_counter()
+    def exclude(self, seconds: float) -> None:
+        self._excluded += seconds
+
+    def stop(self, seconds: float, *, undisturbed: bool) -> None:
+        """A step ends after `seconds` of work; `undisturbed`: neither profiler nor memory tracker slowed it."""
+        if undisturbed:
+            self._seconds.append(seconds)
+        self._stopped = time.perf_counter()
 
     @property
-    def plain_s(self) -> float | None:
-        """What a step takes when nobody looks."""
-        return median(self._plain) if self._plain else None
+    def unprofiled_s(self) -> float | None:
+        """Median of the last undisturbed steps."""
+        return median(self._seconds) if self._seconds else None
 
     def gauges(self, tail_s: float = 0.0) -> dict[str, float]:
-        """`tail_s`: how long a device still worked on the step before, which hides as much of the loop."""
+        """`tail_s` is how long the device still ran the previous step, which hides as much of the loop's time."""
         return {} if self._between is None else {"between_steps_s": max(0.0, self._between - tail_s)}
 
 
 def queued_s() -> float:
-    """Seconds that this thread was ready to run while another one ran; always 0 where the system does not say."""
+    """Seconds that this thread was ready to run and waited for a core; 0 where the system does not count them."""
     try:
-        return int(QUEUE.read_text().split()[1]) / 1e9
+        return int(SCHEDSTAT.read_text().split()[1]) / 1e9
     except (OSError, IndexError):
         return 0.0
 
 
-def spread(each: tuple[float, ...]) -> dict[str, float]:
-    """How far the slowest of all ranks is behind the median one, from each one's own work; nothing where one of them
-    has no figure."""
-    if len(each) < 2 or min(each) <= 0:
+def rank_spread(work_s: Sequence[float]) -> dict[str, float]:
+    """How far the slowest rank is behind the median rank, from the work time of each; nothing where one is unknown."""
+    if len(work_s) < 2 or min(work_s) <= 0:
         return {}
-    slowest = max(range(len(each)), key=lambda rank: each[rank])
-    middle = sorted(each)[(len(each) - 1) // 2]
-    return {"rank_spread_s": each[slowest] - middle, "slowest_rank": float(slowest)}
+    slowest = max(range(len(work_s)), key=lambda rank: work_s[rank])
+    middle = sorted(work_s)[(len(work_s) - 1) // 2]
+    return {"rank_spread_s": work_s[slowest] - middle, "slowest_rank": float(slowest)}

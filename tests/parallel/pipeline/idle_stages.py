@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from armillary.parallel.pipeline.idle_time import Pass
 from armillary.parallel.pipeline.pipeline import Passing, Pipeline, Rows
 from armillary.parallel.pipeline.stage import Received
+from armillary.parallel.pipeline.stage_timer import Pass
 from armillary.planning.training.step_time import idle_s
 from armillary.spec.layout_rules.pipeline_split import Span
 
@@ -175,7 +175,7 @@ def measured_idle(pipeline: Pipeline, *, num_micro_batches: int, steps: int = 2)
 
 def idle_of_all(pipeline: Pipeline) -> float:
     """Of the last step, over all stages: 1 - mean computing time / the longest stage's time from begin to end."""
-    busy, whole = pipeline.busy.take()
+    busy, whole = pipeline.timer.take()
     times = torch.tensor([busy, whole], dtype=torch.float64)
     every = [torch.empty_like(times) for _ in range(pipeline.size)]
     dist.all_gather(every, times, group=pipeline.group)

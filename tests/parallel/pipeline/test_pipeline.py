@@ -13,8 +13,8 @@ from armillary.model.transformer import Transformer, build
 from armillary.model.weights.hf_weights import save_model
 from armillary.parallel.apply import apply
 from armillary.parallel.mesh import make_mesh
-from armillary.parallel.pipeline.idle_time import Pass
 from armillary.parallel.pipeline.stage import hold
+from armillary.parallel.pipeline.stage_timer import Pass
 from armillary.parallel.shard_weights import fill_from, materialise
 from armillary.parallel.world import join_world
 from armillary.spec.layout import Layout
@@ -134,7 +134,7 @@ def passes(schedule: str, chunks: int, micro_batches: int) -> list[Pass]:
         dist.group.WORLD, Work(forward_s=0.0, inputs_s=0.0, weights_s=0.0), schedule=schedule, chunks=chunks
     )
     measured_idle(pipeline, num_micro_batches=micro_batches, steps=1)
-    return pipeline.busy.order
+    return pipeline.timer.order
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8)])

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import ArmillaryError, BadData
-from armillary.parallel.consensus import Agreement
+from armillary.parallel.consensus import Consensus
 from armillary.parallel.world import World
 from armillary.spec.recipe import Recipe
 from armillary.store import atomic
@@ -30,7 +30,7 @@ from armillary.training.checkpoint.checkpoint import newest, save, saved_steps
 from armillary.training.checkpoint.seal import faults
 from armillary.training.loop import train
 from armillary.training.prepare_run import Start, start, starting_point
-from armillary.training.run_lifecycle import Course
+from armillary.training.run_lifecycle import RunLifecycle
 from armillary.training.step.numerics import seed
 from armillary.training.telemetry.step_report import StepReport
 from armillary.training.trainer import Trainer
@@ -184,7 +184,7 @@ def test_a_failed_write_keeps_the_last_good_one(recipe: Make, home: Home) -> Non
 
 @pytest.mark.parametrize(("room", "facts"), [(4_000, 0), (9_000, 10_000)], ids=["rng.pt", "state.json"])
 def test_a_disk_that_is_full_at_the_last_files_is_one_line(room: int, facts: int, home: Home) -> None:
-    run, alone = create_run(home, {}), Agreement(rank=0, size=1)
+    run, alone = create_run(home, {}), Consensus(rank=0, size=1)
     tensors = {"a": torch.ones(3)}
     save(run, 1, tensors, {}, alone)
     with little_room(room), pytest.raises(ArmillaryError, match=FULL) as caught:
@@ -197,7 +197,7 @@ def test_a_disk_that_says_so_only_when_it_is_synced(home: Home, monkeypatch: pyt
     def full(folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    run, alone = create_run(home, {}), Agreement(rank=0, size=1)
+    run, alone = create_run(home, {}), Consensus(rank=0, size=1)
     monkeypatch.setattr(atomic, "_sync_tree", full)
     with pytest.raises(ArmillaryError, match=FULL):
         save(run, 1, {"a": torch.ones(3)}, {}, alone)
@@ -212,7 +212,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run with checkpoints of two steps."""
     run = create_run(Home.at(tmp_path_factory.mktemp("two")), {})
     for step in (1, 2):
-        save(run, step, {"a": torch.full((64,), float(step))}, {"loss": 1.0}, Agreement(rank=0, size=1))
+        save(run, step, {"a": torch.full((64,), float(step))}, {"loss": 1.0}, Consensus(rank=0, size=1))
     return run
 
 
@@ -230,13 +230,13 @@ def test_one_changed_bit_anywhere_is_named_and_passed_over(two: Run, name: str, 
     said: list[str] = []
     path.write_bytes(spoilt)
     try:
-        assert newest(two, Agreement(rank=0, size=1), said.append) == 1
+        assert newest(two, Consensus(rank=0, size=1), said.append) == 1
     finally:
         path.write_bytes(before)
     assert said == [
         f"checkpoint 2 of run {two.name} is damaged (the content of {name} has changed); the run goes on from step 1"
     ]
-    assert newest(two, Agreement(rank=0, size=1)) == 2
+    assert newest(two, Consensus(rank=0, size=1)) == 2
 
 
 def test_a_checkpoint_without_sums_is_an_older_one(two: Run) -> None:
@@ -246,7 +246,7 @@ def test_a_checkpoint_without_sums_is_an_older_one(two: Run) -> None:
     assert set(found.pop("sums")) == set(found["files"])
     path.write_text(json.dumps(found))
     try:
-        assert newest(two, Agreement(rank=0, size=1)) == 2
+        assert newest(two, Consensus(rank=0, size=1)) == 2
     finally:
         path.write_text(before)
 
@@ -289,7 +289,7 @@ def test_dropout_does_not_start_over_on_another_number_of_ranks(recipe: Make, ho
         state.write_text(re.sub(r'"ranks": \d+', f'"ranks": {ranks}', state.read_text()))
         with Trainer(begun.plan, alone) as trainer:
             seed(begun.recipe.train.seed, 0)
-            Course(run, trainer, None).resume(2)
+            RunLifecycle(run, trainer, None).resume(2)
             return torch.rand(4).tolist()
 
     def after(step: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""The numbers of a step come to the host once, before the optimiser is done with; nothing else waits for the device."""
+"""The values of a step are read back once, before the optimizer is done; nothing else waits for the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
 from armillary.training import trainer as trainer_module
 from armillary.training.prepare_run import start, starting_point
-from armillary.training.telemetry.async_readback import Reading
+from armillary.training.telemetry.async_readback import AsyncReadback
 from armillary.training.trainer import Trainer
 
 Make = Callable[..., Recipe]
@@ -24,9 +24,9 @@ CPU = torch.device("cpu")
 
 
 def test_numbers_by_name() -> None:
-    reading = Reading(CPU)
-    read = reading.take({"loss": torch.tensor(2.5), "grad_norm": torch.tensor([0.5], dtype=torch.float64)})
-    assert read() == {"loss": 2.5, "grad_norm": 0.5} and reading.take({})() == {}
+    readback = AsyncReadback(CPU)
+    read = readback.copy({"loss": torch.tensor(2.5), "grad_norm": torch.tensor([0.5], dtype=torch.float64)})
+    assert read() == {"loss": 2.5, "grad_norm": 0.5} and readback.copy({})() == {}
 
 
 class Event:
@@ -44,16 +44,17 @@ def test_what_the_device_did_while_the_host_was_away_counts(
     monkeypatch: pytest.MonkeyPatch, away: float, tail: float
 ) -> None:
     """The optimiser runs for 8 ms after the numbers are there; the host is away for shorter, or for longer."""
-    now, reading = [100.0], Reading(CPU)
+    now, readback = [100.0], AsyncReadback(CPU)
+    readback._timer.on_gpu = True
     monkeypatch.setattr("armillary.training.telemetry.async_readback.time.perf_counter", lambda: now[0])
-    reading.come()
-    reading.leave(Event(1.0), Event(1.008))
-    assert reading.tail_s == 0.0
+    readback.start()
+    readback.finish(Event(1.0), Event(1.008))
+    assert readback.tail_s == 0.0
     now[0] += away
-    reading.come()
+    readback.start()
     now[0] += 0.4
-    reading.leave(Event(1.4), Event(1.408))
-    assert reading.tail_s == pytest.approx(tail)
+    readback.finish(Event(1.4), Event(1.408))
+    assert readback.tail_s == pytest.approx(tail)
 
 
 class Asked(TorchDispatchMode):
@@ -75,8 +76,9 @@ def test_a_step_reads_its_numbers_before_it_steps_and_asks_for_nothing_else(
     with join_world("cpu") as world, Trainer(begun.plan, world) as trainer:
         trainer.step(0)
         trainer.step(1)
-        update, take = trainer_module.update, trainer.reading.take
-        monkeypatch.setattr(trainer.reading, "take", lambda found: order.append(sorted(found)) or take(found))
+        update, copy = trainer_module.update, trainer.telemetry.readback.copy
+        readback = trainer.telemetry.readback
+        monkeypatch.setattr(readback, "copy", lambda values: order.append(sorted(values)) or copy(values))
         monkeypatch.setattr(trainer_module, "update", lambda *args: order.append("update") or update(*args))
         with Asked() as asked:
             assert trainer.step(2) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from armillary.errors import BadInput
 from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import build
-from armillary.parallel.exposed_waits import Waits, covered
+from armillary.parallel.exposed_waits import ExposedWaits, covered
 from armillary.parallel.recompute import recompute
 from armillary.profiling.profile import BUDGET, Roofline
 from armillary.spec.gauges import budget_gauge
@@ -19,9 +20,15 @@ from armillary.training.parity.case import tiny
 from armillary.training.stopping import Until
 from armillary.training.telemetry.memory_gauges import CpuMeter, bytes_of
 from armillary.training.telemetry.memory_tracker import MemoryWatch
-from armillary.training.telemetry.profiled_step import FIRST, Looks, recorded, set_apart, undisturbed
-from armillary.training.telemetry.recompute_timer import Again
-from armillary.training.telemetry.step_clock import Pace, queued_s, spread
+from armillary.training.telemetry.profiled_step import (
+    FIRST,
+    ProfileSchedule,
+    profiled,
+    without_core_contention,
+    without_rank_waits,
+)
+from armillary.training.telemetry.recompute_timer import RecomputeTimer
+from armillary.training.telemetry.step_clock import StepClock, queued_s, rank_spread
 
 
 def test_storages_are_counted_from_birth_to_end() -> None:
@@ -55,7 +62,7 @@ def test_a_step_s_memory_adds_up_to_what_is_alive() -> None:
         with meter.step() if measured else torch.enable_grad():
             with meter.phase("forward"):
                 hidden = model(x)
-            meter.above(hidden)
+            meter.mark_hidden(hidden)
             with meter.phase("loss"):
                 loss = hidden.square().sum()
             with meter.phase("backward"):
@@ -93,34 +100,38 @@ def test_a_goal_that_nothing_could_reach_is_refused() -> None:
 
 def test_a_recorded_step_is_split_into_parts_that_add_up() -> None:
     a = torch.randn(200, 200)
-    made, split = recorded(lambda: (a @ a).sum())
+    with profiled() as split:
+        made = (a @ a).sum()
     assert float(made) == pytest.approx(float((a @ a).sum()))
     assert {"compute_s", "comm_s", "comm_exposed_s", "bubble_s", "overhead_s"} < set(split)
     assert split["compute_s"] > 0 and split["comm_s"] == split["comm_exposed_s"] == split["bubble_s"] == 0
 
 
 def test_a_recorded_step_is_a_budget_too() -> None:
-    a, roofline = torch.randn(300, 300), Roofline(device="x", flops={"fp32": 1e12}, bytes_per_s=1e11, source="measured")
-    _, found = recorded(lambda: (a @ a).sum(), roofline)
+    a, roof = torch.randn(300, 300), Roofline(device="x", flops={"fp32": 1e12}, bytes_per_s=1e11, source="measured")
+    with profiled(roof) as found:
+        (a @ a).sum()
     parts = [found[budget_gauge(part)] for part in BUDGET]
     assert sum(parts) == pytest.approx(1.0) and found["kernels"] >= 2
     assert 0 < found["roofline_fraction"] < 1 and found["useful_fraction"] > 0 and found["unjudged_fraction"] < 0.5
-    _, blind = recorded(lambda: (a @ a).sum())
+    with profiled() as blind:
+        (a @ a).sum()
     assert "roofline_fraction" not in blind and blind["useful_fraction"] == 0
 
 
 @pytest.mark.parametrize("kind", ["full", "none"])
-def test_what_is_made_again_is_timed(kind: str) -> None:
+def test_recompute_is_timed(kind: str) -> None:
     model, tokens = build(tiny(), dtype=torch.float32, device="cpu", seed=1), torch.arange(8)[None]
     recompute(model, kind=kind)
-    again = Again(model, torch.device("cpu"))
-    hidden = again.at(lambda: model(tokens, tokens, plain))
-    assert again.take() == {}, "the first time is no repetition"
+    timer = RecomputeTimer(model, torch.device("cpu"))
+    with timer.timed():
+        hidden = model(tokens, tokens, plain)
+    assert timer.take() == {}, "the forward pass is no recompute"
     hidden.sum().backward()
-    found = again.take()
+    found = timer.take()
     assert (found.get("recompute_s", 0.0) > 0) == (kind == "full")
     model(tokens, tokens, plain).sum().backward()
-    assert again.take() == {}, "nobody looked"
+    assert timer.take() == {}, "not timed"
 
 
 def test_time_in_which_others_had_the_cores_is_no_stall(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -131,30 +142,33 @@ def test_time_in_which_others_had_the_cores_is_no_stall(monkeypatch: pytest.Monk
         "comm_exposed_fraction": 0.0,
         "idle_fraction": 0.0,
     }
-    assert undisturbed(parts, 1.0, 0.3, 0.7)["host_stall_fraction"] == pytest.approx(0.05), "Python as others let it"
-    assert undisturbed(parts, 1.0, 1.0, 0.0) == parts, "Python that really ran"
-    assert undisturbed(parts, 1.0, 0.05, 0.7)["host_stall_fraction"] == pytest.approx(0.25), "it slept"
-    assert undisturbed({}, 1.0, 0.3, 0.7) == {}
+    assert without_core_contention(parts, 1.0, 0.3, 0.7)["host_stall_fraction"] == pytest.approx(0.05), (
+        "Python as others let it"
+    )
+    assert without_core_contention(parts, 1.0, 1.0, 0.0) == parts, "Python that really ran"
+    assert without_core_contention(parts, 1.0, 0.05, 0.7)["host_stall_fraction"] == pytest.approx(0.25), "it slept"
+    assert without_core_contention({}, 1.0, 0.3, 0.7) == {}
     (tmp_path / "schedstat").write_text("1000 2500000000 7\n")
-    monkeypatch.setattr("armillary.training.telemetry.step_clock.QUEUE", tmp_path / "schedstat")
+    monkeypatch.setattr("armillary.training.telemetry.step_clock.SCHEDSTAT", tmp_path / "schedstat")
     assert queued_s() == 2.5
-    monkeypatch.setattr("armillary.training.telemetry.step_clock.QUEUE", tmp_path / "none")
+    monkeypatch.setattr("armillary.training.telemetry.step_clock.SCHEDSTAT", tmp_path / "none")
     assert queued_s() == 0.0
 
 
-def test_early_looks_end_when_they_become_dear(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = Looks(100, Roofline(device="x"))
-    assert [taken for taken in range(20) if looks.due(taken, taken)] == list(FIRST) and looks.due(99, 50)
-    monkeypatch.setattr(
-        "armillary.training.telemetry.profiled_step.recorded",
-        lambda work, roofline, plain_s: (work(), {"compute_s": 1.0}),
-    )
-    clock = iter([0.0, 2.5, 10.0, 12.6])
+def test_early_profiles_end_when_they_become_expensive(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = ProfileSchedule(100, Roofline(device="x"))
+    assert [taken for taken in range(20) if schedule.is_due(taken, taken)] == list(FIRST) and schedule.is_due(99, 50)
+    fake = contextmanager(lambda roofline, unprofiled_s: iter([{"compute_s": 1.0}]))
+    monkeypatch.setattr("armillary.training.telemetry.profiled_step.profiled", fake)
+    clock = iter([0.0, 0.0, 0.1, 2.5, 10.0, 10.0, 10.1, 12.6])
     monkeypatch.setattr("armillary.training.telemetry.profiled_step.time.perf_counter", lambda: next(clock))
-    assert looks.at(lambda: ("made", 0.1), None) == (("made", 0.1), {"compute_s": 1.0}) and looks.due(9, 9)
-    looks.at(lambda: ("made", 0.1), None)
-    assert not looks.due(11, 11) and looks.due(199, 3)
-    assert not any(Looks(0, Roofline(device="x")).due(step, step) for step in range(200))
+    with schedule.record(None) as gauges:
+        assert gauges == {"compute_s": 1.0}
+    assert schedule.is_due(9, 9)
+    with schedule.record(None):
+        pass
+    assert not schedule.is_due(11, 11) and schedule.is_due(199, 3)
+    assert not any(ProfileSchedule(0, Roofline(device="x")).is_due(step, step) for step in range(200))
 
 
 def test_waits_for_other_ranks_are_no_work_of_the_host() -> None:
@@ -172,39 +186,39 @@ def test_waits_for_other_ranks_are_no_work_of_the_host() -> None:
         "idle_fraction": 0.0,
         "host_stall_fraction": 0.25,
     }
-    apart = set_apart(parts, 0.3)
+    apart = without_rank_waits(parts, 0.3)
     assert apart["bubble_s"] == pytest.approx(0.3) and apart["overhead_s"] == pytest.approx(0.2)
     assert apart["idle_fraction"] == pytest.approx(0.3) and apart["comm_exposed_fraction"] == 0.0
     assert apart["host_fraction"] == pytest.approx(0.1) and apart["host_stall_fraction"] == pytest.approx(0.05)
-    waited = set_apart(parts, 0.0, 0.2)
+    waited = without_rank_waits(parts, 0.0, 0.2)
     assert waited["comm_exposed_fraction"] == pytest.approx(0.2) and waited["host_fraction"] == pytest.approx(0.2)
-    assert set_apart(parts, 0.0) == parts and set_apart({}, 1.0, 1.0) == {}
+    assert without_rank_waits(parts, 0.0) == parts and without_rank_waits({}, 1.0, 1.0) == {}
 
 
 def test_the_slowest_rank_is_held_against_the_median_one() -> None:
-    assert spread((1.0, 1.5, 1.1)) == {"rank_spread_s": pytest.approx(0.4), "slowest_rank": 1.0}
-    assert spread((2.0, 1.0)) == {"rank_spread_s": 1.0, "slowest_rank": 0.0}, "of two, against the other one"
-    assert spread((1.0, 0.0)) == {}, "a rank that was recorded has no figure"
-    assert spread((1.0,)) == spread(()) == {}
+    assert rank_spread((1.0, 1.5, 1.1)) == {"rank_spread_s": pytest.approx(0.4), "slowest_rank": 1.0}
+    assert rank_spread((2.0, 1.0)) == {"rank_spread_s": 1.0, "slowest_rank": 0.0}, "of two, against the other one"
+    assert rank_spread((1.0, 0.0)) == {}, "a rank that was recorded has no figure"
+    assert rank_spread((1.0,)) == rank_spread(()) == {}
 
 
 def test_what_the_loop_does_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 1.5, 2.5])
     monkeypatch.setattr("armillary.training.telemetry.step_clock.time.perf_counter", lambda: next(now))
-    pace = Pace()
-    pace.come()
-    assert pace.gauges() == {} and pace.plain_s is None
-    pace.leave(1.0, plain=True)
-    pace.aside(0.2)
-    pace.come()
-    assert pace.gauges() == {"between_steps_s": pytest.approx(0.3)}, "validation has a gauge of its own"
-    assert pace.gauges(tail_s=0.4) == {"between_steps_s": 0.0}, "the device was still busy"
-    pace.leave(9.0, plain=False)
-    assert pace.plain_s == 1.0
+    clock = StepClock()
+    clock.start()
+    assert clock.gauges() == {} and clock.unprofiled_s is None
+    clock.stop(1.0, undisturbed=True)
+    clock.exclude(0.2)
+    clock.start()
+    assert clock.gauges() == {"between_steps_s": pytest.approx(0.3)}, "validation has a gauge of its own"
+    assert clock.gauges(tail_s=0.4) == {"between_steps_s": 0.0}, "the device was still busy"
+    clock.stop(9.0, undisturbed=False)
+    assert clock.unprofiled_s == 1.0
 
 
 def test_waits_are_taken_once() -> None:
-    waits = Waits(torch.device("cpu"))
+    waits = ExposedWaits(torch.device("cpu"))
     waits.add(0.25)
     begin = waits.mark()
     waits.until_now(begin)
@@ -217,7 +231,7 @@ def test_waits_inside_each_other_count_once() -> None:
 
 
 def test_what_belongs_to_no_step_is_forgotten() -> None:
-    waits = Waits(torch.device("cpu"))
+    waits = ExposedWaits(torch.device("cpu"))
     waits.until_now(waits.mark() - 3.0)
     waits.add(1.0)
     waits.forget()
