@@ -12,6 +12,7 @@ READY := .venv/.ready-$(KEY)
 # All tests on ranks go to one worker, with their pool (tests/conftest.py); the others are shared out by file.
 WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
 PEERS_READY := .venv-peers/.ready-$(KEY)
+RAY_READY := .venv-ray/.ready
 
 # Held for every pip call, also those made inside builds: nothing may bring another torch.
 export PIP_CONSTRAINT := constraints.txt
@@ -19,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images often forbid byte code, and every process would compile the whole package again: seconds each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all test-gpu peers lint sizes docs setup clean
+.PHONY: help demo test test-all test-gpu test-services peers lint sizes docs setup clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -31,11 +32,15 @@ test: $(READY) lint ## lint, types and the tests that any machine can run
 	@$(BIN)/pytest -q $(WORKERS)
 
 test-all: $(READY) lint ## also the slow tests
-	@$(BIN)/pytest -q $(WORKERS) -m 'not gpu and not peers and not slow'
+	@$(BIN)/pytest -q $(WORKERS) -m 'not gpu and not peers and not services and not slow'
 	@$(BIN)/pytest -q -m slow  # one after the other: some look at where time goes
 
 test-gpu: $(READY) ## the tests that need an accelerator
 	@$(BIN)/pytest -q -m gpu
+
+test-services: $(READY) $(RAY_READY) ## with real services: Redis, nginx, Slurm and Chromium from Debian, Ray from PyPI
+	@$(call install_services)
+	@$(BIN)/pytest -q -m services
 
 peers: $(PEERS_READY) ## against other people's programs, in a venv of their own
 	@.venv-peers/bin/python -m pytest -q -m peers
@@ -69,6 +74,11 @@ $(PEERS_READY):
 	@bash benchmarks/install_llama_cpp.sh .venv-peers
 	@touch $@
 
+$(RAY_READY):
+	@$(call check_python)
+	@$(PYTHON) -m venv .venv-ray && PIP_CONSTRAINT= .venv-ray/bin/pip install --quiet ray
+	@touch $@
+
 comma := ,
 
 define check_python
@@ -80,6 +90,16 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
   || fail 'this Python cannot make virtual environments; install its venv module (Debian: apt install python3-venv)'; \
 { command -v c++ || command -v g++ || command -v clang++; } >/dev/null \
   || echo 'note: no C++ compiler, so compiled CPU code is off and its tests skip (Debian: apt install g++ python3-dev)'
+endef
+
+# Nothing is started: tests run each service themselves, on a free port and in a folder of their own.
+define install_services
+missing=''; \
+for pair in redis-server:redis-server nginx:nginx-light slurmctld:slurm-wlm chromium:chromium; do \
+  command -v "$${pair%%:*}" >/dev/null || missing="$$missing $${pair##*:}"; \
+done; \
+test -z "$$missing" || { sudo=$$(test "$$(id -u)" = 0 || echo sudo); \
+  $$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; }
 endef
 
 # torch first and aloud: it is by far the largest download, and pip shows how far it is.
