@@ -1,10 +1,10 @@
 """Other ways to cut the work of kernels, against the ceilings measured in the same run: what the rules in
-`split_tiling`, `plan`, `tiling`, `norm_shape`, rope, dropout and the fp8 kernels were taken from.
+`split_tiling`, `plan`, `tiling`, `norm_shape`, rope and the fp8 kernels were taken from.
 
     python -m benchmarks.tilings_gpu [paged] [small] [vector] [qkv] [fp8] [norm] [bare] [weights] [rope]
-        [dropout] [slopes] [stores=.cs]
+        [stores=.cs]
 
-`stores=.cs` lets norms, rope and dropout store past the cache; it holds for a whole run.
+`stores=.cs` lets norms and rope store past the cache; it holds for a whole run.
 
 Each way is timed from CUDA graphs on inputs in turn past L2; one that fails leaves the others. JSON comes last: for
 every shape the share of the ceiling (or TFLOP/s) by way, the best first.
@@ -39,8 +39,7 @@ from armillary.kernels.paged import paged_attention_triton
 from armillary.kernels.paged import qkv_to_cache_triton as qkv_cache_triton
 from armillary.kernels.paged.paged_attention import PAGED_ATTENTION, PagedCase
 from armillary.kernels.paged.qkv_to_cache import QKV_CACHE, QkvCase
-from armillary.kernels.pointwise import bias_act_dropout_triton, dropout_pairs_triton, rope_triton
-from armillary.kernels.pointwise.bias_act_dropout import BIAS_ACT_DROPOUT
+from armillary.kernels.pointwise import rope_triton
 from armillary.kernels.pointwise.rope import ROPE, RopeCase
 from armillary.profiling.ceilings.settings import settings_for
 from armillary.profiling.kernel_bench.bench import measure_some
@@ -252,27 +251,6 @@ def rope(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         yield case.label, shares(ways, input_sets(ROPE, case), ROPE.work(case).bytes, ceilings["copy"])
 
 
-def slopes(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Columns, numbers, warps and programs of dropout's backward."""
-    for case in BIAS_ACT_DROPOUT.cases.values():
-        sets = [(torch.randn_like(x), x, *rest) for x, *rest in input_sets(BIAS_ACT_DROPOUT, case)]
-        run, light = bias_act_dropout_triton._run_backward, bias_act_dropout_triton._LIGHT
-        name = "_BACKWARD_LIGHT" if sets[0][4] in light else "_BACKWARD"
-        ways: Ways = {"rule": run}
-        for size in (
-            (1024, 4096, 4, 5),
-            (1024, 4096, 4, 4),
-            (1024, 2048, 4, 8),
-            (1024, 2048, 4, 6),
-            (2048, 4096, 8, 2),
-            (1024, 4096, 8, 4),
-            (2048, 2048, 8, 4),
-            (2048, 4096, 8, 4),
-        ):
-            ways[f"{size}"] = patched(run, bias_act_dropout_triton, **{name: size})
-        yield f"{case.label} backward", shares(ways, sets, BIAS_ACT_DROPOUT.work(case).backward_bytes, ceilings["copy"])
-
-
 def vector(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """One token: programs of a few rows against tiles for tensor cores."""
 
@@ -301,18 +279,6 @@ def vector(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         yield f"{outputs} × {inputs}", shares(ways, [(x, w) for w in weights], moved, ceilings["read"])
 
 
-def dropout(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Columns, numbers and warps of a program; forward."""
-    run = BIAS_ACT_DROPOUT.version("triton").load()  # type: ignore[union-attr]
-    for case in BIAS_ACT_DROPOUT.cases.values():
-        sizes = ((1024, 2048, 4), (1024, 4096, 4), (1024, 2048, 2), (2048, 2048, 4), (2048, 4096, 8))
-        ways: Ways = {"rule": run} | {f"{size}": patched(run, bias_act_dropout_triton, _FORWARD=size) for size in sizes}
-        for size in ((256, 4096, 8), (256, 4096, 4), (512, 4096, 8)):
-            ways[f"{size}"] = patched(run, bias_act_dropout_triton, _FORWARD=size)
-        moved = BIAS_ACT_DROPOUT.work(case).bytes
-        yield case.label, shares(ways, input_sets(BIAS_ACT_DROPOUT, case), moved, ceilings["copy"])
-
-
 PARTS = {
     "paged": paged,
     "small": small,
@@ -323,14 +289,12 @@ PARTS = {
     "bare": bare,
     "weights": weights,
     "rope": rope,
-    "dropout": dropout,
-    "slopes": slopes,
 }
 
 
 def main(parts: list[str]) -> None:
     for how in [part.partition("=")[2] for part in parts if part.startswith("stores=")]:
-        for module in (norm_rows_triton, rope_triton, dropout_pairs_triton):
+        for module in (norm_rows_triton, rope_triton):
             vars(module)["STREAM"] = tl.constexpr(how)  # before anything is compiled
     parts = [part for part in parts if "=" not in part]
     ceilings = measure_some(settings_for(CUDA, quick=False), {"read", "copy"})

@@ -12,8 +12,6 @@ OPS: dict[str, str] = {
     "add_norm": "norm.norm:ADD_NORM",
     "rope": "pointwise.rope:ROPE",
     "activate": "pointwise.activation:ACTIVATE",
-    "bias_act_dropout": "pointwise.bias_act_dropout:BIAS_ACT_DROPOUT",
-    "cross_entropy": "loss.cross_entropy:CROSS_ENTROPY",
     "linear_cross_entropy": "loss.linear_cross_entropy:LINEAR_CROSS_ENTROPY",
     "attention": "attention.attention:ATTENTION",
     "small_linear": "gemm.skinny:SMALL_LINEAR",
@@ -35,7 +33,3 @@ def find_op(name: str) -> Op:
     op = getattr(import_module(f"armillary.kernels.{module}"), attribute)
     assert isinstance(op, Op) and op.name == name, f"{OPS[name]} is not the op {name}"
     return op
-
-
-def all_ops() -> list[Op]:
-    return [find_op(name) for name in OPS]

@@ -51,20 +51,6 @@ def rope(
     return q.transpose(1, 2), k.transpose(1, 2), v.contiguous()
 
 
-def cross_entropy(
-    logits: Tensor, targets: Tensor, ignore_index: int = -100, smoothing: float = 0.0, z_loss: float = 0.0
-) -> Tensor:
-    """cross_entropy.cross_entropy by Liger, which puts the gradient in the logits' place."""
-    return liger.liger_cross_entropy(
-        logits,
-        targets,
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=smoothing,
-        lse_square_scale=z_loss,
-    )
-
-
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,

@@ -122,8 +122,6 @@ class Version:
     """why it cannot do a case, or None"""
     needs: tuple[str, ...] = ()
     """parts that must be there, see needs.py: 'triton', 'compile', 'cuda', 'liger' …"""
-    overwrites: tuple[int, ...] = ()
-    """arguments that it may write over although the reference does not: the check gives it copies"""
     deterministic: bool = True
     """whether the same inputs give the same bits every time"""
 

@@ -38,40 +38,6 @@ def _tanh_sigmoid(x, square, FAST: tl.constexpr):
 
 
 @triton.jit
-def _gelu_odds(x):
-    """(1 − Φ(x)) / Φ(x), with log2 of it by an odd polynomial: x·Φ(x) is off by at most 5e-5, and by 1e-3 of itself
-    down to x = −3."""
-    square = tl.minimum(x * x, 64.0)  # beyond, the polynomial would turn
-    return tl.exp2(x * ((square * 0.0011033149 - 0.107366444) * square - 2.30046019))
-
-
-@triton.jit
-def odds_of(x, NAME: tl.constexpr):
-    """(1 − s) / s for activations that are x · s(x), with s a sigmoid: silu, gelu_tanh, and gelu as coarse as bf16."""
-    if NAME == "silu":
-        odds = tl.exp2(x * _MINUS_LOG2E)
-    elif NAME == "gelu":
-        odds = _gelu_odds(x)
-    else:
-        tl.static_assert(NAME == "gelu_tanh")
-        factor: tl.constexpr = 2.0 * _TANH_SCALE * _MINUS_LOG2E
-        odds = tl.exp2(x * (x * x * (factor * _TANH_CUBE) + factor))
-    return odds
-
-
-@triton.jit
-def act_kept(x, kept, scale, over, NAME: tl.constexpr, FAST: tl.constexpr):
-    """scale · act(x) where `kept`, else 0, and NaN where x is; `over` is 1 / scale. A sigmoid has both for nothing:
-    1 / (over + odds · over), with infinity for the first `over` where nothing is kept."""
-    if FAST and (NAME == "silu" or NAME == "gelu_tanh"):
-        root = tl.rsqrt(odds_of(x, NAME) * over + tl.where(kept, over, float("inf")))
-        y = x * root * root
-    else:
-        y = act(x, NAME, FAST) * tl.where(kept, scale, 0.0)
-    return y
-
-
-@triton.jit
 def _far_tail(x):
     """(min(|x|, 13.2), Φ of minus that): log2 Φ by a polynomial of degree 7, which is off by at most 1.2e-4 of Φ
     up to 4.5 and 4e-3 beyond, where gelu is below 2e-5."""

@@ -82,8 +82,6 @@ _RULES: dict[str, Callable[[Any], Bar | None]] = {
     "add_norm": _wide(lambda case: case.columns),
     "rope": _wide(lambda case: case.heads * case.head_dim),
     "activate": _wide(lambda case: case.ffn),
-    "bias_act_dropout": _wide(lambda case: case.columns),
-    "cross_entropy": _wide(lambda case: case.vocab),
     "linear_cross_entropy": _linear_loss,
     "attention": _attention,
     "paged_attention": _paged,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from math import prod
 
 from armillary.profiling.trace.op_call import Call, NoModel
-from armillary.spec.arithmetic import attention_ops, layer_ops, ops
+from armillary.spec.arithmetic import attention_ops, ops
 from armillary.spec.arithmetic.ops import Kind, Op
 
 
@@ -53,11 +53,6 @@ def _activate(call: Call) -> Op:
     x = call.tensor(0)
     out = x.count // 2 if call.flag(2) else x.count
     return call.op("elementwise", 5 * out, x.bytes, out * x.size)
-
-
-def _loss(call: Call) -> Op:
-    logits = call.tensor(0)
-    return layer_ops.cross_entropy(call.name, prod(logits.shape[:-1]), logits.shape[-1], dtype=logits.dtype)
 
 
 def _linear_loss(call: Call) -> Op:
@@ -123,10 +118,6 @@ OWN: dict[str, Callable[[Call], Op]] = {
     "armillary::activate": _activate,
     "armillary::activate_backward": _passes("elementwise", 1),
     "armillary::activate_backward_again": _passes("elementwise", 0, 1),
-    "armillary::bias_act_dropout": _passes("elementwise", 0),
-    "armillary::bias_act_dropout_backward": _passes("elementwise", 1),
-    "armillary::cross_entropy": _loss,
-    **dict.fromkeys(("armillary::cross_entropy_backward", "armillary::cross_entropy_backward_"), _passes("loss", 1)),
     "armillary::linear_cross_entropy": _linear_loss,
     "armillary::small_linear": _small_linear,
     "armillary::grouped_linear": _grouped,

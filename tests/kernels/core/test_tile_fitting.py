@@ -14,7 +14,7 @@ from tests.kernels.interpreter import INTERPRETED, needs_interpreter
 from tests.machine.gpus import forgotten, pretend  # noqa: F401
 
 HALF, WIDE = torch.bfloat16, torch.float32
-OWN = ("attention_tiles", "paged_attention_triton")
+OWN = ("attention.tiles", "paged.paged_attention_triton")
 
 
 def on(monkeypatch: pytest.MonkeyPatch, name: str) -> Accelerator:

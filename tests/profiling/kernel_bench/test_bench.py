@@ -10,7 +10,7 @@ import torch
 from armillary.errors import NotFound
 from armillary.kernels.core import requirements as needs
 from armillary.kernels.core.cache_key import device_name
-from armillary.kernels.core.catalogue import OPS, all_ops, find_op
+from armillary.kernels.core.catalogue import OPS, find_op
 from armillary.kernels.loss.linear_cross_entropy import LinearLoss
 from armillary.kernels.norm.norm import NormCase
 from armillary.profiling.kernel_bench.bench import _in_turn, bench_kernels
@@ -99,7 +99,7 @@ def test_our_own_kernel_is_the_best_in_triton(bench: KernelBench) -> None:
 
 def test_every_op_says_what_it_moves() -> None:
     """Each op of the list loads without triton, has cases, and work for each of them."""
-    for name, op in zip(OPS, all_ops(), strict=True):
+    for name, op in ((name, find_op(name)) for name in OPS):
         assert op.name == name and op.cases
         for case in op.cases.values():
             work = op.work(case)
@@ -139,14 +139,12 @@ def test_memory_has_a_bar(bench: KernelBench) -> None:
 
 
 def test_every_bar_has_a_case_in_the_bench() -> None:
-    barred = {op.name for op in all_ops() if any(bar_of(op.name, case) for case in op.cases.values())}
+    barred = {op.name for op in map(find_op, OPS) if any(bar_of(op.name, case) for case in op.cases.values())}
     assert barred == {
         "norm",
         "add_norm",
         "rope",
         "activate",
-        "bias_act_dropout",
-        "cross_entropy",
         "linear_cross_entropy",
         "attention",
         "paged_attention",
