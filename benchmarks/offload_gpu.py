@@ -103,7 +103,7 @@ class Stepper:
         self.choices = use_kernels(model, job=job, layout=layout, timed=False, device=device, names=names)
         mesh = Mesh(axis_sizes(layout), World(rank=0, size=1, local_rank=0, device=device))
         self.sharded = apply(model, layout, mesh, loss=self.choices.loss)
-        self.optimizer = optimizer_of(self.sharded, job, halves=self.choices.halves, folder=folder)
+        self.optimizer = optimizer_of(self.sharded, job, weights_16bit=self.choices.weights_16bit, folder=folder)
         set_learning_rate(self.optimizer, 1e-4)
         self.offloaded = Offloaded(self.sharded, self.optimizer)
         self.scaler = LossScaler(device, enabled=False)

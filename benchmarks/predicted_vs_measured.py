@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from armillary.kernels.attention.attention import AttentionOptions
 from armillary.model.buildable import unbuildable
-from armillary.model.layers.attention_forms import ContiguousCache, How
+from armillary.model.layers.attention_forms import ContiguousCache
 from armillary.model.transformer import Transformer, build
 from armillary.model.weights.hf_layout import FAMILIES
 from armillary.model.weights.hf_weights import save_model
@@ -60,7 +61,7 @@ def matrix_flops(config: ModelConfig) -> float:
 def counted_flops(model: Transformer) -> int:
     """torch's count with an attention that does nothing."""
 
-    def skip(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+    def skip(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         return q
 
     tokens = torch.zeros(1, SEQUENCE, dtype=torch.long, device="meta")

@@ -33,7 +33,7 @@ from armillary.kernels.gemm.gemv_triton import VectorTiles, run_vector
 from armillary.kernels.gemm.skinny_triton import Tiles, plan, run_tiles, small_linear
 from armillary.kernels.norm import norm_triton
 from armillary.kernels.norm import rows_triton as norm_rows_triton
-from armillary.kernels.norm.launch_config import Shape, backward_shape
+from armillary.kernels.norm.launch_config import LaunchShape, backward_shape
 from armillary.kernels.norm.norm import NORM, NormCase
 from armillary.kernels.paged import paged_attention_triton
 from armillary.kernels.paged import qkv_to_cache_triton as qkv_cache_triton
@@ -195,7 +195,9 @@ def bare(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         (8192, 12288, rms, False),
     ):
         case = NormCase(rows=rows, columns=columns, **how)
-        shapes = [Shape(held, 256 * warps, warps) for held, warps in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16), (2, 4))]
+        shapes = [
+            LaunchShape(held, 256 * warps, warps) for held, warps in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16), (2, 4))
+        ]
         yield _backwards(case, residual, shapes, ceilings)
 
 
@@ -210,7 +212,7 @@ def weights(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
         yield _backwards(case, False, shapes, ceilings)
 
 
-def _backwards(case: NormCase, residual: bool, shapes: list[Shape], ceilings: dict[str, float]) -> Any:
+def _backwards(case: NormCase, residual: bool, shapes: list[LaunchShape], ceilings: dict[str, float]) -> Any:
     run = norm_triton._norm_backward
     ways: Ways = {"rule": run}
     for shape in shapes:
@@ -232,7 +234,7 @@ def norm(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     ):
         ways: Ways = {"rule": run}
         for held, warps in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16)):
-            shape = Shape(held, 256 * warps, warps)
+            shape = LaunchShape(held, 256 * warps, warps)
             once: dict[str, Any] = {"reads_twice": always(False), "forward_shape": always(shape)}
             ways[f"held {held}, {warps} warps"] = patched(run, norm_triton, **once)
         for piece in (2048, 4096, 8192):
@@ -243,8 +245,8 @@ def norm(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
 def rope(ceilings: dict[str, float]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Numbers of a program and of a thread where heads are gone over from end to end; forward."""
     run = ROPE.version("triton").load()  # type: ignore[union-attr]
-    for dim, turned in ((96, 24), (80, 80), (80, 20), (64, 16), (96, 96)):
-        case = RopeCase(tokens=8192, heads=64, kv_heads=64, head_dim=dim, rotary_dim=turned)
+    for dim, rotated in ((96, 24), (80, 80), (80, 20), (64, 16), (96, 96)):
+        case = RopeCase(tokens=8192, heads=64, kv_heads=64, head_dim=dim, rotary_dim=rotated)
         sizes = ((8192, 16), (8192, 32), (4096, 16), (4096, 32), (16384, 32))
         whole = {"_halves_share_sectors": always(True)}
         ways: Ways = {"rule": run} | {f"{size}": patched(run, rope_triton, _WHOLE=size, **whole) for size in sizes}

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from armillary.errors import BadInput, BadModel, missing
-from armillary.model.layers.attention_forms import How, masked, plain
+from armillary.kernels.attention.attention import AttentionOptions
+from armillary.model.layers.attention_forms import masked, plain
 from armillary.model.transformer import Transformer
 
 Form = Literal["pt2", "onnx"]
@@ -87,12 +88,12 @@ class Logits(nn.Module):
         return self.model.head(self.model(tokens, positions, _attend))
 
 
-def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """The plain form without its question of how long the sequence is, which a trace would settle for ever."""
-    if how.is_plain and how.window is None:
-        return plain(layer, q, k, v, how)
+    if options.is_plain and not options.window:
+        return plain(layer, q, k, v, options)
     index = torch.arange(q.shape[1], device=q.device)[None]
-    return masked(q, k, v, how, index, index, None)
+    return masked(q, k, v, options, index, index, None)
 
 
 def of_transformer(model: Transformer) -> tuple[nn.Module, tuple[Input, ...]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from armillary.model.buildable import refuse_unbuildable
 from armillary.model.device import refuse_too_big
 from armillary.model.fused import dispatch as fused_block
-from armillary.model.fused.passes import Fused
+from armillary.model.fused.passes import FusedOptions
 from armillary.model.layers.attention import Attention, CosSin
 from armillary.model.layers.attention_forms import Attend
 from armillary.model.layers.mlp import MLP
@@ -44,7 +44,7 @@ class Block(nn.Module):
         self.attention_post_norm = hidden_norm(config) if after else None
         self.mlp_norm = hidden_norm(config) if before and config.parallel != "one_norm" else None
         self.mlp_post_norm = hidden_norm(config) if after else None
-        self.fused: Fused | None = None
+        self.fused: FusedOptions | None = None
 
     def forward(self, x_BTH: Tensor, cos_sin: CosSin | None, attend: Attend, layer: int) -> Tensor:
         """`layer` is an argument, not an attribute, so that compiled blocks of one kind share one graph."""
@@ -87,15 +87,15 @@ class Transformer(nn.Module):
         span = range(config.num_layers) if layers is None else layers
         self.blocks = nn.ModuleDict({str(i): Block(config, config.layers[i]) for i in span})
         self.norm = hidden_norm(config) if last and config.final_norm else None
-        self.stream: torch.dtype | None = None
+        self.residual_dtype: torch.dtype | None = None
         own_head = last and not (config.tied and first)
         self.output = nn.Linear(config.hidden, config.vocab, bias=config.head_bias) if own_head else None
 
     def forward(self, x: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
         """Token ids [B, T] (or hidden [B, T, H] on a later stage) to hidden [B, T, H], normed on the last stage."""
         x_BTH = self.embed(x, positions_BT) if self.embedding is not None else x
-        if self.stream is not None:
-            x_BTH = x_BTH.to(self.stream)
+        if self.residual_dtype is not None:
+            x_BTH = x_BTH.to(self.residual_dtype)
         cos_sin = self.rotary(positions_BT) if self.rotary is not None else None
         for name, block in self.blocks.items():
             x_BTH = block(x_BTH, cos_sin, attend, int(name))

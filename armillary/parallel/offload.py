@@ -112,9 +112,12 @@ class Staying:
     def _copies(self) -> Iterator[Tensor]:
         """Half-precision copies that products are made with."""
         for module in self._block.modules():
-            for halves in (getattr(module, "halves", None), getattr(getattr(module, "fused", None), "halves", None)):
-                if halves is not None:
-                    yield from (halves.copies[p] for p in self._block.parameters() if p in halves.copies)
+            for weights_16bit in (
+                getattr(module, "weights_16bit", None),
+                getattr(getattr(module, "fused", None), "weights_16bit", None),
+            ):
+                if weights_16bit is not None:
+                    yield from (weights_16bit.copies[p] for p in self._block.parameters() if p in weights_16bit.copies)
 
 
 class Kept:

@@ -39,7 +39,7 @@ def recomputed(model: Transformer, *, kind: str, every: int = 1) -> list[str]:
 
 def _recomputes_itself(block: Any) -> bool:
     """Hand-written passes that make norms and activations again need no help."""
-    return block.fused is not None and block.fused.again and fits(block)
+    return block.fused is not None and block.fused.recompute and fits(block)
 
 
 @cache

@@ -70,7 +70,7 @@ class Trainer:
         self.model = self.sharded.model
         self.num_parameters = self.sharded.num_parameters
         self.optimizer = self.ranks.run_on_all(
-            lambda: optimizer_of(self.sharded, self.job, halves=self.choices.halves, folder=folder)
+            lambda: optimizer_of(self.sharded, self.job, weights_16bit=self.choices.weights_16bit, folder=folder)
         )
         self.offloaded = Offloaded(self.sharded, self.optimizer)
         self.scaler = LossScaler(self.device, enabled=plan.layout.precision == "fp16", many=world.size > 1)

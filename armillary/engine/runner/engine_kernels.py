@@ -13,7 +13,7 @@ from armillary.kernels.core.dtype import DTYPES
 from armillary.kernels.core.op import Case, Op
 from armillary.kernels.core.requirements import has_triton
 from armillary.kernels.gemm.grouped import GROUPED_LINEAR, GroupedCase
-from armillary.kernels.gemm.skinny import SMALL_LINEAR, SmallLinear
+from armillary.kernels.gemm.skinny import SMALL_LINEAR, SmallLinearCase
 from armillary.kernels.norm.norm import ADD_NORM, NORM, NormCase, add_norm, norm, row_add_norm, row_norm
 from armillary.kernels.paged.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, paged_attention
 from armillary.kernels.paged.qkv_to_cache import QKV_CACHE, QkvCase, qkv_cache, unpadded
@@ -76,7 +76,7 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     qk: dict[str, Any] = {"norm": config.norm, "whole": config.qk_norm == "all"}
     if apart or config.qk_norm == "none":
         qk = {"norm": "none"}
-    small = SmallLinear(tokens=1, outputs=config.hidden, inputs=config.hidden, **on)
+    small = SmallLinearCase(tokens=1, outputs=config.hidden, inputs=config.hidden, **on)
     into_cache = choose(
         QKV_CACHE, QkvCase(tokens=batch, rotary=config.rotary_dim, **heads, **qk, **on), deterministic=True
     )

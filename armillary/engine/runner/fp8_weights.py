@@ -19,7 +19,7 @@ from armillary.errors import BadInput
 from armillary.kernels.core.choose import choose
 from armillary.kernels.core.requirements import lacking
 from armillary.kernels.fp8.linear import E4M3, quantised
-from armillary.kernels.fp8.matmul import FP8_MATMUL, Fp8Matmul
+from armillary.kernels.fp8.matmul import FP8_MATMUL, Fp8MatmulCase
 from armillary.model.layers.mlp import MLP
 
 Matmul = Callable[..., Tensor]
@@ -45,7 +45,7 @@ def pick_fp8(weight: Tensor, tokens: int) -> Matmul:
             "weights in fp8 are for bf16 models on a GPU of compute capability 8.9 or more; leave serve.weights=auto"
         )
     outputs, inputs = weight.shape
-    case = Fp8Matmul(tokens=tokens, outputs=outputs, inputs=inputs, dtype="bf16", device="cuda")
+    case = Fp8MatmulCase(tokens=tokens, outputs=outputs, inputs=inputs, dtype="bf16", device="cuda")
     run: Any = choose(FP8_MATMUL, case, deterministic=True).run
     return run  # type: ignore[no-any-return]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.kernels.paged.paged_attention import PagedOptions
+from armillary.kernels.paged.paged_attention import PagedOptions, paged_options
 from armillary.kernels.paged.qkv_to_cache import QkvOptions
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
@@ -65,7 +65,6 @@ def make_layer(block: Block, group: int, slot: int) -> Layer:
     attention, mlp = block.attention, block.mlp
     is_dense = isinstance(mlp, MLP)
     names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-    how = attention.how()
     return Layer(
         group=group,
         slot=slot,
@@ -82,9 +81,7 @@ def make_layer(block: Block, group: int, slot: int) -> Layer:
         parallel=block.parallel,
         scale=block.residual_scale,
         heads=_head_options(block),
-        options=PagedOptions(
-            scale=how.scale, window=how.window, softcap=how.softcap, sinks_N=how.sinks_N, slopes_N=how.slopes_N
-        ),
+        options=paged_options(attention.options()),
     )
 
 

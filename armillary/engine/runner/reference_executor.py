@@ -13,8 +13,9 @@ from torch import Tensor
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.runner.reference_sampler import draw
 from armillary.engine.scheduler.decision import Decision
-from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions, paged_attention
-from armillary.model.layers.attention_forms import Attend, How
+from armillary.kernels.attention.attention import AttentionOptions
+from armillary.kernels.paged.paged_attention import PagedBatch, paged_attention, paged_options
+from armillary.model.layers.attention_forms import Attend
 from armillary.model.transformer import Transformer
 
 # T packed tokens, S sequences of the step, G groups of layers, P blocks of the longest sequence
@@ -107,14 +108,11 @@ class PlainExecutor:
         pages_GT = self.tables_GRP[:, rows_T, positions_T // self.size].long()
         places_T = positions_T % self.size
 
-        def attend(layer: int, q_1TND: Tensor, k_1TKD: Tensor, v_1TKD: Tensor, how: How) -> Tensor:
+        def attend(layer: int, q_1TND: Tensor, k_1TKD: Tensor, v_1TKD: Tensor, options: AttentionOptions) -> Tensor:
             group, slot = self._place[layer]
             blocks = self.blocks[slot]
             for index, x_1TKD in enumerate((k_1TKD, v_1TKD)):
                 blocks[:, index].transpose(1, 2)[pages_GT[group], places_T] = x_1TKD[0].to(blocks.dtype)
-            options = PagedOptions(
-                scale=how.scale, window=how.window, softcap=how.softcap, sinks_N=how.sinks_N, slopes_N=how.slopes_N
-            )
-            return paged_attention(q_1TND[0], blocks, batches[group], options)[None]
+            return paged_attention(q_1TND[0], blocks, batches[group], paged_options(options))[None]
 
         return attend

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, Late, Op, Version, Work
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim, X and Y blocks of queries and keys
 
@@ -46,6 +46,14 @@ class AttentionOptions:
     causal: bool = True
     """whether keys behind a query are hidden from it"""
 
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but a scaled softmax over a mask."""
+        return not self.softcap and self.sinks_N is None and self.slopes_N is None
+
+    def scale_for(self, head_dim: int) -> float:
+        return head_dim**-0.5 if self.scale is None else self.scale
+
 
 PLAIN = AttentionOptions()
 
@@ -54,8 +62,7 @@ def reference(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Attention
     """Scores written out, softmax in at least fp32."""
     group = q_BTND.shape[2] // k_BSKD.shape[2]
     k_BSND, v_BSND = k_BSKD.repeat_interleave(group, dim=2), v_BSKD.repeat_interleave(group, dim=2)
-    scale = q_BTND.shape[-1] ** -0.5 if options.scale is None else options.scale
-    scores = widen(torch.einsum("btnd,bsnd->bnts", q_BTND, k_BSND)) * scale
+    scores = widen(torch.einsum("btnd,bsnd->bnts", q_BTND, k_BSND)) * options.scale_for(q_BTND.shape[-1])
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     distance_TS = distances(q_BTND.shape[1], k_BSKD.shape[1], q_BTND.device)
@@ -95,7 +102,7 @@ def seen_keys(distance_TS: Tensor, options: AttentionOptions) -> Tensor:
 
 def sdpa(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
     """torch's own choice of kernel, with a dense mask where being causal does not say it all."""
-    if options.softcap or options.sinks_N is not None or options.slopes_N is not None:
+    if not options.is_plain:
         return reference(q_BTND, k_BSKD, v_BSKD, options)
     q, k, v = (x.transpose(1, 2) for x in (q_BTND, k_BSKD, v_BSKD))
     T, S = q.shape[2], k.shape[2]
@@ -130,7 +137,7 @@ def flash(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOpti
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention(Case):
+class AttentionCase(Case):
     """Causal self-attention over whole sequences."""
 
     batch: int
@@ -161,7 +168,7 @@ def sparse_blocks(length: int, device: torch.device | str) -> Tensor:
     return ((index[:, None] - index).abs() < 4) | (index % 8 == 0)
 
 
-def inputs(case: Attention, generator: torch.Generator) -> tuple[object, ...]:
+def inputs(case: AttentionCase, generator: torch.Generator) -> tuple[object, ...]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=generator.device).to(case.torch_dtype)
 
@@ -178,7 +185,7 @@ def inputs(case: Attention, generator: torch.Generator) -> tuple[object, ...]:
     return normal(*shape), normal(*kv_shape), normal(*kv_shape), options
 
 
-def num_pairs(case: Attention) -> int:
+def num_pairs(case: AttentionCase) -> int:
     """Query-key pairs that are seen in a row."""
     size = case.length / max(1, case.documents)
     behind = (t - int(int(t / size) * size) + 1 for t in range(case.length))
@@ -189,14 +196,14 @@ def num_pairs(case: Attention) -> int:
     return int(pairs * float(kept.sum()) / float(torch.ones_like(kept).tril().sum()))
 
 
-def work(case: Attention) -> Work:
+def work(case: AttentionCase) -> OpWork:
     """4·D a pair and head forward, 2.5 times that backward (five products for two); q, k, v and the result moved."""
     flops = 4.0 * case.head_dim * case.heads * case.batch * num_pairs(case)
     moved = case.torch_dtype.itemsize * 2.0 * case.batch * case.length * case.head_dim * (case.heads + case.kv_heads)
-    return Work(flops=flops, bytes=moved, backward_flops=2.5 * flops, backward_bytes=2.5 * moved, ceiling="gemm")
+    return OpWork(flops=flops, bytes=moved, backward_flops=2.5 * flops, backward_bytes=2.5 * moved, ceiling="gemm")
 
 
-def _not_plain(case: Attention) -> str | None:
+def _not_plain(case: AttentionCase) -> str | None:
     if case.documents or case.window or case.sparse or case.softcap or case.sinks:
         return "it has no documents, windows, block masks, caps or sinks"
     if case.dtype not in ("bf16", "fp16"):
@@ -204,40 +211,40 @@ def _not_plain(case: Attention) -> str | None:
     return None
 
 
-def _not_sdpa(case: Attention) -> str | None:
+def _not_sdpa(case: AttentionCase) -> str | None:
     return "it has no caps or sinks" if case.softcap or case.sinks else None
 
 
-def _not_flex(case: Attention) -> str | None:
+def _not_flex(case: AttentionCase) -> str | None:
     if case.sinks:
         return "it has no sinks"
     return "libraries have plain causal attention" if _not_plain(case) is None else None
 
 
-def _not_written_out(case: Attention) -> str | None:
+def _not_written_out(case: AttentionCase) -> str | None:
     scores = _scores_bytes(case)
     return f"it would hold {scores / 1e9:.0f} GB of scores" if scores > _MOST_SCORES_BYTES else None
 
 
-def _not_own(case: Attention) -> str | None:
+def _not_own(case: AttentionCase) -> str | None:
     if case.head_dim > 256:
         return "heads are too wide for its registers"
     return "it sums in fp32" if case.dtype == "fp64" else None
 
 
-def _small(case: Attention) -> Attention:
+def _small(case: AttentionCase) -> AttentionCase:
     """As it is where the wide reference can hold its scores several times, so that what is compiled ahead fits too."""
     if case.device == "cpu":
         return replace(case, batch=1, length=min(case.length, 256))
     return case if _scores_bytes(case) < 5e9 else replace(case, batch=1, length=min(case.length, 1024))
 
 
-def _scores_bytes(case: Attention) -> float:
+def _scores_bytes(case: AttentionCase) -> float:
     return 4.0 * case.batch * case.heads * case.length**2
 
 
-def _case(length: int, heads: int, kv_heads: int, batch: int = 1, **more: Any) -> Attention:
-    return Attention(batch=batch, length=length, heads=heads, kv_heads=kv_heads, **more)
+def _case(length: int, heads: int, kv_heads: int, batch: int = 1, **more: Any) -> AttentionCase:
+    return AttentionCase(batch=batch, length=length, heads=heads, kv_heads=kv_heads, **more)
 
 
 ATTENTION = Op(
@@ -246,7 +253,7 @@ ATTENTION = Op(
     versions=(
         Version(
             name="triton",
-            run=Late("armillary.kernels.attention.attention_triton", "attention"),
+            run=LazyFunction("armillary.kernels.attention.attention_triton", "attention"),
             refuses=_not_own,
             needs=("triton",),
         ),
@@ -254,7 +261,7 @@ ATTENTION = Op(
         Version(name="flash", run=flash, refuses=_not_plain, needs=("cuda",), deterministic=False),
         Version(
             name="flex",
-            run=Late("armillary.kernels.attention.flex", "attention"),
+            run=LazyFunction("armillary.kernels.attention.flex", "attention"),
             refuses=_not_flex,
             needs=("compile", "cuda"),
         ),

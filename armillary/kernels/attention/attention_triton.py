@@ -32,7 +32,6 @@ def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Attention
         if not torch.compiler.is_compiling():
             note_once(f"attention is left to plain torch: {why}")
         return reference(q_BTND, k_BSKD, v_BSKD, options)
-    scale = q_BTND.shape[-1] ** -0.5 if options.scale is None else options.scale
     return _attention(
         q_BTND,
         k_BSKD,
@@ -41,7 +40,7 @@ def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Attention
         options.blocks_XY,
         options.sinks_N,
         options.slopes_N,
-        scale,
+        options.scale_for(q_BTND.shape[-1]),
         options.window,
         options.softcap,
         options.causal,

@@ -54,7 +54,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class KernelChoice:
     """The version to use, and why."""
 
     op: str
@@ -79,7 +79,7 @@ def choose(
     deterministic: bool = False,
     budget_s: float = BUDGET_S,
     again: bool = False,
-) -> Choice:
+) -> KernelChoice:
     """The version of `op` for `case`; `budget_s` is the time to look at each version, a direction. `again` tries anew
     what is remembered."""
     _check(case)
@@ -104,7 +104,7 @@ def _check(case: Case) -> None:
         raise BadInput("torch sees no GPU here to try kernels on; try device='cpu'")
 
 
-def explain(choice: Choice) -> list[str]:
+def explain(choice: KernelChoice) -> list[str]:
     """One line a version, the fastest first: its time, its error, or why it is out."""
     order = sorted(choice.trials, key=lambda t: (not t.agreed, t.seconds is None, t.seconds or 0.0))
     head = f"{choice.op} {choice.case}: {choice.version}" + (" (remembered)" if choice.remembered else "")
@@ -186,7 +186,7 @@ def _without_timing(op: Op, case: Case) -> tuple[Trial, ...]:
     return tuple(trials)
 
 
-def _chosen(op: Op, case: Case, trials: tuple[Trial, ...]) -> Choice:
+def _chosen(op: Op, case: Case, trials: tuple[Trial, ...]) -> KernelChoice:
     agreed = [trial for trial in trials if trial.agreed]
     best = min(agreed, key=lambda t: t.seconds or 0.0).version if agreed else "eager"
     used = {_family(trial.version) for trial in agreed}
@@ -198,14 +198,14 @@ def _chosen(op: Op, case: Case, trials: tuple[Trial, ...]) -> Choice:
     return _choice(op, case, best, trials)
 
 
-def _choice(op: Op, case: Case, name: str, trials: tuple[Trial, ...], *, remembered: bool = False) -> Choice:
+def _choice(op: Op, case: Case, name: str, trials: tuple[Trial, ...], *, remembered: bool = False) -> KernelChoice:
     version = op.version(name)
     assert version is not None
     run = version.load()
-    return Choice(op=op.name, case=case.label, version=name, run=run, trials=trials, remembered=remembered)
+    return KernelChoice(op=op.name, case=case.label, version=name, run=run, trials=trials, remembered=remembered)
 
 
-def _remembered(op: Op, case: Case, home: Home | None, device: str) -> Choice | None:
+def _remembered(op: Op, case: Case, home: Home | None, device: str) -> KernelChoice | None:
     """What the store holds, where it can be read and its version still exists and can be had."""
     try:
         record: Any = load_choice(home, device, _key(op, case)) if home else None
@@ -219,7 +219,7 @@ def _remembered(op: Op, case: Case, home: Home | None, device: str) -> Choice | 
     return _choice(op, case, version.name, trials, remembered=True)
 
 
-def _remember(op: Op, case: Case, home: Home | None, device: str, choice: Choice) -> None:
+def _remember(op: Op, case: Case, home: Home | None, device: str, choice: KernelChoice) -> None:
     """Keep it for the next run; a store that takes nothing is no reason to stop this one."""
     if home is None:
         return

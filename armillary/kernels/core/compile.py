@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo as uncompiled
 
-from armillary.kernels.core.op import Late, Version
+from armillary.kernels.core.op import LazyFunction, Version
 
 
-class Compiled(Late):
+class Compiled(LazyFunction):
     """torch.compile(function) on load. The compiler keeps its cache on a function's code object and gives up after
     eight shapes of one; a copy of the code for each load keeps cases apart."""
 

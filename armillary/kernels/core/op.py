@@ -1,8 +1,8 @@
 """Op: an operation with its plain reference, its fast versions, and what is needed to check, time and price them.
 
 A Case is one shape of it: what a version is asked about, timed on, and remembered by. Each op has a file of its own
-that ends in an `OP = Op(...)`; its Triton kernels stand in a second file that only `Late` imports, so that a machine
-without triton still has the reference.
+that ends in an `OP = Op(...)`; its Triton kernels are in a second file that only `LazyFunction` imports, so that a
+machine without triton still has the reference.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class OpWork:
     """What a case computes and must move, and the ceiling it is held against."""
 
     flops: float
@@ -73,7 +73,7 @@ class Work:
         )
 
 
-class Late:
+class LazyFunction:
     """A function that is imported (or built) when it is first wanted: `Late("armillary.kernels.x_triton", "x")`."""
 
     def __init__(self, module: str, name: str) -> None:
@@ -127,12 +127,12 @@ class Version:
 
     def load(self) -> Callable[..., Any]:
         """The function itself, imported or compiled."""
-        return self.run.load() if isinstance(self.run, Late) else self.run
+        return self.run.load() if isinstance(self.run, LazyFunction) else self.run
 
 
 def in_triton(module: str, function: str) -> Version:
     """Our own kernel: `function` of armillary.kernels.`module`, for fp32 and half formats."""
-    run = Late(f"armillary.kernels.{module}", function)
+    run = LazyFunction(f"armillary.kernels.{module}", function)
     return Version(name="triton", run=run, refuses=refuses_fp64, needs=("triton",))
 
 
@@ -148,7 +148,7 @@ class Op:
     """the fast ones; the order is the preference where nothing may be timed; 'eager' is added by itself, last"""
     inputs: Callable[[Any, torch.Generator], tuple[Any, ...]]
     """random arguments of the reference for a case, on the case's device (the generator is on it too)"""
-    work: Callable[[Any], Work]
+    work: Callable[[Any], OpWork]
     """FLOPs and bytes of a case"""
     grads: tuple[int, ...] = ()
     """which arguments get gradients (those that are None in a case are passed over); () for inference only"""

@@ -80,7 +80,7 @@ def cast_kernel(
     mean_ptr,
     rstd_ptr,
     amax_ptr,
-    turned_ptr,
+    transposed_ptr,
     scale_ptr,
     M,
     K,
@@ -131,6 +131,6 @@ def cast_kernel(
     top = tl.maximum(tl.load(amax_ptr + k, mask=k < K, other=1.0), _TINY)
     if tile // across == 0:
         tl.store(scale_ptr + k, _scale(top, LARGEST), mask=k < K)
-    q = _cast(y, top[None, :], turned_ptr.dtype.element_ty, LARGEST)
+    q = _cast(y, top[None, :], transposed_ptr.dtype.element_ty, LARGEST)
     at = k.to(tl.int64)[:, None] * padded + m[None, :]
-    tl.store(turned_ptr + at, tl.trans(q), mask=(k[:, None] < K) & (m[None, :] < padded))
+    tl.store(transposed_ptr + at, tl.trans(q), mask=(k[:, None] < K) & (m[None, :] < padded))

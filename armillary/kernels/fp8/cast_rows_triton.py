@@ -222,11 +222,11 @@ def rows_kernel(
 
 
 @triton.jit
-def turn_kernel(
+def transpose_kernel(
     q_ptr,
     scale_ptr,
     top_ptr,
-    turned_ptr,
+    transposed_ptr,
     M,
     K,
     padded,
@@ -244,6 +244,6 @@ def turn_kernel(
     q = tl.load(q_ptr + m[:, None] * K + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
     if not ONE_SCALE:
         share = tl.load(scale_ptr + m, mask=m < M, other=0.0) / tl.load(top_ptr)
-        q = _held(q.to(tl.float32) * share[:, None], LARGEST).to(turned_ptr.dtype.element_ty)
+        q = _held(q.to(tl.float32) * share[:, None], LARGEST).to(transposed_ptr.dtype.element_ty)
     at = k.to(tl.int64)[:, None] * padded + m[None, :]
-    tl.store(turned_ptr + at, tl.trans(q), mask=(k[:, None] < K) & (m[None, :] < padded))
+    tl.store(transposed_ptr + at, tl.trans(q), mask=(k[:, None] < K) & (m[None, :] < padded))

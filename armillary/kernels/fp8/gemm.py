@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.core.requirements import note_once
-from armillary.kernels.fp8.operands import Scaled
-from armillary.kernels.gemm.cublaslt import Fp8Product
+from armillary.kernels.fp8.operands import ScaledTensor
+from armillary.kernels.gemm.cublaslt import CublasLtFp8Gemm
 
 # R rows of the result, C its columns, S what is summed over
 
-Made = Callable[[Scaled, Scaled, Tensor | None, Tensor | None], Tensor]
+Made = Callable[[ScaledTensor, ScaledTensor, Tensor | None, Tensor | None], Tensor]
 """takes both operands, what is added, and where the result goes"""
 
 
-class Fp8Products:
+class Fp8Gemm:
     """a_RS·b_CSᵀ by the algorithm that cuBLASLt proposes first: timed on a hot chip, others gain 1 % at most, and for
     scales a row there is no other."""
 
@@ -32,8 +32,8 @@ class Fp8Products:
 
     def __call__(
         self,
-        a: Scaled,
-        b: Scaled,
+        a: ScaledTensor,
+        b: ScaledTensor,
         dtype: torch.dtype,
         *,
         fast: bool,
@@ -54,7 +54,7 @@ class Fp8Products:
         self, R: int, C: int, S: int, a: torch.dtype, b: torch.dtype, out: torch.dtype, by_row: bool, fast: bool
     ) -> Made:
         try:
-            product = Fp8Product(R, C, S, a=a, b=b, out=out, by_row=by_row, fast=fast)
+            product = CublasLtFp8Gemm(R, C, S, a=a, b=b, out=out, by_row=by_row, fast=fast)
         except (OSError, RuntimeError, AttributeError) as error:
             note_once(f"fp8 products go through torch: {error}")
             return _by_torch(out, fast)
@@ -66,7 +66,7 @@ class Fp8Products:
 
 
 def _by_torch(dtype: torch.dtype, fast: bool) -> Made:
-    def run(a: Scaled, b: Scaled, add: Tensor | None, out: Tensor | None) -> Tensor:
+    def run(a: ScaledTensor, b: ScaledTensor, add: Tensor | None, out: Tensor | None) -> Tensor:
         half = torch._scaled_mm(
             a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=torch.bfloat16, use_fast_accum=fast
         )
@@ -75,7 +75,7 @@ def _by_torch(dtype: torch.dtype, fast: bool) -> Made:
     return run
 
 
-def _plain(a: Scaled, b: Scaled, dtype: torch.dtype, add: Tensor | None, out: Tensor | None) -> Tensor:
+def _plain(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype, add: Tensor | None, out: Tensor | None) -> Tensor:
     wide = [each.values.to(torch.float32) * each.scale for each in (a, b)]
     return _put(wide[0] @ wide[1].t(), dtype, add, out)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from armillary.errors import BadInput
 from armillary.kernels.core.compile import Compiled
-from armillary.kernels.core.op import Case, Late, Op, Version, Work
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 
 # M tokens, K inputs, N outputs
 
@@ -112,7 +112,7 @@ def _power_above(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Linear(Case):
+class Fp8LinearCase(Case):
     """Tokens through a weight, in fp8."""
 
     tokens: int
@@ -125,21 +125,21 @@ class Fp8Linear(Case):
     """'row' or 'tensor'"""
 
 
-def inputs(case: Fp8Linear, generator: torch.Generator) -> tuple[object, ...]:
+def inputs(case: Fp8LinearCase, generator: torch.Generator) -> tuple[object, ...]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=generator.device).to(case.torch_dtype)
 
     return normal(case.tokens, case.inputs), normal(case.outputs, case.inputs) * case.inputs**-0.5, case.scaling
 
 
-def work(case: Fp8Linear) -> Work:
+def work(case: Fp8LinearCase) -> OpWork:
     """2·M·N·K forward and twice that backward; bytes as fp8 operands and a bf16 result would have them."""
     product = 2.0 * case.tokens * case.outputs * case.inputs
     moved = (case.tokens + case.outputs) * case.inputs + 2.0 * case.tokens * case.outputs
-    return Work(flops=product, bytes=moved, backward_flops=2 * product, backward_bytes=2 * moved, ceiling="fp8")
+    return OpWork(flops=product, bytes=moved, backward_flops=2 * product, backward_bytes=2 * moved, ceiling="fp8")
 
 
-def refuses(case: Fp8Linear) -> str | None:
+def refuses(case: Fp8LinearCase) -> str | None:
     """Why the library's fp8 product cannot do a case."""
     if case.dtype != "bf16":
         return "the library's fp8 products give bf16"
@@ -148,7 +148,7 @@ def refuses(case: Fp8Linear) -> str | None:
     return None
 
 
-def _small(case: Fp8Linear) -> Fp8Linear:
+def _small(case: Fp8LinearCase) -> Fp8LinearCase:
     """As it is; a CPU gets less of everything."""
     if case.device != "cpu":
         return case
@@ -161,12 +161,14 @@ FP8_LINEAR = Op(
     versions=(
         Version(
             name="triton+cublas",
-            run=Late("armillary.kernels.fp8.linear_triton", "library_linear"),
+            run=LazyFunction("armillary.kernels.fp8.linear_triton", "library_linear"),
             refuses=refuses,
             needs=("triton", "fp8"),
         ),
         Version(
-            name="triton", run=Late("armillary.kernels.fp8.linear_triton", "fp8_linear"), needs=("triton", "fp8", "tma")
+            name="triton",
+            run=LazyFunction("armillary.kernels.fp8.linear_triton", "fp8_linear"),
+            needs=("triton", "fp8", "tma"),
         ),
         Version(name="compile", run=Compiled(reference), needs=("compile",)),
     ),
@@ -175,8 +177,8 @@ FP8_LINEAR = Op(
     grads=(0, 1),
     tolerance={"bf16": 2e-2, "fp16": 2e-2, "fp32": 2e-2},
     cases={
-        "8192³ row": Fp8Linear(tokens=8192, outputs=8192, inputs=8192),
-        "8192³ tensor": Fp8Linear(tokens=8192, outputs=8192, inputs=8192, scaling="tensor"),
+        "8192³ row": Fp8LinearCase(tokens=8192, outputs=8192, inputs=8192),
+        "8192³ tensor": Fp8LinearCase(tokens=8192, outputs=8192, inputs=8192, scaling="tensor"),
     },
     small=_small,
 )

@@ -16,7 +16,7 @@ from armillary.errors import BadInput
 from armillary.kernels.core.launch import on
 from armillary.kernels.fp8.gemm_triton import multiplied
 from armillary.kernels.fp8.linear import E4M3, E5M2, SCALINGS
-from armillary.kernels.fp8.operands import Scaled, Source, make_operand
+from armillary.kernels.fp8.operands import ScaledTensor, Source, make_operand
 from armillary.kernels.fp8.quantize_triton import amax_of, quantise, quantise_columns
 
 # M tokens, K inputs, N outputs
@@ -46,7 +46,7 @@ def _run(x: Tensor, weight: Tensor, scaling: str, *, library: bool) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, scaling: str, library: bool) -> Tensor:
     with on(x):
         if scaling == "token":
-            a: Any = make_operand(_sixteens(x), E4M3, "token", turned=False).rows
+            a: Any = make_operand(_sixteens(x), E4M3, "token", transposed=False).rows
             return multiplied(a, quantise(weight, E4M3, "row"), x.dtype, fast=True, library=library)
         operands = quantise(x, E4M3, scaling), quantise(weight, E4M3, scaling)
         return multiplied(*operands, x.dtype, fast=True, library=library)
@@ -74,39 +74,39 @@ def _gradients(
 ) -> tuple[Tensor, Tensor]:
     dx, dw = dy.new_empty(0), dy.new_empty(0)
     with on(x):
-        dy_rows, dy_turned = _both_ways(dy, scaling, grad_x, grad_w)
+        dy_rows, dy_transposed = _both_ways(dy, scaling, grad_x, grad_w)
         if grad_x:
             operands = dy_rows, quantise_columns(weight, E4M3, "row" if scaling == "token" else scaling)
             dx = multiplied(*operands, x.dtype, fast=False, library=library)
         if grad_w:
-            operands = dy_turned, _turned(x, scaling)
+            operands = dy_transposed, _transpose_operand(x, scaling)
             dw = multiplied(*operands, weight.dtype, fast=False, library=library)
     return dx, dw
 
 
-def _turned(x: Tensor, scaling: str) -> Any:
+def _transpose_operand(x: Tensor, scaling: str) -> Any:
     if scaling != "token":
         return quantise_columns(x, E4M3, scaling)
-    return _cut(make_operand(_sixteens(x), E4M3, "token", rows=False).turned, x.shape[1])
+    return _cut(make_operand(_sixteens(x), E4M3, "token", rows=False).transposed, x.shape[1])
 
 
-def _cut(turned: Scaled | None, rows: int) -> Scaled | None:
+def _cut(transposed: ScaledTensor | None, rows: int) -> ScaledTensor | None:
     """Without what padding made."""
-    return None if turned is None else Scaled(turned.values[:rows], turned.scale)
+    return None if transposed is None else ScaledTensor(transposed.values[:rows], transposed.scale)
 
 
-def _both_ways(dy: Tensor, scaling: str, rows: bool, turned: bool) -> tuple[Any, Any]:
+def _both_ways(dy: Tensor, scaling: str, rows: bool, transposed: bool) -> tuple[Any, Any]:
     """The gradient as it stands and transposed, in one pass where its columns need no padding."""
     if scaling == "token":
-        made = make_operand(_sixteens(dy), E5M2, "token", rows=rows, turned=turned)
-        return made.rows, _cut(made.turned, dy.shape[1])
+        made = make_operand(_sixteens(dy), E5M2, "token", rows=rows, transposed=transposed)
+        return made.rows, _cut(made.transposed, dy.shape[1])
     if dy.shape[1] % 16 == 0:
-        made = make_operand(Source(x=dy), E5M2, scaling, rows=rows, turned=turned)
-        return made.rows, made.turned
+        made = make_operand(Source(x=dy), E5M2, scaling, rows=rows, transposed=transposed)
+        return made.rows, made.transposed
     amax = amax_of(dy, by_column=False) if scaling == "tensor" else None
     return (
         quantise(dy, E5M2, scaling, amax) if rows else None,
-        quantise_columns(dy, E5M2, scaling, amax) if turned else None,
+        quantise_columns(dy, E5M2, scaling, amax) if transposed else None,
     )
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, Late, Op, Version, Work
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 from armillary.kernels.fp8.linear import E4M3, quantised, rounded
 
 # M tokens, K inputs of the product, N outputs
@@ -45,7 +45,7 @@ def scaling_of(scale: Tensor) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Matmul(Case):
+class Fp8MatmulCase(Case):
     """Tokens through a weight in fp8."""
 
     tokens: int
@@ -62,7 +62,7 @@ class Fp8Matmul(Case):
     """SwiGLU before"""
 
 
-def inputs(case: Fp8Matmul, generator: torch.Generator) -> tuple[object, ...]:
+def inputs(case: Fp8MatmulCase, generator: torch.Generator) -> tuple[object, ...]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=generator.device).to(case.torch_dtype)
 
@@ -71,17 +71,17 @@ def inputs(case: Fp8Matmul, generator: torch.Generator) -> tuple[object, ...]:
     return x, weight, scale, normal(case.inputs) if case.norm else None, case.gated
 
 
-def work(case: Fp8Matmul) -> Work:
+def work(case: Fp8MatmulCase) -> OpWork:
     """2·M·N·K; x and the weight read, the result written."""
     read = 2.0 * case.tokens * case.inputs * (2 if case.gated else 1) + case.outputs * case.inputs
-    return Work(
+    return OpWork(
         flops=2.0 * case.tokens * case.outputs * case.inputs,
         bytes=read + 2.0 * case.tokens * case.outputs,
         ceiling="fp8",
     )
 
 
-def refuses(case: Fp8Matmul) -> str | None:
+def refuses(case: Fp8MatmulCase) -> str | None:
     """Why the library's fp8 product cannot do a case."""
     if case.dtype != "bf16":
         return "the library's fp8 products give bf16"
@@ -90,7 +90,7 @@ def refuses(case: Fp8Matmul) -> str | None:
     return None
 
 
-def _small(case: Fp8Matmul) -> Fp8Matmul:
+def _small(case: Fp8MatmulCase) -> Fp8MatmulCase:
     """As it is; a CPU gets less of everything."""
     if case.device != "cpu":
         return case
@@ -98,7 +98,7 @@ def _small(case: Fp8Matmul) -> Fp8Matmul:
 
 
 def _version(name: str, function: str, *more: str) -> Version:
-    run = Late("armillary.kernels.fp8.matmul_triton", function)
+    run = LazyFunction("armillary.kernels.fp8.matmul_triton", function)
     return Version(name=name, run=run, needs=("triton", "fp8", *more))
 
 
@@ -113,10 +113,10 @@ FP8_MATMUL = Op(
     work=work,
     tolerance={"bf16": 2e-2, "fp16": 2e-2, "fp32": 2e-2},
     cases={
-        "8192³ row": Fp8Matmul(tokens=8192, outputs=8192, inputs=8192),
-        "8192³ tensor": Fp8Matmul(tokens=8192, outputs=8192, inputs=8192, scaling="tensor"),
-        "llama-3-8b, norm, gate and up": Fp8Matmul(tokens=8192, outputs=28672, inputs=4096, norm=True),
-        "llama-3-8b, swiglu, down": Fp8Matmul(tokens=8192, outputs=4096, inputs=14336, gated=True),
+        "8192³ row": Fp8MatmulCase(tokens=8192, outputs=8192, inputs=8192),
+        "8192³ tensor": Fp8MatmulCase(tokens=8192, outputs=8192, inputs=8192, scaling="tensor"),
+        "llama-3-8b, norm, gate and up": Fp8MatmulCase(tokens=8192, outputs=28672, inputs=4096, norm=True),
+        "llama-3-8b, swiglu, down": Fp8MatmulCase(tokens=8192, outputs=4096, inputs=14336, gated=True),
     },
     small=_small,
 )

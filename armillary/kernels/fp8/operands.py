@@ -22,7 +22,7 @@ _ALIGN = 16
 """the products want the summed dim in multiples of it: tokens, where a gradient is made"""
 _NUMBERS, _A_WARP = 8192, 1024
 """numbers that a program makes where rows are shorter, and that a warp takes"""
-_TURN = (128, 128, 8)
+_TRANSPOSE = (128, 128, 8)
 """rows, columns and warps of a tile of fp8 that is transposed"""
 _LOOK = (16, 256, 128, 8)
 """rows and columns of a tile when columns' largest values are looked for, rows that a program goes over, and warps"""
@@ -30,7 +30,7 @@ _CAST = {"plain": (128, 64, 4), "norm": (128, 64, 4), "activation": (64, 64, 4),
 """rows, columns and warps of a tile that is cast by columns: as much as registers hold of what it is made of"""
 
 
-class Scaled(NamedTuple):
+class ScaledTensor(NamedTuple):
     """An operand: `values` · `scale` are the numbers."""
 
     values: Tensor
@@ -43,9 +43,9 @@ class Scaled(NamedTuple):
 class Operand:
     """A matrix [M, K] for products on either side."""
 
-    rows: Scaled | None
+    rows: ScaledTensor | None
     """[M, K], to sum over K"""
-    turned: Scaled | None
+    transposed: ScaledTensor | None
     """[K, M'], to sum over M; M' is M in whole sixteens, with zeros"""
     known: Tensor | None
     """what was found out about its numbers, if anything: given to `make_operand`, it makes the same in fewer passes"""
@@ -124,20 +124,20 @@ def make_operand(
     scaling: str,
     *,
     rows: bool = True,
-    turned: bool = True,
+    transposed: bool = True,
     known: Tensor | None = None,
 ) -> Operand:
     """Both ways, or one; `known` where it was made before."""
     if scaling == "row":
         made = _rows(source, dtype, "row", _number(source)) if rows else None
-        known = _columns_amax(source) if turned and known is None else known
-        columns = _by_columns(source, dtype, known) if turned and known is not None else None
-        return Operand(rows=made, turned=columns, known=known)
+        known = _columns_amax(source) if transposed and known is None else known
+        columns = _by_columns(source, dtype, known) if transposed and known is not None else None
+        return Operand(rows=made, transposed=columns, known=known)
     top = _number(source)
     if scaling == "tensor":
         top = _largest(source) if known is None else known
     made = _rows(source, dtype, scaling, top)
-    return Operand(rows=made if rows else None, turned=_turn(made, top) if turned else None, known=top)
+    return Operand(rows=made if rows else None, transposed=_transpose(made, top) if transposed else None, known=top)
 
 
 def _number(source: Source) -> Tensor:
@@ -154,14 +154,14 @@ def _largest(source: Source) -> Tensor:
     return top
 
 
-def _rows(source: Source, dtype: torch.dtype, mode: str, top: Tensor) -> Scaled:
+def _rows(source: Source, dtype: torch.dtype, mode: str, top: Tensor) -> ScaledTensor:
     (M, K), device = source.shape, source.x.device
     q = torch.empty(M, K, dtype=dtype, device=device)
     scale = torch.empty(() if mode == "tensor" else (M, 1), dtype=torch.float32, device=device)
     _launch_rows(source, mode, q, scale, top, torch.finfo(dtype).max)
     if not q.numel():
         scale.fill_(TINY / torch.finfo(dtype).max)
-    return Scaled(q, scale)
+    return ScaledTensor(q, scale)
 
 
 def _launch_rows(source: Source, mode: str, q: Tensor, scale: Tensor, top: Tensor, most: float) -> None:
@@ -192,21 +192,21 @@ def _launch_rows(source: Source, mode: str, q: Tensor, scale: Tensor, top: Tenso
         )
 
 
-def _turn(rows: Scaled, top: Tensor) -> Scaled:
+def _transpose(rows: ScaledTensor, top: Tensor) -> ScaledTensor:
     """The rows transposed: at their one scale, or at the largest of them, `top`."""
-    from armillary.kernels.fp8.cast_rows_triton import turn_kernel
+    from armillary.kernels.fp8.cast_rows_triton import transpose_kernel
 
     (M, K), dtype, one = rows.values.shape, rows.values.dtype, rows.scale.dim() == 0
     padded = ceil_div(M, _ALIGN) * _ALIGN
-    turned = torch.empty(K, padded, dtype=dtype, device=rows.values.device)
-    block_m, block_k, warps = _TURN
-    if turned.numel():
-        with on(turned):
-            turn_kernel[(ceil_div(padded, block_m) * ceil_div(K, block_k),)](
+    transposed = torch.empty(K, padded, dtype=dtype, device=rows.values.device)
+    block_m, block_k, warps = _TRANSPOSE
+    if transposed.numel():
+        with on(transposed):
+            transpose_kernel[(ceil_div(padded, block_m) * ceil_div(K, block_k),)](
                 rows.values,
                 rows.scale,
                 top,
-                turned,
+                transposed,
                 M,
                 K,
                 padded,
@@ -216,7 +216,7 @@ def _turn(rows: Scaled, top: Tensor) -> Scaled:
                 BLOCK_K=block_k,
                 num_warps=warps,
             )
-    return Scaled(turned, rows.scale if one else top)
+    return ScaledTensor(transposed, rows.scale if one else top)
 
 
 # --- by columns
@@ -238,20 +238,20 @@ def _columns_amax(source: Source) -> Tensor:
     return amax
 
 
-def _by_columns(source: Source, dtype: torch.dtype, amax: Tensor) -> Scaled:
+def _by_columns(source: Source, dtype: torch.dtype, amax: Tensor) -> ScaledTensor:
     from armillary.kernels.fp8.cast_columns_triton import cast_kernel
 
     (M, K), most = source.shape, torch.finfo(dtype).max
     padded = ceil_div(M, _ALIGN) * _ALIGN
-    turned, scale = torch.empty(K, padded, dtype=dtype, device=amax.device), torch.empty_like(amax)
+    transposed, scale = torch.empty(K, padded, dtype=dtype, device=amax.device), torch.empty_like(amax)
     tensors, strides, flags = source.arguments()
     block_m, block_k, warps = _CAST[source.kind]
-    if turned.numel():
+    if transposed.numel():
         with on(amax):
             cast_kernel[(ceil_div(padded, block_m) * ceil_div(K, block_k),)](
                 *tensors,
                 amax,
-                turned,
+                transposed,
                 scale,
                 M,
                 K,
@@ -265,4 +265,4 @@ def _by_columns(source: Source, dtype: torch.dtype, amax: Tensor) -> Scaled:
             )
     else:
         scale.fill_(TINY / most)
-    return Scaled(turned, scale[:, None])
+    return ScaledTensor(transposed, scale[:, None])

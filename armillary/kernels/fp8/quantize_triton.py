@@ -20,7 +20,7 @@ _ALIGN = 16
 _ROW_IN_REGISTERS = 16384
 _A_WARP = 512
 """numbers of a row that a warp takes"""
-_CAST, _TURN = (16, 512, 8), (128, 64, 8)
+_CAST, _TRANSPOSE = (16, 512, 8), (128, 64, 8)
 """rows, columns and warps of a cast as it stands, and of a transposed one: 128 bytes and more are written in a row"""
 _TINY = tl.constexpr(TINY)
 
@@ -81,7 +81,7 @@ def _cast_tiles(x: Tensor, q: Tensor, amax: Tensor, largest: float, padded: int,
     """Fills q from x and its largest values, one for all or one a column; returns the scales."""
     (M, K), scale = x.shape, torch.empty_like(amax)
     rows, columns = (padded, K) if transpose else (M, padded)
-    block_m, block_k, warps = _TURN if transpose else _CAST
+    block_m, block_k, warps = _TRANSPOSE if transpose else _CAST
     if not q.numel():
         return scale.fill_(TINY / largest)
     cast_kernel[(ceil_div(rows, block_m) * ceil_div(columns, block_k),)](

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.core.requirements import note_once
-from armillary.kernels.gemm.cublaslt import Product
-from armillary.kernels.gemm.gemm import APART, LIBRARY, TORCH, Products, Shape, Tuned, add_, ready
+from armillary.kernels.gemm.cublaslt import CublasLtGemm
+from armillary.kernels.gemm.gemm import APART, LIBRARY, TORCH, Gemms, GemmShape, TunedGemms, add_, ready
 
 # M tokens, N outputs of a linear layer, K inputs
 
@@ -29,7 +29,7 @@ _GAIN = 1.005
 Runs = dict[str, Callable[[], Any]]
 
 
-class Linear(NamedTuple):
+class LinearShape(NamedTuple):
     """A linear layer whose products are wanted."""
 
     N: int
@@ -38,27 +38,27 @@ class Linear(NamedTuple):
     """whether its output is added to something"""
 
 
-def tune(layers: Iterable[Linear], M: int, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
+def tune(layers: Iterable[LinearShape], M: int, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
     """For linear layers on M tokens: what to call by each product's key, 'torch' or 'lt ALGORITHM'."""
     names: dict[str, str] = {}
     for N, K, added in dict.fromkeys(layers):
         x, w, dy, sum_to = _drawn(dtype, device, (M, K), (N, K), (M, N), (M, N) if added else (0, N))
         operands = {"forward": (x, w, sum_to) if added else (x, w), "back": (dy, w), "weight": (dy, x)}
         for kind, given in operands.items():
-            shape = Shape(kind, M, N, K)
+            shape = GemmShape(kind, M, N, K)
             names[shape.key] = _chosen(shape, given)
     return names
 
 
 def tune_sums(
-    layers: Iterable[Linear], M: int, dtype: torch.dtype, device: torch.device, names: Mapping[str, str]
+    layers: Iterable[LinearShape], M: int, dtype: torch.dtype, device: torch.device, names: Mapping[str, str]
 ) -> dict[str, str]:
     """The same for weights' gradients that are summed over micro-batches, 'apart' among the candidates: `names` says
     how a gradient by itself is made."""
     found: dict[str, str] = {}
     for N, K in dict.fromkeys((layer.N, layer.K) for layer in layers):
         x, dy = _drawn(dtype, device, (M, K), (M, N))
-        shape = Shape("sum", M, N, K)
+        shape = GemmShape("sum", M, N, K)
         found[shape.key] = _chosen_sum(shape, dy, x, names)
     return found
 
@@ -96,31 +96,33 @@ def _order(looked: dict[str, float]) -> list[str]:
     return [name for name in sorted(looked, key=lambda name: looked[name]) if name != TORCH]
 
 
-def _chosen(shape: Shape, given: tuple[Tensor, ...]) -> str:
-    plain = getattr(Products(), shape.kind)
-    found = Library(shape, plain(*given), given)
+def _chosen(shape: GemmShape, given: tuple[Tensor, ...]) -> str:
+    plain = getattr(Gemms(), shape.kind)
+    found = CublasLtCandidates(shape, plain(*given), given)
     return quickest({TORCH: lambda: plain(*given), **found.proposals()}, found.variants)
 
 
-def _chosen_sum(shape: Shape, dy: Tensor, x: Tensor, names: Mapping[str, str]) -> str:
+def _chosen_sum(shape: GemmShape, dy: Tensor, x: Tensor, names: Mapping[str, str]) -> str:
     """By the product itself, or after it; both as they run from the second micro-batch on."""
-    total, plain, chosen = dy.new_zeros((shape.N, shape.K), dtype=torch.float32), Products(), Tuned(names)
+    total, plain, chosen = dy.new_zeros((shape.N, shape.K), dtype=torch.float32), Gemms(), TunedGemms(names)
     runs: Runs = {TORCH: lambda: plain.sum(total, dy, x, first=False)}
     if dy.is_cuda:
         runs[APART] = lambda: add_(total, chosen.weight(dy, x), first=False)
-    found = Library(shape, plain.weight(dy, x).float(), (dy, x), total)
+    found = CublasLtCandidates(shape, plain.weight(dy, x).float(), (dy, x), total)
     return quickest(runs | found.proposals(), found.variants)
 
 
-class Library:
+class CublasLtCandidates:
     """What cuBLASLt has for a product: the algorithms whose result is torch's up to the order of sums."""
 
-    def __init__(self, shape: Shape, expected: Tensor, given: tuple[Tensor, ...], total: Tensor | None = None) -> None:
+    def __init__(
+        self, shape: GemmShape, expected: Tensor, given: tuple[Tensor, ...], total: Tensor | None = None
+    ) -> None:
         """`total`: what the result is added to, in place."""
         self.expected, self.given, self.total = expected, given, total
-        self.product: Product | None = None
+        self.product: CublasLtGemm | None = None
         try:
-            self.product = Product(*shape, given[0].dtype)
+            self.product = CublasLtGemm(*shape, given[0].dtype)
         except (OSError, RuntimeError, AttributeError) as error:  # no such library, or one that knows no such product
             if given[0].is_cuda:
                 note_once(f"cuBLASLt is not tried beside torch's products: {error}")

@@ -43,38 +43,38 @@ class _Heuristic(ctypes.Structure):
     )
 
 
-class Form(NamedTuple):
+class GemmLayout(NamedTuple):
     """A product as the library sees it, column by column: D = op(A)·op(B), each (rows, columns)."""
 
     a: tuple[int, int]
     b: tuple[int, int]
     d: tuple[int, int]
-    turn_a: bool
-    turn_b: bool
+    trans_a: bool
+    trans_b: bool
 
 
-def form(kind: str, M: int, N: int, K: int) -> Form:
+def gemm_layout(kind: str, M: int, N: int, K: int) -> GemmLayout:
     """'forward' x_MK·w_NKᵀ, 'back' dy_MN·w_NK, 'weight' dy_MNᵀ·x_MK. What lies row by row is its own transpose column
     by column, so A is the second operand of these and B the first."""
     if kind == "forward":
-        return Form((K, N), (K, M), (N, M), turn_a=True, turn_b=False)
+        return GemmLayout((K, N), (K, M), (N, M), trans_a=True, trans_b=False)
     if kind == "back":
-        return Form((K, N), (N, M), (K, M), turn_a=False, turn_b=False)
-    return Form((K, M), (N, M), (K, N), turn_a=False, turn_b=True)
+        return GemmLayout((K, N), (N, M), (K, M), trans_a=False, trans_b=False)
+    return GemmLayout((K, M), (N, M), (K, N), trans_a=False, trans_b=True)
 
 
-class Product:
+class CublasLtGemm:
     """One shape of one product, and the algorithms that the library proposes for it, its favourite first. 'sum' is
     'weight' with a result in fp32, which what was there before is added to."""
 
     def __init__(self, kind: str, M: int, N: int, K: int, dtype: torch.dtype) -> None:
         self.lib, self.handle = _library()
-        shape = form(kind, M, N, K)
+        shape = gemm_layout(kind, M, N, K)
         self.out_shape = {"forward": (M, N), "back": (M, K)}.get(kind, (N, K))
         self.out_dtype = torch.float32 if kind == "sum" else dtype
         self.desc = self._made("cublasLtMatmulDescCreate", _COMPUTE_32F, _R_32F)
-        self._set(_TRANS_A, ctypes.c_int32(int(shape.turn_a)))
-        self._set(_TRANS_B, ctypes.c_int32(int(shape.turn_b)))
+        self._set(_TRANS_A, ctypes.c_int32(int(shape.trans_a)))
+        self._set(_TRANS_B, ctypes.c_int32(int(shape.trans_b)))
         formats = (dtype, dtype, self.out_dtype)
         self.layouts = [self._layout(*pair) for pair in zip((shape.a, shape.b, shape.d), formats, strict=True)]
         self.proposed = self._proposed()
@@ -96,8 +96,8 @@ class Product:
     def __call__(
         self, first: Tensor, second: Tensor, algorithm: Any, add: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """The operands in `form`'s order, whole and row by row; `add` is added before the result is rounded, and may
-        be `out` itself."""
+        """Contiguous operands in `gemm_layout`'s order; `add` is added before the result is rounded, and may be `out`
+        itself."""
         out = first.new_empty(self.out_shape, dtype=self.out_dtype) if out is None else out
         stream = torch.cuda.current_stream(first.device).cuda_stream
         a, b, d = self.layouts
@@ -162,7 +162,7 @@ class Product:
         return made
 
 
-class Fp8Product(Product):
+class CublasLtFp8Gemm(CublasLtGemm):
     """a_RS·b_CSᵀ of fp8 operands with their scales, one each or one for every row, the result in another format."""
 
     def __init__(
@@ -191,7 +191,7 @@ class Fp8Product(Product):
         add: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """(values, scale) of both; `add` as in `Product`."""
+        """(values, scale) of both; `add` as in `CublasLtGemm`."""
         self._point(a[1], b[1])
         return self(a[0], b[0], algorithm, add, out)
 

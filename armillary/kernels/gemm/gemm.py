@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.core.requirements import has_triton
-from armillary.kernels.gemm.cublaslt import Product
+from armillary.kernels.gemm.cublaslt import CublasLtGemm
 
 # M tokens, N outputs of a linear layer, K inputs
 
@@ -22,7 +22,7 @@ Ready = Callable[..., Tensor]
 """takes the two operands, what is added, and where the result goes"""
 
 
-class Shape(NamedTuple):
+class GemmShape(NamedTuple):
     """A product: 'forward' x_MK·w_NKᵀ, 'back' dy_MN·w_NK, 'weight' dy_MNᵀ·x_MK, or 'sum' of the last."""
 
     kind: str
@@ -35,7 +35,7 @@ class Shape(NamedTuple):
         return f"product {self.kind} {self.M}x{self.N}x{self.K}"
 
 
-class Products:
+class Gemms:
     """By torch; rows of x and dy are tokens."""
 
     adds = False
@@ -65,14 +65,14 @@ class Products:
             total_NK.copy_(a @ b) if first else total_NK.add_(a @ b)
 
 
-class Tuned(Products):
+class TunedGemms(Gemms):
     """By the algorithms of cuBLASLt that `names` gives; by torch where it gives none, or another shape comes."""
 
     adds = True
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
-        self._made: dict[tuple[Shape, torch.dtype], Ready | None] = {}
+        self._made: dict[tuple[GemmShape, torch.dtype], Ready | None] = {}
 
     def forward(self, x: Tensor, w_NK: Tensor, add: Tensor | None = None) -> Tensor:
         found = self._found("forward", x, *w_NK.shape)
@@ -110,14 +110,14 @@ class Tuned(Products):
             self._made[at] = self._make(shape, rows.dtype)
         return self._made[at]
 
-    def _make(self, shape: Shape, dtype: torch.dtype) -> Ready | None:
+    def _make(self, shape: GemmShape, dtype: torch.dtype) -> Ready | None:
         name = self.names.get(shape.key, TORCH)
         if name in (TORCH, APART):
             return None
-        return ready(Product(*shape, dtype), name)  # None: another release of the library
+        return ready(CublasLtGemm(*shape, dtype), name)  # None: another release of the library
 
 
-def ready(product: Product, name: str) -> Ready | None:
+def ready(product: CublasLtGemm, name: str) -> Ready | None:
     """A product by the algorithm that 'lt NAME' stands for."""
     algorithm = product.algorithm(name.removeprefix(LIBRARY))
     if algorithm is None:
@@ -135,8 +135,8 @@ def add_(total: Tensor, part: Tensor, *, first: bool) -> None:
     add_in_one_pass(total, part)
 
 
-def _shape(kind: str, rows: Tensor, N: int, K: int) -> Shape:
-    return Shape(kind, rows.numel() // rows.shape[-1], N, K)
+def _shape(kind: str, rows: Tensor, N: int, K: int) -> GemmShape:
+    return GemmShape(kind, rows.numel() // rows.shape[-1], N, K)
 
 
 def _whole(*tensors: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.kernels.core.op import Case, Late, Op, Version, Work, refuses_fp64, rows_to_check
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, refuses_fp64, rows_to_check
 from armillary.machine.accelerator import accelerator_of
 from armillary.spec.arithmetic import ops as spec_ops
 
@@ -62,11 +62,11 @@ def _inputs(case: GroupedCase, generator: torch.Generator) -> tuple[Any, ...]:
     return normal(case.rows, case.inputs), normal(case.experts, case.outputs, case.inputs) * case.inputs**-0.5, ends
 
 
-def _work(case: GroupedCase) -> Work:
+def _work(case: GroupedCase) -> OpWork:
     sizes: dict[str, Any] = {"groups": case.experts, "dtype": case.dtype}
     shape = (case.rows, case.outputs, case.inputs)
     forward = spec_ops.grouped_matmul("grouped_linear", *shape, **sizes)
-    return Work.of(forward, *spec_ops.grouped_matmul_backward("grouped_linear", *shape, **sizes), ceiling="gemm")
+    return OpWork.of(forward, *spec_ops.grouped_matmul_backward("grouped_linear", *shape, **sizes), ceiling="gemm")
 
 
 def _unaligned(case: GroupedCase) -> str | None:
@@ -103,19 +103,19 @@ GROUPED_LINEAR = Op(
     versions=(
         Version(
             name="triton",
-            run=Late("armillary.kernels.gemm.grouped_triton", "grouped_linear"),
+            run=LazyFunction("armillary.kernels.gemm.grouped_triton", "grouped_linear"),
             refuses=_not_triton,
             needs=("triton", "tma"),
         ),
         Version(
             name="triton, pointers",
-            run=Late("armillary.kernels.gemm.grouped_triton", "grouped_linear_pointers"),
+            run=LazyFunction("armillary.kernels.gemm.grouped_triton", "grouped_linear_pointers"),
             refuses=_not_pointers,
             needs=("triton",),
         ),
         Version(
             name="torch",
-            run=Late("armillary.kernels.gemm.grouped_torch", "grouped_linear"),
+            run=LazyFunction("armillary.kernels.gemm.grouped_torch", "grouped_linear"),
             refuses=_not_torch,
             needs=("grouped_gemm",),
         ),

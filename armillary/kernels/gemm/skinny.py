@@ -14,7 +14,7 @@ from torch import Tensor
 
 from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, Late, Op, Version, Work
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 
 # M tokens, K inputs, N rows of the weight (outputs, or twice the outputs when gated)
 
@@ -42,7 +42,7 @@ def reference(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallLinear(Case):
+class SmallLinearCase(Case):
     """A few tokens through a weight."""
 
     tokens: int
@@ -59,7 +59,7 @@ class SmallLinear(Case):
     """a residual after"""
 
 
-def inputs(case: SmallLinear, generator: torch.Generator) -> tuple[object, ...]:
+def inputs(case: SmallLinearCase, generator: torch.Generator) -> tuple[object, ...]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=generator.device).to(case.torch_dtype)
 
@@ -70,14 +70,14 @@ def inputs(case: SmallLinear, generator: torch.Generator) -> tuple[object, ...]:
     return x, weight, norm, residual, 1e-6, case.gated
 
 
-def work(case: SmallLinear) -> Work:
+def work(case: SmallLinearCase) -> OpWork:
     """The weight is read once; so are x and the residual, and the result is written once."""
     size, width = case.torch_dtype.itemsize, case.outputs // 2 if case.gated else case.outputs
     moved = case.outputs * case.inputs + case.tokens * (case.inputs + width * (2 if case.residual else 1))
-    return Work(flops=2.0 * case.tokens * case.outputs * case.inputs, bytes=float(size * moved), ceiling="read")
+    return OpWork(flops=2.0 * case.tokens * case.outputs * case.inputs, bytes=float(size * moved), ceiling="read")
 
 
-def refuses(case: SmallLinear) -> str | None:
+def refuses(case: SmallLinearCase) -> str | None:
     """Why the Triton version cannot do a case."""
     if case.tokens > MOST_TOKENS:
         return f"it is for up to {MOST_TOKENS} tokens"
@@ -86,13 +86,13 @@ def refuses(case: SmallLinear) -> str | None:
     return None
 
 
-def _cases() -> dict[str, SmallLinear]:
-    cases: dict[str, SmallLinear] = {}
+def _cases() -> dict[str, SmallLinearCase]:
+    cases: dict[str, SmallLinearCase] = {}
     for tokens in (1, 8, 32):
-        cases[f"up {tokens}"] = SmallLinear(tokens=tokens, outputs=14336, inputs=4096)
-        cases[f"down {tokens}"] = SmallLinear(tokens=tokens, outputs=4096, inputs=14336)
-    cases["norm, swiglu 8"] = SmallLinear(tokens=8, outputs=28672, inputs=4096, norm=True, gated=True)
-    cases["residual 8"] = SmallLinear(tokens=8, outputs=4096, inputs=14336, residual=True)
+        cases[f"up {tokens}"] = SmallLinearCase(tokens=tokens, outputs=14336, inputs=4096)
+        cases[f"down {tokens}"] = SmallLinearCase(tokens=tokens, outputs=4096, inputs=14336)
+    cases["norm, swiglu 8"] = SmallLinearCase(tokens=8, outputs=28672, inputs=4096, norm=True, gated=True)
+    cases["residual 8"] = SmallLinearCase(tokens=8, outputs=4096, inputs=14336, residual=True)
     return cases
 
 
@@ -102,7 +102,7 @@ SMALL_LINEAR = Op(
     versions=(
         Version(
             name="triton",
-            run=Late("armillary.kernels.gemm.skinny_triton", "small_linear"),
+            run=LazyFunction("armillary.kernels.gemm.skinny_triton", "small_linear"),
             refuses=refuses,
             needs=("triton",),
         ),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, Late, Op, Version, Work
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 
 # M tokens, H hidden, V vocabulary
 
@@ -40,7 +40,7 @@ def reference(
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearLoss(Case):
+class LinearCrossEntropyCase(Case):
     """Tokens against a vocabulary."""
 
     tokens: int
@@ -55,7 +55,7 @@ class LinearLoss(Case):
     """the weight gets no gradient"""
 
 
-def inputs(case: LinearLoss, generator: torch.Generator) -> tuple[object, ...]:
+def inputs(case: LinearCrossEntropyCase, generator: torch.Generator) -> tuple[object, ...]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=generator.device).to(case.torch_dtype)
 
@@ -65,39 +65,39 @@ def inputs(case: LinearLoss, generator: torch.Generator) -> tuple[object, ...]:
     return x, weight, targets, -100, "mean", case.softcap, 1.0
 
 
-def work(case: LinearLoss) -> Work:
+def work(case: LinearCrossEntropyCase) -> OpWork:
     """Three products of 2·M·H·V, counted together: ours makes all of them in the forward."""
     product = 2.0 * case.tokens * case.hidden * case.vocab
     moved = case.torch_dtype.itemsize * case.hidden * (case.tokens + case.vocab)
-    return Work(
+    return OpWork(
         flops=product, bytes=moved, backward_flops=2 * product, backward_bytes=2 * moved, ceiling="gemm", together=True
     )
 
 
-def holds_too_much(case: LinearLoss) -> str | None:
+def holds_too_much(case: LinearCrossEntropyCase) -> str | None:
     """Why a version that holds all logits is not for a case: it is this op's point not to."""
     logits = case.tokens * case.vocab * case.torch_dtype.itemsize
     return f"it would hold {logits / 1e9:.1f} GB of logits" if logits > _MOST_LOGITS_BYTES else None
 
 
-def _no_rival(case: LinearLoss) -> str | None:
+def _no_rival(case: LinearCrossEntropyCase) -> str | None:
     if holds_too_much(case) is None:
         return "it is among the versions"
     return None if case.tokens * case.vocab * case.torch_dtype.itemsize <= _MOST_RIVAL_BYTES else holds_too_much(case)
 
 
-def _small(case: LinearLoss) -> LinearLoss:
+def _small(case: LinearCrossEntropyCase) -> LinearCrossEntropyCase:
     """As it is where the wide reference can hold its logits several times; a CPU gets less of everything."""
     if case.device == "cpu":
         return replace(case, tokens=min(case.tokens, 64), hidden=min(case.hidden, 512), vocab=min(case.vocab, 8192))
     return case if 4 * case.tokens * case.vocab < 5e9 else replace(case, tokens=256)
 
 
-def _case(tokens: int, hidden: int, vocab: int, softcap: float = 0.0) -> LinearLoss:
-    return LinearLoss(tokens=tokens, hidden=hidden, vocab=vocab, softcap=softcap)
+def _case(tokens: int, hidden: int, vocab: int, softcap: float = 0.0) -> LinearCrossEntropyCase:
+    return LinearCrossEntropyCase(tokens=tokens, hidden=hidden, vocab=vocab, softcap=softcap)
 
 
-_CHUNKED = Late("armillary.kernels.loss.linear_cross_entropy_chunked", "chunked")
+_CHUNKED = LazyFunction("armillary.kernels.loss.linear_cross_entropy_chunked", "chunked")
 """with kernels of ours between the products on a GPU, with plain torch on a processor"""
 
 LINEAR_CROSS_ENTROPY = Op(
@@ -107,7 +107,9 @@ LINEAR_CROSS_ENTROPY = Op(
         Version(name="triton", run=_CHUNKED, needs=("triton",)),
         Version(name="chunked", run=_CHUNKED, needs=("no_triton",)),
         replace(compiled(reference), refuses=holds_too_much),
-        Version(name="liger", run=Late("armillary.kernels.core.liger", "linear_cross_entropy"), needs=("liger",)),
+        Version(
+            name="liger", run=LazyFunction("armillary.kernels.core.liger", "linear_cross_entropy"), needs=("liger",)
+        ),
     ),
     rivals=(replace(compiled(reference), name="compile, all logits held", refuses=_no_rival),),
     inputs=inputs,

@@ -16,7 +16,7 @@ _MOST_IDLE = 1.2
 """lanes for each column, at most, where a piece that is hardly filled costs as much as a full one"""
 
 
-class Shape(NamedTuple):
+class LaunchShape(NamedTuple):
     """How a kernel is launched."""
 
     held: int
@@ -33,12 +33,12 @@ class Shape(NamedTuple):
     """whether the weight is read once, before the rows"""
 
 
-def forward_shape(columns: int, element_size: int, pairs: bool, *, centred: bool, residual: bool) -> Shape:
+def forward_shape(columns: int, element_size: int, pairs: bool, *, centred: bool, residual: bool) -> LaunchShape:
     """Eight warps a row. A layer norm has two sums to wait for, and two vectors to read with each row: two rows share
     both where pieces are full, or four warps wait less. `pairs` is the next best."""
     if columns <= 2048:
         width = power_of_two(columns)
-        return Shape(max(1, 2048 // width), width, 4)
+        return LaunchShape(max(1, 2048 // width), width, 4)
     held, warps = 1, 16 if columns > (12288 if not residual else 8192) else 8
     if centred and columns < 8192 and not residual:
         held, warps = (2, 8) if columns % 4096 == 0 else (1, 4)
@@ -46,7 +46,7 @@ def forward_shape(columns: int, element_size: int, pairs: bool, *, centred: bool
             held, warps = 3 - held, 4
     elif pairs:
         held, warps = (2, 16) if 7168 < columns <= 8192 else (1, warps // 2)
-    return Shape(held, warps * _WARP_BYTES // element_size, warps)
+    return LaunchShape(held, warps * _WARP_BYTES // element_size, warps)
 
 
 def reads_twice(columns: int, element_size: int, pairs: bool) -> bool:
@@ -55,28 +55,28 @@ def reads_twice(columns: int, element_size: int, pairs: bool) -> bool:
     return not pairs and (columns, element_size) == (8192, 2)
 
 
-def backward_shape(columns: int, element_size: int, pairs: bool, *, sums: int, residual: bool) -> Shape:
+def backward_shape(columns: int, element_size: int, pairs: bool, *, sums: int, residual: bool) -> LaunchShape:
     """One program a multiprocessor, so that few sums are left to add up; the next rows are loaded meanwhile, as many as
     100 kB hold. Where there are no sums, a program for every row. `pairs` is the next best."""
     if not sums and columns > 2048:
         warps = fitting_warps(columns, element_size, (8 if columns <= 12288 else 16) // (2 if pairs else 1))
-        return Shape(1, warps * _WARP_BYTES // element_size, warps)
+        return LaunchShape(1, warps * _WARP_BYTES // element_size, warps)
     if columns <= 512:
         width = power_of_two(columns)
-        return Shape(8192 // width, width, 16, 1, 3)
+        return LaunchShape(8192 // width, width, 16, 1, 3)
     if columns <= 2048:
-        return Shape(2, 1024, 8, 1, 4)
+        return LaunchShape(2, 1024, 8, 1, 4)
     most = 8 if columns <= 7168 else 16 if columns <= 12288 or sums == 2 else 32
     if pairs:
         most = 4 if columns <= 6144 else 8 if columns <= 8192 else 16
     warps = fitting_warps(columns, element_size, most)
     width = warps * _WARP_BYTES // element_size
     if columns > 12288:
-        return Shape(1, width, warps, 1, 3 if pairs else 1)
+        return LaunchShape(1, width, warps, 1, 3 if pairs else 1)
     if warps == 4:
-        return Shape(1, width, 4, 3, 1) if pairs else Shape(1, width, 4, 2, 3)
+        return LaunchShape(1, width, 4, 3, 1) if pairs else LaunchShape(1, width, 4, 2, 3)
     stages = 5 if columns <= 4096 else 4 if columns <= 7168 else 3
-    return Shape(1, width, warps, 1, stages, ahead=columns <= 8192 and (sums == 2 or warps == 16))
+    return LaunchShape(1, width, warps, 1, stages, ahead=columns <= 8192 and (sums == 2 or warps == 16))
 
 
 def fitting_warps(columns: int, element_size: int, warps: int) -> int:

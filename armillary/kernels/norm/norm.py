@@ -15,7 +15,7 @@ from torch import Tensor
 
 from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, Late, Op, Version, Work, in_triton, refuses_fp64, rows_to_check
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, in_triton, refuses_fp64, rows_to_check
 from armillary.spec.arithmetic import layer_ops
 
 
@@ -140,11 +140,11 @@ def _add_inputs(case: NormCase, generator: torch.Generator) -> tuple[Any, ...]:
     return (x, residual, *rest)
 
 
-def _work(case: NormCase, *, residual: bool = False) -> Work:
+def _work(case: NormCase, *, residual: bool = False) -> OpWork:
     kind: Any = case.kind
     sizes: dict[str, Any] = {"dtype": case.dtype, "kind": kind, "residual": residual}
     forward = layer_ops.norm("norm", case.rows, case.columns, **sizes)
-    return Work.of(forward, layer_ops.norm_backward("norm", case.rows, case.columns, **sizes))
+    return OpWork.of(forward, layer_ops.norm_backward("norm", case.rows, case.columns, **sizes))
 
 
 def _small(case: NormCase) -> NormCase:
@@ -182,7 +182,9 @@ NORM = Op(
         replace(in_triton("norm.norm_triton", "norm_pairs"), name="triton, pairs", refuses=_not_pairs),
         compiled(norm),
         Version(name="torch", run=torch_norm),
-        Version(name="liger", run=Late("armillary.kernels.core.liger", "norm"), refuses=_not_liger, needs=("liger",)),
+        Version(
+            name="liger", run=LazyFunction("armillary.kernels.core.liger", "norm"), refuses=_not_liger, needs=("liger",)
+        ),
     ),
     inputs=_inputs,
     work=_work,
@@ -204,7 +206,10 @@ ADD_NORM = Op(
         compiled(add_norm),
         Version(name="torch", run=torch_add_norm),
         Version(
-            name="liger", run=Late("armillary.kernels.core.liger", "add_norm"), refuses=_not_liger_sum, needs=("liger",)
+            name="liger",
+            run=LazyFunction("armillary.kernels.core.liger", "add_norm"),
+            refuses=_not_liger_sum,
+            needs=("liger",),
         ),
     ),
     inputs=_add_inputs,

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, Ceiling, Late, Op, Version, Work
+from armillary.kernels.core.op import Case, Ceiling, LazyFunction, Op, OpWork, Version
 
 # T packed tokens, B sequences, P pages of the longest, N query heads, K KV heads, D head dim, S keys
 
@@ -68,6 +69,18 @@ class PagedOptions:
     """ALiBi"""
     scales_2K: Tensor | None = None
     """what keys and values of a quantised cache are multiplied by"""
+
+
+def paged_options(options: AttentionOptions) -> PagedOptions:
+    """A layer's attention options as paged attention takes them."""
+    assert options.scale is not None
+    return PagedOptions(
+        scale=options.scale,
+        window=options.window or None,
+        softcap=options.softcap or None,
+        sinks_N=options.sinks_N,
+        slopes_N=options.slopes_N,
+    )
 
 
 def by_heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -258,7 +271,7 @@ def _inputs(case: PagedCase, generator: torch.Generator) -> tuple[Any, ...]:
     return normal(case.batch * case.queries, case.heads, case.head_dim), cache, batch, options
 
 
-def _work(case: PagedCase) -> Work:
+def _work(case: PagedCase) -> OpWork:
     """Keys and values read once a sequence; flops of the visible pairs."""
     size, kv_size = case.torch_dtype.itemsize, case.cache_dtype.itemsize
     pairs = keys = 0
@@ -268,7 +281,7 @@ def _work(case: PagedCase) -> Work:
         pairs += case.queries * reach - case.queries * (case.queries - 1) // 2
     moved = 2 * case.head_dim * (kv_size * case.kv_heads * keys + size * case.batch * case.queries * case.heads)
     ceiling: Ceiling = "read" if case.queries * case.heads // case.kv_heads <= 64 else "gemm"
-    return Work(flops=4.0 * case.heads * case.head_dim * pairs, bytes=float(moved), ceiling=ceiling)
+    return OpWork(flops=4.0 * case.heads * case.head_dim * pairs, bytes=float(moved), ceiling=ceiling)
 
 
 def _small(case: PagedCase) -> PagedCase:
@@ -298,7 +311,7 @@ PAGED_ATTENTION = Op(
     versions=(
         Version(
             name="triton",
-            run=Late("armillary.kernels.paged.paged_attention_triton", "paged_attention"),
+            run=LazyFunction("armillary.kernels.paged.paged_attention_triton", "paged_attention"),
             refuses=refuses,
             needs=("triton",),
         ),

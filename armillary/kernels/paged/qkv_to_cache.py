@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.kernels.core.dtype import DTYPES, widen
-from armillary.kernels.core.op import Case, Late, Op, Version, Work
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 
 # T tokens, N query heads, K KV heads, D head dim, R rotated dims / 2
 
@@ -117,8 +117,8 @@ def _rotated(x_TND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tens
     size = 2 * cos.shape[-1]
     part, rest = x_TND[..., :size], x_TND[..., size:]
     first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
-    turned = first * cos - second * sin, second * cos + first * sin
-    whole = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    whole = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
     return torch.cat((whole, rest), dim=-1) if rest.shape[-1] else whole
 
 
@@ -182,11 +182,11 @@ def _inputs(case: QkvCase, generator: torch.Generator) -> tuple[Any, ...]:
     )
 
 
-def _work(case: QkvCase) -> Work:
+def _work(case: QkvCase) -> OpWork:
     """The projection read and written once, cos and sin read."""
     values = case.tokens * (case.heads + 2 * case.kv_heads) * case.head_dim
     moved = 2 * values * DTYPES[case.dtype].itemsize + case.tokens * case.rotary * 4
-    return Work(flops=8.0 * values, bytes=float(moved), ceiling="copy")
+    return OpWork(flops=8.0 * values, bytes=float(moved), ceiling="copy")
 
 
 def refuses(case: QkvCase) -> str | None:
@@ -200,7 +200,7 @@ QKV_CACHE = Op(
     versions=(
         Version(
             name="triton",
-            run=Late("armillary.kernels.paged.qkv_to_cache_triton", "qkv_cache"),
+            run=LazyFunction("armillary.kernels.paged.qkv_to_cache_triton", "qkv_cache"),
             refuses=refuses,
             needs=("triton",),
         ),

@@ -146,13 +146,13 @@ def _weights(weight, dim, other, NORM: tl.constexpr, PLUS_ONE: tl.constexpr):
 
 
 @triton.jit
-def _turned(x, turned, weights, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+def _turned(x, rotated, weights, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
     """Rows [., D], given what each dim turns with too, after norm and rotation."""
-    wide, turned = x.to(tl.float32), turned.to(tl.float32)
+    wide, rotated = x.to(tl.float32), rotated.to(tl.float32)
     if NORM:
         inverse = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
-        wide, turned = wide * inverse * weights[0], turned * inverse * weights[1]
-    return (wide * cos + turned * sin).to(x.dtype)
+        wide, rotated = wide * inverse * weights[0], rotated * inverse * weights[1]
+    return (wide * cos + rotated * sin).to(x.dtype)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, Late, Op, Version, Work, in_triton, rows_to_check
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, in_triton, rows_to_check
 from armillary.spec.arithmetic import layer_ops
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -62,11 +62,11 @@ def _inputs(case: ActivationCase, generator: torch.Generator) -> tuple[Any, ...]
     return x.to(case.torch_dtype), case.activation, case.gated
 
 
-def _work(case: ActivationCase) -> Work:
+def _work(case: ActivationCase) -> OpWork:
     function: Any = case.activation
     sizes: dict[str, Any] = {"dtype": case.dtype, "function": function, "gated": case.gated}
     forward = layer_ops.activation("activate", case.rows, case.ffn, **sizes)
-    return Work.of(forward, layer_ops.activation_backward("activate", case.rows, case.ffn, **sizes))
+    return OpWork.of(forward, layer_ops.activation_backward("activate", case.rows, case.ffn, **sizes))
 
 
 def _not_liger(case: ActivationCase) -> str | None:
@@ -81,7 +81,10 @@ ACTIVATE = Op(
         in_triton("pointwise.activation_triton", "activate"),
         compiled(activate),
         Version(
-            name="liger", run=Late("armillary.kernels.core.liger", "activate"), refuses=_not_liger, needs=("liger",)
+            name="liger",
+            run=LazyFunction("armillary.kernels.core.liger", "activate"),
+            refuses=_not_liger,
+            needs=("liger",),
         ),
     ),
     inputs=_inputs,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, Late, Op, Version, Work, in_triton, rows_to_check
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, in_triton, rows_to_check
 from armillary.spec.arithmetic.ops import FP32_BYTES, size_of
 
 # B batch, T tokens, N query heads, K KV heads, D head dim, R rotated dims / 2
@@ -51,8 +51,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     size = 2 * cos.shape[-1]
     part = widen(x[..., :size])
     first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    both = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    both = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
     both = both.to(x.dtype)
     return both if size == x.shape[-1] else torch.cat((both, x[..., size:]), dim=-1)
 
@@ -65,12 +65,12 @@ def _inputs(case: RopeCase, generator: torch.Generator) -> tuple[Any, ...]:
     return qkv, angles.cos(), angles.sin(), group, case.head_dim, case.interleaved
 
 
-def _work(case: RopeCase) -> Work:
+def _work(case: RopeCase) -> OpWork:
     """Every number is read and written once, v too, because attention wants it contiguous; cos and sin in fp32."""
     turning = case.tokens * (case.heads + case.kv_heads) * case.rotary_dim
     packed = case.tokens * (case.heads + 2 * case.kv_heads) * case.head_dim
     moved = 2 * packed * size_of(case.dtype) + case.tokens * case.rotary_dim * FP32_BYTES
-    return Work(flops=3 * turning, bytes=moved, backward_flops=3 * turning, backward_bytes=moved)
+    return OpWork(flops=3 * turning, bytes=moved, backward_flops=3 * turning, backward_bytes=moved)
 
 
 def _not_liger(case: RopeCase) -> str | None:
@@ -84,7 +84,9 @@ ROPE = Op(
     versions=(
         in_triton("pointwise.rope_triton", "rope"),
         compiled(rope),
-        Version(name="liger", run=Late("armillary.kernels.core.liger", "rope"), refuses=_not_liger, needs=("liger",)),
+        Version(
+            name="liger", run=LazyFunction("armillary.kernels.core.liger", "rope"), refuses=_not_liger, needs=("liger",)
+        ),
     ),
     inputs=_inputs,
     work=_work,

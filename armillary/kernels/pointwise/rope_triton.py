@@ -103,11 +103,11 @@ def _launch(
 ) -> None:
     if not qkv.numel():
         return
-    dim, turned = q.shape[-1], cos.shape[-1]
+    dim, rotated = q.shape[-1], cos.shape[-1]
     tokens, slots = qkv.numel() // qkv.shape[-1], qkv.shape[-1] // dim
     cos, sin = (_per_token(table, qkv.shape[:-1]) for table in (cos, sin))
-    if not interleaved and _halves_share_sectors(turned, qkv.element_size()):
-        front, front_more = pieces(2 * turned)
+    if not interleaved and _halves_share_sectors(rotated, qkv.element_size()):
+        front, front_more = pieces(2 * rotated)
         rest, rest_more = pieces(max(0, dim - front - front_more))
         elements, of_a_thread = _WHOLE
         held = max(1, min(power_of_two(slots), elements // power_of_two(dim)))
@@ -123,7 +123,7 @@ def _launch(
                 slots,
                 GROUP=group,
                 DIM=dim,
-                TURNED=turned,
+                ROTATED=rotated,
                 FRONT=front,
                 FRONT_MORE=front_more,
                 REST=rest,
@@ -135,8 +135,8 @@ def _launch(
         return
     elements, of_a_thread = _HALVES
     held = max(1, min(power_of_two(slots), elements // power_of_two(dim)))
-    half, half_more = pieces(turned)
-    rest, rest_more = pieces(dim - 2 * turned)
+    half, half_more = pieces(rotated)
+    rest, rest_more = pieces(dim - 2 * rotated)
     with on(qkv):
         _kernel[(tokens, ceil_div(slots, held))](
             qkv,
@@ -148,7 +148,7 @@ def _launch(
             slots,
             GROUP=group,
             DIM=dim,
-            TURNED=turned,
+            ROTATED=rotated,
             HALF=half,
             HALF_MORE=half_more,
             REST=rest,
@@ -160,10 +160,10 @@ def _launch(
         )
 
 
-def _halves_share_sectors(turned: int, element_size: int) -> bool:
+def _halves_share_sectors(rotated: int, element_size: int) -> bool:
     """Where halves begin inside a sector, taking them apart would read and write it twice: heads are gone over from end
     to end then, and the other half of what turns is read again."""
-    return turned * element_size % _SECTOR != 0
+    return rotated * element_size % _SECTOR != 0
 
 
 def pieces(count: int) -> tuple[int, int]:
@@ -191,7 +191,7 @@ def _turn(
     sin_ptr,
     there,
     is_value,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
     START: tl.constexpr,
     SIZE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -199,25 +199,25 @@ def _turn(
 ):
     """Pairs START … START + SIZE of all heads."""
     pair = START + tl.arange(0, SIZE)[None, :]
-    cos = tl.load(cos_ptr + pair, mask=pair < TURNED, other=0.0)
-    sin = tl.load(sin_ptr + pair, mask=pair < TURNED, other=0.0)
+    cos = tl.load(cos_ptr + pair, mask=pair < ROTATED, other=0.0)
+    sin = tl.load(sin_ptr + pair, mask=pair < ROTATED, other=0.0)
     if BACKWARD:  # the inverse of a rotation turns the other way
         sin = -sin
     if INTERLEAVED:
         at = 2 * START + tl.arange(0, 2 * SIZE)[None, :]
-        inside = there & (at < 2 * TURNED)
+        inside = there & (at < 2 * ROTATED)
         both = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(both, [both.shape[0], SIZE, 2]))
         first, second = _turned(first, second, cos, sin, is_value)
         both = tl.reshape(tl.join(first, second), [both.shape[0], 2 * SIZE])
         tl.store(target + at, both.to(target.dtype.element_ty), mask=inside, cache_modifier=STREAM)
     else:
-        inside = there & (pair < TURNED)
+        inside = there & (pair < ROTATED)
         first = tl.load(source + pair, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(source + TURNED + pair, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(source + ROTATED + pair, mask=inside, other=0.0).to(tl.float32)
         first, second = _turned(first, second, cos, sin, is_value)
         tl.store(target + pair, first.to(target.dtype.element_ty), mask=inside, cache_modifier=STREAM)
-        tl.store(target + TURNED + pair, second.to(target.dtype.element_ty), mask=inside, cache_modifier=STREAM)
+        tl.store(target + ROTATED + pair, second.to(target.dtype.element_ty), mask=inside, cache_modifier=STREAM)
 
 
 @triton.jit
@@ -264,7 +264,7 @@ def _kernel(
     slots,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
     HALF: tl.constexpr,
     HALF_MORE: tl.constexpr,
     REST: tl.constexpr,
@@ -277,15 +277,15 @@ def _kernel(
     slot = tl.program_id(1) * HELD + tl.arange(0, HELD)[:, None]
     source, target, is_value = _places(qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP, DIM, BACKWARD)
     there = slot < slots
-    cos, sin = cos_ptr + token * TURNED, sin_ptr + token * TURNED
+    cos, sin = cos_ptr + token * ROTATED, sin_ptr + token * ROTATED
     if HALF > 0:
-        _turn(source, target, cos, sin, there, is_value, TURNED, 0, HALF, INTERLEAVED, BACKWARD)
+        _turn(source, target, cos, sin, there, is_value, ROTATED, 0, HALF, INTERLEAVED, BACKWARD)
     if HALF_MORE > 0:
-        _turn(source, target, cos, sin, there, is_value, TURNED, HALF, HALF_MORE, INTERLEAVED, BACKWARD)
+        _turn(source, target, cos, sin, there, is_value, ROTATED, HALF, HALF_MORE, INTERLEAVED, BACKWARD)
     if REST > 0:
-        _pass(source, target, there, 2 * TURNED, REST, DIM)
+        _pass(source, target, there, 2 * ROTATED, REST, DIM)
     if REST_MORE > 0:
-        _pass(source, target, there, 2 * TURNED + REST, REST_MORE, DIM)
+        _pass(source, target, there, 2 * ROTATED + REST, REST_MORE, DIM)
 
 
 @triton.jit
@@ -308,7 +308,7 @@ def _turned_in_place(
     sin_ptr,
     there,
     is_value,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
     START: tl.constexpr,
     SIZE: tl.constexpr,
     DIM: tl.constexpr,
@@ -316,15 +316,15 @@ def _turned_in_place(
 ):
     """The same turned, where they do. What a dim turns with is read once more, out of L1."""
     at = START + tl.arange(0, SIZE)[None, :]
-    upper, turns = at >= TURNED, at < 2 * TURNED
-    pair = at - tl.where(upper, TURNED, 0)
+    upper, turns = at >= ROTATED, at < 2 * ROTATED
+    pair = at - tl.where(upper, ROTATED, 0)
     turning = there & turns & (is_value == 0)
     x = _loaded(source, there, START, SIZE, DIM)
-    other = tl.load(source + at + tl.where(upper, -TURNED, TURNED), mask=turning, other=0.0)
+    other = tl.load(source + at + tl.where(upper, -ROTATED, ROTATED), mask=turning, other=0.0)
     cos = tl.load(cos_ptr + pair, mask=turns, other=1.0)
     sin = tl.load(sin_ptr + pair, mask=turns, other=0.0)
-    turned = x.to(tl.float32) * cos + other.to(tl.float32) * tl.where(upper != BACKWARD, sin, -sin)
-    return tl.where(turning, turned.to(x.dtype), x)
+    rotated = x.to(tl.float32) * cos + other.to(tl.float32) * tl.where(upper != BACKWARD, sin, -sin)
+    return tl.where(turning, rotated.to(x.dtype), x)
 
 
 @triton.jit
@@ -338,7 +338,7 @@ def _whole_kernel(
     slots,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
     FRONT: tl.constexpr,
     FRONT_MORE: tl.constexpr,
     REST: tl.constexpr,
@@ -352,15 +352,15 @@ def _whole_kernel(
     slot = tl.program_id(1) * HELD + tl.arange(0, HELD)[:, None]
     source, target, is_value = _places(qkv_ptr, q_ptr, k_ptr, v_ptr, token, slot, slots, GROUP, DIM, BACKWARD)
     there = slot < slots
-    cos, sin = cos_ptr + token * TURNED, sin_ptr + token * TURNED
+    cos, sin = cos_ptr + token * ROTATED, sin_ptr + token * ROTATED
     REST_AT: tl.constexpr = FRONT + FRONT_MORE
     if REST > 0:
         rest = _loaded(source, there, REST_AT, REST, DIM)
     if REST_MORE > 0:
         rest_more = _loaded(source, there, REST_AT + REST, REST_MORE, DIM)
-    front = _turned_in_place(source, cos, sin, there, is_value, TURNED, 0, FRONT, DIM, BACKWARD)
+    front = _turned_in_place(source, cos, sin, there, is_value, ROTATED, 0, FRONT, DIM, BACKWARD)
     if FRONT_MORE > 0:
-        more = _turned_in_place(source, cos, sin, there, is_value, TURNED, FRONT, FRONT_MORE, DIM, BACKWARD)
+        more = _turned_in_place(source, cos, sin, there, is_value, ROTATED, FRONT, FRONT_MORE, DIM, BACKWARD)
         _stored(target, more, there, FRONT, FRONT_MORE, DIM)
     _stored(target, front, there, 0, FRONT, DIM)
     if REST > 0:

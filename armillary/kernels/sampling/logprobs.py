@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, Late, Op, Version, Work
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 
 # B rows, V vocabulary, n likeliest
 
@@ -52,10 +52,10 @@ def _inputs(case: LogprobCase, generator: torch.Generator) -> tuple[Any, ...]:
     return logits.to(case.torch_dtype), tokens, case.num_top
 
 
-def _work(case: LogprobCase) -> Work:
+def _work(case: LogprobCase) -> OpWork:
     """Logits read once."""
     count = case.batch * case.vocab
-    return Work(flops=4.0 * count, bytes=float(count * case.torch_dtype.itemsize), ceiling="read")
+    return OpWork(flops=4.0 * count, bytes=float(count * case.torch_dtype.itemsize), ceiling="read")
 
 
 def refuses(case: LogprobCase) -> str | None:
@@ -69,7 +69,7 @@ LOGPROBS = Op(
     versions=(
         Version(
             name="triton",
-            run=Late("armillary.kernels.sampling.logprobs_triton", "logprobs"),
+            run=LazyFunction("armillary.kernels.sampling.logprobs_triton", "logprobs"),
             refuses=refuses,
             needs=("triton",),
         ),

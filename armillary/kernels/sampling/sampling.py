@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.op import Case, Late, Op, Version, Work
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 from armillary.kernels.core.philox import philox
 
 # B rows, V vocabulary, S rows of the penalty tables, W words of 32 tokens
@@ -201,18 +201,20 @@ def _inputs(case: SampleCase, generator: torch.Generator) -> tuple[Any, ...]:
     return logits.to(case.torch_dtype), draws, penalties
 
 
-def _work(case: SampleCase) -> Work:
+def _work(case: SampleCase) -> OpWork:
     """Logits and penalty tables read once."""
     a_token = case.torch_dtype.itemsize + (5 if case.penalties else 0)
-    return Work(flops=20.0 * case.batch * case.vocab, bytes=float(case.batch * case.vocab * a_token), ceiling="read")
+    return OpWork(flops=20.0 * case.batch * case.vocab, bytes=float(case.batch * case.vocab * a_token), ceiling="read")
 
 
 SAMPLE = Op(
     name="sample",
     reference=sample,
     versions=(
-        Version(name="triton", run=Late("armillary.kernels.sampling.sampling_triton", "sample"), needs=("triton",)),
-        Version(name="rows", run=Late("armillary.kernels.sampling.cpu", "sample")),
+        Version(
+            name="triton", run=LazyFunction("armillary.kernels.sampling.sampling_triton", "sample"), needs=("triton",)
+        ),
+        Version(name="rows", run=LazyFunction("armillary.kernels.sampling.cpu", "sample")),
     ),
     inputs=_inputs,
     work=_work,

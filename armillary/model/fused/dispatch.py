@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from armillary.model.fused.passes import Finish, Fused, Project, norm_arguments
-from armillary.model.fused.passes_fp8 import Fp8Finish, Fp8Project
+from armillary.model.fused.passes import FusedOptions, OutMlpFunction, QkvFunction, norm_arguments
+from armillary.model.fused.passes_fp8 import Fp8OutMlpFunction, Fp8QkvFunction
 from armillary.model.layers.attention_forms import Attend
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
@@ -39,17 +39,17 @@ def fits(block: Block) -> bool:
     return all(untouched(x, Norm) for x in norms) and all(untouched(x, kind) and x.bias is None for x in products)
 
 
-def run(block: Any, x: Tensor, cos_sin: CosSin, attend: Attend, layer: int, fused: Fused) -> Tensor:
+def run(block: Any, x: Tensor, cos_sin: CosSin, attend: Attend, layer: int, fused: FusedOptions) -> Tensor:
     """The block's forward."""
     attention, mlp = block.attention, block.mlp
-    x = x.to(fused.stream or attention.qkv.weight.dtype)
+    x = x.to(fused.residual_dtype or attention.qkv.weight.dtype)
     narrow = type(attention.qkv) is Fp8Linear
-    project, finish = (Fp8Project, Fp8Finish) if narrow else (Project, Finish)
+    project, finish = (Fp8QkvFunction, Fp8OutMlpFunction) if narrow else (QkvFunction, OutMlpFunction)
     cos, sin = cos_sin[attention.sliding]
     weight, bias, *norm = norm_arguments(block.attention_norm)
     heads = (attention.group, attention.head_dim, attention.interleaved)
     q, k, v, x = project.apply(x, weight, bias, attention.qkv.weight, cos, sin, fused, tuple(norm), heads)
-    mixed = attend(layer, q, k, v, attention.how()).flatten(2)
+    mixed = attend(layer, q, k, v, attention.options()).flatten(2)
     weight, bias, *norm = norm_arguments(block.mlp_norm)
     out: Tensor = finish.apply(
         mixed,

@@ -13,50 +13,50 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.kernels.gemm.gemm import Products
-from armillary.model.fused.passes_fp8 import Fp8
+from armillary.kernels.gemm.gemm import Gemms
+from armillary.model.fused.passes_fp8 import Fp8Gemms
 from armillary.model.layers.norm import Norm
-from armillary.model.low_precision.weights_16bit import HalfWeights
+from armillary.model.low_precision.weights_16bit import Weights16Bit
 
 # M tokens (batch and time flattened), H hidden, B batch, T tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fused:
+class FusedOptions:
     """How the passes of a model's blocks compute; one for all blocks."""
 
-    halves: HalfWeights | None = None
+    weights_16bit: Weights16Bit | None = None
     """copies of the weights to multiply with; None: the weights themselves"""
-    again: bool = False
+    recompute: bool = False
     """make the outputs of norms and activations again in the backward pass"""
     accumulate: bool = False
     """add weights' gradients straight into .grad, in fp32: for one device, where nothing listens to gradients"""
-    pairs: bool = False
+    norm_pairs: bool = False
     """launch shape of the norms"""
-    products: Products = field(default_factory=Products)
+    gemms: Gemms = field(default_factory=Gemms)
     """how matrices are multiplied"""
-    fp8: Fp8 | None = None
+    fp8: Fp8Gemms | None = None
     """how blocks of Fp8Linear layers multiply (fused_fp8.py)"""
 
     @property
-    def stream(self) -> torch.dtype | None:
+    def residual_dtype(self) -> torch.dtype | None:
         """What blocks hand on; None: what the weights are in."""
-        return None if self.halves is None else self.halves.dtype
+        return None if self.weights_16bit is None else self.weights_16bit.dtype
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
-        return parameter.detach() if self.halves is None else self.halves.of(parameter)
+        return parameter.detach() if self.weights_16bit is None else self.weights_16bit.of(parameter)
 
     def gradient(self, parameter: Tensor, dy_MN: Tensor, x_MK: Tensor) -> Tensor | None:
         """dyᵀ·x, returned, or added into the parameter's .grad."""
         if not parameter.requires_grad:
             return None
         if not self.accumulate:
-            return self.products.weight(dy_MN, x_MK)
+            return self.gemms.weight(dy_MN, x_MK)
         first = parameter.grad is None
         if first:
             parameter.grad = torch.empty_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
         with torch.no_grad():
-            self.products.sum(parameter.grad, dy_MN, x_MK, first=first)  # type: ignore[arg-type]
+            self.gemms.sum(parameter.grad, dy_MN, x_MK, first=first)  # type: ignore[arg-type]
         return None
 
 
@@ -64,7 +64,7 @@ def norm_arguments(norm: Norm) -> tuple[Tensor | None, Tensor | None, float, boo
     return norm.weight, norm.bias, norm.eps, norm.kind == "rms", norm.plus_one
 
 
-class Project(torch.autograd.Function):
+class QkvFunction(torch.autograd.Function):
     """x -> q, k, v and x again, so that the residual's gradient comes back through here."""
 
     @staticmethod
@@ -76,18 +76,20 @@ class Project(torch.autograd.Function):
         qkv: Tensor,
         cos: Tensor,
         sin: Tensor,
-        fused: Fused,
+        fused: FusedOptions,
         norm: tuple[float, bool, bool],
         heads: tuple[int, int, bool],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ops = torch.ops.armillary
         eps, rms, plus_one = norm
         weight = fused.weight(qkv)  # type: ignore[arg-type]
-        normed, _, mean, rstd = ops.norm(x, None, norm_weight, norm_bias, eps, rms, plus_one, fused.pairs)
-        packed = fused.products.forward(normed, weight)
+        normed, _, mean, rstd = ops.norm(x, None, norm_weight, norm_bias, eps, rms, plus_one, fused.norm_pairs)
+        packed = fused.gemms.forward(normed, weight)
         q, k, v = ops.rope(packed, cos, sin, *heads)
         ctx.fused, ctx.norm, ctx.interleaved, ctx.qkv = fused, norm, heads[2], qkv
-        ctx.save_for_backward(x, norm_weight, norm_bias, mean, rstd, weight, cos, sin, None if fused.again else normed)
+        ctx.save_for_backward(
+            x, norm_weight, norm_bias, mean, rstd, weight, cos, sin, None if fused.recompute else normed
+        )
         return q, k, v, x.view_as(x)
 
     @staticmethod
@@ -95,17 +97,19 @@ class Project(torch.autograd.Function):
         ops, fused, (eps, rms, plus_one) = torch.ops.armillary, ctx.fused, ctx.norm
         x, norm_weight, norm_bias, mean, rstd, weight, cos, sin, normed = ctx.saved_tensors
         dpacked = ops.rope_backward(dq, dk, dv, cos, sin, ctx.interleaved).flatten(0, 1)
-        dnormed = fused.products.back(dpacked, weight).view_as(x)
+        dnormed = fused.gemms.back(dpacked, weight).view_as(x)
         if normed is None:
-            normed = ops.norm(x, None, norm_weight, norm_bias, eps, rms, plus_one, fused.pairs)[0]
+            normed = ops.norm(x, None, norm_weight, norm_bias, eps, rms, plus_one, fused.norm_pairs)[0]
         dqkv = fused.gradient(ctx.qkv, dpacked, normed.flatten(0, 1))
         del dpacked, normed
         has_bias = norm_bias is not None
-        dx, dweight, dbias = ops.norm_backward(dnormed, dx, x, norm_weight, mean, rstd, plus_one, has_bias, fused.pairs)
+        dx, dweight, dbias = ops.norm_backward(
+            dnormed, dx, x, norm_weight, mean, rstd, plus_one, has_bias, fused.norm_pairs
+        )
         return dx, _or_none(dweight, norm_weight), _or_none(dbias, norm_bias), dqkv, None, None, None, None, None
 
 
-class Finish(torch.autograd.Function):
+class OutMlpFunction(torch.autograd.Function):
     """Attention's output and the residual -> the block's output."""
 
     @staticmethod
@@ -118,19 +122,19 @@ class Finish(torch.autograd.Function):
         norm_bias: Tensor | None,
         up: Tensor,
         down: Tensor,
-        fused: Fused,
+        fused: FusedOptions,
         norm: tuple[float, bool, bool],
         activation: tuple[str, bool],
     ) -> Tensor:
         ops = torch.ops.armillary
         weights = [fused.weight(w) for w in (out, up, down)]  # type: ignore[arg-type]
         summed, normed, mean, rstd = _sum_and_norm(fused, mixed, weights[0], x, norm_weight, norm_bias, norm)
-        inner = fused.products.forward(normed, weights[1])
+        inner = fused.gemms.forward(normed, weights[1])
         active = ops.activate(inner, *activation)
         ctx.fused, ctx.norm, ctx.activation, ctx.parameters = fused, norm, activation, (out, up, down)
-        kept = (None, None) if fused.again else (normed, active)
+        kept = (None, None) if fused.recompute else (normed, active)
         ctx.save_for_backward(mixed, summed, norm_weight, norm_bias, mean, rstd, inner, *weights, *kept)
-        return fused.products.forward(active, weights[2], summed)
+        return fused.gemms.forward(active, weights[2], summed)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
@@ -138,7 +142,7 @@ class Finish(torch.autograd.Function):
         mixed, x, norm_weight, norm_bias, mean, rstd, inner, *rest = ctx.saved_tensors
         out_weight, up_weight, down_weight, normed, active = rest
         dy = dy.contiguous()
-        dactive = fused.products.back(dy, down_weight)
+        dactive = fused.gemms.back(dy, down_weight)
         if active is None:
             dinner, active = ops.activate_backward_again(dactive, inner, *ctx.activation)
         else:
@@ -148,21 +152,21 @@ class Finish(torch.autograd.Function):
         ddown = fused.gradient(down, dy.flatten(0, 1), active.flatten(0, 1))
         del active, rest
         if normed is None:
-            normed = ops.norm(x, None, norm_weight, norm_bias, eps, rms, plus_one, fused.pairs)[0]
-        dnormed = fused.products.back(dinner, up_weight).view_as(x)
+            normed = ops.norm(x, None, norm_weight, norm_bias, eps, rms, plus_one, fused.norm_pairs)[0]
+        dnormed = fused.gemms.back(dinner, up_weight).view_as(x)
         dup = fused.gradient(up, dinner, normed.flatten(0, 1))
         del dinner, normed
         dx, dweight, dbias = ops.norm_backward(
-            dnormed, dy, x, norm_weight, mean, rstd, plus_one, norm_bias is not None, fused.pairs
+            dnormed, dy, x, norm_weight, mean, rstd, plus_one, norm_bias is not None, fused.norm_pairs
         )
-        dmixed = fused.products.back(dx, out_weight)
+        dmixed = fused.gemms.back(dx, out_weight)
         dout = fused.gradient(out, dx.flatten(0, 1), mixed.flatten(0, 1))
         dweight, dbias = _or_none(dweight, norm_weight), _or_none(dbias, norm_bias)
         return dmixed, dx, dout, dweight, dbias, dup, ddown, None, None, None
 
 
 def _sum_and_norm(
-    fused: Fused,
+    fused: FusedOptions,
     mixed: Tensor,
     weight: Tensor,
     x: Tensor,
@@ -172,12 +176,12 @@ def _sum_and_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(sum of the residual and the projection, its norm, mean, 1 / deviation): added by the product or by the norm."""
     norm_of, (eps, rms, plus_one) = torch.ops.armillary.norm, norm
-    arguments = (norm_weight, norm_bias, eps, rms, plus_one, fused.pairs)
-    if fused.products.adds:
-        summed = fused.products.forward(mixed, weight, x)
+    arguments = (norm_weight, norm_bias, eps, rms, plus_one, fused.norm_pairs)
+    if fused.gemms.adds:
+        summed = fused.gemms.forward(mixed, weight, x)
         normed, _, mean, rstd = norm_of(summed, None, *arguments)
     else:
-        normed, summed, mean, rstd = norm_of(fused.products.forward(mixed, weight), x, *arguments)
+        normed, summed, mean, rstd = norm_of(fused.gemms.forward(mixed, weight), x, *arguments)
     return summed, normed, mean, rstd
 
 

@@ -12,7 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from armillary.model.layers.attention_forms import Attend, How, alibi_slopes
+from armillary.kernels.attention.attention import AttentionOptions
+from armillary.model.layers.attention_forms import Attend, alibi_slopes
 from armillary.model.layers.norm import Norm
 from armillary.model.layers.rope import rotate
 from armillary.spec.model import LayerKind, ModelConfig
@@ -52,7 +53,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTH: Tensor, cos_sin: CosSin | None, attend: Attend, layer: int) -> Tensor:
         q, k, v = self._heads(self.qkv(x_BTH), None if cos_sin is None else cos_sin[self.sliding])
-        mixed_BTND = attend(layer, q, k, v, self.how())
+        mixed_BTND = attend(layer, q, k, v, self.options())
         return self.out(mixed_BTND.flatten(2))
 
     def _heads(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,9 +92,14 @@ class Attention(nn.Module):
             x_BTND = x_BTND.contiguous()
         return norm(x_BTND.flatten(2)).view_as(x_BTND) if self.norm_whole else norm(x_BTND)
 
-    def how(self) -> How:
-        return How(
-            scale=self.scale, window=self.window, softcap=self.softcap, sinks_N=self.sinks_N, slopes_N=self.slopes_N
+    def options(self) -> AttentionOptions:
+        """What this layer asks of attention; documents and masks are the batch's."""
+        return AttentionOptions(
+            scale=self.scale,
+            window=self.window or 0,
+            softcap=self.softcap or 0.0,
+            sinks_N=self.sinks_N,
+            slopes_N=self.slopes_N,
         )
 
 

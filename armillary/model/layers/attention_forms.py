@@ -1,6 +1,6 @@
 """The forms of attention that are handed to the model: plain causal, packed documents, and a contiguous cache.
 
-An `attend(layer, q, k, v, how)` alone owns caches and masks, so one model trains, prefills and decodes. These are
+An `attend(layer, q, k, v, options)` alone owns caches and masks, so one model trains, prefills and decodes. These are
 the reference forms in plain torch; faster ones keep the same signature.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -23,38 +22,17 @@ from armillary.spec.model import ModelConfig
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
 
 
-@dataclass(frozen=True, kw_only=True)
-class How:
-    """What a layer asks of its attention."""
-
-    scale: float
-    """multiplies q·k"""
-    window: int | None = None
-    """keys a query sees, itself included; None: all before it"""
-    softcap: float | None = None
-    """c·tanh(x/c) on the scores"""
-    sinks_N: Tensor | None = None
-    """a logit a head that takes part in the softmax and yields nothing"""
-    slopes_N: Tensor | None = None
-    """ALiBi: score += slope · (key position - query position)"""
-
-    @property
-    def is_plain(self) -> bool:
-        """Nothing but a scaled softmax over a mask."""
-        return self.softcap is None and self.sinks_N is None and self.slopes_N is None
-
-
-Attend = Callable[[int, Tensor, Tensor, Tensor, How], Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 AttentionFunction = Callable[..., Tensor]
 
 
-def plain(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, how: How) -> Tensor:
+def plain(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions) -> Tensor:
     """Causal attention within the call: every row is one sequence from its first token on."""
     num_tokens = q_BTND.shape[1]
-    if how.is_plain and (how.window is None or num_tokens <= how.window):
-        return _sdpa(q_BTND, k_BTKD, v_BTKD, how.scale, causal=True)
+    if options.is_plain and (not options.window or num_tokens <= options.window):
+        return _sdpa(q_BTND, k_BTKD, v_BTKD, options.scale, causal=True)
     index_1T = torch.arange(num_tokens, device=q_BTND.device)[None]
-    return masked(q_BTND, k_BTKD, v_BTKD, how, index_1T, index_1T, None)
+    return masked(q_BTND, k_BTKD, v_BTKD, options, index_1T, index_1T, None)
 
 
 def packed(documents_BT: Tensor) -> Attend:
@@ -63,15 +41,15 @@ def packed(documents_BT: Tensor) -> Attend:
     index_1T = torch.arange(documents_BT.shape[1], device=documents_BT.device)[None]
 
     @cache
-    def added(window: int | None, dtype: torch.dtype) -> Tensor:
+    def added(window: int, dtype: torch.dtype) -> Tensor:
         """What is added to scores, made once: torch would make, and keep, one of a boolean mask in every layer."""
         hidden_BTS = ~_visible(index_1T[:, :, None] - index_1T[:, None, :], window, same_BTS)
         return torch.zeros(hidden_BTS.shape, dtype=dtype, device=hidden_BTS.device).masked_fill_(hidden_BTS, -torch.inf)
 
-    def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, how: How) -> Tensor:
-        if how.is_plain and not torch.compiler.is_compiling():
-            return _sdpa(q_BTND, k_BTKD, v_BTKD, how.scale, mask=added(how.window, q_BTND.dtype)[:, None])
-        return masked(q_BTND, k_BTKD, v_BTKD, how, index_1T, index_1T, same_BTS)
+    def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions) -> Tensor:
+        if options.is_plain and not torch.compiler.is_compiling():
+            return _sdpa(q_BTND, k_BTKD, v_BTKD, options.scale, mask=added(options.window, q_BTND.dtype)[:, None])
+        return masked(q_BTND, k_BTKD, v_BTKD, options, index_1T, index_1T, same_BTS)
 
     return attend
 
@@ -84,19 +62,19 @@ def chosen(functions: Mapping[tuple[int | None, bool], AttentionFunction], docum
     def otherwise() -> Attend:  # a mask that most models never need
         return plain if documents_BT is None else packed(documents_BT)
 
-    def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, how: How) -> Tensor:
-        run = functions.get((how.window, documents_BT is not None))
+    def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions) -> Tensor:
+        run = functions.get((options.window or None, documents_BT is not None))
         if run is None:
-            return otherwise()(layer, q_BTND, k_BTKD, v_BTKD, how)
-        options = AttentionOptions(
+            return otherwise()(layer, q_BTND, k_BTKD, v_BTKD, options)
+        with_documents = AttentionOptions(  # not dataclasses.replace, which torch.compile cannot trace
             documents_BT=documents_BT,
-            sinks_N=how.sinks_N,
-            slopes_N=how.slopes_N,
-            scale=how.scale,
-            window=how.window or 0,
-            softcap=how.softcap or 0.0,
+            sinks_N=options.sinks_N,
+            slopes_N=options.slopes_N,
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
         )
-        return run(q_BTND, k_BTKD, v_BTKD, options)
+        return run(q_BTND, k_BTKD, v_BTKD, with_documents)
 
     return attend
 
@@ -123,12 +101,12 @@ class ContiguousCache:
         rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
         index_1S = torch.arange(upto, device=positions_BT.device)[None]
 
-        def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, how: How) -> Tensor:
+        def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions) -> Tensor:
             keys, values = self.keys_LBSKD[layer], self.values_LBSKD[layer]
             keys[rows_B1, positions_BT] = k_BTKD.to(keys.dtype)
             values[rows_B1, positions_BT] = v_BTKD.to(values.dtype)
             seen_keys, seen_values = keys[:, :upto].to(q_BTND.dtype), values[:, :upto].to(q_BTND.dtype)
-            return masked(q_BTND, seen_keys, seen_values, how, positions_BT, index_1S, None)
+            return masked(q_BTND, seen_keys, seen_values, options, positions_BT, index_1S, None)
 
         return attend
 
@@ -137,28 +115,34 @@ def masked(
     q_BTND: Tensor,
     k_BSKD: Tensor,
     v_BSKD: Tensor,
-    how: How,
+    options: AttentionOptions,
     query_BT: Tensor,
     key_BS: Tensor,
     allowed_BTS: Tensor | None,
 ) -> Tensor:
     """Attention over an explicit mask: causal by position, inside the window, and where `allowed`."""
     distance_BTS = query_BT[:, :, None] - key_BS[:, None, :]
-    mask_BTS = _visible(distance_BTS, how.window, allowed_BTS)
-    if how.is_plain:
-        return _sdpa(q_BTND, k_BSKD, v_BSKD, how.scale, mask=mask_BTS[:, None])
-    return _explicit(q_BTND, k_BSKD, v_BSKD, how, mask_BTS, distance_BTS)
+    mask_BTS = _visible(distance_BTS, options.window, allowed_BTS)
+    if options.is_plain:
+        return _sdpa(q_BTND, k_BSKD, v_BSKD, options.scale, mask=mask_BTS[:, None])
+    return _explicit(q_BTND, k_BSKD, v_BSKD, options, mask_BTS, distance_BTS)
 
 
-def _visible(distance_BTS: Tensor, window: int | None, allowed_BTS: Tensor | None) -> Tensor:
+def _visible(distance_BTS: Tensor, window: int, allowed_BTS: Tensor | None) -> Tensor:
     mask_BTS = distance_BTS >= 0
-    if window is not None:
+    if window:
         mask_BTS = mask_BTS & (distance_BTS < window)
     return mask_BTS if allowed_BTS is None else mask_BTS & allowed_BTS
 
 
 def _sdpa(
-    q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, scale: float, *, mask: Tensor | None = None, causal: bool = False
+    q_BTND: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    scale: float | None,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
 ) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BTND, k_BSKD, v_BSKD))
     grouped = q.shape[1] != k.shape[1]
@@ -167,18 +151,18 @@ def _sdpa(
 
 
 def _explicit(
-    q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, how: How, mask_BTS: Tensor, distance_BTS: Tensor
+    q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions, mask_BTS: Tensor, distance_BTS: Tensor
 ) -> Tensor:
     """Scores written out, for soft caps, sinks and ALiBi; softmax in fp32."""
     group = q_BTND.shape[2] // k_BSKD.shape[2]
     k_BSND, v_BSND = k_BSKD.repeat_interleave(group, dim=2), v_BSKD.repeat_interleave(group, dim=2)
-    scores_BNTS = widen(torch.einsum("btnd,bsnd->bnts", q_BTND, k_BSND)) * how.scale
-    if how.softcap is not None:
-        scores_BNTS = how.softcap * torch.tanh(scores_BNTS / how.softcap)
-    if how.slopes_N is not None:
-        scores_BNTS = scores_BNTS - how.slopes_N[None, :, None, None] * distance_BTS[:, None]
+    scores_BNTS = widen(torch.einsum("btnd,bsnd->bnts", q_BTND, k_BSND)) * options.scale_for(q_BTND.shape[-1])
+    if options.softcap:
+        scores_BNTS = options.softcap * torch.tanh(scores_BNTS / options.softcap)
+    if options.slopes_N is not None:
+        scores_BNTS = scores_BNTS - options.slopes_N[None, :, None, None] * distance_BTS[:, None]
     scores_BNTS = scores_BNTS.masked_fill(~mask_BTS[:, None], -torch.inf)
-    weights_BNTS = _softmax(scores_BNTS, how.sinks_N).to(q_BTND.dtype)
+    weights_BNTS = _softmax(scores_BNTS, options.sinks_N).to(q_BTND.dtype)
     return torch.einsum("bnts,bsnd->btnd", weights_BNTS, v_BSND)
 
 

@@ -143,10 +143,10 @@ def rotate(x_BTND: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Te
     size = 2 * cos.shape[-1]
     part = widen(x_BTND[..., :size])
     first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
-    turned_first, turned_second = first * cos - second * sin, second * cos + first * sin
+    rotated_first, rotated_second = first * cos - second * sin, second * cos + first * sin
     if interleaved:
-        turned = torch.stack((turned_first, turned_second), dim=-1).flatten(-2)
+        rotated = torch.stack((rotated_first, rotated_second), dim=-1).flatten(-2)
     else:
-        turned = torch.cat((turned_first, turned_second), dim=-1)
-    turned = turned.to(x_BTND.dtype)
-    return turned if size == x_BTND.shape[-1] else torch.cat((turned, x_BTND[..., size:]), dim=-1)
+        rotated = torch.cat((rotated_first, rotated_second), dim=-1)
+    rotated = rotated.to(x_BTND.dtype)
+    return rotated if size == x_BTND.shape[-1] else torch.cat((rotated, x_BTND[..., size:]), dim=-1)

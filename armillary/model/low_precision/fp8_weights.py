@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.kernels.fp8.linear import E4M3
-from armillary.kernels.fp8.operands import Operand, Scaled, Source, make_operand
+from armillary.kernels.fp8.operands import Operand, ScaledTensor, Source, make_operand
 
 
 class Fp8Weights:
@@ -21,22 +21,22 @@ class Fp8Weights:
         self.scaling = "row" if scaling == "token" else scaling
         self.kept: dict[Tensor, tuple[int, Operand]] = {}
 
-    def rows(self, parameter: nn.Parameter) -> Scaled:
+    def rows(self, parameter: nn.Parameter) -> ScaledTensor:
         """[N, K], for the forward product."""
-        found = self._of(parameter, turned=False).rows
+        found = self._of(parameter, transposed=False).rows
         assert found is not None
         return found
 
-    def turned(self, parameter: nn.Parameter) -> Scaled:
+    def transposed(self, parameter: nn.Parameter) -> ScaledTensor:
         """[K, N], for the product back to the input."""
-        found = self._of(parameter, turned=True).turned
+        found = self._of(parameter, transposed=True).transposed
         assert found is not None
         return found
 
-    def _of(self, parameter: nn.Parameter, *, turned: bool) -> Operand:
+    def _of(self, parameter: nn.Parameter, *, transposed: bool) -> Operand:
         source = Source(x=parameter.detach())
         if parameter.dtype != torch.float32:
-            return make_operand(source, E4M3, self.scaling, rows=not turned, turned=turned)
+            return make_operand(source, E4M3, self.scaling, rows=not transposed, transposed=transposed)
         version, operand = self.kept.get(parameter, (-1, None))
         if operand is None or version != parameter._version:
             self.kept.pop(parameter, None)  # let go before the new one is made
@@ -47,5 +47,5 @@ class Fp8Weights:
     @property
     def nbytes(self) -> int:
         """What is kept."""
-        pairs = (pair for _, operand in self.kept.values() for pair in (operand.rows, operand.turned))
+        pairs = (pair for _, operand in self.kept.values() for pair in (operand.rows, operand.transposed))
         return sum(pair.values.nbytes + pair.scale.nbytes for pair in pairs if pair is not None)

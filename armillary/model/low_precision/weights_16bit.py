@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 
-class HalfWeights:
+class Weights16Bit:
     """Copies of the parameters that were asked for, by parameter."""
 
     def __init__(self, dtype: torch.dtype) -> None:

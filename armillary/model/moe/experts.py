@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from armillary.model.dtype import widen
 from armillary.model.layers.mlp import MLP, activate
-from armillary.model.low_precision.weights_16bit import HalfWeights
+from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.moe.router_losses import Balance, watched
 from armillary.spec.model import ModelConfig, MoE
 
@@ -99,7 +99,7 @@ class Experts(nn.Module):
         super().__init__()
         self.moe, self.activation = moe, activation
         self.chosen: Callable[..., Tensor] | None = None
-        self.halves: HalfWeights | None = None
+        self.weights_16bit: Weights16Bit | None = None
         self.parts = 1
         """into which the sums over F are cut: each adds its part of the bias"""
         self.up_E2FH = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.ffn, hidden))
@@ -129,8 +129,8 @@ class Experts(nn.Module):
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(up_E2FH, down_EHF) as they are multiplied: cast, or the copies kept for it."""
         up, down = self.up_E2FH, self.down_EHF
-        if self.halves is not None and self.halves.dtype == dtype and isinstance(up, nn.Parameter):
-            return self.halves(up), self.halves(down)
+        if self.weights_16bit is not None and self.weights_16bit.dtype == dtype and isinstance(up, nn.Parameter):
+            return self.weights_16bit(up), self.weights_16bit(down)
         return up.to(dtype), down.to(dtype)
 
     def activate(self, inner_M2F: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from armillary.errors import BadLayout
+from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.core.compile import uncompiled
-from armillary.model.layers.attention_forms import Attend, How
+from armillary.model.layers.attention_forms import Attend
 from armillary.model.layers.rope import inverse_frequencies
 from armillary.model.transformer import Transformer
 from armillary.parallel.context.ring_attention import meetings, pieces, ring_attention
@@ -74,13 +75,12 @@ def _attend(
     q_BTND: Tensor,
     k_BTKD: Tensor,
     v_BTKD: Tensor,
-    how: How,
+    options: AttentionOptions,
 ) -> Tensor:
     q, k, v = (x.to(v_BTKD.dtype) for x in (q_BTND, k_BTKD, v_BTKD))
-    window, softcap = how.window or 0, how.softcap or 0.0
     meeting = [] if torch.compiler.is_compiling() else known  # or every step's documents would be compiled anew
-    settings = (how.scale, window, softcap, group, meeting)
-    return ring_attention(q, k, v, documents_BW, how.sinks_N, how.slopes_N, *settings)[0]  # type: ignore[no-any-return]
+    settings = (options.scale_for(q.shape[-1]), options.window, options.softcap, group, meeting)
+    return ring_attention(q, k, v, documents_BW, options.sinks_N, options.slopes_N, *settings)[0]  # type: ignore[no-any-return]
 
 
 def agree_on_length(model: Transformer, context: Context) -> None:

@@ -221,7 +221,7 @@ def make_pipeline(held: Held, chunks: list[Chunk], layout: Layout, mesh: Mesh) -
 
 def _wire(held: Held, chunk: Chunk, layout: Layout) -> torch.dtype:
     """The format of hidden states between stages: that of the residual stream, where autocast leaves it alone."""
-    if held.stream is not None:
-        return held.stream
+    if held.residual_dtype is not None:
+        return held.residual_dtype
     half = HALF.get(layout.precision) if isinstance(chunk, FSDPModule) else None
     return half or next(held.parameters()).dtype

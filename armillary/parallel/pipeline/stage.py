@@ -62,7 +62,7 @@ class Chunk(Transformer):
 
     def __init__(self, held: Held, span: Span) -> None:
         nn.Module.__init__(self)
-        self.config, self.stream, self.span = held.config, held.stream, span
+        self.config, self.residual_dtype, self.span = held.config, held.residual_dtype, span
         self.rotary = held.rotary
         self.embedding = held.embedding if span.first else None
         self.position_embedding = held.position_embedding if span.first else None

@@ -18,7 +18,7 @@ import torch
 
 from armillary.kernels.core.catalogue import OPS, find_op
 from armillary.kernels.core.choose import Trial, choose, is_out_of_memory, time_rivals
-from armillary.kernels.core.op import Case, Op, Work
+from armillary.kernels.core.op import Case, Op, OpWork
 from armillary.kernels.core.trial import run_once
 from armillary.profiling.ceilings import bandwidth, gemm
 from armillary.profiling.ceilings.ceilings import name_of
@@ -180,10 +180,10 @@ def extra_bytes(op: Op, case: Case, name: str) -> float:
     return float(torch.cuda.max_memory_allocated(device) - before - known)
 
 
-def _measured(trial: Trial, work: Work, ceilings: dict[str, float]) -> Measured:
+def _measured(trial: Trial, work: OpWork, ceilings: dict[str, float]) -> Measured:
     in_bytes = work.ceiling in ("copy", "read")
     if work.together:
-        work = Work(
+        work = OpWork(
             flops=work.flops + work.backward_flops, bytes=work.bytes + work.backward_bytes, ceiling=work.ceiling
         )
         trial = replace(trial, forward_s=trial.seconds, backward_s=None)

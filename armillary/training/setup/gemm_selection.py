@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from armillary.kernels.core.cache_key import device_name, revision
-from armillary.kernels.gemm.autotune import Linear, tune, tune_sums
-from armillary.kernels.gemm.gemm import TORCH, Products, Tuned
+from armillary.kernels.gemm.autotune import LinearShape, tune, tune_sums
+from armillary.kernels.gemm.gemm import TORCH, Gemms, TunedGemms
 from armillary.spec.arithmetic.mfu import model_flops_per_token
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
@@ -32,7 +32,7 @@ def choose_products(
     names: Mapping[str, str] | None,
     home: Home | None,
     timed: bool,
-) -> tuple[Products, dict[str, str]]:
+) -> tuple[Gemms, dict[str, str]]:
     """The products, and what they are called in the run's names; `names` says what was chosen earlier."""
     known = {key: name for key, name in (names or {}).items() if key.startswith("product ")}
     wanted = timed and not names and device.type == "cuda" and layout.precision == "bf16"
@@ -40,18 +40,18 @@ def choose_products(
         summed = job.batch_tokens > job.sequence * layout.micro_batch * layout.dp and layout.num_devices == 1
         known = _timed(layers(config), layout.micro_batch * job.sequence, device, home, summed=summed)
     useful = any(name != TORCH for name in known.values())
-    return (Tuned(known) if useful else Products()), known
+    return (TunedGemms(known) if useful else Gemms()), known
 
 
-def layers(config: ModelConfig) -> list[Linear]:
+def layers(config: ModelConfig) -> list[LinearShape]:
     """Of a block: QKV, attention's output, a dense MLP's two."""
     heads = config.heads * config.head_dim
     inner = config.ffn * (2 if config.gated else 1)
     qkv = heads + 2 * config.kv_heads * config.head_dim
-    attention = [Linear(qkv, config.hidden), Linear(config.hidden, heads, added=True)]
+    attention = [LinearShape(qkv, config.hidden), LinearShape(config.hidden, heads, added=True)]
     if config.num_moe_layers == config.num_layers:
         return attention
-    return [*attention, Linear(inner, config.hidden), Linear(config.hidden, config.ffn, added=True)]
+    return [*attention, LinearShape(inner, config.hidden), LinearShape(config.hidden, config.ffn, added=True)]
 
 
 def _is_worth_it(config: ModelConfig, job: TrainJob, layout: Layout) -> bool:
@@ -60,7 +60,7 @@ def _is_worth_it(config: ModelConfig, job: TrainJob, layout: Layout) -> bool:
 
 
 def _timed(
-    wanted: list[Linear], tokens: int, device: torch.device, home: Home | None, *, summed: bool
+    wanted: list[LinearShape], tokens: int, device: torch.device, home: Home | None, *, summed: bool
 ) -> dict[str, str]:
     """Gradients that are summed are timed apart, so that runs with and without accumulation share the rest."""
     shapes = f"{tokens} {[tuple(layer) for layer in wanted]} bf16 {revision()}"

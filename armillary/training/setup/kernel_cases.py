@@ -42,10 +42,12 @@ def wanted(config: ModelConfig, job: TrainJob, layout: Layout, *, device: torch.
     yield from _layers(config, layout, tokens, shared)
     yield from _attention(config, job, layout, shared)
     if not config.head_bias and layout.tp == 1:
-        from armillary.kernels.loss.linear_cross_entropy import LinearLoss
+        from armillary.kernels.loss.linear_cross_entropy import LinearCrossEntropyCase
 
         softcap = config.logit_softcap or 0.0
-        case = LinearLoss(tokens=tokens, hidden=config.hidden, vocab=config.vocab, softcap=softcap, **shared)
+        case = LinearCrossEntropyCase(
+            tokens=tokens, hidden=config.hidden, vocab=config.vocab, softcap=softcap, **shared
+        )
         yield Wanted("linear_cross_entropy", "linear_cross_entropy", case)
 
 
@@ -97,14 +99,14 @@ def _layers(config: ModelConfig, layout: Layout, tokens: int, shared: dict[str, 
 
 def _attention(config: ModelConfig, job: TrainJob, layout: Layout, shared: dict[str, Any]) -> Iterator[Wanted]:
     """Full and sliding layers, each with rows of one document and of several; ALiBi keeps its plain form."""
-    from armillary.kernels.attention.attention import Attention
+    from armillary.kernels.attention.attention import AttentionCase
 
     if config.positions == "alibi" or layout.cp > 1:
         return
     windows = {config.window if kind.attention == "sliding" else None for kind in config.layers}
     for window in sorted(windows, key=lambda window: window or 0):
         for documents in (False, True):
-            case = Attention(
+            case = AttentionCase(
                 batch=layout.micro_batch,
                 length=job.sequence,
                 heads=config.heads // layout.tp,

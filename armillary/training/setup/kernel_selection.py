@@ -18,15 +18,15 @@ from armillary.kernels.core.requirements import interpreted, lacking
 from armillary.kernels.fp8.linear import FP8_LINEAR
 from armillary.kernels.gemm.grouped import grouped_linear
 from armillary.model.fused.dispatch import fits
-from armillary.model.fused.passes import Fused
-from armillary.model.fused.passes_fp8 import Fp8
+from armillary.model.fused.passes import FusedOptions
+from armillary.model.fused.passes_fp8 import Fp8Gemms
 from armillary.model.layers.attention import Attention
 from armillary.model.layers.attention_forms import Attend, AttentionFunction, chosen
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
 from armillary.model.low_precision.fp8_linear import use_fp8
 from armillary.model.low_precision.fp8_weights import Fp8Weights
-from armillary.model.low_precision.weights_16bit import HalfWeights
+from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.moe.experts import Experts, MixtureOfExperts
 from armillary.model.moe.sorted_dispatch import SortedDispatch
 from armillary.model.transformer import Block, Transformer
@@ -54,13 +54,13 @@ class Choices:
     """(window, whether rows hold several documents) -> the function"""
     loss: LossSum = loss_sum
     """head and cross-entropy, by `training.loss.loss_sum`'s signature"""
-    halves: HalfWeights | None = None
+    weights_16bit: Weights16Bit | None = None
     """copies of the weights that products are made with"""
 
     @property
     def copies(self) -> Mapping[Tensor, Tensor]:
         """For `kernels.adamw.AdamW`, which keeps them equal to the parameters."""
-        return {} if self.halves is None else self.halves.copies
+        return {} if self.weights_16bit is None else self.weights_16bit.copies
 
     def attend(self, documents_BT: Tensor | None) -> Attend:
         """What a step hands to the model; None where every row is one document."""
@@ -96,22 +96,31 @@ def use_kernels(
     if taken[BLOCK] == FUSED:  # what was chosen earlier may say no, but not that a layout can what it cannot
         taken[BLOCK] = (names or {}).get(BLOCK, FUSED)
     _set_layers(model, functions)
-    halves = _halves(layout)
-    _sort_experts(model, job, functions.get("grouped_linear", grouped_linear), halves)
+    weights_16bit = _weights_16bit(layout)
+    _sort_experts(model, job, functions.get("grouped_linear", grouped_linear), weights_16bit)
     if taken[BLOCK] == FUSED:
         used = any(fits(block) for block in model.blocks.values())  # not with adapters, for one
         how: dict[str, Any] = {"names": names, "home": home, "timed": timed and used and not job.deterministic}
         products, called = choose_products(model.config, job, layout, device, **how)
-        _fuse(model, job, layout, halves=halves, products=products, pairs=taken.get("norm") == "triton, pairs")
+        _fuse(
+            model,
+            job,
+            layout,
+            weights_16bit=weights_16bit,
+            gemms=products,
+            norm_pairs=taken.get("norm") == "triton, pairs",
+        )
         taken |= called
-    if halves is not None:
-        model.stream = halves.dtype
+    if weights_16bit is not None:
+        model.residual_dtype = weights_16bit.dtype
     _give_back(device)
     return Choices(
         names=taken,
         attention=dict(_attention(model, functions)),
-        halves=halves,
-        loss=through(functions["linear_cross_entropy"], halves) if "linear_cross_entropy" in functions else loss_sum,
+        weights_16bit=weights_16bit,
+        loss=through(functions["linear_cross_entropy"], weights_16bit)
+        if "linear_cross_entropy" in functions
+        else loss_sum,
     )
 
 
@@ -147,8 +156,8 @@ def _block_form(job: TrainJob, layout: Layout, taken: Mapping[str, str], device:
     return FUSED if ours and fits_unit and not job.compiled and layout.precision != "fp16" else "layers"
 
 
-def _halves(layout: Layout) -> HalfWeights | None:
-    return HalfWeights(torch.bfloat16) if layout.precision in ("bf16", "fp8") else None
+def _weights_16bit(layout: Layout) -> Weights16Bit | None:
+    return Weights16Bit(torch.bfloat16) if layout.precision in ("bf16", "fp8") else None
 
 
 def _set_layers(model: Transformer, functions: Mapping[str, Callable[..., Any]]) -> None:
@@ -164,31 +173,33 @@ def _set_layers(model: Transformer, functions: Mapping[str, Callable[..., Any]])
 
 
 def _sort_experts(
-    model: Transformer, job: TrainJob, grouped: Callable[..., Tensor], halves: HalfWeights | None = None
+    model: Transformer, job: TrainJob, grouped: Callable[..., Tensor], weights_16bit: Weights16Bit | None = None
 ) -> None:
     """Experts take their tokens sorted, all in one product, and their weights from the copies where there are some."""
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
             layer.dispatch = SortedDispatch(grouped, drops=job.expert_capacity is not None)
-            layer.experts.halves = halves
+            layer.experts.weights_16bit = weights_16bit
 
 
-def _fuse(model: Transformer, job: TrainJob, layout: Layout, *, halves: HalfWeights | None, **how: Any) -> None:
+def _fuse(model: Transformer, job: TrainJob, layout: Layout, *, weights_16bit: Weights16Bit | None, **how: Any) -> None:
     """Blocks as two passes; on one device gradients are summed where they are made, or come in the products' format
     where there is one micro-batch and so nothing to sum."""
     alone = layout.num_devices == 1
     micro_batches = job.batch_tokens // (job.sequence * layout.micro_batch * layout.dp)
     scaling = layout.fp8_scaling
-    fp8 = Fp8(scaling=scaling, weights=Fp8Weights(scaling)) if layout.precision == "fp8" else None
-    made = {
-        again: Fused(halves=halves, again=again, accumulate=alone and micro_batches > 1, fp8=fp8, **how)
-        for again in (False, True)
+    fp8 = Fp8Gemms(scaling=scaling, weights=Fp8Weights(scaling)) if layout.precision == "fp8" else None
+    options = {
+        recompute: FusedOptions(
+            weights_16bit=weights_16bit, recompute=recompute, accumulate=alone and micro_batches > 1, fp8=fp8, **how
+        )
+        for recompute in (False, True)
     }
     for index, block in enumerate(model.blocks.values()):
         assert isinstance(block, Block)
-        block.fused = made[layout.recompute == "selective" and index % layout.recompute_every == 0]
-    if alone and micro_batches == 1 and halves is not None:
-        _narrow_gradients(model, halves.dtype)
+        block.fused = options[layout.recompute == "selective" and index % layout.recompute_every == 0]
+    if alone and micro_batches == 1 and weights_16bit is not None:
+        _narrow_gradients(model, weights_16bit.dtype)
 
 
 def _narrow_gradients(model: Transformer, dtype: torch.dtype) -> None:

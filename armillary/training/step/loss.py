@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from armillary.model.dtype import widen
 from armillary.model.fused.dispatch import untouched
-from armillary.model.low_precision.weights_16bit import HalfWeights
+from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.transformer import Transformer
 from armillary.training.data.batch import IGNORED
 
@@ -44,7 +44,7 @@ def loss_sum(model: Transformer, hidden_BTH: Tensor, targets_BT: Tensor, *, chun
     return total
 
 
-def through(linear_loss: Callable[..., Tensor], halves: HalfWeights | None = None) -> LossSum:
+def through(linear_loss: Callable[..., Tensor], weights_16bit: Weights16Bit | None = None) -> LossSum:
     """`loss_sum` by a version of `kernels.linear_cross_entropy`, which bounds its memory by itself; heads that are
     wrapped, cut or have a bias take the plain form."""
 
@@ -53,7 +53,7 @@ def through(linear_loss: Callable[..., Tensor], halves: HalfWeights | None = Non
         if not (untouched(head, nn.Linear) or untouched(head, nn.Embedding)) or getattr(head, "bias", None) is not None:
             return loss_sum(model, hidden_BTH, targets_BT, chunk=chunk)
         assert head is not None
-        weight = head.weight if halves is None else halves(head.weight)
+        weight = head.weight if weights_16bit is None else weights_16bit(head.weight)
         config, hidden_MH = model.config, hidden_BTH.flatten(0, 1).to(weight.dtype)
         total: Tensor = linear_loss(
             hidden_MH, weight, targets_BT.flatten(), IGNORED, "sum", config.logit_softcap or 0.0, config.logit_scale

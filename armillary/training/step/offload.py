@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from armillary.model.low_precision.weights_16bit import HalfWeights
+from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.moe.experts import Experts
 from armillary.parallel.apply import Sharded
 from armillary.parallel.exposed_waits import ExposedWaits
@@ -21,12 +21,12 @@ OPTIMIZER_OUT = ("optimizer", "both", "nvme")
 
 
 def optimizer_of(
-    sharded: Sharded, job: TrainJob, *, halves: HalfWeights | None = None, folder: Path | None = None
+    sharded: Sharded, job: TrainJob, *, weights_16bit: Weights16Bit | None = None, folder: Path | None = None
 ) -> torch.optim.AdamW:
-    """`halves` are the copies that products are made with; `folder` is on the disk that nvme means."""
+    """`weights_16bit` are the copies that products are made with; `folder` is on the disk that nvme means."""
     layout, model, device = sharded.layout, sharded.model, sharded.mesh.world.device
     if layout.offload not in OPTIMIZER_OUT:
-        return make_optimizer(model, job, layout.precision, None if halves is None else halves.copies)
+        return make_optimizer(model, job, layout.precision, None if weights_16bit is None else weights_16bit.copies)
     assert layout.offload != "nvme" or folder is not None, "a folder for the states"
     made = HostAdamW(
         model,
@@ -37,8 +37,8 @@ def optimizer_of(
         eps=job.eps,
         folder=folder if layout.offload == "nvme" else None,
     )
-    if halves is not None and layout.precision == "bf16" and layout.num_devices == 1 and not job.lora_rank:
-        narrow(model, halves, summed=layout.num_micro_batches(job.batch_tokens, job.sequence) > 1)
+    if weights_16bit is not None and layout.precision == "bf16" and layout.num_devices == 1 and not job.lora_rank:
+        narrow(model, weights_16bit, summed=layout.num_micro_batches(job.batch_tokens, job.sequence) > 1)
     if device.type == "cuda" and sharded.pipeline is None and not sharded.is_fsdp and not job.compiled:
         made.run_beside(model)
     return made
@@ -86,14 +86,14 @@ class _Standstill(ExposedWaits):
         return seconds
 
 
-def narrow(model: nn.Module, halves: HalfWeights, *, summed: bool) -> None:
+def narrow(model: nn.Module, weights_16bit: Weights16Bit, *, summed: bool) -> None:
     """Hold the weights of products in the format they are multiplied in and no other: their fp32 form is elsewhere.
     Gradients that are summed over micro-batches are summed in fp32 as before."""
     for weight in matrices(model):
         if weight.requires_grad and hasattr(weight, "grad_dtype"):
-            weight.data = weight.data.to(halves.dtype)
-            weight.grad_dtype = torch.float32 if summed else halves.dtype
-            halves.copies.pop(weight, None)
+            weight.data = weight.data.to(weights_16bit.dtype)
+            weight.grad_dtype = torch.float32 if summed else weights_16bit.dtype
+            weights_16bit.copies.pop(weight, None)
 
 
 def widen(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from armillary.kernels.attention.attention import (
     ATTENTION,
-    Attention,
+    AttentionCase,
     AttentionOptions,
     distances,
     num_pairs,
@@ -239,7 +239,7 @@ def test_sdpa_with_a_dense_mask(length: int, documents: str, window: int, sparse
 
 def test_work_counts_the_pairs_that_are_seen() -> None:
     for more in ({}, {"window": 20}, {"documents": 4}, {"documents": 2, "window": 7}):
-        case = Attention(batch=1, length=96, heads=1, kv_heads=1, **more)
+        case = AttentionCase(batch=1, length=96, heads=1, kv_heads=1, **more)
         documents = torch.arange(96)[None] * max(1, case.documents) // 96
         options = AttentionOptions(documents_BT=documents, window=case.window)
         seen = seen_keys(distances(96, 96, torch.device("cpu")), options)

@@ -16,7 +16,7 @@ from armillary.kernels.core.cache_key import device_name
 from armillary.kernels.core.choose import choose, explain
 from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, Late, Op, Version, Work
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 from armillary.kernels.norm.norm import NORM, NormCase
 from armillary.store.home import Home
 from armillary.store.kernel_choices import choices_path, load_choices
@@ -59,7 +59,7 @@ def inputs(case: Row, generator: torch.Generator) -> tuple[Any, ...]:
 
 
 def an_op(*versions: Version) -> Op:
-    work = Work(flops=128, bytes=512)
+    work = OpWork(flops=128, bytes=512)
     return Op(name="squares", reference=reference, versions=versions, inputs=inputs, work=lambda case: work, grads=(0,))
 
 
@@ -112,7 +112,7 @@ def test_what_refuses_or_fails_is_passed_over_and_said_once(caplog: pytest.LogCa
 
 
 def test_a_gpu_version_is_no_news_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
-    late = Late("armillary.kernels.nowhere_triton", "nothing")
+    late = LazyFunction("armillary.kernels.nowhere_triton", "nothing")
     choice = choose(an_op(Version(name="triton", run=late, needs=("triton",))), CASE)
     assert choice.version == "eager" and not caplog.records
     assert choice.trials[0].refused in ("runs on a GPU only", "triton is not installed")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadInput
 from armillary.kernels.core.agreement import check, expect, relative_error
-from armillary.kernels.fp8.linear import E4M3, E5M2, FP8_LINEAR, Fp8Linear, quantised, reference, refuses, rounded
-from armillary.kernels.fp8.matmul import FP8_MATMUL, Fp8Matmul, produced
+from armillary.kernels.fp8.linear import E4M3, E5M2, FP8_LINEAR, Fp8LinearCase, quantised, reference, refuses, rounded
+from armillary.kernels.fp8.matmul import FP8_MATMUL, Fp8MatmulCase, produced
 from armillary.kernels.fp8.matmul import reference as matmul
 from tests.kernels.interpreter import needs_interpreter
 
@@ -124,9 +124,9 @@ def test_zeros_stay_zeros() -> None:
 
 
 def test_what_cannot_be_done_is_said() -> None:
-    assert "16" in str(refuses(Fp8Linear(tokens=8, outputs=24, inputs=64)))
-    assert "bf16" in str(refuses(Fp8Linear(tokens=8, outputs=32, inputs=64, dtype="fp32")))
-    assert refuses(Fp8Linear(tokens=7, outputs=32, inputs=64)) is None
+    assert "16" in str(refuses(Fp8LinearCase(tokens=8, outputs=24, inputs=64)))
+    assert "bf16" in str(refuses(Fp8LinearCase(tokens=8, outputs=32, inputs=64, dtype="fp32")))
+    assert refuses(Fp8LinearCase(tokens=7, outputs=32, inputs=64)) is None
     with pytest.raises(BadInput, match="row or tensor or token"):
         reference(torch.zeros(1, 16), torch.zeros(16, 16), "block")
 
@@ -158,7 +158,9 @@ def test_on_a_gpu(scaling: str, m: int, n: int, k: int) -> None:
 def test_fused_producers_on_a_gpu(producer: str, scaling: str, m: int, n: int, k: int) -> None:
     from armillary.kernels.fp8.matmul_triton import fp8_matmul, library_matmul
 
-    case = Fp8Matmul(tokens=m, outputs=n, inputs=k, scaling=scaling, norm=producer == "norm", gated=producer == "gated")
+    case = Fp8MatmulCase(
+        tokens=m, outputs=n, inputs=k, scaling=scaling, norm=producer == "norm", gated=producer == "gated"
+    )
     generator = torch.Generator("cuda").manual_seed(5)
     expected = expect(FP8_MATMUL, FP8_MATMUL.inputs(case, generator), generator)
     for run in (fp8_matmul, library_matmul) if n % 16 == 0 else (fp8_matmul,):

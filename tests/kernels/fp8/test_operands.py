@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from armillary.kernels.fp8.gemm import Fp8Products
+from armillary.kernels.fp8.gemm import Fp8Gemm
 from armillary.kernels.fp8.linear import E4M3, E5M2, quantised
-from armillary.kernels.fp8.operands import Operand, Scaled, Source, make_operand, norm_source
+from armillary.kernels.fp8.operands import Operand, ScaledTensor, Source, make_operand, norm_source
 from armillary.kernels.pointwise.activation import activate as activated
 from tests.kernels.interpreter import needs_interpreter
 
@@ -22,16 +22,16 @@ SCALINGS = st.sampled_from(["row", "tensor", "token"])
 
 def is_near(found: Operand, right: Tensor, dtype: torch.dtype) -> None:
     """As near as the format is: for numbers that torch rounded to bf16 on the way."""
-    for mine, plain in ((found.rows, right), (found.turned, right.t())):
+    for mine, plain in ((found.rows, right), (found.transposed, right.t())):
         assert mine is not None
         numbers = mine.values[:, : plain.shape[1]].float() * mine.scale
         assert (numbers - plain.float()).norm() < (0.04 if dtype == E4M3 else 0.08) * plain.float().norm()
 
 
 def agrees(found: Operand, right: Tensor, dtype: torch.dtype, scaling: str, most_off: float) -> None:
-    for mine, plain in ((found.rows, right), (found.turned, right.t())):
+    for mine, plain in ((found.rows, right), (found.transposed, right.t())):
         values, scale = quantised(plain, dtype, scaling)
-        if scaling == "token" and mine is found.turned:  # the rows' numbers, at the largest of their scales
+        if scaling == "token" and mine is found.transposed:  # the rows' numbers, at the largest of their scales
             assert found.rows is not None and mine is not None
             scale = found.rows.scale.max() if right.numel() else mine.scale
             values = (found.rows.values.float() * (found.rows.scale / scale)).to(dtype).t()
@@ -84,14 +84,14 @@ def test_a_norm_is_made_into_an_operand(m: int, k: int, scaling: str, rms: bool,
     found = make_operand(source, E4M3, scaling)
     agrees(found, right, E4M3, scaling, 0.02)
     again = make_operand(source, E4M3, scaling, rows=False, known=found.known)
-    assert again.rows is None and again.turned is not None and found.turned is not None
-    assert torch.equal(again.turned.values.view(torch.uint8), found.turned.values.view(torch.uint8))
+    assert again.rows is None and again.transposed is not None and found.transposed is not None
+    assert torch.equal(again.transposed.values.view(torch.uint8), found.transposed.values.view(torch.uint8))
 
 
 def test_products_add_and_sum_on_a_cpu() -> None:
-    a, b = (Scaled(*quantised(torch.randn(rows, 32), E4M3, "row")) for rows in (8, 16))
+    a, b = (ScaledTensor(*quantised(torch.randn(rows, 32), E4M3, "row")) for rows in (8, 16))
     right = (a.values.float() * a.scale) @ (b.values.float() * b.scale).t()
-    multiply, total = Fp8Products(), torch.ones(8, 16)
+    multiply, total = Fp8Gemm(), torch.ones(8, 16)
     torch.testing.assert_close(multiply(a, b, torch.float32, fast=True), right)
     assert multiply(a, b, torch.float32, fast=False, add=total, out=total) is total
     torch.testing.assert_close(total, right + 1)
@@ -111,8 +111,8 @@ def test_on_a_gpu(scaling: str, m: int, n: int, k: int) -> None:
     is_near(normed, F.rms_norm(x, (k,), weight, 1e-6), E4M3)
     one, other = make_operand(Source(x=dy), E5M2, scaling), make_operand(Source(x=x), E4M3, scaling)
     w = make_operand(Source(x=torch.randn(n, k, device="cuda", dtype=torch.bfloat16)), E4M3, scaling)
-    multiply = Fp8Products()
-    pairs = ((other.rows, w.rows, True), (one.rows, w.rows, False), (one.turned, other.turned, False))
+    multiply = Fp8Gemm()
+    pairs = ((other.rows, w.rows, True), (one.rows, w.rows, False), (one.transposed, other.transposed, False))
     for a, b, fast in pairs:
         assert a is not None and b is not None
         right = (a.values.float() * a.scale) @ (b.values.float() * b.scale).t()

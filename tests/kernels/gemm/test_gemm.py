@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from armillary.kernels.gemm import autotune as products_tune
-from armillary.kernels.gemm.autotune import Linear, tune, tune_sums
-from armillary.kernels.gemm.cublaslt import Product, form
-from armillary.kernels.gemm.gemm import Products, Shape, Tuned
+from armillary.kernels.gemm.autotune import LinearShape, tune, tune_sums
+from armillary.kernels.gemm.cublaslt import CublasLtGemm, gemm_layout
+from armillary.kernels.gemm.gemm import Gemms, GemmShape, TunedGemms
 from tests.kernels.interpreter import needs_interpreter
 
 M, N, K = 5, 3, 4
@@ -25,16 +25,16 @@ def test_the_library_s_view_of_a_product(kind: str) -> None:
     x, w, dy = (np.random.default_rng(0).normal(size=size) for size in ((M, K), (N, K), (M, N)))
     first, second = {"forward": (x, w), "back": (dy, w), "weight": (dy, x)}[kind]
     expected = {"forward": x @ w.T, "back": dy @ w, "weight": dy.T @ x}[kind]
-    seen = form(kind, M, N, K)
+    seen = gemm_layout(kind, M, N, K)
     a, b = columns(second, seen.a), columns(first, seen.b)
-    d = (a.T if seen.turn_a else a) @ (b.T if seen.turn_b else b)
+    d = (a.T if seen.trans_a else a) @ (b.T if seen.trans_b else b)
     assert d.shape == seen.d
     np.testing.assert_allclose(d.T, expected)  # written column by column, read row by row
 
 
 def test_what_was_not_chosen_goes_to_torch() -> None:
     x, w, dy, add = (torch.randn(size) for size in ((2, M, K), (N, K), (2, M, N), (2, M, N)))
-    plain, tuned = Products(), Tuned({Shape("forward", 10, N, K).key: "torch"})
+    plain, tuned = Gemms(), TunedGemms({GemmShape("forward", 10, N, K).key: "torch"})
     torch.testing.assert_close(tuned.forward(x, w), plain.forward(x, w))
     torch.testing.assert_close(tuned.forward(x, w, add), x @ w.t() + add)
     torch.testing.assert_close(tuned.back(dy, w), dy @ w)
@@ -47,7 +47,7 @@ def test_gradients_are_summed_in_the_sum_s_own_format(wide: torch.dtype) -> None
     total, parts = torch.full((N, K), torch.nan, dtype=wide), []
     for i in range(3):
         dy, x = torch.randn(M, N), torch.randn(M, K)
-        Tuned({}).sum(total, dy, x, first=i == 0)
+        TunedGemms({}).sum(total, dy, x, first=i == 0)
         parts.append(dy.t() @ x)
     torch.testing.assert_close(total, sum(part.to(wide) for part in parts), rtol=1e-6, atol=1e-6)
 
@@ -69,8 +69,8 @@ def test_an_algorithm_of_the_library(place: int) -> None:
     """Against fp32, no worse than twice torch's own error; with something added on the way, too."""
     sizes = ((2, 256, 512), (384, 512), (2, 256, 384), (2, 256, 384))
     x, w, dy, add = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
-    tuned = Tuned({Shape(kind, 512, 384, 512).key: f"lt {place}" for kind in ("forward", "back", "weight")})
-    plain = Products()
+    tuned = TunedGemms({GemmShape(kind, 512, 384, 512).key: f"lt {place}" for kind in ("forward", "back", "weight")})
+    plain = Gemms()
     cases = {"forward": (x, w), "back": (dy, w), "weight": (dy.flatten(0, 1), x.flatten(0, 1)), "added": (x, w, add)}
     for name, given in cases.items():
         kind = "forward" if name == "added" else name
@@ -83,12 +83,12 @@ def test_an_algorithm_of_the_library(place: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_other_settings_of_an_algorithm() -> None:
     """By name, in another process too; a setting that the library refuses leaves the product to torch."""
-    shape = Shape("forward", 4096, 2048, 1024)
+    shape = GemmShape("forward", 4096, 2048, 1024)
     x, w = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((4096, 1024), (2048, 1024)))
-    names = Product(*shape, torch.bfloat16).variants("0")
+    names = CublasLtGemm(*shape, torch.bfloat16).variants("0")
     assert all(name.startswith("0.") for name in names)
     for name in [*names, "0.77.0", "99"]:
-        made = Tuned({shape.key: f"lt {name}"}).forward(x, w)
+        made = TunedGemms({shape.key: f"lt {name}"}).forward(x, w)
         assert (made.float() - x.float() @ w.float().t()).norm() / made.float().norm() < 1e-2
 
 
@@ -97,7 +97,11 @@ def test_other_settings_of_an_algorithm() -> None:
 @pytest.mark.parametrize("name", ["torch", "apart", "lt 0", "lt 1"])
 def test_gradients_summed_on_a_gpu(name: str) -> None:
     """In fp32 over three micro-batches; a part that was bf16 in between is off by bf16's rounding and no more."""
-    tuned, total, exact = Tuned({Shape("sum", 512, 384, 256).key: name}), torch.full((384, 256), torch.nan), 0.0
+    tuned, total, exact = (
+        TunedGemms({GemmShape("sum", 512, 384, 256).key: name}),
+        torch.full((384, 256), torch.nan),
+        0.0,
+    )
     total = total.cuda()
     for i in range(3):
         dy, x = (torch.randn(512, width, device="cuda", dtype=torch.bfloat16) for width in (384, 256))
@@ -109,12 +113,12 @@ def test_gradients_summed_on_a_gpu(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_every_product_of_a_layer_is_named() -> None:
-    how = ([Linear(512, 256, added=True)], 1024, torch.bfloat16, torch.device("cuda"))
+    how = ([LinearShape(512, 256, added=True)], 1024, torch.bfloat16, torch.device("cuda"))
     names = tune(*how)
-    assert set(names) == {Shape(kind, 1024, 512, 256).key for kind in ("forward", "back", "weight")}
+    assert set(names) == {GemmShape(kind, 1024, 512, 256).key for kind in ("forward", "back", "weight")}
     assert all(name == "torch" or name.startswith("lt ") for name in names.values())
     sums = tune_sums(*how, names)
-    assert set(sums) == {Shape("sum", 1024, 512, 256).key}
+    assert set(sums) == {GemmShape("sum", 1024, 512, 256).key}
     assert all(name in ("torch", "apart") or name.startswith("lt ") for name in sums.values())
 
 

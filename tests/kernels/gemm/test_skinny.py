@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.kernels.core.agreement import check, expect, relative_error
-from armillary.kernels.gemm.skinny import SMALL_LINEAR, SmallLinear, reference, refuses
+from armillary.kernels.gemm.skinny import SMALL_LINEAR, SmallLinearCase, reference, refuses
 from tests.kernels.interpreter import needs_interpreter
 
 # a GPU that is new to the thread of a backward: torch sets it up and says so
@@ -130,8 +130,8 @@ def test_the_op_can_be_traced() -> None:
 
 
 def test_more_tokens_are_refused_by_name() -> None:
-    assert "64 tokens" in str(refuses(SmallLinear(tokens=65, outputs=128, inputs=128)))
-    assert refuses(SmallLinear(tokens=64, outputs=127, inputs=3)) is None
+    assert "64 tokens" in str(refuses(SmallLinearCase(tokens=65, outputs=128, inputs=128)))
+    assert refuses(SmallLinearCase(tokens=64, outputs=127, inputs=3)) is None
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from armillary.kernels.core.op import Op
 from armillary.kernels.norm import norm as module
-from armillary.kernels.norm.launch_config import Shape, backward_shape, forward_shape
+from armillary.kernels.norm.launch_config import LaunchShape, backward_shape, forward_shape
 from armillary.kernels.norm.norm import ADD_NORM, NORM, NormCase
 from armillary.model.layers.norm import Norm
 from tests.kernels.agreeing import assert_agrees, loaded
@@ -74,9 +74,15 @@ def test_rows_too_wide_for_a_program(case: NormCase, op: Op) -> None:
 @pytest.mark.parametrize("op", [NORM, ADD_NORM], ids=["norm", "add_norm"])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize(
-    "how", [Shape(1, 64, 4, 1), Shape(1, 64, 4, 1, ahead=True), Shape(2, 64, 4, 1), Shape(4, 32, 4, 1)]
+    "how",
+    [
+        LaunchShape(1, 64, 4, 1),
+        LaunchShape(1, 64, 4, 1, ahead=True),
+        LaunchShape(2, 64, 4, 1),
+        LaunchShape(4, 32, 4, 1),
+    ],
 )
-def test_rows_in_pieces(op: Op, kind: str, how: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_pieces(op: Op, kind: str, how: LaunchShape, monkeypatch: pytest.MonkeyPatch) -> None:
     """150 columns in pieces of 64 or 32, whichever way rows are held."""
     triton = import_module("armillary.kernels.norm.norm_triton")
     for name in ("forward_shape", "backward_shape"):

@@ -26,7 +26,7 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     """Arguments of every kind; the last tokens' slots are -1 now and then."""
     tokens, heads, group = draw(st.integers(0, 7)), draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 4, 5]))
     size = draw(st.sampled_from([16, 64, 80]))
-    turned = draw(st.sampled_from([0, size // 4, size // 2]))
+    rotated = draw(st.sampled_from([0, size // 4, size // 2]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
 
     def normal(*shape: int) -> torch.Tensor:
@@ -35,8 +35,8 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     qkv = normal(tokens, heads * (group + 2) * size + 8)[:, :-8]  # rows need not be adjacent
     slots = torch.randperm(PAGES * PAGE, generator=generator)[:tokens]
     slots[draw(st.integers(0, 7)) :] = -1
-    angles = normal(tokens, turned)
-    turns = (angles.cos(), angles.sin()) if turned else (None, None)
+    angles = normal(tokens, rotated)
+    turns = (angles.cos(), angles.sin()) if rotated else (None, None)
     weights = [normal(size) if draw(st.booleans()) else None for _ in range(2)]
     options = QkvOptions(
         clip=draw(st.sampled_from([None, 1.5])),

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from armillary.kernels.gemm.gemm import Tuned
+from armillary.kernels.gemm.gemm import TunedGemms
 from armillary.model.fused import dispatch as fused_block
-from armillary.model.fused.passes import Fused
+from armillary.model.fused.passes import FusedOptions
 from armillary.model.layers.attention_forms import packed, plain
-from armillary.model.low_precision.weights_16bit import HalfWeights
+from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.transformer import Transformer
 from armillary.planning.device_model.frameworks import has_fused_block
 from armillary.spec.model import ModelConfig
@@ -43,7 +43,7 @@ UNFIT = {
 }
 
 
-def model_of(config: ModelConfig, fused: Fused | None = None) -> Transformer:
+def model_of(config: ModelConfig, fused: FusedOptions | None = None) -> Transformer:
     import armillary.kernels.norm.norm_triton
     import armillary.kernels.pointwise.activation_triton
     import armillary.kernels.pointwise.rope_triton  # noqa: F401
@@ -69,11 +69,11 @@ def far(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-12))
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", FIT)
-def test_fused_blocks_agree_with_plain_ones(name: str, again: bool) -> None:
+def test_fused_blocks_agree_with_plain_ones(name: str, recompute: bool) -> None:
     hidden, grads = run(model_of(FIT[name]))
-    model = model_of(FIT[name], Fused(again=again))
+    model = model_of(FIT[name], FusedOptions(recompute=recompute))
     assert all(fused_block.fits(block) for block in model.blocks.values())
     fused_hidden, fused_grads = run(model)
     assert far(fused_hidden, hidden) < 1e-5
@@ -89,32 +89,32 @@ def test_the_planner_knows_which_blocks_are_fused(name: str) -> None:
 
 @pytest.mark.parametrize("name", UNFIT)
 def test_other_blocks_keep_their_layers(name: str) -> None:
-    model = model_of(UNFIT[name], Fused())
+    model = model_of(UNFIT[name], FusedOptions())
     assert not any(fused_block.fits(block) for block in model.blocks.values())
     assert far(run(model)[0], run(model_of(UNFIT[name]))[0]) < 1e-6
 
 
 def test_a_product_may_add_the_residual_itself() -> None:
     hidden, grads = run(model_of(ONE))
-    fused_hidden, fused_grads = run(model_of(ONE, Fused(products=Tuned({}))))
-    assert Tuned.adds and far(fused_hidden, hidden) < 1e-5
+    fused_hidden, fused_grads = run(model_of(ONE, FusedOptions(gemms=TunedGemms({}))))
+    assert TunedGemms.adds and far(fused_hidden, hidden) < 1e-5
     assert max(far(fused_grads[key], grads[key]) for key in grads) < 1e-5
 
 
 def test_gradients_can_be_summed_where_they_are_made() -> None:
     _, once = run(model_of(ONE))
-    _, twice = run(model_of(ONE, Fused(accumulate=True)), times=2)
+    _, twice = run(model_of(ONE, FusedOptions(accumulate=True)), times=2)
     assert max(far(twice[key], 2 * once[key]) for key in once) < 1e-5
 
 
 def test_half_weights_are_as_near_to_fp32_as_autocast_is() -> None:
     hidden, grads = run(model_of(ONE))
-    halves = HalfWeights(torch.bfloat16)
+    weights_16bit = Weights16Bit(torch.bfloat16)
     with any_cpu():
-        half_hidden, half_grads = run(model_of(ONE, Fused(halves=halves)))
+        half_hidden, half_grads = run(model_of(ONE, FusedOptions(weights_16bit=weights_16bit)))
     with any_cpu(), torch.autocast("cpu", torch.bfloat16):
         cast_hidden, cast_grads = run(model_of(ONE))
-    assert half_hidden.dtype == torch.bfloat16 and len(halves.copies) == 4
+    assert half_hidden.dtype == torch.bfloat16 and len(weights_16bit.copies) == 4
     assert far(half_hidden, hidden) < max(2e-2, 2 * far(cast_hidden, hidden))
     for key in grads:
         assert half_grads[key].dtype == torch.float32
@@ -122,7 +122,7 @@ def test_half_weights_are_as_near_to_fp32_as_autocast_is() -> None:
 
 
 def test_a_wrapped_layer_is_noticed_when_it_is_called() -> None:
-    model = model_of(ONE, Fused())
+    model = model_of(ONE, FusedOptions())
     block = model.blocks["0"]
     handle = block.attention.qkv.register_forward_hook(lambda module, args, out: out * 2)
     assert not fused_block.fits(block)
@@ -137,7 +137,7 @@ def test_a_wrapped_layer_is_noticed_when_it_is_called() -> None:
 
 
 def test_a_frozen_weight_gets_no_gradient() -> None:
-    model = model_of(ONE, Fused())
+    model = model_of(ONE, FusedOptions())
     model.blocks["0"].mlp.up.weight.requires_grad_(False)
     _, grads = run(model)
     assert "blocks.0.mlp.up.weight" not in grads and "blocks.0.mlp.down.weight" in grads
@@ -145,7 +145,7 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
 
 def test_a_fused_block_can_be_recomputed_whole() -> None:
     _, expected = run(model_of(ONE))
-    model = model_of(ONE, Fused())
+    model = model_of(ONE, FusedOptions())
     for block in model.blocks.values():
         forward = block.forward
         block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
@@ -153,21 +153,21 @@ def test_a_fused_block_can_be_recomputed_whole() -> None:
     assert max(far(grads[key], expected[key]) for key in expected) < 1e-5
 
 
-def test_half_weights_follow_their_parameter() -> None:
-    halves, weight = HalfWeights(torch.bfloat16), nn.Parameter(torch.ones(3))
-    first = halves.of(weight)
-    assert halves.of(weight) is first
+def test_16_bit_weights_follow_their_parameter() -> None:
+    weights_16bit, weight = Weights16Bit(torch.bfloat16), nn.Parameter(torch.ones(3))
+    first = weights_16bit.of(weight)
+    assert weights_16bit.of(weight) is first
     with torch.no_grad():
         weight.mul_(2)
-    assert halves.of(weight).tolist() == [2, 2, 2] and halves.of(weight) is first
-    (halves(weight) * 3).sum().backward()
+    assert weights_16bit.of(weight).tolist() == [2, 2, 2] and weights_16bit.of(weight) is first
+    (weights_16bit(weight) * 3).sum().backward()
     assert weight.grad is not None and weight.grad.tolist() == [3, 3, 3]
-    again = copy.deepcopy(weight)
-    assert halves.of(again) is not first
+    duplicate = copy.deepcopy(weight)
+    assert weights_16bit.of(duplicate) is not first
 
 
 def test_plain_attention_on_fused_blocks() -> None:
     tokens_BT, positions_BT = torch.randint(0, 50, (2, 9)), torch.arange(9).expand(2, -1)
     with torch.no_grad():
-        made = model_of(ONE, Fused())(tokens_BT, positions_BT, plain)
+        made = model_of(ONE, FusedOptions())(tokens_BT, positions_BT, plain)
         assert far(made, model_of(ONE)(tokens_BT, positions_BT, plain)) < 1e-5

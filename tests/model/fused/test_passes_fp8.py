@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from armillary.model.fused import dispatch as fused_block
-from armillary.model.fused.passes import Fused
-from armillary.model.fused.passes_fp8 import Fp8
+from armillary.model.fused.passes import FusedOptions
+from armillary.model.fused.passes_fp8 import Fp8Gemms
 from armillary.model.layers.attention_forms import plain
 from armillary.model.low_precision.fp8_linear import Fp8Linear, Multiply, use_fp8
 from armillary.model.low_precision.fp8_weights import Fp8Weights
-from armillary.model.low_precision.weights_16bit import HalfWeights
+from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.transformer import Transformer
 from armillary.spec.model import ModelConfig
 from tests.kernels.interpreter import needs_interpreter
@@ -30,19 +30,19 @@ FIT = {
 }
 
 
-def in_fp8(config: ModelConfig, scaling: str, fused: Fused | None = None) -> Transformer:
+def in_fp8(config: ModelConfig, scaling: str, fused: FusedOptions | None = None) -> Transformer:
     model = model_of(config, fused)
     assert use_fp8(model, scaling=scaling) == ["attention.qkv", "attention.out", "mlp.up", "mlp.down"]
     return model
 
 
-def fused_fp8(scaling: str, **how: object) -> Fused:
-    return Fused(fp8=Fp8(scaling=scaling, weights=Fp8Weights(scaling)), **how)  # type: ignore[arg-type]
+def fused_fp8(scaling: str, **how: object) -> FusedOptions:
+    return FusedOptions(fp8=Fp8Gemms(scaling=scaling, weights=Fp8Weights(scaling)), **how)  # type: ignore[arg-type]
 
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("name", "scaling", "again"),
+    ("name", "scaling", "recompute"),
     [
         ("llama", "token", False),
         ("llama", "tensor", True),
@@ -50,9 +50,9 @@ def fused_fp8(scaling: str, **how: object) -> Fused:
         ("layer norm with bias, plain mlp", "row", True),
     ],
 )
-def test_fused_passes_agree_with_layers(name: str, scaling: str, again: bool) -> None:
+def test_fused_passes_agree_with_layers(name: str, scaling: str, recompute: bool) -> None:
     hidden, grads = run(in_fp8(FIT[name], scaling))
-    model = in_fp8(FIT[name], scaling, fused_fp8(scaling, again=again))
+    model = in_fp8(FIT[name], scaling, fused_fp8(scaling, recompute=recompute))
     assert all(fused_block.fits(block) for block in model.blocks.values())
     fused_hidden, fused_grads = run(model)
     # numbers at a tie are rounded one way or the other: a few of them differ by a step of fp8
@@ -80,7 +80,7 @@ def test_gradients_can_be_summed_where_they_are_made() -> None:
 def test_weights_are_rounded_again_only_when_they_changed() -> None:
     weights, weight = Fp8Weights("row"), nn.Parameter(torch.randn(32, 48))
     first = weights.rows(weight)
-    assert weights.turned(weight).values.shape == (48, 32) and weights.rows(weight) is first
+    assert weights.transposed(weight).values.shape == (48, 32) and weights.rows(weight) is first
     with torch.no_grad():
         weight.mul_(2.0)
     torch.testing.assert_close(weights.rows(weight).scale, 2 * first.scale)
@@ -91,9 +91,9 @@ def test_weights_are_rounded_again_only_when_they_changed() -> None:
 
 @needs_interpreter
 def test_a_half_stream_keeps_weights_in_fp32() -> None:
-    halves = HalfWeights(torch.bfloat16)
-    hidden, grads = run(in_fp8(small(num_layers=1), "tensor", fused_fp8("tensor", halves=halves)))
-    assert hidden.dtype == torch.bfloat16 and not halves.copies
+    weights_16bit = Weights16Bit(torch.bfloat16)
+    hidden, grads = run(in_fp8(small(num_layers=1), "tensor", fused_fp8("tensor", weights_16bit=weights_16bit)))
+    assert hidden.dtype == torch.bfloat16 and not weights_16bit.copies
     assert all(grad.dtype == torch.float32 for grad in grads.values())
 
 
@@ -112,9 +112,9 @@ def test_layers_with_a_bias_or_something_else_stay_as_they_are() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("scaling", ["tensor", "row", "token"])
-def test_on_a_gpu(scaling: str, again: bool) -> None:
+def test_on_a_gpu(scaling: str, recompute: bool) -> None:
     """Fused passes beside layers by themselves, and both beside fp32: with the library's products, sums in fp32 too."""
     from armillary.kernels.fp8.linear_triton import library_linear
 
@@ -123,7 +123,7 @@ def test_on_a_gpu(scaling: str, again: bool) -> None:
     tokens_BT, positions_BT = torch.randint(0, 50, (2, 77)).cuda(), torch.arange(77).expand(2, -1).cuda()
     weigh = torch.randn(2, 77, 256).cuda()
 
-    def run(multiply: Multiply | None, fused: Fused | None = None, times: int = 1) -> dict[str, Tensor]:
+    def run(multiply: Multiply | None, fused: FusedOptions | None = None, times: int = 1) -> dict[str, Tensor]:
         model = model_of(config, fused).cuda()
         if multiply is not None:
             use_fp8(model, scaling=scaling, multiply=multiply)
@@ -134,8 +134,8 @@ def test_on_a_gpu(scaling: str, again: bool) -> None:
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         return {"hidden": hidden.detach()} | grads
 
-    def half(**how: Any) -> Fused:
-        return fused_fp8(scaling, halves=HalfWeights(torch.bfloat16), again=again, **how)
+    def half(**how: Any) -> FusedOptions:
+        return fused_fp8(scaling, weights_16bit=Weights16Bit(torch.bfloat16), recompute=recompute, **how)
 
     right, layers = run(None), run(library_linear)
     for found, times in ((run(library_linear, half()), 1), (run(library_linear, half(accumulate=True), 2), 2)):

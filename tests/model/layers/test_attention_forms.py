@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from armillary.errors import BadInput
-from armillary.model.layers.attention_forms import ContiguousCache, How, alibi_slopes, packed, plain
+from armillary.kernels.attention.attention import AttentionOptions
+from armillary.model.layers.attention_forms import ContiguousCache, alibi_slopes, packed, plain
 from armillary.model.transformer import build
 from armillary.spec.catalogue import config_from_fields
 from armillary.spec.model import ModelConfig
@@ -83,7 +84,7 @@ def test_cache_rows_may_stand_at_different_positions(name: str) -> None:
 def test_window_counts_the_token_itself() -> None:
     """With a window of 1 a token sees only itself, so the output is its own value."""
     q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))
-    torch.testing.assert_close(plain(0, q, k, v, How(scale=1.0, window=1)), v)
+    torch.testing.assert_close(plain(0, q, k, v, AttentionOptions(scale=1.0, window=1)), v)
 
 
 def test_a_full_cache_says_so() -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from armillary.errors import BadLayout
-from armillary.model.layers.attention_forms import How, packed, plain
+from armillary.kernels.attention.attention import AttentionOptions
+from armillary.model.layers.attention_forms import packed, plain
 from armillary.parallel.context import ring_attention_block as ring_block
 from armillary.parallel.context.ring_attention import ALL, NONE, SOME, meetings, pieces, seen_pairs
 from armillary.parallel.context.shard_sequence import Context
@@ -44,14 +45,14 @@ def drawn(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return q, k, v, grad, documents
 
 
-def asked(name: str) -> How:
+def asked(name: str) -> AttentionOptions:
     values = {key: x.double() if isinstance(x, Tensor) else x for key, x in HOWS[name].items()}
     if "sinks_N" in values:
         values["sinks_N"] = values["sinks_N"].requires_grad_()
-    return How(scale=0.3, **values)
+    return AttentionOptions(scale=0.3, **values)
 
 
-def results(attend: object, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, how: How) -> list[Tensor]:
+def results(attend: object, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, how: AttentionOptions) -> list[Tensor]:
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     out = attend(0, *inputs, how)  # type: ignore[operator]
     out.backward(grad)

@@ -11,7 +11,7 @@ from armillary.errors import NotFound
 from armillary.kernels.core import requirements as needs
 from armillary.kernels.core.cache_key import device_name
 from armillary.kernels.core.catalogue import OPS, find_op
-from armillary.kernels.loss.linear_cross_entropy import LinearLoss
+from armillary.kernels.loss.linear_cross_entropy import LinearCrossEntropyCase
 from armillary.kernels.norm.norm import NormCase
 from armillary.profiling.kernel_bench.bench import _in_turn, bench_kernels
 from armillary.profiling.kernel_bench.report import bench_page
@@ -131,7 +131,7 @@ def test_a_bar_is_held_or_what_is_missed_is_said(bench: KernelBench) -> None:
 
 
 def test_memory_has_a_bar(bench: KernelBench) -> None:
-    bar = bar_of("linear_cross_entropy", LinearLoss(tokens=8192, hidden=4096, vocab=131072))
+    bar = bar_of("linear_cross_entropy", LinearCrossEntropyCase(tokens=8192, hidden=4096, vocab=131072))
     assert bar is not None and bar.extra_bytes == 1.5e9
     row = replace(bench.rows[0], bar=bar)
     assert row.misses(replace(row.measured[0], extra_bytes=1.2e9)) == []

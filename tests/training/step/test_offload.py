@@ -14,7 +14,7 @@ from torch import nn
 
 from armillary.errors import ArmillaryError
 from armillary.model.layers.attention_forms import plain as attend
-from armillary.model.low_precision.weights_16bit import HalfWeights
+from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.transformer import build
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.recipe import Recipe
@@ -147,7 +147,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_weights_of_products_may_be_narrow_while_their_fp32_form_is_on_the_host() -> None:
     ours, _, host, _ = pair()
     truth = {name: p.detach().clone() for name, p in ours.named_parameters()}
-    narrow(ours, HalfWeights(torch.bfloat16), summed=True)
+    narrow(ours, Weights16Bit(torch.bfloat16), summed=True)
     qkv = dict(ours.named_parameters())["blocks.0.attention.qkv.weight"]
     assert qkv.dtype == torch.bfloat16 and ours.embedding.weight.dtype == torch.float32  # type: ignore[union-attr]
     qkv.grad = torch.ones(qkv.shape)  # summed in fp32
