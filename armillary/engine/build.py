@@ -27,9 +27,9 @@ from armillary.engine.scheduler.settings import Settings, settings_for
 from armillary.engine.telemetry.step_calibration import rehearse
 from armillary.engine.telemetry.step_roofline import step_roofline
 from armillary.errors import BadInput
+from armillary.kernels.core.dtype import DTYPES
 from armillary.kernels.core.requirements import lacking
 from armillary.model.device import fit_threads, free_bytes
-from armillary.model.dtype import DTYPES
 from armillary.model.text.tokenizer import Detokenizer, Tokenizer
 from armillary.model.transformer import Transformer
 from armillary.parallel.collectives import Group, all_reduce

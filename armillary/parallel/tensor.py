@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.errors import BadLayout
-from armillary.model.dtype import widen
+from armillary.kernels.core.dtype import widen
 from armillary.model.layers.attention import Attention
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from armillary.model.dtype import widen
+from armillary.kernels.core.dtype import widen
 from armillary.model.transformer import Transformer
 from armillary.parallel.collectives import Group, all_reduce, gather, scatter, share, summed
 

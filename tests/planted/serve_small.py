@@ -16,9 +16,9 @@ from armillary.engine.bench.workload import fixed
 from armillary.engine.build import make_engine
 from armillary.engine.engine import Engine
 from armillary.engine.request.request import Request
+from armillary.kernels.core.dtype import DTYPES
 from armillary.machine.machine import here
 from armillary.model.device import pick_device
-from armillary.model.dtype import DTYPES
 from armillary.model.transformer import Transformer, build
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, recipe_from_dict, to_dict

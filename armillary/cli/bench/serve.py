@@ -112,7 +112,7 @@ def _opened(
 
 def _asked(loaded: Transformer, mode: str, weights: str, *, together: int, longest: int) -> Recipe:
     """What is run, as a recipe would say it."""
-    from armillary.model.dtype import DTYPES
+    from armillary.kernels.core.dtype import DTYPES
     from armillary.spec.recipe import recipe_from_dict
 
     dtype = next(name for name, kind in DTYPES.items() if kind == next(loaded.parameters()).dtype)

@@ -21,7 +21,7 @@ from armillary.engine.runner.full_qk_norm import whole_norm
 from armillary.engine.runner.layer import Dense, Layer, Product, make_layer
 from armillary.engine.runner.rope_tables import angle_tables
 from armillary.engine.runner.step_input import Shape
-from armillary.kernels.gemm.skinny import MOST_TOKENS
+from armillary.kernels.gemm.skinny import MAX_TOKENS
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.single_token import plain
 from armillary.model.layers.norm import Norm
@@ -114,7 +114,7 @@ class Forward:
             for tables_BP in tables_GBP
         ]
         slots_GT = inputs.long("slots_GT").view(shape.groups, -1)
-        small = self.kernels.small is not None and len(x) <= MOST_TOKENS
+        small = self.kernels.small is not None and len(x) <= MAX_TOKENS
         added: Tensor | None = None
         for layer in self.layers:
             kept = wanted if layer is self.layers[-1] else None

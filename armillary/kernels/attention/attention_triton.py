@@ -15,7 +15,7 @@ from torch import Tensor
 from armillary.kernels.attention.attention import BLOCK, PLAIN, AttentionOptions, reference
 from armillary.kernels.attention.backward_triton import delta_kernel, key_kernel, query_kernel
 from armillary.kernels.attention.forward_triton import forward_kernel
-from armillary.kernels.attention.mask import boil_down
+from armillary.kernels.attention.mask_triton import boil_down
 from armillary.kernels.attention.tiles import can_copy, described, forward_tiles, key_tiles, query_tiles
 from armillary.kernels.core.launch import ceil_div, dense, on, power_of_two
 from armillary.kernels.core.requirements import note_once

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from armillary.kernels.core.launch import power_of_two
-from armillary.kernels.core.tile_fitting import first_fitting
+from armillary.kernels.core.launch import first_fitting, power_of_two
 from armillary.machine.accelerator import accelerator_of
 
 

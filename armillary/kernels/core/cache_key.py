@@ -1,4 +1,4 @@
-"""What a remembered choice belongs to: the device by name, and the libraries and kernels it was found with."""
+"""Key of a stored choice of kernels: the device's name, and the versions of libraries and kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from armillary.machine.device_name import device_name as named
 
 
 def device_name(device: str) -> str:
-    """A GPU as its driver names it; a CPU by its name and the threads that compute on it."""
+    """A GPU by its driver's name; a CPU by its name and its number of compute threads."""
     return _named(device, torch.get_num_threads())
 
 
@@ -24,7 +24,7 @@ def _named(device: str, threads: int) -> str:
 
 @cache
 def revision() -> str:
-    """Versions of torch, triton and CUDA, and a digest of our own kernels: a choice holds for these."""
+    """Versions of torch, triton and CUDA, and a digest of our own kernels; a stored choice is valid for these only."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())

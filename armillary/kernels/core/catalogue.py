@@ -1,4 +1,4 @@
-"""Every operation by name: what `bench kernels` goes through."""
+"""All operations by name, as `bench kernels` lists them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""choose(): of the versions of an op that agree with the reference for a case, the fastest on this device, with proof.
+"""choose(): the fastest version of an op on this device among those that agree with the reference for a case.
 
-It is asked when a model is built or benched, never inside a step. What it found is remembered in the store; where
-nothing may be timed, the first deterministic version in the op's own order is taken.
+It is called when a model is built or benchmarked, never inside a step. The store remembers the choice; where nothing
+may be timed, the first deterministic version in the op's own order is taken.
 """
 
 from __future__ import annotations
@@ -25,28 +25,25 @@ from armillary.store.kernel_choices import load_choice, save_choice
 
 BUDGET_S = 0.1
 HOPELESS = 4.0
-"""times the best so far: what takes longer is timed by one call only"""
+"""a version that takes more than this many times the best time so far is timed by one call only"""
 _REST_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What became of one version."""
+    """The result of trying one version."""
 
     version: str
-    """its name"""
     refused: str = ""
     """why it was not tried, or how it failed"""
     agreed: bool = False
-    """whether it agrees with the reference, forward and backward"""
+    """with the reference, forward and backward"""
     error: float | None = None
     """largest relative error against the wide reference"""
     forward_s: float | None = None
-    """seconds of a forward"""
     backward_s: float | None = None
-    """seconds of a backward"""
     method: str = ""
-    """how time was taken"""
+    """of timing"""
 
     @property
     def seconds(self) -> float | None:
@@ -58,17 +55,15 @@ class KernelChoice:
     """The version to use, and why."""
 
     op: str
-    """name of the operation"""
     case: str
-    """the case as text"""
+    """its label"""
     version: str
-    """name of the version"""
     run: Callable[..., Any]
-    """the function, ready to be called"""
+    """the function, loaded"""
     trials: tuple[Trial, ...]
-    """every version and what became of it"""
+    """one per version"""
     remembered: bool = False
-    """whether it was found in an earlier run"""
+    """whether an earlier run made the choice"""
 
 
 def choose(
@@ -78,15 +73,15 @@ def choose(
     home: Home | None = None,
     deterministic: bool = False,
     budget_s: float = BUDGET_S,
-    again: bool = False,
+    retry: bool = False,
 ) -> KernelChoice:
-    """The version of `op` for `case`; `budget_s` is the time to look at each version, a direction. `again` tries anew
-    what is remembered."""
+    """The version of `op` for `case`; `budget_s` is the time per version and direction; `retry` ignores what is
+    remembered."""
     _check(case)
     if deterministic:
         return _chosen(op, case, _without_timing(op, case))
     device = device_name(case.device)
-    choice = None if again else _remembered(op, case, home, device)
+    choice = None if retry else _remembered(op, case, home, device)
     if choice is None:
         choice = _chosen(op, case, tuple(try_versions(op, case, budget_s=budget_s)))
         _remember(op, case, home, device, choice)
@@ -94,9 +89,9 @@ def choose(
 
 
 def _check(case: Case) -> None:
-    """A case that no version could ever be tried on is the caller's mistake."""
+    """Refuse a case that no version could run."""
     if case.dtype not in DTYPES:
-        raise BadInput(f"no number format '{case.dtype}' for kernels; try one of {', '.join(DTYPES)}")
+        raise BadInput(f"no kernels for dtype '{case.dtype}'; try one of {', '.join(DTYPES)}")
     kind = case.device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise BadInput(f"no kernels for device '{case.device}'; try cpu or cuda")
@@ -105,7 +100,7 @@ def _check(case: Case) -> None:
 
 
 def explain(choice: KernelChoice) -> list[str]:
-    """One line a version, the fastest first: its time, its error, or why it is out."""
+    """One line per version, the fastest first: its time and error, or why it was refused."""
     order = sorted(choice.trials, key=lambda t: (not t.agreed, t.seconds is None, t.seconds or 0.0))
     head = f"{choice.op} {choice.case}: {choice.version}" + (" (remembered)" if choice.remembered else "")
     return [head, *(f"  {_reason(trial)}" for trial in order)]
@@ -113,18 +108,12 @@ def explain(choice: KernelChoice) -> list[str]:
 
 def try_versions(op: Op, case: Case, *, budget_s: float = BUDGET_S, timed: bool = True) -> Iterator[Trial]:
     """Check each version on a small case, and time those that agree; the reference comes last."""
-    small = op.small(case)
     generator = torch.Generator(torch.device(case.device)).manual_seed(1)
-    expected = expect(op, op.inputs(small, generator), generator)
+    expected = expect(op, op.inputs(op.small(case), generator), generator)
     sets = input_sets(op, case) if timed else []
     best_s = inf
     for version in op.all_versions:
-        why = lacking(version.needs, case.device) or version.refuses(case)
-        if why:
-            yield Trial(version=version.name, refused=why)
-            continue
-        how = {"budget_s": budget_s, "rest_s": _rest_s(op, case), "hopeless_s": HOPELESS * best_s}
-        trial = _tried(op, version, case, expected, sets, how)
+        trial = _trial(op, version, case, sets, expected, budget_s=budget_s, hopeless_s=HOPELESS * best_s)
         best_s = min(best_s, trial.seconds or inf)
         yield trial
 
@@ -133,30 +122,36 @@ def time_rivals(op: Op, case: Case, *, budget_s: float = BUDGET_S) -> Iterator[T
     """The op's rivals, timed and not checked."""
     sets = input_sets(op, case) if op.rivals else []
     for version in op.rivals:
-        why = lacking(version.needs, case.device) or version.refuses(case)
-        if why:
-            yield Trial(version=version.name, refused=why)
-            continue
-        try:
-            how = {"budget_s": budget_s, "rest_s": _rest_s(op, case)}
-            times = time_version(version.load(), op, sets, **how, name=version.name)
-        except Exception as error:  # a rival's compiler may fail in its own way; it is timed beside, no more
-            yield Trial(version=version.name, refused=_failure(error))
-            continue
-        yield Trial(version=version.name, forward_s=times.forward_s, backward_s=times.backward_s, method=times.method)
+        yield _trial(op, version, case, sets, budget_s=budget_s)
 
 
-def _tried(op: Op, version: Version, case: Case, expected: Expected, sets: list[Any], how: dict[str, float]) -> Trial:
+def _trial(
+    op: Op,
+    version: Version,
+    case: Case,
+    sets: list[Any],
+    expected: Expected | None = None,
+    *,
+    budget_s: float,
+    hopeless_s: float = inf,
+) -> Trial:
+    """Check a version where results are expected, and time it on `sets` unless it disagrees."""
+    trial = Trial(version=version.name, refused=lacking(version.needs, case.device) or version.refuses(case) or "")
+    if trial.refused:
+        return trial
     try:
         run = version.load()
-        found = check(run, op, expected, tolerance=op.tolerance.get(case.dtype))
-        trial = Trial(version=version.name, agreed=found.agreed, error=found.error, refused=found.why_not)
-        if not found.agreed or not sets:
+        if expected is not None:
+            agreement = check(run, op, expected, tolerance=op.tolerance.get(case.dtype))
+            trial = replace(trial, agreed=agreement.agreed, error=agreement.error, refused=agreement.why_not)
+        if trial.refused or not sets:
             return trial
-        times = time_version(run, op, sets, **how, name=version.name)
+        times = time_version(
+            run, op, sets, budget_s=budget_s, rest_s=_rest_s(op, case), hopeless_s=hopeless_s, name=version.name
+        )
         return replace(trial, forward_s=times.forward_s, backward_s=times.backward_s, method=times.method)
     except Exception as error:
-        # A compiler or a library may fail in its own way on a new chip or shape; the reference is there for that, and
+        # A compiler or a library may fail in its own way on a new chip or shape; the reference is the fallback, and
         # may itself be too large for the memory.
         if version.run is op.reference and not is_out_of_memory(error):
             raise
@@ -164,19 +159,19 @@ def _tried(op: Op, version: Version, case: Case, expected: Expected, sets: list[
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """torch has two ways to say it."""
+    """torch raises it in two ways."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
     )
 
 
 def _rest_s(op: Op, case: Case) -> float:
-    """Matrix products run into the power limit within a tenth of a second; their ceiling is measured with rests too."""
+    """GEMMs reach the power limit within a tenth of a second; their ceiling is measured with rests too."""
     return _REST_S if op.work(case).ceiling in ("gemm", "fp8") and torch.device(case.device).type == "cuda" else 0.0
 
 
 def _without_timing(op: Op, case: Case) -> tuple[Trial, ...]:
-    """In the op's own order, up to the first that is deterministic and agrees."""
+    """In the op's own order, up to the first deterministic version that agrees."""
     trials: list[Trial] = []
     only = replace(op, versions=tuple(version for version in op.versions if version.deterministic))
     for trial in try_versions(only, case, timed=False):
@@ -206,13 +201,13 @@ def _choice(op: Op, case: Case, name: str, trials: tuple[Trial, ...], *, remembe
 
 
 def _remembered(op: Op, case: Case, home: Home | None, device: str) -> KernelChoice | None:
-    """What the store holds, where it can be read and its version still exists and can be had."""
+    """The stored choice, where it can be read and its version still exists and can run."""
     try:
         record: Any = load_choice(home, device, _key(op, case)) if home else None
         version = op.version(str(record["version"])) if record else None
         trials = tuple(Trial(**trial) for trial in record["trials"]) if record else ()
     except (ArmillaryError, KeyError, TypeError) as error:
-        note_once(f"what is remembered of kernels cannot be used, they are tried again: {error}")
+        note_once(f"the stored choices of kernels cannot be used, versions are tried again: {error}")
         return None
     if version is None or lacking(version.needs, case.device) or version.refuses(case):
         return None
@@ -220,23 +215,23 @@ def _remembered(op: Op, case: Case, home: Home | None, device: str) -> KernelCho
 
 
 def _remember(op: Op, case: Case, home: Home | None, device: str, choice: KernelChoice) -> None:
-    """Keep it for the next run; a store that takes nothing is no reason to stop this one."""
+    """Store the choice for the next run; a store that cannot be written is no reason to stop this one."""
     if home is None:
         return
     record = {"version": choice.version, "trials": [asdict(trial) for trial in choice.trials]}
     try:
         save_choice(home, device, _key(op, case), record)
     except ArmillaryError as error:
-        note_once(f"the choice of kernels is not remembered: {error}")
+        note_once(f"the choice of kernels is not stored: {error}")
 
 
 def _family(version: str) -> str:
-    """'triton' of 'triton, pairs': where one of a family works, another that does not is no news."""
+    """'triton' of 'triton, pairs': where one of a family works, a failure of another is not reported."""
     return version.partition(",")[0]
 
 
 def _is_plain_absence(op: Op, trial: Trial, case: Case) -> bool:
-    """A part that is not there for every shape (no GPU, no Liger) is no news; triton missing beside a GPU is."""
+    """A requirement that is absent for every shape (no GPU, no Liger) is not reported; triton missing on a GPU is."""
     version = op.version(trial.version)
     if version is None or not lacking(version.needs, case.device):
         return False

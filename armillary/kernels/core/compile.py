@@ -1,4 +1,4 @@
-"""The torch.compile version of a reference: compiled for static shapes, each load with a cache of its own."""
+"""The torch.compile version of a reference: static shapes, a compiler cache per load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from armillary.kernels.core.op import LazyFunction, Version
 
 class Compiled(LazyFunction):
     """torch.compile(function) on load. The compiler keeps its cache on a function's code object and gives up after
-    eight shapes of one; a copy of the code for each load keeps cases apart."""
+    eight shapes; a copy of the code per load keeps cases apart."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any] | None = None) -> None:
         self.function, self.options = function, options
@@ -30,12 +30,12 @@ class Compiled(LazyFunction):
 
 
 def compiled(function: Callable[..., Any]) -> Version:
-    """The version that every op has."""
+    """The torch.compile version of an op."""
     return Version(name="compile", run=Compiled(function), needs=("compile",))
 
 
 def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiler warns of settings that are ours to choose (tf32 off, too few multiprocessors to autotune)."""
+    """Silence the compiler's warnings about settings that are chosen deliberately (tf32 off, no autotuning)."""
     done = False
 
     @wraps(function)

@@ -1,59 +1,76 @@
-"""What every Triton launch needs: the right device, the size of a persistent grid, powers of two."""
+"""Helpers for Triton launches: the current device, grid sizes, tiles that fit shared memory, launch options."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from armillary.machine.accelerator import accelerator_of
 
+T = TypeVar("T")
 INTERPRETED_PROGRAMS = 3
-"""a grid for the interpreter on a CPU: more than one, so that sums over programs are tested"""
+"""grid size for the interpreter on a CPU: more than one, so that sums over programs are tested"""
 
 
 def is_bare(x: Tensor) -> bool:
-    """Whether kernels may be launched past torch's dispatcher, which takes longer on the host than the launch does:
-    nothing wants gradients, traces, records, or stands in for real tensors."""
+    """Whether kernels may be launched without torch's dispatcher, which costs the CPU more than the launch itself: no
+    gradients, no tracing, no profiler, no tensor subclass."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
     return type(x) is Tensor and not torch._C._len_torch_dispatch_stack() and not torch.autograd._profiler_enabled()
 
 
 def on(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device: make it the tensor's."""
+    """Make the tensor's device the current one, which is where Triton launches."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
 
 
 def num_programs(x: Tensor, per_multiprocessor: int) -> int:
-    """Programs that all run at once."""
+    """Programs of a persistent grid, all resident at once."""
     chip = accelerator_of(x.device)
     return INTERPRETED_PROGRAMS if chip is None else chip.multiprocessors * per_multiprocessor
 
 
-def fitting_stages(x: Tensor, bytes_a_stage: int, stages: int) -> int:
-    """As many of `stages` as shared memory holds: what is loaded ahead waits there, but for one stage in registers."""
+def fitting_stages(x: Tensor, bytes_per_stage: int, stages: int) -> int:
+    """As many of `stages` as shared memory holds: one stage is in registers, the others are in shared memory."""
     chip = accelerator_of(x.device)
     if chip is None:
         return stages
-    return max(1, min(stages, 1 + int(0.9 * chip.shared_bytes) // max(1, bytes_a_stage)))
+    return max(1, min(stages, 1 + int(0.9 * chip.shared_bytes) // max(1, bytes_per_stage)))
+
+
+def first_fitting(device: torch.device, tiles: Sequence[T], shared_bytes: Callable[[T], int]) -> T:
+    """The first of `tiles` (best first) that fits the shared memory of a block; the last and smallest where none fits.
+    On a CPU, where the interpreter runs kernels, the first."""
+    chip = accelerator_of(device)
+    if chip is None:
+        return tiles[0]
+    return next((tile for tile in tiles if shared_bytes(tile) <= chip.shared_bytes), tiles[-1])
 
 
 @cache
 def can_start_early(device: torch.device) -> bool:
-    """Whether a kernel may be set up while the one ahead still runs (programmatic dependent launch)."""
+    """Whether a kernel may start while the previous one still runs (programmatic dependent launch)."""
     chip = accelerator_of(device)
     return chip is not None and chip.early_launch
 
 
+def early_launch(early: bool) -> dict[str, Any]:
+    """The launch option for an early start; such a kernel calls `gdc_wait` before it reads what the previous one
+    writes."""
+    return {"launch_pdl": True} if early else {}
+
+
 @cache
 def side_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """One for kernels that run beside those of `stream`: of its own, so that what is captured there stays apart."""
+    """A stream for kernels that run beside those of `stream`; one per stream, so that graph captures stay separate."""
     return torch.cuda.Stream(stream.device)
 
 
@@ -63,13 +80,8 @@ def register_limit(device: torch.device, registers: int | None) -> dict[str, Any
     return {} if registers is None or chip is None or chip.vendor != "nvidia" else {"maxnreg": registers}
 
 
-def early_launch(early: bool) -> dict[str, Any]:
-    """The launch option for it; such a kernel waits (`gdc_wait`) before it reads what the one ahead writes."""
-    return {"launch_pdl": True} if early else {}
-
-
 def power_of_two(count: int) -> int:
-    """The next one at or above; 1 for 0."""
+    """The smallest power of two at or above `count`; 1 for 0."""
     return 1 << max(0, count - 1).bit_length()
 
 
@@ -78,11 +90,11 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[…, N] as [rows, N] with neighbours adjacent, a view where strides allow it."""
+    """[…, N] as [rows, N] with unit stride in the last dim, a view where strides allow it."""
     rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def dense(x: Tensor | None) -> Tensor | None:
-    """A small vector or table, if there is one, with neighbours adjacent: kernels read it without strides."""
+    """A small vector or table, contiguous: kernels read it without strides."""
     return None if x is None else x.contiguous()

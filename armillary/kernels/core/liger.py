@@ -1,4 +1,4 @@
-"""Liger's kernels behind our signatures, for machines that have liger_kernel: they compete like any other version.
+"""Liger's kernels with our signatures, for machines that have liger_kernel; they compete like any other version.
 
 Its activation and rotary kernels want gate and up, q and k as tensors of their own, so that taking our packed layouts
 apart is counted with them.

@@ -1,8 +1,8 @@
 """Op: an operation with its plain reference, its fast versions, and what is needed to check, time and price them.
 
-A Case is one shape of it: what a version is asked about, timed on, and remembered by. Each op has a file of its own
-that ends in an `OP = Op(...)`; its Triton kernels are in a second file that only `LazyFunction` imports, so that a
-machine without triton still has the reference.
+A Case is one shape of an op: versions are asked about a case, timed on it and remembered by it. Each op has a file of
+its own that ends in `OP = Op(...)`; its Triton kernels are in a second file that only a `LazyFunction` imports, so that
+a machine without triton still has the reference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Case:
     """One shape of an operation; each op adds its own sizes in a subclass. Hashable and JSON-able."""
 
     dtype: str = "bf16"
-    """number format of the inputs: fp32, bf16, fp16"""
+    """of the inputs: fp32, bf16, fp16"""
     device: str = "cuda"
     """'cpu' or 'cuda'"""
 
@@ -36,33 +36,35 @@ class Case:
 
     @property
     def key(self) -> str:
-        """The case as text, the same for the same case: what a choice is remembered by."""
+        """The case as text, by which a choice is stored."""
         return json.dumps(asdict(self) | {"device": torch.device(self.device).type}, sort_keys=True)
 
     @property
     def label(self) -> str:
-        """'8192 × 4096 bf16': the numbers and words that tell it from others; 0 stands for what it has not."""
+        """'8192 × 4096 bf16': sizes and names; sizes of 0 (an absent part) are left out."""
         sizes = [value for name, value in asdict(self).items() if name not in ("dtype", "device")]
         numbers = " × ".join(f"{v}" for v in sizes if v and isinstance(v, int) and not isinstance(v, bool))
         return " ".join([numbers, *(v for v in sizes if isinstance(v, str) and v), self.dtype])
 
+    def normal(self, generator: torch.Generator, *shape: int) -> torch.Tensor:
+        """A random tensor for this case: normal(0, 1) in its dtype."""
+        return torch.randn(shape, generator=generator, device=generator.device).to(self.torch_dtype)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OpWork:
-    """What a case computes and must move, and the ceiling it is held against."""
+    """FLOPs and compulsory bytes of a case, and the measured ceiling that it is compared with."""
 
     flops: float
-    """of the forward, a multiply-add counted as two"""
+    """of the forward pass; a multiply-add counts as two"""
     bytes: float
-    """of the forward, compulsory traffic"""
+    """of the forward pass"""
     backward_flops: float = 0.0
-    """of the backward, where there is one"""
     backward_bytes: float = 0.0
-    """of the backward"""
     ceiling: Ceiling = "copy"
-    """copy and read: bytes/s of memory; gemm and fp8: FLOP/s of matrix products"""
+    """copy and read: bytes/s of memory; gemm and fp8: FLOP/s of GEMMs"""
     together: bool = False
-    """forward and backward are judged as one, because versions differ in which of them makes the gradients"""
+    """judge forward and backward as one, because versions differ in which of them computes the gradients"""
 
     @classmethod
     def of(cls, forward: spec_ops.Op, *backward: spec_ops.Op, ceiling: Ceiling = "copy") -> Self:
@@ -74,7 +76,7 @@ class OpWork:
 
 
 class LazyFunction:
-    """A function that is imported (or built) when it is first wanted: `Late("armillary.kernels.x_triton", "x")`."""
+    """A function that is imported at its first call: `LazyFunction("armillary.kernels.x_triton", "x")`."""
 
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
@@ -88,16 +90,16 @@ class LazyFunction:
 
 
 _CHECKED_ON_CPU = 1 << 20
-_BYTES_A_NUMBER = 96
-"""that a check needs: inputs, outputs and gradients, plain and wide"""
+_BYTES_PER_ELEMENT = 96
+"""memory of a check: inputs, outputs and gradients, in the case's dtype and wide"""
 
 
-def rows_to_check(case: Case, rows: int, numbers_a_row: int) -> int:
-    """All rows where the wide reference fits into free memory, else as many as do; for `Op.small`."""
-    numbers = _CHECKED_ON_CPU
+def rows_to_check(case: Case, rows: int, elements_per_row: int) -> int:
+    """All rows where the wide reference fits into free memory, else as many as fit; for `Op.small`."""
+    elements = _CHECKED_ON_CPU
     if torch.device(case.device).type == "cuda":
-        numbers = int(torch.cuda.mem_get_info(torch.device(case.device))[0]) // _BYTES_A_NUMBER
-    return min(rows, max(16, numbers // max(1, numbers_a_row)))
+        elements = int(torch.cuda.mem_get_info(torch.device(case.device))[0]) // _BYTES_PER_ELEMENT
+    return min(rows, max(16, elements // max(1, elements_per_row)))
 
 
 def takes_all(case: Any) -> str | None:
@@ -112,16 +114,16 @@ def refuses_fp64(case: Case) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """One way to compute an op, with the reference's signature."""
+    """One implementation of an op, with the reference's signature."""
 
     name: str
     """'triton', 'compile', 'cudnn', 'liger' …; 'eager' is the reference"""
     run: Callable[..., Any]
-    """the function, or a Late; right for any number of rows or tokens, not only the case's"""
+    """the function, or a LazyFunction; correct for any number of rows or tokens, not only the case's"""
     refuses: Callable[[Any], str | None] = takes_all
     """why it cannot do a case, or None"""
     needs: tuple[str, ...] = ()
-    """parts that must be there, see needs.py: 'triton', 'compile', 'cuda', 'liger' …"""
+    """requirements, see requirements.py: 'triton', 'compile', 'cuda', 'liger' …"""
     deterministic: bool = True
     """whether the same inputs give the same bits every time"""
 
@@ -131,9 +133,15 @@ class Version:
 
 
 def in_triton(module: str, function: str) -> Version:
-    """Our own kernel: `function` of armillary.kernels.`module`, for fp32 and half formats."""
+    """Our own kernel: `function` of armillary.kernels.`module`, for fp32 and 16-bit dtypes."""
     run = LazyFunction(f"armillary.kernels.{module}", function)
     return Version(name="triton", run=run, refuses=refuses_fp64, needs=("triton",))
+
+
+def in_liger(function: str, refuses: Callable[[Any], str | None] = takes_all) -> Version:
+    """`function` of liger.py, where liger_kernel is installed."""
+    run = LazyFunction("armillary.kernels.core.liger", function)
+    return Version(name="liger", run=run, refuses=refuses, needs=("liger",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,23 +149,22 @@ class Op:
     """An operation."""
 
     name: str
-    """'rms_norm' …"""
     reference: Callable[..., Any]
-    """plain torch, any dtype from fp64 down, sums at least in fp32; returns a tensor or a tuple of tensors"""
+    """plain torch, any dtype up to fp64, sums at least in fp32; returns a tensor or a tuple of tensors"""
     versions: tuple[Version, ...]
-    """the fast ones; the order is the preference where nothing may be timed; 'eager' is added by itself, last"""
+    """the fast ones, in order of preference where nothing may be timed; 'eager' is appended automatically"""
     inputs: Callable[[Any, torch.Generator], tuple[Any, ...]]
     """random arguments of the reference for a case, on the case's device (the generator is on it too)"""
     work: Callable[[Any], OpWork]
     """FLOPs and bytes of a case"""
     grads: tuple[int, ...] = ()
-    """which arguments get gradients (those that are None in a case are passed over); () for inference only"""
+    """which arguments get gradients (those that are None in a case are skipped); () for inference only"""
     rivals: tuple[Version, ...] = ()
-    """timed beside the versions in the bench but never chosen: they compute not quite the same (other random bits)"""
+    """timed in the bench but never chosen, because they do not do quite the same"""
     writes: tuple[int, ...] = ()
-    """which arguments are changed in place; such an op returns them, and each run that is compared gets copies"""
+    """arguments that are changed in place; such an op returns them, and each run that is compared gets copies"""
     tolerance: Mapping[str, float] = field(default_factory=dict)
-    """dtype -> relative error, where it is not the usual one of agree.py"""
+    """dtype -> relative error, where it differs from agreement.py's"""
     cases: Mapping[str, Case] = field(default_factory=dict)
     """named shapes of real models, for the bench"""
     small: Callable[[Any], Any] = lambda case: case
@@ -165,7 +172,7 @@ class Op:
 
     @property
     def all_versions(self) -> tuple[Version, ...]:
-        """The fast ones, then the reference as it is."""
+        """The fast ones, then the reference."""
         return (*self.versions, Version(name="eager", run=self.reference))
 
     def version(self, name: str) -> Version | None:

@@ -1,4 +1,4 @@
-"""What kernels that start early do before they wait for the one ahead."""
+"""L2 prefetch, for kernels that start before the previous one has ended."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 STREAM: tl.constexpr = tl.constexpr("")
-"""cache modifier of large results: none is used; benchmarks/tilings_gpu.py can set another"""
+"""cache modifier of large stores: none; benchmarks/tilings_gpu.py can set another"""
 
 
 @triton.jit
 def fetch(pointers):
-    """Lines into L2, nobody waits for them. L2 is where all writes meet, so that nothing old is ever read for it."""
+    """Prefetch cache lines into L2 without waiting. L2 is coherent for all writes, so no stale value is ever read."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )

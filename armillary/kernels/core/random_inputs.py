@@ -1,6 +1,6 @@
-"""Random numbers to measure on: zeros are quicker on real chips, and hide unwritten results.
+"""Random buffers for benchmarks: zeros are faster on real chips, and hide unwritten results.
 
-A pool is one long row of random values; buffers and matrices are stretches of it, so that many of them cost one fill.
+A pool is one long row of random values; buffers and matrices are slices of it, so that many of them cost one fill.
 """
 
 from __future__ import annotations
@@ -11,44 +11,44 @@ from math import prod
 import torch
 
 _BLOCK = 4_194_301
-"""prime, so that rows of matrices do not fall on the same values again and again"""
+"""prime, so that rows of matrices do not repeat the same values"""
 
 
 def random_row(count: int, dtype: torch.dtype, device: torch.device, *, seed: int = 0) -> torch.Tensor:
-    """`count` random values: normal for floats, the whole range for int8."""
+    """`count` random values: normal for floats, the full range for int8."""
     generator = torch.Generator(device).manual_seed(seed)
-    drawn = _drawn(min(count, _BLOCK), dtype, device, generator)
+    block = _draw(min(count, _BLOCK), dtype, device, generator)
     if count <= _BLOCK:
-        return drawn
+        return block
     row = torch.empty(count, dtype=dtype, device=device)
     for start in range(0, count, _BLOCK):  # repeating a block fills memory at its own speed
-        row[start : start + _BLOCK] = drawn[: count - start]
+        row[start : start + _BLOCK] = block[: count - start]
     return row
 
 
-def _drawn(count: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+def _draw(count: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> torch.Tensor:
     if dtype == torch.int8:
         return torch.randint(-128, 128, (count,), dtype=dtype, device=device, generator=generator)
     return torch.randn(count, device=device, generator=generator).to(dtype)
 
 
 _ALIGN = 64
-"""elements; every buffer starts at a multiple, so that the quickest loads can be used"""
+"""elements; every buffer starts at a multiple, so that the fastest loads can be used"""
 
 
 class Pool:
-    """A row that is handed out in sets of buffers, from the start again when it is used up; buffers of one set never
+    """A row that is handed out in sets of buffers, starting over when it is used up; buffers of one set never
     overlap."""
 
     def __init__(self, row: torch.Tensor) -> None:
         self._row = row
 
     def sets(self, count: int, shapes: Sequence[tuple[int, ...]]) -> list[list[torch.Tensor]]:
-        """`count` times one buffer of each shape."""
+        """`count` sets of one buffer per shape."""
         size = set_elements(shapes)
-        fitting = self._row.numel() // size
-        assert fitting, "the pool is smaller than one set"
-        return [self._set(number % fitting * size, shapes) for number in range(count)]
+        num_fitting = self._row.numel() // size
+        assert num_fitting, "the pool is smaller than one set"
+        return [self._set(number % num_fitting * size, shapes) for number in range(count)]
 
     def _set(self, start: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         buffers = []

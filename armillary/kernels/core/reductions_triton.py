@@ -1,6 +1,6 @@
-"""The sum of a few hundred rows: the second half of a gradient that each program summed for its own rows.
+"""Sums over rows: the second pass of a gradient whose programs each summed their own rows, and in-place addition.
 
-The order is fixed, so the result is the same every time. Two gradients are summed by one launch.
+The order is fixed, so the result is deterministic. Two gradients are summed by one launch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _COLUMNS, _MOST_ROWS = 32, 256
 
 
 def column_sums(parts_GPN: Tensor, *outs: Tensor) -> None:
-    """Write the fp32 sums of each of `parts_GPN` (one or two) over its rows into its own out, in that one's format."""
+    """Sum each of one or two groups of `parts_GPN` over its rows in fp32, and write it to its `out` in its dtype."""
     groups, rows, columns = parts_GPN.shape
     assert groups == len(outs) <= 2
     early = can_start_early(parts_GPN.device)
@@ -38,7 +38,7 @@ def column_sums(parts_GPN: Tensor, *outs: Tensor) -> None:
 def _kernel(
     parts_ptr, first_ptr, second_ptr, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
-    if EARLY:  # it is set up while the kernel ahead still runs, whose sums it waits for
+    if EARLY:  # launched while the previous kernel still runs; wait for its sums
         tl.extra.cuda.gdc_wait()
     group = tl.program_id(1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -58,8 +58,10 @@ _BLOCK, _WARPS = 4096, 8
 
 
 def add_(total: Tensor, part: Tensor) -> None:
-    """total + part, in place; both whole and of one shape."""
-    assert total.shape == part.shape and total.is_contiguous() and part.is_contiguous(), "whole tensors of one shape"
+    """total += part; both contiguous and of one shape."""
+    assert total.shape == part.shape and total.is_contiguous() and part.is_contiguous(), (
+        "contiguous tensors of one shape"
+    )
     count = total.numel()
     if count:
         with on(total):

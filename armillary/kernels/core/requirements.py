@@ -1,4 +1,4 @@
-"""What a version may need beside torch, and why it is not there; one line each, for the note that a fallback leaves."""
+"""Requirements of a version beside torch (triton, a compiler, GPU units), and why one is not met, in one line each."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _UNITS: dict[str, tuple[Callable[[Accelerator], bool], str]] = {
     "fp8": (lambda chip: chip.fp8, "needs fp8 units, which NVIDIA GPUs have from compute capability 8.9 on"),
     "grouped_gemm": (lambda chip: chip.grouped_gemm, "torch has no grouped GEMM for this GPU"),
 }
-"""name -> whether a GPU has it, and what to say where it has not"""
+"""name -> whether a GPU has it, and the message where it has not"""
 
 
 def lacking(needs: tuple[str, ...], device: str) -> str | None:
-    """Why one of `needs` cannot be had on `device`, or None."""
+    """Why one of `needs` is not met on `device`, or None."""
     kind = torch.device(device)
     return next((why for need in needs if (why := _lacking_one(need, kind))), None)
 
@@ -59,7 +59,7 @@ def _triton(device: torch.device) -> str | None:
 
 @cache
 def interpreted() -> bool:
-    """Whether Triton runs its kernels on the CPU, as the tests have it; never a reason to choose one."""
+    """Whether Triton interprets its kernels on the CPU, as in tests; never a reason to choose one."""
     if not _installed():
         return False
     import triton
@@ -95,13 +95,12 @@ NEEDS: dict[str, Callable[[torch.device], str | None]] = {
     "compile": _compile,
     "liger": _liger,
 }
-"""name -> why it is not there on a device, or None; what a GPU's units decide stands in _UNITS"""
-
+"""name -> why it is not met on a device, or None; GPU units are in _UNITS"""
 
 LOG = logging.getLogger("armillary.kernels")
 
 
 @cache
 def note_once(text: str) -> None:
-    """Say it on the log, once a process."""
+    """Log a warning, once per process."""
     LOG.warning(text)

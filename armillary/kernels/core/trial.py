@@ -1,15 +1,19 @@
-"""How long a version takes for a case, forward and backward apart, on inputs that are not in a cache.
+"""The time of a version for a case, forward and backward separately, on inputs that are not in a cache.
 
-Several sets of random inputs, together several times the last cache, are taken in turn. On a GPU the forwards of all
-sets are captured in one CUDA graph and their backwards in a second, so that the device is timed and not the host.
+Several sets of random inputs, together several times the last cache, are cycled through. On a GPU the forward passes of
+all sets are captured in one CUDA graph and their backward passes in a second, so that the device is timed and not the
+CPU.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, inf
 from typing import Any
 
@@ -17,20 +21,18 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.core.agreement import as_tuple, with_grad
-from armillary.kernels.core.graph_capture import capturing, waits_for_device
 from armillary.kernels.core.op import Case, Op
-from armillary.kernels.core.timing import Call, time_calls
+from armillary.kernels.core.timing import time_calls, warm_up
 
 LOG = logging.getLogger("armillary.kernels")
 ONE_CALL = "one call"
-_How = dict[str, float]
 _TIMES_CACHE = 4
 _CPU_CACHE = 8 << 20
 _MAX_SETS = 64
-_WORTH_WHILE_S = 0.02
-"""a call that takes less is timed properly whatever it took: the host's clock counts its launch too"""
-_GRAPH_S, _MOST_CALLS = 2e-3, 256
-"""that a graph of forwards takes at least, as far as so many calls go"""
+_SHORT_S = 0.02
+"""a call that takes less is timed properly in any case: the CPU's clock includes its launch"""
+_GRAPH_S, _MAX_GRAPH_CALLS = 2e-3, 256
+"""shortest graph of forward passes, and the most calls put in to reach it"""
 _SHARE_OF_MEMORY = 0.2
 """of free memory that inputs may take; outputs and gradients need as much again or more"""
 
@@ -40,11 +42,10 @@ class Times:
     """Seconds of one call."""
 
     forward_s: float
-    """the forward, with what it keeps for the backward"""
+    """including what it saves for the backward pass"""
     backward_s: float | None = None
-    """the backward alone; None for an op without"""
+    """None for an op without a backward pass"""
     method: str = ""
-    """how time was taken"""
 
     @property
     def seconds(self) -> float:
@@ -52,12 +53,14 @@ class Times:
 
 
 def input_sets(op: Op, case: Case) -> list[tuple[Any, ...]]:
-    """Enough sets of random inputs that none is still in a cache when its turn comes again."""
+    """Enough sets of random inputs that none is still in a cache when it is used again."""
     device = torch.device(case.device)
     generator = torch.Generator(device).manual_seed(0)
     first = op.inputs(case, generator)
-    size = max(1, sum(_bytes(x) for x in first))
-    cache, free = _cache_and_free(device)
+    size = max(1, sum(x.numel() * x.element_size() for x in first if isinstance(x, Tensor)))
+    cache, free = _CPU_CACHE, 4e9
+    if device.type == "cuda":
+        cache, free = torch.cuda.get_device_properties(device).L2_cache_size, torch.cuda.mem_get_info(device)[0]
     count = max(1, min(_MAX_SETS, ceil(_TIMES_CACHE * cache / size) + 1, int(_SHARE_OF_MEMORY * free / size)))
     return [first, *(op.inputs(case, generator) for _ in range(count - 1))]
 
@@ -72,33 +75,34 @@ def time_version(
     hopeless_s: float = inf,
     name: str = "",
 ) -> Times:
-    """Time `run`, version `name`, on these sets for about `budget_s` a direction; `rest_s` as in time_calls. What takes
-    longer than `hopeless_s`, and long at all, is timed by one call."""
+    """Time `run`, version `name`, on these sets for about `budget_s` per direction; `rest_s` as in time_calls. A call
+    that takes longer than `hopeless_s`, and is not short, is timed once."""
     device = next(x.device for x in sets[0] if isinstance(x, Tensor))
     leaves = [with_grad(inputs, op.grads) for inputs in sets]
     run_once(run, op, leaves[0])
     once = _one_call(run, op, leaves[-1], device) if hopeless_s < inf else None
-    if once is not None and once.seconds > max(hopeless_s, _WORTH_WHILE_S):
+    if once is not None and once.seconds > max(hopeless_s, _SHORT_S):
         return once
+    limits = {"budget_s": budget_s, "rest_s": rest_s}
     if device.type == "cuda":
         why = waits_for_device(lambda: run_once(run, op, leaves[0]))
         try:
             if not why:
-                return _captured(run, op, leaves, device, {"budget_s": budget_s, "rest_s": rest_s})
+                return _captured(run, op, leaves, device, limits)
         except RuntimeError as error:
             why = _first_line(error)
         what = f"{op.name}, {name}" if name else op.name
         LOG.warning("%s: not captured in a CUDA graph, timed call by call: %s", what, why)
         torch.cuda.synchronize(device)
-    return _called(run, op, leaves, device, {"budget_s": budget_s, "rest_s": rest_s})
+    return _called(run, op, leaves, device, limits)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+def _first_line(error: Exception, otherwise: str = "") -> str:
+    return (str(error).strip().splitlines() or [otherwise])[0]
 
 
 def run_once(run: Callable[..., Any], op: Op, inputs: tuple[Any, ...]) -> None:
-    """A forward, and a backward where the op has one."""
+    """A forward pass, and a backward pass where the op has one."""
     leaves = with_grad(inputs, op.grads)
     with torch.set_grad_enabled(bool(op.grads)):
         outputs = as_tuple(run(*leaves))
@@ -107,7 +111,7 @@ def run_once(run: Callable[..., Any], op: Op, inputs: tuple[Any, ...]) -> None:
 
 
 def _one_call(run: Callable[..., Any], op: Op, inputs: tuple[Any, ...], device: Any) -> Times:
-    """One forward and one backward by the host's clock, after a warm-up."""
+    """One forward and one backward pass by the CPU's clock."""
     marks = []
 
     def mark() -> None:
@@ -128,73 +132,66 @@ def _one_call(run: Callable[..., Any], op: Op, inputs: tuple[Any, ...], device: 
     return Times(forward_s=marks[1] - marks[0], backward_s=backward_s, method=ONE_CALL)
 
 
-def _captured(run: Callable[..., Any], op: Op, leaves: list[tuple[Any, ...]], device: Any, how: _How) -> Times:
-    _warm_up(run, op, leaves[:2], device)
-    many = leaves * _passes(run, op, leaves)
-    forward, kept = _forward_graph(run, op, many)
-    times = [time_calls([lambda: forward.replay()], device, **how, graph=False).seconds]
+def _captured(
+    run: Callable[..., Any], op: Op, leaves: list[tuple[Any, ...]], device: Any, limits: dict[str, float]
+) -> Times:
+    def run_some() -> None:
+        for inputs in leaves[:2]:
+            run_once(run, op, inputs)
+
+    warm_up(run_some, device)
+    repeated = leaves * _repeats(run, op, leaves)
+    forward, outputs = _forward_graph(run, op, repeated)
+    times = [time_calls([lambda: forward.replay()], device, **limits, graph=False).seconds]
     if op.grads:
-        grads = [_grad_outputs(outputs) for outputs in kept]
-        backward, kept_grads = torch.cuda.CUDAGraph(), []
+        grad_outputs = [_grad_outputs(each) for each in outputs]
+        backward, gradients = torch.cuda.CUDAGraph(), []
         with capturing(backward, forward.pool()):
-            kept_grads = [_backward(*three, op) for three in zip(many, kept, grads, strict=True)]
-        times.append(time_calls([lambda: backward.replay()], device, **how, graph=False).seconds)
-        del kept_grads
-    forward_s, *rest = (seconds / len(many) for seconds in times)
+            gradients = [_backward(*each, op) for each in zip(repeated, outputs, grad_outputs, strict=True)]
+        times.append(time_calls([lambda: backward.replay()], device, **limits, graph=False).seconds)
+        del gradients
+    forward_s, *rest = (seconds / len(repeated) for seconds in times)
     return Times(forward_s=forward_s, backward_s=rest[0] if rest else None, method="CUDA graph")
 
 
 def _forward_graph(run: Callable[..., Any], op: Op, leaves: list[tuple[Any, ...]]) -> tuple[Any, list[Any]]:
-    """The forwards of these inputs in one graph, and what they give."""
-    graph, kept = torch.cuda.CUDAGraph(), []
+    """The forward passes of these inputs in one graph, and their outputs."""
+    graph, outputs = torch.cuda.CUDAGraph(), []
     with torch.set_grad_enabled(bool(op.grads)), capturing(graph, torch.cuda.graph_pool_handle()):
-        kept = [as_tuple(run(*inputs)) for inputs in leaves]
-    return graph, kept
+        outputs = [as_tuple(run(*inputs)) for inputs in leaves]
+    return graph, outputs
 
 
-def _passes(run: Callable[..., Any], op: Op, leaves: list[tuple[Any, ...]]) -> int:
-    """How often all sets go into one graph: launching a graph takes microseconds, which a long one hides."""
-    graph, kept = _forward_graph(run, op, leaves)
+def _repeats(run: Callable[..., Any], op: Op, leaves: list[tuple[Any, ...]]) -> int:
+    """How often all sets go into one graph: a graph launch takes microseconds, which a long graph hides."""
+    graph, outputs = _forward_graph(run, op, leaves)
     graph.replay()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     graph.replay()
     end.record()
     end.synchronize()
-    del kept
+    del outputs
     wanted = ceil(_GRAPH_S / max(1e-6, begin.elapsed_time(end) / 1e3))
-    return max(1, min(wanted, _MOST_CALLS // len(leaves)))
+    return max(1, min(wanted, _MAX_GRAPH_CALLS // len(leaves)))
 
 
-def _warm_up(run: Callable[..., Any], op: Op, leaves: list[tuple[Any, ...]], device: Any) -> None:
-    """On a side stream, as capture wants it: compilers and libraries set themselves up here."""
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for inputs in leaves:
-            run_once(run, op, inputs)
-    torch.cuda.current_stream(device).wait_stream(side)
-    torch.cuda.synchronize(device)
-
-
-def _called(run: Callable[..., Any], op: Op, leaves: list[tuple[Any, ...]], device: Any, how: _How) -> Times:
+def _called(
+    run: Callable[..., Any], op: Op, leaves: list[tuple[Any, ...]], device: Any, limits: dict[str, float]
+) -> Times:
     """Without a graph: forward alone, then both, and the difference."""
     with torch.set_grad_enabled(bool(op.grads)):
-        forward = time_calls([_call(run, inputs) for inputs in leaves], device, **how, graph=False)
+        forward = time_calls([partial(run, *inputs) for inputs in leaves], device, **limits, graph=False)
         method = f"calls, {forward.method}"
         if not op.grads:
             return Times(forward_s=forward.seconds, method=method)
         grads = _grad_outputs(as_tuple(run(*leaves[0])))
-        both = time_calls([_both(run, op, inputs, grads) for inputs in leaves], device, **how, graph=False)
+        both = time_calls([partial(_both, run, op, inputs, grads) for inputs in leaves], device, **limits, graph=False)
     return Times(forward_s=forward.seconds, backward_s=max(0.0, both.seconds - forward.seconds), method=method)
 
 
-def _call(run: Callable[..., Any], inputs: tuple[Any, ...]) -> Call:
-    return lambda: run(*inputs)
-
-
-def _both(run: Callable[..., Any], op: Op, inputs: tuple[Any, ...], grads: list[Tensor | None]) -> Call:
-    return lambda: _backward(inputs, as_tuple(run(*inputs)), grads, op)
+def _both(run: Callable[..., Any], op: Op, inputs: tuple[Any, ...], grads: list[Tensor | None]) -> Any:
+    return _backward(inputs, as_tuple(run(*inputs)), grads, op)
 
 
 def _backward(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], grads: Iterable[Tensor | None], op: Op) -> Any:
@@ -204,15 +201,55 @@ def _backward(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...], grads: Itera
 
 
 def _grad_outputs(outputs: tuple[Tensor, ...]) -> list[Tensor | None]:
-    """Random gradients; zeros are quicker on real chips."""
+    """Random gradients; zeros are faster on real chips."""
     return [torch.randn_like(out) if out.requires_grad else None for out in outputs]
 
 
-def _bytes(x: Any) -> int:
-    return x.numel() * x.element_size() if isinstance(x, Tensor) else 0
+# --- CUDA graphs
 
 
-def _cache_and_free(device: torch.device) -> tuple[int, float]:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).L2_cache_size, torch.cuda.mem_get_info(device)[0]
-    return _CPU_CACHE, 4e9
+def waits_for_device(call: Callable[[], object]) -> str:
+    """How a call synchronises with the device, which no capture allows; '' if it does not."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it may not find everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        return _first_line(error, "it waits for the device")
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return ""
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """torch.cuda.graph that restores stream and memory pool if the capture fails.
+
+    When the end of a capture fails, torch leaves the capture's stream as the current one, and its memory pool as the
+    place of all further allocations, which nothing ever frees.
+    """
+    stream = torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            yield
+    except RuntimeError:
+        torch.cuda.set_stream(stream)
+        _release(stream.device, pool)
+        raise
+
+
+def _release(device: torch.device, pool: Any) -> None:
+    """Stop allocating in the pool of a capture that did not end; one that did releases it by itself."""
+    assert device.index is not None
+    end, release = (getattr(torch._C, f"_cuda_{name}", None) for name in ("endAllocateToPool", "releasePool"))
+    if end is None or release is None:  # a torch that keeps them elsewhere: memory stays taken, no more than that
+        return
+    try:
+        end(device.index, pool)
+    except RuntimeError:  # nothing is allocated there: the capture had ended
+        return
+    release(device.index, pool)

@@ -1,8 +1,9 @@
-"""A linear layer for training whose three products run in fp8: E4M3 for x and the weight, E5M2 for gradients.
+"""A linear layer for training whose three GEMMs run in fp8: E4M3 for x and the weight, E5M2 for gradients.
 
-Each operand is scaled so that its largest value is the format's largest: one scale for the tensor, or one for each row
-along the dim that is summed over; or one a token, a power of two, where a weight has one a row and what is summed over
-tokens the largest of theirs. The reference rounds to fp8 and multiplies what that leaves, in the inputs' dtype.
+Each operand is scaled so that its largest value becomes the dtype's largest. 'tensor': one scale per tensor. 'row': one
+scale per row along the dim that is summed over. 'token': one scale per token, a power of two; a weight then has per-row
+scales, and a GEMM that sums over tokens takes the largest scale of all tokens. The reference rounds to fp8 and
+multiplies the rounded numbers in the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -22,20 +23,24 @@ from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALINGS = ("row", "tensor", "token")
 TINY = 1e-12
-"""smallest amax that is told from zero"""
+"""smallest amax that is distinguished from zero"""
 
 
 def reference(x_MK: Tensor, weight_NK: Tensor, scaling: str = "row") -> Tensor:
     """x @ weightᵀ of the rounded operands; gradients from rounded operands too."""
-    if scaling not in SCALINGS:
-        raise BadInput(f"fp8 scaling '{scaling}' is not known; choose {' or '.join(SCALINGS)}")
+    check_scaling(scaling)
     if scaling == "token":
         return _RoundedByToken.apply(x_MK.flatten(0, -2), weight_NK).unflatten(0, x_MK.shape[:-1])
     return _Rounded.apply(x_MK.flatten(0, -2), weight_NK, scaling).unflatten(0, x_MK.shape[:-1])
 
 
+def check_scaling(scaling: str) -> None:
+    if scaling not in SCALINGS:
+        raise BadInput(f"fp8 scaling '{scaling}' is not known; choose {' or '.join(SCALINGS)}")
+
+
 class _Rounded(torch.autograd.Function):
-    """The three products, each operand rounded along the dim that is summed over."""
+    """The three GEMMs, each operand rounded along the dim that is summed over."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: str) -> Tensor:
@@ -55,7 +60,7 @@ class _Rounded(torch.autograd.Function):
 
 
 class _RoundedByToken(torch.autograd.Function):
-    """The same with a scale a token; where tokens are summed, all take the largest of theirs."""
+    """The three GEMMs with per-token scales; where tokens are summed over, all take the largest scale."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -74,21 +79,21 @@ class _RoundedByToken(torch.autograd.Function):
 
 
 def _at_one_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x as fp8 holds it a token, and then at the largest of the scales: these are powers of two, so only exponents
-    move, until numbers are too small for the format."""
+    """x rounded per token, then rescaled to the largest scale: scales are powers of two, so only exponents change,
+    until numbers are too small for the dtype."""
     values, scale = quantised(x, dtype, "token")
     top = scale.max() if scale.numel() else scale.new_ones(())
     return ((values.to(scale.dtype) * (scale / top)).to(dtype).to(scale.dtype) * top).to(x.dtype)
 
 
 def rounded(x: Tensor, dtype: torch.dtype, scaling: str, dim: int = 1) -> Tensor:
-    """x as fp8 holds it, where it is summed over `dim`."""
+    """x rounded to fp8, with scales for a sum over `dim`."""
     values, scale = quantised(x, dtype, scaling, dim)
     return (values.to(scale.dtype) * scale).to(x.dtype)
 
 
 def quantised(x: Tensor, dtype: torch.dtype, scaling: str, dim: int = 1) -> tuple[Tensor, Tensor]:
-    """fp8 values and the scales (a column, a row with `dim` 0, or one number) that give x back, in plain torch."""
+    """fp8 values and their scales (a column, a row with `dim` 0, or one number), so that values · scales ≈ x."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if not x.numel():
         size = () if scaling == "tensor" else (len(x), 1) if dim == 1 else (1, x.shape[1])
@@ -99,13 +104,13 @@ def quantised(x: Tensor, dtype: torch.dtype, scaling: str, dim: int = 1) -> tupl
     if scaling == "token":
         scale = _power_above(amax / largest)
         return (wide / scale).clamp(-largest, largest).to(dtype), scale
-    # with a plain number on either side a GPU multiplies by a reciprocal, which rounds twice and turns ties
+    # with a Python number on either side a GPU multiplies by a reciprocal, which rounds twice and changes ties
     most = torch.full_like(amax, largest)
     return (wide * (most / amax)).clamp(-largest, largest).to(dtype), amax / most
 
 
 def _power_above(x: Tensor) -> Tensor:
-    """The smallest power of two at or above a positive number; what is not finite stays so."""
+    """The smallest power of two at or above a positive number; NaN and infinity stay."""
     fraction, exponent = torch.frexp(x)
     power = torch.ldexp(torch.ones_like(x), exponent - (fraction == 0.5).to(exponent.dtype))
     return torch.where(x.isfinite(), power, x)
@@ -116,40 +121,35 @@ class Fp8LinearCase(Case):
     """Tokens through a weight, in fp8."""
 
     tokens: int
-    """rows of x"""
     outputs: int
-    """rows of the weight"""
     inputs: int
-    """columns of x and of the weight"""
     scaling: str = "row"
     """'row' or 'tensor'"""
 
 
 def inputs(case: Fp8LinearCase, generator: torch.Generator) -> tuple[object, ...]:
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=generator.device).to(case.torch_dtype)
-
-    return normal(case.tokens, case.inputs), normal(case.outputs, case.inputs) * case.inputs**-0.5, case.scaling
+    x, weight = case.normal(generator, case.tokens, case.inputs), case.normal(generator, case.outputs, case.inputs)
+    return x, weight * case.inputs**-0.5, case.scaling
 
 
 def work(case: Fp8LinearCase) -> OpWork:
-    """2·M·N·K forward and twice that backward; bytes as fp8 operands and a bf16 result would have them."""
-    product = 2.0 * case.tokens * case.outputs * case.inputs
+    """2·M·N·K FLOPs forward and twice that backward; bytes of fp8 operands and a bf16 result."""
+    flops = 2.0 * case.tokens * case.outputs * case.inputs
     moved = (case.tokens + case.outputs) * case.inputs + 2.0 * case.tokens * case.outputs
-    return OpWork(flops=product, bytes=moved, backward_flops=2 * product, backward_bytes=2 * moved, ceiling="fp8")
+    return OpWork(flops=flops, bytes=moved, backward_flops=2 * flops, backward_bytes=2 * moved, ceiling="fp8")
 
 
-def refuses(case: Fp8LinearCase) -> str | None:
-    """Why the library's fp8 product cannot do a case."""
+def refuses(case: Any) -> str | None:
+    """Why the library's fp8 GEMM cannot do a case of fp8_linear or fp8_matmul."""
     if case.dtype != "bf16":
-        return "the library's fp8 products give bf16"
+        return "the library's fp8 GEMMs return bf16"
     if case.outputs % 16 or case.inputs % 16:
-        return "the library's fp8 products want sizes that are multiples of 16"
+        return "the library's fp8 GEMMs need sizes that are multiples of 16"
     return None
 
 
-def _small(case: Fp8LinearCase) -> Fp8LinearCase:
-    """As it is; a CPU gets less of everything."""
+def small(case: Any) -> Any:
+    """The same case; smaller sizes on a CPU."""
     if case.device != "cpu":
         return case
     return replace(case, tokens=min(case.tokens, 128), outputs=min(case.outputs, 512), inputs=min(case.inputs, 1024))
@@ -180,5 +180,5 @@ FP8_LINEAR = Op(
         "8192³ row": Fp8LinearCase(tokens=8192, outputs=8192, inputs=8192),
         "8192³ tensor": Fp8LinearCase(tokens=8192, outputs=8192, inputs=8192, scaling="tensor"),
     },
-    small=_small,
+    small=small,
 )

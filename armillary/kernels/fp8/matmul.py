@@ -1,7 +1,7 @@
-"""A product with a weight that is in fp8 already: the activations are quantised on the way in, by what makes them.
+"""A GEMM with a weight that is already in fp8; the norm or activation before it quantises the activations.
 
 A weight is quantised once and used many times: by every micro-batch of a step, and by every step of a server. The norm
-or the SwiGLU ahead gives fp8 rows and their scales right away, so that their result is never written in bf16.
+or the SwiGLU before the GEMM writes fp8 rows and their scales directly, so that its result is never written in bf16.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from armillary.kernels.core.dtype import widen
 from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
-from armillary.kernels.fp8.linear import E4M3, quantised, rounded
+from armillary.kernels.fp8.linear import E4M3, quantised, refuses, rounded, small
+from armillary.kernels.gemm.skinny import rms_norm
 
-# M tokens, K inputs of the product, N outputs
+# M tokens, K inputs of the GEMM, N outputs
 
 
 def reference(
@@ -32,8 +33,7 @@ def reference(
 def produced(x: Tensor, norm_K: Tensor | None, gated: bool, eps: float) -> Tensor:
     """f(x)."""
     if norm_K is not None:
-        wide = widen(x)
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * widen(norm_K)).to(x.dtype)
+        return rms_norm(x, norm_K, eps)
     if gated:
         gate, up = widen(x).unflatten(-1, (-1, 2)).unbind(-1)
         return (F.silu(gate) * up).to(x.dtype)
@@ -49,11 +49,8 @@ class Fp8MatmulCase(Case):
     """Tokens through a weight in fp8."""
 
     tokens: int
-    """rows of x"""
     outputs: int
-    """rows of the weight"""
     inputs: int
-    """columns of the weight"""
     scaling: str = "row"
     """'row' or 'tensor'"""
     norm: bool = False
@@ -63,38 +60,19 @@ class Fp8MatmulCase(Case):
 
 
 def inputs(case: Fp8MatmulCase, generator: torch.Generator) -> tuple[object, ...]:
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=generator.device).to(case.torch_dtype)
-
-    weight, scale = quantised(normal(case.outputs, case.inputs) * case.inputs**-0.5, E4M3, case.scaling)
-    x = normal(case.tokens, case.inputs * (2 if case.gated else 1))
-    return x, weight, scale, normal(case.inputs) if case.norm else None, case.gated
+    weight, scale = quantised(case.normal(generator, case.outputs, case.inputs) * case.inputs**-0.5, E4M3, case.scaling)
+    x = case.normal(generator, case.tokens, case.inputs * (2 if case.gated else 1))
+    return x, weight, scale, case.normal(generator, case.inputs) if case.norm else None, case.gated
 
 
 def work(case: Fp8MatmulCase) -> OpWork:
-    """2·M·N·K; x and the weight read, the result written."""
+    """2·M·N·K FLOPs; x and the weight are read, the result is written."""
     read = 2.0 * case.tokens * case.inputs * (2 if case.gated else 1) + case.outputs * case.inputs
     return OpWork(
         flops=2.0 * case.tokens * case.outputs * case.inputs,
         bytes=read + 2.0 * case.tokens * case.outputs,
         ceiling="fp8",
     )
-
-
-def refuses(case: Fp8MatmulCase) -> str | None:
-    """Why the library's fp8 product cannot do a case."""
-    if case.dtype != "bf16":
-        return "the library's fp8 products give bf16"
-    if case.outputs % 16 or case.inputs % 16:
-        return "the library's fp8 products want sizes that are multiples of 16"
-    return None
-
-
-def _small(case: Fp8MatmulCase) -> Fp8MatmulCase:
-    """As it is; a CPU gets less of everything."""
-    if case.device != "cpu":
-        return case
-    return replace(case, tokens=min(case.tokens, 128), outputs=min(case.outputs, 512), inputs=min(case.inputs, 1024))
 
 
 def _version(name: str, function: str, *more: str) -> Version:
@@ -118,6 +96,6 @@ FP8_MATMUL = Op(
         "llama-3-8b, norm, gate and up": Fp8MatmulCase(tokens=8192, outputs=28672, inputs=4096, norm=True),
         "llama-3-8b, swiglu, down": Fp8MatmulCase(tokens=8192, outputs=4096, inputs=14336, gated=True),
     },
-    small=_small,
+    small=small,
 )
 """for `choose()` and the bench"""

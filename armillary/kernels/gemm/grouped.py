@@ -1,7 +1,7 @@
-"""Linear layers of many experts at once: rows sorted by expert, each stretch of them times its expert's weight.
+"""Linear layers of many experts in one grouped GEMM: rows sorted by expert, each group times its expert's weight.
 
-`ends[e]` is where the rows of expert e end; they begin where those of e - 1 do. The reference waits for the device to
-tell how many rows each expert has; the kernels read that on the device, so nothing waits.
+`ends[e]` is where the rows of expert e end; they begin where those of e - 1 end. The reference waits for the device to
+know how many rows each expert has; the kernels read that on the device, so nothing waits.
 """
 
 from __future__ import annotations
@@ -21,45 +21,63 @@ from armillary.spec.arithmetic import ops as spec_ops
 
 
 def grouped_linear(x_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor, full: bool = True) -> Tensor:
-    """The reference: x[ends[e-1] : ends[e]] @ weight[e]ᵀ for every e. Rows behind the last end belong to nobody and
+    """The reference: x[ends[e-1] : ends[e]] @ weight[e]ᵀ for every e. Rows after the last end belong to no expert and
     give zeros; `full` says that there are none."""
     ends = ends_E.tolist()
-    pieces = x_PK[: ends[-1]].split([end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)])
-    made = [F.linear(piece, weight_NK) for piece, weight_NK in zip(pieces, weight_ENK.unbind(0), strict=True)]
+    groups = x_PK[: ends[-1]].split([end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)])
+    outputs = [F.linear(group, weight_NK) for group, weight_NK in zip(groups, weight_ENK.unbind(0), strict=True)]
     rest = x_PK[ends[-1] :]
-    return torch.cat([*made, rest.new_zeros(len(rest), weight_ENK.shape[1])]) if len(rest) else torch.cat(made)
+    return torch.cat([*outputs, rest.new_zeros(len(rest), weight_ENK.shape[1])]) if len(rest) else torch.cat(outputs)
+
+
+def torch_grouped_linear(x_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor, full: bool = True) -> Tensor:
+    """By torch's own kernel (CUTLASS on Hopper). Rows of no expert are masked, because torch leaves them
+    uninitialised."""
+    if full:
+        return _TorchGrouped.apply(x_PK, weight_ENK, ends_E)  # type: ignore[no-any-return]
+    owned_P1 = torch.arange(len(x_PK), device=x_PK.device)[:, None] < ends_E[-1]
+    y_PN: Tensor = _TorchGrouped.apply(x_PK.where(owned_P1, 0.0), weight_ENK, ends_E)
+    return y_PN.where(owned_P1, 0.0)
+
+
+class _TorchGrouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(x_PK, weight_ENK, ends_E)
+        return torch._grouped_mm(x_PK, weight_ENK.transpose(-2, -1), offs=ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, dy_PN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        x_PK, weight_ENK, ends_E = ctx.saved_tensors
+        dy_PN, (needs_x, needs_weight, _) = dy_PN.contiguous(), ctx.needs_input_grad
+        dx = torch._grouped_mm(dy_PN, weight_ENK, offs=ends_E) if needs_x else None
+        dweight = torch._grouped_mm(dy_PN.t(), x_PK, offs=ends_E) if needs_weight else None
+        return dx, dweight, None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedCase(Case):
-    """Rows spread over experts."""
+    """Rows distributed over experts."""
 
     rows: int
     """copies of tokens"""
     experts: int
-    """weights"""
     outputs: int
     """rows of a weight"""
     inputs: int
-    """columns of a weight"""
     even: bool = False
-    """every expert has as many rows; otherwise they are drawn at random, and some may have none"""
+    """every expert has as many rows; otherwise their numbers are random, and some may be 0"""
 
 
 def _inputs(case: GroupedCase, generator: torch.Generator) -> tuple[Any, ...]:
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=generator.device).to(case.torch_dtype)
-
+    device = generator.device
     if case.even:
-        cuts = torch.arange(1, case.experts, device=generator.device) * case.rows // case.experts
+        inner = torch.arange(1, case.experts, device=device) * case.rows // case.experts
     else:
-        cuts = (
-            torch.randint(case.rows + 1, (case.experts - 1,), generator=generator, device=generator.device)
-            .sort()
-            .values
-        )
-    ends = torch.cat((cuts, cuts.new_tensor([case.rows]))).to(torch.int32)
-    return normal(case.rows, case.inputs), normal(case.experts, case.outputs, case.inputs) * case.inputs**-0.5, ends
+        inner = torch.randint(case.rows + 1, (case.experts - 1,), generator=generator, device=device).sort().values
+    ends = torch.cat((inner, inner.new_tensor([case.rows]))).to(torch.int32)
+    x = case.normal(generator, case.rows, case.inputs)
+    return x, case.normal(generator, case.experts, case.outputs, case.inputs) * case.inputs**-0.5, ends
 
 
 def _work(case: GroupedCase) -> OpWork:
@@ -71,8 +89,8 @@ def _work(case: GroupedCase) -> OpWork:
 
 def _unaligned(case: GroupedCase) -> str | None:
     size = case.torch_dtype.itemsize
-    fits = all(n * size % 16 == 0 for n in (case.outputs, case.inputs))
-    return None if fits else "rows of the weights must be multiples of 16 bytes"
+    aligned = all(n * size % 16 == 0 for n in (case.outputs, case.inputs))
+    return None if aligned else "rows of the weights must be multiples of 16 bytes"
 
 
 def _not_triton(case: GroupedCase) -> str | None:
@@ -88,7 +106,7 @@ def _not_pointers(case: GroupedCase) -> str | None:
 
 
 def _not_torch(case: GroupedCase) -> str | None:
-    return _unaligned(case) if case.dtype == "bf16" else "torch's grouped product takes bf16 only"
+    return _unaligned(case) if case.dtype == "bf16" else "torch's grouped GEMM takes bf16 only"
 
 
 def _small(case: GroupedCase) -> GroupedCase:
@@ -113,12 +131,7 @@ GROUPED_LINEAR = Op(
             refuses=_not_pointers,
             needs=("triton",),
         ),
-        Version(
-            name="torch",
-            run=LazyFunction("armillary.kernels.gemm.grouped_torch", "grouped_linear"),
-            refuses=_not_torch,
-            needs=("grouped_gemm",),
-        ),
+        Version(name="torch", run=torch_grouped_linear, refuses=_not_torch, needs=("grouped_gemm",)),
     ),
     inputs=_inputs,
     work=_work,
@@ -131,4 +144,3 @@ GROUPED_LINEAR = Op(
     },
     small=_small,
 )
-"""for `choose()` and the bench"""

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from armillary.kernels.core.launch import ceil_div, on, power_of_two
-from armillary.kernels.core.tile_fitting import first_fitting
+from armillary.kernels.core.launch import ceil_div, first_fitting, on, power_of_two
 from armillary.kernels.gemm.grouped_kernels_triton import product_kernel, row_sums_kernel
 from armillary.machine.accelerator import accelerator_of
 

@@ -1,7 +1,6 @@
-"""A linear layer for a few tokens, as decoding has it: the time is that of reading the weight once.
+"""A linear layer for a few tokens (skinny GEMM), as decoding has it: its time is that of reading the weight once.
 
-What stands before and after it is fused: an RMS norm of the input, SwiGLU over alternating gate and up rows, a
-residual.
+The operations around it are fused: an RMS norm of the input, SwiGLU over alternating gate and up rows, a residual.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
 
 # M tokens, K inputs, N rows of the weight (outputs, or twice the outputs when gated)
 
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 
 
 def reference(
@@ -31,9 +30,7 @@ def reference(
 ) -> Tensor:
     """residual + act(norm(x) @ weightᵀ); each part only where it is given."""
     if norm_K is not None:
-        wide = widen(x_MK)
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        x_MK = (wide * widen(norm_K)).to(x_MK.dtype)
+        x_MK = rms_norm(x_MK, norm_K, eps)
     y = F.linear(x_MK, weight_NK)
     if gated:
         gate, up = y.unflatten(-1, (-1, 2)).unbind(-1)
@@ -41,16 +38,20 @@ def reference(
     return y if residual is None else y + residual
 
 
+def rms_norm(x: Tensor, weight_K: Tensor, eps: float) -> Tensor:
+    wide = widen(x)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * widen(weight_K)).to(x.dtype)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SmallLinearCase(Case):
     """A few tokens through a weight."""
 
     tokens: int
-    """rows of x"""
     outputs: int
     """rows of the weight"""
     inputs: int
-    """columns of x and of the weight"""
     norm: bool = False
     """an RMS norm before"""
     gated: bool = False
@@ -60,18 +61,16 @@ class SmallLinearCase(Case):
 
 
 def inputs(case: SmallLinearCase, generator: torch.Generator) -> tuple[object, ...]:
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=generator.device).to(case.torch_dtype)
-
-    x, weight = normal(case.tokens, case.inputs), normal(case.outputs, case.inputs) * case.inputs**-0.5
-    norm = normal(case.inputs) if case.norm else None
+    x = case.normal(generator, case.tokens, case.inputs)
+    weight = case.normal(generator, case.outputs, case.inputs) * case.inputs**-0.5
+    norm = case.normal(generator, case.inputs) if case.norm else None
     width = case.outputs // 2 if case.gated else case.outputs
-    residual = normal(case.tokens, width) if case.residual else None
+    residual = case.normal(generator, case.tokens, width) if case.residual else None
     return x, weight, norm, residual, 1e-6, case.gated
 
 
 def work(case: SmallLinearCase) -> OpWork:
-    """The weight is read once; so are x and the residual, and the result is written once."""
+    """The weight, x and the residual are read once, and the result is written once."""
     size, width = case.torch_dtype.itemsize, case.outputs // 2 if case.gated else case.outputs
     moved = case.outputs * case.inputs + case.tokens * (case.inputs + width * (2 if case.residual else 1))
     return OpWork(flops=2.0 * case.tokens * case.outputs * case.inputs, bytes=float(size * moved), ceiling="read")
@@ -79,11 +78,9 @@ def work(case: SmallLinearCase) -> OpWork:
 
 def refuses(case: SmallLinearCase) -> str | None:
     """Why the Triton version cannot do a case."""
-    if case.tokens > MOST_TOKENS:
-        return f"it is for up to {MOST_TOKENS} tokens"
-    if case.dtype == "fp64":
-        return "it sums in fp32"
-    return None
+    if case.tokens > MAX_TOKENS:
+        return f"it is for up to {MAX_TOKENS} tokens"
+    return "it sums in fp32" if case.dtype == "fp64" else None
 
 
 def _cases() -> dict[str, SmallLinearCase]:

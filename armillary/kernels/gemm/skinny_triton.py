@@ -28,8 +28,7 @@ from armillary.kernels.core.launch import (
 )
 from armillary.kernels.core.prefetch_triton import fetch
 from armillary.kernels.gemm.gemv_triton import run_vector, vector_plan
-from armillary.kernels.gemm.skinny import MOST_TOKENS, reference
-from armillary.kernels.gemm.skinny_norm_triton import normed
+from armillary.kernels.gemm.skinny import MAX_TOKENS, reference
 
 # M tokens, K inputs, N rows of the weight
 
@@ -65,7 +64,7 @@ def small_linear(
 ) -> Tensor:
     """The reference's result in one to three kernels; more tokens than they are made for go to the reference."""
     tokens = x_MK.numel() // max(1, x_MK.shape[-1])
-    if tokens > MOST_TOKENS or x_MK.dtype == torch.float64 or not x_MK.numel():
+    if tokens > MAX_TOKENS or x_MK.dtype == torch.float64 or not x_MK.numel():
         return reference(x_MK, weight_NK, norm_K, residual, eps, gated)
     return (_launched if is_bare(x_MK) else _op)(x_MK, weight_NK, norm_K, residual, eps, gated)
 
@@ -276,3 +275,31 @@ def sum_kernel(
     for split in tl.static_range(SPLITS):
         acc += tl.load(part_ptr + split * part + at, mask=n[:, None] < N, other=0.0)
     _finish(acc, residual_ptr, out_ptr, tl.program_id(0) * BLOCK_N, M, N, HAS_RESIDUAL, GATED, BLOCK_M, BLOCK_N)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float, early: bool) -> Tensor:
+    """The RMS norm of rows; what follows may start before it ends, but it waits for what is ahead."""
+    out, block = torch.empty_like(x), min(8192, power_of_two(x.shape[1]))
+    norm_kernel[(len(x),)](
+        x, weight, out, x.shape[1], eps, EARLY=early, BLOCK=block, num_warps=max(1, min(8, block // 512))
+    )
+    return out
+
+
+@triton.jit
+def norm_kernel(x_ptr, weight_ptr, out_ptr, K, eps, EARLY: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row): x / √(mean x² + eps) · weight."""
+    if EARLY:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64) * K
+    at = tl.arange(0, BLOCK)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(0, K, BLOCK):
+        x = tl.load(x_ptr + row + begin + at, mask=begin + at < K, other=0.0).to(tl.float32)
+        squares += x * x
+    inverse = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    for begin in range(0, K, BLOCK):
+        inside = begin + at < K
+        x = tl.load(x_ptr + row + begin + at, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + begin + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row + begin + at, (x * inverse * weight).to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,6 +1,7 @@
-"""Cross-entropy of a linear layer's outputs, with vocabularies too large for their logits to be held at once.
+"""Cross-entropy of a linear layer's outputs, for vocabularies whose logits are too large to be held at once.
 
-The reference holds them; `chunked` (in its own file) holds a chunk of tokens and gives loss and gradients in one go.
+The reference holds all logits; `chunked` (in its own file) holds those of a chunk of tokens and computes loss and
+gradients in one pass.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from torch import Tensor
 
 from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version
+from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, in_liger
 
 # M tokens, H hidden, V vocabulary
 
 _MOST_LOGITS_BYTES, _MOST_RIVAL_BYTES = 0.7e9, 2.2e9
-"""that a version may hold (with their gradient they stay below 1.5 GB), and one that is only timed beside"""
+"""of logits that a version may hold (with their gradient they stay below 1.5 GB), and a rival"""
 
 
 def reference(
@@ -30,8 +31,8 @@ def reference(
     softcap: float = 0.0,
     scale: float = 1.0,
 ) -> Tensor:
-    """Plain torch: logits in the inputs' dtype, what follows in at least fp32. `softcap` 0 is none; `reduction` is
-    'mean' over the targets that count, or 'sum'."""
+    """Plain torch: logits in the inputs' dtype, the rest in at least fp32. `softcap` 0 is none; `reduction` is 'mean'
+    over the targets that are not ignored, or 'sum'."""
     logits = widen(F.linear(x_MH, weight_VH)) * scale
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
@@ -44,11 +45,8 @@ class LinearCrossEntropyCase(Case):
     """Tokens against a vocabulary."""
 
     tokens: int
-    """rows of x"""
     hidden: int
-    """columns of x and of the weight"""
     vocab: int
-    """rows of the weight"""
     softcap: float = 0.0
     """0 is none"""
     frozen: bool = False
@@ -56,26 +54,24 @@ class LinearCrossEntropyCase(Case):
 
 
 def inputs(case: LinearCrossEntropyCase, generator: torch.Generator) -> tuple[object, ...]:
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=generator.device).to(case.torch_dtype)
-
-    x, weight = normal(case.tokens, case.hidden), normal(case.vocab, case.hidden) * case.hidden**-0.5
+    x = case.normal(generator, case.tokens, case.hidden)
+    weight = case.normal(generator, case.vocab, case.hidden) * case.hidden**-0.5
     targets = torch.randint(0, case.vocab, (case.tokens,), generator=generator, device=generator.device)
     targets[::17] = -100
     return x, weight, targets, -100, "mean", case.softcap, 1.0
 
 
 def work(case: LinearCrossEntropyCase) -> OpWork:
-    """Three products of 2·M·H·V, counted together: ours makes all of them in the forward."""
-    product = 2.0 * case.tokens * case.hidden * case.vocab
+    """Three GEMMs of 2·M·H·V FLOPs, counted together: our kernel runs all of them in the forward pass."""
+    flops = 2.0 * case.tokens * case.hidden * case.vocab
     moved = case.torch_dtype.itemsize * case.hidden * (case.tokens + case.vocab)
     return OpWork(
-        flops=product, bytes=moved, backward_flops=2 * product, backward_bytes=2 * moved, ceiling="gemm", together=True
+        flops=flops, bytes=moved, backward_flops=2 * flops, backward_bytes=2 * moved, ceiling="gemm", together=True
     )
 
 
 def holds_too_much(case: LinearCrossEntropyCase) -> str | None:
-    """Why a version that holds all logits is not for a case: it is this op's point not to."""
+    """Why a version that holds all logits is refused for a case."""
     logits = case.tokens * case.vocab * case.torch_dtype.itemsize
     return f"it would hold {logits / 1e9:.1f} GB of logits" if logits > _MOST_LOGITS_BYTES else None
 
@@ -87,7 +83,7 @@ def _no_rival(case: LinearCrossEntropyCase) -> str | None:
 
 
 def _small(case: LinearCrossEntropyCase) -> LinearCrossEntropyCase:
-    """As it is where the wide reference can hold its logits several times; a CPU gets less of everything."""
+    """The same case where the wide reference can hold its logits several times; smaller sizes on a CPU."""
     if case.device == "cpu":
         return replace(case, tokens=min(case.tokens, 64), hidden=min(case.hidden, 512), vocab=min(case.vocab, 8192))
     return case if 4 * case.tokens * case.vocab < 5e9 else replace(case, tokens=256)
@@ -98,7 +94,7 @@ def _case(tokens: int, hidden: int, vocab: int, softcap: float = 0.0) -> LinearC
 
 
 _CHUNKED = LazyFunction("armillary.kernels.loss.linear_cross_entropy_chunked", "chunked")
-"""with kernels of ours between the products on a GPU, with plain torch on a processor"""
+"""with our kernels between the GEMMs on a GPU, with plain torch on a CPU"""
 
 LINEAR_CROSS_ENTROPY = Op(
     name="linear_cross_entropy",
@@ -107,9 +103,7 @@ LINEAR_CROSS_ENTROPY = Op(
         Version(name="triton", run=_CHUNKED, needs=("triton",)),
         Version(name="chunked", run=_CHUNKED, needs=("no_triton",)),
         replace(compiled(reference), refuses=holds_too_much),
-        Version(
-            name="liger", run=LazyFunction("armillary.kernels.core.liger", "linear_cross_entropy"), needs=("liger",)
-        ),
+        in_liger("linear_cross_entropy"),
     ),
     rivals=(replace(compiled(reference), name="compile, all logits held", refuses=_no_rival),),
     inputs=inputs,

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, in_triton, refuses_fp64, rows_to_check
+from armillary.kernels.core.op import (
+    Case,
+    Op,
+    OpWork,
+    Version,
+    in_liger,
+    in_triton,
+    refuses_fp64,
+    rows_to_check,
+)
 from armillary.spec.arithmetic import layer_ops
 
 
@@ -182,9 +191,7 @@ NORM = Op(
         replace(in_triton("norm.norm_triton", "norm_pairs"), name="triton, pairs", refuses=_not_pairs),
         compiled(norm),
         Version(name="torch", run=torch_norm),
-        Version(
-            name="liger", run=LazyFunction("armillary.kernels.core.liger", "norm"), refuses=_not_liger, needs=("liger",)
-        ),
+        in_liger("norm", _not_liger),
     ),
     inputs=_inputs,
     work=_work,
@@ -205,12 +212,7 @@ ADD_NORM = Op(
         replace(in_triton("norm.norm_triton", "add_norm_pairs"), name="triton, pairs", refuses=_not_pairs),
         compiled(add_norm),
         Version(name="torch", run=torch_add_norm),
-        Version(
-            name="liger",
-            run=LazyFunction("armillary.kernels.core.liger", "add_norm"),
-            refuses=_not_liger_sum,
-            needs=("liger",),
-        ),
+        in_liger("add_norm", _not_liger_sum),
     ),
     inputs=_add_inputs,
     work=lambda case: _work(case, residual=True),

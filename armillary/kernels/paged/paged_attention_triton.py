@@ -16,6 +16,7 @@ from armillary.kernels.core.launch import (
     can_start_early,
     ceil_div,
     early_launch,
+    first_fitting,
     is_bare,
     num_programs,
     on,
@@ -24,7 +25,6 @@ from armillary.kernels.core.launch import (
     side_stream,
 )
 from armillary.kernels.core.requirements import interpreted
-from armillary.kernels.core.tile_fitting import first_fitting
 from armillary.kernels.paged.combine_triton import combine
 from armillary.kernels.paged.decode_triton import decode
 from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions

@@ -12,7 +12,7 @@ from armillary.kernels.core.launch import power_of_two
 from armillary.kernels.paged.paged_attention import PagedBatch, PagedOptions, paged_attention
 from armillary.kernels.paged.qkv_to_cache import QkvOptions, qkv_cache
 
-MOST_SEQUENCES, MOST_TOKENS = 4, 65536
+MOST_SEQUENCES, MAX_TOKENS = 4, 65536
 """that are a few, and what a block table may hold: for longer texts the split kernel reads quicker"""
 
 
@@ -37,7 +37,7 @@ def plain(
     """Whether it is what the kernel is made for: a few sequences, whole heads turn, no mask but the causal one."""
     size = cache.shape[4]
     few = batch.max_query == 1 and 0 < len(qkv) == len(batch.tables_BP) <= MOST_SEQUENCES
-    few = few and batch.tables_BP.shape[1] * cache.shape[3] <= MOST_TOKENS
+    few = few and batch.tables_BP.shape[1] * cache.shape[3] <= MAX_TOKENS
     turns = cos_TR is not None and 2 * cos_TR.shape[-1] == size and not heads.interleaved
     sizes = {None if weight is None else weight.numel() for weight in (heads.q_weight, heads.k_weight)}
     normed = heads.norm == "none" or (heads.norm == "rms" and sizes == {size})

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, in_triton, rows_to_check
+from armillary.kernels.core.op import Case, Op, OpWork, in_liger, in_triton, rows_to_check
 from armillary.spec.arithmetic import layer_ops
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -80,12 +80,7 @@ ACTIVATE = Op(
     versions=(
         in_triton("pointwise.activation_triton", "activate"),
         compiled(activate),
-        Version(
-            name="liger",
-            run=LazyFunction("armillary.kernels.core.liger", "activate"),
-            refuses=_not_liger,
-            needs=("liger",),
-        ),
+        in_liger("activate", _not_liger),
     ),
     inputs=_inputs,
     work=_work,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from armillary.kernels.core.compile import compiled
 from armillary.kernels.core.dtype import widen
-from armillary.kernels.core.op import Case, LazyFunction, Op, OpWork, Version, in_triton, rows_to_check
+from armillary.kernels.core.op import Case, Op, OpWork, in_liger, in_triton, rows_to_check
 from armillary.spec.arithmetic.ops import FP32_BYTES, size_of
 
 # B batch, T tokens, N query heads, K KV heads, D head dim, R rotated dims / 2
@@ -84,9 +84,7 @@ ROPE = Op(
     versions=(
         in_triton("pointwise.rope_triton", "rope"),
         compiled(rope),
-        Version(
-            name="liger", run=LazyFunction("armillary.kernels.core.liger", "rope"), refuses=_not_liger, needs=("liger",)
-        ),
+        in_liger("rope", _not_liger),
     ),
     inputs=_inputs,
     work=_work,

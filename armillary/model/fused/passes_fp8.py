@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from armillary.kernels.fp8.gemm import Fp8Gemm
 from armillary.kernels.fp8.linear import E4M3, E5M2
 from armillary.kernels.fp8.operands import Operand, ScaledTensor, Source, make_operand, norm_source
-from armillary.model.low_precision.fp8_weights import Fp8Weights
+from armillary.model.low_precision.fp8_linear import Fp8Weights
 
 if TYPE_CHECKING:
     from armillary.model.fused.passes import FusedOptions

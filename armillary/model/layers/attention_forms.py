@@ -16,7 +16,7 @@ from torch import Tensor
 
 from armillary.errors import BadInput
 from armillary.kernels.attention.attention import AttentionOptions
-from armillary.model.dtype import widen
+from armillary.kernels.core.dtype import widen
 from armillary.spec.model import ModelConfig
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.model.dtype import widen
+from armillary.kernels.core.dtype import widen
 from armillary.spec.model import ModelConfig
 
 

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from armillary.model.dtype import widen
+from armillary.kernels.core.dtype import widen
 from armillary.spec.model import ModelConfig, Rope
 
 # B batch, T tokens, N heads, D head dim, R rotated dims / 2

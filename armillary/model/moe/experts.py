@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.model.dtype import widen
+from armillary.kernels.core.dtype import widen
 from armillary.model.layers.mlp import MLP, activate
 from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.moe.router_losses import Balance, watched

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from armillary.kernels.core.compile import uncompiled
-from armillary.model.moe.expert_capacity import drop_beyond
 from armillary.spec.model import MoE
 
 Rule = Callable[[Tensor], Tensor]
@@ -106,3 +106,31 @@ class _Watched(torch.autograd.Function):
         balance = ctx.balance
         balance.tally += ctx.saved_tensors[0]
         return grad, balance.scale.to(ctx.dtype) if ctx.needs_input_grad[1] else None, None, None
+
+
+# B sequences, T tokens of each, M = B·T, E experts, k choices a token
+
+
+def places(tokens: int, moe: MoE, capacity: float) -> int:
+    """⌈capacity · T · k / E⌉: the fair share of a sequence of T tokens, times `capacity`."""
+    return ceil(capacity * tokens * moe.top_k / moe.num_experts - 1e-9)  # 1.1 · 10 is a hair above 11
+
+
+def drop_beyond(experts_Mk: Tensor, sequences: int, moe: MoE, capacity: float) -> Tensor:
+    """The choices (the likeliest first) of whole sequences, where those without a place name no expert (E)."""
+    tokens = len(experts_Mk) // sequences
+    taken_Mk = _turns(experts_Mk, sequences, moe.num_experts)
+    return experts_Mk.masked_fill(taken_Mk >= places(tokens, moe, capacity), moe.num_experts)
+
+
+def _turns(experts_Mk: Tensor, sequences: int, num_experts: int) -> Tensor:
+    """How many choices of the same sequence stand before each one at its expert."""
+    tokens, k = len(experts_Mk) // sequences, experts_Mk.shape[1]
+    by_rank_BkT = experts_Mk.view(sequences, tokens, k).transpose(1, 2)
+    row_B11 = torch.arange(sequences, device=experts_Mk.device)[:, None, None]
+    queues = (by_rank_BkT + row_B11 * num_experts).flatten()
+    ordered, order = queues.sort(stable=True)
+    first = torch.searchsorted(ordered, ordered)  # where each one's queue begins
+    turns = torch.empty_like(order)
+    turns[order] = torch.arange(len(order), device=order.device) - first
+    return turns.view(sequences, k, tokens).transpose(1, 2).reshape(-1, k)

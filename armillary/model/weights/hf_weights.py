@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from armillary.errors import BadInput, BadModel
-from armillary.model.dtype import HF_NAMES, parse_dtype
+from armillary.kernels.core.dtype import HF_NAMES, parse_dtype
 from armillary.model.lora import NAMES as ADAPTERS
 from armillary.model.transformer import Progress, Put, Transformer, build
 from armillary.model.weights.hf_layout import SELECTION_BIAS, Rule, rules

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from armillary.errors import BadModel
-from armillary.model.dtype import HF_NAMES
+from armillary.kernels.core.dtype import HF_NAMES
 from armillary.store.hf_folder import weight_files
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from armillary.model.dtype import widen
+from armillary.kernels.core.dtype import widen
 from armillary.parallel.context.ring_attention_block import Options, Place, Whole, backward, forward, merge
 
 # B batch, T this rank's tokens, W all tokens of the row, N query heads, K KV heads, D head dim

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from armillary.kernels.core.dtype import widen
 from armillary.kernels.core.requirements import has_triton
-from armillary.model.dtype import widen
 
 # B batch, T queries, S keys, N query heads, K KV heads, G query heads a KV head, D head dim
 

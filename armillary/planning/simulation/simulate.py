@@ -214,7 +214,7 @@ class _Run:
         device.now = max(device.now + _NAP_S * 1e-3, min(times, default=device.now + _NAP_S))
 
 
-MOST_REQUESTS, MOST_TOKENS = 400, 60_000
+MOST_REQUESTS, MAX_TOKENS = 400, 60_000
 """that are played: well below a second"""
 _PARTS = ("ttft", "itl", "tpot", "e2e", "queue")
 
@@ -242,5 +242,5 @@ def planned_service(server: Server, kv_tokens: float) -> dict[str, float]:
 
 def _requests(traffic: Traffic) -> tuple[Arrival, ...]:
     """As many as a load test of the traffic sends, within reason."""
-    most = min(MOST_REQUESTS, max(1, MOST_TOKENS // traffic.tokens_out))
+    most = min(MOST_REQUESTS, max(1, MAX_TOKENS // traffic.tokens_out))
     return drawn(traffic, min(most, max(1, round(traffic.requests_per_s * traffic.duration_s))))

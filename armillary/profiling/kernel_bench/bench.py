@@ -139,7 +139,7 @@ def _row(
     row: KernelRow, op: Op, case: Case, ceilings: dict[str, float], home: Home | None, budget_s: float
 ) -> KernelRow:
     work = op.work(case)
-    choice = choose(op, case, home=home, budget_s=budget_s, again=True)
+    choice = choose(op, case, home=home, budget_s=budget_s, retry=True)
     measured = [_measured(trial, work, ceilings) for trial in choice.trials]
     measured += [replace(_measured(t, work, ceilings), rival=True) for t in time_rivals(op, case, budget_s=budget_s)]
     row = replace(row, chosen=choice.version, measured=tuple(measured))

@@ -24,8 +24,7 @@ from armillary.model.layers.attention import Attention
 from armillary.model.layers.attention_forms import Attend, AttentionFunction, chosen
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
-from armillary.model.low_precision.fp8_linear import use_fp8
-from armillary.model.low_precision.fp8_weights import Fp8Weights
+from armillary.model.low_precision.fp8_linear import Fp8Weights, use_fp8
 from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.moe.experts import Experts, MixtureOfExperts
 from armillary.model.moe.sorted_dispatch import SortedDispatch

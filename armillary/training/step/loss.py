@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from armillary.model.dtype import widen
+from armillary.kernels.core.dtype import widen
 from armillary.model.fused.dispatch import untouched
 from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.transformer import Transformer

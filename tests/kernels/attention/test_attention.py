@@ -115,7 +115,7 @@ def test_masks(more: dict) -> None:
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=90, max_size=90), min_size=1, max_size=2), st.booleans())
 def test_document_runs(rows: list[list[int]], ascending: bool) -> None:
-    from armillary.kernels.attention import document_runs_triton as module
+    from armillary.kernels.attention import mask_triton as module
 
     documents = torch.tensor([sorted(row) if ascending else row for row in rows])
     with patch.object(module, "_LONGEST_BLOCK", 32):  # several blocks a row

@@ -68,7 +68,11 @@ QUICK = Version(name="quick", run=quick)
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [({"dtype": "fp7"}, "no number format"), ({"device": "tpu"}, "try cpu or cuda"), ({"device": "cuda"}, "no GPU")],
+    [
+        ({"dtype": "fp7"}, "no kernels for dtype"),
+        ({"device": "tpu"}, "try cpu or cuda"),
+        ({"device": "cuda"}, "no GPU"),
+    ],
 )
 def test_a_case_that_nothing_can_run_is_one_line(wrong: dict[str, str], words: str) -> None:
     if wrong == {"device": "cuda"} and torch.cuda.is_available():

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.graph_capture import capturing
 from armillary.kernels.core.op import Case, Op
-from armillary.kernels.core.trial import input_sets, time_version
+from armillary.kernels.core.trial import capturing, input_sets, time_version
 from armillary.kernels.norm.norm import NORM, NormCase
 from armillary.kernels.pointwise.activation import ACTIVATE, ActivationCase
 from armillary.kernels.pointwise.rope import ROPE, RopeCase

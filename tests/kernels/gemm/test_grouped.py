@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from armillary.kernels.core import tile_fitting as fitting
+from armillary.kernels.core import launch
 from armillary.kernels.core.requirements import lacking
 from armillary.kernels.gemm.grouped import GROUPED_LINEAR, GroupedCase, grouped_linear
 from armillary.machine.accelerator import accelerator_of
@@ -64,7 +64,7 @@ def test_tiles_fit_the_chip(monkeypatch: pytest.MonkeyPatch, chip: str, dtype: t
 
     described = accelerator_of(pretend(monkeypatch, chip))
     assert described is not None
-    for module in (launches, fitting):
+    for module in (launches, launch):
         monkeypatch.setattr(module, "accelerator_of", lambda device: described)
     found = [
         launches._tile(torch.empty(0, dtype=dtype), rows, forward=forward, tma=tma)

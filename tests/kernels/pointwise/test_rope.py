@@ -37,7 +37,7 @@ def test_agrees(case: RopeCase) -> None:
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("dim", "turned"), [(24, 0), (24, 6), (96, 24), (80, 20), (80, 80), (96, 96), (40, 4), (100, 12)]
+    ("dim", "rotated"), [(24, 0), (24, 6), (96, 24), (80, 20), (80, 80), (96, 96), (40, 4), (100, 12)]
 )
 def test_heads_that_are_no_power_of_two(dim: int, rotated: int) -> None:
     """Heads in two pieces; where little of one turns, it is gone over from end to end."""

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from armillary.kernels.gemm.grouped import GROUPED_LINEAR
-from armillary.model.moe.expert_capacity import drop_beyond, places
 from armillary.model.moe.experts import MixtureOfExperts, plain_dispatch
-from armillary.model.moe.router_losses import Balance, Counts
+from armillary.model.moe.router_losses import Balance, Counts, drop_beyond, places
 from armillary.model.moe.sorted_dispatch import SortedDispatch
 from armillary.spec.model import LayerKind, ModelConfig, MoE
 from tests.kernels.agreeing import loaded

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from armillary.kernels.core import launch
-from armillary.kernels.core import tile_fitting as fitting
 from armillary.machine.accelerator import Accelerator, accelerator_of
 from tests.kernels.interpreter import INTERPRETED, needs_interpreter
 from tests.machine.gpus import forgotten, pretend  # noqa: F401
@@ -21,18 +20,18 @@ def on(monkeypatch: pytest.MonkeyPatch, name: str) -> Accelerator:
     """Tensors on the CPU are taken for tensors on this chip."""
     chip = accelerator_of(pretend(monkeypatch, name))
     assert chip is not None
-    for module in (fitting, launch, *(import_module(f"armillary.kernels.{name}") for name in OWN if INTERPRETED)):
+    for module in (launch, *(import_module(f"armillary.kernels.{name}") for name in OWN if INTERPRETED)):
         monkeypatch.setattr(module, "accelerator_of", lambda device: chip)
     return chip
 
 
 def test_the_first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
-    assert fitting.first_fitting(device, (300, 100, 50), lambda kb: kb << 10) == 300  # the interpreter holds anything
+    assert launch.first_fitting(device, (300, 100, 50), lambda kb: kb << 10) == 300  # the interpreter holds anything
     for name, right in (("H200", 100), ("A100", 100), ("L4", 50)):
         on(monkeypatch, name)
-        assert fitting.first_fitting(device, (300, 100, 50), lambda kb: kb << 10) == right
-    assert fitting.first_fitting(device, (300, 200), lambda kb: kb << 10) == 200  # fails its trial, if anything does
+        assert launch.first_fitting(device, (300, 100, 50), lambda kb: kb << 10) == right
+    assert launch.first_fitting(device, (300, 200), lambda kb: kb << 10) == 200  # fails its trial, if anything does
 
 
 @needs_interpreter
